@@ -1,7 +1,7 @@
 """Count the tokens per step of one trained draft of `drafts.py`, and describe its training: no clock has a part in it.
 
 Answers are generated in batches. Greedy answers are those of plain decoding, along which trees are simulated; with
-sampling each tree decodes its own.
+sampling each tree decodes its own, and so do EAGLE-3's dynamic trees, as large and deep as the fitted ones.
 """
 
 from __future__ import annotations
@@ -33,12 +33,15 @@ from medusa_train.inference.batch import BatchDecoder
 from medusa_train.inference.decoding_settings import DecodingMode
 from medusa_train.inference.generate import Generation
 from medusa_train.io import replace_text
+from medusa_train.models.drafts.base import Limits
+from medusa_train.models.drafts.eagle3 import Eagle3Draft
 from medusa_train.progress import RunProgress
 from medusa_train.tree_search.fit import joint_trees
 from medusa_train.tree_search.traces import AcceptedLength, Trace, trace_answer, trace_conversations
 from medusa_train.trees.tree import Tree
 
 CHAIN = "chain"
+DYNAMIC = "dynamic "  # and the number of nodes
 CHAIN_LENGTH = 3  # tokens; every draft has so many heads
 ROWS = 16  # answers that are generated at once
 TREE_ANSWER = 256  # longest answer that an equal tree is fitted to
@@ -240,22 +243,26 @@ def count_answers(
     Returns:
         `trees`: name to `count`; `answers` and `loops`: their number and that of looping ones, by tree.
     """
-    assert model.draft is not None
-    sampled = mode.rule is not None
+    draft, backbone, sampled = model.draft, model.backbone, mode.rule is not None
+    assert draft is not None
+    decoders = {name: BatchDecoder(backbone, draft, tree) for name, tree in trees.items() if sampled}
+    if isinstance(draft, Eagle3Draft):
+        for name, tree in trees.items():
+            if name != CHAIN:
+                dynamic = draft.with_dynamic_trees(Limits(tree.size, tree.max_depth))
+                decoders[DYNAMIC + name] = BatchDecoder(backbone, dynamic)
     turns = sum(len(question.turns) for question in bench.questions)
-    counted: dict[str, list[Counted]] = {name: [] for name in trees}
-    with progress.phase("counting steps", turns * (len(trees) if sampled else 1), "answers", ticking=True) as phase:
-        if sampled:
-            for name, tree in trees.items():
-                decoder = BatchDecoder(model.backbone, model.draft, tree)
-                with model.draft.no_early_exit():
-                    for question, _, out in _answers(decoder, chat, bench, mode, max_new_tokens):
-                        counted[name].append(Counted(question, out.tokens, len(out.tokens) - 1, out.accepted))
-                        phase.advance()
-        else:
+    counted: dict[str, list[Counted]] = {name: [] for name in [*trees, *decoders]}
+    with progress.phase("counting steps", turns * (len(decoders) + (not sampled)), "answers", ticking=True) as phase:
+        for name, decoder in decoders.items():
+            with draft.no_early_exit():
+                for question, _, out in _answers(decoder, chat, bench, mode, max_new_tokens):
+                    counted[name].append(Counted(question, out.tokens, len(out.tokens) - 1, out.accepted))
+                    phase.advance()
+        if not sampled:
             lengths = {name: AcceptedLength(tree) for name, tree in trees.items()}
-            for question, prompt, out in _answers(BatchDecoder(model.backbone), chat, bench, mode, max_new_tokens):
-                trace = trace_answer(model.backbone, model.draft, prompt, out.tokens)
+            for question, prompt, out in _answers(BatchDecoder(backbone), chat, bench, mode, max_new_tokens):
+                trace = trace_answer(backbone, draft, prompt, out.tokens)
                 for name, length in lengths.items():
                     counted[name].append(simulate(question, out.tokens, trace, length))
                 phase.advance()

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from draft_counts import CHAIN, cell_name
+from draft_counts import CHAIN, DYNAMIC, cell_name
 from shared import backbone_note, rounded, table, with_interval, write_page
 
 from medusa_train.errors import DataError
@@ -55,16 +55,18 @@ def write_pages(args: argparse.Namespace, machine: Record, titles: Mapping[str, 
             rows_of[f"t{temperature:g}"] = rows
             parts.append(f"## {bench.name}, {f'sampling at {temperature:g}' if temperature else 'greedy'}")
             parts.append(counts_table(titles, rows, args.nodes))
+            parts += dynamic_table(titles, rows)
             parts.append(category_table(titles, rows, f"{largest} nodes: tokens per step"))
         title = f"{args.name}: drafts side by side"
         write_page(args.out, f"{args.name}-{bench.name}", title, rounded({**record, **rows_of}), parts)
 
 
 def counts(cell: Record, reference: Record) -> Record:
-    """Reduce a cell to the counts of its trees, each with its ratio to the reference's."""
+    """Reduce a cell to the counts of its trees: ratios to the reference's, of dynamic trees to the cell's fixed ones."""
     trees = {}
     for name, one in cell["trees"].items():
-        ratio = None if cell is reference else _ratio(reference["trees"][name]["questions"], one["questions"])
+        other = (cell if name.startswith(DYNAMIC) else reference)["trees"][name.removeprefix(DYNAMIC)]
+        ratio = None if other is one else _ratio(other["questions"], one["questions"])
         trees[name] = {"rate": one["rate"], "without_loops": one["rate_without_loops"], "over": ratio}
     return {"answers": cell["answers"], "loops": cell["loops"], "trees": trees, "ctar": cell["trees"][CHAIN]["ctar"]}
 
@@ -118,6 +120,17 @@ def counts_table(titles: Mapping[str, str], rows: Mapping[str, Record], nodes: S
         line += [f"{row['loops'][CHAIN]}/{row['answers'][CHAIN]}"]
         lines.append([*line, _number(row["trees"][str(nodes[-1])]["without_loops"], ".3f")])
     return table([*heads, "CTAR(1) (2) (3)", "loops", f"without: {nodes[-1]} nodes"], lines)
+
+
+def dynamic_table(titles: Mapping[str, str], rows: Mapping[str, Record]) -> list[str]:
+    """Format tokens per step of dynamic trees beside fixed ones of as many nodes and levels; empty without any."""
+    lines = [
+        [titles[name], tree, f"{one['rate']:.3f}", with_interval(one["over"], ".3f")]
+        for name, row in rows.items()
+        for tree, one in row["trees"].items()
+        if tree.startswith(DYNAMIC)
+    ]
+    return [table(["draft", "tree", "tokens per step", "over the fixed tree"], lines)] if lines else []
 
 
 def category_table(titles: Mapping[str, str], rows: Mapping[str, Record], head: str) -> str:

@@ -143,13 +143,15 @@ def read(path: Path) -> dict[str, Any]:
 def test_the_whole_command(tmp_path: Path, words: list[str], trainings: list[Sequence[str]]) -> None:
     out, gsm8k = tmp_path / "out", tmp_path / "gsm8k.jsonl"
     gsm8k.write_text(json.dumps({"question": "one  two?", "answer": "1<<1=1>>\n#### 4"}) + "\n")
-    words = [*words, "--gsm8k", str(gsm8k), "--compare", "medusa1", "medusa2", "kangaroo"]
+    words = [*words, "--gsm8k", str(gsm8k), "--compare", "medusa1", "medusa2", "kangaroo", "eagle3"]
     assert drafts.main(words) == 0
-    assert len(trainings) == 4  # Medusa-2 has two stages
+    assert len(trainings) == 5  # Medusa-2 has two stages
     record = read(out / "drafts-small.json")
     for cell in ("t0", "t0.7"):
-        for row in record[cell].values():
-            assert row["answers"] == {"chain": 4, "3": 4, "5": 4}
+        for name, row in record[cell].items():
+            dynamic = ["dynamic 3", "dynamic 5"] if name == "eagle3" else []
+            assert row["answers"] == dict.fromkeys(["chain", "3", "5", *dynamic], 4)
+            assert all(row["trees"][tree]["over"] for tree in dynamic)
             assert all(tree["rate"] >= 1.0 for tree in row["trees"].values())
             assert list(row["categories"]) == ["general"]
     assert record["t0"]["medusa1"]["trees"]["5"]["over"] is None
@@ -163,10 +165,11 @@ def test_the_whole_command(tmp_path: Path, words: list[str], trainings: list[Seq
     assert page.count(draft_tables.STAGES_NOTE) == 1  # half an epoch each
     assert "Not run on a GPU" in page
     assert page.count("| Kangaroo with our MLP |") == 1 + 2 * 2
+    assert page.count("| EAGLE-3 | dynamic 5 |") == 2
     times = {path: path.stat().st_mtime_ns for path in (out / "cells").glob("*/*")}
-    assert len(times) == 3 * 4
+    assert len(times) == 4 * 4
     assert drafts.main(words) == 0  # nothing is repeated
-    assert len(trainings) == 4
+    assert len(trainings) == 5
     assert {path: path.stat().st_mtime_ns for path in times} == times
 
 
