@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,16 +23,14 @@ from medusa_train.hub import hub_is_unreachable
 from medusa_train.losses.chunks import Teacher
 from medusa_train.losses.fused_losses import linear_loss
 from medusa_train.models.backbone import Backbone
+from medusa_train.models.lm_head import LMHead
 from medusa_train.models.loading import load_backbone
 from medusa_train.models.lora import Adapter
-
-if TYPE_CHECKING:
-    from medusa_train.models.lm_head import LMHead
 
 QUALITY_TOKENS = 20_000  # supervised tokens to measure on
 
 #: Maps a batch to the backbone's final hidden states [B, T, d], and the LM head that turns them into logits.
-Version = Callable[[Batch], "tuple[Tensor, LMHead]"]
+Version = Callable[[Batch], tuple[Tensor, LMHead]]
 
 
 @dataclass(frozen=True)
@@ -47,16 +45,6 @@ class Quality:
     loss_before: float
     loss_after: float
     kl: float
-
-    @property
-    def perplexity_before(self) -> float:
-        """Perplexity per token before training."""
-        return math.exp(self.loss_before)
-
-    @property
-    def perplexity_after(self) -> float:
-        """Perplexity per token after training."""
-        return math.exp(self.loss_after)
 
     @property
     def perplexity_change(self) -> float:
@@ -89,8 +77,8 @@ def measure_backbone_quality(paths: ModelPaths, dtype: str = "float32") -> dict[
     return {
         "tokens": quality.tokens,
         "text": "held-out conversations" if is_held_out else "training conversations (nothing was held out)",
-        "perplexity_before": quality.perplexity_before,
-        "perplexity_after": quality.perplexity_after,
+        "perplexity_before": math.exp(quality.loss_before),
+        "perplexity_after": math.exp(quality.loss_after),
         "kl": quality.kl,
         "dtype": dtype,
     }

@@ -40,83 +40,109 @@ def by_category(records: Sequence[TurnRecord]) -> dict[str, Figures]:
 def summarize(records: Sequence[TurnRecord]) -> Figures:
     """Compute all figures of one group of answers (a category, or the whole bench)."""
     tree = [record.tree for record in records if record.tree is not None]
-    plain = [record.plain for record in records]
-    generate = [record.generate for record in records]
     traces = [record.trace for record in records if record.trace is not None]
-    tree_rate, plain_rate, generate_rate = (tokens_per_second(answers) for answers in (tree, plain, generate))
-    fastest = max((rate for rate in (plain_rate, generate_rate) if rate is not None), default=None)
-    intervals = speed_intervals(records)
+    without_loops = [record for record in records if not is_looping(record.answer.tokens)]
+    rates = {name: _rates(sums) for name, sums in _sums(records).items()}
+    ratios, intervals = _ratios(_sums(records)), speed_intervals(records)
+    first_token = sum(answer.prefill_seconds * answer.rows for answer in tree) / max(len(tree), 1)
+    baselines = {
+        name: {
+            "tokens_per_s": _number(rates[name].tokens_per_s),
+            "tokens_per_step": _number(rates[name].tokens_per_step),
+            "speedup": _number(ratios.get(f"over_{name}")),
+            "speedup_interval": intervals.get(f"over_{name}"),
+            "equal_to_plain": sum(record.baselines[name].tokens == record.plain.tokens for record in records),
+        }
+        for name in rates
+        if name != "tree"
+    }
     return {
-        "acceleration_rate": acceleration_rate(tree),
-        "overhead": _ratio(step_seconds(tree), step_seconds(plain)),
-        "speedup": _ratio(tree_rate, plain_rate),
-        "speedup_over_generate": _ratio(tree_rate, generate_rate),
-        "speedup_over_fastest": _ratio(tree_rate, fastest),
-        "tokens_per_s": tree_rate,
-        "baseline_tokens_per_s": plain_rate,
-        "generate_tokens_per_s": generate_rate,
+        "acceleration_rate": _number(ratios.get("acceleration_rate")),
+        "overhead": _number(ratios.get("overhead")),
+        "speedup": _number(ratios.get("speedup")),
+        "speedup_over_generate": _number(ratios.get("speedup_over_generate")),
+        "speedup_over_fastest": _number(ratios.get("speedup_over_fastest")),
+        "tokens_per_s": _number(ratios.get("tokens_per_s")),
+        "baseline_tokens_per_s": _number(rates["plain"].tokens_per_s),
+        "generate_tokens_per_s": _number(rates["generate"].tokens_per_s),
         "answers": len(records),
         "equal_answers": _count(records, "float32", Verdict.EQUAL),
         "tie_answers": _count(records, "float32", Verdict.TIE),
         "equal_answers_bf16": _count(records, "bfloat16", Verdict.EQUAL),
         "scores": summarize_scores(records),
-        "looping_answers": sum(is_looping(record.answer.tokens) for record in records),
-        "speedup_without_loops": speedup([record for record in records if not is_looping(record.answer.tokens)]),
-        "time_to_first_token_s": time_to_first_token(tree),
+        "looping_answers": len(records) - len(without_loops),
+        "speedup_without_loops": _number(_ratios(_sums(without_loops)).get("speedup")),
+        "time_to_first_token_s": first_token or None,
         "accepted_lengths": accepted_lengths(tree),
         "ctar": ctar(tree),
         "chain_rates": chain_rates(traces),
         "head_accuracy": head_accuracy(traces) if traces else None,
-        "baselines": compare_baselines(records, intervals),
+        "baselines": baselines,
         "intervals": {name: interval for name, interval in intervals.items() if not name.startswith("over_")},
     }
 
 
-def acceleration_rate(answers: Sequence[TimedAnswer]) -> float | None:
-    """Return tokens per decoding step; 1.0 for plain decoding.
+class Rates(NamedTuple):
+    """Rates of a decoder [...], each a ratio of sums over answers.
 
-    The first token of an answer comes from the prefill, which is not a step, and does not count.
+    Attributes:
+        tokens_per_s: with the prefill's time.
+        tokens_per_step: without the tokens of the prefill, which is no step; 1.0 for plain decoding.
+        pass_seconds: of a decoding pass (of a batch: over all its rows), prefill excluded.
     """
-    tokens = sum(len(answer.tokens) - answer.prefill_tokens for answer in answers)
-    return _ratio(tokens, sum(answer.steps for answer in answers))
+
+    tokens_per_s: Tensor
+    tokens_per_step: Tensor
+    pass_seconds: Tensor
 
 
-def step_seconds(answers: Sequence[TimedAnswer]) -> float | None:
-    """Return the mean latency of a decoding pass (of a batch: over all its rows) in seconds, prefill excluded."""
-    return _ratio(sum(answer.decode_seconds for answer in answers), sum(answer.passes for answer in answers))
+def _rates(sums: Tensor) -> Rates:
+    """Compute rates [...] from the sums [..., 6] of a decoder."""
+    tokens, seconds, step_tokens, steps, decode_seconds, passes = sums.unbind(-1)
+    return Rates(tokens / seconds, step_tokens / steps, decode_seconds / passes)
 
 
-def tokens_per_second(answers: Sequence[TimedAnswer]) -> float | None:
-    """Return total tokens over total wall time, prefill included."""
-    return _ratio(sum(len(answer.tokens) for answer in answers), sum(answer.seconds for answer in answers))
+def _sums(records: Sequence[TurnRecord]) -> dict[str, Tensor]:
+    """Return by decoder the sums [6] of tokens and seconds; and of the decoding steps' tokens, steps, seconds, passes.
+
+    "tree" is absent without one.
+    """
+    answers: dict[str, list[TimedAnswer]] = {}
+    for record in records:
+        for name, answer in {**({} if record.tree is None else {"tree": record.tree}), **record.baselines}.items():
+            answers.setdefault(name, []).append(answer)
+    rows = {
+        name: [
+            [len(a.tokens), a.seconds, len(a.tokens) - a.prefill_tokens, a.steps, a.decode_seconds, a.passes]
+            for a in made
+        ]
+        for name, made in answers.items()
+    }
+    return {name: torch.tensor(values, dtype=torch.float64).sum(dim=0) for name, values in rows.items()}
 
 
-def time_to_first_token(answers: Sequence[TimedAnswer]) -> float | None:
-    """Return the mean seconds to the first token; None if the decoder does not report it."""
-    return _ratio(sum(answer.prefill_seconds * answer.rows for answer in answers), len(answers)) or None
+def _ratios(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Compute the tree's rates and its ratios to the baselines [...] from the sums [..., 6] of every decoder.
+
+    Empty without a tree.
+    """
+    if "tree" not in sums:
+        return {}
+    rates = {name: _rates(part) for name, part in sums.items()}
+    tree, plain, generate = rates["tree"], rates["plain"], rates["generate"]
+    return {
+        "acceleration_rate": tree.tokens_per_step,
+        "overhead": tree.pass_seconds / plain.pass_seconds,
+        "speedup": tree.tokens_per_s / plain.tokens_per_s,
+        "speedup_over_generate": tree.tokens_per_s / generate.tokens_per_s,
+        "speedup_over_fastest": tree.tokens_per_s / torch.maximum(plain.tokens_per_s, generate.tokens_per_s),
+        "tokens_per_s": tree.tokens_per_s,
+        **{f"over_{name}": tree.tokens_per_s / one.tokens_per_s for name, one in rates.items() if name != "tree"},
+    }
 
 
-def speedup(records: Sequence[TurnRecord], baseline: str = "plain") -> float | None:
-    """Return the tokens per second of the tree's answers over those of a baseline."""
-    tree = [record.tree for record in records if record.tree is not None]
-    return _ratio(tokens_per_second(tree), tokens_per_second([record.baselines[baseline] for record in records]))
-
-
-def compare_baselines(
-    records: Sequence[TurnRecord], intervals: dict[str, Interval | None]
-) -> dict[str, dict[str, object]]:
-    """Return per baseline its rates, the tree's speedup over it, and its answers equal to plain ones."""
-    baselines: dict[str, dict[str, object]] = {}
-    for name in records[0].baselines if records else ():
-        answers = [record.baselines[name] for record in records]
-        baselines[name] = {
-            "tokens_per_s": tokens_per_second(answers),
-            "tokens_per_step": acceleration_rate(answers),
-            "speedup": speedup(records, name),
-            "speedup_interval": intervals.get(f"over_{name}"),
-            "equal_to_plain": sum(record.baselines[name].tokens == record.plain.tokens for record in records),
-        }
-    return baselines
+def _number(value: Tensor | None) -> float | None:
+    return None if value is None or not torch.isfinite(value) else float(value)
 
 
 def first_difference(first: Sequence[int], second: Sequence[int]) -> int | None:
@@ -161,12 +187,6 @@ def _count(records: Iterable[TurnRecord], dtype: str, verdict: Verdict) -> int |
     return sum(one is verdict for one in verdicts) if verdicts else None
 
 
-def _ratio(numerator: float | None, denominator: float | None) -> float | None:
-    if numerator is None or denominator is None or denominator <= 0:
-        return None
-    return numerator / denominator
-
-
 # Intervals
 
 
@@ -193,55 +213,17 @@ def speed_intervals(records: Sequence[TurnRecord]) -> dict[str, Interval | None]
     """Compute 95 % percentile bootstrap intervals of the ratios in `summarize`, by the same names.
 
     The unit of resampling is a question with all its turns, since the turns of a conversation are not independent.
-    Ratios of sums are recomputed for every sample. Empty with fewer than two questions or without a tree.
+    Empty with fewer than two questions or without a tree.
     """
-    if not records or records[0].tree is None:
-        return {}
     questions: dict[int | str, list[TurnRecord]] = {}
     for record in records:
         questions.setdefault(record.question_id, []).append(record)
-    if len(questions) < 2:
+    if len(questions) < 2 or records[0].tree is None:
         return {}
-    names = ["tree", *records[0].baselines]
-    rows = torch.tensor([_row(turns, names) for turns in questions.values()], dtype=torch.float64)
-    sums = dict(zip(names, resample(rows).split(len(_sums([])), dim=1), strict=True))
-    return {name: interval(samples) for name, samples in _ratios(sums).items()}
-
-
-def _row(turns: Sequence[TurnRecord], names: Sequence[str]) -> list[float]:
-    row: list[float] = []
-    for name in names:
-        answers = [turn.tree if name == "tree" else turn.baselines[name] for turn in turns]
-        row += _sums([answer for answer in answers if answer is not None])
-    return row
-
-
-def _sums(answers: Sequence[TimedAnswer]) -> list[float]:
-    """Sum tokens and seconds; and for the decoding steps alone: tokens, steps, seconds and passes."""
-    return [
-        sum(len(answer.tokens) for answer in answers),
-        sum(answer.seconds for answer in answers),
-        sum(len(answer.tokens) - 1 for answer in answers),
-        sum(answer.steps for answer in answers),
-        sum(answer.decode_seconds for answer in answers),
-        sum(answer.passes for answer in answers),
-    ]
-
-
-def _ratios(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Compute the ratios [R] from the sums [R, 6] of every decoder."""
-    tree, plain = sums["tree"], sums["plain"]
-    speed = {name: part[:, 0] / part[:, 1] for name, part in sums.items()}
-    over = {name: speed["tree"] / rate for name, rate in speed.items() if name != "tree"}
-    return {
-        "acceleration_rate": tree[:, 2] / tree[:, 3],
-        "overhead": tree[:, 4] / tree[:, 5] / (plain[:, 4] / plain[:, 5]),
-        "speedup": over["plain"],
-        "speedup_over_generate": over["generate"],
-        "speedup_over_fastest": speed["tree"] / torch.maximum(speed["plain"], speed["generate"]),
-        "tokens_per_s": speed["tree"],
-        **{f"over_{name}": ratio for name, ratio in over.items()},
-    }
+    sums = [_sums(turns) for turns in questions.values()]
+    rows = torch.cat([torch.stack([one[name] for one in sums]) for name in sums[0]], dim=1)
+    drawn = dict(zip(sums[0], resample(rows).split(6, dim=1), strict=True))
+    return {name: interval(samples) for name, samples in _ratios(drawn).items()}
 
 
 class Counts(NamedTuple):

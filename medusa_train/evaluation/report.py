@@ -49,8 +49,8 @@ class Report:
     ) -> Report:
         """Compute the figures of `records`."""
         parts: dict[str, Any] = {"judge": None}
-        if tree is not None and tree.size:
-            shares = node_acceptance([record.trace for record in records if record.trace is not None], tree)
+        traces = [record.trace for record in records if record.trace is not None]
+        if tree is not None and tree.size and (shares := node_acceptance(traces, tree)) is not None:
             parts["tree"] = {"medusa_choices": [list(path) for path in tree.paths], "accepted": shares}
         return cls(meta, summarize(records), by_category(records), {**parts, **(extra or {})})
 
@@ -229,7 +229,7 @@ def summary_of(report: Report) -> list[str]:
     lines = [f"{faster}; {_draft(meta)}; {answers}"]
     if overall["looping_answers"] and overall["speedup_without_loops"] is not None:
         lines.append(f"Speedup without the answers with loops: {overall['speedup_without_loops']:.2f}x.")
-    return [*lines, *notes(report), _quality(report)]
+    return [*lines, _output_note(report), _quality(report)]
 
 
 def _draft(meta: Mapping[str, Any]) -> str:
@@ -244,12 +244,8 @@ def _draft(meta: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def notes(report: Report) -> list[str]:
-    """Say how the output relates to plain decoding's, and what "tokens per step" means; empty without a tree."""
-    return [_output_note(report), _tokens_per_step_note(report)] if report.has_tree else []
-
-
 def _output_note(report: Report) -> str:
+    """Say how the output relates to plain decoding's."""
     overall, outcomes = report.overall, report.meta.get("exactness") or {}
     acceptance = settings_of(report.meta)["acceptance"]
     if acceptance != "greedy":
@@ -283,25 +279,6 @@ _OUTPUT = {
 
 def _not_compared(outcome: str | None) -> str:
     return f"not compared ({outcome})" if outcome not in (None, "not compared", "compared") else "not compared"
-
-
-def _tokens_per_step_note(report: Report) -> str:
-    if report.meta.get("draft") is not None:
-        note = f"Tokens per step: measured on this bench with the draft {report.meta['draft']}."
-        parts = " The heads alone and the lookup alone were measured in turns with it."
-        return note + parts if "heads_alone" in report.overall["baselines"] else note
-    if report.meta.get("dynamic_trees") is not None:
-        return (
-            "Tokens per step: measured on this bench, with a tree of its own in every step. The fixed tree was "
-            "measured in turns with it."
-        )
-    calibration = report.extra.get("calibration") or {}
-    expected = calibration.get("tokens_per_step")
-    estimate = "estimate" if expected is None else f"{expected:.2f}"
-    return (
-        "Tokens per step: measured on this bench with this tree. Training's validation figure is simulated on held-out "
-        f"text, and tree.json's {estimate} on the answers of its calibration, so they differ."
-    )
 
 
 def _quality(report: Report) -> str:

@@ -92,10 +92,6 @@ def _draft_figures(report: Json) -> list[Figure]:
         drawing = bars(groups, "accepted draft tokens per step", unit=" %", digits=0, width=400)
         caption = f"Share of the {steps:,} decoding steps by number of accepted draft tokens."
         figures.append(Figure("Accepted length", drawing, caption))
-    if shares := overall["ctar"]:
-        drawing = curves([Curve("CTAR", list(enumerate(shares, start=1)))], "CTAR", "w", y_text=percent)
-        caption = "Share of decoding steps that accepted at least w draft tokens."
-        figures.append(Figure("CTAR(w)", drawing, caption))
     if table := overall["head_accuracy"]:
         heads = [Curve(f"head {k}", list(enumerate(row, start=1))) for k, row in enumerate(table, start=1)]
         drawing = curves(heads, "head accuracy", "k", y_text=percent)

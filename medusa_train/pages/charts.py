@@ -208,16 +208,16 @@ _STEP_WITH_SIGN = 27.0  # below this the percent sign is left out
 Path = tuple[int, ...]
 
 
-def tree_drawing(paths: Sequence[Sequence[int]], accepted: Sequence[float] | None, width: float = 1040) -> str:
+def tree_drawing(paths: Sequence[Sequence[int]], accepted: Sequence[float], width: float = 1040) -> str:
     """Draw a draft tree with one row per head; node size and edge width show the share of steps.
 
     Args:
         paths: rank paths of the nodes, prefix-closed.
-        accepted: share of steps that accept each node, in the same order; None if unknown.
+        accepted: share of steps that accept each node, in the same order.
         width: of the drawing in pixels, if the leaves fit.
     """
     nodes = [tuple(path) for path in paths]
-    share = dict(zip(nodes, accepted if accepted is not None else [0.0] * len(nodes), strict=True))
+    share = dict(zip(nodes, accepted, strict=True))
     positions = _node_columns(nodes)
     leaves = 1 + max(positions.values())
     step = max(_MIN_STEP, min(70.0, (width - _MARGIN - 20) / leaves))
@@ -233,16 +233,13 @@ def tree_drawing(paths: Sequence[Sequence[int]], accepted: Sequence[float] | Non
         parts.append(element("path", d=curve, class_="edge", stroke_width=1 + 7 * share[path]))
     parts.append(circle(*at[()], 8, "root", "next token of the backbone: always accepted"))
     for path in nodes:
-        parts += _node(path, at[path], None if accepted is None else share[path], step)
+        parts += _node(path, at[path], share[path], step)
     return drawing(max(_MARGIN + step * leaves + 10, 300), 26 + _ROW * depth + 40, parts, "draft tree")
 
 
-def _node(path: Path, center: tuple[float, float], share: float | None, step: float) -> list[str]:
+def _node(path: Path, center: tuple[float, float], share: float, step: float) -> list[str]:
     x, y = center
-    tip = f"{list(path)}: top-{path[-1] + 1} token of head {len(path)}"
-    if share is None:
-        return [circle(x, y, 5, series(len(path) - 1), tip)]
-    tip += f", accepted in {100 * share:.1f} % of the steps"
+    tip = f"{list(path)}: top-{path[-1] + 1} token of head {len(path)}, accepted in {100 * share:.1f} % of the steps"
     radius = min(4 + 9 * share, step / 2 - 1)
     number = f"{100 * share:.0f}" if share >= 0.0095 else f"{100 * share:.1f}".replace("0.", ".")
     shown = f"{number} %" if step >= _STEP_WITH_SIGN else number

@@ -7,7 +7,6 @@ from medusa_train.checkpoint.load_model import LoadedModel, load_with_draft
 from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.errors import BackboneError
 from medusa_train.evaluation.answerers import GenerateAnswerer, extra_baselines
-from medusa_train.evaluation.metrics import acceleration_rate
 from medusa_train.inference.generate import Decoder
 from tests.evaluation.tiny_model import write_backbone
 
@@ -61,7 +60,6 @@ def test_tokens_of_the_prefill_do_not_count_as_steps(subject: LoadedModel, backb
     answer = assistant.answer([[1, 50, 60]], 24)[0]
     assert answer.prefill_tokens > 1
     assert answer.steps >= 1
-    assert acceleration_rate([answer]) == (len(answer.tokens) - answer.prefill_tokens) / answer.steps
     whole = assistant.answer([[1, 50, 60]], answer.prefill_tokens)[0]
     assert (len(whole.tokens), whole.steps) == (answer.prefill_tokens, 0)
 

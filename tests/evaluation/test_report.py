@@ -74,7 +74,7 @@ def test_the_report_says_in_which_dtype_the_output_is_exact() -> None:
     assert "bfloat16: not compared (not enough memory)" in text
 
 
-def test_quality_and_the_simulated_tree_are_reported_where_they_are_known() -> None:
+def test_quality_is_reported_where_they_are_known() -> None:
     graded = {"model": "judge-1", "score": 6.25, "graded": 2, "without_grade": 1, "failed": 0}
     failed = {"model": "judge-1", "score": None, "graded": 0, "without_grade": 0, "failed": 2, "reason": "HTTP 401"}
     joint = {"tokens": 900, "perplexity_before": 8.0, "perplexity_after": 8.2, "kl": 0.0213}
@@ -83,7 +83,6 @@ def test_quality_and_the_simulated_tree_are_reported_where_they_are_known() -> N
         ({"judge": graded}, "6.25 of 10 by judge-1 (2 answers, 1 without a grade)"),
         ({"judge": failed}, "graded none of the answers (HTTP 401)"),
         ({"joint": joint}, "8.200 after joint training, 8.000 before (+2.5%), KL 0.0213"),
-        ({"calibration": {"nodes": 16, "tokens_per_step": 1.561, "sizes": []}}, "tree.json's 1.56"),
     ):
         text = markdown(Report.from_records(records(), meta(), extra=extra))
         assert expected in text

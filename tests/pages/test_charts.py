@@ -65,7 +65,6 @@ def test_a_tree_has_its_nodes_below_their_parents_and_their_shares() -> None:
     assert {"head 1", "head 2", "backbone"} <= {node.text for node in root.iter("text")}
 
 
-def test_a_tree_of_63_nodes_and_one_without_shares_can_be_drawn() -> None:
+def test_a_tree_of_63_nodes_can_be_drawn() -> None:
     wide = [(i,) for i in range(10)] + [(i, j) for i in range(10) for j in range(5)] + [(0, 0, 0), (0, 0, 1), (0, 1, 0)]
     parsed(tree_drawing(wide, [0.01] * len(wide)))
-    assert "accepted in" not in tree_drawing([(0,)], None)
