@@ -49,6 +49,19 @@ def expand_user(name: str | Path) -> Path:
         ) from None
 
 
+def public_name(name: str) -> str:
+    """Return a name without private directories: hub names and relative paths unchanged, absolute paths relative to the
+    project or working directory, or else only their last part.
+    """
+    path = resolve_path(name)
+    if path is None or not Path(name).expanduser().is_absolute():
+        return name
+    for root in (PROJECT_ROOT, Path.cwd()):
+        if path.resolve().is_relative_to(root):
+            return path.resolve().relative_to(root).as_posix()
+    return path.name
+
+
 def nearest_path(name: str) -> str | None:
     """Return the existing name that is most like a mistyped relative path; None if no name in its directory is.
 

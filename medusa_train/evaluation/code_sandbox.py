@@ -30,16 +30,12 @@ MARGIN = 20.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a program ended.
+    """How a program ended."""
 
-    Attributes:
-        status: PASSED (it ran to its end), FAILED (an exception, exit() or a crash), TIMED_OUT, or REFUSED (it was not
-            run, since the network cannot be cut off here).
-        detail: the exception, or what is missing.
-    """
-
-    status: str
-    detail: str
+    status: (
+        str  # PASSED, FAILED (exception, exit() or crash), TIMED_OUT, or REFUSED (the network can't be cut off here)
+    )
+    detail: str  # the exception, or what is missing
 
     @property
     def passed(self) -> bool:

@@ -36,34 +36,23 @@ GSM8K_INSTRUCTION = "\n\nSolve it step by step. Write the result on the last lin
 
 @dataclass(frozen=True)
 class FunctionTest:
-    """What a correct answer to a question of HumanEval is: a function that passes a test.
+    """What a correct answer to a question of HumanEval is: a function that passes a test."""
 
-    Attributes:
-        prompt: imports and helper functions, and the function's signature with its docstring.
-        entry_point: name of the function. test: defines `check(function)`, which raises if it is wrong.
-    """
-
-    prompt: str
-    entry_point: str
-    test: str
+    prompt: str  # imports and helper functions, and the function's signature with its docstring
+    entry_point: str  # name of the function
+    test: str  # defines `check(function)`, which raises if it is wrong
 
 
 @dataclass(frozen=True)
 class Question:
-    """One question of a bench.
-
-    Attributes:
-        turns: the user's messages. source: where it was read, as `file:line`.
-        reference: reference answers, one per turn as far as there are any.
-        expected: the correct number, or the test of the correct function; None if answers are not scored.
-    """
+    """One question of a bench."""
 
     question_id: int | str
     category: str
-    turns: tuple[str, ...]
-    source: str
-    reference: tuple[str, ...] = ()
-    expected: Decimal | FunctionTest | None = None
+    turns: tuple[str, ...]  # the user's messages
+    source: str  # where it was read, as `file:line`
+    reference: tuple[str, ...] = ()  # reference answers, one per turn as far as there are any
+    expected: Decimal | FunctionTest | None = None  # the correct number or function; None if answers are not scored
 
 
 @dataclass(frozen=True)

@@ -36,25 +36,16 @@ class Score:
 
 @dataclass(frozen=True)
 class TimedAnswer:
-    """One decoded answer and its cost. Answers of a batch share its times and passes equally.
-
-    Attributes:
-        seconds, prefill_seconds: wall time of the whole call, and until the first token (0 where it is not reported).
-        steps: decoding passes of this answer, without the prefill; 0 for transformers' `generate`.
-        accepted: number of accepted draft tokens per step.
-        rows: number of answers in the batch.
-        batch_passes: decoding passes of the whole batch; None for a single answer, whose passes are `steps`.
-        prefill_tokens: tokens of the prefill: more than one where it also verifies a draft (assisted generation).
-    """
+    """One decoded answer and its cost. Answers of a batch share its times and passes equally."""
 
     tokens: tuple[int, ...]
-    seconds: float
-    prefill_seconds: float = 0.0
-    steps: int = 0
-    accepted: tuple[int, ...] = ()
-    rows: int = 1
-    batch_passes: int | None = None
-    prefill_tokens: int = 1
+    seconds: float  # wall time of the whole call
+    prefill_seconds: float = 0.0  # until the first token; 0 where it is not reported
+    steps: int = 0  # decoding passes of this answer, without the prefill; 0 for transformers' `generate`
+    accepted: tuple[int, ...] = ()  # number of accepted draft tokens per step
+    rows: int = 1  # answers in the batch
+    batch_passes: int | None = None  # of the whole batch; None for a single answer, whose passes are `steps`
+    prefill_tokens: int = 1  # more than one where the prefill also verifies a draft (assisted generation)
 
     @property
     def decode_seconds(self) -> float:
@@ -69,30 +60,22 @@ class TimedAnswer:
 
 @dataclass
 class TurnRecord:
-    """One turn of a question: its prompt, and every decoder's answer to it.
-
-    Attributes:
-        turn: counted from 1. asked: the user's message.
-        tree: the answer with the tree; None in a baseline-only run. others: of further baselines, by name.
-        text, pieces: the reported answer, whole and token by token. trace: the heads' guesses along it.
-        exact: comparison of the tree's and the plain answer per dtype; dtypes that were not run are absent.
-        scores: by `tree` and `plain`; empty on benches without correct answers.
-    """
+    """One turn of a question: its prompt, and every decoder's answer to it."""
 
     question_id: int | str
     category: str
-    turn: int
+    turn: int  # from 1
     prompt_ids: tuple[int, ...]
-    tree: TimedAnswer | None
+    tree: TimedAnswer | None  # None in a baseline-only run
     plain: TimedAnswer
     generate: TimedAnswer
-    text: str = ""
-    exact: dict[str, Verdict] = field(default_factory=dict)
-    scores: dict[str, Score] = field(default_factory=dict)
-    others: dict[str, TimedAnswer] = field(default_factory=dict)
-    asked: str = ""
-    pieces: tuple[str, ...] = ()
-    trace: Trace | None = None
+    text: str = ""  # of the reported answer
+    exact: dict[str, Verdict] = field(default_factory=dict)  # the tree's and the plain answer, by dtypes that were run
+    scores: dict[str, Score] = field(default_factory=dict)  # of `tree` and `plain`, on benches with correct answers
+    others: dict[str, TimedAnswer] = field(default_factory=dict)  # of further baselines
+    asked: str = ""  # the user's message
+    pieces: tuple[str, ...] = ()  # the reported answer token by token
+    trace: Trace | None = None  # the heads' guesses along it
 
     @property
     def answer(self) -> TimedAnswer:

@@ -15,7 +15,7 @@ import transformers
 
 from medusa_train.checkpoint.load_model import LoadedModel
 from medusa_train.checkpoint.resolve import ModelPaths
-from medusa_train.config.paths import PROJECT_ROOT
+from medusa_train.config.paths import public_name
 from medusa_train.config.schema import EvalConfig
 from medusa_train.evaluation.answerers import GENERATE, describe_baseline, reference_decoders
 from medusa_train.evaluation.metrics import first_difference
@@ -47,14 +47,14 @@ def collect_metadata(
     has_static_steps = model.backbone.step_runner is not None and has_fixed_shape(model.proposer)
     equal = sum(first_difference(record.plain.tokens, record.generate.tokens) is None for record in records)
     return {
-        "model": None if paths.name is None else short_path(paths.name),
-        "base_model": short_path(paths.base_model),
+        "model": None if paths.name is None else public_name(paths.name),
+        "base_model": public_name(paths.base_model),
         "bench": bench.name,
-        "bench_file": short_path(str(bench.path)),
+        "bench_file": public_name(str(bench.path)),
         "questions": len(bench.questions),
         "skipped_turns": len(skipped),
         "max_new_tokens": cfg.max_new_tokens,
-        "chat_template": None if paths.chat_template is None else short_path(paths.chat_template),
+        "chat_template": None if paths.chat_template is None else public_name(paths.chat_template),
         "chat_template_kwargs": dict(paths.chat_template_kwargs) or None,
         "decoding": mode.settings,
         "backbone": paths.backbone_form,
@@ -70,7 +70,7 @@ def collect_metadata(
         "tree_nodes": "dynamic" if model.dynamic is not None else None if tree is None else tree.size,
         "tree_depth": None if tree is None else tree.max_depth,
         "dynamic_trees": None if model.dynamic is None else model.dynamic._asdict(),
-        "tree_file": None if paths.tree is None else short_path(str(paths.tree)),
+        "tree_file": None if paths.tree is None else public_name(str(paths.tree)),
         "baselines": {
             "baseline_tokens_per_s": "the same decoding loop with the empty tree",
             "generate_tokens_per_s": describe_baseline(GENERATE, transformers.__version__, None, mode),
@@ -140,11 +140,3 @@ def _files(folder: Path | None) -> list[Path]:
     if folder is None or not folder.is_dir():
         return []
     return sorted(file for pattern in ("*.safetensors", "*.pt") for file in folder.glob(pattern))
-
-
-def short_path(path: str) -> str:
-    """Return a path relative to the current directory or the project if it lies below; other names unchanged."""
-    for root in (Path.cwd(), PROJECT_ROOT):
-        if Path(path).is_absolute() and Path(path).is_relative_to(root):
-            return str(Path(path).relative_to(root))
-    return path

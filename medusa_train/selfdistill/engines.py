@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from medusa_train.config.paths import PROJECT_ROOT, resolve_path
+from medusa_train.config.paths import public_name, resolve_path
 from medusa_train.config.schema import SelfDistillConfig
 from medusa_train.selfdistill.modes import Engine
 
@@ -57,19 +57,6 @@ def model_name(cfg: SelfDistillConfig) -> str:
     paths = resolve_model_paths(cfg)
     trained = paths.adapter is not None or Path(paths.base_model).is_relative_to(paths.home)
     return public_name(str(paths.home) if trained else paths.base_model)
-
-
-def public_name(name: str) -> str:
-    """Return a name without private directories: hub names and relative paths unchanged, absolute paths relative to the
-    project or working directory, or else only their last part.
-    """
-    path = resolve_path(name)
-    if path is None or not Path(name).expanduser().is_absolute():
-        return name
-    for root in (PROJECT_ROOT, Path.cwd()):
-        if path.resolve().is_relative_to(root):
-            return path.resolve().relative_to(root).as_posix()
-    return path.name
 
 
 def resolve_dtype(cfg: SelfDistillConfig) -> str | None:

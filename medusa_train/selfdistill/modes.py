@@ -16,6 +16,7 @@ from typing import Literal, Protocol
 from medusa_train.data.conversation import Message, is_looping
 from medusa_train.selfdistill.prompts import Prompt
 
+#: End token, max_new_tokens, context is full (no text if the prompt alone exceeds it), rejected by template or server.
 AnswerFinishReason = Literal["stop", "length", "context", "refused"]
 
 
@@ -30,21 +31,13 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A generated message.
-
-    Attributes:
-        text: without its end token.
-        finish_reason: "stop" (end token), "length" (max_new_tokens), "context" (maximum context; `text` is empty if the
-            prompt alone exceeds it) or "refused" (the template or server rejects the chat).
-        prompt_tokens, completion_tokens: token counts, the end token included.
-        token_ids: the tokens without the end token, if `text` tokenizes otherwise.
-    """
+    """A generated message, without its end token."""
 
     text: str
     finish_reason: AnswerFinishReason
     prompt_tokens: int
-    completion_tokens: int
-    token_ids: tuple[int, ...] | None = None
+    completion_tokens: int  # the end token included
+    token_ids: tuple[int, ...] | None = None  # if `text` tokenizes otherwise
 
 
 class Engine(Protocol):
@@ -97,25 +90,15 @@ class DropRules:
 
 @dataclass
 class GeneratedChat:
-    """A conversation with generated answers.
+    """A conversation with generated answers; of mode questions a single question."""
 
-    Attributes:
-        prompt: what it was generated from.
-        messages: system message, then user and assistant messages in turn, each question with its answer; of mode
-            questions a single question.
-        finish_reasons, prompt_tokens, completion_tokens: per answer.
-        looping: number of looping answers, a dropped one included.
-        dropped: why an answer, and all turns after it, were dropped; None if none was.
-        dropped_turns: number of turns dropped.
-    """
-
-    prompt: Prompt
-    messages: list[Message] = field(default_factory=list)
-    finish_reasons: list[AnswerFinishReason] = field(default_factory=list)
+    prompt: Prompt  # what it was generated from
+    messages: list[Message] = field(default_factory=list)  # system message, then each question with its answer
+    finish_reasons: list[AnswerFinishReason] = field(default_factory=list)  # these three: per answer
     prompt_tokens: list[int] = field(default_factory=list)
     completion_tokens: list[int] = field(default_factory=list)
-    looping: int = 0
-    dropped: DropReason | None = None
+    looping: int = 0  # looping answers, a dropped one included
+    dropped: DropReason | None = None  # why an answer, and all turns after it, were dropped
     dropped_turns: int = 0
 
     def __post_init__(self) -> None:

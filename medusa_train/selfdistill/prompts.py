@@ -101,11 +101,7 @@ class Shard:
 
     @classmethod
     def parse(cls, text: str) -> Shard:
-        """Parse `i/n`.
-
-        Raises:
-            ConfigError: it has another form, or i is not in 1..n.
-        """
+        """Parse `i/n`; raises ConfigError unless i is in 1..n."""
         match = re.fullmatch(r"(\d+)/(\d+)", text.strip())
         if match is None or not 1 <= int(match[1]) <= int(match[2]):
             raise ConfigError(f"--shard {text}: expected i/n with i from 1 to n, for example 1/4, 2/4, 3/4 and 4/4")
@@ -121,21 +117,14 @@ class Shard:
 
 @dataclass(frozen=True)
 class Selection:
-    """Criteria for prompts; None for no restriction.
+    """Criteria for prompts; None for no restriction."""
 
-    Attributes:
-        max_turns: keep only the first user turns.
-        min_chars, max_chars: total characters of the user turns.
-        sample: size of a random sample with `sample_seed`; larger samples contain the smaller ones.
-        limit: keep only the first prompts of these.
-    """
-
-    max_turns: int | None = None
-    min_chars: int | None = None
+    max_turns: int | None = None  # keep only the first user turns
+    min_chars: int | None = None  # of all user turns together, as is `max_chars`
     max_chars: int | None = None
-    sample: int | None = None
+    sample: int | None = None  # size of a random sample; larger samples contain the smaller ones
     sample_seed: int = 42
-    limit: int | None = None
+    limit: int | None = None  # keep only the first prompts of these
 
 
 def select_prompts(prompts: Sequence[Prompt], selection: Selection) -> tuple[list[Prompt], Counter[str]]:

@@ -14,13 +14,14 @@ from typing import Any
 
 from rich.table import Table
 
+from medusa_train.config.paths import public_name
 from medusa_train.config.schema import SelfDistillConfig
 from medusa_train.data.conversation import NOTABLE_LOOPING, Message
 from medusa_train.data.records import first_problems
 from medusa_train.data.sources import open_seed_dataset
 from medusa_train.hub import hub_is_unreachable
 from medusa_train.progress import LoadingProgress, RunProgress, duration
-from medusa_train.selfdistill.engines import model_name, public_name, resolve_model_paths, server_sampling
+from medusa_train.selfdistill.engines import model_name, resolve_model_paths, server_sampling
 from medusa_train.selfdistill.modes import (
     ChatSteps,
     DropRules,
@@ -46,11 +47,7 @@ def output_path(cfg: SelfDistillConfig) -> Path:
 
 
 def resolve_shard(text: str | None) -> Shard | None:
-    """Return the shard of this process: `text` (i/n), else by the rank that torchrun or DeepSpeed set.
-
-    Raises:
-        ConfigError: `text` is not a valid shard.
-    """
+    """Return the shard of this process: `text` (i/n), else by the rank that torchrun or DeepSpeed set."""
     if text is not None:
         return Shard.parse(text)
     world = int(os.environ.get("WORLD_SIZE", "1"))
@@ -58,14 +55,7 @@ def resolve_shard(text: str | None) -> Shard | None:
 
 
 def load_prompts(cfg: SelfDistillConfig, progress: RunProgress) -> tuple[list[Prompt], Counter[str]]:
-    """Return the selected prompts of all shards, and the number of skipped ones by reason.
-
-    Args:
-        progress: shows downloads, and invalid records that were skipped.
-
-    Raises:
-        DataError, ConfigError: as `open_seed_dataset` and `read_prompts`.
-    """
+    """Return the selected prompts of all shards, and the number of skipped ones by reason."""
     if cfg.mode == "questions":  # the model writes the prompts
         assert cfg.limit is not None  # checked with the configuration
         return [Prompt(f"question-{number:06d}", (), source="by the model") for number in range(cfg.limit)], Counter()
@@ -90,11 +80,7 @@ def build_mode(cfg: SelfDistillConfig) -> Callable[[Prompt], ChatSteps]:
 
 
 def preview(cfg: SelfDistillConfig, prompts: Sequence[Prompt]) -> Iterator[tuple[str, str]]:
-    """Yield (title, text) of the first request of each of the first prompts.
-
-    Raises:
-        BackboneError, DataError, ConfigError: the model does not exist, or has no suitable chat template.
-    """
+    """Yield (title, text) of the first request of each of the first prompts."""
     requests = [(prompt, next(build_mode(cfg)(prompt))) for prompt in prompts[:PREVIEWED]]
     if cfg.engine == "openai":
         for prompt, request in requests:
@@ -132,41 +118,41 @@ def record_metadata(cfg: SelfDistillConfig, dtype: str | None) -> dict[str, Any]
 def output_settings(cfg: SelfDistillConfig, dtype: str | None) -> dict[str, Any]:
     """Return all settings that a conversation depends on; missing keys equal None.
 
-    The selection of prompts is not among them, so that a run can be extended; nor is the server's address.
+    A key at its default is left out if it was added later, so that the files of earlier runs can be continued. The
+    selection of prompts is not among them, so that a run can be extended; nor is the server's address.
     """
-    selftalk, questions = cfg.mode == "selftalk", cfg.mode == "questions"
     default_tags = SelfDistillConfig.model_fields["reasoning_tags"].default
-    return {
-        "model": model_name(cfg),
-        "seed_dataset": None if questions else public_name(cfg.seed_dataset),
-        "type": cfg.type,
-        "chat_template": cfg.chat_template,
+    return _without_none(
+        model=model_name(cfg),
+        seed_dataset=None if cfg.mode == "questions" else public_name(cfg.seed_dataset),
+        type=cfg.type,
+        chat_template=cfg.chat_template,
         **_sampling(cfg, dtype),
-        "drop_truncated": cfg.drop_truncated,
-        **_without_none(
-            split=cfg.split, max_turns=cfg.max_turns, heads=None if cfg.heads is None else public_name(cfg.heads)
-        ),
-        **_without_none(drop_looping=cfg.drop_looping or None, engine="openai" if cfg.engine == "openai" else None),
-        **_without_none(
-            chat_template_kwargs=cfg.chat_template_kwargs,
-            reasoning_tags=None if cfg.reasoning_tags == default_tags else list(cfg.reasoning_tags),
-        ),
-        **_without_none(mode=cfg.mode if selftalk or questions else None, rounds=cfg.rounds if selftalk else None),
-    }
+        drop_truncated=cfg.drop_truncated,
+        split=cfg.split,
+        max_turns=cfg.max_turns,
+        heads=None if cfg.heads is None else public_name(cfg.heads),
+        drop_looping=cfg.drop_looping or None,
+        engine="openai" if cfg.engine == "openai" else None,
+        chat_template_kwargs=cfg.chat_template_kwargs,
+        reasoning_tags=None if cfg.reasoning_tags == default_tags else list(cfg.reasoning_tags),
+        mode=None if cfg.mode == "replay" else cfg.mode,
+        rounds=cfg.rounds if cfg.mode == "selftalk" else None,
+    )
 
 
 def _sampling(cfg: SelfDistillConfig, dtype: str | None) -> dict[str, Any]:
-    return {
-        "temperature": cfg.temperature,
-        "top_p": cfg.top_p,
-        "max_new_tokens": cfg.max_new_tokens,
-        "seed": cfg.seed,
-        **_without_none(dtype=dtype, top_k=cfg.top_k),
-    }
+    return _without_none(
+        temperature=cfg.temperature,
+        top_p=cfg.top_p,
+        max_new_tokens=cfg.max_new_tokens,
+        seed=cfg.seed,
+        dtype=dtype,
+        top_k=cfg.top_k,
+    )
 
 
 def _without_none(**settings: Any) -> dict[str, Any]:
-    """Omit unset settings: a new key leaves the files of runs that do not use it unchanged."""
     return {name: value for name, value in settings.items() if value is not None}
 
 
@@ -250,25 +236,17 @@ def _message_record(message: Message) -> dict[str, Any]:
 
 @dataclass
 class RunStats:
-    """Statistics of a run: of `total` prompts, `earlier` ones are finished by an earlier run.
+    """Statistics of a run."""
 
-    Attributes:
-        written, turns: conversations written by this run, and the answers in them.
-        cut, empty: written conversations with dropped turns, and those of which nothing is kept.
-        looping: generated answers that loop, dropped ones included.
-        dropped: dropped turns by `DropReason`.
-        tokens: generated tokens, dropped answers included.
-    """
-
-    total: int = 0
-    earlier: int = 0
-    written: int = 0
-    turns: int = 0
-    cut: int = 0
-    looping: int = 0
-    empty: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
-    tokens: int = 0
+    total: int = 0  # prompts
+    earlier: int = 0  # of them finished by an earlier run
+    written: int = 0  # conversations
+    turns: int = 0  # answers in them
+    cut: int = 0  # written conversations with dropped turns
+    looping: int = 0  # generated answers that loop, dropped ones included
+    empty: int = 0  # conversations of which nothing is kept
+    dropped: Counter[str] = field(default_factory=Counter)  # turns by `DropReason`
+    tokens: int = 0  # generated ones, dropped answers included
     started: float = field(default_factory=time.perf_counter)
 
     @property
@@ -280,16 +258,6 @@ class RunStats:
     def seconds(self) -> float:
         """Seconds since the start."""
         return time.perf_counter() - self.started
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Generated tokens per second."""
-        return self.tokens / max(self.seconds, 1e-9)
-
-    @property
-    def looping_share(self) -> float:
-        """Share of the generated answers (in mode questions: of the questions) that loop."""
-        return self.looping / max(1, max(self.turns, self.written) + self.cut + self.empty)
 
     def count(self, chat: GeneratedChat) -> None:
         """Add a finished conversation."""
@@ -306,15 +274,21 @@ class RunStats:
     def line(self) -> str:
         """Format the figures beside the bar."""
         dropped = ", ".join(f"{count} {why}" for why, count in sorted(self.dropped.items()))
-        return f"{self.tokens_per_s:,.0f} tokens/s" + (f", dropped turns: {dropped}" if dropped else "")
+        return f"{self.rate} tokens/s" + (f", dropped turns: {dropped}" if dropped else "")
+
+    @property
+    def rate(self) -> str:
+        """Generated tokens per second."""
+        return f"{self.tokens / max(self.seconds, 1e-9):,.0f}"
 
     def looping_warning(self, dropped: bool) -> str | None:
         """Return a line for the user if many answers loop, and say whether they were `dropped`."""
-        if self.looping_share <= NOTABLE_LOOPING:
+        share = self.looping / max(1, max(self.turns, self.written) + self.cut + self.empty)  # mode questions: no turns
+        if share <= NOTABLE_LOOPING:
             return None
         effect = "were dropped" if dropped else "are kept, and heads would learn to repeat (drop_looping: false)"
         advice = "greedy answers of small models often do; sampling at a temperature of 0.3 to 0.7 loops less"
-        return f"warning: {self.looping:,} answers ({self.looping_share:.0%}) loop and {effect}; {advice}"
+        return f"warning: {self.looping:,} answers ({share:.0%}) loop and {effect}; {advice}"
 
 
 def summary(stats: RunStats, engine_stats: Mapping[str, str]) -> Table:
@@ -331,10 +305,8 @@ def summary(stats: RunStats, engine_stats: Mapping[str, str]) -> Table:
     }
     always = ("prompts", "conversations written")
     rows = {name: f"{count:,}" for name, count in counts.items() if count or name in always}
-    if stats.dropped["length"]:
-        rows["to keep such answers"] = "raise max_new_tokens, or set drop_truncated: false"
     rows |= {"tokens generated": f"{stats.tokens:,}", "time": duration(stats.seconds)}
-    rows |= {"tokens per second": f"{stats.tokens_per_s:,.0f}", **engine_stats}
+    rows |= {"tokens per second": stats.rate, **engine_stats}
     table = Table("name", title="self-distillation", title_justify="left", show_header=False)
     table.add_column("value", justify="right")
     for row in rows.items():

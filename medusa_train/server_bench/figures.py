@@ -21,22 +21,15 @@ TurnKey = tuple[int | str, int, int]
 
 @dataclass(frozen=True)
 class Cell:
-    """All answers of one server at one concurrency.
-
-    Attributes:
-        session: which servers ran at the same time.
-        seconds: each answer's share of the time in which the server was busy, see `busy_shares`.
-        drafts: difference of the server's counters; None if it has none.
-        skipped: number of turns whose prompts do not fit into the context.
-    """
+    """All answers of one server at one concurrency."""
 
     server: str
-    session: str
+    session: str  # which servers ran at the same time
     concurrency: int
     answers: Mapping[TurnKey, ServedAnswer]
-    seconds: Mapping[TurnKey, float]
-    drafts: DraftCounts | None
-    skipped: int
+    seconds: Mapping[TurnKey, float]  # each answer's share of the time in which the server was busy, see `busy_shares`
+    drafts: DraftCounts | None  # difference of the server's counters; None if it has none
+    skipped: int  # number of turns whose prompts do not fit into the context
 
     @property
     def tokens_per_s(self) -> float:

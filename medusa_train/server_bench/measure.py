@@ -27,16 +27,11 @@ _POSITION = re.compile(r'position="(\d+)"')
 
 @dataclass(frozen=True)
 class DraftCounts:
-    """Totals since the server was started, or between two moments (`since`); summed over the server's engines.
+    """Totals since the server was started, or between two moments (`since`); summed over the server's engines."""
 
-    Attributes:
-        drafts: verified drafts, one per decoding step and sequence. draft_tokens: proposed tokens.
-        accepted: accepted tokens by position in the draft.
-    """
-
-    drafts: int
-    draft_tokens: int
-    accepted: tuple[int, ...]
+    drafts: int  # verified ones, one per decoding step and sequence
+    draft_tokens: int  # proposed
+    accepted: tuple[int, ...]  # by position in the draft
 
     def since(self, earlier: DraftCounts) -> DraftCounts:
         """Return the counts after `earlier`."""
@@ -90,38 +85,26 @@ def parse_metrics(page: str) -> DraftCounts | None:
 
 @dataclass(frozen=True)
 class ServedAnswer:
-    """One turn of a question, answered by a server.
-
-    Attributes:
-        turn: counted from 1. repeat: how often the question was asked before at this concurrency.
-        tokens: length by the server's `usage`.
-        started: seconds from the beginning of the block to the request.
-        first_token, seconds: from the request to the first text (None for an empty answer), and to the end.
-    """
+    """One turn of a question, answered by a server."""
 
     question_id: int | str
-    turn: int
-    repeat: int
+    turn: int  # from 1
+    repeat: int  # how often the question was asked before at this concurrency
     text: str
-    tokens: int
-    started: float
-    first_token: float | None
-    seconds: float
+    tokens: int  # by the server's `usage`
+    started: float  # seconds from the beginning of the block to the request
+    first_token: float | None  # seconds from the request to the first text; None for an empty answer
+    seconds: float  # from the request to the end
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """The answers of one server to one block of conversations.
-
-    Attributes:
-        answers: in the order in which they ended.
-        skipped: question and turn of prompts that do not fit into the context; their conversations end before them.
-        drafts: difference of the server's counters; None if it has none.
-    """
+    """The answers of one server to one block of conversations."""
 
     answers: tuple[ServedAnswer, ...]
+    #: Question and turn of prompts that do not fit into the context; their conversations end before them.
     skipped: tuple[tuple[int | str, int], ...] = ()
-    drafts: DraftCounts | None = None
+    drafts: DraftCounts | None = None  # difference of the server's counters; None if it has none
 
 
 class Block(NamedTuple):
@@ -158,19 +141,13 @@ class Conversation(NamedTuple):
 
 @dataclass(frozen=True)
 class Target:
-    """A server to measure.
+    """A server to measure."""
 
-    Attributes:
-        name: in reports. url: with the version. model: the model's name on the server.
-        has_heads: whether it is to be served with draft heads; False if unknown.
-        is_vllm: whether it takes vLLM's parameters.
-    """
-
-    name: str
-    url: str
-    model: str
-    has_heads: bool
-    is_vllm: bool
+    name: str  # in reports
+    url: str  # with the version
+    model: str  # its name on the server
+    has_heads: bool  # whether it is to be served with draft heads; False if unknown
+    is_vllm: bool  # whether it takes vLLM's parameters
 
 
 @dataclass(frozen=True)
@@ -218,11 +195,7 @@ class ServerBench:
         self._metrics.close()
 
     def warm_up(self, questions: Sequence[Question], count: int) -> None:
-        """Ask for the beginnings of `count` answers, concurrently.
-
-        Raises:
-            ServerError: the server rejects the request, or does not answer.
-        """
+        """Ask for the beginnings of `count` answers, concurrently."""
         sampling = self._options.sampling
         short = replace(sampling, max_new_tokens=min(WARM_UP_TOKENS, sampling.max_new_tokens))
 

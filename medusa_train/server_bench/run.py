@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from medusa_train.checkpoint.resolve import ModelPaths, runs_directory
+from medusa_train.config.paths import public_name
 from medusa_train.config.schema import EvalConfig
 from medusa_train.errors import ConfigError, MedusaError, ServerError
 from medusa_train.evaluation.questions import Bench
 from medusa_train.evaluation.records import MeasurementLog
-from medusa_train.evaluation.run_metadata import bench_settings, model_settings, short_path
+from medusa_train.evaluation.run_metadata import bench_settings, model_settings
 from medusa_train.inference.decoding_settings import DecodingMode
 from medusa_train.progress import Phase, RunProgress
 from medusa_train.selfdistill.openai_engine import ServerSampling
@@ -47,7 +48,7 @@ REMOTE = "running servers"  # name of the session of servers that are not starte
 def measure_servers(
     cfg: EvalConfig, bench: Bench, paths: ModelPaths | None, command: str, progress: RunProgress
 ) -> list[Path]:
-    """Measure servers on a bench, and write the report.
+    """Measure servers on a bench, and write the report; returns the paths of its files.
 
     Finished blocks are logged, so the same command resumes after an error or an interruption; the report of an
     interrupted measurement has what is complete.
@@ -55,13 +56,6 @@ def measure_servers(
     Args:
         paths: backbone and heads to serve; for servers that run already, only the directory of the report, or None.
         command: what the user typed, for the report.
-
-    Returns:
-        The paths of the report's files.
-
-    Raises:
-        ConfigError, CheckpointError, ServerError: with a message that says what to do.
-        KeyboardInterrupt: what was measured so far is on disk.
     """
     mode = DecodingMode.from_config(cfg.model_copy(update={"batch_size": 1}))
     options = request_options(cfg, mode, paths)
@@ -146,9 +140,6 @@ class BenchRun:
         """Measure the remaining blocks of a session, whose servers answer each block in turn, in alternating order.
 
         A concurrency at which requests keep failing is left out with a note.
-
-        Raises:
-            ServerError: a server does not answer, or its figures would be wrong.
         """
         remaining = self.remaining(session)
         count = sum(len(self._blocks[c][n]) for c, numbers in remaining.items() for n in numbers)
@@ -197,11 +188,7 @@ class BenchRun:
         return measurement
 
     def _check(self, target: Target, measurement: Measurement) -> None:
-        """Check a server's counters, and note what is unexpected.
-
-        Raises:
-            ServerError: the server without heads drafts.
-        """
+        """Check a server's counters, and note what is unexpected; a server without heads must not draft."""
         drafts = measurement.drafts
         if drafts is None:
             self.note(f"{target.name}: no counters of vLLM at /metrics, so its acceptance is unknown")
@@ -331,7 +318,7 @@ def metadata(
         "model": targets[-1].model if targets else None,
         "base_model": None,
         "bench": bench.name,
-        "bench_file": short_path(str(bench.path)),
+        "bench_file": public_name(str(bench.path)),
         "questions": len(bench.questions),
         "max_new_tokens": cfg.max_new_tokens,
         "decoding": mode.settings,
@@ -341,8 +328,8 @@ def metadata(
         meta["servers"] = {target.name: f"{target.model} at {target.url}" for target in targets}
         meta["turns"] = "in turns, block by block" if len(targets) > 1 else "one server alone"
     else:
-        meta |= {"model": short_path(str(paths.home)), "base_model": short_path(served.backbone)}
-        meta |= {"heads": short_path(str(served.heads)), "server": served.version, "arguments": list(served.options)}
+        meta |= {"model": public_name(str(paths.home)), "base_model": public_name(served.backbone)}
+        meta |= {"heads": public_name(str(served.heads)), "server": served.version, "arguments": list(served.options)}
         together = all(len(session.speculative_tokens) > 1 for session in served.sessions)
         meta["turns"] = (
             "the server without heads beside each one with heads, in turns, block by block"

@@ -230,23 +230,16 @@ def plan_sessions(speculative_tokens: Iterable[int], *, together: bool) -> list[
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What `--serve` serves.
+    """What `--serve` serves."""
 
-    Attributes:
-        python: the interpreter that vLLM is installed for. version: name and version of its vLLM.
-        backbone: directory or hub name. heads: directory in vLLM's layout. method: vLLM's name of the draft.
-        sessions: the servers to start, in order. options: arguments of every server.
-        notes: remarks for the report.
-    """
-
-    python: str
-    version: str
-    backbone: str
-    heads: Path
-    method: str
-    sessions: tuple[Session, ...]
-    options: tuple[str, ...]
-    notes: tuple[str, ...]
+    python: str  # the interpreter that vLLM is installed for
+    version: str  # name and version of its vLLM
+    backbone: str  # directory or hub name
+    heads: Path  # directory in vLLM's layout
+    method: str  # vLLM's name of the draft
+    sessions: tuple[Session, ...]  # the servers to start, in order
+    options: tuple[str, ...]  # arguments of every server
+    notes: tuple[str, ...]  # remarks for the report
 
 
 def prepare_model(cfg: EvalConfig, paths: ModelPaths, directory: Path, progress: RunProgress) -> ServedModel:

@@ -37,24 +37,16 @@ class Backoff:
 
 
 class Slots:
-    """The health of one server. Times are those of a monotonic clock; not thread-safe.
+    """The health of one server that gets up to `most` requests at a time; not thread-safe.
 
-    After an overload or while it is down a server pauses, for growing times or as long as it asks. A server that is
-    down is then probed with one request at a time.
-
-    Args:
-        most: maximum number of concurrent requests.
-        longest_pause: maximum number of seconds that the server can ask to wait.
-
-    Attributes:
-        in_flight: number of requests under way.
-        resume_at: no request is sent before this time.
+    After an overload or while it is down a server pauses, for growing times or as long as it asks (at most
+    `longest_pause` seconds). A server that is down is then probed with one request at a time.
     """
 
     def __init__(self, most: int, longest_pause: float = math.inf) -> None:
         self.in_flight = 0
         self.down = False
-        self.resume_at = -math.inf
+        self.resume_at = -math.inf  # on a monotonic clock
         self._most = most
         self._longest_pause = longest_pause
         self._backoff = Backoff()
@@ -96,7 +88,7 @@ class OpenAIClient:
         note: called with a line when a server stops answering, and when it answers again; by any thread.
 
     Attributes:
-        name: the URLs, for messages. capacity: maximum number of concurrent requests to all servers.
+        capacity: maximum number of concurrent requests to all servers.
         retries, last_fault: number of retries of all requests so far, and why the last was necessary.
 
     Raises:
@@ -176,11 +168,7 @@ class OpenAIClient:
         return outcome
 
     def _take_slot(self, deadline: float) -> OpenAIServer:
-        """Wait for a free slot of any server.
-
-        Raises:
-            ServerError: no server has answered for `retry_seconds`, and `deadline` is over or no request is under way.
-        """
+        """Wait for a free slot; gives up after `retry_seconds`, if `deadline` is over or no request is under way."""
         with self._changed:
             while True:
                 now = time.monotonic()

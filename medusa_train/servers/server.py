@@ -45,22 +45,14 @@ _PROMPT = re.compile(
 
 @dataclass(frozen=True)
 class ContextLimit:
-    """The limits in tokens that a rejection names; None for those that it does not name.
+    """The limits in tokens that a rejection names; None for those that it does not name."""
 
-    Attributes:
-        context: maximum of prompt and answer together.
-        prompt: exact length of the prompt; a lower bound (vLLM: "at least") does not count.
-    """
-
-    context: int | None = None
-    prompt: int | None = None
+    context: int | None = None  # of prompt and answer together
+    prompt: int | None = None  # its exact length; a lower bound (vLLM: "at least") does not count
 
 
 def parse_rejection(text: str) -> ContextLimit | None:
-    """Return the limits that a rejection's text names; None if it has another reason.
-
-    Covers vLLM, SGLang, text-generation-inference, llama.cpp and OpenAI.
-    """
+    """Return the limits that a rejection's text names; None if it has another reason than the context."""
     context = _number(_CONTEXT, text)
     if context is None and not _TOO_LONG.search(text):
         return None
@@ -87,15 +79,11 @@ class RequestRejected(Exception):
 
 @dataclass(frozen=True)
 class Fault:
-    """A request that may succeed when it is sent again; "failed" may be due to the request alone.
+    """A request that may succeed when it is sent again; "failed" may be due to the request alone."""
 
-    Attributes:
-        reason: one line for messages. retry_after: seconds that the server asked to wait.
-    """
-
-    reason: str
+    reason: str  # one line
     kind: Literal["overloaded", "unreachable", "failed"]
-    retry_after: float | None = None
+    retry_after: float | None = None  # seconds that the server asked to wait
 
 
 # Answers and other contents of responses
@@ -108,15 +96,10 @@ class StreamError(Exception):
 def read_completion(
     lines: Iterable[str], started: float, check: Callable[[], None], clock: Callable[[], float] = time.perf_counter
 ) -> dict[str, Any]:
-    """Assemble the chunks of a streamed answer to the response of a request without `stream`, with its times.
+    """Assemble the chunks of a streamed answer to the response of a request without `stream`, with its `timing`.
 
-    Args:
-        started: when the request was sent, by `clock`.
-        check: called after every line; an exception that it raises ends reading.
-
-    Returns:
-        `choices` with one message and its finish reason, `usage` where the server sends it, and `timing`: `started`,
-        `first_token` (None for an empty answer) and `finished`, in seconds of `clock`.
+    `timing` holds `started`, `first_token` (None for an empty answer) and `finished`, in seconds of `clock`. `check` is
+    called after every line; an exception that it raises ends reading.
 
     Raises:
         StreamError: the server reports an error in the stream, or closed it before the end of the answer.
@@ -216,24 +199,13 @@ _RETRYABLE = {408, 409, 425, 429}  # and every 5xx
 
 
 class OpenAIServer:
-    """Sends `POST {url}/chat/completions` once per call; thread-safe.
+    """Sends `POST {url}/chat/completions` once per call; thread-safe. See `OpenAIClient` for the arguments.
 
     `max_tokens` is shortened to what fits beside the prompt. The context length is read from `{url}/models`
     (`max_model_len` of vLLM and SGLang) and from rejections that name it; the length of the prompt from rejections or
     vLLM's `/tokenize`. Where a server names no numbers, `max_tokens` is halved until it accepts.
 
     The answer to a request with `stream: true` is read to its end, and gets its times (`read_completion`).
-
-    Args:
-        url: base URL with the version, `http://HOST:PORT/v1`.
-        key_variable: environment variable that holds the API key; may be unset.
-        timeout: of a request in seconds. connections: number of idle ones to keep open.
-
-    Attributes:
-        context: the context length in tokens, once known.
-
-    Raises:
-        ConfigError: `url` is not a web address, or contains a password.
     """
 
     def __init__(self, url: str, key_variable: str, timeout: float, connections: int) -> None:
