@@ -1,7 +1,7 @@
 """Errors that users can cause; messages say what is wrong, where, and what to do.
 
 Commands print them without a stack trace and exit with their `exit_code` (see `cli/common.py`). Any other exception is
-a bug and keeps its trace.
+a bug and keeps its trace. Most functions may raise them; docstrings name those that a caller handles.
 """
 
 from __future__ import annotations

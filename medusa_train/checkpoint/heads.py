@@ -38,11 +38,7 @@ _log = logging.getLogger(__name__)
 
 
 def save_draft(draft: Draft, directory: Path | str, base_model: str) -> Path:
-    """Save a draft of any kind, in its dtype, each file atomically. Weights of the backbone are not saved.
-
-    Raises:
-        CheckpointError: the directory cannot be written.
-    """
+    """Save a draft of any kind, in its dtype, each file atomically. Weights of the backbone are not saved."""
     directory = Path(directory)
     if isinstance(draft, MedusaDraft):
         return save_heads(draft, directory, base_model)
@@ -86,11 +82,7 @@ def load_draft(directory: Path | str, backbone: Backbone, dtype: torch.dtype | N
 
 
 def read_eagle3(directory: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read the state dict and the settings of an EAGLE-3 draft: ours, or in a layout that servers read.
-
-    Raises:
-        CheckpointError: another kind of draft, or files that cannot be read.
-    """
+    """Read the state dict and the settings of an EAGLE-3 draft: ours, or in a layout that servers read."""
     config = read_json(directory / CONFIG)
     if heads_layout(directory) == "eagle3":
         tensors: dict[str, Tensor] = {}
@@ -136,11 +128,7 @@ def _new_draft(
 
 
 def save_heads(draft: MedusaDraft, directory: Path | str, base_model: str) -> Path:
-    """Save Medusa heads: medusa_lm_head.safetensors and config.json, in the draft's dtype, each file atomically.
-
-    Raises:
-        CheckpointError: the directory cannot be written.
-    """
+    """Save Medusa heads: medusa_lm_head.safetensors and config.json, in the draft's dtype, each file atomically."""
     tokens = None if draft.token_map is None else draft.vocab_size
     heads = HeadTensors(draft.num_heads, draft.num_layers, dict(draft.state_dict()), base_model, tokens)
     return write_heads(heads, directory)
@@ -150,9 +138,6 @@ def load_heads(directory: Path | str, backbone: Backbone, dtype: torch.dtype | N
     """Load Medusa heads for `backbone`, on its device; `dtype` defaults to the backbone's.
 
     Logit soft cap and scale are the backbone's; the lm_heads have a bias only if the file has one.
-
-    Raises:
-        CheckpointError: see `read_heads`; or the heads are for another hidden size or vocabulary.
     """
     heads = read_heads(directory)
     vocab_size = backbone.vocab_size if heads.vocab_size is None else heads.vocab_size
@@ -197,9 +182,6 @@ def write_heads(
     Args:
         pickled: also write medusa_lm_head.pt, which the public code reads.
         config: further keys of config.json (TensorRT-LLM expects the backbone's there).
-
-    Raises:
-        CheckpointError: the directory cannot be written.
     """
     directory = Path(directory)
     tensors = to_reference(heads.state, heads.num_layers)
@@ -222,9 +204,6 @@ def write_vllm(heads: HeadTensors, directory: Path | str, lm_head: Tensor | None
 
     Args:
         lm_head: the backbone's lm_head weight [V, d], for heads that share it.
-
-    Raises:
-        CheckpointError: the directory cannot be written, or the heads share an lm_head that is not given.
     """
     directory = Path(directory)
     write_weights(directory, VLLM_WEIGHTS, *to_vllm(heads, lm_head))
@@ -239,11 +218,7 @@ def write_weights(
     *,
     pickled: str | None = None,
 ) -> None:
-    """Write a file of weights and config.json, each atomically; the weights as the `.pt` file `pickled`, too.
-
-    Raises:
-        CheckpointError: the directory cannot be written.
-    """
+    """Write a file of weights and config.json, each atomically; the weights as the `.pt` file `pickled`, too."""
     try:
         replace_file(directory / name, lambda path: write_tensors(path, tensors))
         if pickled is not None:

@@ -72,11 +72,6 @@ def load_with_draft(
         prepack: on a CPU, prepack weights for oneDNN and choose the attention implementation, where that is measured
             to be faster. Floating-point sums are then rounded in another order.
         compiled: compile the decoding passes of `rows` rows, see `compile_backbone`.
-
-    Raises:
-        BackboneError: the backbone cannot be loaded.
-        CheckpointError: the heads or the tree cannot be read, or do not fit the backbone.
-        MedusaError: dynamic trees are deeper than the draft.
     """
     if paths.adapter is None:
         backbone = load_base_model(paths, dtype)
@@ -104,11 +99,7 @@ def load_with_draft(
 
 
 def load_lookup(choice: LookupChoice, tokenizer: Any) -> LookupDraft:
-    """Create a draft without training; REST's datastore is read, tokenized and sorted.
-
-    Raises:
-        DataError: the datastore cannot be read.
-    """
+    """Create a draft without training; REST's datastore is read, tokenized and sorted."""
     if choice.kind == "lookahead":
         return LookaheadDraft(**choice.settings)
     if choice.datastore is None:
@@ -127,11 +118,7 @@ def load_base_model(paths: ModelPaths, dtype: str) -> Backbone:
 
 
 def load_tree(paths: ModelPaths, num_heads: int) -> Tree:
-    """Load the tree to decode with; without a file the chain of the heads' most probable tokens.
-
-    Raises:
-        CheckpointError: the file cannot be read, or the tree is deeper than the number of heads.
-    """
+    """Load the tree to decode with; without a file the chain of the heads' most probable tokens."""
     if paths.tree is None:
         return Tree.chain(num_heads)
     tree = Tree.load(paths.tree)
@@ -149,11 +136,7 @@ def dynamic_size(paths: ModelPaths, tree: Tree) -> Limits | None:
 
 
 def compile_backbone(backbone: Backbone, paths: ModelPaths, *, rows: int = 1, trees: bool = True) -> None:
-    """Compile the decoding passes, which takes up to a minute; see `compile_cache_dir`.
-
-    Raises:
-        BackboneError: the passes of this model or on this machine can't be compiled.
-    """
+    """Compile the decoding passes, which takes up to a minute; see `compile_cache_dir`."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(compile_cache_dir(paths.home))
     backbone.compile_passes(rows, trees=trees)
 

@@ -82,11 +82,7 @@ class HeadTensors:
 
 
 def to_reference(state: Mapping[str, Tensor], num_layers: int) -> dict[str, Tensor]:
-    """Rename the tensors of a `MedusaDraft`'s state dict to the public code's names.
-
-    Raises:
-        CheckpointError: a name that Medusa heads don't have.
-    """
+    """Rename the tensors of a `MedusaDraft`'s state dict to the public code's names."""
     renamed = {}
     for name, tensor in state.items():
         if name in _UNCHANGED:
@@ -107,9 +103,6 @@ def from_reference(tensors: Mapping[str, Tensor], source: str = "the heads file"
     """Rename tensors with the public code's names to a `MedusaDraft`'s; heads and blocks are counted from the names.
 
     A prefix `medusa_head.` or `medusa_heads.`, which some writers add, is removed.
-
-    Raises:
-        CheckpointError: unknown or missing tensors, or tensors of a wrong shape.
     """
     state: dict[str, Tensor] = {}
     lm_head_index: dict[str, int] = {}  # of each head: its number of blocks
@@ -135,9 +128,6 @@ def checked_heads(state: dict[str, Tensor], source: str, num_layers: int | None 
 
     Args:
         num_layers: blocks per head, if the file states it; defaults to the largest number that a head has.
-
-    Raises:
-        CheckpointError: a weight is missing, belongs to no head, or has a wrong shape.
     """
     blocks = [match for name in state if (match := _OURS.fullmatch(name)) and match[1] is not None]
     numbers = {match[1] for match in blocks} | {name.split(".")[1] for name in state if name.startswith("lm_heads.")}
@@ -223,11 +213,7 @@ def _check_markov(heads: HeadTensors, source: str) -> None:
 
 
 def checked_token_map(state: Mapping[str, Tensor], source: str) -> Tensor:
-    """Return the token map in `state` as int64 [N]: unique token ids, as many as the matrices have rows.
-
-    Raises:
-        CheckpointError: it is none.
-    """
+    """Return the token map in `state` as int64 [N]: unique token ids, as many as the matrices have rows."""
     tokens = state[TOKEN_MAP]
     if tokens.dim() != 1 or tokens.is_floating_point() or tokens.dtype == torch.bool or not len(tokens):
         raise CheckpointError(f"{source}: {TOKEN_MAP} is not a list of token ids ({list(tokens.shape)} {tokens.dtype})")

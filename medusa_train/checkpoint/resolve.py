@@ -74,12 +74,7 @@ class ModelPaths:
         return self.heads is not None or self.lookup is not None
 
     def with_lookup(self, lookup: LookupChoice | None) -> ModelPaths:
-        """Return the paths with a draft without training: in place of the heads, or beside them if it names their kind.
-
-        Raises:
-            CheckpointError: it names another kind of heads than there are.
-            DataError: its datastore does not exist.
-        """
+        """Return the paths with a draft without training: in place of the heads, or beside them if it names their kind."""
         if lookup is None:
             return self
         if lookup.datastore is not None and resolve_path(lookup.datastore) is None:
@@ -182,11 +177,7 @@ def runs_directory() -> Path:
 
 
 def newest_run(runs: Path) -> Path:
-    """Return the run whose heads were written last.
-
-    Raises:
-        CheckpointError: no run under `runs` has heads.
-    """
+    """Return the run whose heads were written last."""
     trained = [directory for directory in runs.glob("*") if heads_layout(directory / "heads")]
     if not trained:
         raise CheckpointError(

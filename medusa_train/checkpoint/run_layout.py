@@ -65,12 +65,7 @@ def check_writable(out: Path) -> None:
 
 
 def check_output_dir(cfg: TrainConfig) -> None:
-    """Check that `output_dir` is writable, and empty unless the configuration resumes or overwrites the run in it.
-
-    Raises:
-        ConfigError: it cannot be created or written to, or holds a run that is neither resumed nor overwritten.
-        CheckpointError: `resume_from_checkpoint` does not exist, or the run has results but no checkpoint.
-    """
+    """Check that `output_dir` is writable, and empty unless the configuration resumes or overwrites the run in it."""
     out = cfg.run_dir
     check_writable(out)
     resume = cfg.resume_from_checkpoint
@@ -141,11 +136,7 @@ def _weight_keys(cfg: TrainConfig) -> dict[str, Any]:
 
 
 def check_nothing_is_lost(cfg: TrainConfig) -> None:
-    """Check that resuming without any checkpoint would not overwrite the results of an earlier run.
-
-    Raises:
-        CheckpointError: `output_dir` holds heads, an adapter or a model.
-    """
+    """Check that resuming without any checkpoint would not overwrite the results of an earlier run."""
     out = cfg.run_dir
     if results := [f"{name}/" for name in RESULTS if (out / name).exists()]:
         raise CheckpointError(
@@ -161,9 +152,6 @@ def prepare_output_dir(cfg: TrainConfig, step: int) -> Path:
 
     A new run deletes the files of the run that it overwrites, but none that it starts from; a resumed one deletes
     checkpoints of later steps and those that were not written completely. Other files in the directory are kept.
-
-    Raises:
-        CheckpointError: the directory cannot be written to.
     """
     out = cfg.run_dir
     with writing(out):
@@ -180,11 +168,7 @@ def prepare_output_dir(cfg: TrainConfig, step: int) -> Path:
 
 
 def write_config(cfg: TrainConfig, out: Path) -> None:
-    """Write the resolved configuration as config.yaml, with local paths made absolute and stage one in full.
-
-    Raises:
-        CheckpointError: `out` cannot be written to; an earlier config.yaml is unchanged.
-    """
+    """Write the resolved configuration as config.yaml, with local paths made absolute and stage one in full."""
     portable = _with_absolute_paths(cfg)
     if (first := stage_one_config(cfg)) is not None:
         whole, part = (yaml.safe_load(dump_config(values)) for values in (portable, _with_absolute_paths(first)))
@@ -248,11 +232,7 @@ def _list_checkpoints(out: Path) -> str:
 
 
 def check_inputs(cfg: TrainConfig) -> None:
-    """Check that local inputs exist, before torch is imported.
-
-    Raises:
-        MedusaError: inputs are missing; lists all of them.
-    """
+    """Check that local inputs exist, before torch is imported."""
     first = stage_one_config(cfg)
     missing = list(dict.fromkeys([*missing_inputs(cfg), *([] if first is None else missing_inputs(first))]))
     if len(missing) == 1:

@@ -82,11 +82,7 @@ def _write(file: BinaryIO, content: bytes | memoryview, value: int) -> int:
 
 
 def read_tensors(path: Path, prefixes: tuple[str, ...] = ("",)) -> dict[str, Tensor]:
-    """Read the tensors of a safetensors file whose names begin with one of `prefixes`, onto the CPU.
-
-    Raises:
-        CheckpointError: the file is missing, truncated or not safetensors.
-    """
+    """Read the tensors of a safetensors file whose names begin with one of `prefixes`, onto the CPU."""
     try:
         with safe_open(str(path), framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys() if name.startswith(prefixes)}  # noqa: SIM118
@@ -95,11 +91,7 @@ def read_tensors(path: Path, prefixes: tuple[str, ...] = ("",)) -> dict[str, Ten
 
 
 def read_pickled_tensors(path: Path) -> dict[str, Tensor]:
-    """Read named tensors from a `.pt` file without running code from it (`weights_only=True`).
-
-    Raises:
-        CheckpointError: the file is missing, damaged, or holds anything but named tensors.
-    """
+    """Read named tensors from a `.pt` file without running code from it (`weights_only=True`)."""
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch passes on whatever its unpickler or zip reader raises

@@ -56,10 +56,6 @@ def to_vllm(heads: HeadTensors, lm_head: Tensor | None = None) -> tuple[dict[str
 
     Args:
         lm_head: the backbone's lm_head weight [V, d], for heads that share it.
-
-    Raises:
-        CheckpointError: the heads share an lm_head that is not given; or their vocabulary is reduced and the full
-            vocabulary's size is unknown.
     """
     tensors = {}
     for name, tensor in heads.state.items():
@@ -120,10 +116,6 @@ def from_vllm(tensors: Mapping[str, Tensor], config: Mapping[str, Any], source: 
 
     Blocks without a bias (`medusa_fc_bias: false`) get a bias of zeros. A token_map is used only if `medusa_vocab_size`
     is set or `truncated_vocab_size` is less than `vocab_size`; its rows are then selected from full matrices.
-
-    Raises:
-        CheckpointError: unknown or missing tensors, tensors of a wrong shape, or a token_map that is missing or has
-            another size.
     """
     state: dict[str, Tensor] = {}
     for full_name, tensor in tensors.items():
@@ -266,9 +258,6 @@ def from_eagle3(
     """Return the state dict and the settings of an `Eagle3Draft`, of files in one of these layouts.
 
     The depth is not in the files, so `num_heads` keeps its default. Without d2t the draft has all tokens.
-
-    Raises:
-        CheckpointError: the files hold no lm_head, or d2t does not fit it.
     """
     layer = config.get("transformer_layer_config") or config
     state = {}

@@ -90,9 +90,6 @@ class CheckpointStore:
             weights: the parts `WEIGHTS` of a state.
             keep: steps of earlier ones to keep: the best one of the checkpoint that the run would be resumed from.
             linked: a checkpoint with the same weights, whose files are linked in place of written again.
-
-        Raises:
-            CheckpointError: writing failed; earlier checkpoints are unchanged.
         """
         path = self._save(f"best-{step}", step, weights, f"the best weights, of step {step},", {}, linked)
         self._delete_best({step, *keep})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import inspect
 import io
 import logging
 import os
@@ -16,8 +17,9 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Annotated, Any, ParamSpec, TypeVar
 
+import typer
 from rich.console import Console
 
 from medusa_train.config.load import load_config
@@ -63,6 +65,37 @@ def table_console() -> Console:
 def join_lines(text: str) -> str:
     """Join the lines of each paragraph of a help text: typer keeps its line breaks at every width of the terminal."""
     return re.sub(r"(?<=\S)\n(?=\S)", " ", text)
+
+
+def with_keys(cls: type[Config], *names: str, **options: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorate a command so that keys of `cls` have options, described as in the schema; it gets them as `flags`.
+
+    Args:
+        names: keys whose option has their name: `max_new_tokens` is --max-new-tokens.
+        options: other options by key: `base_model="--model"`.
+    """
+    keys = {**{name: f"--{name.replace('_', '-')}" for name in names}, **options}
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(command)
+        def wrapper(**values: Any) -> Any:
+            return command(flags={name: values.pop(name) for name in keys}, **values)
+
+        signature = inspect.signature(command, eval_str=True)
+        parameters = [one for name, one in signature.parameters.items() if name != "flags"]
+        for name, option in keys.items():
+            field = cls.model_fields[name]
+            kind = bool if field.annotation is bool else str
+            default = field.default if kind is str else None
+            described = (field.description or "") + ("" if default is None else f"; default: {default}")
+            annotation = Annotated[kind | None, typer.Option(*option.split(), help=described)]  # type: ignore[valid-type]
+            parameters.append(
+                inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+            )
+        wrapper.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        return wrapper
+
+    return decorate
 
 
 def run_command(command: Callable[P, int | None]) -> Callable[P, None]:
@@ -132,11 +165,7 @@ def quiet_libraries() -> None:
 
 
 def split_arguments(arguments: Iterable[str]) -> tuple[Path | None, list[str]]:
-    """Split `[CONFIG.yaml] [key=value ...]` into the path (or None) and the overrides, in any order.
-
-    Raises:
-        ConfigError: more than one argument is not an override.
-    """
+    """Split `[CONFIG.yaml] [key=value ...]` into the path (or None) and the overrides, in any order."""
     overrides: list[str] = []
     paths: list[str] = []
     for argument in arguments:
@@ -150,11 +179,7 @@ def split_arguments(arguments: Iterable[str]) -> tuple[Path | None, list[str]]:
 
 
 def read_arguments(cls: type[C], arguments: Iterable[str], *, flags: Mapping[str, object] | None = None) -> C:
-    """Load a configuration from `[CONFIG.yaml] [key=value ...]` and `flags`, and print which keys were ignored.
-
-    Raises:
-        ConfigError: as `load_config` does.
-    """
+    """Load a configuration from `[CONFIG.yaml] [key=value ...]` and `flags`, and print which keys were ignored."""
     path, overrides = split_arguments(arguments)
     cfg = load_config(cls, path, overrides, flags=flags)
     if cfg.ignored:

@@ -31,11 +31,7 @@ Line = tuple[str, str]
 
 
 def doctor(read_config: Callable[[], TrainConfig] | None) -> int:
-    """Print the page, the choices of a configuration last; return 1 if torch or transformers cannot be imported.
-
-    Raises:
-        ConfigError: the configuration is invalid; the rest is printed before.
-    """
+    """Print the page, the choices of a configuration last; return 1 if torch or transformers cannot be imported."""
     usable = True
     for name, value in machine():
         print(f"{name}: {value}", flush=True)

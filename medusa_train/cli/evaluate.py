@@ -17,7 +17,7 @@ from rich.console import Console
 
 from medusa_train.checkpoint.resolve import ModelPaths, resolve_model, runs_directory
 from medusa_train.checkpoint.run_layout import check_writable
-from medusa_train.cli.common import error_console, join_lines, read_arguments, run_command, table_console
+from medusa_train.cli.common import error_console, join_lines, read_arguments, run_command, table_console, with_keys
 from medusa_train.config.paths import looks_like_path, resolve_path
 from medusa_train.config.schema import EvalConfig
 from medusa_train.errors import BackboneError, ConfigError
@@ -56,7 +56,14 @@ Exit codes: 0 success, 1 failure, 2 configuration error, 130 interrupted, 143 te
 
 @app.command(help=join_lines(HELP))
 @run_command
+@with_keys(
+    EvalConfig,
+    *("bench", "model", "base_model", "tree", "draft", "max_new_tokens", "chat_template", "dtype", "acceptance"),
+    *("temperature", "top_p", "top_k", "batch_size", "limit", "judge_base_url", "judge_model", "output_dir"),
+    *("server_url", "against", "serve"),
+)
 def evaluate(
+    flags: dict[str, str | None],
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="[CONFIG.yaml] [key=value ...]", show_default=False)
     ] = None,
@@ -70,87 +77,13 @@ def evaluate(
         bool, typer.Option("--compare", help="Compare evaluated runs: medusa-eval --compare RUN_A RUN_B ...")
     ] = False,
     interactive: Annotated[bool, typer.Option("--interactive", help="Chat with the model in the terminal.")] = False,
-    bench: Annotated[
-        str | None, typer.Option(help="tiny, mtbench, specbench, humaneval, gsm8k, or a question file.")
-    ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="Run directory or directory of heads; default: the newest run.")
-    ] = None,
-    base_model: Annotated[
-        str | None, typer.Option(help="Backbone; default: the run's. Without --model: baselines only.")
-    ] = None,
-    tree: Annotated[
-        str | None,
-        typer.Option(help="fixed (the run's tree.json, default), dynamic or dynamic:32x5 (EAGLE-3), or a file."),
-    ] = None,
-    draft: Annotated[
-        str | None,
-        typer.Option(
-            help="Draft without training: prompt_lookup, lookahead or rest; with heads: medusa+prompt_lookup, ..."
-        ),
-    ] = None,
-    max_new_tokens: Annotated[int | None, typer.Option(help="Maximum length of an answer in tokens.")] = None,
-    chat_template: Annotated[
-        str | None, typer.Option(help="Name of a template, or a .jinja file; default: the run's.")
-    ] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="auto (fastest here for plain decoding), float32, bfloat16 or float16.")
-    ] = None,
-    acceptance: Annotated[str | None, typer.Option(help="greedy (default), sampling or typical.")] = None,
-    temperature: Annotated[
-        float | None, typer.Option(help="Temperature of sampling and typical acceptance; default: 0.7.")
-    ] = None,
-    top_p: Annotated[
-        float | None, typer.Option(help="Sample from the smallest set of tokens with this total probability.")
-    ] = None,
-    top_k: Annotated[int | None, typer.Option(help="Sample from the k most probable tokens.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Answer this many questions in the same passes.")] = None,
-    limit: Annotated[
-        int | None, typer.Option(help="Ask only this many questions, taken from all categories in turn.")
-    ] = None,
-    judge_base_url: Annotated[
-        str | None, typer.Option(help="OpenAI-compatible server that grades the answers.")
-    ] = None,
-    judge_model: Annotated[str | None, typer.Option(help="Name of the judge model on that server.")] = None,
-    output_dir: Annotated[
-        str | None, typer.Option(help="Directory of the report; default: eval/BENCH in the run directory.")
-    ] = None,
-    server_url: Annotated[
-        str | None, typer.Option(help="Measure this OpenAI-compatible server, http://HOST:PORT/v1.")
-    ] = None,
-    against: Annotated[str | None, typer.Option(help="Server without heads to compare --server-url with.")] = None,
-    serve: Annotated[
-        bool, typer.Option("--serve", help="Start vLLM servers with and without the heads, and measure them.")
-    ] = False,
 ) -> None:
     """Measure speed and output equality of the tree, plain decoding, and transformers' generate; or servers."""
     started = time.perf_counter()
-    flags = {
-        "bench": bench,
-        "model": model,
-        "base_model": base_model,
-        "tree": tree,
-        "draft": draft,
-        "max_new_tokens": max_new_tokens,
-        "chat_template": chat_template,
-        "dtype": dtype,
-        "acceptance": acceptance,
-        "temperature": temperature,
-        "top_p": top_p,
-        "top_k": top_k,
-        "batch_size": batch_size,
-        "limit": limit,
-        "judge_base_url": judge_base_url,
-        "judge_model": judge_model,
-        "output_dir": output_dir,
-        "server_url": server_url,
-        "against": against,
-        "serve": serve or None,
-    }
     if calibrate + compare + interactive > 1:
         raise ConfigError("--calibrate, --compare and --interactive exclude each other; give one of them")
     if compare:
-        _compare(arguments or [], bench, output_dir)
+        _compare(arguments or [], flags["bench"], flags["output_dir"])
         return
     cfg = read_arguments(EvalConfig, arguments or [], flags=flags)
     questions = None if interactive else _load_bench(cfg)
@@ -253,10 +186,5 @@ def _first_line(cfg: EvalConfig, bench: Bench | None, paths: ModelPaths) -> str:
     return f"medusa-eval: model {paths.name}{newest}, backbone {paths.base_model}{draft}{asked}"
 
 
-def main() -> None:
-    """Entry point."""
-    app()
-
-
 if __name__ == "__main__":
-    main()
+    app()

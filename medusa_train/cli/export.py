@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from medusa_train.cli.common import error_console, join_lines, output_console, read_arguments, run_command
+from medusa_train.cli.common import error_console, join_lines, output_console, read_arguments, run_command, with_keys
 from medusa_train.config.schema import ExportConfig
 from medusa_train.config.types import ExportTarget
 
@@ -49,7 +49,9 @@ Each export has a model card. --push-to-hub OWNER/NAME uploads it; a new reposit
 
 @app.command(help=join_lines(HELP))
 @run_command
+@with_keys(ExportConfig, "to", "output_dir", "push_to_hub")
 def export(
+    flags: dict[str, str | None],
     arguments: Annotated[
         list[str] | None,
         typer.Argument(
@@ -57,20 +59,9 @@ def export(
             help="Run directory or configuration file, and overrides of keys.",
         ),
     ] = None,
-    to: Annotated[
-        str | None,
-        typer.Option(
-            help="Layout: reference (default), reference-v2, tgi, vllm, sglang, speculators, trtllm, "
-            "transformers or merged."
-        ),
-    ] = None,
-    output_dir: Annotated[
-        str | None, typer.Option(help="Directory to write; default: export/TO in the run directory.")
-    ] = None,
-    push_to_hub: Annotated[str | None, typer.Option(help="Hub repository to upload to, OWNER/NAME.")] = None,
 ) -> None:
     """Read the arguments, export, and print what was written."""
-    cfg = _read_config(arguments or [], {"to": to, "output_dir": output_dir, "push_to_hub": push_to_hub})
+    cfg = _read_config(arguments or [], flags)
 
     from medusa_train.checkpoint.resolve import resolve_model
 
@@ -126,10 +117,5 @@ def _print_export(exported: Exported, home: str, console: Console) -> None:
         console.print(f"  {fact}")
 
 
-def main() -> None:
-    """Entry point."""
-    app()
-
-
 if __name__ == "__main__":
-    main()
+    app()

@@ -40,10 +40,6 @@ def launch(arguments: Sequence[str], num_gpus: int | None, hostfile: Path | None
         arguments: command-line arguments without `--num-gpus` and `--hostfile`.
         num_gpus: number of processes per machine, also on machines without GPUs.
         hostfile: file of `HOST slots=N` lines.
-
-    Raises:
-        ConfigError: `num_gpus` is less than 1 or more than CUDA_VISIBLE_DEVICES names, or `hostfile` does not exist.
-        MedusaError: DeepSpeed is not installed.
     """
     if importlib.util.find_spec("deepspeed") is None:
         raise MedusaError("training in several processes requires DeepSpeed: pip install deepspeed")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,6 +15,7 @@ from medusa_train.cli.common import (
     output_console,
     read_arguments,
     run_command,
+    with_keys,
 )
 from medusa_train.config.schema import SelfDistillConfig
 from medusa_train.progress import RunProgress
@@ -53,31 +53,20 @@ Exit codes: 0 success, 1 failure, 2 configuration error, 130 interrupted.
 
 @app.command(help=join_lines(HELP))
 @run_command
+@with_keys(
+    SelfDistillConfig,
+    *("output", "mode", "temperature", "max_new_tokens", "chat_template", "dtype", "limit"),
+    seed_dataset="--prompts --seed",
+    base_model="--model",
+)
 def selfdistill(
+    flags: dict[str, object],
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="[CONFIG.yaml] [key=value ...]", show_default=False)
     ] = None,
-    prompts: Annotated[
-        str | None,
-        typer.Option(
-            "--prompts",
-            "--seed",
-            help="Prompts (key seed_dataset): tiny, sharegpt, ultrachat, a file or a hub dataset.",
-        ),
-    ] = None,
-    model: Annotated[str | None, typer.Option(help="Model (key base_model); default: data/tiny.")] = None,
     server_url: Annotated[
         list[str] | None, typer.Option(help="OpenAI-compatible server, http://HOST:PORT/v1; can be repeated.")
     ] = None,
-    output: Annotated[str | None, typer.Option(help="JSONL file; default: runs/selfdistill/PROMPTS.jsonl.")] = None,
-    mode: Annotated[str | None, typer.Option(help="replay (answer the user's turns), selftalk or questions.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="Sampling temperature; 0: greedy.")] = None,
-    max_new_tokens: Annotated[int | None, typer.Option(help="Maximum length of an answer in tokens.")] = None,
-    chat_template: Annotated[
-        str | None, typer.Option(help="Name of a template, or a .jinja file; default: the tokenizer's.")
-    ] = None,
-    dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")] = None,
-    limit: Annotated[int | None, typer.Option(help="Use only the first N conversations.")] = None,
     shard: Annotated[
         str | None,
         typer.Option(help="Answer only part i of n, written i/n; default: the rank set by torchrun or DeepSpeed."),
@@ -87,18 +76,7 @@ def selfdistill(
     local_rank: Annotated[int, typer.Option("--local_rank", hidden=True)] = 0,  # passed by DeepSpeed's launcher
 ) -> int:
     """Load the configuration and the prompts, then generate, merge or preview."""
-    flags = {
-        "seed_dataset": prompts,
-        "base_model": model,
-        "server_url": server_url or None,
-        "output": output,
-        "mode": mode,
-        "temperature": temperature,
-        "max_new_tokens": max_new_tokens,
-        "chat_template": chat_template,
-        "dtype": dtype,
-        "limit": limit,
-    }
+    flags["server_url"] = server_url or None
     cfg = read_arguments(SelfDistillConfig, arguments or [], flags=flags)
 
     from medusa_train.selfdistill.engines import resolve_model_paths
@@ -107,13 +85,15 @@ def selfdistill(
 
     part = resolve_shard(shard)
     # of several processes only the first prints to stdout; errors are printed by all
-    console = output_console(quiet=shard is None and part is not None and part.index > 1)
+    console = output_console(
+        quiet=shard is None and part is not None and part.index > 1, highlight=False, soft_wrap=True
+    )
     out = output_path(cfg)
-    console.print(headline(cfg, shard_output(out, None if merge else part)), highlight=False, soft_wrap=True)
+    console.print(headline(cfg, shard_output(out, None if merge else part)))
     selected, skipped = load_prompts(cfg, RunProgress(error_console()))
     if skipped:
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items()))
-        console.print(f"skipped prompts: {reasons}", highlight=False)
+        console.print(f"skipped prompts: {reasons}")
     if merge:
         return _merge(cfg, selected, out, console)
     if cfg.engine == "local":
@@ -150,17 +130,17 @@ def _generate(cfg: SelfDistillConfig, prompts: list[Prompt], out: Path, part: Sh
     dtype = resolve_dtype(cfg)
     with OutputWriter(target, output_settings(cfg, dtype)) as writer:
         if writer.done:
-            console.print(f"{target}: resuming after {len(writer.done)} conversations", highlight=False, soft_wrap=True)
+            console.print(f"{target}: resuming after {len(writer.done)} conversations")
         if all(prompt.id in writer.done for prompt in prompts):  # before a model is loaded
-            console.print(f"{target} is complete, nothing to do", highlight=False, soft_wrap=True)
+            console.print(f"{target} is complete, nothing to do")
             return 0
         stats = _run(cfg, prompts, dtype, writer, console)
     if stats is None:
         error_console().print(f"interrupted; run the same command again to resume {target}")
         return EXIT_INTERRUPTED
-    console.print(f"output: {target}", highlight=False, soft_wrap=True)
+    console.print(f"output: {target}")
     if part is not None:
-        console.print(f"run the same command with --merge to merge all {part.count} shards", highlight=False)
+        console.print(f"run the same command with --merge to merge all {part.count} shards")
     return 0
 
 
@@ -173,7 +153,7 @@ def _run(
 
     todo = [prompt for prompt in prompts if prompt.id not in writer.done]
     answers = sum(cfg.rounds if cfg.mode == "selftalk" else len(prompt.turns) or 1 for prompt in todo)
-    engine = open_engine(cfg, dtype, answers, partial(console.print, highlight=False, soft_wrap=True))
+    engine = open_engine(cfg, dtype, answers, console.print)
     try:
         progress = RunProgress(console)
         with progress.phase("conversations", len(prompts), completed=len(prompts) - len(todo)) as phase:
@@ -191,7 +171,7 @@ def _run(
         engine.close()
     console.print(summary(stats, engine.stats()))
     if (warning := stats.looping_warning(cfg.drop_looping)) is not None:
-        console.print(warning, style="yellow", highlight=False, soft_wrap=True)
+        console.print(warning, style="yellow")
     return stats
 
 
@@ -203,9 +183,7 @@ def _merge(cfg: SelfDistillConfig, prompts: list[Prompt], out: Path, console: Co
 
     merged = merge(out, output_settings(cfg, resolve_dtype(cfg)), [prompt.id for prompt in prompts])
     console.print(
-        f"{out}: {merged.conversations:,} conversations from {merged.parts} files, {merged.dropped:,} dropped",
-        highlight=False,
-        soft_wrap=True,
+        f"{out}: {merged.conversations:,} conversations from {merged.parts} files, {merged.dropped:,} dropped"
     )
     if merged.missing:
         error_console().print(
@@ -218,17 +196,12 @@ def _preview(cfg: SelfDistillConfig, prompts: list[Prompt], console: Console) ->
     """Print the first prompts as the model or the server would receive them."""
     from medusa_train.selfdistill.run import preview
 
-    console.print(f"{len(prompts):,} prompts; dry run, nothing is generated or written", highlight=False)
+    console.print(f"{len(prompts):,} prompts; dry run, nothing is generated or written")
     for title, text in preview(cfg, prompts):
         console.rule(title, align="left")
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
+        console.print(text)
     return 0
 
 
-def main() -> None:
-    """Run the command."""
-    app()
-
-
 if __name__ == "__main__":
-    main()
+    app()

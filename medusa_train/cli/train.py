@@ -153,10 +153,5 @@ def headline(cfg: TrainConfig, source: str) -> list[str]:
     ]
 
 
-def main() -> None:
-    """Run the command."""
-    app()
-
-
 if __name__ == "__main__":  # used by launchers
-    main()
+    app()

@@ -69,11 +69,7 @@ def load_config(
 
 
 def stage_one_config(cfg: C) -> C | None:
-    """Return the configuration of the stage that `cfg` trains first; None without one.
-
-    Raises:
-        ConfigError: all problems in it. `load_config` reports the same, with more lines of files.
-    """
+    """Return the configuration of the stage that `cfg` trains first; None without one."""
     if not cfg.trains_stage_one:
         return None
     given = set(cfg._origins) or cfg.model_fields_set

@@ -26,9 +26,6 @@ def resolve_path(name: str | Path) -> Path | None:
 
     So `configs/tiny_m1.yaml` and `data/tiny` work from every directory. What cannot be looked up (a name that is
     too long) does not exist.
-
-    Raises:
-        ConfigError: `~USER` with an unknown user.
     """
     path = expand_user(name)
     candidates = [path] if path.is_absolute() else [path, PROJECT_ROOT / path]
@@ -36,11 +33,7 @@ def resolve_path(name: str | Path) -> Path | None:
 
 
 def expand_user(name: str | Path) -> Path:
-    """Replace a leading `~` or `~USER` by the home directory.
-
-    Raises:
-        ConfigError: there is no such user.
-    """
+    """Replace a leading `~` or `~USER` by the home directory."""
     try:
         return Path(name).expanduser()
     except RuntimeError:

@@ -61,11 +61,7 @@ def format_path(path: KeyPath) -> str:
 
 
 def read_yaml(text: str, name: str) -> YamlSource:
-    """Parse `text`; `name` stands for the file in locations and messages.
-
-    Raises:
-        ConfigError: `text` is not valid YAML, empty, or not a mapping.
-    """
+    """Parse `text`; `name` stands for the file in locations and messages."""
     source = YamlSource(name)
     try:
         loader = StringDateLoader(text)
@@ -87,11 +83,7 @@ def read_yaml(text: str, name: str) -> YamlSource:
 
 
 def read_yaml_file(path: Path, name: str) -> YamlSource:
-    """Parse the file at `path`.
-
-    Raises:
-        ConfigError: the file cannot be read, is not UTF-8, or as in `read_yaml`.
-    """
+    """Parse the file at `path`."""
     try:
         return read_yaml(path.read_text(encoding="utf-8"), name)
     except UnicodeDecodeError:

@@ -175,9 +175,6 @@ class BatchLoader:
         micro_batch_size: rows per batch; one batch of an epoch may have fewer.
         rank, size: data parallelism: this loader yields every `size`-th batch, starting with the `rank`-th. Loaders of
             all ranks are at the same position after the same number of batches.
-
-    Raises:
-        DataError: the data set is empty.
     """
 
     def __init__(

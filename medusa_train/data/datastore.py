@@ -30,9 +30,6 @@ class Datastore:
 
     Attributes:
         size: number of tokens. seconds: time to sort them.
-
-    Raises:
-        DataError: there are no tokens.
     """
 
     def __init__(self, documents: Iterable[Sequence[int]], order: int) -> None:

@@ -24,11 +24,7 @@ def check_vocabulary(size: int | None, vocab_size: int, key: str) -> None:
 def choose_draft_vocabulary(
     size: int | None, train: EncodedDataset, tokenizer: Any, vocab_size: int, key: str
 ) -> Tensor | None:
-    """Return the `size` tokens that heads predict, long [size] in ascending order; None for all (`size` None).
-
-    Raises:
-        ConfigError: see `frequent_tokens`.
-    """
+    """Return the `size` tokens that heads predict, long [size] in ascending order; None for all (`size` None)."""
     if size is None:
         return None
     special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
@@ -52,9 +48,6 @@ def frequent_tokens(
     Ties go to smaller ids; so do rows beyond the number of distinct tokens. Tokens of `special` (end of turn, for
     instance) that occur are always included. The result depends on the counts only, so all processes agree. `key` is
     the name of the size in errors.
-
-    Raises:
-        ConfigError: more special tokens occur than `size`.
     """
     kept = torch.zeros_like(counts, dtype=torch.bool)
     kept[[token for token in special if token < len(counts) and counts[token]]] = True

@@ -64,10 +64,6 @@ def open_datasets(cfg: TrainConfig, encoder: ChatEncoder, on_progress: OnProgres
 
     Supervision follows `roles_to_train` and `train_on_inputs`; the chat template is the entry's `conversation`, by
     default that of `encoder`.
-
-    Raises:
-        DataError: a data set does not exist.
-        ConfigError: unknown chat template.
     """
     return [
         DatasetReader(
@@ -119,11 +115,7 @@ def encode_datasets(
     max_workers: int | None = None,
     on_progress: OnProgress | None = None,
 ) -> EncodedExamples:
-    """Read and tokenize every data set; see `encode_conversations`.
-
-    Raises:
-        DataError: a data set cannot be read, or holds invalid records (unless `skip_bad`).
-    """
+    """Read and tokenize every data set; see `encode_conversations`."""
     encoded = EncodedExamples.empty(max_length)
     for index, reader in enumerate(readers):
         result = reader.read()

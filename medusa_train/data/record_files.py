@@ -41,9 +41,6 @@ def read_file(path: Path, *, skip_blank_lines: bool = False) -> Iterator[RawReco
 
     Yields:
         The records. A line that cannot be decoded has `error` set.
-
-    Raises:
-        DataError: the file cannot be read, holds a broken JSON array, or is one object over several lines.
     """
     if path.suffix == PARQUET:
         yield from number_rows(parquet_rows(path), str(path))

@@ -241,11 +241,7 @@ def open_public(source: DatasetConfig, on_progress: OnProgress | None = None) ->
 def open_seed_dataset(
     name: str, on_progress: OnProgress | None = None, *, split: str | None = None
 ) -> LocalFiles | HubSplit:
-    """Open the prompts of self-distillation (`seed_dataset`): a public data set, a local path, or one of the hub.
-
-    Raises:
-        DataError, ConfigError: as `open_source` and `open_public`.
-    """
+    """Open the prompts of self-distillation (`seed_dataset`): a public data set, a local path, or one of the hub."""
     source = DatasetConfig(path=name, split=split)
     if name in PUBLIC_DATASETS:
         return open_public(source, on_progress)

@@ -60,10 +60,6 @@ class ChatEncoder:
         template_kwargs: further variables of the template (`chat_template_kwargs`).
         roles: whose words are supervised. The assistant's include the token that ends an answer.
         train_on_inputs: supervise every token, whoever wrote it.
-
-    Raises:
-        ConfigError: unknown template.
-        DataError: the tokenizer has no chat template, is not a fast one, or lacks the template's end token.
     """
 
     def __init__(

@@ -33,11 +33,7 @@ CUSTOM_GENERATE_REQUIREMENTS = "torch>=2.9\ntransformers>=5.16\n"
 
 
 def check_vllm_directory(directory: Path, weights: str) -> None:
-    """Check that vLLM would load an exported directory: it reads every .safetensors file, on the named backbone.
-
-    Raises:
-        CheckpointError: there are other files of weights, or the backbone has other sizes.
-    """
+    """Check that vLLM would load an exported directory: it reads every .safetensors file, on the named backbone."""
     problems = [
         f"{path.name}: vLLM would read it too; remove it or export to an empty directory"
         for path in sorted(directory.glob("*.safetensors"))
@@ -56,12 +52,7 @@ def check_vllm_directory(directory: Path, weights: str) -> None:
 
 
 def tensorrt_config(paths: ModelPaths, num_heads: int) -> dict[str, Any]:
-    """Return the backbone's config.json plus `num_medusa_heads`, as TensorRT-LLM's Medusa conversion reads it.
-
-    Raises:
-        BackboneError: the backbone's config.json cannot be downloaded.
-        CheckpointError: it is not valid JSON.
-    """
+    """Return the backbone's config.json plus `num_medusa_heads`, as TensorRT-LLM's Medusa conversion reads it."""
     path = Path(paths.base_model) / "config.json"
     if not path.is_file():
         from huggingface_hub import hf_hub_download
@@ -98,11 +89,7 @@ def medusa_choices(paths: ModelPaths, num_heads: int) -> tuple[str, str | None]:
 
 
 def write_custom_generate(paths: ModelPaths, num_heads: int, directory: Path) -> str:
-    """Write the decoding code that transformers' `generate` loads, and its tree; return how to use it, in words.
-
-    Raises:
-        CheckpointError: the tree is empty or deeper than the number of heads, or files cannot be written.
-    """
+    """Write the decoding code that transformers' `generate` loads, and its tree; return how to use it, in words."""
     tree = load_tree(paths, num_heads)
     if not tree.size:
         raise CheckpointError(
@@ -129,10 +116,6 @@ def load_trained_backbone(paths: ModelPaths) -> Backbone:
 
     An adapter is merged. If it was trained over 4-bit or 8-bit weights, those are dequantised first: merged into the
     original weights it would give another model.
-
-    Raises:
-        BackboneError: the backbone cannot be loaded.
-        CheckpointError: the adapter does not fit.
     """
     _, config = resolve_backbone(paths.base_model, trust_remote_code=paths.trust_remote_code)
     backbone = load_backbone(
@@ -149,12 +132,7 @@ def load_trained_backbone(paths: ModelPaths) -> Backbone:
 
 
 def write_merged(paths: ModelPaths, target: Path) -> str:
-    """Write the trained backbone, adapter merged, and its tokenizer atomically; return what was written, in words.
-
-    Raises:
-        CheckpointError: the directory cannot be written.
-        BackboneError: the backbone cannot be loaded.
-    """
+    """Write the trained backbone, adapter merged, and its tokenizer atomically; return what was written, in words."""
     temporary = target.with_name(f".{target.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
@@ -225,10 +203,6 @@ def write_eagle3(
     """Write the EAGLE-3 draft in `heads`, with a model card; return what was written, in lines.
 
     `base_model` is named in config.json, `licence` on the card.
-
-    Raises:
-        CheckpointError: no program of that name reads EAGLE-3 drafts, or files cannot be read or written.
-        BackboneError: the backbone's config.json cannot be read.
     """
     if to not in EAGLE3_COMMANDS:
         raise CheckpointError(f"{heads}: an EAGLE-3 draft is exported --to {', '.join(EAGLE3_COMMANDS)}, not to {to}")

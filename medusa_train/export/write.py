@@ -274,10 +274,6 @@ def push(directory: Path, repo: str, *, private: bool, api: Any = None) -> str:
     Args:
         repo: repository name, OWNER/NAME.
         private: visibility of the repository if it has to be created.
-
-    Raises:
-        ConfigError: `repo` is not a valid repository name.
-        MedusaError: the hub cannot be reached or refuses the upload.
     """
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
@@ -306,11 +302,7 @@ def push(directory: Path, repo: str, *, private: bool, api: Any = None) -> str:
 
 
 def local_base_model(directory: Path) -> str | None:
-    """Return the local path that config.json names as backbone, which is invalid elsewhere; None if it is no path.
-
-    Raises:
-        CheckpointError: config.json is not valid JSON.
-    """
+    """Return the local path that config.json names as backbone, which is invalid elsewhere; None if it is no path."""
     config = directory / "config.json"
     base = read_json(config).get("base_model_name_or_path") if config.is_file() else None
     return base if isinstance(base, str) and Path(base).is_absolute() else None

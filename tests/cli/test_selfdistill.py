@@ -250,7 +250,7 @@ def test_help_and_config_errors_load_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
-CHILD = "import sys\nfrom medusa_train.cli.selfdistill import main\nsys.argv[0] = 'medusa-selfdistill'\nmain()"
+CHILD = "import sys\nfrom medusa_train.cli.selfdistill import app\nsys.argv[0] = 'medusa-selfdistill'\nmain()"
 
 
 def test_a_run_that_is_killed_again_and_again_loses_nothing_and_repeats_nothing(tmp_path: Path) -> None:

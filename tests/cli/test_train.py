@@ -16,9 +16,9 @@ def run_alone(*arguments):
     """Run the command in a process of its own; print its exit code and whether torch was imported."""
     code = (
         "import sys\n"
-        "from medusa_train.cli.train import main\n"
+        "from medusa_train.cli.train import app\n"
         f"sys.argv = ['medusa-train', *{arguments!r}]\n"
-        "try:\n    main()\n"
+        "try:\n    app()\n"
         "except SystemExit as end:\n    print('exit', end.code)\n"
         "print('torch' in sys.modules)\n"
     )

@@ -45,8 +45,6 @@ class Commands:
 
 
 def _serve(output: str) -> None:
-    from medusa_train.cli import entry
-
     for name in ("cli.evaluate", "cli.export", "cli.selfdistill", "cli.train", "evaluation.run", "training.run"):
         import_module(f"medusa_train.{name}")
     answers = os.fdopen(os.dup(1), "w")
@@ -59,7 +57,7 @@ def _serve(output: str) -> None:
                 os.dup2(file.fileno(), 1)
                 os.dup2(file.fileno(), 2)
             sys.argv = words
-            getattr(entry, _MODULES.get(words[0], "export"))()
+            import_module(f"medusa_train.cli.{_MODULES.get(words[0], 'export')}").app()
             sys.exit()
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         print(json.dumps([code, time.perf_counter() - started]), file=answers, flush=True)

@@ -75,7 +75,7 @@ def _is_running(pid: int) -> bool:
 def command(out: Path, *arguments: str) -> list[str]:
     # as in a terminal, also where the tests run in the background and inherit an ignored Ctrl-C
     code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
-    code += "from medusa_train.cli.evaluate import main; main()"
+    code += "from medusa_train.cli.evaluate import app; app()"
     flags = ["--serve", "--model", "run", "--output-dir", str(out), *OPTIONS, *arguments]
     return [sys.executable, "-c", code, *flags]
 

@@ -83,7 +83,7 @@ def tokenize(question: str, model: Path) -> list[int]:
 
 @pytest.fixture(scope="session")
 def exports(vllm_python: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Export]:
-    """The exports by name: Medusa's matrices in full, reduced, shared and both, a merged backbone, and EAGLE-3 drafts."""
+    """The exports by name: Medusa's matrices in full, reduced, shared and both, a merged backbone, EAGLE-3 drafts."""
     root = tmp_path_factory.mktemp("serving")
     runs = {"full": train(root / "full", "tiny_m1"), "shared": train(root / "shared", "tiny_m1", SHARED)}
     runs["reduced"] = reduce_vocabulary(runs["full"], root / "reduced")

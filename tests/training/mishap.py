@@ -104,12 +104,12 @@ def wait(process: BaseProcess, timeout: float = 500) -> int:
 
 def run_command(arguments: list[str], mishap: Mishap | None = None) -> None:
     """Run `medusa-train` with `arguments` in this process."""
-    from medusa_train.cli.train import main
+    from medusa_train.cli.train import app
 
     if mishap is not None:
         mishap.arrange()
     sys.argv = ["medusa-train", *arguments]
-    main()
+    app()
 
 
 def _run(log: Path, environ: dict[str, str], target: Callable[..., None], arguments: tuple[Any, ...]) -> None:
