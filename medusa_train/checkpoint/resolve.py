@@ -74,7 +74,7 @@ class ModelPaths:
         return self.heads is not None or self.lookup is not None
 
     def with_lookup(self, lookup: LookupChoice | None) -> ModelPaths:
-        """Return the paths with a draft without training: in place of the heads, or beside them if it names their kind."""
+        """Return the paths with a lookup draft in place of the heads, or beside them if it names their kind."""
         if lookup is None:
             return self
         if lookup.datastore is not None and resolve_path(lookup.datastore) is None:

@@ -18,7 +18,7 @@ import yaml
 
 from medusa_train.config.load import dump_config, load_config, stage_one_config
 from medusa_train.config.paths import expand_user, looks_like_path, resolve_path
-from medusa_train.config.schema import DatasetConfig, TrainConfig
+from medusa_train.config.schema import NOT_IN_STAGE_ONE, SHARED_WITH_STAGE_ONE, DatasetConfig, TrainConfig
 from medusa_train.config.types import STAGE_ONE
 from medusa_train.data.builtin_templates import TEMPLATE_SUFFIX
 from medusa_train.data.sources import is_data_file_name
@@ -172,9 +172,9 @@ def write_config(cfg: TrainConfig, out: Path) -> None:
     portable = _with_absolute_paths(cfg)
     if (first := stage_one_config(cfg)) is not None:
         whole, part = (yaml.safe_load(dump_config(values)) for values in (portable, _with_absolute_paths(first)))
-        stage = {key: value for key, value in part.items() if key not in cfg.run_keys}
-        stage = {key: value for key, value in stage.items() if key not in cfg.shared_keys or whole.get(key) != value}
-        stage |= {key: None for key in cfg.shared_keys if key in whole and key not in part}
+        same = {key for key in SHARED_WITH_STAGE_ONE if key in part and whole.get(key) == part[key]}
+        stage = {key: value for key, value in part.items() if key not in {*NOT_IN_STAGE_ONE, *same}}
+        stage |= {key: None for key in SHARED_WITH_STAGE_ONE if key in whole and key not in part}
         portable = portable.model_copy(update={"stage_one": stage})
     with writing(out):
         replace_text(out / CONFIG, dump_config(portable))

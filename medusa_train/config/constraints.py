@@ -258,11 +258,6 @@ CODE_BENCH = (
 )
 
 
-def measures_server(cfg: Any) -> bool:
-    """Return whether `medusa-eval` measures a server."""
-    return bool(cfg.serve or cfg.server_url is not None)
-
-
 #: Arguments of `vllm serve` that medusa-eval sets itself, and secrets, which the report would contain.
 _REFUSED_SERVE_ARGS = frozenset(
     ["--host", "--port", "--model", "--served-model-name", "--speculative-config", "--api-key", "--hf-token"]
@@ -272,7 +267,7 @@ _REFUSED_SERVE_ARGS = frozenset(
 EVAL_CONSTRAINTS: tuple[Constraint, ...] = (
     Constraint(
         ("bench", "allow_code_execution", "serve", "server_url"),
-        lambda cfg: cfg.bench == "humaneval" and not cfg.allow_code_execution and not measures_server(cfg),
+        lambda cfg: cfg.bench == "humaneval" and not cfg.allow_code_execution and not cfg.uses_server,
         CODE_BENCH,
     ),
     Constraint(
@@ -317,7 +312,7 @@ EVAL_CONSTRAINTS: tuple[Constraint, ...] = (
     ),
     Constraint(
         ("acceptance", "serve", "server_url"),
-        lambda cfg: cfg.acceptance == "typical" and measures_server(cfg),
+        lambda cfg: cfg.acceptance == "typical" and cfg.uses_server,
         "servers decode greedily or sample; set acceptance: greedy or sampling",
     ),
     Constraint(
@@ -345,7 +340,7 @@ _EVAL_SERVER_KEYS = ("concurrency", "request_timeout", "retry_seconds", "api_key
 
 def find_ineffective_eval_keys(cfg: Any) -> Iterator[str]:
     """Yield the keys of `medusa-eval` that have no effect given the values of the others."""
-    if measures_server(cfg):
+    if cfg.uses_server:
         yield from _EVAL_LOCAL_KEYS
     else:
         yield from _EVAL_SERVER_KEYS

@@ -157,10 +157,7 @@ def replace_reference(text: str) -> str:
 def key_table(cls: type[BaseModel]) -> str:
     """Return a Markdown table of the keys of `cls`: name, type, default, description; ignored keys are only named."""
     rows = ["| key | type | default | description |", "|---|---|---|---|"]
-    ignored = [name for name, field in cls.model_fields.items() if (field.description or "").startswith("ignored")]
     for name, field in cls.model_fields.items():
-        if name in ignored:
-            continue
         default = (
             "required"
             if field.default is PydanticUndefined
@@ -168,7 +165,8 @@ def key_table(cls: type[BaseModel]) -> str:
         )
         description = (field.description or "").replace("|", "\\|")
         rows.append(f"| `{name}` | {_type_name(field.annotation)} | {default} | {description} |")
-    rows += ["", f"Accepted and ignored: {', '.join(f'`{name}`' for name in ignored)}."] if ignored else []
+    if ignored := getattr(cls, "ignored_axolotl_keys", ()):
+        rows += ["", f"Accepted and ignored: {', '.join(f'`{name}`' for name in sorted(ignored))}."]
     return "\n".join(rows)
 
 

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from medusa_train.config.paths import PROJECT_ROOT, resolve_path
+from medusa_train.config.schema import NOT_IN_STAGE_ONE, SHARED_WITH_STAGE_ONE, TrainConfig
 from medusa_train.config.types import STAGE_ONE, Config, format_value
 from medusa_train.config.yaml_lines import KeyPath, StringDateLoader, YamlSource, format_path, read_yaml_file
 from medusa_train.errors import ConfigError
@@ -61,14 +62,14 @@ def load_config(
             _set_value(source, (name,), value, f"--{name.replace('_', '-')}")
     cfg, problems = _validate(cls, source)
     lines = _problem_lines(problems, source)
-    if cfg.trains_stage_one:
+    if isinstance(cfg, TrainConfig) and cfg.trains_stage_one:
         lines += _load_stage_one(cfg, source, {str(path[0]) for path, _ in problems if path})[1]
     if lines:
         raise ConfigError(list(dict.fromkeys(lines)))
     return cfg.resolved()
 
 
-def stage_one_config(cfg: C) -> C | None:
+def stage_one_config(cfg: TrainConfig) -> TrainConfig | None:
     """Return the configuration of the stage that `cfg` trains first; None without one."""
     if not cfg.trains_stage_one:
         return None
@@ -164,7 +165,7 @@ def _child(target: Any, part: str | int) -> Any:
     return target[part] if isinstance(part, int) and part < len(target) else None
 
 
-def _load_stage_one(cfg: C, outer: YamlSource, invalid: set[str]) -> tuple[C, list[str]]:
+def _load_stage_one(cfg: TrainConfig, outer: YamlSource, invalid: set[str]) -> tuple[TrainConfig, list[str]]:
     """Build the configuration of stage one: its file, then the keys that it shares with `cfg`, then its overrides.
 
     Args:
@@ -184,9 +185,9 @@ def _load_stage_one(cfg: C, outer: YamlSource, invalid: set[str]) -> tuple[C, li
         return cfg, [f"{location}: {STAGE_ONE}: {error}"]
     if source.values.get(STAGE_ONE):
         source.problems.append(((STAGE_ONE,), "a stage one cannot have a stage one itself"))
-    for key in cfg.run_keys:
+    for key in NOT_IN_STAGE_ONE:
         source.values.pop(key, None)
-    for key in cfg.shared_keys:
+    for key in SHARED_WITH_STAGE_ONE:
         if outer.values.get(key) is not None and key not in invalid:
             source.values[key] = outer.values[key]
             source.locations = {path: where for path, where in source.locations.items() if path[0] != key}
@@ -194,14 +195,14 @@ def _load_stage_one(cfg: C, outer: YamlSource, invalid: set[str]) -> tuple[C, li
     source.values |= cfg.stage_one_values
     for key, value in overrides.items():
         source.locations[(key,)] = f"{outer.location((STAGE_ONE, key))}: {STAGE_ONE}"
-        if key in cfg.run_keys:
+        if key in NOT_IN_STAGE_ONE:
             source.problems.append(((key,), "is set for the whole run; remove it"))
         else:
             source.values[key] = value
-    first, problems = _validate(type(cfg), source)
-    unknown = invalid.intersection(cfg.shared_keys)  # reported for the whole run
+    first, problems = _validate(TrainConfig, source)
+    unknown = invalid.intersection(SHARED_WITH_STAGE_ONE)  # reported for the whole run
     problems = [(path, text) for path, text in problems if not path or path[0] not in unknown]
-    if not unknown and not any(path and path[0] in cfg.shared_keys for path, _ in problems):
+    if not unknown and not any(path and path[0] in SHARED_WITH_STAGE_ONE for path, _ in problems):
         first = first.resolved()
         problems += [((*key.split("."),), message) for key, message in cfg.mismatches(first).items()]
     return first, _problem_lines(problems, source)
@@ -262,13 +263,7 @@ def _violations(cfg: Config, given: set[str], invalid: set[str], source: YamlSou
             yield (key,), message + (f" ({also})" if also else "")
 
 
-#: Keys of earlier versions.
-_REMOVED = {"processes": "it was removed: several processes were no faster on a CPU; raise batch_size, or use --shard"}
-
-
 def _unknown(name: str, owner: type[BaseModel]) -> str:
-    if name in _REMOVED:
-        return f"unknown key; {_REMOVED[name]}"
     nearest = difflib.get_close_matches(name.lower(), owner.model_fields, n=1, cutoff=0.55)
     return f"unknown key; did you mean {nearest[0]}?" if nearest else "unknown key; see docs/configuration.md"
 

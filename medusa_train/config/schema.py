@@ -18,7 +18,6 @@ from medusa_train.config.constraints import (
     find_ineffective_eval_keys,
     find_ineffective_keys,
     implies_joint_training,
-    measures_server,
 )
 from medusa_train.config.drafts import (
     DRAFT_CONFIGS,
@@ -61,7 +60,8 @@ from medusa_train.config.types import (
     key,
 )
 
-#: Axolotl keys without a meaning here: accepted with any value, and listed as ignored.
+#: Axolotl keys without a meaning here: accepted with any value, and listed as ignored. Classes and special tokens
+#: follow from the backbone's files; batches are padded to their longest row.
 IGNORED_AXOLOTL_KEYS = frozenset(
     (
         *("is_llama_derived_model", "is_mistral_derived_model", "is_falcon_derived_model"),
@@ -69,22 +69,12 @@ IGNORED_AXOLOTL_KEYS = frozenset(
         *("fsdp_config", "group_by_length", "lora_fan_in_fan_out", "wandb_watch"),
         *("wandb_log_model", "ddp_find_unused_parameters", "push_dataset_to_hub"),
         *("hub_model_id", "torchdistx_path", "gptq", "tokens", "eval_table_size"),
-        "shuffle_merged_datasets",
+        *("shuffle_merged_datasets", "model_type", "tokenizer_type", "base_model_config"),
+        *("pad_to_sequence_len", "special_tokens"),
     )
 )
 
-#: Keys that are determined automatically, and listed as ignored if set: classes follow from the backbone's
-#: config.json, batches are padded to their longest row.
-AUTOMATIC_KEYS = (
-    "model_type",
-    "tokenizer_type",
-    "base_model_config",
-    "pad_to_sequence_len",
-    "special_tokens",
-)
-
 Optimizer = Literal["adamw_torch", "adamw_torch_fused", "adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit"]
-
 
 #: Keys that stage one takes from the configuration that names it, where that sets them.
 SHARED_WITH_STAGE_ONE = (
@@ -135,13 +125,9 @@ class TrainConfig(Config):
 
     # Backbone
     base_model: Text = key(..., "the backbone: a Hugging Face model directory or a hub name")
-    base_model_config: Text | None = key(None, "ignored; the backbone's config.json is read")
-    model_type: Text | None = key(None, "ignored; the class follows from config.json")
-    tokenizer_type: Text | None = key(None, "ignored; the class follows from the tokenizer's files")
     trust_remote_code: Bool = key(False, "allow Python code from the backbone's repository")
     load_in_4bit: Bool = key(False, "quantize the backbone to 4-bit NF4 (bitsandbytes)")
     load_in_8bit: Bool = key(False, "quantize the backbone to 8 bits (bitsandbytes)")
-    special_tokens: dict[str, Any] | None = key(None, "ignored; the tokenizer's special tokens are used")
 
     # Draft heads
     recipe: Literal["medusa1", "medusa2"] | None = key(
@@ -223,7 +209,6 @@ class TrainConfig(Config):
         2048, "maximum length in tokens; longer conversations are truncated at the end of a turn", ge=4
     )
     sample_packing: Bool = key(False, "pack several conversations into one row of sequence_len tokens")
-    pad_to_sequence_len: Bool | None = key(None, "ignored; batches are padded to their longest row")
     chat_template: Text | None = key(
         None,
         "name of the chat template, or a .jinja file; "
@@ -315,8 +300,6 @@ class TrainConfig(Config):
 
     ignored_axolotl_keys: ClassVar[frozenset[str]] = IGNORED_AXOLOTL_KEYS
     constraints: ClassVar[tuple[Constraint, ...]] = TRAIN_CONSTRAINTS
-    shared_keys: ClassVar[tuple[str, ...]] = SHARED_WITH_STAGE_ONE
-    run_keys: ClassVar[tuple[str, ...]] = NOT_IN_STAGE_ONE
 
     @property
     def trains_stage_one(self) -> bool:
@@ -364,15 +347,6 @@ class TrainConfig(Config):
         return different
 
     @property
-    def ignored(self) -> tuple[str, ...]:
-        """Keys that were set without effect: ignored Axolotl keys, automatic keys and `ineffective_keys`."""
-        automatic = {name for name in AUTOMATIC_KEYS if getattr(self, name) not in (None, False)}
-        ineffective = {
-            name for name in self.ineffective_keys if name in self.model_fields_set and self._differs_from_off(name)
-        }
-        return tuple(sorted({*self._ignored, *automatic, *ineffective}))
-
-    @property
     def ineffective_keys(self) -> tuple[str, ...]:
         """Keys of joint training if the backbone is frozen, of the adapter if there is none, and similar ones."""
         return tuple(find_ineffective_keys(self))
@@ -418,11 +392,6 @@ class TrainConfig(Config):
         if self.draft in SECTIONS:
             derived[self.draft] = self.draft_config
         return self.model_copy(update=derived)
-
-    def _differs_from_off(self, name: str) -> bool:
-        """Return whether a key has another value than false, 0 or null, or one of these overrides its default."""
-        value = getattr(self, name)
-        return bool(value) or value != type(self).model_fields[name].default
 
 
 class EvalConfig(Config):
@@ -559,12 +528,7 @@ class EvalConfig(Config):
     @property
     def uses_server(self) -> bool:
         """Whether the bench is measured through a server."""
-        return measures_server(self)
-
-    @property
-    def ignored(self) -> tuple[str, ...]:
-        """Keys that were set without effect."""
-        return tuple(sorted(self.model_fields_set.intersection(self.ineffective_keys)))
+        return bool(self.serve or self.server_url is not None)
 
     @property
     def ineffective_keys(self) -> tuple[str, ...]:

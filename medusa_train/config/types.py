@@ -247,17 +247,17 @@ class Config(BaseModel):
     #: Axolotl keys without a meaning here: accepted with any value, and listed as ignored.
     ignored_axolotl_keys: ClassVar[frozenset[str]] = frozenset()
     constraints: ClassVar[tuple[Constraint, ...]] = ()
-    #: Keys that stage one takes from the configuration of the run, and those that it does not have.
-    shared_keys: ClassVar[tuple[str, ...]] = ()
-    run_keys: ClassVar[tuple[str, ...]] = ()
 
     _ignored: tuple[str, ...] = PrivateAttr(default=())
     _origins: dict[str, tuple[str, ...]] = PrivateAttr(default_factory=dict)
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """Keys that the user set and that have no effect, for a line in the log."""
-        return self._ignored
+        """Keys that were set without effect; those that are off (false, 0, null) by default and as set have none."""
+        names = self.model_fields_set.intersection(self.ineffective_keys)
+        fields = type(self).model_fields
+        names = {name for name in names if getattr(self, name) or getattr(self, name) != fields[name].default}
+        return tuple(sorted({*self._ignored, *names}))
 
     def origin(self, name: str) -> tuple[str, ...]:
         """Return where a key was set: locations in files, overrides, flags; empty if it was not set."""
@@ -267,20 +267,6 @@ class Config(BaseModel):
     def ineffective_keys(self) -> tuple[str, ...]:
         """Keys that have no effect given the values of the others; `dump_config` omits them."""
         return ()
-
-    @property
-    def trains_stage_one(self) -> bool:
-        """Whether `stage_one` describes a configuration to train before this one."""
-        return False
-
-    @property
-    def stage_one_values(self) -> dict[str, Any]:
-        """Values that stage one has unless `stage_one` overrides them, whatever its file says."""
-        return {}
-
-    def mismatches(self: Self, first: Self) -> dict[str, str]:
-        """Return the keys of the stage one `first` with which this configuration cannot go on, and why."""
-        return {}
 
     def resolved(self: Self) -> Self:
         """Return a copy with the values filled in that are derived from other keys."""

@@ -28,7 +28,7 @@ import torch
 from medusa_train.config.schema import DatasetConfig, TrainConfig
 from medusa_train.data.conversation import Conversation
 from medusa_train.data.examples import CorruptDataError, EncodedExamples, encode_examples
-from medusa_train.data.records import ReadResult, describe_problems
+from medusa_train.data.records import ReadResult, describe_problems, parse_records
 from medusa_train.data.sources import HubSplit, LocalFiles, OnProgress, open_source
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import DataError
@@ -56,7 +56,13 @@ class DatasetReader:
 
     def read(self) -> ReadResult:
         """Read all conversations."""
-        return self.source.read(self.config.type, skip_bad=self.skip_bad, tags=self.encoder.template.reasoning_tags)
+        return parse_records(
+            self.source.records(),
+            self.config.type,
+            name=self.source.name,
+            skip_bad=self.skip_bad,
+            tags=self.encoder.template.reasoning_tags,
+        )
 
 
 def open_datasets(cfg: TrainConfig, encoder: ChatEncoder, on_progress: OnProgress | None = None) -> list[DatasetReader]:
@@ -199,11 +205,11 @@ def _encode(conversations: Sequence[Conversation], encoder: ChatEncoder, max_len
         except DataError as error:
             report.skipped.append(str(error))
             continue
-        report.outcomes[outcome] += 1
+        report.counts[outcome] += 1
         if examples:
             report.count_answers(conversation)
         if len(examples) > 1:
-            report.split = (report.split[0] + 1, report.split[1] + len(examples))
+            report.counts.update(split=1, rows=len(examples))
         encoded.examples += examples
         encoded.origins += [0] * len(examples)
     return encoded

@@ -7,8 +7,8 @@ import json
 import zlib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Literal, get_args
+from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from safetensors import SafetensorError
@@ -19,9 +19,6 @@ from medusa_train.data.conversation import Conversation, is_looping
 from medusa_train.data.tokenize import ChatEncoder
 
 Outcome = Literal["complete", "truncated", "too_long", "unsupervised"]
-OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
-AnswerCount = Literal["all", "looping", "cut"]
-ANSWER_COUNTS: tuple[AnswerCount, ...] = get_args(AnswerCount)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,53 +123,51 @@ class DataReport:
 
     Attributes:
         skipped: `file:line: reason` of invalid records.
-        outcomes: number of conversations by `Outcome`.
-        split: number of conversations that became several rows, and the number of these rows.
-        answers: number of answers in the kept conversations; how many of them loop, and are known to be cut off by a
-            length limit.
+        counts: conversations by `Outcome`; those "split", and into how many "rows"; "answers" in the kept ones, and how
+            many of these are "looping", or known to be "cut" off by a length limit.
         notes: further sentences.
     """
 
     sequence_len: int
     skipped: list[str] = field(default_factory=list)
-    outcomes: dict[Outcome, int] = field(default_factory=lambda: dict.fromkeys(OUTCOMES, 0))
-    split: tuple[int, int] = (0, 0)
-    answers: dict[AnswerCount, int] = field(default_factory=lambda: dict.fromkeys(ANSWER_COUNTS, 0))
+    counts: Counter[str] = field(default_factory=Counter)
     notes: list[str] = field(default_factory=list)
 
     def count_answers(self, conversation: Conversation) -> None:
         """Count the answers of a conversation."""
         answers = [message for message in conversation.messages if message.role == "assistant"]
-        self.answers["all"] += len(answers)
-        self.answers["looping"] += sum(is_looping(answer.content) for answer in answers)
-        self.answers["cut"] += sum(answer.is_cut for answer in answers)
+        self.counts["answers"] += len(answers)
+        self.counts["looping"] += sum(is_looping(answer.content) for answer in answers)
+        self.counts["cut"] += sum(answer.is_cut for answer in answers)
 
     @property
     def looping_share(self) -> float:
         """Share of looping answers."""
-        return self.answers["looping"] / max(1, self.answers["all"])
+        return self.counts["looping"] / max(1, self.counts["answers"])
 
     def describe_looping(self) -> str:
         """Say how many answers loop, and what to do about it."""
         return (
-            f"{self.answers['looping']:,} of {self.answers['all']:,} answers ({self.looping_share:.0%}) loop: they "
+            f"{self.counts['looping']:,} of {self.counts['answers']:,} answers ({self.looping_share:.0%}) loop: they "
             "repeat the same eight words three times, and heads learn to repeat. medusa-selfdistill drops such answers "
             "(drop_looping); sampling at a temperature of 0.3 to 0.7 makes fewer of them"
         )
 
     def describe(self) -> list[str]:
         """Return a sentence for each kind of conversation that was skipped or truncated, and the notes."""
-        truncated, too_long, unsupervised = (self.outcomes[name] for name in ("truncated", "too_long", "unsupervised"))
-        split, rows = self.split
-        became = "conversation became" if split == 1 else "conversations became"
-        counts = [
+        counts, limit = self.counts, self.sequence_len
+        became = f"conversation{'' if counts['split'] == 1 else 's'} became {counts['rows']} rows"
+        sentences = [
             (len(self.skipped), f"invalid records skipped, the first: {self.skipped[0] if self.skipped else ''}"),
-            (truncated, f"truncated at the end of a turn to fit sequence_len {self.sequence_len}"),
-            (too_long, f"skipped: their first answer ends beyond sequence_len {self.sequence_len}"),
-            (unsupervised, "skipped: no answer to train on"),
-            (split, f"{became} {rows} rows: the chat template changes earlier turns in later prompts"),
+            (counts["truncated"], f"truncated at the end of a turn to fit sequence_len {limit}"),
+            (counts["too_long"], f"skipped: their first answer ends beyond sequence_len {limit}"),
+            (counts["unsupervised"], "skipped: no answer to train on"),
+            (
+                counts["split"],
+                f"{became}: the chat template changes earlier turns in later prompts",
+            ),
         ]
-        return [f"{count} {what}" for count, what in counts if count] + self.notes
+        return [f"{count} {what}" for count, what in sentences if count] + self.notes
 
 
 @dataclass
@@ -194,19 +189,13 @@ class EncodedExamples:
         self.origins += other.origins
         self.report.skipped += other.report.skipped
         self.report.notes += other.report.notes
-        for outcome, count in other.report.outcomes.items():
-            self.report.outcomes[outcome] += count
-        for name, count in other.report.answers.items():
-            self.report.answers[name] += count
-        split, rows = self.report.split
-        self.report.split = (split + other.report.split[0], rows + other.report.split[1])
+        self.report.counts.update(other.report.counts)
 
     def to_bytes(self) -> bytes:
         """Return the examples and the counts of the report, without its notes, as a safetensors file."""
         examples = self.examples
-        counts = {key: value for key, value in asdict(self.report).items() if key not in ("sequence_len", "notes")}
         names = [[example.key, example.id, example.source, example.row] for example in examples]
-        info = {"examples": names, "counts": counts}
+        info = {"examples": names, "counts": self.report.counts, "skipped": self.report.skipped}
         empty = torch.zeros(0, dtype=torch.int32)  # torch.cat needs at least one tensor
         tensors = {
             "tokens": torch.cat([empty, *(example.tokens for example in examples)]),
@@ -233,7 +222,7 @@ class EncodedExamples:
             info["examples"], tensors["tokens"].split(lengths), tensors["supervised"].split(lengths), strict=True
         )
         examples = [Example(tokens, supervised, *names) for names, tokens, supervised in parts]
-        report = DataReport(sequence_len, **info["counts"] | {"split": tuple(info["counts"]["split"])})
+        report = DataReport(sequence_len, info["skipped"], Counter(info["counts"]))
         return cls(examples, tensors["origins"].tolist(), report)
 
 

@@ -32,15 +32,11 @@ class RawRecord:
     error: str | None = None
 
 
-def read_file(path: Path, *, skip_blank_lines: bool = False) -> Iterator[RawRecord]:
-    """Read a JSON Lines file (one record per line), a JSON file (one array of records) or a parquet file.
+def read_file(path: Path) -> Iterator[RawRecord]:
+    """Yield the records of a JSON Lines file, a JSON file (one array of records) or a parquet file.
 
-    Args:
-        path: the file; its content decides between JSON and JSON Lines. The suffix `.gz` marks gzip.
-        skip_blank_lines: ignore blank lines in JSON Lines instead of yielding them as broken records.
-
-    Yields:
-        The records. A line that cannot be decoded has `error` set.
+    The content decides between JSON and JSON Lines, whose blank lines are skipped; the suffix `.gz` marks gzip. A line
+    that cannot be decoded has `error` set; a broken array raises DataError.
     """
     if path.suffix == PARQUET:
         yield from number_rows(parquet_rows(path), str(path))
@@ -55,7 +51,7 @@ def read_file(path: Path, *, skip_blank_lines: bool = False) -> Iterator[RawReco
     if data.lstrip()[:1] == b"[" and not _ends_with_its_first_line(data):
         yield from _read_array(path, data)
     else:
-        yield from _read_lines(path, data, skip_blank_lines)
+        yield from _read_lines(path, data)
 
 
 def settings_path(path: Path) -> Path:
@@ -85,12 +81,10 @@ def _ends_with_its_first_line(data: bytes) -> bool:
     return bool(rest) and _decode(first)[1] is None
 
 
-def _read_lines(path: Path, data: bytes, skip_blank: bool) -> Iterator[RawRecord]:
+def _read_lines(path: Path, data: bytes) -> Iterator[RawRecord]:
     # Split bytes, not text: str.splitlines would also break at U+2028, which JSON strings may hold unescaped.
     for number, line in enumerate(data.rstrip().split(b"\n"), start=1):
         if not line.strip():
-            if data.strip() and not skip_blank:  # an empty file has no records
-                yield RawRecord(f"{path}:{number}", number, error="blank line")
             continue
         value, error = _decode(line)
         if error is not None and number == 1 and isinstance(_decode(data)[0], dict):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 from medusa_train.data.conversation import (
     REASONING_TAGS,
@@ -22,8 +22,6 @@ from medusa_train.data.conversation import (
 from medusa_train.data.record_files import RawRecord, read_file
 from medusa_train.errors import DataError
 
-RecordType = Literal["auto", "sharegpt", "messages", "alpaca"]
-RECORD_TYPES: tuple[str, ...] = get_args(RecordType)
 MAX_SHOWN_PROBLEMS = 5
 
 _ROLES: dict[str, Role] = {
@@ -70,7 +68,7 @@ def read_conversations(path: Path | str, type: str = "auto", *, skip_bad: bool =
     """Read every chat of a JSON, JSON Lines or parquet file.
 
     Args:
-        type: record format, one of `RECORD_TYPES`; "auto" detects it by the keys of each record.
+        type: record format, as in `datasets[].type`; "auto" detects it by the keys of each record.
         skip_bad: skip invalid records and list them in `skipped` instead of raising.
 
     Raises:
@@ -83,8 +81,6 @@ def parse_records(
     records: Iterable[RawRecord], type: str, *, name: str, skip_bad: bool, tags: ReasoningTags = REASONING_TAGS
 ) -> ReadResult:
     """Parse the records of a file or split called `name`; raises as `read_conversations`, for all records at once."""
-    if type not in RECORD_TYPES:
-        raise DataError(f"{name}: unknown record type '{type}', expected one of {', '.join(RECORD_TYPES)}")
     conversations: list[Conversation] = []
     problems: list[str] = []
     for raw in records:

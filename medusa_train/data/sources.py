@@ -12,9 +12,7 @@ from typing import Any
 
 from medusa_train.config.paths import expand_user, looks_like_path, resolve_path
 from medusa_train.config.schema import DatasetConfig
-from medusa_train.data.conversation import REASONING_TAGS, ReasoningTags
 from medusa_train.data.record_files import PARQUET, RawRecord, number_rows, read_file
-from medusa_train.data.records import ReadResult, parse_records
 from medusa_train.errors import ConfigError, DataError
 from medusa_train.hub import FETCHING, FetchError, fetch_dataset_file, hub_is_unreachable
 
@@ -38,19 +36,10 @@ class LocalFiles:
         """The paths."""
         return ", ".join(map(str, self.paths))
 
-    def records(self, *, skip_blank_lines: bool = False) -> Iterator[RawRecord]:
+    def records(self) -> Iterator[RawRecord]:
         """Yield the records of all files."""
         for path in self.paths:
-            yield from read_file(path, skip_blank_lines=skip_blank_lines)
-
-    def read(self, type: str, *, skip_bad: bool, tags: ReasoningTags = REASONING_TAGS) -> ReadResult:
-        """Read all conversations; every file must hold at least one."""
-        result = ReadResult([], [])
-        for path in self.paths:
-            part = parse_records(read_file(path), type, name=str(path), skip_bad=skip_bad, tags=tags)
-            result.conversations.extend(part.conversations)
-            result.skipped.extend(part.skipped)
-        return result
+            yield from read_file(path)
 
     def fingerprint(self) -> str:
         """Digest paths, sizes and contents, so that an edit within the same size and second changes it."""
@@ -73,13 +62,9 @@ class HubSplit:
     name: str
     rows: Any
 
-    def records(self, *, skip_blank_lines: bool = False) -> Iterator[RawRecord]:
+    def records(self) -> Iterator[RawRecord]:
         """Yield the rows in order."""
         return number_rows(self.rows, self.name)
-
-    def read(self, type: str, *, skip_bad: bool, tags: ReasoningTags = REASONING_TAGS) -> ReadResult:
-        """Read all conversations in order."""
-        return parse_records(self.records(), type, name=self.name, skip_bad=skip_bad, tags=tags)
 
     def fingerprint(self) -> str:
         """Digest the split's name and the fingerprint that `datasets` gives its content."""

@@ -205,7 +205,7 @@ def read_questions(path: Path) -> tuple[Question, ...]:
     questions: list[Question] = []
     problems: list[str] = []
     first_seen: dict[int | str, str] = {}
-    for record in read_file(path, skip_blank_lines=True):
+    for record in read_file(path):
         try:
             question = _parse(record)
             earlier = first_seen.setdefault(question.question_id, record.source)

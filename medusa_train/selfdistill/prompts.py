@@ -46,7 +46,7 @@ def read_prompts(
     prompts: list[Prompt] = []
     problems: list[str] = []
     id_counts: dict[str, int] = {}
-    for record in source.records(skip_blank_lines=True):
+    for record in source.records():
         try:
             if record.error is not None:
                 raise ValueError(record.error)

@@ -197,10 +197,11 @@ def _supervised_share(dataset: EncodedDataset) -> str:
 
 def _describe_answers(dataset: EncodedDataset) -> str:
     """Describe the answers in the reports of `dataset`, and how much of its supervised text is new."""
-    counts, share = dataset.report.answers, dataset.report.looping_share
+    counts, share = dataset.report.counts, dataset.report.looping_share
+    cut = counts["cut"] / max(1, counts["answers"])
     return (
-        f"{counts['all']:,}, of which {share:.1%} loop and {counts['cut'] / max(1, counts['all']):.1%} are known to be "
-        f"cut off by a length limit; {dataset.distinct_share():.1%} of the 8-grams of supervised tokens are distinct"
+        f"{counts['answers']:,}, of which {share:.1%} loop and {cut:.1%} are known to be cut off by a length limit; "
+        f"{dataset.distinct_share():.1%} of the 8-grams of supervised tokens are distinct"
     )
 
 

@@ -118,7 +118,6 @@ def test_without_a_model_the_embedded_backbone_is_named_and_a_missing_set_says_w
         (["--mode", "questions"], 2, "set limit"),
         (["--mode", "questions", "--limit", "2", "--temperature", "0"], 2, "set temperature: 1.0"),
         (["--mode", "questions", "--limit", "2", "min_chars=3"], 2, "has no effect with mode: questions"),
-        (["--seed", "mine.jsonl", "processes=2"], 2, "unknown key; it was removed: several processes were no faster"),
         (["--seed", "mine.jsonl", "--merge", "--output", "none.jsonl", "dtype=float32"], 1, "nothing to merge"),
         (["--seed", "absent.jsonl"], 1, "no such file, and no public data set of that name"),
         (["--seed", "mine.jsonl", "--model", "./absent", "--output", "new.jsonl"], 1, "no such directory"),
@@ -250,7 +249,7 @@ def test_help_and_config_errors_load_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
-CHILD = "import sys\nfrom medusa_train.cli.selfdistill import app\nsys.argv[0] = 'medusa-selfdistill'\nmain()"
+CHILD = "import sys\nfrom medusa_train.cli.selfdistill import app\nsys.argv[0] = 'medusa-selfdistill'\napp()"
 
 
 def test_a_run_that_is_killed_again_and_again_loses_nothing_and_repeats_nothing(tmp_path: Path) -> None:

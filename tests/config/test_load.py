@@ -88,7 +88,6 @@ def test_duplicates_are_refused_beside_what_they_hold(tmp_path: Path) -> None:
         ),
         ("roles_to_train: []", "roles_to_train: needs 1 or more items, got a list"),
         ("roles_to_train: assistant", "roles_to_train: expected a list, got 'assistant'"),
-        ("special_tokens: 3", "special_tokens: expected `key: value` lines, got 3"),
         ("lora_target_modules: [1.5]", "lora_target_modules[0]: expected text (put it in quotes), got 1.5"),
         ("gibberish_xyz: 3", "gibberish_xyz: unknown key; see docs/configuration.md"),
         ("3: 4", "3: unknown key; see docs/configuration.md"),
@@ -209,7 +208,7 @@ def test_a_directory_is_no_configuration(tmp_path: Path) -> None:
 def test_a_dump_reads_back_as_the_same_configuration(tmp_path: Path) -> None:
     text = GOOD + (
         "learning_rate: 3e-5\nbf16: true\neval_steps: 0.25\nresume_from_checkpoint: true\nadapter: lora\n"
-        "special_tokens: {pad_token: '<pad>'}\nchat_template: 'ünïcode: #1'\ndeepspeed: {zero: {stage: 2}}\n"
+        "chat_template: 'ünïcode: #1'\ndeepspeed: {zero: {stage: 2}}\n"
     )
     cfg = load_config(TrainConfig, write(tmp_path, text))
     again = load_config(TrainConfig, write(tmp_path, dump_config(cfg)))

@@ -2,6 +2,7 @@ import json
 import multiprocessing
 import os
 import signal
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -79,7 +80,7 @@ def test_the_second_run_takes_exactly_what_the_first_encoded(
             assert names == [(e.key, e.id, e.source, torch.int32, torch.bool) for e in expected.examples]
     assert first[0].report.describe() == plain[0].report.describe()
     assert second[0].report.describe() == [*plain[0].report.describe(), f"loaded tokenized data from {path}"]
-    assert plain[0].report.outcomes == {"complete": 8, "truncated": 1, "too_long": 0, "unsupervised": 0}
+    assert [plain[0].report.counts[name] for name in ("complete", "truncated", "too_long")] == [8, 1, 0]
 
 
 def test_what_shapes_the_tokens_makes_another_key(
@@ -183,8 +184,8 @@ def test_two_processes_return_what_one_does_to_the_byte(
     )
     assert one.to_bytes() == two.to_bytes()
     assert one.report == two.report
-    assert one.report.outcomes == {"complete": 16, "truncated": 0, "too_long": 8, "unsupervised": 8}
-    assert one.report.split == (8, 16)
+    counts = {"complete": 16, "too_long": 8, "unsupervised": 8, "split": 8, "rows": 16, "answers": 24}
+    assert one.report.counts == Counter(counts)
     assert [line.split(": ")[0] for line in one.report.skipped] == [f"d.jsonl:{n}" for n in range(40) if n * 7 % 5 == 2]
     assert progress == [("tokenizing", min(done, 40), 40) for done in range(3, 43, 3)] * 2
     assert not multiprocessing.active_children()

@@ -247,7 +247,7 @@ def test_all_rows_of_a_conversation_are_on_one_side_of_the_split(cached: bool, t
         assert not {e.source for e in train} & {e.source for e in validation}
         assert len(train) + len(validation) == 26
         assert train.describe_count() == f"15 conversations in {len(train)} rows"
-        assert train.report.split == (6, 12)
+        assert (train.report.counts["split"], train.report.counts["rows"]) == (6, 12)
         sentence = "6 conversations became 12 rows: the chat template changes earlier turns in later prompts"
         assert sentence in train.report.describe()
     assert "<think>\nadd\n</think>\n\nfour" in make(QWEN3).tokenizer.decode(train[0].tokens)

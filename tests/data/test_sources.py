@@ -9,7 +9,7 @@ import pytest
 from medusa_train.config.paths import PROJECT_ROOT
 from medusa_train.config.schema import DatasetConfig
 from medusa_train.data import sources
-from medusa_train.data.records import ReadResult
+from medusa_train.data.records import ReadResult, parse_records
 from medusa_train.data.sources import HubSplit, LocalFiles, open_seed_dataset, open_source
 from medusa_train.errors import ConfigError, DataError
 from medusa_train.hub import FetchError
@@ -20,7 +20,8 @@ SHAREGPT_REPO, SHAREGPT_FILE = "Aeala/ShareGPT_Vicuna_unfiltered", "ShareGPT_V4.
 
 
 def read_source(source: DatasetConfig, *, skip_bad: bool = False) -> ReadResult:
-    return open_source(source).read(source.type, skip_bad=skip_bad)
+    opened = open_source(source)
+    return parse_records(opened.records(), source.type, name=opened.name, skip_bad=skip_bad)
 
 
 def test_a_file_and_a_directory_of_files(tmp_path: Path) -> None:
