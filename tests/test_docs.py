@@ -122,6 +122,8 @@ def test_every_command_is_checked() -> None:
 def test_named_paths_and_links_exist(name: str) -> None:
     text, page = TEXTS[name], next(page for page in PAGES if page.name == name)
     named = set(re.findall(r"\b(?:configs|data|tests|benchmarks|medusa_train)/[\w./-]+\.\w+\b", text))
+    if name == "architecture.md":
+        named |= set(re.findall(r"\b[a-z_]+/[a-z_/]+\.py\b", text))
     named = {path for path in named if not path.startswith(("data/bench/NAME",))}
     roots = (PROJECT_ROOT, PROJECT_ROOT / "medusa_train")
     assert [path for path in sorted(named) if not any((root / path).exists() for root in roots)] == []
