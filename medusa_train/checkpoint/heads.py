@@ -6,7 +6,6 @@ layout of their own: draft.safetensors with the names of their state dict, and t
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -33,8 +32,6 @@ from medusa_train.models.drafts.base import Draft
 from medusa_train.models.drafts.medusa import MedusaDraft
 
 VLLM_WEIGHTS = "model.safetensors"
-
-_log = logging.getLogger(__name__)
 
 
 def save_draft(draft: Draft, directory: Path | str, base_model: str) -> Path:
@@ -233,8 +230,7 @@ def write_weights(
 def read_heads(directory: Path | str) -> HeadTensors:
     """Read the Medusa heads in a directory, in the public code's, TGI's or vLLM's layout or in a Medusa-2 full model.
 
-    Where config.json and the tensors disagree about the number of heads or layers (published configs understate it),
-    the tensors count and a warning is logged.
+    The numbers of heads and layers are those of the tensors: published configs understate them.
 
     Raises:
         CheckpointError: no heads there, or files that cannot be read or are inconsistent.
@@ -260,7 +256,6 @@ def read_heads(directory: Path | str) -> HeadTensors:
         tensors |= _read_file(path, PREFIXES if layout == "model" else ("",))
     source = str(files[0] if len(files) == 1 else directory)
     heads = from_vllm(tensors, config, source) if layout == "vllm" else from_reference(tensors, source)
-    _warn_of_wrong_counts(config, directory, heads, vllm=layout == "vllm")
     if heads.token_map is not None and isinstance(config.get("vocab_size"), int):
         heads = replace(heads, backbone_tokens=config["vocab_size"])
     base = str(directory) if layout == "model" else config.get("base_model_name_or_path")
@@ -272,14 +267,3 @@ def _read_file(path: Path, prefixes: tuple[str, ...]) -> dict[str, Tensor]:
     if path.suffix == ".safetensors":
         return read_tensors(path, prefixes)
     return {name: tensor for name, tensor in read_pickled_tensors(path).items() if name.startswith(prefixes)}
-
-
-def _warn_of_wrong_counts(config: Mapping[str, Any], directory: Path, heads: HeadTensors, *, vllm: bool) -> None:
-    """Warn where config.json states other numbers of heads or layers than the weights have."""
-    names = ("num_heads", "num_hidden_layers") if vllm else ("medusa_num_heads", "medusa_num_layers")
-    for key, actual in zip(names, (heads.num_heads, heads.num_layers), strict=True):
-        stated = config.get(key, actual)
-        if stated != actual:
-            _log.warning(
-                "%s says %s: %s, but the weights hold %d; using %d.", directory / CONFIG, key, stated, actual, actual
-            )

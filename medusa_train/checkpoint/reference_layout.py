@@ -24,8 +24,7 @@ TOKEN_MAP = "token_map"
 """Name of the tensor [N] with the token id of each row of a reduced vocabulary, in our files and in vLLM's."""
 
 _EMBEDDING, _OUTPUT = "markov.embedding.weight", "markov.output.weight"
-#: Names that are the same in the file and in the state dict.
-_UNCHANGED = {TOKEN_MAP, _EMBEDDING, _OUTPUT}
+_MARKOV = {_EMBEDDING, _OUTPUT}
 
 _PREFIX = re.compile(r"^medusa_heads?\.")
 _BLOCK = re.compile(r"(\d+)\.(\d+)\.linear\.(weight|bias)")
@@ -83,20 +82,15 @@ class HeadTensors:
 
 def to_reference(state: Mapping[str, Tensor], num_layers: int) -> dict[str, Tensor]:
     """Rename the tensors of a `MedusaDraft`'s state dict to the public code's names."""
-    renamed = {}
-    for name, tensor in state.items():
-        if name in _UNCHANGED:
-            renamed[name] = tensor
-            continue
-        match = _OURS.fullmatch(name)
-        if match is None:
-            raise CheckpointError(f"{name}: no such weight in Medusa heads")
-        head, block, block_kind, lm_head, lm_head_kind = match.groups()
-        if lm_head is not None:
-            renamed[f"{lm_head}.{num_layers}.{lm_head_kind}"] = tensor
-        else:
-            renamed[f"{head}.{block}.linear.{block_kind}"] = tensor
-    return renamed
+    return {_reference_name(name, num_layers): tensor for name, tensor in state.items()}
+
+
+def _reference_name(name: str, num_layers: int) -> str:
+    match = _OURS.fullmatch(name)
+    if match is None:
+        return name  # of the token map or a Markov bias
+    head, block, kind, lm_head, lm_head_kind = match.groups()
+    return f"{head}.{block}.linear.{kind}" if lm_head is None else f"{lm_head}.{num_layers}.{lm_head_kind}"
 
 
 def from_reference(tensors: Mapping[str, Tensor], source: str = "the heads file") -> HeadTensors:
@@ -110,7 +104,7 @@ def from_reference(tensors: Mapping[str, Tensor], source: str = "the heads file"
         name = _PREFIX.sub("", full_name)
         if match := _BLOCK.fullmatch(name):
             state[f"blocks.{match[1]}.{match[2]}.linear.{match[3]}"] = tensor
-        elif name in _UNCHANGED:
+        elif name == TOKEN_MAP or name in _MARKOV:  # the same in the file and in the state dict
             state[name] = tensor
         elif match := _HEAD.fullmatch(name):
             if lm_head_index.setdefault(match[1], int(match[2])) != int(match[2]):
@@ -138,9 +132,7 @@ def checked_heads(state: dict[str, Tensor], source: str, num_layers: int | None 
     if TOKEN_MAP in state:
         state[TOKEN_MAP] = checked_token_map(state, source)
     heads = HeadTensors(len(numbers), num_layers, state)
-    _check_complete(heads, source)
-    _check_shapes(heads, source)
-    _check_markov(heads, source)
+    _check_tensors(heads, source)
     return heads
 
 
@@ -163,53 +155,36 @@ def shared_block_warning(heads: HeadTensors) -> str | None:
     )
 
 
-def _check_complete(heads: HeadTensors, source: str) -> None:
-    with_bias = any(name.startswith("lm_heads.") and name.endswith(".bias") for name in heads.state)
-    has_lm_heads = any(name.startswith("lm_heads.") for name in heads.state)
-    expected = {f"lm_heads.{i}.weight" for i in range(heads.num_heads) if has_lm_heads}
-    expected |= {f"lm_heads.{i}.bias" for i in range(heads.num_heads) if with_bias}
-    for i in range(heads.num_heads):
-        for j in range(heads.num_layers):
-            expected |= {f"blocks.{i}.{j}.linear.weight", f"blocks.{i}.{j}.linear.bias"}
-    if _EMBEDDING in heads.state or _OUTPUT in heads.state:
-        expected |= {_EMBEDDING, _OUTPUT}
-    missing = list(to_reference(dict.fromkeys(sorted(expected - set(heads.state)), torch.empty(0)), heads.num_layers))
-    if missing:
-        raise CheckpointError(f"{source}: incomplete, {', '.join(missing)} missing")
-    if extra := set(heads.state) - expected - {TOKEN_MAP}:
-        names = to_reference({name: heads.state[name] for name in sorted(extra)}, heads.num_layers)
-        raise CheckpointError(f"{source}: weights that belong to no head: {', '.join(names)}")
+def _check_tensors(heads: HeadTensors, source: str) -> None:
+    """Check that the heads have all their tensors and no others, and that shapes agree."""
 
+    def listed(names: set[str]) -> str:
+        return ", ".join(_reference_name(name, heads.num_layers) for name in sorted(names))
 
-def _check_shapes(heads: HeadTensors, source: str) -> None:
-    name = "blocks.0.0.linear.weight" if heads.shared else "lm_heads.0.weight"
-    first = heads.state[name]
-    if first.dim() != 2:
-        (key,) = to_reference({name: first}, heads.num_layers)
-        raise CheckpointError(f"{source}: {key} is not a matrix: shape {list(first.shape)}")
-    vocab, width = first.shape
-    for name, tensor in heads.state.items():
-        if name in _UNCHANGED:
-            continue
-        rows = vocab if name.startswith("lm_heads.") else width
-        shape = (rows,) if name.endswith(".bias") else (rows, width)
-        if tuple(tensor.shape) != shape:
-            (key,) = to_reference({name: tensor}, heads.num_layers)
-            raise CheckpointError(f"{source}: {key} is {list(tensor.shape)}, expected {list(shape)}")
-
-
-def _check_markov(heads: HeadTensors, source: str) -> None:
-    """Check the weights of a Markov bias: matrices of one rank, over the backbone's tokens and over the heads'."""
-    if not heads.markov_rank:
-        return
-    tokens = len(heads.state[_EMBEDDING])
-    if heads.token_map is None and not heads.shared:
-        tokens = len(heads.state["lm_heads.0.weight"])
+    state = heads.state
+    lm_head_kinds = {name.rpartition(".")[2] for name in state if name.startswith("lm_heads.")}
+    lm_head_kinds |= {"weight"} if lm_head_kinds else set()
+    blocks = [f"blocks.{i}.{j}.linear" for i in range(heads.num_heads) for j in range(heads.num_layers)]
+    expected = {f"{block}.{kind}" for block in blocks for kind in ("weight", "bias")}
+    expected |= {f"lm_heads.{i}.{kind}" for i in range(heads.num_heads) for kind in lm_head_kinds}
+    expected |= _MARKOV if _MARKOV & state.keys() else set()
+    if missing := expected - state.keys():
+        raise CheckpointError(f"{source}: incomplete, {listed(missing)} missing")
+    if extra := state.keys() - expected - {TOKEN_MAP}:
+        raise CheckpointError(f"{source}: weights that belong to no head: {listed(extra)}")
+    first = "blocks.0.0.linear.weight" if heads.shared else "lm_heads.0.weight"
+    if state[first].dim() != 2:
+        raise CheckpointError(f"{source}: {listed({first})} is not a matrix: shape {list(state[first].shape)}")
+    rows, width = state[first].shape
+    tokens = rows if heads.token_map is None and not heads.shared else heads.vocab_size
     predicted = tokens if heads.token_map is None else len(heads.token_map)
-    for name, rows in ((_EMBEDDING, tokens), (_OUTPUT, predicted)):
-        shape = (rows, heads.markov_rank)
-        if tuple(heads.state[name].shape) != shape:
-            raise CheckpointError(f"{source}: {name} is {list(heads.state[name].shape)}, expected {list(shape)}")
+    shapes = {_EMBEDDING: (tokens, heads.markov_rank), _OUTPUT: (predicted, heads.markov_rank)}
+    for name in sorted(expected):
+        size = rows if name.startswith("lm_heads.") else width
+        shape = shapes.get(name, (size,) if name.endswith(".bias") else (size, width))
+        if tuple(state[name].shape) != shape:
+            found = list(state[name].shape)
+            raise CheckpointError(f"{source}: {listed({name})} is {found}, expected {list(shape)}")
 
 
 def checked_token_map(state: Mapping[str, Tensor], source: str) -> Tensor:

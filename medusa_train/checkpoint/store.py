@@ -77,7 +77,11 @@ class CheckpointStore:
         path = self._save(f"step-{step}", step, state, f"the checkpoint of step {step}", beside or {})
         if best == step:
             self.save_best(step, {name: part for name, part in state.items() if name in WEIGHTS}, linked=path)
-        self._delete_old({step}, best)
+        if best is not None:
+            self._delete_best({best})
+        for old in self.steps()[: -self.limit] if self.limit else ():
+            if old != step:
+                _delete(self.root / f"step-{old}")
         return path
 
     def save_best(
@@ -145,13 +149,10 @@ class CheckpointStore:
         return self.root / f"step-{step}" if step in self.steps() else None
 
     def best(self, step: int) -> Path | None:
-        """Return the weights of the best evaluation, after `step`; None if they are not there.
-
-        Runs of earlier versions kept a whole checkpoint for them, which holds the same parts.
-        """
+        """Return the weights of the best evaluation, after `step`; None if they are not there."""
         self._restore_replaced()
         path = self.root / f"best-{step}"
-        return path if (path / MANIFEST).is_file() else self.at(step)
+        return path if (path / MANIFEST).is_file() else None
 
     def load(self, path: Path | str) -> dict[str, Any]:
         """Load the state that `save` was given, with tensors on the CPU.
@@ -184,17 +185,6 @@ class CheckpointStore:
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 path.rename(final)
-
-    def _delete_old(self, keep: Collection[int], best: int | None) -> None:
-        if best is not None:
-            self._delete_best({best})
-            if not (self.root / f"best-{best}" / MANIFEST).is_file():
-                keep = {*keep, best}  # saved whole by an earlier version
-        if self.limit is None:
-            return
-        for step in self.steps()[: -self.limit]:
-            if step not in keep:
-                _delete(self.root / f"step-{step}")
 
     def _delete_best(self, keep: Collection[int]) -> None:
         kept = {f"best-{step}" for step in keep}

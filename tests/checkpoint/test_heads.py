@@ -107,20 +107,6 @@ def test_soft_cap_and_bias_reach_the_loaded_heads(tmp_path: Path) -> None:
     assert_same(load_heads(tmp_path, gemma), biased)
 
 
-@pytest.mark.parametrize("key", ["medusa_num_heads", "medusa_num_layers"])
-def test_tensors_override_wrong_counts_in_the_config(
-    tmp_path: Path, backbone: Backbone, caplog: pytest.LogCaptureFixture, key: str
-) -> None:
-    draft = trained(backbone, 4, 2)
-    save_heads(draft, tmp_path, "m")
-    assert load_heads(tmp_path, backbone).num_heads == 4
-    assert caplog.text == ""
-    config = json.loads((tmp_path / CONFIG).read_text())
-    (tmp_path / CONFIG).write_text(json.dumps({**config, key: 1}))
-    assert_same(load_heads(tmp_path, backbone), draft)
-    assert f"{key}: 1" in caplog.text
-
-
 @pytest.mark.parametrize("with_config", [True, False])
 def test_the_public_code_s_pt_file_is_read(tmp_path: Path, backbone: Backbone, with_config: bool) -> None:
     draft = trained(backbone, 5)
@@ -142,36 +128,26 @@ class Hostile:
         return os.mkdir, (str(self.target),)
 
 
-def test_a_hostile_pickle_is_refused_and_does_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("file", [PICKLED, "pytorch_model.bin"])
+def test_a_hostile_pickle_is_refused_and_does_nothing(tmp_path: Path, file: str) -> None:
     trap = tmp_path / "trap"
-    torch.save({"0.0.linear.weight": torch.zeros(2, 2), "x": Hostile(trap)}, tmp_path / PICKLED)
+    (tmp_path / CONFIG).write_text('{"medusa_num_heads": 2}')
+    torch.save({"medusa_head.0.0.linear.weight": torch.zeros(2, 2), "medusa_head.x": Hostile(trap)}, tmp_path / file)
     with pytest.raises(CheckpointError, match="refused") as caught:
         read_heads(tmp_path)
-    assert str(tmp_path / PICKLED) in str(caught.value)
+    assert str(tmp_path / file) in str(caught.value)
     assert f"{os.mkdir.__module__}.mkdir" in str(caught.value)  # what it would have called
     assert "will likely succeed" not in str(caught.value)  # torch's advice to load it all the same
     assert not trap.exists()
-    torch.load(tmp_path / PICKLED, weights_only=False)
+    torch.load(tmp_path / file, weights_only=False)
     assert trap.exists()  # the trap does work where code is run
 
 
+@pytest.mark.parametrize("name", [PICKLED, SAFETENSORS])
 @pytest.mark.parametrize("content", [b"", b"not a file of torch", pickle.dumps([1, 2], 2)])
-def test_a_damaged_pt_is_named(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / PICKLED).write_bytes(content)
-    with pytest.raises(CheckpointError, match=PICKLED):
-        read_heads(tmp_path)
-
-
-def test_a_truncated_safetensors_is_named(tmp_path: Path, backbone: Backbone) -> None:
-    save_heads(trained(backbone), tmp_path, "m")
-    path = tmp_path / SAFETENSORS
-    path.write_bytes(path.read_bytes()[:-5])
-    with pytest.raises(CheckpointError, match=SAFETENSORS):
-        read_heads(tmp_path)
-
-
-def test_an_empty_directory_has_no_heads(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no Medusa heads here"):
+def test_a_damaged_file_is_named(tmp_path: Path, content: bytes, name: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(CheckpointError, match=name):
         read_heads(tmp_path)
 
 
@@ -237,21 +213,10 @@ FORMS = ["safetensors", "bin", "safetensors shards", "bin shards"]
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("prefix", ["medusa_head.", "medusa_heads."])
-def test_a_medusa_2_full_model_gives_its_heads(
-    tmp_path: Path, form: str, prefix: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_medusa_2_full_model_gives_its_heads(tmp_path: Path, form: str, prefix: str) -> None:
     model = full_model(tmp_path / "model", form, prefix)
     assert heads_layout(model) == "model"
     heads = read_heads(model)
     assert same(to_reference(heads.state, heads.num_layers), reference_tensors(5))
     assert heads.base_model == str(model)  # the backbone is the one beside them
-    assert "medusa_num_heads: 2, but the weights hold 5; using 5" in caplog.text
-
-
-def test_a_hostile_full_model_is_refused_and_runs_nothing(tmp_path: Path) -> None:
-    trap = tmp_path / "trap"
-    (tmp_path / "config.json").write_text(json.dumps(MODEL_CONFIG))
-    torch.save({"medusa_head.0.0.linear.weight": Hostile(trap)}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match="refused"):
-        read_heads(tmp_path)
-    assert not trap.exists()
+    assert heads.num_heads == 5  # whatever config.json says

@@ -37,20 +37,6 @@ def test_conversion_round_trip(heads: int, blocks: int, bias: bool) -> None:
     assert all(again[name] is tensors[name] for name in tensors)
 
 
-def test_names_are_the_public_codes() -> None:
-    state = {
-        "blocks.0.0.linear.weight": torch.zeros(D, D),
-        "blocks.0.0.linear.bias": torch.zeros(D),
-        "lm_heads.0.weight": torch.zeros(V, D),
-    }
-    assert sorted(to_reference(state, 1)) == ["0.0.linear.bias", "0.0.linear.weight", "0.1.weight"]
-
-
-def test_an_unknown_name_is_an_error() -> None:
-    with pytest.raises(CheckpointError, match="prefix"):
-        to_reference({"prefix.weight": torch.zeros(1)}, 1)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

