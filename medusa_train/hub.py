@@ -53,9 +53,6 @@ def fetch_dataset_file(repo: str, filename: str, on_bytes: OnBytes | None = None
     broken download continues in the same call or in a later one. Size and, where the hub knows it, SHA-256 are checked
     before the file gets its name.
 
-    Args:
-        on_bytes: called while the file is downloaded.
-
     Raises:
         FetchError: it is in no cache, and the hub does not have it, refuses it or cannot be reached.
     """
@@ -137,11 +134,7 @@ def _sha256(path: Path) -> str:
 
 
 def describe_hub_error(error: BaseException, name: str, kind: Literal["model", "dataset"]) -> str | None:
-    """Return what the hub's answer to a request for `name` means and what to do, or None if `error` is not from it.
-
-    Args:
-        error: raised by `huggingface_hub`, or by `transformers` from such an error.
-    """
+    """Return what the hub's answer to a request for `name` means and what to do, or None if `error` is not from it."""
     from huggingface_hub import constants
     from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, RepositoryNotFoundError
 

@@ -115,11 +115,7 @@ class JsonLinesFile:
         return self._pending.count(b"\n")
 
     def flush(self) -> None:
-        """Write what an earlier `append` could not.
-
-        Raises:
-            OSError: it still cannot be written.
-        """
+        """Write what an earlier `append` could not."""
         while self._pending:
             self._pending = self._pending[self._file.write(self._pending) :]
         if self._fsync_every is not None and self._unsynced >= self._fsync_every:

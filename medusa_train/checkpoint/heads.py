@@ -46,12 +46,7 @@ def save_draft(draft: Draft, directory: Path | str, base_model: str) -> Path:
 
 
 def load_draft(directory: Path | str, backbone: Backbone, dtype: torch.dtype | None = None) -> Draft:
-    """Load a draft of any kind for `backbone`, on its device; `dtype` defaults to the backbone's.
-
-    Raises:
-        CheckpointError: no draft there, an unreadable file, or a draft for another backbone.
-        BackboneError: this kind of draft does not support the backbone.
-    """
+    """Load a draft of any kind for `backbone`, on its device; `dtype` defaults to the backbone's."""
     directory = Path(directory)
     layout = heads_layout(directory)
     if layout not in ("draft", "eagle3"):
@@ -231,9 +226,6 @@ def read_heads(directory: Path | str) -> HeadTensors:
     """Read the Medusa heads in a directory, in the public code's, TGI's or vLLM's layout or in a Medusa-2 full model.
 
     The numbers of heads and layers are those of the tensors: published configs understate them.
-
-    Raises:
-        CheckpointError: no heads there, or files that cannot be read or are inconsistent.
     """
     directory = Path(directory)
     layout = heads_layout(directory)

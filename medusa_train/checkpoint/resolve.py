@@ -145,11 +145,6 @@ def resolve_model(
         needs_backbone: check that a backbone named by a local path exists.
         lookup: a draft without training, in place of the heads or beside them.
         threshold: confidence up to which drafting stops; None: the heads' own.
-
-    Raises:
-        CheckpointError: no run, heads or tree there, or heads of another kind than `lookup` names, dynamic trees take
-            or `threshold` stops.
-        BackboneError: the backbone's path does not exist.
     """
     paths = _resolve(model, base_model, Path(tree) if names_tree_file(tree) else None)
     if DYNAMIC.fullmatch(str(tree)) and (lookup is None or lookup.heads is not None):

@@ -90,11 +90,7 @@ def check_output_dir(cfg: TrainConfig) -> None:
 
 
 def named_checkpoint(cfg: TrainConfig) -> Path | None:
-    """Return the checkpoint that `resume_from_checkpoint` names; None if it is unset or selects the newest.
-
-    Raises:
-        CheckpointError: the checkpoint does not exist.
-    """
+    """Return the checkpoint that `resume_from_checkpoint` names; None if it is unset or selects the newest."""
     resume = cfg.resume_from_checkpoint
     if resume is None or resume in NEWEST:
         return None

@@ -38,9 +38,6 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> int:
 
     Tensors may be on any device, be views, or share storage: each name gets its values. They are written one after the
     other, so that no more than one of them is copied at a time, and the checksum needs no second pass over the file.
-
-    Raises:
-        OSError: it cannot be written. KeyError: a dtype that the format lacks.
     """
     # the widest dtypes first keep every tensor aligned, since the header is padded to 8 bytes
     ordered = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
@@ -154,11 +151,7 @@ def split_tensors(state: Any) -> tuple[dict[str, Tensor], Any]:
 
 
 def join_tensors(tensors: Mapping[str, Tensor], value: Any) -> Any:
-    """Rebuild the state that `split_tensors` was given.
-
-    Raises:
-        CheckpointError: a tensor is missing.
-    """
+    """Rebuild the state that `split_tensors` was given."""
     if isinstance(value, list):
         return [join_tensors(tensors, item) for item in value]
     if not isinstance(value, dict):

@@ -35,11 +35,6 @@ def launch(arguments: Sequence[str], num_gpus: int | None, hostfile: Path | None
     The processes run in a new session: Ctrl-C only reaches this process, which forwards it (and SIGTERM) to each
     training process once, so that they save a checkpoint together. Processes on other machines are ended through the
     launcher.
-
-    Args:
-        arguments: command-line arguments without `--num-gpus` and `--hostfile`.
-        num_gpus: number of processes per machine, also on machines without GPUs.
-        hostfile: file of `HOST slots=N` lines.
     """
     if importlib.util.find_spec("deepspeed") is None:
         raise MedusaError("training in several processes requires DeepSpeed: pip install deepspeed")

@@ -48,9 +48,6 @@ def load_config(
         overrides: `key=value` with a YAML value; `a.b=c` sets a key of a mapping, `datasets.0.path=x` one of a list.
         flags: values of command-line options by key (`--bench` is `bench`); None means not set.
 
-    Returns:
-        The validated and resolved configuration; its `ignored` lists the keys that were set without effect.
-
     Raises:
         ConfigError: all problems, in the order of their lines.
     """
@@ -166,16 +163,7 @@ def _child(target: Any, part: str | int) -> Any:
 
 
 def _load_stage_one(cfg: TrainConfig, outer: YamlSource, invalid: set[str]) -> tuple[TrainConfig, list[str]]:
-    """Build the configuration of stage one: its file, then the keys that it shares with `cfg`, then its overrides.
-
-    Args:
-        cfg: the configuration of the whole run.
-        outer: what the user wrote for it.
-        invalid: its keys with problems, which are not shared.
-
-    Returns:
-        The configuration and a line per problem.
-    """
+    """Build the configuration of stage one: its file, then the keys that it shares with `cfg`, then its overrides."""
     written, location = outer.values[STAGE_ONE], outer.location((STAGE_ONE,))
     overrides = {"config": written} if isinstance(written, str) else dict(written)
     file = overrides.pop("config", None)

@@ -56,11 +56,7 @@ def public_name(name: str) -> str:
 
 
 def nearest_path(name: str) -> str | None:
-    """Return the existing name that is most like a mistyped relative path; None if no name in its directory is.
-
-    Args:
-        name: a path that does not exist, such as `data/tinny`; its directory is looked up as `resolve_path` does.
-    """
+    """Return the existing name that is most like a mistyped relative path; None if no name in its directory is."""
     path = Path(name)
     directory = None if path.parent == Path() else resolve_path(path.parent)
     if directory is None or not directory.is_dir():

@@ -85,12 +85,7 @@ def shift_labels(labels: Tensor, k: int, segments: Tensor | None = None) -> Tens
 
     Returns:
         [B, T], `IGNORE_INDEX` where there is no target.
-
-    Raises:
-        ValueError: k is negative.
     """
-    if k < 0:
-        raise ValueError(f"k must be 0 or more, not {k}")
     ahead = k + 1
     out = torch.full_like(labels, IGNORE_INDEX)
     if ahead >= labels.shape[1]:
@@ -112,12 +107,6 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
         capacity 10, lengths 4 7 3 6   ->   rows [7 3] [6 4], that is [[1, 2], [3, 0]]
 
     A segment tree over the free space of each row finds the first fit, so n documents take O(n log n).
-
-    Returns:
-        The rows as lists of indices into `lengths`; every index occurs once.
-
-    Raises:
-        ValueError: a document is empty or longer than `capacity`.
     """
     if not lengths:
         return []

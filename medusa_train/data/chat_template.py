@@ -89,9 +89,6 @@ class ChatTemplate:
 
         An answer is the text that the template renders for it as the last message. Where the template does not keep
         its content there (DeepSeek-R1's drops the reasoning even then), it is the content, followed by the end token.
-
-        Raises:
-            ChatTemplateError: the template rejects the chat, or leaves out answers.
         """
         indices = [index for index, message in enumerate(messages) if message.role == "assistant"]
         if not indices:
@@ -126,9 +123,6 @@ class ChatTemplate:
 
         The chat is rendered again with a placeholder for each of them; the text around the placeholders must equal the
         text around the contents. A template may strip white space around a content.
-
-        Raises:
-            ChatTemplateError: the template modifies these contents, or depends on them.
         """
         located = {index: _placeholder(index) for index, message in enumerate(messages) if message.role in roles}
         replaced = [Message(m.role, located.get(index, m.content)) for index, m in enumerate(messages)]

@@ -118,10 +118,6 @@ def load_datasets(
         (training, validation). `test_datasets` are the validation set if they are configured, with a report of their
         own, and conversations that both have are not trained on. Else both have the same report, and the validation
         set is empty if `val_set_size` is 0 or there is only one conversation.
-
-    Raises:
-        DataError: a data set cannot be read, or has no usable conversation.
-        ConfigError: unknown chat template.
     """
     readers = open_datasets(cfg, encoder, on_progress)
     options: dict[str, Any] = {"max_workers": cfg.dataset_processes, "on_progress": on_progress}

@@ -27,9 +27,6 @@ class Datastore:
 
     Args:
         documents: token ids. order: number of following tokens by which positions are sorted, at least.
-
-    Attributes:
-        size: number of tokens. seconds: time to sort them.
     """
 
     def __init__(self, documents: Iterable[Sequence[int]], order: int) -> None:

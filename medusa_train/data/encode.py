@@ -90,11 +90,7 @@ def open_datasets(cfg: TrainConfig, encoder: ChatEncoder, on_progress: OnProgres
 def load_or_encode(
     readers: Sequence[DatasetReader], directory: Path, max_length: int, **options: Any
 ) -> EncodedExamples:
-    """Load the examples from the cache in `directory`, or encode them and store them there, and note which.
-
-    Args:
-        options: of `encode_datasets`.
-    """
+    """Load the examples from the cache in `directory`, or encode them and store them there, and note which."""
     path = directory / f"{cache_key(readers, max_length)[:32]}.safetensors"
     note = None
     try:
@@ -174,9 +170,6 @@ def encode_conversations(
 
     Few are tokenized in this process, others in up to `max_workers` (default: `default_workers`), with the same result:
     the examples in order, with `origins` 0, and in `skipped` of the report those that the template does not support.
-
-    Raises:
-        DataError: a worker process was killed, or failed.
     """
     encoded, total = EncodedExamples.empty(max_length), len(conversations)
     chunks = [conversations[start : start + CHUNK] for start in range(0, total, CHUNK)]

@@ -91,12 +91,6 @@ def select_validation(keys: Sequence[str], share: float, seed: int) -> list[bool
     Contents are ranked by a hash with `seed`; the first ones are held out until `share` of all conversations is
     reached. So the split does not depend on the order of files, and duplicates are on the same side of it. If `share`
     is above 0 and there are two contents, at least one is held out and at least one is left.
-
-    Args:
-        keys: `Example.key` of each conversation.
-
-    Returns:
-        For each conversation whether it is in the validation set.
     """
     sizes = Counter(keys)
     if share <= 0 or len(sizes) < 2:

@@ -72,15 +72,7 @@ class HubSplit:
 
 
 def open_source(source: DatasetConfig, on_progress: OnProgress | None = None) -> LocalFiles | HubSplit:
-    """Open a file, a directory of files, a public data set, or a data set of the hub: the first that has this name.
-
-    Args:
-        on_progress: called while files are fetched from the hub.
-
-    Raises:
-        DataError: it does not exist, or has no supported file; see also `open_public`.
-        ConfigError: `name`, or a `split` other than train, is set for a local path, which is read whole.
-    """
+    """Open a file, a directory of files, a public data set, or a data set of the hub: the first that has this name."""
     path = resolve_path(source.path)
     if path is None:
         if source.path in PUBLIC_DATASETS:
@@ -184,12 +176,7 @@ PUBLIC_DATASETS = {
 
 
 def open_public(source: DatasetConfig, on_progress: OnProgress | None = None) -> LocalFiles | HubSplit:
-    """Open a data set of `PUBLIC_DATASETS`: a local copy, else that in the hub's cache, else fetched from the hub.
-
-    Raises:
-        DataError: it is in none of these; the message says why, and which file to download to which path.
-        ConfigError: `split` or `name` is set although it is one file.
-    """
+    """Open a data set of `PUBLIC_DATASETS`: a local copy, else that in the hub's cache, else fetched from the hub."""
     public = PUBLIC_DATASETS[source.path]
     local_paths = list(map(str, public.local_paths))
     if directory := os.environ.get(SEED_DIR_VARIABLE):

@@ -110,9 +110,6 @@ class ChatEncoder:
         or an answer was generated as other tokens than those of its text. Each answer is supervised in one row only,
         where it is not history, and each other message (see `roles`) in the first row that has it. An answer that
         reached the length limit has no end token to learn.
-
-        Raises:
-            DataError: the template does not support the chat; names its source.
         """
         messages = conversation.messages
         rows: list[EncodedRow] = []
@@ -140,11 +137,7 @@ class ChatEncoder:
         return digest.hexdigest()
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Return the token ids of a chat followed by the generation prompt.
-
-        Raises:
-            DataError: the template does not support the chat.
-        """
+        """Return the token ids of a chat followed by the generation prompt."""
         try:
             return self._tokenize(self.template.render(messages, prompt=True))[0]
         except ChatTemplateError as error:

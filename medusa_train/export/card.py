@@ -75,7 +75,7 @@ def model_card(paths: ModelPaths, heads: HeadTensors, to: ExportTarget, licence:
         _USE[to].format(
             heads=heads.num_heads,
             chain=_chain(reports, is_served=bool(served)),
-            backbone=_served_backbone(heads),
+            backbone=heads.base_model if _is_hub_name(heads.base_model or "") else "BACKBONE",
         ),
         _training(run),
         _measured(reports),
@@ -83,12 +83,6 @@ def model_card(paths: ModelPaths, heads: HeadTensors, to: ExportTarget, licence:
         f"## Licence\n\n{licence or 'That of the base model applies to what was trained on it.'}",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _served_backbone(heads: HeadTensors) -> str:
-    """Return the backbone for the command line of a server; a local path stays out of the card."""
-    name = heads.base_model or ""
-    return name if _is_hub_name(name) else "BACKBONE"
 
 
 def _header(base: str, run: dict[str, Any], licence: str | None) -> str:
@@ -173,22 +167,16 @@ def _measured(reports: Sequence[Json]) -> str:
 
 
 def _is_default(report: Mapping[str, Any]) -> bool:
-    """Whether an evaluation decodes greedily, one answer at a time, by the heads and the tree of tree.json.
-
-    Older reports do and don't say so.
-    """
+    """Whether an evaluation decodes greedily, one answer at a time, by the heads and the tree of tree.json."""
     meta = report.get("meta") or {}
-    if (
-        not meta or not report.get("overall") or meta.get("draft") or meta.get("dynamic_trees")
-    ):  # these are not exported
+    if not report.get("overall") or meta.get("draft") or meta.get("dynamic_trees"):
         return False
     mode = meta.get("decoding") or {}
     return mode.get("acceptance", "greedy") == "greedy" and mode.get("batch_size", 1) == 1
 
 
 def _data(run: dict[str, Any]) -> list[str]:
-    entries = run.get("datasets") or []
-    return [str(entry["path"]) for entry in entries if isinstance(entry, dict) and "path" in entry]
+    return [str(entry["path"]) for entry in run.get("datasets") or ()]
 
 
 def _is_hub_name(name: str) -> bool:

@@ -58,9 +58,6 @@ def generate(inputs: Tensor | None = None, *, model: Any, medusa_heads: str | No
 
     Args:
         medusa_heads: the directory; by default the one that `generate` got as `custom_generate`.
-
-    Raises:
-        ValueError: an argument, the model or the heads are not supported.
     """
     source = medusa_heads or _requested_directory(sys._getframe(1))
     hub = {name: arguments.pop(name) for name in HUB_OPTIONS if name in arguments}
@@ -135,9 +132,6 @@ class Heads:
         tensors: as in medusa_lm_head.safetensors. count, blocks: numbers of heads, and of blocks in each.
         lm_head: the model's. Heads without matrices use it, or its rows `token_map`, copied once.
         source: of the heads, for messages.
-
-    Raises:
-        ValueError: the heads were trained for another model.
     """
 
     def __init__(self, tensors: dict[str, Tensor], count: int, blocks: int, lm_head: Any, source: str) -> None:
@@ -335,11 +329,7 @@ def check_supported(model: Any, logits_processor: Any, generation_config: Any, m
 
 
 def unpadded_prompt(input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None) -> Tensor:
-    """Return the prompt [1, T] without padding on the left.
-
-    Raises:
-        ValueError: several sequences, tokens masked elsewhere, or position ids that do not count the tokens.
-    """
+    """Return the prompt [1, T] without padding on the left."""
     if len(input_ids) != 1:
         raise refusal(
             f"one sequence at a time, got {len(input_ids)} (batch size times num_return_sequences); call generate for "
@@ -361,9 +351,6 @@ def empty_cache(cache: Any, model: Any, prompt_length: int, max_length: int) -> 
     Sliding windows would drop positions and need a mask of their own; they make no difference while the text is
     shorter. Rotary embeddings that depend on the length of the text may not change inside a tree: "longrope" changes
     once, at the original length, "dynamic" at every position after it.
-
-    Raises:
-        ValueError: no such cache, or the text may become too long for this.
     """
     if not isinstance(cache, DynamicCache) or cache.offloading or cache.get_seq_length() > 0:
         raise refusal("needs an empty DynamicCache; leave out past_key_values, use_cache and cache_implementation")

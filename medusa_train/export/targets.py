@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.utils import cached_file
 
 from medusa_train.checkpoint.heads import VLLM_WEIGHTS, read_eagle3, write_weights
 from medusa_train.checkpoint.load_model import load_tree
@@ -53,39 +54,26 @@ def check_vllm_directory(directory: Path, weights: str) -> None:
 
 def tensorrt_config(paths: ModelPaths, num_heads: int) -> dict[str, Any]:
     """Return the backbone's config.json plus `num_medusa_heads`, as TensorRT-LLM's Medusa conversion reads it."""
-    path = Path(paths.base_model) / "config.json"
-    if not path.is_file():
-        from huggingface_hub import hf_hub_download
-
-        try:
-            offline = hub_is_unreachable()
-            path = Path(hf_hub_download(paths.base_model, "config.json", local_files_only=offline))
-        except Exception as error:  # the hub client raises a dozen unrelated types for "not reachable" and "not there"
-            raise BackboneError(
-                f"base_model {paths.base_model}: cannot read its config.json, which this export contains: {error}"
-            ) from error
-    config = read_json(path)
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{path}: expected a mapping of keys")
-    return {**config, "num_medusa_heads": num_heads}
+    try:
+        path = cached_file(paths.base_model, "config.json", local_files_only=hub_is_unreachable())
+    except OSError as error:
+        raise BackboneError(
+            f"base_model {paths.base_model}: cannot read its config.json, which this export contains: {error}"
+        ) from error
+    return {**read_json(Path(path)), "num_medusa_heads": num_heads}
 
 
 def medusa_choices(paths: ModelPaths, num_heads: int) -> tuple[str, str | None]:
     """Return the run's tree as the value of `--medusa_choices`, and a warning where there is no usable tree."""
-    if paths.tree is None:
-        return "", "no tree.json in the run: pass a --medusa_choices to TensorRT-LLM yourself"
-    tree = Tree.load(paths.tree)
-    if not tree.size:
-        return "", (
-            f"{paths.tree} is empty, since no tree was faster than plain decoding where it was fitted: pass a "
-            "--medusa_choices to TensorRT-LLM yourself"
-        )
-    if tree.size > MAX_NODES or tree.max_depth > num_heads:
-        return "", (
-            f"{paths.tree} has {tree.size} nodes and depth {tree.max_depth}; TensorRT-LLM accepts at most {MAX_NODES} "
-            f"nodes, and there are {num_heads} heads: pass a --medusa_choices to TensorRT-LLM yourself"
-        )
-    return json.dumps([list(path) for path in tree.paths]), None
+    tree = Tree.empty() if paths.tree is None else Tree.load(paths.tree)
+    if tree.size and tree.size <= MAX_NODES and tree.max_depth <= num_heads:
+        return json.dumps([list(path) for path in tree.paths]), None
+    reason = (
+        f"{paths.tree} has {tree.size} nodes and depth {tree.max_depth}; TensorRT-LLM accepts 1 to {MAX_NODES} nodes, "
+        f"and there are {num_heads} heads"
+    )
+    reason = "no tree.json in the run" if paths.tree is None else reason
+    return "", f"{reason}: pass a --medusa_choices to TensorRT-LLM yourself"
 
 
 def write_custom_generate(paths: ModelPaths, num_heads: int, directory: Path) -> str:

@@ -68,10 +68,6 @@ def export_run(
         target: output directory; defaults to export/TO beside the heads.
         base_model: backbone to name in config.json; defaults to its absolute path or hub name.
         licence: licence to name on the card; defaults to the base model's.
-
-    Raises:
-        CheckpointError: these heads cannot be written in this layout, or files cannot be read or written.
-        BackboneError: the backbone is needed and cannot be loaded.
     """
     if paths.heads is None:
         raise CheckpointError(f"{paths.home}: holds no heads to export")
@@ -269,12 +265,7 @@ _WRITERS: dict[ExportTarget, Callable[[ModelPaths, HeadTensors, Exported], objec
 
 
 def push(directory: Path, repo: str, *, private: bool, api: Any = None) -> str:
-    """Upload `directory` as the model repository `repo`; returns its URL.
-
-    Args:
-        repo: repository name, OWNER/NAME.
-        private: visibility of the repository if it has to be created.
-    """
+    """Upload `directory` as the model repository `repo`; returns its URL."""
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
     try:
