@@ -155,6 +155,7 @@ def test_a_backbone_path_that_does_not_exist_is_refused_where_the_backbone_is_ne
         ("import medusa_train; medusa_train.load(base_model='./absent')", "base_model ./absent: no such directory"),
         ("from medusa_train.cli.export import app; app(['absent'], standalone_mode=False)", "model 'absent'"),
         ("from medusa_train.cli.evaluate import app; app(['--model=absent'], standalone_mode=False)", "model 'absent'"),
+        ("from medusa_train.cli.selfdistill import app; app(['limitt=2'], standalone_mode=False)", "mean limit"),
     ],
 )
 def test_a_wrong_path_is_refused_before_torch_is_imported(code: str, message: str) -> None:

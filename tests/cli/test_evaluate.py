@@ -1,7 +1,5 @@
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -108,18 +106,3 @@ def test_mistakes_end_with_a_message_and_their_exit_code(
     assert result.exit_code == code
     assert message in " ".join(result.stderr.split())
     assert "Traceback" not in result.output
-
-
-def test_a_wrong_path_is_reported_before_torch_is_imported(tmp_path: Path) -> None:
-    code = """
-import sys
-from medusa_train.cli.evaluate import app
-try:
-    app(["--model", "absent"])
-finally:
-    print([name for name in ("torch", "transformers", "datasets") if name in sys.modules])
-"""
-    result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert result.returncode == 1
-    assert "no such directory" in result.stderr
-    assert result.stdout == "[]\n"

@@ -82,7 +82,7 @@ medusa_scheduler: constant
 medusa_lr_multiplier: 4.0
 ddp_find_unused_parameters: true
 """
-STAGE_1 = "load_in_4bit: false\nadapter: qlora\nmedusa_only_heads: true\n"
+STAGE_1 = "load_in_4bit: false\nadapter: lora\nmedusa_only_heads: true\n"
 STAGE_2 = "load_in_4bit: false\nadapter: lora\nlora_model_dir: {first}\nmedusa_self_distillation: true\n"
 
 
@@ -102,7 +102,7 @@ def write(tmp_path: Path, bare_backbone: Path, chats: Path):  # type: ignore[no-
 
 def test_both_stages_train_unchanged(write, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     """Heads alone, then jointly from them; a tokenizer without a template gets Axolotl's for `type: sharegpt`."""
-    first = CliRunner().invoke(app, [str(write(STAGE_1.replace("qlora", "lora"), "first"))])
+    first = CliRunner().invoke(app, [str(write(STAGE_1, "first"))])
     assert first.exit_code == 0, first.output
     assert "chat template: vicuna_v1.1" in first.output
     (ignored,) = [line for line in first.output.splitlines() if line.startswith("ignored keys (no effect)")]
@@ -118,11 +118,6 @@ def test_both_stages_train_unchanged(write, tmp_path: Path) -> None:  # type: ig
     assert (tmp_path / "second" / "adapter" / "adapter_model.safetensors").is_file()
     records = [json.loads(line) for line in (tmp_path / "second" / "metrics.jsonl").read_text().splitlines()]
     assert any("lm_kl" in record for record in records)
-
-
-def test_qlora_in_a_file_of_heads_alone_asks_for_the_four_bits_that_it_means(write) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(ConfigError, match="load_in_4bit"):
-        load_config(TrainConfig, write(STAGE_1, "first"))
 
 
 def test_an_empty_key_gives_way_to_the_same_key_with_a_value(tmp_path: Path) -> None:
