@@ -1,38 +1,23 @@
-"""Tests of data/tiny: losses, schedule, unlikelihood fine-tuning, and a whole build in miniature."""
+"""Tests of data/tiny: the shapes of the shipped model, and a whole build in miniature."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from random import Random
 
 import build
 import chats
 import corpus
 import torch
 from safetensors import safe_open
-from training import Recipe, TrainingRun, build_model
+from training import Recipe, build_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from medusa_train.config.paths import PROJECT_ROOT
 
-CPU = torch.device("cpu")
 SMALL = Recipe(
     steps=6, hidden=32, head_dim=16, layers=2, intermediate=48, vocabulary=64, micro_batch=64, warmup=2, brief_steps=2
 )
-
-
-def random_chats(count: int, seed: int = 0) -> list[chats.EncodedChat]:
-    """Chats of 5 to 20 tokens."""
-    rng = Random(seed)
-    sizes = [rng.randint(5, 20) for _ in range(count)]
-    return [
-        chats.EncodedChat([rng.randrange(3, 64) for _ in range(size)], [i > 3 for i in range(size)]) for size in sizes
-    ]
-
-
-def small_run(**changes: object) -> TrainingRun:
-    return TrainingRun(replace(SMALL, **changes), CPU)
 
 
 def test_recipe_has_the_shipped_model_s_shapes() -> None:

@@ -17,35 +17,25 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     hub_is_unreachable.cache_clear()
 
 
-def _resolver(monkeypatch: pytest.MonkeyPatch, known: set[str]) -> None:
+@pytest.mark.parametrize(
+    ("known", "variables", "reachable"),
+    [
+        ("huggingface.co", {}, True),
+        ("", {}, False),
+        ("mirror.example", {"HF_ENDPOINT": "https://mirror.example/hf"}, True),
+        ("", {"HTTPS_PROXY": "http://proxy.example:3128"}, True),  # resolves names itself
+        ("huggingface.co", {"HF_HUB_OFFLINE": "1"}, False),
+    ],
+)
+def test_whether_the_hub_is_reachable(
+    monkeypatch: pytest.MonkeyPatch, known: str, variables: dict[str, str], reachable: bool
+) -> None:
     def resolve(host: str, port: int) -> list[object]:
-        if host not in known:
+        if host != known:
             raise socket.gaierror("unknown")
         return [host, port]
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
-
-
-def test_a_resolvable_host_is_reachable(monkeypatch: pytest.MonkeyPatch) -> None:
-    _resolver(monkeypatch, {"huggingface.co"})
-    assert not hub_is_unreachable()
-
-
-def test_an_unknown_host_is_unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
-    _resolver(monkeypatch, set())
-    assert hub_is_unreachable()
-
-
-def test_hf_endpoint_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    _resolver(monkeypatch, {"mirror.example"})
-    monkeypatch.setenv("HF_ENDPOINT", "https://mirror.example/hf")
-    assert not hub_is_unreachable()
-
-
-def test_offline_and_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
-    _resolver(monkeypatch, set())
-    monkeypatch.setenv("HTTPS_PROXY", "http://proxy.example:3128")
-    assert not hub_is_unreachable()
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    hub_is_unreachable.cache_clear()
-    assert hub_is_unreachable()
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert hub_is_unreachable() is not reachable
