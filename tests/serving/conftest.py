@@ -24,6 +24,7 @@ from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.config.load import load_config
 from medusa_train.config.paths import PROJECT_ROOT
 from medusa_train.config.schema import TrainConfig
+from medusa_train.config.types import ExportTarget
 from medusa_train.export.write import export_run
 from medusa_train.inference.generate import Decoder
 from medusa_train.training.run import train as run_training
@@ -41,13 +42,14 @@ class Export:
     """Heads in vLLM's layout with the backbone to serve them on.
 
     Attributes:
-        directory: the heads. model: the backbone. k: number of draft tokens. method: vLLM's name of the draft.
+        directory: the heads. model: the backbone. k: number of draft tokens.
+        method: vLLM's name of the draft; None: the directory is served as a model that names its backbone.
     """
 
     directory: Path
     model: Path
     k: int = HEADS
-    method: str = "medusa"
+    method: str | None = "medusa"
 
 
 @dataclass
@@ -83,7 +85,7 @@ def tokenize(question: str, model: Path) -> list[int]:
 
 @pytest.fixture(scope="session")
 def exports(vllm_python: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Export]:
-    """The exports by name: Medusa's matrices in full, reduced, shared and both, a merged backbone, EAGLE-3 drafts."""
+    """The exports by name: Medusa heads with matrices of each kind, for a merged backbone too, and EAGLE-3 drafts."""
     root = tmp_path_factory.mktemp("serving")
     runs = {"full": train(root / "full", "tiny_m1"), "shared": train(root / "shared", "tiny_m1", SHARED)}
     runs["reduced"] = reduce_vocabulary(runs["full"], root / "reduced")
@@ -94,7 +96,9 @@ def exports(vllm_python: str, tmp_path_factory: pytest.TempPathFactory) -> dict[
     merged = export_run(resolve_model(str(joint), None, None), "merged").target
     exported["merged"] = Export(export(joint), merged)
     for name, keys in {"eagle3": (), "eagle3_reduced": (f"eagle3.vocab_size={KEPT}",)}.items():
-        exported[name] = Export(export(train(root / name, "tiny_eagle3", *keys)), TINY, method="eagle3")
+        run = train(root / name, "tiny_eagle3", *keys)
+        exported[name] = Export(export(run), TINY, method="eagle3")
+    exported["speculators"] = Export(export(run, "speculators"), TINY, k=3, method=None)
     return exported
 
 
@@ -135,8 +139,8 @@ def reduce_vocabulary(run: Path, target: Path) -> Path:
     return target
 
 
-def export(run: Path) -> Path:
-    return export_run(resolve_model(str(run), None, None), "vllm").target
+def export(run: Path, to: ExportTarget = "vllm") -> Path:
+    return export_run(resolve_model(str(run), None, None), to).target
 
 
 @pytest.fixture(scope="session")
@@ -184,6 +188,8 @@ def served(
 
 def engine(one: Export) -> dict[str, Any]:
     """What offline.py reads of an export."""
+    if one.method is None:
+        return {"model": str(one.directory), "heads": None}
     return {"model": str(one.model), "heads": str(one.directory), "k": one.k, "method": one.method}
 
 

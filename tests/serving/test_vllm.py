@@ -17,7 +17,7 @@ from tests.serving.conftest import HEADS, Chain, Export, decode_here, decode_wit
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("serving"), pytest.mark.timeout(3600)]
 
-VARIANTS = ["full", "reduced", "shared", "shared_reduced", "merged", "eagle3", "eagle3_reduced"]
+VARIANTS = ["full", "reduced", "shared", "shared_reduced", "merged", "eagle3", "eagle3_reduced", "speculators"]
 
 
 def interval(successes: int, trials: int, z: float = 3.3) -> tuple[float, float]:
