@@ -389,6 +389,8 @@ class TrainConfig(Config):
             "chat_template": template,
             "medusa_lr_multiplier": self._lr_multiplier,
         }
+        if self.test_datasets is not None:
+            derived["val_set_size"] = 0.0  # its default would be a second set in config.yaml
         if self.draft in SECTIONS:
             derived[self.draft] = self.draft_config
         return self.model_copy(update=derived)
