@@ -69,7 +69,7 @@ def check_output_dir(cfg: TrainConfig) -> None:
     out = cfg.run_dir
     check_writable(out)
     resume = cfg.resume_from_checkpoint
-    checkpoint = named_checkpoint(cfg)
+    checkpoint = named_checkpoint(resume, out)
     files = [name for name in RUN_FILES if os.path.exists(out / name)]
     if not files or cfg.overwrite_output_dir:
         return
@@ -81,7 +81,7 @@ def check_output_dir(cfg: TrainConfig) -> None:
             f"  overwrite_output_dir=true       delete this run and start again"
         )
     if checkpoint is None and not any(out.glob(f"{CHECKPOINTS}/*step-*")):
-        check_nothing_is_lost(cfg)
+        check_nothing_is_lost(out)
     if checkpoint is not None and not checkpoint.resolve().is_relative_to(out.resolve()):
         raise ConfigError(
             f"output_dir: {out} already holds a run, and {resume} is a checkpoint of another run; "
@@ -89,14 +89,13 @@ def check_output_dir(cfg: TrainConfig) -> None:
         )
 
 
-def named_checkpoint(cfg: TrainConfig) -> Path | None:
-    """Return the checkpoint that `resume_from_checkpoint` names; None if it is unset or selects the newest."""
-    resume = cfg.resume_from_checkpoint
+def named_checkpoint(resume: str | None, out: Path) -> Path | None:
+    """Return the checkpoint that `resume_from_checkpoint` names; None if it is unset or selects the newest in `out`."""
     if resume is None or resume in NEWEST:
         return None
     path = resolve_path(resume)
     if path is None or not path.is_dir():
-        others = _list_checkpoints(cfg.run_dir)
+        others = _list_checkpoints(out)
         raise CheckpointError(
             f"resume_from_checkpoint: {resume}: no such checkpoint{others}; "
             "`resume_from_checkpoint=auto` takes the newest one in output_dir"
@@ -131,9 +130,8 @@ def _weight_keys(cfg: TrainConfig) -> dict[str, Any]:
     return {**cfg.heads_keys, "base_model": _absolute(cfg.base_model), **others}
 
 
-def check_nothing_is_lost(cfg: TrainConfig) -> None:
+def check_nothing_is_lost(out: Path) -> None:
     """Check that resuming without any checkpoint would not overwrite the results of an earlier run."""
-    out = cfg.run_dir
     if results := [f"{name}/" for name in RESULTS if (out / name).exists()]:
         raise CheckpointError(
             f"resume_from_checkpoint: no checkpoint to resume from: {out} holds {', '.join(results)} but no complete "
@@ -143,16 +141,15 @@ def check_nothing_is_lost(cfg: TrainConfig) -> None:
         )
 
 
-def prepare_output_dir(cfg: TrainConfig, step: int) -> Path:
-    """Create `output_dir` for a new run (`step` 0) or one resumed after `step`.
+def prepare_output_dir(out: Path, step: int, initial_run: str | None = None) -> None:
+    """Create `out` for a new run (`step` 0) or one resumed after `step`.
 
-    A new run deletes the files of the run that it overwrites, but none that it starts from; a resumed one deletes
-    checkpoints of later steps and those that were not written completely. Other files in the directory are kept.
+    A new run deletes the files of the run that it overwrites, but not `initial_run`, from which it starts; a resumed
+    one deletes checkpoints of later steps and those that were not written completely. Other files are kept.
     """
-    out = cfg.run_dir
     with writing(out):
         out.mkdir(parents=True, exist_ok=True)
-        start = out if cfg.initial_run is None else expand_user(cfg.initial_run).resolve()
+        start = out if initial_run is None else expand_user(initial_run).resolve()
         files = [out / name for name in RUN_FILES if not start.is_relative_to((out / name).resolve())]
         stale = files if step == 0 else _stale_checkpoints(out, step)
         for path in stale:
@@ -160,7 +157,6 @@ def prepare_output_dir(cfg: TrainConfig, step: int) -> Path:
                 shutil.rmtree(path)
             else:
                 path.unlink(missing_ok=True)
-    return out
 
 
 def write_config(cfg: TrainConfig, out: Path) -> None:

@@ -55,26 +55,19 @@ class CheckpointStore:
         self.root = Path(output_dir) / "checkpoints"
         self.limit = save_total_limit or None
 
-    def save(
-        self,
-        step: int,
-        state: Mapping[str, Any],
-        best: int | None = None,
-        beside: Mapping[str, Any] | None = None,
-    ) -> Path:
+    def save(self, step: int, state: Mapping[str, Any], best: int | None = None) -> Path:
         """Save the state after `step` optimizer steps, then delete the oldest checkpoints beyond the limit.
 
         Args:
             state: by part, nested dicts, lists, tuples, tensors and plain values (see `split_tensors`).
             best: step of the best evaluation, whose weights stay until another one is the best. If it is `step`, they
                 are saved as `best-STEP` too, which takes no further space where the file system has hard links.
-            beside: by file name, JSON values to write into the checkpoint for other programs; `load` ignores them.
 
         Raises:
             CheckpointError: writing failed (disk full, no permission); earlier checkpoints are unchanged.
             TypeError: the state holds something that cannot be saved without pickle.
         """
-        path = self._save(f"step-{step}", step, state, f"the checkpoint of step {step}", beside or {})
+        path = self._save(f"step-{step}", step, state, f"the checkpoint of step {step}")
         if best == step:
             self.save_best(step, {name: part for name, part in state.items() if name in WEIGHTS}, linked=path)
         if best is not None:
@@ -95,26 +88,18 @@ class CheckpointStore:
             keep: steps of earlier ones to keep: the best one of the checkpoint that the run would be resumed from.
             linked: a checkpoint with the same weights, whose files are linked in place of written again.
         """
-        path = self._save(f"best-{step}", step, weights, f"the best weights, of step {step},", {}, linked)
+        path = self._save(f"best-{step}", step, weights, f"the best weights, of step {step},", linked)
         self._delete_best({step, *keep})
         return path
 
-    def _save(
-        self,
-        name: str,
-        step: int,
-        state: Mapping[str, Any],
-        what: str,
-        beside: Mapping[str, Any],
-        linked: Path | None = None,
-    ) -> Path:
+    def _save(self, name: str, step: int, state: Mapping[str, Any], what: str, linked: Path | None = None) -> Path:
         parts = {part: split_tensors(value) for part, value in state.items()}
         temporary = self.root / f".tmp-{name}"
         try:
             self._restore_replaced()
             self.remove_unfinished()
             temporary.mkdir(parents=True)
-            _write(temporary, step, parts, beside, linked)
+            _write(temporary, step, parts, linked)
             self._publish(temporary, self.root / name)
         except WRITE_ERRORS as error:
             shutil.rmtree(temporary, ignore_errors=True)  # before free space is measured for the message
@@ -203,16 +188,9 @@ class CheckpointStore:
         return f"\nOther checkpoints in {self.root}: {', '.join(others)}" if others else ""
 
 
-def _write(
-    directory: Path,
-    step: int,
-    parts: Mapping[str, tuple[dict[str, Tensor], Any]],
-    beside: Mapping[str, Any],
-    linked: Path | None,
-) -> None:
+def _write(directory: Path, step: int, parts: Mapping[str, tuple[dict[str, Tensor], Any]], linked: Path | None) -> None:
     """Write a checkpoint's files; those of tensors are links to the files of `linked`, if given."""
-    checksums = {name: write_json(directory / name, value) for name, value in beside.items()}
-    checksums[STATE] = write_json(directory / STATE, {name: value for name, (_, value) in parts.items()})
+    checksums = {STATE: write_json(directory / STATE, {name: value for name, (_, value) in parts.items()})}
     present = {} if linked is None else _read_manifest(linked / MANIFEST)["files"]
     for part, (tensors, _) in parts.items():
         name = f"{part}.safetensors"

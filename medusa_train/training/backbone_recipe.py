@@ -35,12 +35,9 @@ class BackboneRecipe:
     """The backbone in training, and which of its parameters are trained.
 
     Attributes:
-        backbone: the model.
-        precision: compute dtype and device.
-        adapter: its LoRA adapter, or None.
         parameters: its trained parameters by name; empty if it is frozen (Medusa-1).
-        cache: hidden states on disk of a frozen backbone (`cache_hidden_states`), or None.
-        compiled: programs for the layers of a frozen backbone (`torch_compile`), or None.
+        cache: hidden states on disk of a frozen backbone (`cache_hidden_states`).
+        compiled: programs for the layers of a frozen backbone (`torch_compile`).
     """
 
     backbone: Backbone
@@ -78,8 +75,7 @@ class BackboneRecipe:
     def teacher(self, batch: Batch, feats: Features) -> tuple[Tensor, LMHead]:
         """Return hidden states [B, T, d] and lm_head of the teacher: the backbone with its adapter disabled.
 
-        Args:
-            batch: the micro-batch. feats: what `features` returned for it; a frozen backbone is its own teacher.
+        A frozen backbone is its own teacher, with the features `feats`.
         """
         if self.adapter is None:
             return feats.hidden.detach(), self.lm_head()
@@ -95,11 +91,7 @@ class BackboneRecipe:
         return list(self.backbone.model.parameters() if whole_model else self.parameters.values())
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Load the trained parameters, whole, by name.
-
-        Raises:
-            ValueError: names or shapes differ.
-        """
+        """Load the trained parameters, whole, by name; ValueError if names or shapes differ."""
         if set(state) != set(self.parameters):
             raise ValueError(f"{len(set(state) ^ set(self.parameters))} trained parameters of the backbone differ")
         with torch.no_grad():
@@ -136,10 +128,8 @@ def build_backbone_recipe(cfg: TrainConfig, backbone: Backbone, precision: Preci
         return BackboneRecipe(backbone, precision, compiled=compiled)
     if cfg.gradient_checkpointing:
         backbone.model.gradient_checkpointing_enable({"use_reentrant": False})
-    adapter = None
-    if cfg.adapter is not None:
-        adapter = _build_adapter(cfg, backbone)
-    else:
+    adapter = None if cfg.adapter is None else _build_adapter(cfg, backbone)
+    if adapter is None:
         layers = cfg.medusa_num_unfreeze_layers  # 0: full joint training, embeddings included
         for module in unfrozen_modules(backbone.model, layers) if layers else [backbone.model]:
             to_float32(module)
@@ -149,18 +139,11 @@ def build_backbone_recipe(cfg: TrainConfig, backbone: Backbone, precision: Preci
 
 
 def _build_adapter(cfg: TrainConfig, backbone: Backbone) -> Adapter:
-    initial = find_initial_adapter(cfg.initial_run)
-    if initial is not None:
+    if (initial := find_initial_adapter(cfg.initial_run)) is not None:
         return Adapter.load(backbone, initial, trainable=True)
-    targets = tuple(cfg.lora_target_modules or ())
-    spec = LoraSpec(
-        r=cfg.lora_r,
-        alpha=cfg.lora_alpha,
-        dropout=cfg.lora_dropout,
-        targets=None if cfg.lora_target_linear or not targets else targets,
-        modules_to_save=tuple(cfg.lora_modules_to_save or ()),
-    )
-    return Adapter.attach(backbone, spec)
+    targets = None if cfg.lora_target_linear else tuple(cfg.lora_target_modules or ()) or None
+    saved = tuple(cfg.lora_modules_to_save or ())
+    return Adapter.attach(backbone, LoraSpec(cfg.lora_r, cfg.lora_alpha, cfg.lora_dropout, targets, saved))
 
 
 def unfrozen_modules(model: Any, layers: int) -> list[nn.Module]:

@@ -75,9 +75,7 @@ class DeepSpeedStrategy(Strategy):
         Args:
             draft, backbone: all weights that a step reads; rank 0's are broadcast.
             read_directly: parameters that losses read without calling the module they belong to.
-            optimizer, scheduler: over whole parameters; ZeRO partitions them.
-            config: a complete DeepSpeed configuration, see `deepspeed_config.complete_config`.
-            loss_scale: for float16.
+            config: from `deepspeed_config.complete_config`.
         """
         super().__init__(optimizer, scheduler, float(config["gradient_clipping"]), loss_scale)
         self._world = world
@@ -99,17 +97,14 @@ class DeepSpeedStrategy(Strategy):
         self._set_loss_scale()
 
     def forward_backward(self, compute: Callable[..., ObjectiveOutput], *args: Any) -> ObjectiveOutput:
-        """Compute the loss of one micro-batch, while ZeRO-3 gathers weights, and accumulate its gradients.
-
-        Gradients are computed in one backward pass, whose hooks reduce each of them over the processes.
-        """
+        """Compute the loss while ZeRO-3 gathers weights; hooks of one backward pass reduce the gradients."""
         loss: Tensor = self._engine(partial(compute, *args))
         output: ObjectiveOutput = self._root.pop_result()
         self._backward(loss)
         return replace(output, loss=loss.detach())
 
     def with_gathered_params(self, function: Callable[..., T], *args: Any) -> T:
-        """Call `function(*args)`, which computes without gradients; ZeRO-3 gathers weights meanwhile."""
+        """Call `function(*args)` while ZeRO-3 gathers weights."""
         if self._stage < 3:
             return function(*args)
         self._engine.module(partial(function, *args))

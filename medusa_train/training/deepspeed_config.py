@@ -1,4 +1,4 @@
-"""Read the key `deepspeed`, check it against the other keys and complete it for DeepSpeed."""
+"""Read the key `deepspeed` and complete it for DeepSpeed."""
 
 from __future__ import annotations
 
@@ -6,22 +6,21 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 from medusa_train.config.paths import resolve_path
-from medusa_train.config.schema import TrainConfig
 from medusa_train.errors import ConfigError, MedusaError
 
 AUTO = "auto"
 #: Used by several processes if `deepspeed` is not set.
 DEFAULT: Mapping[str, Any] = {"zero_optimization": {"stage": 1}}
-#: Sections set by other keys of the configuration: checked against them in `_contradictions`, then removed.
-_SET_BY_KEYS = ("fp16", "bf16", "optimizer", "scheduler")
+#: Sections set by other keys of the configuration: checked against them in `preflight`, then removed.
+SET_BY_KEYS = ("fp16", "bf16", "optimizer", "scheduler")
 _STAGES = (0, 1, 2, 3)
-_OFFLOADS = ("offload_optimizer", "offload_param")
+OFFLOADS = ("offload_optimizer", "offload_param")
 
 
 def read_deepspeed(config: str | dict[str, Any] | None) -> dict[str, Any] | None:
@@ -39,9 +38,9 @@ def read_deepspeed(config: str | dict[str, Any] | None) -> dict[str, Any] | None
             raise ConfigError(f"deepspeed: {config}: no such file; configs/deepspeed/ has zero1.json to zero3.json")
         config = _read(path)
     zero = config.get("zero_optimization", {})
-    sections = {name: config[name] for name in (*_SET_BY_KEYS, "zero_optimization") if name in config}
+    sections = {name: config[name] for name in (*SET_BY_KEYS, "zero_optimization") if name in config}
     if isinstance(zero, Mapping):
-        sections |= {f"zero_optimization.{name}": zero[name] for name in _OFFLOADS if zero.get(name) is not None}
+        sections |= {f"zero_optimization.{name}": zero[name] for name in OFFLOADS if zero.get(name) is not None}
     if wrong := [name for name, section in sections.items() if not isinstance(section, Mapping)]:
         raise ConfigError([f"deepspeed: {name}: expected a mapping, got {sections[name]!r}" for name in wrong])
     stage = stage_of(config)
@@ -55,43 +54,28 @@ def stage_of(config: Mapping[str, Any]) -> Any:
     return config.get("zero_optimization", {}).get("stage", 0)
 
 
-def check_deepspeed(cfg: TrainConfig, size: int) -> None:
-    """Check `deepspeed` for `size` processes, before anything is loaded.
-
-    Raises:
-        ConfigError: it cannot be used or contradicts other keys; lists every problem.
-    """
-    config = read_deepspeed(cfg.deepspeed)
-    if config is None:
-        return
-    problems = list(_contradictions(config, cfg, size))
-    if stage_of(config) == 3 and (cfg.load_in_4bit or cfg.load_in_8bit):
-        problems.append("stage 3 cannot partition a quantized backbone; use stage 2")
-    if stage_of(config) == 3 and cfg.torch_compile:
-        problems.append(
-            "stage 3 gathers weights while layers run, so they cannot be compiled; use stage 2, or torch_compile: false"
-        )
-    for name in _OFFLOADS:
-        if _offload(config, name) == "nvme":
-            problems.append(f"zero_optimization.{name}.device: nvme is not supported; use cpu")
-    if problems:
-        raise ConfigError([f"deepspeed: {problem}" for problem in problems])
+def batch_sizes(micro_batch_size: int, accumulation: int, size: int) -> dict[str, int]:
+    """Return DeepSpeed's keys of the batch for `size` processes."""
+    return {
+        "train_micro_batch_size_per_gpu": micro_batch_size,
+        "gradient_accumulation_steps": accumulation,
+        "train_batch_size": micro_batch_size * accumulation * size,
+    }
 
 
-def complete_config(config: Mapping[str, Any], cfg: TrainConfig, size: int, hidden_size: int) -> dict[str, Any]:
+def complete_config(
+    config: Mapping[str, Any], batch: Mapping[str, int], max_grad_norm: float, hidden_size: int
+) -> dict[str, Any]:
     """Fill in batch sizes, clipping and buckets; every other "auto" becomes DeepSpeed's default.
 
     Compute dtype (autocast over float32 weights), optimizer and schedule are built here and not by DeepSpeed, which
     partitions them over the processes and reduces gradients in float32.
 
     Args:
-        config: from `read_deepspeed`, checked, or `DEFAULT`.
-        cfg: the configuration.
-        size: number of processes.
-        hidden_size: of the backbone.
+        config: from `read_deepspeed`, checked, or `DEFAULT`. batch: `batch_sizes`. hidden_size: of the backbone.
     """
-    filled = {name: value for name, value in deepcopy(dict(config)).items() if name not in _SET_BY_KEYS}
-    filled.update(_batch(cfg, size), gradient_clipping=cfg.max_grad_norm)
+    filled = {name: value for name, value in deepcopy(dict(config)).items() if name not in SET_BY_KEYS}
+    filled.update(batch, gradient_clipping=max_grad_norm)
     zero = filled.setdefault("zero_optimization", {})
     # DeepSpeed's default bucket of 500 million elements takes 2 GB in float32
     if zero.get("reduce_bucket_size", AUTO) == AUTO:
@@ -103,19 +87,10 @@ def complete_config(config: Mapping[str, Any], cfg: TrainConfig, size: int, hidd
     return _without_auto(filled)
 
 
-def loading_config(config: Mapping[str, Any], cfg: TrainConfig, size: int, dtype: str) -> dict[str, Any] | None:
-    """Return the configuration with which ZeRO-3 partitions a backbone while it is loaded; None if it does not.
-
-    Args:
-        config, cfg, size: see `complete_config`.
-        dtype: name of the weights' dtype, which DeepSpeed takes from its own sections.
-    """
-    # PEFT copies such modules whole; hidden states are computed by each process for itself
-    if stage_of(config) != 3 or size == 1 or cfg.lora_modules_to_save or cfg.cache_hidden_states:
-        return None
+def loading_config(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """Return a complete configuration with the dtype of the weights that ZeRO-3 partitions while they are loaded."""
     name = {"bfloat16": "bf16", "float16": "fp16"}.get(dtype)
-    half = {} if name is None else {name: {"enabled": True}}
-    return {**complete_config(config, cfg, size, hidden_size=1), **half}
+    return {**config, **({} if name is None else {name: {"enabled": True}})}
 
 
 def check_compiler(cuda: bool, environ: Mapping[str, str] = os.environ) -> None:
@@ -151,36 +126,6 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"deepspeed: {path}: not a JSON object")
     return value
-
-
-def _offload(config: Mapping[str, Any], name: str) -> Any:
-    return (config.get("zero_optimization", {}).get(name) or {}).get("device")
-
-
-def _batch(cfg: TrainConfig, size: int) -> dict[str, int]:
-    micro, accumulation = cfg.micro_batch_size, cfg.gradient_accumulation_steps
-    return {
-        "train_micro_batch_size_per_gpu": micro,
-        "gradient_accumulation_steps": accumulation,
-        "train_batch_size": micro * accumulation * size,
-    }
-
-
-def _contradictions(config: Mapping[str, Any], cfg: TrainConfig, size: int) -> Iterator[str]:
-    """Yield a line for every setting that differs from the run's keys; "auto" always agrees."""
-    micro, accumulation = cfg.micro_batch_size, cfg.gradient_accumulation_steps
-    batch = f"micro_batch_size x gradient_accumulation_steps x processes are {micro} x {accumulation} x {size}"
-    expected: list[tuple[str, float, str]] = [(name, value, batch) for name, value in _batch(cfg, size).items()]
-    expected.append(("gradient_clipping", cfg.max_grad_norm, f"max_grad_norm is {cfg.max_grad_norm:g}"))
-    for name, value, reason in expected:
-        if (actual := config.get(name, AUTO)) not in (AUTO, value):
-            yield f'{name}: {actual}, but {reason}; set it to "auto"'
-    for name, wanted in (("fp16", cfg.fp16), ("bf16", cfg.bf16)):
-        actual = config.get(name, {}).get("enabled", AUTO)
-        if actual is True and (wanted is False or (name == "bf16" and cfg.fp16)):
-            yield f'{name}.enabled: true, but the run does not compute in {name}; set {name}: true, or "auto" here'
-        if actual is False and wanted is True:
-            yield f'{name}.enabled: false, but the run sets {name}: true; set it to "auto"'
 
 
 def _without_auto(value: Any) -> Any:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
-import time
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -22,9 +19,6 @@ T = TypeVar("T")
 
 #: How long one process waits for another: rank 0 may be writing a large checkpoint to a slow disk.
 TIMEOUT = timedelta(hours=2)
-#: A build of one of DeepSpeed's extensions takes half a minute. A lock this old (seconds) that no process of this
-#: machine holds was left by a killed one; a younger one may be held on another machine that shares the directory.
-STALE_LOCK_AGE = 120.0
 #: What the errors of gloo, NCCL and torch's store say where another process closed the connection.
 _LOST = ("by peer", "by remote peer", "peer closed", "likely closed", "broken pipe", "connection refused")
 _BACK_ENDS = ("gloo", "nccl", "socket")
@@ -83,34 +77,20 @@ class World:
         dist.all_gather_object(values, value, group=self._group)
         return values
 
-    def broadcast(self, value: T) -> T:
-        """Return rank 0's value in every process."""
-        if self.size == 1:
-            return value
-        values: list[Any] = [value if self.is_main else None]
-        dist.broadcast_object_list(values, src=0, group=self._group)
-        return values[0]
-
     def run_on_main(self, action: Callable[[], T]) -> T:
-        """Call `action` in rank 0 only and return its result in every process.
-
-        Raises:
-            MedusaError: raised by `action`, in rank 0. PeerError: in the other processes.
-        """
+        """Call `action` in rank 0 and return its result in every process; if it fails, the others raise PeerError."""
         if self.size == 1:
             return action()
         result, error = _attempt(action) if self.is_main else (None, None)
-        result, code = self.broadcast((result, None if error is None else error.exit_code))
+        answers: list[Any] = [(result, None if error is None else error.exit_code)]
+        dist.broadcast_object_list(answers, src=0, group=self._group)
+        result, code = answers[0]
         if code is not None:
             raise error or PeerError(code)
-        return result  # type: ignore[return-value]
+        return result
 
     def run_on_all(self, action: Callable[[], T]) -> T:
-        """Call `action` in every process; raise in all of them if it fails in one.
-
-        Raises:
-            MedusaError: raised by `action`, in the lowest rank that failed. PeerError: in the other processes.
-        """
+        """Call `action` in every process; the lowest rank that fails raises its error, the others PeerError."""
         if self.size == 1:
             return action()
         result, error = _attempt(action)
@@ -169,8 +149,6 @@ def init_distributed(info: ProcessInfo) -> World:
         device = gpu_index(info, torch.cuda.device_count())
         torch.cuda.set_device(device)
         os.environ["LOCAL_RANK"] = str(device)  # where DeepSpeed reads the index of the GPU
-    if info.local_rank == 0:
-        remove_stale_build_locks()
     try:
         dist.init_process_group("nccl" if cuda else "gloo", timeout=TIMEOUT)
         group = dist.new_group(backend="gloo", timeout=TIMEOUT) if cuda else None
@@ -186,12 +164,9 @@ def init_distributed(info: ProcessInfo) -> World:
 
 
 def gpu_index(info: ProcessInfo, visible: int) -> int:
-    """Return the index of this process's GPU among the `visible` ones.
+    """Return the index of this process's GPU among the `visible` ones; MedusaError if there is none.
 
     Where a process sees one GPU, it is its own, whatever its local rank (srun --gpus-per-task=1).
-
-    Raises:
-        MedusaError: there is none for this process.
     """
     if visible > 1 and info.local_rank >= visible:
         raise MedusaError(
@@ -202,11 +177,7 @@ def gpu_index(info: ProcessInfo, visible: int) -> int:
 
 
 def check_distinct_gpus(world: World, uuid: str) -> None:
-    """Check that no two processes use the same GPU, of which NCCL would say so only in its log; `uuid` is this one's.
-
-    Raises:
-        MedusaError, PeerError: in all processes.
-    """
+    """Check that no two processes use the same GPU, which NCCL would say only in its log; `uuid` is this one's."""
     uuids = world.gather(uuid)
     if len(set(uuids)) < world.size:
         raise world.error_on_main(
@@ -224,40 +195,3 @@ def is_communication_error(error: BaseException) -> bool:
     if isinstance(error, dist.DistError):
         return True
     return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in _BACK_ENDS)
-
-
-def remove_stale_build_locks(age: float = STALE_LOCK_AGE) -> list[Path]:
-    """Delete the locks that killed processes left in the directory of torch's C++ extensions; return their paths.
-
-    torch waits forever, in silence, for a lock whose owner was killed while it built an extension: every later run
-    with DeepSpeed would hang. A lock is kept while a process of this machine has it open.
-
-    Args:
-        age: seconds after which a lock that nobody holds is stale; waits until a younger one is that old or gone.
-    """
-    from torch.utils.cpp_extension import get_default_build_root
-
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
-    removed = []
-    for lock in sorted([*root.glob("*/lock"), *root.glob("*/*/lock")]):
-        with contextlib.suppress(FileNotFoundError):  # released meanwhile
-            while not _is_held(lock):
-                left = lock.stat().st_mtime + age - time.time()
-                if left <= 0:
-                    lock.unlink()
-                    removed.append(lock)
-                    break
-                time.sleep(min(left, 1.0))
-    return removed
-
-
-def _is_held(path: Path) -> bool:
-    """Return whether a process of this machine has the file open."""
-    import psutil  # a dependency of DeepSpeed
-
-    target = str(path.resolve())
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):  # exited, or another user's
-            if any(file.path == target for file in process.open_files()):
-                return True
-    return False

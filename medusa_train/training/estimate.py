@@ -12,15 +12,11 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from medusa_train.config.schema import TrainConfig
-from medusa_train.errors import ConfigError
-from medusa_train.io import describe_size
 from medusa_train.losses.chunks import block_rows, chunk_rows
 from medusa_train.models.drafts import DRAFTS
 from medusa_train.models.hf_config import head_dim, key_value_heads
 from medusa_train.models.lora import LM_HEAD, linear_names
 from medusa_train.training.backbone_recipe import unfrozen_modules
-from medusa_train.training.deepspeed_config import DEFAULT, read_deepspeed, stage_of
-from medusa_train.training.strategy import EIGHT_BIT
 
 #: Dense bfloat16 operations per second of one GPU, by the vendor's data sheets: name with memory -> rate.
 GPUS = {"RTX 4090, 24 GB": 165e12, "L40S, 48 GB": 362e12, "H100, 80 GB": 989e12}
@@ -30,8 +26,8 @@ UTILIZATION = 0.4
 # Bytes per parameter
 _TRAINED = 4  # weight of a trained parameter, and its gradient: float32 in every recipe
 _NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)  # 4 bits, an 8-bit scale per 64 weights, a float32 scale per 256 scales
-_ADAM = 2 * 4  # two float32 moments
-_ADAM_8BIT = 2 * (1 + 4 / 256)  # two moments in one byte each, a float32 scale per 256
+ADAM = 2 * 4  # two float32 moments
+ADAM_8BIT = 2 * (1 + 4 / 256)  # two moments in one byte each, a float32 scale per 256
 
 
 @dataclass(frozen=True)
@@ -57,12 +53,7 @@ class Memory:
 
 
 class Estimate:
-    """What a configuration costs, from the shapes of its backbone and draft.
-
-    Args:
-        cfg: a validated configuration.
-        model_config: the backbone's transformers config.
-    """
+    """What a configuration costs, from the shapes of its draft and of a backbone with a transformers config."""
 
     def __init__(self, cfg: TrainConfig, model_config: Any) -> None:
         self._cfg = cfg.resolved()
@@ -74,6 +65,7 @@ class Estimate:
         self._lm_head: Tensor = self._model.get_output_embeddings().weight
         #: Tokens that a head predicts: all, or a reduced vocabulary.
         self._draft_vocab: int = self._settings.get("vocab_size") or self._lm_head.shape[0]
+        self._heads = self._count_heads()
 
     def memory(self, *, rows: int, width: int, dtype: torch.dtype, device: str) -> Memory:
         """Estimate the peak memory of a training step on one device, without ZeRO.
@@ -81,10 +73,9 @@ class Estimate:
         Args:
             rows: rows of a micro-batch. width: tokens of its longest row.
             dtype: compute dtype, also of the backbone's unquantized weights.
-            device: `cpu` or `cuda`, which sets the chunk size of the logits.
         """
         optimizer, joint = self._cfg.optimizer, self._unfrozen
-        states = round(self.trained * (_ADAM_8BIT if "8bit" in optimizer else _ADAM))
+        states = round(self.trained * (ADAM_8BIT if "8bit" in optimizer else ADAM))
         frozen = _count(self._model.parameters()) - joint
         shared_rows = 0  # of lm_head, which heads with a reduced vocabulary copy once and share
         if self._settings.get("share_lm_head") and self._settings.get("vocab_size"):
@@ -138,12 +129,6 @@ class Estimate:
         in_lm_head = 2 * lm_head * supervised * (1 + self._has_teacher + backward)
         return (in_body + in_lm_head) * epochs + in_heads
 
-    # Parameters
-
-    @cached_property
-    def _heads(self) -> int:
-        return self._count_heads()
-
     def _count_heads(self, **changes: Any) -> int:
         return DRAFTS[self._cfg.draft].count_parameters(self._model, **{**self._settings, **changes})
 
@@ -192,17 +177,12 @@ class Estimate:
         plain = _count(self._model.parameters()) - quantized
         return plain * dtype.itemsize + quantized * (_NF4 if self._cfg.load_in_4bit else 1)
 
-    # Activations
-
     def _activations(self, rows: int, width: int, item: int, device: str) -> int:
-        """Estimate what a micro-batch adds at its peak, beside all gradients.
+        """Estimate what a micro-batch adds at its peak, beside all gradients; `item` is bytes in the compute dtype.
 
         Activations of the backbone's layers (their inputs alone if it recomputes them), copies of trained layers in the
         compute dtype, the attention mask of packed rows (for soft-capped scores only), and what comes one after the
         other: one layer that is not kept, the backbone's loss, and a head with its loss.
-
-        Args:
-            item: bytes of a number in the compute dtype.
         """
         cfg, text, tokens = self._cfg, self._text, rows * width
         states = tokens * text.hidden_size * item
@@ -240,10 +220,7 @@ class Estimate:
         return bool(self._cfg.medusa_self_distillation or self._cfg.medusa_distillation_regularization)
 
     def _heads_loss(self, tokens: int, item: int, device: str) -> int:
-        """Estimate the buffers of one head's loss.
-
-        A reduced vocabulary makes them smaller; the teacher's rows for it are copied.
-        """
+        """Estimate the buffers of one head's loss, and the teacher's copied rows for a reduced vocabulary."""
         taught = bool(self._section.heads_loss.soft_targets)
         lm_head_rows, hidden = self._lm_head.shape
         teacher_rows = self._draft_vocab * hidden * item if self._draft_vocab < lm_head_rows and taught else 0
@@ -296,23 +273,3 @@ def _count(parameters: Iterable[Tensor]) -> int:
 def estimate_hours(operations: float, rate: float) -> float:
     """Return the hours that a GPU of `rate` operations per second takes, at `UTILIZATION` of it."""
     return operations / (rate * UTILIZATION) / 3600
-
-
-def check_8bit_states(cfg: TrainConfig, model_config: Any, processes: int) -> None:
-    """Refuse an 8-bit optimizer whose states ZeRO would have to partition, before anything is loaded.
-
-    Raises:
-        ConfigError: it names the alternatives with their memory.
-    """
-    configured = read_deepspeed(cfg.deepspeed)
-    stage = stage_of(DEFAULT if configured is None else configured)
-    if cfg.optimizer not in EIGHT_BIT or stage == 0 or (processes == 1 and configured is None):
-        return
-    trained = Estimate(cfg, model_config).trained
-    default = " (the default of several processes)" if configured is None else ""
-    raise ConfigError(
-        f"optimizer: {cfg.optimizer}: ZeRO stage {stage}{default} cannot partition 8-bit states. Set optimizer: "
-        f"adamw_torch, whose partitioned float32 states take {describe_size(trained * _ADAM // processes)} in each of "
-        f"{processes} processes, or zero_optimization.stage: 0 in deepspeed, where every process has all 8-bit states: "
-        f"{describe_size(round(trained * _ADAM_8BIT))}"
-    )

@@ -24,7 +24,7 @@ from medusa_train.data.batch import Batch
 from medusa_train.data.examples import Example
 from medusa_train.data.state_store import StateFormat, StateStore, distinct_documents, document_key
 from medusa_train.errors import ConfigError
-from medusa_train.io import describe_size, replace_text, write_failure
+from medusa_train.io import describe_size, write_failure
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.features import Features, FeatureSpec
 from medusa_train.training.distributed import SINGLE_PROCESS, World
@@ -39,11 +39,9 @@ class HiddenStateCache:
     """The states of a frozen backbone: read from disk, or computed and stored.
 
     Attributes:
-        store: the states on disk.
         device: where features are returned.
         rope_switch: see `Backbone`; beyond it a model computes the whole batch with other positions.
         world: the processes that train together; all of them call `features`, the same number of times.
-        warn: prints a line.
         read, computed: number of documents whose states were read, and computed, by this process.
     """
 
@@ -70,7 +68,8 @@ class HiddenStateCache:
             states, missing = self._read(batch, documents)
         if not self.world.any(bool(missing)):
             self.read += len(documents)
-            return _features_of(states.to(self.device, non_blocking=True))
+            first, *early = states.to(self.device, non_blocking=True)
+            return Features(first, torch.cat(early, dim=-1) if early else None)
         feats = compute()
         self.computed += len(documents)
         computed = _states_of(feats)  # views, so that stored values replace computed ones in `feats`
@@ -89,9 +88,7 @@ class HiddenStateCache:
         )
 
     def _documents(self, batch: Batch) -> Iterator[_Document]:
-        """Yield the documents of all rows."""
-        if batch.documents is None:
-            raise ValueError("the batch was not collated from examples")
+        assert batch.documents is not None
         context = ""
         if self.rope_switch is not None and int(batch.positions.max()) >= self.rope_switch:
             context = "beyond rope_switch"
@@ -152,11 +149,6 @@ def _states_of(feats: Features) -> list[Tensor]:
     return [feats.hidden, *(() if feats.early is None else feats.early.split(width, dim=-1))]
 
 
-def _features_of(states: Tensor) -> Features:
-    """The inverse of `_states_of`, of [states, B, T, d]."""
-    return Features(states[0], torch.cat(list(states[1:]), dim=-1) if len(states) > 1 else None)
-
-
 # Start of a run
 
 
@@ -170,12 +162,10 @@ def open_hidden_states(
     *,
     tf32: bool,
 ) -> HiddenStateCache:
-    """Open the cache of `backbone` in `prepared` (`dataset_prepared_path`) and print the size that it will have.
+    """Open the cache of a frozen `backbone` in `prepared` (`dataset_prepared_path`) and print the size it will have.
 
     Args:
         examples: all documents of the run, validation included.
-        need: states to keep. backbone: frozen, with whole weights in every process.
-        world: the processes that train together. console: for notes.
 
     Raises:
         ConfigError: the disk has too little space for the states that are not stored yet, or cannot be written to.
@@ -184,16 +174,14 @@ def open_hidden_states(
     directory = prepared / f"hidden-states-{fingerprint[:32]}"
     with torch.no_grad():  # the states of one token have the dtype and width of all
         states = _states_of(backbone.run(torch.zeros(1, 1, dtype=torch.long, device=backbone.device), need=need))
-    spec = state_format(need, states[0].shape[-1], states[0].dtype)
-    store = StateStore(directory, spec, world.rank)
+    store = StateStore(directory, StateFormat(len(states), states[0].shape[-1], states[0].dtype), world.rank)
 
     def check() -> str:
         line = _check_space(store, distinct_documents(examples))
-        about = {"base_model": backbone.name, "early": need.early, "width": spec.width, "dtype": str(spec.dtype)}
         try:
-            replace_text(directory / "about.json", json.dumps(about) + "\n")
+            directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"cache_hidden_states: {write_failure('about.json', directory, error)}") from error
+            raise ConfigError(f"cache_hidden_states: {write_failure('hidden states', directory, error)}") from error
         return line
 
     line = world.run_on_main(check)
@@ -201,11 +189,6 @@ def open_hidden_states(
     return HiddenStateCache(
         store, backbone.device, backbone.rope_switch, world, lambda text: console.print(text, style="yellow")
     )
-
-
-def state_format(need: FeatureSpec, width: int, dtype: torch.dtype) -> StateFormat:
-    """Return the format of the states that a draft needs."""
-    return StateFormat(1 + len(need.early), width, dtype)
 
 
 def describe_states(format: StateFormat, tokens: int) -> str:
@@ -233,11 +216,7 @@ def backbone_fingerprint(backbone: Backbone, need: FeatureSpec, *, tf32: bool = 
 
 
 def _check_space(store: StateStore, documents: dict[str, int]) -> str:
-    """Describe the size of the states of `documents` in one line.
-
-    Raises:
-        ConfigError: those that are not stored yet do not fit on the disk.
-    """
+    """Describe the size of the states of `documents`; ConfigError if those not stored yet do not fit on the disk."""
     spec, directory = store.format, store.directory
     needed = spec.size(sum(tokens for key, tokens in documents.items() if key not in store))
     existing = next(path for path in (directory, *directory.resolve().parents) if path.exists())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cached_property
 from itertools import islice
 from statistics import median
 from typing import Any
@@ -18,17 +17,18 @@ from medusa_train.config.schema import TrainConfig
 from medusa_train.data.dataset import BatchLoader, EncodedDataset
 from medusa_train.data.draft_vocabulary import choose_draft_vocabulary, describe_vocabulary
 from medusa_train.data.examples import Example
-from medusa_train.data.state_store import distinct_documents
+from medusa_train.data.state_store import StateFormat, distinct_documents
+from medusa_train.io import describe_size
 from medusa_train.models.features import FeatureSpec
 from medusa_train.models.loading import resolve_backbone
 from medusa_train.models.precision import choose_precision, default_device
 from medusa_train.progress import LoadingProgress, RunProgress, duration
 from medusa_train.training.distributed import SINGLE_PROCESS
-from medusa_train.training.estimate import GPUS, UTILIZATION, Estimate, Memory, estimate_hours
-from medusa_train.training.hidden_states import describe_states, state_format
+from medusa_train.training.estimate import GPUS, UTILIZATION, Estimate, estimate_hours
+from medusa_train.training.hidden_states import describe_states
 from medusa_train.training.load_data import TrainingData, load_tokenizer
+from medusa_train.training.setup import make_plan
 from medusa_train.training.stages import TITLES, load_stages
-from medusa_train.training.state import make_plan
 
 #: Samples that are shown, and tokens of each.
 SAMPLES, MAX_TOKENS = 3, 400
@@ -45,54 +45,30 @@ class _Stage:
 
     def __init__(self, cfg: TrainConfig, data: TrainingData, model_config: Any) -> None:
         self.cfg, self.data, self.model_config = cfg, data, model_config
-        self.loader = BatchLoader(data.train, cfg.micro_batch_size, seed=cfg.seed)
-        self.plan = make_plan(cfg, self.loader.steps_per_epoch)
+        self.vocab_size = int(model_config.get_text_config().vocab_size)
+        self.loader = loader = BatchLoader(data.train, cfg.micro_batch_size, seed=cfg.seed)
+        self.plan = make_plan(cfg, loader.steps_per_epoch)
         self.device = default_device()
         self.dtype = choose_precision(cfg.bf16, self.device, fp16=cfg.fp16).dtype
-        self.estimate = Estimate(cfg, model_config)
-
-    @property
-    def vocab_size(self) -> int:
-        return int(self.model_config.get_text_config().vocab_size)
-
-    @cached_property
-    def memory(self) -> Memory:
-        train = self.data.train
-        return self.estimate.memory(
-            rows=min(self.cfg.micro_batch_size, self.loader.rows_per_epoch),
-            width=train.row_len or max(len(example) for example in train.examples),
+        estimate = Estimate(cfg, model_config)
+        self.memory = estimate.memory(
+            rows=min(cfg.micro_batch_size, loader.rows_per_epoch),
+            width=data.train.row_len or max(map(len, data.train.examples)),
             dtype=self.dtype,
             device=self.device.type,
         )
-
-    @cached_property
-    def operations(self) -> float:
-        loader = self.loader
-        return self.estimate.operations(
+        self.operations = estimate.operations(
             tokens=loader.positions_per_epoch,
-            supervised=self.data.train.supervised_tokens,
+            supervised=data.train.supervised_tokens,
             width=round(loader.positions_per_epoch / loader.rows_per_epoch),
-            epochs=self.plan.total_steps / self.plan.steps_per_epoch,
+            epochs=self.plan.epoch(self.plan.total_steps),
         )
-
-    @property
-    def disk(self) -> int:
-        """The most bytes that a run's checkpoints take.
-
-        Until the next checkpoint two evaluations may be kept: its best one so far, and that of the last checkpoint.
-        """
-        return (self.cfg.save_total_limit + 1) * self.memory.checkpoint + 2 * self.memory.weights
+        # until the next checkpoint two evaluations may be kept: the best one so far, and that of the last checkpoint
+        self.disk = (cfg.save_total_limit + 1) * self.memory.checkpoint + 2 * self.memory.weights
 
 
 def inspect_run(cfg: TrainConfig, console: Console, results: Console) -> int:
-    """Print what `cfg` would train on: samples with their loss mask, token counts, steps and memory.
-
-    Args:
-        cfg: a validated configuration.
-        console: for notes on the data. results: for the page.
-
-    Returns:
-        The exit code, 0.
+    """Print what `cfg` would train on to `results`, notes on the data to `console`; return the exit code, 0.
 
     Raises:
         MedusaError: as training would before it loads the backbone.
@@ -110,21 +86,16 @@ def inspect_run(cfg: TrainConfig, console: Console, results: Console) -> int:
         if stage is stages[0] or stage.data is not stages[0].data:
             legend = ("supervised tokens are ", ("«green»", SUPERVISED), ", context is ", ("dim", CONTEXT), "\n")
             results.print(Group(Text.assemble(*legend), *_samples(stage.data.train, tokenizer)))
-        results.print(_figures(stage, tokenizer))
+        data = Padding(_data_table(stage, tokenizer), (0, 0, 1, 0))
+        results.print(Group(data, _memory_table(stage), _time_table(stage.operations)))
     if first is not None:  # one after the other
         table = _grid()
         table.add_row("steps", f"{sum(stage.plan.total_steps for stage in stages):,} in all on one device")
-        table.add_row("memory", f"{_size(max(stage.memory.total for stage in stages))}, of the larger stage")
-        table.add_row("disk", f"at most {_size(sum(stage.disk for stage in stages))}")
+        table.add_row("memory", f"{describe_size(max(stage.memory.total for stage in stages))}, of the larger stage")
+        table.add_row("disk", f"at most {describe_size(sum(stage.disk for stage in stages))}")
         operations = sum(stage.operations for stage in stages)
         results.print(Group(Text("\nboth stages\n", "bold underline"), table, _time_table(operations)))
     return 0
-
-
-def _figures(stage: _Stage, tokenizer: Any) -> RenderableType:
-    """Render the data's figures and the estimates."""
-    data = Padding(_data_table(stage, tokenizer), (0, 0, 1, 0))
-    return Group(data, _memory_table(stage), _time_table(stage.operations))
 
 
 def _samples(train: EncodedDataset, tokenizer: Any) -> Iterator[RenderableType]:
@@ -163,17 +134,11 @@ def _data_table(stage: _Stage, tokenizer: Any) -> Table:
     table = _grid()
     cfg, loader, plan, train, validation = stage.cfg, stage.loader, stage.plan, stage.data.train, stage.data.validation
     lengths = [len(example) for example in train.examples]
-    table.add_row(
-        "training",
-        f"{train.describe_count()}, {train.tokens:,} tokens, {_supervised_share(train)} supervised",
-    )
+    table.add_row("training", _describe_tokens(train))
     table.add_row("lengths", f"{min(lengths):,} to {max(lengths):,} tokens, median {median(lengths):,.0f}")
     table.add_row("answers", _describe_answers(train))
     if len(validation):
-        table.add_row(
-            "held out",
-            f"{validation.describe_count()}, {validation.tokens:,} tokens, {_supervised_share(validation)} supervised",
-        )
+        table.add_row("held out", _describe_tokens(validation))
     if cfg.test_datasets is not None:
         table.add_row("", _describe_answers(validation))
     size = cfg.draft_config.settings.get("vocab_size")
@@ -191,8 +156,9 @@ def _data_table(stage: _Stage, tokenizer: Any) -> Table:
     return table
 
 
-def _supervised_share(dataset: EncodedDataset) -> str:
-    return f"{dataset.supervised_tokens / dataset.tokens:.1%}"
+def _describe_tokens(dataset: EncodedDataset) -> str:
+    share = dataset.supervised_tokens / dataset.tokens
+    return f"{dataset.describe_count()}, {dataset.tokens:,} tokens, {share:.1%} supervised"
 
 
 def _describe_answers(dataset: EncodedDataset) -> str:
@@ -218,9 +184,9 @@ def _describe_hidden_states(stage: _Stage) -> str:
     """Describe the size on disk of the backbone's hidden states, those that are stored already included."""
     text_config = stage.model_config.get_text_config()
     need = FeatureSpec(early=stage.cfg.draft_config.early_layers(text_config.num_hidden_layers))
-    spec = state_format(need, text_config.hidden_size, stage.dtype)
+    spec = StateFormat(1 + len(need.early), text_config.hidden_size, stage.dtype)
     tokens = sum(distinct_documents([*stage.data.train, *stage.data.validation]).values())
-    return f"{describe_states(spec, tokens)}: {_size(spec.size(tokens))} in {stage.cfg.dataset_prepared_path}"
+    return f"{describe_states(spec, tokens)}: {describe_size(spec.size(tokens))} in {stage.cfg.dataset_prepared_path}"
 
 
 def _memory_table(stage: _Stage) -> Table:
@@ -232,17 +198,15 @@ def _memory_table(stage: _Stage) -> Table:
         parts["left for CUDA's context and libraries, assumed"] = _CONTEXT
         if cfg.deepspeed:
             parts["left for NCCL's buffers, assumed"] = _NCCL
-    table.add_row("memory", Text("needed on one device", "bold"), Text(_size(sum(parts.values())), "bold"))
+    table.add_row("memory", Text("needed on one device", "bold"), Text(describe_size(sum(parts.values())), "bold"))
     for name, size in parts.items():
-        table.add_row("", name, _size(size))
+        table.add_row("", name, describe_size(size))
     table.add_row("", f"{memory.trained / 1e6:,.1f}M parameters trained, {memory.frozen / 1e6:,.1f}M frozen", "")
     if cfg.deepspeed:
         table.add_row("", "ZeRO partitions optimizer states (2: and gradients, 3: and weights) over the devices", "")
-    size = memory.checkpoint
-    limit = cfg.save_total_limit
-    checkpoints = f"{limit} checkpoint{'' if limit == 1 else 's'}"
-    kept = f"{checkpoints} of {_size(size)}, one being written, and weights of two evaluations"
-    table.add_row("disk", f"at most: {kept}", _size(stage.disk))
+    checkpoints = f"{cfg.save_total_limit} checkpoint{'' if cfg.save_total_limit == 1 else 's'}"
+    kept = f"{checkpoints} of {describe_size(memory.checkpoint)}, one being written, and weights of two evaluations"
+    table.add_row("disk", f"at most: {kept}", describe_size(stage.disk))
     return table
 
 
@@ -259,7 +223,3 @@ def _grid() -> Table:
     table.add_column(style="bold", min_width=LABEL_WIDTH)
     table.add_column()
     return table
-
-
-def _size(size: int) -> str:
-    return f"{size / 2**30:,.2f} GiB" if size >= 2**30 else f"{size / 2**20:,.1f} MiB"

@@ -52,12 +52,6 @@ def load_data(
 
     One process of each machine tokenizes, the others read what it wrote. If it fails in one process it raises in all.
 
-    Args:
-        cfg: a validated configuration.
-        console: for notes.
-        world: the processes that train together.
-        on_progress: see `load_datasets`.
-
     Raises:
         BackboneError: the backbone does not exist, the hub cannot be reached, or its architecture is not supported.
         ConfigError: a key does not fit the backbone or contradicts another.
@@ -125,11 +119,7 @@ def _load_data(
 
 
 def load_tokenizer(resolved: str, *, trust_remote_code: bool) -> Any:
-    """Load the backbone's tokenizer from `resolved`, the path or hub name returned by `resolve_backbone`.
-
-    Raises:
-        BackboneError: it cannot be loaded.
-    """
+    """Load the backbone's tokenizer from `resolved`, the path or hub name returned by `resolve_backbone`."""
     try:
         return AutoTokenizer.from_pretrained(
             resolved, trust_remote_code=trust_remote_code, local_files_only=hub_is_unreachable()

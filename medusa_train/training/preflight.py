@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,22 @@ from medusa_train.config.paths import resolve_path
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.draft_vocabulary import check_vocabulary
 from medusa_train.errors import CheckpointError, ConfigError
+from medusa_train.io import describe_size
 from medusa_train.models.layer_split import check_exit_layer
 from medusa_train.models.loading import resolve_backbone
 from medusa_train.models.lora import read_adapter_config
 from medusa_train.training.backbone_recipe import find_initial_adapter, find_initial_heads
-from medusa_train.training.deepspeed_config import check_compiler, check_deepspeed
-from medusa_train.training.estimate import check_8bit_states
+from medusa_train.training.deepspeed_config import (
+    AUTO,
+    DEFAULT,
+    OFFLOADS,
+    batch_sizes,
+    check_compiler,
+    read_deepspeed,
+    stage_of,
+)
+from medusa_train.training.estimate import ADAM, ADAM_8BIT, Estimate
+from medusa_train.training.strategy import EIGHT_BIT
 
 
 def check_run(cfg: TrainConfig, processes: int) -> tuple[str, Any]:
@@ -45,6 +56,66 @@ def check_run(cfg: TrainConfig, processes: int) -> tuple[str, Any]:
     for count in cfg.draft_config.early_layers(layers):
         check_exit_layer(count, layers, cfg.base_model)
     return resolved, config
+
+
+def check_deepspeed(cfg: TrainConfig, size: int) -> None:
+    """Check `deepspeed` for `size` processes, before anything is loaded.
+
+    Raises:
+        ConfigError: it cannot be used or contradicts other keys; lists every problem.
+    """
+    config = read_deepspeed(cfg.deepspeed)
+    if config is None:
+        return
+    problems = list(_contradictions(config, cfg, size))
+    if stage_of(config) == 3 and (cfg.load_in_4bit or cfg.load_in_8bit):
+        problems.append("stage 3 cannot partition a quantized backbone; use stage 2")
+    if stage_of(config) == 3 and cfg.torch_compile:
+        problems.append(
+            "stage 3 gathers weights while layers run, so they cannot be compiled; use stage 2, or torch_compile: false"
+        )
+    for name in OFFLOADS:
+        if (config.get("zero_optimization", {}).get(name) or {}).get("device") == "nvme":
+            problems.append(f"zero_optimization.{name}.device: nvme is not supported; use cpu")
+    if problems:
+        raise ConfigError([f"deepspeed: {problem}" for problem in problems])
+
+
+def _contradictions(config: Mapping[str, Any], cfg: TrainConfig, size: int) -> Iterator[str]:
+    """Yield a line for every setting that differs from the run's keys; "auto" always agrees."""
+    micro, accumulation = cfg.micro_batch_size, cfg.gradient_accumulation_steps
+    batch = f"micro_batch_size x gradient_accumulation_steps x processes are {micro} x {accumulation} x {size}"
+    expected = [(name, value, batch) for name, value in batch_sizes(micro, accumulation, size).items()]
+    clipping = ("gradient_clipping", cfg.max_grad_norm, f"max_grad_norm is {cfg.max_grad_norm:g}")
+    for name, value, reason in (*expected, clipping):
+        if (actual := config.get(name, AUTO)) not in (AUTO, value):
+            yield f'{name}: {actual}, but {reason}; set it to "auto"'
+    for name, wanted in (("fp16", cfg.fp16), ("bf16", cfg.bf16)):
+        actual = config.get(name, {}).get("enabled", AUTO)
+        if actual is True and (wanted is False or (name == "bf16" and cfg.fp16)):
+            yield f'{name}.enabled: true, but the run does not compute in {name}; set {name}: true, or "auto" here'
+        if actual is False and wanted is True:
+            yield f'{name}.enabled: false, but the run sets {name}: true; set it to "auto"'
+
+
+def check_8bit_states(cfg: TrainConfig, model_config: Any, processes: int) -> None:
+    """Refuse an 8-bit optimizer whose states ZeRO would have to partition, before anything is loaded.
+
+    Raises:
+        ConfigError: it names the alternatives with their memory.
+    """
+    configured = read_deepspeed(cfg.deepspeed)
+    stage = stage_of(DEFAULT if configured is None else configured)
+    if cfg.optimizer not in EIGHT_BIT or stage == 0 or (processes == 1 and configured is None):
+        return
+    trained = Estimate(cfg, model_config).trained
+    default = " (the default of several processes)" if configured is None else ""
+    raise ConfigError(
+        f"optimizer: {cfg.optimizer}: ZeRO stage {stage}{default} cannot partition 8-bit states. Set optimizer: "
+        f"adamw_torch, whose partitioned float32 states take {describe_size(trained * ADAM // processes)} in each of "
+        f"{processes} processes, or zero_optimization.stage: 0 in deepspeed, where every process has all 8-bit states: "
+        f"{describe_size(round(trained * ADAM_8BIT))}"
+    )
 
 
 def check_initial_weights(cfg: TrainConfig) -> None:

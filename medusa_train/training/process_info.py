@@ -45,8 +45,7 @@ def process_info_from_env(environ: Mapping[str, str] = os.environ) -> ProcessInf
     """
     if "RANK" in environ and "WORLD_SIZE" in environ:
         rank, size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
-        local_rank = _number(environ, "LOCAL_RANK") if "LOCAL_RANK" in environ else rank
-        port = _number(environ, "MASTER_PORT") if "MASTER_PORT" in environ else _DEFAULT_PORT
+        local_rank, port = _number(environ, "LOCAL_RANK", rank), _number(environ, "MASTER_PORT", _DEFAULT_PORT)
         info = ProcessInfo(rank, size, local_rank, environ.get("MASTER_ADDR", "127.0.0.1"), port)
     elif "SLURM_PROCID" in environ and "SLURM_STEP_NUM_TASKS" in environ:
         # a batch script outside srun has SLURM_PROCID=0 as well, but no SLURM_STEP_NUM_TASKS
@@ -66,17 +65,17 @@ def first_host(nodes: str) -> str:
 
 def _from_slurm(environ: Mapping[str, str]) -> ProcessInfo:
     rank, size = _number(environ, "SLURM_PROCID"), _number(environ, "SLURM_STEP_NUM_TASKS")
-    local_rank = _number(environ, "SLURM_LOCALID") if "SLURM_LOCALID" in environ else rank
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
     address = environ.get("MASTER_ADDR") or first_host(nodes)
-    if "MASTER_PORT" in environ:
-        return ProcessInfo(rank, size, local_rank, address, _number(environ, "MASTER_PORT"))
     # all tasks of a step must derive the same port without communicating
-    job, step = (int(environ.get(name, "0")) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
-    return ProcessInfo(rank, size, local_rank, address, 20000 + (31 * job + step) % 20000)
+    job, step = _number(environ, "SLURM_JOB_ID", 0), _number(environ, "SLURM_STEP_ID", 0)
+    port = _number(environ, "MASTER_PORT", 20000 + (31 * job + step) % 20000)
+    return ProcessInfo(rank, size, _number(environ, "SLURM_LOCALID", rank), address, port)
 
 
-def _number(environ: Mapping[str, str], name: str) -> int:
+def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    if default is not None and name not in environ:
+        return default
     try:
         return int(environ[name])
     except ValueError:

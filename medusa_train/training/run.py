@@ -27,7 +27,7 @@ from medusa_train.training.load_data import TrainingData, load_data
 from medusa_train.training.setup import build_trainer
 from medusa_train.training.signals import StopRequest, sigterm_as_interrupt
 from medusa_train.training.trainer import Outcome, Trainer
-from medusa_train.training.validation import ValidationResult
+from medusa_train.training.validation import NODES, ValidationResult
 from medusa_train.tree_search.choose import TreeChoice, choose_tree
 from medusa_train.tree_search.traces import (
     Prompts,
@@ -59,11 +59,8 @@ def train(
     Trains one stage; `stages.train_stages` also trains the one that `cfg.stage_one` describes.
 
     Args:
-        cfg: a validated configuration.
         console: for progress and notes. results: for the closing tables. Only rank 0 prints.
-        world: the processes that train together; each of them calls this function.
-        data: the result of `load_data`, if it is loaded already.
-        progress: of both stages, for the second one's tables.
+        data, progress: of both stages, where they are loaded and begun already.
         whole_run: run directory of the two-stage run whose stage one this is.
 
     Returns:
@@ -125,7 +122,7 @@ def _finish(
     """Save the weights of `step`, which the trainer holds, choose the tree and print the closing tables."""
     out, draft, validation = trainer.output_dir, trainer.draft, trainer.last_validation
     trainer.recipe.save_trained(out)
-    write_heads(draft, trainer.precision.dtype, out, cfg.base_model)
+    save_draft(draft.to(trainer.recipe.precision.dtype), out / HEADS, cfg.base_model)  # checkpoints keep float32
     choice, note = None, ""
     if cfg.calibration_tokens and trainer.strategy.partitioned:
         note = "no tree was fitted: under ZeRO-3 no process holds the whole backbone"
@@ -200,22 +197,14 @@ def _restore_best(trainer: Trainer, console: Console) -> int:
     """Restore the weights of the best evaluation after early stopping; return their step."""
     state = trainer.state
     step = trainer.restore_best()
-    weights = f"using the weights of step {step}"
-    if step != state.best_step:
-        weights += ", since the best checkpoint no longer exists"
     console.print(
         f"stopped early: no lower validation loss in {trainer.patience} evaluations "
-        f"(lowest {state.best_loss:.4f} at step {state.best_step}); {weights}"
+        f"(lowest {state.best_loss:.4f} at step {state.best_step}); using the weights of step {step}"
     )
     return step
 
 
-# Heads and tree
-
-
-def write_heads(draft: Draft, dtype: torch.dtype, out: Path, base_model: str) -> Path:
-    """Write heads/ in the run's compute dtype, to which `draft` is converted; checkpoints keep the float32 weights."""
-    return save_draft(draft.to(dtype), out / HEADS, base_model)
+# Tree
 
 
 def fit_tree(
@@ -237,7 +226,7 @@ def fit_tree(
     draft.eval()
     if recipe.adapter is not None and not getattr(recipe.backbone.model, "is_quantized", False):
         recipe.adapter.merge()
-    with progress.phase("prepacking weights for decoding", ticking=True):  # as medusa-eval does
+    with progress.phase("prepacking weights for decoding"):  # as medusa-eval does
         recipe.backbone.prepack_weights()
         use_cuda_graphs(recipe.backbone)
         draft.prepack_weights()
@@ -271,41 +260,30 @@ def fit_tree(
 
 def heads_table(validation: ValidationResult | None, choice: TreeChoice | None) -> Table | None:
     """Tabulate top-1 and top-5 accuracy per head on validation text and on the backbone's greedy continuations."""
-    if validation is None and choice is None:
+    columns: dict[str, Sequence[Sequence[float]]] = {}
+    if validation is not None:
+        columns["held-out text"] = validation.top
+    if choice is not None:
+        columns["greedy continuations"] = choice.accuracy
+    if not columns:
         return None
     table = Table(title="head accuracy", title_justify="left")
     table.add_column("head", justify="right")
-    rows: list[list[str]] = []
-    if validation is not None:
-        _add_columns(table, rows, "held-out text", validation.top)
-    if choice is not None:
-        _add_columns(table, rows, "greedy continuations", choice.accuracy)
-    for k, row in enumerate(rows, start=1):
-        table.add_row(str(k), *row)
+    for name in columns:
+        table.add_column(f"{name}\ntop-1", justify="right")
+        table.add_column(f"{name}\ntop-5", justify="right")
+    for k, accuracies in enumerate(zip(*columns.values(), strict=True), start=1):
+        table.add_row(str(k), *(f"{top[rank - 1]:.3f}" for top in accuracies for rank in (1, 5)))
     return table
 
 
-def _add_columns(table: Table, rows: list[list[str]], name: str, top: Sequence[Sequence[float]]) -> None:
-    for rank in (1, 5):
-        table.add_column(f"{name}\ntop-{rank}", justify="right")
-    rows.extend([] for _ in range(len(top) - len(rows)))
-    for row, accuracies in zip(rows, top, strict=True):
-        row.extend([f"{accuracies[0]:.3f}", f"{accuracies[4]:.3f}"])
-
-
 def summary(
-    cfg: TrainConfig,
-    trainer: Trainer,
-    step: int,
-    choice: TreeChoice | None,
-    progress: RunProgress,
-    note: str = "",
+    cfg: TrainConfig, trainer: Trainer, step: int, choice: TreeChoice | None, progress: RunProgress, note: str
 ) -> Table:
     """Tabulate what was trained, its validation and tree, the time taken, what was saved, and the next command.
 
     Args:
         step: whose weights were saved; after early stopping not the last one.
-        note: a further row.
     """
     state, validation, out = trainer.state, trainer.last_validation, trainer.output_dir
     table = Table.grid(padding=(0, 2))
@@ -324,15 +302,14 @@ def summary(
         saved = f", as of step {step}" if step != state.step else ""
         objective = "held-out loss" if validation.lm_loss is None else "held-out objective (backbone + lambda0 x heads)"
         table.add_row(objective, f"{validation.objective:.4f}{saved}{lowest}")
-        if (acceptance := validation.acceptance) is not None:
+        if (length := validation.acceptance_length) is not None:
             table.add_row(
                 "acceptance length",
-                f"{acceptance.length:.2f} tokens per step: teacher-forced on held-out text, with a fixed tree of "
-                f"{acceptance.tree.size} nodes (comparable between evaluations and runs)",
+                f"{length:.2f} tokens per step: teacher-forced on held-out text, with a fixed tree of {NODES} nodes "
+                "(comparable between evaluations and runs)",
             )
     if choice is not None:
         table.add_row("tree", choice.describe())
-        table.add_row("", "a bench measures a third value, on its own questions")
     if trainer.recipe.cache is not None:
         table.add_row("hidden states", Text(trainer.recipe.cache.describe()))
     if note:

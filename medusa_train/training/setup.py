@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,7 +11,14 @@ from rich.console import Console
 from torch import nn
 
 from medusa_train.checkpoint.heads import load_draft
-from medusa_train.checkpoint.run_layout import prepare_output_dir, write_config, writing
+from medusa_train.checkpoint.run_layout import (
+    changed_weight_keys,
+    check_nothing_is_lost,
+    named_checkpoint,
+    prepare_output_dir,
+    write_config,
+    writing,
+)
 from medusa_train.checkpoint.store import CheckpointStore
 from medusa_train.config.paths import expand_user
 from medusa_train.config.schema import TrainConfig
@@ -28,7 +36,14 @@ from medusa_train.models.precision import choose_precision
 from medusa_train.progress import RunProgress
 from medusa_train.training.backbone_recipe import BackboneRecipe, build_backbone_recipe, find_initial_heads
 from medusa_train.training.deepspeed import DeepSpeedStrategy, partitioned_loading
-from medusa_train.training.deepspeed_config import DEFAULT, complete_config, loading_config, read_deepspeed, stage_of
+from medusa_train.training.deepspeed_config import (
+    DEFAULT,
+    batch_sizes,
+    complete_config,
+    loading_config,
+    read_deepspeed,
+    stage_of,
+)
 from medusa_train.training.distributed import SINGLE_PROCESS, World, init_distributed
 from medusa_train.training.hidden_states import open_hidden_states
 from medusa_train.training.load_data import TrainingData, validation_batches, with_template
@@ -37,8 +52,6 @@ from medusa_train.training.state import (
     LoadedCheckpoint,
     Plan,
     TrainState,
-    find_checkpoint,
-    make_plan,
     restore_state,
     restore_weights,
     rng_states,
@@ -50,7 +63,6 @@ from medusa_train.training.strategy import (
     Strategy,
     build_optimizer,
     build_scheduler,
-    count_warmup_steps,
     parameter_groups,
     warmup_warning,
 )
@@ -67,26 +79,19 @@ def build_trainer(
         CheckpointError: the checkpoint to resume from is damaged or does not fit.
     """
     console = progress.console
-    with progress.phase("loading the model", ticking=True):
+    with progress.phase("loading the model"):
         draft, recipe = world.run_on_all(lambda: _load_model(cfg, data, console, world))
-        if cfg.cache_hidden_states:  # before the strategy partitions the weights
-            documents = [*data.train, *data.validation]
-            prepared, backbone = expand_user(cfg.dataset_prepared_path or "."), recipe.backbone
-            recipe.cache = open_hidden_states(prepared, documents, draft.needs, backbone, world, console, tf32=cfg.tf32)
+        _open_cache(cfg, data, draft, recipe, console, world)
     loader = BatchLoader(data.train, cfg.micro_batch_size, seed=cfg.seed, rank=world.rank, size=world.size)
     plan = make_plan(cfg, loader.steps_per_epoch, world.size)
-    warmup = 0
-    if cfg.lr_scheduler != "constant":
-        warmup = count_warmup_steps(cfg.warmup_steps, cfg.warmup_ratio, plan.total_steps)
-    _describe_run(cfg, data, recipe, draft, plan, warmup, console, world.size)
+    for line in _describe_run(cfg, data, recipe, draft, plan, world.size):
+        console.print(line)
 
     store = CheckpointStore(cfg.run_dir, cfg.save_total_limit)
-    checkpoint = find_checkpoint(cfg, store, world, console)
-    if checkpoint is None and cfg.trains_stage_one and find_initial_heads(cfg.initial_run) is None:
-        raise CheckpointError(f"stage_one: {cfg.initial_run} holds no heads; train them first")
+    checkpoint = _find_checkpoint(cfg, store, world, console)
     if checkpoint is not None:  # before the strategy partitions or copies the weights
         restore_weights(checkpoint, draft, recipe)
-    strategy = build_strategy(cfg, draft, recipe, plan.total_steps, warmup, world, console)
+    strategy = build_strategy(cfg, draft, recipe, plan, world, console)
     if not world.is_main:
         torch.manual_seed(hash((cfg.seed, world.rank)))  # other dropout masks per process, now that weights are equal
     state = TrainState()
@@ -94,7 +99,6 @@ def build_trainer(
         state = restore_state(checkpoint, strategy, world)
         loader.load_state_dict(state.data)
         _describe_resumption(checkpoint, state, plan, world.size, console)
-    loggers = _open_loggers(cfg, recipe.backbone.tokenizer, state, plan, progress, world)
     return Trainer(
         recipe=recipe,
         draft=draft,
@@ -103,10 +107,9 @@ def build_trainer(
         loader=loader,
         validation_batches=validation_batches(data.validation, cfg.micro_batch_size),
         accumulation=cfg.gradient_accumulation_steps,
-        precision=recipe.precision,
         plan=plan,
         store=store,
-        loggers=loggers,
+        loggers=_open_loggers(cfg, recipe.backbone.tokenizer, state, plan, progress, world),
         patience=cfg.early_stopping_patience,
         state=state,
         top_k_in_log=cfg.medusa_logging,
@@ -116,40 +119,7 @@ def build_trainer(
     )
 
 
-def _describe_resumption(
-    checkpoint: LoadedCheckpoint, state: TrainState, plan: Plan, processes: int, console: Console
-) -> None:
-    """Say where the run goes on, and what will differ with another number of processes or another batch."""
-    console.print(f"resuming after step {state.step}, from {checkpoint.path}", soft_wrap=True)
-    if (before := len(rng_states(checkpoint.snapshot))) != processes:
-        now = "1 process" if processes == 1 else f"{processes} processes"
-        console.print(f"note: resuming on {now} (was {before}): dropout masks will differ")
-    if not math.isclose(state.epoch, plan.epoch(state.step), rel_tol=1e-6):
-        console.print(
-            f"note: the batch differs from that of the checkpoint: its {state.step} steps were {state.epoch:.2f} "
-            f"epochs, here they count as {plan.epoch(state.step):.2f}. To keep the batch, change "
-            "gradient_accumulation_steps along with the number of processes",
-            style="yellow",
-            soft_wrap=True,
-        )
-
-
-def _open_loggers(
-    cfg: TrainConfig, tokenizer: Any, state: TrainState, plan: Plan, progress: RunProgress, world: World
-) -> MetricLoggers:
-    """Prepare the run directory and open its logs; only rank 0 has any."""
-    out = world.run_on_main(lambda: prepare_output_dir(cfg, state.step))
-    if not world.is_main:
-        return MetricLoggers([])
-    console = progress.console
-    write_config(with_template(cfg, tokenizer), out)
-    dashboards = [tensorboard(console, out, state.step)] if cfg.use_tensorboard else []
-    if cfg.wandb_project is not None:
-        dashboards.append(wandb(console, out, cfg.wandb_project, cfg.wandb_entity, cfg.wandb_run_id))
-    with writing(out):
-        return open_metric_loggers(
-            out, console, plan.total_steps, state.step, dashboards, state.evaluated, progress.title
-        )
+# Backbone and heads
 
 
 def _load_model(cfg: TrainConfig, data: TrainingData, console: Console, world: World) -> tuple[Draft, BackboneRecipe]:
@@ -162,7 +132,12 @@ def _load_model(cfg: TrainConfig, data: TrainingData, console: Console, world: W
     precision = choose_precision(cfg.bf16, world.device, fp16=cfg.fp16)
     if cfg.fp16 and precision.dtype != torch.float16:
         console.print(f"fp16: not supported on {world.device.type}; using {precision}")
-    with partitioned_loading(loading_config(read_deepspeed(cfg.deepspeed) or DEFAULT, cfg, world.size, str(precision))):
+    partitioning = None
+    # PEFT copies modules to save whole; hidden states are computed by each process for itself
+    if world.size > 1 and not cfg.lora_modules_to_save and not cfg.cache_hidden_states:
+        config = _deepspeed_config(cfg, world.size, hidden_size=1)
+        partitioning = loading_config(config, str(precision)) if stage_of(config) == 3 else None
+    with partitioned_loading(partitioning):
         backbone = load_backbone(
             cfg.base_model,
             dtype=precision.dtype,
@@ -213,6 +188,76 @@ def build_heads(cfg: TrainConfig, data: TrainingData, backbone: Backbone, consol
     return draft
 
 
+def _open_cache(
+    cfg: TrainConfig, data: TrainingData, draft: Draft, recipe: BackboneRecipe, console: Console, world: World
+) -> None:
+    """Let the recipe read hidden states from the disk, if `cache_hidden_states` is set."""
+    if cfg.cache_hidden_states:
+        prepared, documents = expand_user(cfg.dataset_prepared_path or "."), [*data.train, *data.validation]
+        recipe.cache = open_hidden_states(
+            prepared, documents, draft.needs, recipe.backbone, world, console, tf32=cfg.tf32
+        )
+
+
+# Plan, optimizer and loss
+
+
+def make_plan(cfg: TrainConfig, micro_batches_per_epoch: int, processes: int = 1) -> Plan:
+    """Plan the run's steps; it evaluates and saves once per epoch unless the configuration says otherwise."""
+    per_epoch = micro_batches_per_epoch / (cfg.gradient_accumulation_steps * processes)
+    total = cfg.max_steps or max(1, math.ceil(cfg.num_epochs * per_epoch))
+    warmup = cfg.warmup_steps if cfg.warmup_steps is not None else math.ceil((cfg.warmup_ratio or 0.0) * total)
+
+    def every(steps: float | None, times_per_epoch: int | None) -> float:
+        if not steps:
+            return per_epoch / (times_per_epoch or 1)
+        return max(1, round(steps * total)) if steps < 1 else steps  # below 1: a fraction of the run
+
+    return Plan(
+        total,
+        per_epoch,
+        0 if cfg.lr_scheduler == "constant" else warmup,
+        cfg.logging_steps,
+        eval_every=every(cfg.eval_steps, cfg.evals_per_epoch),
+        save_every=every(cfg.save_steps, cfg.saves_per_epoch),
+    )
+
+
+def build_strategy(
+    cfg: TrainConfig, draft: nn.Module, recipe: BackboneRecipe, plan: Plan, world: World, console: Console
+) -> Strategy:
+    """Build optimizer, schedule and strategy; print a line where they differ from the configuration.
+
+    Several processes train with DeepSpeed, one process does where the key `deepspeed` is set. Under ZeRO stage 3 the
+    weights are partitioned from here on and must be read as in `models.partitioned`.
+    """
+    trained = list(recipe.parameters.values())
+    groups = parameter_groups(draft.parameters(), cfg.heads_learning_rate, trained, cfg.learning_rate, cfg.weight_decay)
+    optimizer, notice = build_optimizer(cfg.optimizer, groups, recipe.precision.device)
+    if notice:
+        console.print(notice)
+    scheduler = build_scheduler(
+        cfg.lr_scheduler, optimizer, plan.warmup_steps, plan.total_steps, cfg.cosine_min_lr_ratio
+    )
+    loss_scale = LossScale() if recipe.precision.dtype == torch.float16 else None
+    if world.size == 1 and cfg.deepspeed is None:
+        return LocalStrategy(optimizer, scheduler, cfg.max_grad_norm, loss_scale)
+
+    if world.size == 1 and not torch.distributed.is_initialized():  # by stage one
+        init_distributed(ProcessInfo(0, 1, 0, "127.0.0.1", free_port()))
+    backbone = recipe.backbone
+    config = _deepspeed_config(cfg, world.size, backbone.hidden_size)
+    default = " (default, deepspeed is not set)" if cfg.deepspeed is None else ""
+    console.print(f"processes: {world.size}, DeepSpeed ZeRO stage {stage_of(config)}{default}")
+    read_directly = [*draft.parameters(), *backbone.output_embeddings.parameters()]
+    return DeepSpeedStrategy(draft, backbone.model, read_directly, optimizer, scheduler, config, world, loss_scale)
+
+
+def _deepspeed_config(cfg: TrainConfig, processes: int, hidden_size: int) -> dict[str, Any]:
+    batch = batch_sizes(cfg.micro_batch_size, cfg.gradient_accumulation_steps, processes)
+    return complete_config(read_deepspeed(cfg.deepspeed) or DEFAULT, batch, cfg.max_grad_norm, hidden_size)
+
+
 def _build_objective(cfg: TrainConfig, draft: Draft, joint: bool) -> Objective:
     loss = cfg.draft_config.heads_loss
     keys: dict[str, Any] = {"weight": loss.weight}
@@ -226,18 +271,59 @@ def _build_objective(cfg: TrainConfig, draft: Draft, joint: bool) -> Objective:
     return Objective(draft, loss.decay, soft_heads=loss.soft_targets, **keys)
 
 
+# Run directory
+
+
+def _find_checkpoint(
+    cfg: TrainConfig, store: CheckpointStore, world: World, console: Console
+) -> LoadedCheckpoint | None:
+    """Load the checkpoint that `resume_from_checkpoint` names, in every process; None for a new run.
+
+    Raises:
+        CheckpointError: it is damaged, or there is none but results that a new run would overwrite, or the new run
+            should start from the heads of a stage one that were not trained.
+    """
+    resume, path = cfg.resume_from_checkpoint, None
+    if resume is not None:
+        path = world.run_on_main(lambda: named_checkpoint(resume, cfg.run_dir) or store.latest())
+    if path is not None:
+        return world.run_on_all(
+            lambda: LoadedCheckpoint(path, store.load(path), changed_weight_keys(cfg, path.parent.parent))
+        )
+    if resume is not None:
+        world.run_on_main(lambda: check_nothing_is_lost(cfg.run_dir))
+        console.print(f"resume_from_checkpoint: no checkpoint in {store.root}, starting a new run")
+    if cfg.trains_stage_one and find_initial_heads(cfg.initial_run) is None:
+        raise CheckpointError(f"stage_one: {cfg.initial_run} holds no heads; train them first")
+    return None
+
+
+def _open_loggers(
+    cfg: TrainConfig, tokenizer: Any, state: TrainState, plan: Plan, progress: RunProgress, world: World
+) -> MetricLoggers:
+    """Prepare the run directory and open its logs; only rank 0 has any."""
+    out, console = cfg.run_dir, progress.console
+    world.run_on_main(lambda: prepare_output_dir(out, state.step, cfg.initial_run))
+    if not world.is_main:
+        return MetricLoggers([])
+    write_config(with_template(cfg, tokenizer), out)
+    dashboards = [tensorboard(console, out, state.step)] if cfg.use_tensorboard else []
+    if cfg.wandb_project is not None:
+        dashboards.append(wandb(console, out, cfg.wandb_project, cfg.wandb_entity, cfg.wandb_run_id))
+    with writing(out):
+        return open_metric_loggers(
+            out, console, plan.total_steps, state.step, dashboards, state.evaluated, progress.title
+        )
+
+
+# What is printed
+
+
 def _describe_run(
-    cfg: TrainConfig,
-    data: TrainingData,
-    recipe: BackboneRecipe,
-    draft: Draft,
-    plan: Plan,
-    warmup: int,
-    console: Console,
-    processes: int,
-) -> None:
-    """Print data, model and plan in a few lines."""
-    console.print(
+    cfg: TrainConfig, data: TrainingData, recipe: BackboneRecipe, draft: Draft, plan: Plan, processes: int
+) -> Iterator[str]:
+    """Describe data, model and plan in a few lines."""
+    yield (
         f"data: {data.train.describe_count()} for training ({data.train.tokens:,} tokens, "
         f"{data.train.supervised_tokens:,} of them supervised), {data.validation.describe_count()} for validation"
     )
@@ -245,27 +331,27 @@ def _describe_run(
     trained = sum(full_shape(p).numel() for p in recipe.parameters.values())
     frozen = _count_parameters(recipe.backbone.model) - trained
     backbone = f"backbone {frozen / 1e6:.1f}M frozen" + (f" and {trained / 1e6:.2f}M trained" if trained else "")
-    console.print(
+    yield (
         f"model: heads {heads / 1e6:.1f}M parameters (trained, float32), {backbone}, "
         f"computing in {recipe.precision} on {recipe.precision.device}"
     )
     if cfg.load_in_4bit or cfg.load_in_8bit:
         learners = "the adapter and the heads" if cfg.medusa_self_distillation else "the heads"
-        console.print(f"note: the backbone is quantized: {learners} learn from the quantized model", style="yellow")
+        yield f"[yellow]note: the backbone is quantized: {learners} learn from the quantized model[/]"
     if recipe.compiled is not None:
-        console.print("torch_compile: the backbone's layers are compiled in the first steps, which take longer")
+        yield "torch_compile: the backbone's layers are compiled in the first steps, which take longer"
     rates = f"peak learning rate {cfg.heads_learning_rate:g}"
     if trained:
         rates += f" (backbone {cfg.learning_rate:g})"
     batch = cfg.micro_batch_size * cfg.gradient_accumulation_steps * processes
     single_rows = "conversations" if data.train.conversations == len(data.train) else "rows"
-    console.print(
+    yield (
         f"plan: {plan.total_steps:,} steps of {batch} {'packed rows' if cfg.sample_packing else single_rows} "
-        f"({plan.epoch(plan.total_steps):.2f} epochs), {rates} after {warmup} warmup steps, "
+        f"({plan.epoch(plan.total_steps):.2f} epochs), {rates} after {plan.warmup_steps} warmup steps, "
         f"{cfg.lr_scheduler} schedule"
     )
-    if warning := warmup_warning(cfg.lr_scheduler, warmup, plan.total_steps):
-        console.print(warning, style="yellow", highlight=False)
+    if warning := warmup_warning(cfg.lr_scheduler, plan.warmup_steps, plan.total_steps):
+        yield f"[yellow]{warning}[/]"
 
 
 def _count_parameters(model: Any) -> int:
@@ -275,46 +361,19 @@ def _count_parameters(model: Any) -> int:
     return int(model.num_parameters())  # quantized weights pack two parameters into a byte
 
 
-def build_strategy(
-    cfg: TrainConfig,
-    draft: nn.Module,
-    recipe: BackboneRecipe,
-    total_steps: int,
-    warmup: int,
-    world: World,
-    console: Console,
-) -> Strategy:
-    """Build optimizer, schedule and strategy; print a line where they differ from the configuration.
-
-    Several processes train with DeepSpeed, one process does where the key `deepspeed` is set. Under ZeRO stage 3 the
-    weights are partitioned from here on and must be read as in `models.partitioned`.
-    """
-    configured = read_deepspeed(cfg.deepspeed)
-    config = DEFAULT if configured is None else configured
-    use_deepspeed = world.size > 1 or configured is not None
-    stage = stage_of(config)
-    trained = list(recipe.parameters.values())
-    groups = parameter_groups(draft.parameters(), cfg.heads_learning_rate, trained, cfg.learning_rate, cfg.weight_decay)
-    optimizer, notice = build_optimizer(cfg.optimizer, groups, recipe.precision.device)
-    if notice:
-        console.print(notice)
-    scheduler = build_scheduler(cfg.lr_scheduler, optimizer, warmup, total_steps, cfg.cosine_min_lr_ratio)
-    loss_scale = LossScale() if recipe.precision.dtype == torch.float16 else None
-    if not use_deepspeed:
-        return LocalStrategy(optimizer, scheduler, cfg.max_grad_norm, loss_scale)
-
-    if world.size == 1 and not torch.distributed.is_initialized():  # by stage one
-        init_distributed(ProcessInfo(0, 1, 0, "127.0.0.1", free_port()))
-    default = " (default, deepspeed is not set)" if configured is None else ""
-    console.print(f"processes: {world.size}, DeepSpeed ZeRO stage {stage}{default}")
-    backbone = recipe.backbone
-    return DeepSpeedStrategy(
-        draft,
-        backbone.model,
-        [*draft.parameters(), *backbone.output_embeddings.parameters()],
-        optimizer,
-        scheduler,
-        complete_config(config, cfg, world.size, backbone.hidden_size),
-        world,
-        loss_scale,
-    )
+def _describe_resumption(
+    checkpoint: LoadedCheckpoint, state: TrainState, plan: Plan, processes: int, console: Console
+) -> None:
+    """Say where the run goes on, and what will differ with another number of processes or another batch."""
+    console.print(f"resuming after step {state.step}, from {checkpoint.path}", soft_wrap=True)
+    if (before := len(rng_states(checkpoint.snapshot))) != processes:
+        now = "1 process" if processes == 1 else f"{processes} processes"
+        console.print(f"note: resuming on {now} (was {before}): dropout masks will differ")
+    if not math.isclose(state.epoch, plan.epoch(state.step), rel_tol=1e-6):
+        console.print(
+            f"note: the batch differs from that of the checkpoint: its {state.step} steps were {state.epoch:.2f} "
+            f"epochs, here they count as {plan.epoch(state.step):.2f}. To keep the batch, change "
+            "gradient_accumulation_steps along with the number of processes",
+            style="yellow",
+            soft_wrap=True,
+        )

@@ -44,18 +44,10 @@ class StopRequest:
     """Record the first SIGINT or SIGTERM within the `with` block; the second raises KeyboardInterrupt or Terminated.
 
     Does nothing outside the main thread, where Python allows no signal handlers.
-
-    Attributes:
-        signal: number of the first signal; None before.
     """
 
     def __init__(self, notify: Callable[[str], None], echo: float = 0.0) -> None:
-        """Prepare to catch signals.
-
-        Args:
-            notify: called with one line for the user at the first signal.
-            echo: further signals within this many seconds are ignored as duplicates of the first.
-        """
+        """Call `notify` with one line at the first signal; ignore further ones within `echo` seconds as duplicates."""
         self._echo = echo
         self._since = 0.0
         self.signal: int | None = None

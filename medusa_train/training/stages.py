@@ -32,8 +32,8 @@ from medusa_train.training.distributed import SINGLE_PROCESS, World
 from medusa_train.training.load_data import TrainingData, load_data
 from medusa_train.training.preflight import check_run
 from medusa_train.training.run import train
+from medusa_train.training.setup import make_plan
 from medusa_train.training.signals import sigterm_as_interrupt
-from medusa_train.training.state import make_plan
 
 #: Keys that `load_data` reads: stages with equal values share the data.
 _DATA_KEYS = (
@@ -45,16 +45,13 @@ TITLES = ("stage 1 of 2", "stage 2 of 2")
 
 
 def train_stages(cfg: TrainConfig, console: Console, results: Console, world: World = SINGLE_PROCESS) -> int:
-    """Train stage one, unless `cfg` has none or its heads are finished, then `cfg`; parameters as in `run.train`.
+    """Train stage one, unless `cfg` has none or its heads are finished, then `cfg`; all as in `run.train`.
 
     The data of both stages are loaded and checked before stage one trains. With `resume_from_checkpoint`, the run goes
     on in the stage in which it was stopped.
 
     Returns:
         The exit code; that of stage one if it was stopped.
-
-    Raises:
-        MedusaError, KeyboardInterrupt: see `run.train`. ConfigError: also if the finished heads don't fit `cfg`.
     """
     first = stage_one_config(cfg)
     if first is None:
@@ -113,7 +110,7 @@ def _plans(stages: Sequence[TrainConfig], data: Sequence[TrainingData], world: W
 def _begin(cfg: TrainConfig) -> None:
     """Delete the run that this one overwrites, its stage one included, and write the configuration of both stages."""
     if cfg.resume_from_checkpoint is None:
-        prepare_output_dir(cfg.model_copy(update={"stage_one": None}), 0)
+        prepare_output_dir(cfg.run_dir, 0)
     out = cfg.run_dir
     out.mkdir(parents=True, exist_ok=True)
     write_config(cfg, out)
@@ -126,7 +123,7 @@ def _is_finished(cfg: TrainConfig, first: TrainConfig) -> bool:
         ConfigError: the heads don't fit `cfg`. CheckpointError: `resume_from_checkpoint` is a checkpoint of stage one.
     """
     run = first.run_dir
-    named = named_checkpoint(cfg)
+    named = named_checkpoint(cfg.resume_from_checkpoint, cfg.run_dir)
     if named is not None and named.resolve().is_relative_to(run.resolve()):
         raise CheckpointError(
             f"resume_from_checkpoint: {named} is a checkpoint of stage one; resume_from_checkpoint=auto continues "

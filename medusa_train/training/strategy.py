@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
 
-from medusa_train.errors import ConfigError
 from medusa_train.losses.objective import ObjectiveOutput
 from medusa_train.models.loading import bitsandbytes_obstacle
 from medusa_train.models.partitioned import full_shape
@@ -68,12 +67,8 @@ class Strategy(ABC):
     def forward_backward(self, compute: Callable[..., ObjectiveOutput], *args: Any) -> ObjectiveOutput:
         """Compute the loss of one micro-batch, with all weights readable, and accumulate its gradients.
 
-        Args:
-            compute: called as `compute(*args)` for a differentiable loss, or as `compute(*args, grad_scale=factor)` for
-                a loss whose gradients, times `factor`, it has accumulated itself.
-
-        Returns:
-            The output of `compute`; its loss has no graph.
+        `compute(*args)` returns a differentiable loss, `compute(*args, grad_scale=factor)` one whose gradients, times
+        `factor`, it has accumulated itself. The loss that is returned here has no graph.
         """
 
     def with_gathered_params(self, function: Callable[..., T], *args: Any) -> T:
@@ -88,10 +83,9 @@ class Strategy(ABC):
         self.optimizer.state.clear()
 
     def step(self) -> float:
-        """Clip the gradients, step optimizer and schedule, zero the gradients.
+        """Clip the gradients, step optimizer and schedule, zero the gradients; return the norm before clipping.
 
-        Returns:
-            The gradient norm before clipping. If it is not finite, neither weights nor schedule were changed.
+        If it is not finite, neither weights nor schedule were changed.
         """
         norm = self._update()
         if self.loss_scale is not None:
@@ -101,10 +95,7 @@ class Strategy(ABC):
         return norm
 
     def skip(self) -> None:
-        """Skip a step: drop the gradients and step the schedule alone.
-
-        Called after a `step` that returned NaN/Inf, or instead of it where the loss is NaN/Inf.
-        """
+        """Drop the gradients and step the schedule alone, after a `step` that returned NaN/Inf or instead of it."""
         self._drop_gradients()
         with warnings.catch_warnings():
             # torch warns about a schedule stepped before the optimizer; here the first optimizer step was skipped
@@ -195,11 +186,7 @@ class LossScale:
     good: int = 0
 
     def update(self, overflowed: bool) -> bool:
-        """Update the scale after a step.
-
-        Returns:
-            Whether an overflow was due to the scale, which is now lower. An overflow at scale 1 has another cause.
-        """
+        """Update the scale after a step; return whether it overflowed because of the scale, which was above 1."""
         if overflowed:
             lowered = self.value > 1.0
             self.value, self.good = max(1.0, self.value / 2.0), 0
@@ -248,14 +235,12 @@ def _load_paged(optimizer: Any, saved: dict[str, Any]) -> None:
 
 ParameterGroup = dict[str, Any]
 
-TORCH = ("adamw_torch", "adamw_torch_fused")
 #: Optimizer name -> class in bitsandbytes.
 EIGHT_BIT = {
     "adamw_bnb_8bit": "AdamW8bit",
     "adamw_8bit": "AdamW8bit",
     "paged_adamw_8bit": "PagedAdamW8bit",
 }
-SCHEDULES = ("cosine", "linear", "constant", "constant_with_warmup")
 
 
 def parameter_groups(
@@ -273,36 +258,18 @@ def parameter_groups(
     groups: list[ParameterGroup] = []
     for parameters, lr in ((heads, heads_lr), (backbone, backbone_lr)):
         trained = [p for p in parameters if p.requires_grad]
-        matrices = [len(full_shape(p)) >= 2 for p in trained]
-        for decay, wanted in ((weight_decay, True), (0.0, False)):
-            chosen = [p for p, matrix in zip(trained, matrices, strict=True) if matrix is wanted]
-            groups.append({"params": chosen, "lr": lr, "weight_decay": decay})
-    grouped = [id(p) for group in groups for p in group["params"]]
-    assert len(grouped) == len(set(grouped)), "a parameter is in two optimizer groups"
-    return [group for group in groups if group["params"]]
+        for decay, decays in ((weight_decay, True), (0.0, False)):
+            if chosen := [p for p in trained if (len(full_shape(p)) >= 2) == decays]:
+                groups.append({"params": chosen, "lr": lr, "weight_decay": decay})
+    return groups
 
 
 def build_optimizer(
     name: str, groups: list[ParameterGroup], device: torch.device
 ) -> tuple[torch.optim.Optimizer, str | None]:
-    """Build the optimizer `name`, or adamw_torch where it cannot run.
-
-    Args:
-        name: `adamw_torch`, `adamw_torch_fused`, `adamw_bnb_8bit`, `adamw_8bit` or `paged_adamw_8bit`.
-        groups: parameter groups, each with its `lr` and `weight_decay`.
-        device: where the parameters live.
-
-    Returns:
-        The optimizer, and one line for the user if it is another than `name`.
-
-    Raises:
-        ConfigError: `name` is none of the above.
-    """
-    if name in TORCH:
-        return _adamw(groups), None
+    """Build the optimizer `name`, or adamw_torch and a line for the user where it cannot run."""
     if name not in EIGHT_BIT:
-        names = ", ".join([*TORCH, *EIGHT_BIT])
-        raise ConfigError([f"optimizer: {name!r} is not one of {names}"])
+        return _adamw(groups), None
     if device.type != "cuda":
         return _adamw(groups), f"optimizer: {name} is slow on {device.type.upper()}; using adamw_torch"
     if (obstacle := bitsandbytes_obstacle(device)) is not None:
@@ -319,13 +286,6 @@ def _adamw(groups: list[ParameterGroup]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(groups)
 
 
-def count_warmup_steps(warmup_steps: int | None, warmup_ratio: float | None, total_steps: int) -> int:
-    """Return the linear warmup steps: `warmup_steps`, else `warmup_ratio` of the run, rounded up."""
-    if warmup_steps is not None:
-        return warmup_steps
-    return math.ceil((warmup_ratio or 0.0) * total_steps)
-
-
 def warmup_warning(name: str, warmup_steps: int, total_steps: int) -> str | None:
     """Return a warning if a run with schedule `name` ends before its warmup does."""
     if name == "constant" or warmup_steps < total_steps:
@@ -339,19 +299,9 @@ def warmup_warning(name: str, warmup_steps: int, total_steps: int) -> str | None
 def build_scheduler(
     name: str, optimizer: torch.optim.Optimizer, warmup_steps: int, total_steps: int, lowest: float = 0.0
 ) -> LambdaLR:
-    """Build transformers' schedule `name`; as there, `constant` has no warmup.
-
-    Args:
-        lowest: final learning rate of `cosine`, as a fraction of the peak.
-
-    Raises:
-        ConfigError: `name` is none of `SCHEDULES`.
-    """
-    if name not in SCHEDULES:
-        raise ConfigError([f"lr_scheduler: {name!r} is not one of {', '.join(SCHEDULES)}"])
+    """Build transformers' schedule `name`; `lowest` is the final rate of `cosine` as a fraction of the peak."""
+    options = None
     if name == "cosine" and lowest:
         name, options = "cosine_with_min_lr", {"min_lr_rate": lowest}
-    else:
-        options = None
     scheduler: LambdaLR = get_scheduler(name, optimizer, warmup_steps, total_steps, options)
     return scheduler

@@ -13,7 +13,6 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from medusa_train.checkpoint.run_layout import TREE
 from medusa_train.checkpoint.store import CheckpointStore
 from medusa_train.data.dataset import Batch, BatchLoader
 from medusa_train.errors import MedusaError
@@ -21,7 +20,6 @@ from medusa_train.losses.fused_losses import GraphCut
 from medusa_train.losses.objective import Objective, ObjectiveOutput
 from medusa_train.metrics_log import MetricLoggers
 from medusa_train.models.drafts.base import Draft
-from medusa_train.models.precision import Precision
 from medusa_train.progress import Phase, RunProgress
 from medusa_train.training.backbone_recipe import BackboneRecipe
 from medusa_train.training.distributed import SINGLE_PROCESS, World
@@ -52,8 +50,6 @@ class Trainer:
     """The training loop of one process.
 
     Attributes:
-        recipe, draft, objective: the backbone, frozen or trained, the draft heads, and the loss.
-        strategy: backward pass, gradient clipping, optimizer and learning-rate schedule.
         loader: this process's training micro-batches, without end; its position is saved in checkpoints.
         validation_batches: returns one pass over the validation set; None without one.
         accumulation: micro-batches per optimizer step and process.
@@ -62,8 +58,6 @@ class Trainer:
         top_k_in_log: add top-1..top-10 accuracy per head to training records, measured on the last micro-batch.
         last_validation: the last evaluation's result.
         max_nonfinite_steps: maximum number of NaN/Inf steps to skip before aborting.
-        world: the processes that train together.
-        progress: shows and times evaluations and checkpoints.
         whole_run: run directory of the two-stage run whose stage one this is.
     """
 
@@ -74,7 +68,6 @@ class Trainer:
     loader: BatchLoader
     validation_batches: Callable[[], Iterable[Batch]] | None
     accumulation: int
-    precision: Precision
     plan: Plan
     store: CheckpointStore
     loggers: MetricLoggers
@@ -172,19 +165,13 @@ class Trainer:
             self._log(micro_batches[-1])
 
     def compute_loss(self, batch: Batch, counts: Tensor, grad_scale: float | None = None) -> ObjectiveOutput:
-        """Run backbone, teacher and heads on one micro-batch.
-
-        Args:
-            batch: the micro-batch, on this process's device.
-            counts: valid targets of the global batch per loss term, see `Objective.target_counts`.
-            grad_scale: if given, `grad_scale` times the gradients are accumulated, and the loss has no graph.
-        """
+        """Run backbone, teacher and heads on one micro-batch; `counts` and `grad_scale` as in `Objective.loss`."""
         feats = self.recipe.features(batch, self.draft.needs)
         teacher = self.recipe.teacher(batch, feats) if self.objective.needs_teacher else None
         cut = GraphCut()
         if grad_scale is not None:
             feats = replace(feats, hidden=cut.detach(feats.hidden))
-        with self.precision.autocast():
+        with self.recipe.precision.autocast():
             output = self.objective.loss(
                 feats,
                 batch,
@@ -206,14 +193,9 @@ class Trainer:
             )
 
     def restore_best(self) -> int:
-        """Load the weights of the best evaluation; optimizer, counters and the data position stay.
+        """Load the weights of the best evaluation, and nothing else of its checkpoint; return their step.
 
-        Returns:
-            The step of the restored weights: the current one where the best checkpoint no longer exists (the run was
-            resumed from another directory, or the checkpoint was deleted).
-
-        Raises:
-            CheckpointError: the checkpoint is damaged.
+        It is the current one where that checkpoint no longer exists (it was deleted, or left in another directory).
         """
         path = self.store.best(self.state.best_step)
         if path is None:
@@ -235,8 +217,6 @@ class Trainer:
         self.last_validation = result
         best = self.state.record_eval(result.objective)
         if self.world.is_main:
-            if result.acceptance is not None:
-                self.state.tree = result.acceptance.record(self.state.step)
             self.loggers.log("eval", self.state.step, {**result.record(), "best": best})
         return best
 
@@ -256,10 +236,9 @@ class Trainer:
         """Save the run's state."""
         state = self.state
         state.data = self.loader.state_dict()
-        beside = {} if state.tree is None else {TREE: state.tree}
         with self.progress.phase("checkpoints", inline=True):
             snapshot = take_snapshot(self.draft, self.recipe, self.strategy, state, self.world)
-            self.world.run_on_main(lambda: self.store.save(state.step, snapshot, state.best_step, beside))
+            self.world.run_on_main(lambda: self.store.save(state.step, snapshot, state.best_step))
         self._resumable_best = state.best_step
 
     def _save_best(self) -> None:
@@ -272,9 +251,6 @@ class Trainer:
         """Skip the update of a step with a NaN/Inf loss or gradient; it still counts as a step of the schedule.
 
         Logged are the records of the micro-batches with a NaN/Inf loss, or of all of them where only the gradient is.
-
-        Raises:
-            NonFiniteLossError: `max_nonfinite_steps` steps were skipped already.
         """
         state, step = self.state, self.state.step + 1
         suspects = [r for r in results if math.isfinite(loss) or not math.isfinite(float(r.loss))]

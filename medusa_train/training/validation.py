@@ -25,7 +25,6 @@ from medusa_train.training.backbone_recipe import BackboneRecipe
 from medusa_train.training.distributed import SINGLE_PROCESS, World
 from medusa_train.tree_search.fit import fit_tree
 from medusa_train.tree_search.traces import MAX_RANK, Trace, rank_of, tokens_per_step
-from medusa_train.trees.tree import Tree
 
 ROWS = 512  # positions whose logits [ROWS, V] are in memory at once
 #: Tree size of the simulation, the same in every evaluation so that all of them compare: small enough to pay on a CPU,
@@ -66,13 +65,12 @@ class ValidationResult:
     conversations: list[RankedConversation] = field(default_factory=list, repr=False, compare=False)
 
     @cached_property
-    def acceptance(self) -> Acceptance | None:
-        """The best tree and its tokens per step, computed on first access; None with too few conversations."""
+    def acceptance_length(self) -> float | None:
+        """Tokens per step of a simulated tree, computed on first access; None with too few conversations."""
         return simulate(self.conversations)
 
     def record(self) -> dict[str, Any]:
         """Return the figures of an evaluation record in metrics.jsonl."""
-        acceptance = self.acceptance
         return {
             "loss": self.loss,
             "objective": self.objective,
@@ -83,7 +81,7 @@ class ValidationResult:
             **({} if self.in_vocab == self.targets else {"targets_in_vocabulary": self.in_vocab}),
             **({} if self.lm_loss is None else {"lm_loss": self.lm_loss}),
             **({} if self.lm_kl is None else {"lm_kl": self.lm_kl}),
-            **({} if acceptance is None else {"acceptance_length": acceptance.length}),
+            **({} if self.acceptance_length is None else {"acceptance_length": self.acceptance_length}),
         }
 
 
@@ -102,16 +100,11 @@ def validate(
 
     Args:
         recipe: the backbone; left in train mode.
-        draft: the heads.
         batches: the whole validation set, once.
         objective: of the run, for the heads' loss and the weights of its terms.
-        stop: called before every batch; True in any process aborts the evaluation.
-        world: the processes that evaluate together.
-
-    Returns:
-        The result, or None if aborted.
+        stop: called before every batch; True in any process aborts the evaluation, which then returns None.
     """
-    heads, lm = _HeadSums(draft.num_heads), torch.zeros(3, dtype=torch.float64)
+    sums, lm = torch.zeros(draft.num_heads, 3 + MAX_RANK, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
     conversations: list[list[RankedConversation]] = []  # per batch
     was_training = draft.training
     recipe.train(False)
@@ -123,29 +116,28 @@ def validate(
             batch = batch.to(recipe.backbone.device)
             feats = recipe.features(batch, draft.needs)
             with recipe.precision.autocast():
-                ranks = heads.add(draft, batch, feats)
+                of_batch, ranks = _head_sums(draft, batch, feats)
+                sums += of_batch
                 if recipe.joint:
                     lm += _lm_sums(recipe, batch, feats)
             conversations.append(ranked_conversations(batch.labels.cpu(), batch.segments.cpu(), ranks))
     finally:
         recipe.train()
         draft.train(was_training)
-    heads.reduce(world)
+    loss, targets, in_vocab, hits = world.sum(sums).split([1, 1, 1, MAX_RANK], dim=1)
+    head_loss = (loss / in_vocab.clamp(min=1)).flatten().tolist()
     ce, kl, lm_count = world.sum(lm).tolist()
     lm_loss = ce / lm_count if lm_count else None
     lm_kl = kl / lm_count if lm_count and recipe.adapter is not None else None
-    counts = heads.in_vocab.clamp(min=1)
-    head_loss = heads.loss / counts
-    trained = head_loss[: draft.trained_heads]
+    heads = sum(objective.head_weight(k) * mean for k, mean in enumerate(head_loss[: draft.trained_heads], start=1))
     turns = zip_longest(*world.gather(conversations), fillvalue=[])  # processes take turns with the batches
-    loss = float(sum(objective.head_weight(k) * float(mean) for k, mean in enumerate(trained, start=1)))
     return ValidationResult(
-        loss=loss,
-        objective=validation_objective(objective, loss, lm_loss, lm_kl),
-        head_loss=head_loss.tolist(),
-        top=(heads.hits / heads.targets.clamp(min=1)[:, None]).tolist(),
-        targets=heads.targets.tolist(),
-        in_vocab=heads.in_vocab.tolist(),
+        loss=heads,
+        objective=validation_objective(objective, heads, lm_loss, lm_kl),
+        head_loss=head_loss,
+        top=(hits / targets.clamp(min=1)).tolist(),
+        targets=targets.long().flatten().tolist(),
+        in_vocab=in_vocab.long().flatten().tolist(),
         lm_loss=lm_loss,
         lm_kl=lm_kl,
         conversations=[one for turn in turns for of_batch in turn for one in of_batch],
@@ -170,40 +162,26 @@ def validation_objective(objective: Objective, heads: float, ce: float | None, k
     return lm_loss + objective.heads_coefficient * heads
 
 
-class _HeadSums:
-    """Sums per head over the validation set.
+def _head_sums(draft: Draft, batch: Batch, feats: Features) -> tuple[Tensor, Tensor]:
+    """Score the heads on a batch.
 
-    Attributes:
-        loss: float64 [K], cross-entropy in nats. hits: long [K, 10], targets among the best 1, 2, ..., 10 guesses.
-        targets: long [K], valid targets. in_vocab: long [K], those of them in the head's vocabulary.
+    Returns:
+        Sums, float64 [K, 3 + 10]: cross-entropy in nats, targets, those in the head's vocabulary, and those among the
+        best 1, 2, ..., 10 guesses. And the rank of every target, int8 [B, T, K], -1 beyond the last rank kept. Both on
+        the CPU.
     """
-
-    def __init__(self, num_heads: int) -> None:
-        self.loss = torch.zeros(num_heads, dtype=torch.float64)
-        self.hits = torch.zeros(num_heads, MAX_RANK, dtype=torch.long)
-        self.targets = torch.zeros(num_heads, dtype=torch.long)
-        self.in_vocab = torch.zeros(num_heads, dtype=torch.long)
-
-    def add(self, draft: Draft, batch: Batch, feats: Features) -> Tensor:
-        """Add a batch; return the rank of every target, int8 [B, T, K] on the CPU, -1 beyond the last rank kept."""
-        ranks = torch.full((*batch.labels.shape, len(self.loss)), -1, dtype=torch.int8)
-        for i, hidden in enumerate(draft.teacher_forced_states(feats, batch)):
-            target = shift_labels(batch.labels, i + 1, batch.segments)
-            valid = target != IGNORE_INDEX
-            head = draft.lm_head(i + 1)
-            rows = head.rows_of(target[valid])
-            loss, target_ranks = _score(hidden[valid], rows, head)
-            self.loss[i] += loss
-            self.in_vocab[i] += int((rows >= 0).sum())
-            self.hits[i] += torch.bincount(target_ranks[target_ranks >= 0], minlength=MAX_RANK).cumsum(dim=0)
-            self.targets[i] += len(target_ranks)
-            ranks[..., i][valid.cpu()] = target_ranks.to(ranks.dtype)
-        return ranks
-
-    def reduce(self, world: World) -> None:
-        """Sum over all processes."""
-        self.loss, self.hits = world.sum(self.loss), world.sum(self.hits)
-        self.targets, self.in_vocab = world.sum(self.targets), world.sum(self.in_vocab)
+    sums = torch.zeros(draft.num_heads, 3 + MAX_RANK, dtype=torch.float64)
+    ranks = torch.full((*batch.labels.shape, draft.num_heads), -1, dtype=torch.int8)
+    for i, hidden in enumerate(draft.teacher_forced_states(feats, batch)):
+        target = shift_labels(batch.labels, i + 1, batch.segments)
+        valid = target != IGNORE_INDEX
+        head = draft.lm_head(i + 1)
+        rows = head.rows_of(target[valid])
+        loss, target_ranks = _score(hidden[valid], rows, head)
+        hits = torch.bincount(target_ranks[target_ranks >= 0], minlength=MAX_RANK).cumsum(dim=0)
+        sums[i] = torch.tensor([loss, len(rows), int((rows >= 0).sum()), *hits.tolist()], dtype=torch.float64)
+        ranks[..., i][valid.cpu()] = target_ranks.to(ranks.dtype)
+    return sums, ranks
 
 
 def _score(hidden: Tensor, rows: Tensor, head: LMHead) -> tuple[float, Tensor]:
@@ -258,25 +236,6 @@ def _share_of(batches: Iterable[Batch], world: World) -> Iterator[Batch]:
 # Simulated acceptance
 
 
-@dataclass(frozen=True)
-class Acceptance:
-    """The best tree for the heads on held-out text, simulated with teacher forcing.
-
-    Attributes:
-        tree: fitted to all conversations.
-        length: tokens per step (1.0: nothing accepted), on conversations to which the tree was not fitted.
-    """
-
-    tree: Tree
-    length: float
-
-    def record(self, step: int) -> dict[str, Any]:
-        """Return the content of a checkpoint's tree.json, from the evaluation after `step` steps."""
-        return self.tree.record(
-            nodes=self.tree.size, tokens_per_step=round(self.length, 4), fitted_to="held-out text", step=step
-        )
-
-
 def ranked_conversations(labels: Tensor, segments: Tensor, ranks: Tensor) -> list[RankedConversation]:
     """Split a batch's ranks into answers, conversation by conversation.
 
@@ -301,11 +260,11 @@ def ranked_conversations(labels: Tensor, segments: Tensor, ranks: Tensor) -> lis
     return list(conversations.values())
 
 
-def simulate(conversations: Sequence[RankedConversation], nodes: int = NODES) -> Acceptance | None:
-    """Fit the best tree of `nodes` nodes and estimate its tokens per step; None with fewer than two conversations.
+def simulate(conversations: Sequence[RankedConversation], nodes: int = NODES) -> float | None:
+    """Estimate the tokens per step of the best tree of `nodes` nodes; None with fewer than two conversations.
 
-    The estimate is two-fold cross-validated over conversations, because rare paths overfit: the mean of a tree fitted
-    to one half and evaluated on the other, and vice versa. The returned tree is fitted to all conversations.
+    1.0: no guess is accepted. The estimate is two-fold cross-validated over conversations, because rare paths overfit:
+    the mean of a tree fitted to one half and evaluated on the other, and vice versa.
     """
     total = sum(len(answer) for conversation in conversations for answer in conversation)
     used = conversations[:: max(1, math.ceil(total / MAX_SIMULATED_TOKENS))]
@@ -313,9 +272,7 @@ def simulate(conversations: Sequence[RankedConversation], nodes: int = NODES) ->
         return None
     traces = [[_trace(answer) for answer in conversation] for conversation in used]
     first, second = ([trace for answers in traces[half::2] for trace in answers] for half in (0, 1))
-    length = (_fit_and_evaluate(first, second, nodes) + _fit_and_evaluate(second, first, nodes)) / 2
-    everything = first + second
-    return Acceptance(fit_tree(everything, everything, nodes), length)
+    return (_fit_and_evaluate(first, second, nodes) + _fit_and_evaluate(second, first, nodes)) / 2
 
 
 def _fit_and_evaluate(fit: Sequence[Trace], evaluation: Sequence[Trace], nodes: int) -> float:

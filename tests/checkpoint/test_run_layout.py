@@ -38,7 +38,7 @@ def test_a_name_that_no_directory_can_have_is_a_message(tmp_path: Path) -> None:
     cfg = config(tmp_path / ("a" * 300))
     check_output_dir(cfg)
     with pytest.raises(CheckpointError, match="File name too long"):
-        prepare_output_dir(cfg, 0)
+        prepare_output_dir(cfg.run_dir, 0)
     with pytest.raises(ConfigError, match="home directory of ~nosuchuser"):
         check_output_dir(config(Path("~nosuchuser/x")))
 
@@ -77,7 +77,7 @@ def test_local_paths_are_written_absolute(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_directory_that_cannot_be_made_is_a_message(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("")
     with pytest.raises(CheckpointError, match=r"could not write run files to .*: Not a directory"):
-        prepare_output_dir(config(tmp_path / "runs" / "mine"), 0)
+        prepare_output_dir(tmp_path / "runs" / "mine", 0)
 
 
 def test_run_files_lists_everything_that_a_run_writes(tmp_path: Path) -> None:
@@ -85,5 +85,5 @@ def test_run_files_lists_everything_that_a_run_writes(tmp_path: Path) -> None:
     for name in (*RUN_FILES, "notes.txt"):
         (tmp_path / name).mkdir()
     assert {"tensorboard", "wandb", "metrics.jsonl"} <= set(RUN_FILES)
-    prepare_output_dir(config(tmp_path), 0)
+    prepare_output_dir(tmp_path, 0)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]

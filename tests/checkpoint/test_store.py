@@ -51,18 +51,6 @@ def test_round_trip(tmp_path: Path) -> None:
     assert_is(CheckpointStore(tmp_path).load(path), 7)
 
 
-def test_files_for_other_programs_are_checksummed_too(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path)
-    path = store.save(3, state(3), beside={"tree.json": {"medusa_choices": [[0], [0, 1]]}})
-    assert json.loads((path / "tree.json").read_text()) == {"medusa_choices": [[0], [0, 1]]}
-    loaded = store.load(path)
-    assert set(loaded) == set(state(3))
-    assert_is(loaded, 3)
-    (path / "tree.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"tree\.json: truncated or changed"):
-        store.load(path)
-
-
 @pytest.mark.parametrize(("limit", "kept"), [(None, [9, 80, 100, 200]), (2, [100, 200]), (1, [200])])
 def test_retention_keeps_the_newest(tmp_path: Path, limit: int | None, kept: list[int]) -> None:
     store = CheckpointStore(tmp_path, limit)

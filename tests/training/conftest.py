@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import random
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +17,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from medusa_train.config.schema import TrainConfig
+from medusa_train.training.run import train as train_run
+from medusa_train.training.trainer import Trainer
 from medusa_train.tree_search.choose import Effort
 
 SPECIAL = ["<s>", "</s>", "<|user|>", "<|assistant|>"]
@@ -24,6 +29,19 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "red", "green", "blue", "large"]
+
+
+#: Joint training with dropout and the teacher on.
+LORA: dict[str, Any] = {
+    "recipe": "medusa2",
+    "adapter": "lora",
+    "lora_target_linear": True,
+    "lora_r": 4,
+    "lora_dropout": 0.2,
+    "medusa_self_distillation": True,
+    "learning_rate": 1e-2,
+    "medusa_lr_multiplier": 2.0,
+}
 
 
 def sentence(draw: random.Random) -> str:
@@ -138,3 +156,26 @@ def console() -> Console:
 def metrics(run: Path) -> list[dict]:
     """Read the records of a run's metrics.jsonl."""
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def figures(run: Path) -> list[dict[str, Any]]:
+    """The records of a run without times."""
+    return [{k: v for k, v in record.items() if k not in ("time", "tokens_per_s")} for record in metrics(run)]
+
+
+def train(cfg: TrainConfig, console: Console) -> int:
+    """Train one stage, everything printed to `console`."""
+    return train_run(cfg, console, console)
+
+
+def stop_after(monkeypatch: pytest.MonkeyPatch, step: int, number: int = signal.SIGINT) -> None:
+    """Send the signal in the middle of that step, as a user would."""
+    real = Trainer.compute_loss
+
+    def compute_loss(self: Trainer, *args: Any, **kwargs: Any) -> Any:
+        if self.state.step + 1 == step:
+            monkeypatch.setattr(Trainer, "compute_loss", real)
+            os.kill(os.getpid(), number)
+        return real(self, *args, **kwargs)
+
+    monkeypatch.setattr(Trainer, "compute_loss", compute_loss)

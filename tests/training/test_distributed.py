@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 
 from medusa_train.checkpoint.store import CheckpointStore
 from medusa_train.training.distributed import SINGLE_PROCESS
-from tests.training.conftest import metrics
+from tests.training.conftest import LORA, figures, metrics
 from tests.training.mishap import forks, start, wait
 from tests.training.worker import SMALL, equal, run_plan, whole_run
 
@@ -37,14 +37,7 @@ pytestmark = [
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="DeepSpeed runs on Linux"),
 ]
 
-LORA = {
-    "recipe": "medusa2",
-    "adapter": "lora",
-    "lora_target_linear": True,
-    "lora_r": 4,
-    "lora_dropout": 0.0,
-    "medusa_self_distillation": True,
-}
+NO_DROPOUT = {**LORA, "lora_dropout": 0.0}
 #: Three epochs with a frozen backbone whose states are kept on disk; batches of one row have the same shape in each.
 CACHED: dict[str, Any] = {
     **dict.fromkeys(LORA),
@@ -62,9 +55,9 @@ RECIPES: dict[str, dict[str, Any]] = {
     "shared": {"recipe": "medusa1", "medusa_share_lm_head": True},
     "markov": {"recipe": "medusa1", "medusa_markov_rank": 4},
     "soft": {"recipe": "medusa1", "medusa_soft_targets": 0.5},
-    "lora": LORA,
-    "bf16": {**LORA, "bf16": True},
-    "nf4": {**LORA, "adapter": "qlora", "load_in_4bit": True},
+    "lora": NO_DROPOUT,
+    "bf16": {**NO_DROPOUT, "bf16": True},
+    "nf4": {**NO_DROPOUT, "adapter": "qlora", "load_in_4bit": True},
     "free": {"recipe": "medusa2", "medusa_num_unfreeze_layers": 1},
     "hydra": {**OTHER, "draft": "hydra", "hydra": {"num_heads": 3, "num_layers": 2, "dropout": 0.0}},
     "amphista": {**OTHER, "draft": "amphista", "amphista": {"num_heads": 3, "vocab_size": 24}},
@@ -141,7 +134,16 @@ def keys(backbone_dir, chats):
         "bf16": False,
         "calibration_tokens": 0,
         "max_grad_norm": 0.5,  # less than the gradients' norm, so that every step is clipped
+        "max_steps": 4,
+        "eval_steps": 2,
+        "save_steps": 4,
+        "logging_steps": 1,
     }
+
+
+#: Keys of runs of which one process is the reference.
+EQUAL_KEYS = {"learning_rate": 0.05, "medusa_lr_multiplier": 2.0, "lr_scheduler": "linear", "seed": 1}
+FIGURES = ("loss", "grad_norm", "objective", "head_top1", "tokens", "targets", "lm_loss", "lm_kl")
 
 
 @pytest.fixture(scope="module")
@@ -150,14 +152,7 @@ def run_keys(keys):
     return {
         **keys,
         **LORA,
-        "lora_dropout": 0.2,
-        "max_steps": 4,
-        "eval_steps": 2,
-        "save_steps": 4,
-        "logging_steps": 1,
-        "learning_rate": 1e-2,
         "warmup_steps": 1,
-        "medusa_lr_multiplier": 1.0,
     }
 
 
@@ -218,8 +213,9 @@ def all_cases(keys: dict[str, Any], run_keys: dict[str, Any], out: Path) -> list
     """The cases of `worker.py`, in the order to run them; the one whose process dies comes last."""
     cases: list[dict[str, Any]] = []
     for name, (recipe, optimizer, zero, other) in EQUAL.items():
-        case_keys = given({**keys, **RECIPES[recipe], **other.get("more", {})})
-        cases.append({"do": "equal", "name": name, "keys": case_keys, "optimizer": optimizer, "zero": zero, **other})
+        zero_keys = {"deepspeed": {"zero_optimization": {**SMALL, **zero}}, **other.get("more", {})}
+        case_keys = given({**keys, **RECIPES[recipe], **EQUAL_KEYS, **zero_keys})
+        cases.append({"do": "equal", "name": name, "keys": case_keys, "optimizer": optimizer, **other})
     for strategy, deepspeed in STRATEGIES.items():
         whole = {**run_keys, "deepspeed": deepspeed, "output_dir": str(out / f"{strategy}-whole" / "run")}
         parts = {**whole, "output_dir": str(out / f"{strategy}-parts" / "run")}
@@ -250,7 +246,7 @@ def all_cases(keys: dict[str, Any], run_keys: dict[str, Any], out: Path) -> list
         {"do": "whole_run", "name": "first", "keys": {**second, "output_dir": str(out / "first" / "run")}, "stop": 2},
         {"do": "whole_run", "name": "early", "keys": {**zero3, **early, "output_dir": str(out / "early" / "run")}},
     ]
-    plain = {"keys": {**keys, **RECIPES["m1"]}, "optimizer": "sgd", "zero": {"stage": 1}}
+    plain = {"keys": {**keys, **RECIPES["m1"], **EQUAL_KEYS}, "optimizer": "sgd"}
     cases.append({"do": "equal", "name": "overscaled", **plain, "loss_scale": 2.0**66})
     cases.append({"do": "dies", "name": "dies", **plain})
     return cases
@@ -264,7 +260,7 @@ def one(keys, tmp_path_factory):
     def run(recipe: str, optimizer: str) -> Path:
         where = out / f"{recipe}-{optimizer}"
         if not where.exists():
-            twice = given({**keys, **RECIPES[recipe], "gradient_accumulation_steps": 4})
+            twice = given({**keys, **RECIPES[recipe], **EQUAL_KEYS, "gradient_accumulation_steps": 4})
             equal({"keys": twice, "optimizer": optimizer}, where, SINGLE_PROCESS)
         return where
 
@@ -276,13 +272,11 @@ def test_two_processes_are_one(two, one, case):
     assert (two / case / "done").exists(), logs(two)
     recipe, optimizer, _, _ = EQUAL[case]
     reference = one(recipe, optimizer)
-    ours, theirs = (json.loads((path / "figures.json").read_text()) for path in (two / case, reference))
-    assert [record[:2] for record in ours] == [record[:2] for record in theirs]
     relative, absolute = (4e-3, 4e-4) if recipe == "bf16" else (2e-5, 1e-6)
-    for (_, _, mine), (_, _, wanted) in zip(ours, theirs, strict=True):
-        assert set(mine) == set(wanted)
-        for name, value in wanted.items():
-            assert mine[name] == pytest.approx(value, rel=relative, abs=absolute), name
+    for mine, wanted in zip(metrics(two / case / "run"), metrics(reference / "run"), strict=True):
+        assert (set(mine), mine["kind"], mine["step"]) == (set(wanted), wanted["kind"], wanted["step"])
+        for name in wanted.keys() & set(FIGURES):
+            assert mine[name] == pytest.approx(wanted[name], rel=relative, abs=absolute), name
     ours, theirs = (load_file(path / "weights.safetensors") for path in (two / case, reference))
     assert set(ours) == set(theirs)
     largest, mean = {"sgd": (5e-7, 5e-8), "adamw": (5e-5, 1e-7)}[optimizer]
@@ -331,10 +325,7 @@ def test_a_run_in_two_stages_is_resumed_in_the_first_to_the_bit(two, strategy):
 
 def assert_equal_runs(ours: Path, theirs: Path, steps: list[int]) -> None:
     """All figures and trained weights are equal."""
-    whole, parts = (
-        [{k: v for k, v in record.items() if k not in ("time", "tokens_per_s")} for record in metrics(run)]
-        for run in (ours, theirs)
-    )
+    whole, parts = figures(ours), figures(theirs)
     assert [record["step"] for record in whole if record["kind"] == "train"] == steps
     assert parts == whole
     names = [
@@ -379,8 +370,7 @@ def test_stopped_early_under_zero3_the_best_heads_are_published(two):
 def test_a_step_that_was_scaled_too_far_is_counted_and_left_out(two):
     """2^66 times a norm of 1.4 has a square beyond float32; the scale halves until it fits."""
     assert (two / "overscaled" / "done").exists(), logs(two)
-    steps = [figures for kind, _, figures in json.loads((two / "overscaled" / "figures.json").read_text())
-             if kind == "train"]  # fmt: skip
+    steps = [record for record in metrics(two / "overscaled" / "run") if record["kind"] == "train"]
     skipped = [figures.get("overscaled_steps", 0) for figures in steps]
     assert skipped[0] == 1
     assert skipped[-1] == 0

@@ -1,4 +1,4 @@
-"""Runs with a reduced vocabulary, which is the text's, or a Markov bias: trained, resumed, exported, decoded with."""
+"""Runs with a reduced vocabulary, which is the text's, or a Markov bias: chosen, exported, resumed, evaluated."""
 
 from __future__ import annotations
 
@@ -10,56 +10,38 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-from medusa_train.checkpoint.heads import load_draft
 from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.data.batch import IGNORE_INDEX, shift_labels
 from medusa_train.errors import CheckpointError, ConfigError
 from medusa_train.export.write import export_run
-from medusa_train.inference.generate import Decoder
 from medusa_train.losses.objective import Objective
 from medusa_train.models.drafts import DRAFTS
-from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.models.loading import load_backbone
 from medusa_train.models.precision import choose_precision
 from medusa_train.training.backbone_recipe import BackboneRecipe
-from medusa_train.training.estimate import Estimate
 from medusa_train.training.load_data import load_data
-from medusa_train.training.run import train
 from medusa_train.training.validation import validate
-from medusa_train.trees.tree import Tree
-from tests.training.conftest import metrics
+from tests.training.conftest import train
 
 SIZE = 24
 
 
-@pytest.mark.parametrize(
-    "keys", [{}, {"medusa_share_lm_head": True, "medusa_soft_targets": 0.5}], ids=["own", "shared"]
-)
-def test_a_run_from_its_text_to_decoding(make_config, console, tmp_path, backbone_dir, keys) -> None:
-    cfg = make_config(medusa_vocab_size=SIZE, calibration_tokens=60, **keys)
-    assert train(cfg, console, console) == 0
+def test_heads_keep_the_most_frequent_tokens_and_only_vllm_stores_them(make_config, console, tmp_path) -> None:
+    cfg = make_config(medusa_vocab_size=SIZE)
+    assert train(cfg, console) == 0
     data = load_data(cfg, console)
     counts = torch.zeros(300, dtype=torch.long)
     for example in data.train:
         for token in example.tokens[example.supervised].tolist():
             counts[token] += 1
     out = tmp_path / "run"
-    kept = load_file(out / "heads" / "medusa_lm_head.safetensors")["token_map"]
+    kept = heads(out)["token_map"]
     assert len(kept) == SIZE
     assert 1 in kept.tolist()  # </s> ends every answer
     others = sorted(set(range(300)) - set(kept.tolist()))
     assert int(counts[kept].min()) >= int(counts[others].max()) > 0
     share = int(counts[kept].sum()) / int(counts.sum())
     assert f"draft vocabulary: 24 of 300 tokens, covering {share:.2%} of training targets" in console.file.getvalue()
-    logged = [line for line in metrics(out) if line["kind"] == "train"]
-    assert all(0 < line["outside_vocabulary"] < 1 for line in logged)
-    assert logged[-1]["loss"] < logged[0]["loss"]
-
-    backbone = load_backbone(str(backbone_dir))
-    draft = load_draft(out / "heads", backbone)
-    prompt = data.prompts.prompts()[0]
-    plain = Decoder(backbone).generate(prompt, 30).tokens
-    assert Decoder(backbone, draft, Tree.load(out / "tree.json")).generate(prompt, 30).tokens == plain
 
     facts = export_run(resolve_model(str(out), None, None), "vllm").facts
     assert any("the other rows are filled in" in fact for fact in facts)
@@ -70,8 +52,15 @@ def test_a_run_from_its_text_to_decoding(make_config, console, tmp_path, backbon
             export_run(resolve_model(str(out), None, None), to)
 
 
-REDUCED = {"medusa_vocab_size": SIZE, "medusa_share_lm_head": True}
-MARKOV = {"medusa_markov_rank": 4}
+def test_no_other_layout_stores_a_markov_bias(make_config, console, tmp_path) -> None:
+    assert train(make_config(medusa_markov_rank=4), console) == 0
+    out = tmp_path / "run"
+    assert "with a Markov bias of rank 4" in console.file.getvalue()
+    assert float(heads(out)["markov.output.weight"].abs().max()) > 1e-3  # 0 before training
+    for to in ("reference", "reference-v2", "tgi", "vllm", "trtllm", "transformers"):
+        with pytest.raises(CheckpointError, match=rf"medusa_markov_rank: 4\), which the layout of {to} cannot store"):
+            export_run(resolve_model(str(out), None, None), to)
+    assert not (out / "export").exists()
 
 
 def heads(run) -> dict[str, torch.Tensor]:
@@ -79,58 +68,15 @@ def heads(run) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "keys",
-    [{}, {"medusa_share_lm_head": True, "medusa_vocab_size": 24}],
-    ids=["plain", "shared lm_head, reduced"],
-)
-def test_a_run_with_a_markov_bias(make_config, console, tmp_path, backbone_dir, keys) -> None:
-    cfg = make_config(**MARKOV, **keys, calibration_tokens=60)
-    assert train(cfg, console, console) == 0
-    out = tmp_path / "run"
-    assert "with a Markov bias of rank 4" in console.file.getvalue()
-    learnt = heads(out)
-    rows = learnt["markov.output.weight"]
-    assert rows.shape == (24 if keys else 300, 4)
-    assert float(rows.abs().max()) > 1e-3  # 0 before training
-    logged = [line["loss"] for line in metrics(out) if line["kind"] == "train"]
-    assert logged[-1] < logged[0]
-    backbone = load_backbone(str(backbone_dir))
-    draft = load_draft(out / "heads", backbone)
-    assert isinstance(draft, MedusaDraft)
-    assert draft.settings == cfg.draft_config.settings
-    memory = Estimate(cfg, backbone.config).memory(rows=2, width=64, dtype=torch.float32, device="cpu")
-    assert memory.trained == sum(parameter.numel() for parameter in draft.parameters())
-    prompt = load_data(cfg, console).prompts.prompts()[0]
-    plain = Decoder(backbone).generate(prompt, 30).tokens
-    for tree in (Tree.load(out / "tree.json"), Tree.cartesian([3, 2, 2])):
-        assert Decoder(backbone, draft, tree).generate(prompt, 30).tokens == plain
-    for to in ("reference", "reference-v2", "tgi", "vllm", "trtllm", "transformers"):
-        with pytest.raises(CheckpointError, match=rf"medusa_markov_rank: 4\), which the layout of {to} cannot store"):
-            export_run(resolve_model(str(out), None, None), to)
-    assert not (out / "export").exists()
-
-
-@pytest.mark.parametrize("options", [REDUCED, MARKOV], ids=["vocabulary", "markov"])
-def test_resumed_is_uninterrupted_to_the_bit(make_config, console, tmp_path, options) -> None:
-    keys = {**options, "save_steps": 3, "lr_scheduler": "constant"}
-    train(make_config(**keys, output_dir=str(tmp_path / "whole")), console, console)
-    train(make_config(**keys, output_dir=str(tmp_path / "part"), max_steps=3), console, console)
-    train(make_config(**keys, output_dir=str(tmp_path / "part"), resume_from_checkpoint="auto"), console, console)
-    first, second = heads(tmp_path / "whole"), heads(tmp_path / "part")
-    assert set(first) == set(second)
-    assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-@pytest.mark.parametrize(
     ("options", "default", "kept"),
     [
         ({"medusa_vocab_size": SIZE}, None, ["token_map"]),
-        (MARKOV, 0, ["markov.embedding.weight", "markov.output.weight"]),
+        ({"medusa_markov_rank": 4}, 0, ["markov.embedding.weight", "markov.output.weight"]),
     ],
     ids=["vocabulary", "markov"],
 )
 def test_stage_two_goes_on_with_the_heads_of_stage_one(make_config, console, tmp_path, options, default, kept) -> None:
-    train(make_config(**options, output_dir=str(tmp_path / "one")), console, console)
+    train(make_config(**options, output_dir=str(tmp_path / "one")), console)
     start = {
         "lora_model_dir": str(tmp_path / "one"),
         "recipe": "medusa2",
@@ -140,8 +86,8 @@ def test_stage_two_goes_on_with_the_heads_of_stage_one(make_config, console, tmp
     }
     ((key, value),) = options.items()
     with pytest.raises(ConfigError, match=f"{key}: {value}, the configuration sets {key}: {default}"):
-        train(make_config(**start), console, console)
-    train(make_config(**start, **options, max_steps=1, learning_rate=1e-6), console, console)
+        train(make_config(**start), console)
+    train(make_config(**start, **options, max_steps=1, learning_rate=1e-6), console)
     first, second = heads(tmp_path / "one"), heads(tmp_path / "two")
     for name in kept:
         torch.testing.assert_close(first[name], second[name], rtol=0, atol=1e-4)
@@ -153,32 +99,6 @@ def test_a_vocabulary_that_is_not_reduced_is_refused_at_once(make_config, consol
     key = {"medusa_vocab_size": size} if kind == "medusa" else {"draft": kind, kind: {"vocab_size": size}}
     with pytest.raises(ConfigError, match=rf"^{kind}[._]vocab_size: [\d,]+ must be less than the 300 tokens"):
         load_data(make_config(**key), console)
-
-
-@pytest.mark.parametrize("kind", ["hydra", "amphista"])
-def test_other_drafts_are_trained_resumed_and_decoded_with(kind, make_config, console, tmp_path, backbone_dir) -> None:
-    section = {"num_heads": 2, "vocab_size": SIZE}
-    keys = {"draft": kind, kind: section, "save_steps": 3, "lr_scheduler": "constant"}
-    whole, part = ({**keys, "output_dir": str(tmp_path / name)} for name in ("whole", "part"))
-    train(make_config(**whole, calibration_tokens=60), console, console)
-    assert f"2 {kind.capitalize()}" in console.file.getvalue()
-    assert "draft vocabulary: 24 of 300 tokens" in console.file.getvalue()
-    assert all(0 < line["outside_vocabulary"] < 1 for line in metrics(tmp_path / "whole") if line["kind"] == "train")
-    backbone = load_backbone(str(backbone_dir))
-    draft = load_draft(tmp_path / "whole" / "heads", backbone)
-    assert (draft.draft_vocab_size, draft.lm_head(2).weight.shape) == (SIZE, (SIZE, 32))
-    plain = Decoder(backbone).generate([0, 2, 10, 3], 30, ()).tokens
-    tree = Tree.load(tmp_path / "whole" / "tree.json")
-    assert Decoder(backbone, draft, tree).generate([0, 2, 10, 3], 30, ()).tokens == plain
-
-    train(make_config(**part, max_steps=3), console, console)
-    train(make_config(**part, resume_from_checkpoint="auto"), console, console)
-    first, second = (load_file(tmp_path / name / "heads" / "draft.safetensors") for name in ("whole", "part"))
-    assert set(first) == set(second)
-    assert all(torch.equal(first[name], second[name]) for name in first)
-    all_tokens = {**keys, kind: {"num_heads": 2}, "lora_model_dir": str(tmp_path / "whole")}
-    with pytest.raises(ConfigError, match=rf"{kind}\.vocab_size: 24, the configuration sets {kind}\.vocab_size: None"):
-        train(make_config(**all_tokens), console, console)
 
 
 @pytest.mark.parametrize("kind", ["medusa", "hydra", "amphista"])

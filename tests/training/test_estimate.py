@@ -14,12 +14,8 @@ from medusa_train.models.drafts.eagle3 import Eagle3Draft
 from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.models.features import Rows
 from medusa_train.models.lora import Adapter, LoraSpec
-from medusa_train.training.estimate import (
-    _NF4,
-    Estimate,
-    Memory,
-    check_8bit_states,
-)
+from medusa_train.training.estimate import _NF4, Estimate, Memory
+from medusa_train.training.preflight import check_8bit_states
 from tests.families import random_backbone
 
 ACTIVATIONS = "activations (estimate)"

@@ -13,18 +13,17 @@ import torch
 from safetensors.torch import load_file
 
 from medusa_train.data.dataset import BatchLoader
-from medusa_train.data.state_store import StateStore
+from medusa_train.data.state_store import StateFormat, StateStore
 from medusa_train.errors import ConfigError
 from medusa_train.models.features import PLAIN, Features, FeatureSpec
 from medusa_train.models.loading import load_backbone
 from medusa_train.models.precision import choose_precision
 from medusa_train.training import hidden_states
 from medusa_train.training.backbone_recipe import BackboneRecipe
-from medusa_train.training.hidden_states import HiddenStateCache, backbone_fingerprint, state_format
+from medusa_train.training.hidden_states import HiddenStateCache, backbone_fingerprint
 from medusa_train.training.load_data import load_data
-from tests.training.conftest import metrics
+from tests.training.conftest import figures, metrics, train
 from tests.training.mishap import Mishap, command, forks, medusa_train
-from tests.training.test_run import train
 
 DRAFTS: dict[str, dict[str, Any]] = {
     "medusa": {},
@@ -64,11 +63,6 @@ def passes(monkeypatch) -> list[Any]:
 
     monkeypatch.setattr(BackboneRecipe, "_run", run)
     return seen
-
-
-def figures(run: Path) -> list[dict[str, Any]]:
-    """The records of a run without times."""
-    return [{k: v for k, v in record.items() if k not in ("time", "tokens_per_s")} for record in metrics(run)]
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
@@ -246,7 +240,7 @@ def cache_and_batch(make_config, console, tmp_path, backbone_dir):
     """An empty cache, a padded batch, and the backbone."""
     cfg = make_config()
     recipe = BackboneRecipe(load_backbone(str(backbone_dir)), choose_precision(False, torch.device("cpu")))
-    store = StateStore(tmp_path / "states", state_format(PLAIN, 32, torch.float32))
+    store = StateStore(tmp_path / "states", StateFormat(1, 32, torch.float32))
     batch = next(BatchLoader(load_data(cfg, console).train, 4, seed=0))
     return HiddenStateCache(store, torch.device("cpu")), batch, recipe
 

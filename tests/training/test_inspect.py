@@ -66,7 +66,7 @@ def test_samples_counts_steps_and_memory_without_weights(make_config, weightless
     assert rows["memory"].startswith("needed on one device")
     # 3 heads of (32 x 32 + 32 + 300 x 32) numbers
     assert "0.0M parameters trained" in text
-    assert f"{3 * (32 * 32 + 32 + 300 * 32) * 4 / 2**20:.1f} MiB" in rows["heads"]
+    assert f"{3 * (32 * 32 + 32 + 300 * 32) * 4 / 2**10:.1f} KiB" in rows["heads"]
 
 
 def test_a_gpu_holds_more_than_tensors(make_config, weightless, console, monkeypatch):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 
 import pytest
 import torch
@@ -11,24 +10,9 @@ from safetensors.torch import load_file
 
 from medusa_train.checkpoint.load_model import load_with_draft
 from medusa_train.checkpoint.resolve import resolve_model
-from medusa_train.checkpoint.store import CheckpointStore
 from medusa_train.errors import CheckpointError, ConfigError
 from medusa_train.inference.decoding_settings import DecodingSettings
-from medusa_train.inference.generate import Decoder
-from medusa_train.models.loading import load_backbone
-from tests.training.conftest import metrics
-from tests.training.test_run import stop_after, train
-
-LORA = {
-    "recipe": "medusa2",
-    "adapter": "lora",
-    "lora_target_linear": True,
-    "lora_r": 4,
-    "lora_dropout": 0.2,
-    "medusa_self_distillation": True,
-    "learning_rate": 1e-2,
-    "medusa_lr_multiplier": 2.0,
-}
+from tests.training.conftest import LORA, metrics, train
 
 
 def train_records(run):
@@ -47,41 +31,6 @@ def test_lora_and_kl_leave_heads_adapter_and_a_tree(make_config, console, tmp_pa
     evaluations = [record for record in metrics(run) if "lm_kl" in record and "grad_norm" not in record]
     assert evaluations
     assert 0 < evaluations[-1]["lm_kl"] < 0.5 * evaluations[-1]["lm_loss"]
-
-
-def test_the_trained_model_is_the_one_that_is_evaluated(make_config, console, tmp_path, backbone_dir):
-    """Adapter folded in, heads on top: other than the backbone, and tree decoding equals its plain decoding."""
-    train(make_config(**{**LORA, "learning_rate": 5e-2}, calibration_tokens=80), console)
-    subject = load_with_draft(resolve_model(str(tmp_path / "run"), None, None), "float32")
-    tokens = torch.tensor([[0, 2, 10, 3, 40]])
-    original = load_backbone(str(backbone_dir))
-    adapted = subject.backbone.logits(subject.backbone.run(tokens).hidden)
-    assert not torch.allclose(adapted, original.logits(original.run(tokens).hidden), atol=1e-3)
-    plain = Decoder(subject.backbone).generate([0, 2, 10, 3], 20)
-    drafted = Decoder(subject.backbone, subject.draft, subject.tree).generate([0, 2, 10, 3], 20)
-    assert drafted.tokens == plain.tokens
-
-
-@pytest.mark.parametrize(
-    "keys",
-    [LORA, {**LORA, "medusa_self_distillation": False, "medusa_distillation_regularization": 0.5},
-     {"recipe": "medusa2", "medusa_num_unfreeze_layers": 1}],
-    ids=["kl", "rho", "unfreeze"],
-)  # fmt: skip
-def test_resumed_is_uninterrupted_with_dropout_on(make_config, console, tmp_path, monkeypatch, keys):
-    train(make_config(**keys, output_dir=str(tmp_path / "whole")), console)
-    cfg = make_config(**keys, output_dir=str(tmp_path / "parts"))
-    with monkeypatch.context() as patch:
-        stop_after(patch, 3, signal.SIGINT)
-        assert train(cfg, console) == 130
-    assert CheckpointStore(tmp_path / "parts").steps() == [3]
-    assert train(cfg.model_copy(update={"resume_from_checkpoint": "latest"}), console) == 0
-    whole, parts = (
-        [(r["step"], r["loss"], r["lm_loss"], r["grad_norm"]) for r in metrics(tmp_path / name) if "grad_norm" in r]
-        for name in ("whole", "parts")
-    )
-    assert len(whole) == 6
-    assert whole == parts
 
 
 def test_stage_two_starts_from_stage_one(make_config, console, tmp_path):
@@ -170,15 +119,3 @@ def test_the_tree_records_the_form_that_it_was_fitted_to(make_config, console, t
     subject = load_with_draft(resolve_model(str(tmp_path / "run"), None, None), fitted.dtype)
     decoding = DecodingSettings.of(subject.backbone)
     assert decoding.differences(fitted) == ["quantization nf4, now none", "merged no, now yes"]
-
-
-@pytest.mark.parametrize("bf16", [False, True])
-def test_heads_on_a_shared_lm_head_learn_and_decode(make_config, console, tmp_path, bf16):
-    assert train(make_config(medusa_share_lm_head=True, bf16=bf16, calibration_tokens=80), console) == 0
-    tensors = load_file(tmp_path / "run" / "heads" / "medusa_lm_head.safetensors")
-    assert sorted(tensors) == [f"{i}.0.linear.{kind}" for i in range(3) for kind in ("bias", "weight")]
-    records = [record for record in metrics(tmp_path / "run") if "grad_norm" in record]
-    assert records[-1]["loss"] < records[0]["loss"]
-    subject = load_with_draft(resolve_model(str(tmp_path / "run"), None, None), "float32")
-    plain = Decoder(subject.backbone).generate([0, 2, 10, 3], 20)
-    assert Decoder(subject.backbone, subject.draft, subject.tree).generate([0, 2, 10, 3], 20).tokens == plain.tokens

@@ -14,9 +14,8 @@ import pytest
 
 from medusa_train.checkpoint.store import CheckpointStore
 from medusa_train.config.schema import TrainConfig
-from tests.training.conftest import metrics
+from tests.training.conftest import LORA, figures, metrics
 from tests.training.mishap import Mishap, command, fill_the_disk, forks, medusa_train, terminate
-from tests.training.test_joint import LORA
 
 pytestmark = forks
 
@@ -33,11 +32,6 @@ TRAINER = "medusa_train.training.trainer:"
 RESUME = "resume_from_checkpoint=auto"
 
 
-def lasting(run: Path) -> list[dict[str, Any]]:
-    """metrics.jsonl without what time it was and how long it took."""
-    return [{k: v for k, v in r.items() if k not in ("time", "tokens_per_s")} for r in metrics(run)]
-
-
 def weights(run: Path) -> dict[str, bytes]:
     """Every file of tensors that the run left behind: heads, adapter, and in the last checkpoint all the rest."""
     last = CheckpointStore(run).latest()
@@ -49,10 +43,10 @@ def weights(run: Path) -> dict[str, bytes]:
 
 def assert_same(run: Path, whole: Path) -> None:
     """To the bit, and no line twice."""
-    records = lasting(run)
+    records = figures(run)
     places = [(record["kind"], record["step"]) for record in records]
     assert len(places) == len(set(places))
-    assert records == lasting(whole)
+    assert records == figures(whole)
     assert weights(run) == weights(whole)
     assert not [path for path in run.rglob("*") if path.name.startswith((".tmp", ".old"))]
 
@@ -97,7 +91,7 @@ def test_a_run_that_is_killed_again_and_again_equals_one_that_was_not(
         # checkpoint 12 has its name, those beyond the limit are still there
         (Mishap("medusa_train.checkpoint.store:CheckpointStore._delete_old", 1), [4, 8, 12]),
         # all steps done, the adapter written, the heads not
-        (Mishap("medusa_train.training.run:write_heads", 1), [4, 8, 12]),
+        (Mishap("medusa_train.training.run:save_draft", 1), [4, 8, 12]),
     ]
     for mishap, left in kills:
         code, text = medusa_train(command(cfg, RESUME), mishap)
@@ -134,7 +128,7 @@ def test_a_full_disk_leaves_the_checkpoints_before_it_usable(cfg: TrainConfig, w
     run = tmp_path / "run"
     for mishap, step, kept, lost in (
         (Mishap(TRAINER + "CheckpointStore.save", 2, fill_the_disk), 8, [4], f"to {run / 'checkpoints'}: "),
-        (Mishap("medusa_train.training.run:write_heads", 1, fill_the_disk), 12, [8, 12], f"to {run / 'heads'}: "),
+        (Mishap("medusa_train.training.run:save_draft", 1, fill_the_disk), 12, [8, 12], f"to {run / 'heads'}: "),
     ):
         code, text = medusa_train(command(cfg, RESUME), mishap)
         assert code == 1, text
@@ -160,7 +154,7 @@ def test_sigterm_in_every_phase_tells_how_to_resume(cfg: TrainConfig, whole: Pat
         # the evaluation of step 3 is made up for, and SIGTERM comes while it is saved
         (TRAINER + "CheckpointStore.save", [3, 4], "stopped after step 4, saved"),
         (TRAINER + "Trainer.compute_loss", [4, 5], "stopped after step 5, saved"),
-        ("medusa_train.training.run:write_heads", [8, 12], "stopped: the checkpoint is saved"),
+        ("medusa_train.training.run:save_draft", [8, 12], "stopped: the checkpoint is saved"),
         ("medusa_train.training.run:heads_table", [8, 12], f"{run / 'heads'} is saved, tree.json is not"),
     ):
         code, text = medusa_train(command(cfg, RESUME), Mishap(place, 1, terminate))

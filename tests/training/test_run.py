@@ -1,8 +1,6 @@
 import json
 import math
-import os
 import shutil
-import signal
 from pathlib import Path
 
 import pytest
@@ -11,18 +9,11 @@ import yaml
 from safetensors.torch import load_file
 
 from medusa_train.checkpoint.store import CheckpointStore
-from medusa_train.config.load import load_config
-from medusa_train.config.schema import TrainConfig
 from medusa_train.errors import CheckpointError, ConfigError, DataError, MedusaError
 from medusa_train.training import run as run_module
 from medusa_train.training.distributed import World
 from medusa_train.training.trainer import NonFiniteLossError, Trainer
-from medusa_train.trees.tree import Tree
-from tests.training.conftest import metrics
-
-
-def train(cfg, console):
-    return run_module.train(cfg, console, console)
+from tests.training.conftest import metrics, train
 
 
 def losses(run):
@@ -31,19 +22,6 @@ def losses(run):
 
 def held_out(run):
     return [(r["step"], r["loss"], r["head_top"]) for r in metrics(run) if r["kind"] == "eval"]
-
-
-def stop_after(monkeypatch, step, number=signal.SIGINT):
-    """Send the signal in the middle of that step, as a user would."""
-    real = Trainer.compute_loss
-
-    def compute_loss(self, *args, **kwargs):
-        if self.state.step + 1 == step:
-            monkeypatch.setattr(Trainer, "compute_loss", real)
-            os.kill(os.getpid(), number)
-        return real(self, *args, **kwargs)
-
-    monkeypatch.setattr(Trainer, "compute_loss", compute_loss)
 
 
 def test_a_run_leaves_heads_config_metrics_and_a_tree(make_config, console, tmp_path, backbone_dir):
@@ -110,43 +88,6 @@ def test_the_other_processes_wait_until_the_tree_is_chosen(make_config, console,
 
     assert run_module.train(make_config(calibration_tokens=120, max_steps=1), console, console, Observed()) == 0
     assert chosen[-1]
-
-
-def test_the_tree_of_the_latest_evaluation_lies_in_every_checkpoint(make_config, console, tmp_path, monkeypatch):
-    """Also where a run stopped between evaluations, and went on to the next checkpoint without one."""
-    out = tmp_path / "run"
-    stop_after(monkeypatch, 5)
-    keys = {"eval_steps": 4, "save_steps": 2, "max_steps": 8, "save_total_limit": 9, "learning_rate": 3e-2}
-    assert train(make_config(**keys), console) == 130
-    assert train(make_config(**keys, resume_from_checkpoint="auto"), console) == 0
-    lengths = {r["step"]: r["acceptance_length"] for r in metrics(out) if r["kind"] == "eval"}
-    assert set(lengths) == {4, 8}
-    assert CheckpointStore(out).steps() == [2, 4, 5, 6, 8]
-    assert not (out / "checkpoints" / "step-2" / "tree.json").exists()  # nothing was evaluated yet
-    for step, evaluated in ((4, 4), (5, 4), (6, 4), (8, 8)):
-        path = out / "checkpoints" / f"step-{step}" / "tree.json"
-        record = json.loads(path.read_text())
-        assert (record["step"], record["tokens_per_step"]) == (evaluated, round(lengths[evaluated], 4))
-        assert 0 < Tree.load(path).size == record["nodes"] <= 16
-    assert f"{lengths[8]:.2f} tokens per step: teacher-forced on held-out text" in console.file.getvalue()
-
-
-def test_resumed_is_uninterrupted_to_the_bit(make_config, console, tmp_path, monkeypatch):
-    keys = {"logging_steps": 2, "eval_steps": 4, "max_steps": 8}
-    train(make_config(output_dir=str(tmp_path / "whole"), **keys), console)
-    stop_after(monkeypatch, 3)
-    broken = make_config(output_dir=str(tmp_path / "broken"), **keys)
-    assert train(broken, console) == 130
-    assert "stopped after step 3" in console.file.getvalue()
-    saved = tmp_path / "broken" / "config.yaml"
-    assert f"medusa-train {saved} resume_from_checkpoint=auto" in console.file.getvalue()
-    torch.manual_seed(99)  # a new process would not have this one's random numbers
-    resumed = load_config(TrainConfig, saved, ["resume_from_checkpoint=auto"])
-    assert train(resumed, console) == 0
-    assert losses(tmp_path / "broken") == losses(tmp_path / "whole")
-    assert held_out(tmp_path / "broken") == held_out(tmp_path / "whole")
-    heads = [load_file(tmp_path / name / "heads" / "medusa_lm_head.safetensors") for name in ("whole", "broken")]
-    assert all(torch.equal(heads[0][name], heads[1][name]) for name in heads[0])
 
 
 def test_resumed_from_an_older_checkpoint_drops_what_came_after(make_config, console, tmp_path):
@@ -229,18 +170,6 @@ def test_the_weights_of_the_best_evaluation_cannot_be_resumed_from(make_config, 
         train(make_config(resume_from_checkpoint=str(best)), console)
 
 
-def test_a_best_checkpoint_of_an_earlier_version_is_used(make_config, console, tmp_path):
-    """They kept it whole, as step-N, and no best-N."""
-    keys = {"learning_rate": 0.5, "eval_steps": 1, "save_steps": 1, "early_stopping_patience": 2}
-    train(make_config(**keys, save_total_limit=9), console)
-    best, run = best_step(tmp_path / "run"), tmp_path / "run"
-    for path in (run / "checkpoints" / f"best-{best}", run / "checkpoints" / f"step-{best + 2}", run / "heads"):
-        shutil.rmtree(path)
-    train(make_config(**keys, save_total_limit=1, resume_from_checkpoint="auto"), console)
-    assert CheckpointStore(run).steps() == [best, best + 2]
-    assert_heads_are_of(run, best)
-
-
 def best_step(run):
     return min((r["objective"], r["step"]) for r in metrics(run) if r["kind"] == "eval")[1]
 
@@ -265,14 +194,6 @@ def test_results_without_a_checkpoint_are_not_deleted_by_a_resume(make_config, c
             train(make_config(resume_from_checkpoint="auto"), console)
         assert "overwrite_output_dir=true" in str(caught.value)
         assert result.read_text() == "mine"
-
-
-def test_a_checkpoint_is_found_below_the_project_too(make_config, console, tmp_path, monkeypatch):
-    train(make_config(save_steps=2, save_total_limit=9), console)
-    monkeypatch.setattr("medusa_train.config.paths.PROJECT_ROOT", tmp_path)
-    cfg = make_config(resume_from_checkpoint="run/checkpoints/step-2")
-    assert train(cfg, console) == 0
-    assert "resuming after step 2" in console.file.getvalue()
 
 
 def test_an_earlier_run_is_refused_overwritten_or_resumed(make_config, console, tmp_path):
@@ -322,15 +243,6 @@ def test_without_a_compiler_deepspeed_is_refused_before_data_are_read(make_confi
     monkeypatch.setenv("PATH", "")
     with pytest.raises(MedusaError, match=r"C\+\+ compiler"):
         train(make_config(deepspeed={}, datasets=[{"path": "absent.jsonl"}]), console)
-
-
-@pytest.mark.parametrize(("key", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float32)])
-def test_heads_are_saved_in_the_compute_dtype(make_config, console, tmp_path, key, dtype):
-    assert train(make_config(**{key: True}, calibration_tokens=80), console) == 0
-    tensors = load_file(tmp_path / "run" / "heads" / "medusa_lm_head.safetensors")
-    assert {tensor.dtype for tensor in tensors.values()} == {dtype}
-    assert losses(tmp_path / "run")[-1][1] < losses(tmp_path / "run")[0][1]
-    assert ("fp16: not supported on cpu; using float32" in console.file.getvalue()) == (key == "fp16")
 
 
 def test_medusa_logging_adds_top_k_to_the_log(make_config, console, tmp_path):

@@ -12,8 +12,7 @@ import pytest
 
 from medusa_train.checkpoint.store import CheckpointStore
 from medusa_train.errors import CheckpointError
-from tests.training.conftest import metrics
-from tests.training.test_run import train
+from tests.training.conftest import metrics, train
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,7 @@ from medusa_train.errors import CheckpointError, ConfigError, MedusaError
 from medusa_train.training import run as run_module
 from medusa_train.training import stages
 from medusa_train.training.inspect import inspect_run
-from tests.training.conftest import metrics
-from tests.training.test_joint import LORA
-from tests.training.test_run import stop_after
+from tests.training.conftest import LORA, figures, stop_after
 
 FIRST = {
     "recipe": "medusa1",
@@ -32,7 +30,6 @@ FIRST = {
     "logging_steps": 1,
     "save_steps": 2,
 }
-LATENCIES = ("time", "tokens_per_s")
 
 
 def train(cfg, console):
@@ -41,8 +38,7 @@ def train(cfg, console):
 
 def results(run):
     """All figures and weights of a run, for comparisons to the bit."""
-    records = [{key: value for key, value in record.items() if key not in LATENCIES} for record in metrics(run)]
-    return records, {path.name: path.read_bytes() for part in ("heads", "adapter") for path in (run / part).glob("*")}
+    return figures(run), {path.name: path.read_bytes() for path in run.glob("[ha][ed]*/*")}
 
 
 @pytest.fixture
@@ -186,7 +182,8 @@ def test_inspect_adds_both_up(two_stages, console):
     assert inspect_run(two_stages(), console, page) == 0
     parts = page.export_text().split("stages\n")
     assert [parts[0].count(title) for title in ("stage 1 of 2", "stage 2 of 2", "chats.jsonl:")] == [1, 1, 3]
-    sizes = [float(line.split()[-2]) for line in parts[0].splitlines() if line.startswith(("memory", "disk"))]
+    lines = [line.split()[-2:] for line in parts[0].splitlines() if line.startswith(("memory", "disk"))]
+    sizes = [float(number) * {"KiB": 1 / 1024, "MiB": 1.0}[unit] for number, unit in lines]
     both = {line.split()[0]: line for line in parts[1].splitlines() if line.strip()}
     assert "10 in all" in both["steps"]
     assert f"{max(sizes[0], sizes[2])} MiB" in both["memory"]

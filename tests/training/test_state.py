@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +15,6 @@ from medusa_train.checkpoint.store import CheckpointStore
 from medusa_train.training.state import (
     Plan,
     TrainState,
-    count_steps,
-    interval,
     rng_state,
     seed_all,
     set_rng_state,
@@ -27,7 +26,7 @@ def test_round_trip_through_json_keeps_every_bit():
     state = TrainState(step=7, epoch=1 / 3, data={"epoch": 1, "place": [3, 4]}, best_loss=0.1 + 0.2, best_step=5)
     state.tokens, state.seconds, state.evaluated = 12345, 1.1, 6
     state.window = Window(loss=1 / 7, tokens=99, correct=[1, 2], counts=[3, 4], steps=2, grad_norm=0.3, lr=1e-3)
-    assert TrainState.from_json(json.loads(json.dumps(state.to_json()))) == state
+    assert TrainState.from_json(json.loads(json.dumps(asdict(state)))) == state
 
 
 def test_best_and_patience():
@@ -80,41 +79,22 @@ def due(happens, total):
     return [step for step in range(1, total + 1) if happens(step)]
 
 
-@pytest.mark.parametrize(
-    ("micro", "accumulation", "epochs", "max_steps", "expected"),
-    [
-        (10, 1, 2, None, (20, 10.0)),
-        (10, 4, 1, None, (3, 2.5)),  # the last step of the epoch borrows from the next one
-        (10, 4, 0.5, None, (2, 2.5)),
-        (10, 1, 2, 7, (7, 10.0)),
-        (10, 1, 1, 25, (25, 10.0)),  # max_steps takes the place of num_epochs, upwards too
-        (1, 8, 1, None, (1, 0.125)),
-    ],
-)
-def test_steps_of_a_run(micro, accumulation, epochs, max_steps, expected):
-    assert count_steps(micro, accumulation, epochs, max_steps) == expected
-
-
-@pytest.mark.parametrize(("value", "expected"), [(None, None), (5, 5), (0.25, 10), (0.001, 1)])
-def test_an_interval_below_one_is_a_share_of_the_run(value, expected):
-    assert interval(value, 40) == expected
-
-
 def test_by_steps():
     plan = Plan(10, 5.0, logging_steps=4, eval_every=3, save_every=5)
     assert due(plan.logs, 10) == [4, 8, 10]
     assert due(plan.evaluates, 10) == [3, 6, 9, 10]
     assert due(plan.saves, 10) == [5, 10]
+    assert due(Plan(10, 5.0).saves, 10) == [10]
 
 
 def test_by_epochs_of_broken_length():
-    plan = Plan(10, 2.5, evals_per_epoch=1, saves_per_epoch=2)
+    plan = Plan(10, 2.5, eval_every=2.5, save_every=1.25)
     assert due(plan.evaluates, 10) == [3, 5, 8, 10]
     assert due(plan.saves, 10) == [2, 3, 4, 5, 7, 8, 9, 10]
 
 
 @pytest.mark.parametrize(("micro", "accumulation"), [(9, 7), (7, 3), (7, 6)])
 def test_an_epoch_that_ends_with_a_step_is_not_missed_by_rounding(micro, accumulation):
-    plan = Plan(1000, micro / accumulation, evals_per_epoch=1)
+    plan = Plan(1000, micro / accumulation, eval_every=micro / accumulation)
     ends = [step for step in range(1, 100) if step * accumulation // micro > (step - 1) * accumulation // micro]
     assert due(plan.evaluates, 99) == ends

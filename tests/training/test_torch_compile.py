@@ -13,11 +13,10 @@ from medusa_train.data.batch import Batch
 from medusa_train.errors import ConfigError
 from medusa_train.models.compiled import CompiledLayers
 from medusa_train.progress import RunProgress
-from medusa_train.training.deepspeed_config import check_deepspeed
 from medusa_train.training.load_data import load_data
+from medusa_train.training.preflight import check_deepspeed
 from medusa_train.training.setup import build_trainer
-from tests.training.conftest import metrics
-from tests.training.test_run import train
+from tests.training.conftest import metrics, train
 
 #: What is trained; Kangaroo reads the states after the first layer as well.
 CASES: dict[str, dict[str, Any]] = {

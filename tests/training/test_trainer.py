@@ -19,8 +19,7 @@ from medusa_train.models.precision import choose_precision
 from medusa_train.training.backbone_recipe import build_backbone_recipe
 from medusa_train.training.strategy import LocalStrategy
 from medusa_train.training.trainer import NonFiniteLossError, Trainer
-from tests.training.conftest import metrics
-from tests.training.test_run import stop_after, train
+from tests.training.conftest import figures, metrics, stop_after, train
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, *steps: int, what: str = "loss") -> None:
@@ -113,11 +112,7 @@ def test_the_count_outlives_a_stop(make_config, console, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         spoil(patch, 5)
         assert train(make_config(**keys, resume_from_checkpoint="auto"), console) == 0
-
-    def lasting(run: Path) -> list[dict[str, Any]]:
-        return [{k: v for k, v in r.items() if k not in ("time", "tokens_per_s")} for r in metrics(run)]
-
-    assert lasting(tmp_path / "run") == lasting(tmp_path / "whole")
+    assert figures(tmp_path / "run") == figures(tmp_path / "whole")
     assert [record["skipped_steps"] for record in of_kind(tmp_path / "run", "skipped")] == [1, 2]
     with monkeypatch.context() as patch:
         spoil(patch, 7)

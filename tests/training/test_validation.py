@@ -40,13 +40,6 @@ def test_answers_begin_behind_their_prompt_and_end_with_their_last_token() -> No
     assert [answer.tolist() for answer in second] == [[[10, -1, -1], [-1, -1, -1]]]
 
 
-def test_where_every_token_is_learnt_the_first_has_no_state_before_it() -> None:
-    labels = torch.tensor([[4, 5, 6, 7]])
-    ranks = torch.zeros(1, 4, 1, dtype=torch.int8)
-    ((answer,),) = ranked_conversations(labels, torch.zeros(1, 4, dtype=torch.long), ranks)
-    assert answer.tolist() == [[0], [0], [-1]]
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_cutting_against_plain_loops(seed: int) -> None:
     torch.manual_seed(seed)
@@ -80,52 +73,11 @@ def test_cutting_against_plain_loops(seed: int) -> None:
     assert sorted([answer.tolist() for answer in answers] for answers in cut) == sorted(found.values())
 
 
-def plain_steps(answer: list[list[int]], tree: set[tuple[int, ...]]) -> list[int]:
-    """Where decoding starts its steps; the last token is nobody's root."""
-    starts, place = [], 0
-    while place < len(answer) - 1:
-        starts.append(place)
-        depth = 0
-        while depth < len(answer[place]) and tuple(answer[place][: depth + 1]) in tree:
-            depth += 1
-        place += depth + 1
-    return starts
-
-
-def plain_rate(answers: list[list[list[int]]], tree: set[tuple[int, ...]]) -> float:
-    return sum(len(a) - 1 for a in answers) / sum(len(plain_steps(a, tree)) for a in answers)
-
-
-@pytest.mark.parametrize("seed", [0, 2, 4])
-def test_the_length_is_judged_crosswise(seed: int) -> None:
-    """Neither half of the conversations sees the tree that was fitted to it."""
-    torch.manual_seed(seed)
-    conversations = []
-    for number in range(8):
-        length = 40 + number
-        ranks = torch.multinomial(torch.tensor([0.2, 0.5, 0.3]), length * 2, replacement=True).view(length, 2) - 1
-        ranks[-1] = -1
-        ranks[-2, 1] = -1
-        conversations.append([ranks.to(torch.int8)])
-    lists = [[answer.tolist() for answer in conversation] for conversation in conversations]
-    halves = [[answer for answers in lists[half::2] for answer in answers] for half in (0, 1)]
-    traces = [[validation._trace(answer) for (answer,) in conversations[half::2]] for half in (0, 1)]
-    found = simulate(conversations, nodes=3)
-    assert found is not None
-    fitted = [set(fit_tree(part, part, 3).paths) for part in (*traces, traces[0] + traces[1])]
-    assert set(found.tree.paths) == fitted[2]
-    crossed = [plain_rate(halves[1 - half], fitted[half]) for half in (0, 1)]
-    assert found.length == pytest.approx(sum(crossed) / 2)
-    assert 1.0 < found.length <= 3.0
-
-
 def test_what_holds_in_one_half_alone_brings_nothing() -> None:
     """Fitted and judged on the same text, the tree would seem to accept every guess."""
     good, bad = torch.full((20, 1), 4, dtype=torch.int8), torch.full((20, 1), 7, dtype=torch.int8)
     found = simulate([[good], [bad], [good], [bad]], nodes=1)
-    assert found is not None
-    assert found.length == 1.0
-    assert found.tree.size == 1
+    assert found == 1.0
 
 
 def test_too_few_conversations_give_nothing() -> None:
@@ -220,18 +172,7 @@ def test_acceptance_length_is_that_of_decoding_the_same_text(backbone):
         tree = fit_tree(traces[half], traces[half], validation.NODES)
         made = [Decoder(backbone, draft, tree).generate(prompt, 30, eos_ids=()) for prompt in prompts[1 - half :: 2]]
         rates.append(sum(len(m.tokens) - 1 for m in made) / sum(m.steps for m in made))
-    assert found.acceptance.length == pytest.approx(sum(rates) / 2)
-    assert found.record()["acceptance_length"] == found.acceptance.length
-
-
-def test_ranks_and_shares_agree(backbone):
-    draft = MedusaDraft.from_backbone(backbone, 1)
-    batch = random_batches()[0]
-    every = Batch(batch.tokens, batch.tokens, batch.positions, torch.zeros_like(batch.segments), ["a", "b"])
-    found = validation.validate(BackboneRecipe(backbone, PRECISION), draft, [every], Objective(draft, 0.8))
-    ranks = torch.cat([answer[:-1, 0] for answers in found.conversations for answer in answers])
-    assert len(ranks) == found.targets[0] == 20
-    assert found.top[0] == pytest.approx([float(((ranks >= 0) & (ranks < n)).float().mean()) for n in range(1, 11)])
+    assert found.record()["acceptance_length"] == pytest.approx(sum(rates) / 2)
 
 
 def test_nothing_to_predict_gives_zeros(backbone):

@@ -16,133 +16,74 @@ from copy import deepcopy
 from dataclasses import replace
 from math import inf
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
+from unittest.mock import patch
 
 import torch
 from rich.console import Console
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from medusa_train.checkpoint.store import CheckpointStore
 from medusa_train.config.schema import TrainConfig
-from medusa_train.data.dataset import BatchLoader
-from medusa_train.losses.objective import Objective
-from medusa_train.metrics_log import MetricLoggers
-from medusa_train.models.loading import load_backbone
-from medusa_train.models.partitioned import full_shape, gathered, gathering_modules, is_partitioned
-from medusa_train.models.precision import choose_precision
-from medusa_train.training import stages
-from medusa_train.training.backbone_recipe import build_backbone_recipe
-from medusa_train.training.deepspeed import partitioned_loading
-from medusa_train.training.deepspeed_config import complete_config, loading_config
+from medusa_train.models.partitioned import full_shape, is_partitioned
+from medusa_train.progress import RunProgress
+from medusa_train.training import setup, stages
 from medusa_train.training.distributed import SINGLE_PROCESS, World, init_distributed
-from medusa_train.training.load_data import load_data, validation_batches
+from medusa_train.training.load_data import load_data
 from medusa_train.training.process_info import process_info_from_env
-from medusa_train.training.setup import build_heads
 from medusa_train.training.signals import StopRequest
-from medusa_train.training.state import Plan, TrainState, take_weights
-from medusa_train.training.strategy import LocalStrategy, LossScale, Strategy, build_scheduler, parameter_groups
+from medusa_train.training.state import take_weights
+from medusa_train.training.strategy import LossScale
 from medusa_train.training.trainer import Trainer
 
-STEPS = 4
 #: Parts of a few numbers each and nothing kept whole, so that tiny models are split as large ones are.
 SMALL = {"reduce_bucket_size": 1000, "stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 0}
 
 
-class Kept:
-    """A sink that remembers the figures that must not depend on the number of processes."""
+def make_trainer(case: dict[str, Any], out: Path, world: World) -> Trainer:
+    """The trainer of a run, with the optimizer that the case names and heads that are not all one."""
+    cfg = TrainConfig(**case["keys"], output_dir=str(out / "run")).resolved()
+    build_heads, load_backbone, quiet = setup.build_heads, setup.load_backbone, Console(quiet=True)
 
-    def __init__(self) -> None:
-        self.records: list[list[Any]] = []
-
-    def log(self, record: Any) -> None:
-        names = (
-            "loss",
-            "grad_norm",
-            "objective",
-            "head_top1",
-            "tokens",
-            "targets",
-            "lm_loss",
-            "lm_kl",
-            "overscaled_steps",
-        )
-        self.records.append([record["kind"], record["step"], {n: record[n] for n in names if n in record}])
-
-    def advance(self, step: int) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-def make_trainer(case: dict[str, Any], out: Path, world: World, sink: Kept) -> Trainer:
-    """A trainer with the optimizer that the case names; where it has a ZeRO stage, DeepSpeed's."""
-    cfg = TrainConfig(**case["keys"]).resolved()
-    quiet = Console(quiet=True)
-    data = load_data(cfg, quiet, world)
-    torch.manual_seed(7)
-    precision = choose_precision(cfg.bf16, world.device)
-    zero = {"zero_optimization": {**SMALL, **case.get("zero", {})}}
-    quantization: Literal["nf4"] | None = "nf4" if cfg.load_in_4bit else None
-    with partitioned_loading(loading_config(zero, cfg, world.size, str(precision))):
-        backbone = load_backbone(cfg.base_model, dtype=precision.dtype, quantization=quantization)
-    case["loaded"] = backbone_elements(backbone.model)
-    with gathering_modules(backbone.model), gathered(backbone.output_embeddings.parameters()):
-        draft = build_heads(cfg, data, backbone, quiet)
-    for parameter in draft.parameters():  # or the heads would all be one
-        parameter.data += 0.01 * torch.randn_like(parameter)
-    recipe = build_backbone_recipe(cfg, backbone, precision)
-    groups = parameter_groups(draft.parameters(), 0.1, recipe.parameters.values(), 0.05, 0.0)
-    if case["optimizer"] == "sgd":
-        optimizer: torch.optim.Optimizer = torch.optim.SGD(groups, momentum=0.9)
-    else:
+    def optimizer(name: str, groups: Any, device: Any) -> tuple[torch.optim.Optimizer, None]:
+        if case["optimizer"] == "sgd":
+            return torch.optim.SGD(groups, momentum=0.9), None
         for group in groups:
             group["lr"] *= 0.1
-        optimizer = torch.optim.AdamW(groups)
-    scheduler = build_scheduler("linear", optimizer, 0, STEPS)
-    strategy: Strategy = LocalStrategy(optimizer, scheduler, cfg.max_grad_norm)
-    if world.size > 1:
-        strategy = _deepspeed(case, cfg, draft, recipe, optimizer, scheduler, world)
-    loss = cfg.draft_config.heads_loss
-    lm: Literal["kl", "ce"] | None = "kl" if recipe.adapter else "ce" if recipe.joint else None
-    return Trainer(
-        recipe=recipe,
-        draft=draft,
-        objective=Objective(
-            draft,
-            loss.decay,
-            lm=lm,
-            heads_coefficient=0.5,
-            soft_heads=loss.soft_targets,
-            weight=loss.weight,
-        ),
-        strategy=strategy,
-        loader=BatchLoader(data.train, cfg.micro_batch_size, seed=1, rank=world.rank, size=world.size),
-        validation_batches=validation_batches(data.validation, cfg.micro_batch_size),
-        accumulation=cfg.gradient_accumulation_steps,
-        precision=recipe.precision,
-        plan=Plan(STEPS, 2.0, eval_every=2),
-        store=CheckpointStore(out),
-        loggers=MetricLoggers([sink]),
-        patience=None,
-        state=TrainState(),
-        world=world,
-    )
+        return torch.optim.AdamW(groups), None
+
+    def backbone(*args: Any, **keys: Any) -> Any:
+        loaded = load_backbone(*args, **keys)
+        case["loaded"] = backbone_elements(loaded.model)
+        return loaded
+
+    def heads(*args: Any) -> Any:
+        torch.manual_seed(7)
+        draft = build_heads(*args)
+        for parameter in draft.parameters():
+            parameter.data += 0.01 * torch.randn_like(parameter)
+        return draft
+
+    with patch.multiple(setup, build_optimizer=optimizer, load_backbone=backbone, build_heads=heads):
+        trainer = setup.build_trainer(cfg, load_data(cfg, quiet, world), RunProgress(quiet), world)
+    if "loss_scale" in case:
+        strategy: Any = trainer.strategy
+        strategy.loss_scale = LossScale(case["loss_scale"])
+        strategy._set_loss_scale()
+    return trainer
 
 
 def equal(case: dict[str, Any], out: Path, world: World = SINGLE_PROCESS) -> None:
-    """Train a few steps; write the figures, and the weights in the order of their names."""
-    sink = Kept()
+    """Train a few steps; write the weights in the order of their names, and how much this process held at once."""
     with at_once() as counts:
-        trainer = make_trainer(case, out / "run", world, sink)
-    trainer.run(StopRequest(lambda line: None))
+        trainer = make_trainer(case, out, world)
+    with trainer.loggers:
+        trainer.run(StopRequest(lambda line: None))
     parts = [case["loaded"], backbone_elements(trainer.recipe.backbone.model)]
     parts_of_weights = deepcopy(take_weights(trainer.draft, trainer.recipe, world))
     weights = {f"{part}.{name}": weight for part, named in parts_of_weights.items() for name, weight in named.items()}
     with at_once() as counts_at_end:
         trainer.strategy.release([*trainer.draft.parameters(), *trainer.recipe.saved])
-    out.mkdir(parents=True, exist_ok=True)
     held = {"parts": parts, "gathered": max(counts, default=0), "at_end": max(counts_at_end, default=0)}
     (out / f"held-{world.rank}.json").write_text(json.dumps(held))
     if world.is_main:
@@ -150,7 +91,6 @@ def equal(case: dict[str, Any], out: Path, world: World = SINGLE_PROCESS) -> Non
         released |= {f"student.{name}": tensor.detach() for name, tensor in trainer.recipe.parameters.items()}
         assert all(torch.equal(tensor.cpu(), weights[name]) for name, tensor in released.items())
         save_file({name: weight.contiguous() for name, weight in weights.items()}, out / "weights.safetensors")
-        (out / "figures.json").write_text(json.dumps(sink.records))
 
 
 def backbone_elements(model: torch.nn.Module) -> tuple[int, int]:
@@ -222,24 +162,13 @@ def whole_run(case: dict[str, Any], out: Path, world: World = SINGLE_PROCESS) ->
 
 def dies(case: dict[str, Any], out: Path, world: World = SINGLE_PROCESS) -> None:
     """The last rank ends without a word in the middle of a step."""
-    trainer = make_trainer(case, out / "run", world, Kept())
+    trainer = make_trainer(case, out, world)
     if world.rank == world.size - 1:
         trainer.loader = iter(())  # type: ignore[assignment]
     trainer.run(StopRequest(lambda line: None))
 
 
 CASES = {"equal": equal, "whole_run": whole_run, "dies": dies}
-
-
-def _deepspeed(case: dict[str, Any], cfg: TrainConfig, draft: Any, recipe: Any, optimizer: Any, scheduler: Any,
-               world: World) -> Strategy:  # fmt: skip
-    from medusa_train.training.deepspeed import DeepSpeedStrategy
-
-    backbone = recipe.backbone
-    direct = [*draft.parameters(), *backbone.output_embeddings.parameters()]
-    config = complete_config({"zero_optimization": {**SMALL, **case["zero"]}}, cfg, world.size, backbone.hidden_size)
-    scale = LossScale(case["loss_scale"]) if "loss_scale" in case else None
-    return DeepSpeedStrategy(draft, backbone.model, direct, optimizer, scheduler, config, world, scale)
 
 
 def run_plan(plan: Path) -> None:

@@ -1,0 +1,133 @@
+"""Runs of every kind: trained, published, estimated, decoded with, stopped and resumed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig
+
+from medusa_train.checkpoint.heads import load_draft
+from medusa_train.checkpoint.load_model import load_with_draft
+from medusa_train.checkpoint.resolve import resolve_model
+from medusa_train.checkpoint.store import CheckpointStore
+from medusa_train.config.load import load_config
+from medusa_train.config.schema import TrainConfig
+from medusa_train.errors import BackboneError, ConfigError
+from medusa_train.inference.generate import Decoder
+from medusa_train.models.drafts import DRAFTS
+from medusa_train.models.loading import load_backbone
+from medusa_train.training import setup
+from medusa_train.training.estimate import Estimate
+from medusa_train.training.inspect import inspect_run
+from medusa_train.training.run import train as train_run
+from medusa_train.trees.tree import Tree
+from tests.training.conftest import LORA, figures, metrics, stop_after, train
+
+RECIPES: dict[str, dict[str, Any]] = {
+    "medusa": {},
+    "bf16": {"bf16": True, "medusa_share_lm_head": True},
+    "fp16": {"fp16": True},
+    "reduced": {"medusa_vocab_size": 24, "medusa_soft_targets": 0.5},
+    "shared": {"medusa_vocab_size": 24, "medusa_share_lm_head": True, "medusa_markov_rank": 4},
+    "markov": {"medusa_markov_rank": 4},
+    "kl": LORA,
+    "rho": {**LORA, "medusa_self_distillation": False, "medusa_distillation_regularization": 0.5},
+    "unfreeze": {"recipe": "medusa2", "medusa_num_unfreeze_layers": 1},
+    "hydra": {"draft": "hydra", "hydra": {"num_heads": 2, "num_layers": 2, "dropout": 0.1, "vocab_size": 24}},
+    "amphista": {"draft": "amphista", "amphista": {"num_heads": 2, "vocab_size": 24}},
+    "kangaroo": {"draft": "kangaroo", "kangaroo": {"num_heads": 2, "exit_layer": 1}},
+    "eagle3": {"draft": "eagle3", "eagle3": {"num_heads": 2, "train_steps": 2}},
+}
+PACKED = {"sample_packing": True, "sequence_len": 64}
+PROMPT = [0, 2, 10, 3]
+
+
+def keys_of(recipe: str) -> dict[str, Any]:
+    """Packed rows for the drafts with layers of their own, conversations for the others."""
+    return {**RECIPES[recipe], **(PACKED if "draft" in RECIPES[recipe] else {})}
+
+
+def test_every_draft_is_tested() -> None:
+    assert {keys.get("draft", "medusa") for keys in RECIPES.values()} == set(DRAFTS)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_run_learns_and_its_draft_decodes_to_the_backbones_text(
+    recipe, make_config, console, tmp_path, backbone_dir
+) -> None:
+    cfg, run = make_config(**keys_of(recipe), max_steps=30, calibration_tokens=80), tmp_path / "run"
+    assert train(cfg, console) == 0
+    records = metrics(run)
+    learnt = [record["loss"] for record in records if record["kind"] == "train"]
+    assert learnt[-1] < 0.95 * learnt[0]  # soft targets leave the entropy of a random backbone
+    heads = cfg.draft_config.num_heads
+    assert len([record for record in records if record["kind"] == "eval"][-1]["head_top1"]) == heads
+    reduced = "vocab_size" in str(RECIPES[recipe])
+    assert all((0 < r.get("outside_vocabulary", 0) < 1) == reduced for r in records if r["kind"] == "train")
+    text = console.file.getvalue()
+    assert cfg.draft_config.describe() in " ".join(text.split())
+    assert ("draft vocabulary: 24 of 300 tokens" in text) == reduced
+    assert ("fp16: not supported on cpu; using float32" in text) == (recipe == "fp16")
+    (saved,) = (run / "heads").glob("*.safetensors")
+    dtypes = {one.dtype for one in load_file(saved).values()} - {torch.long}
+    assert dtypes == {torch.bfloat16 if recipe == "bf16" else torch.float32}
+
+    loaded = load_with_draft(resolve_model(str(run), None, None), "float32")
+    assert loaded.draft is not None
+    assert not loaded.draft.training or "draft" not in RECIPES[recipe]  # dropout would change what it guesses
+    configured = {name: value for name, value in cfg.draft_config.settings.items() if value is not None}
+    assert configured.items() <= {**loaded.draft.settings}.items()
+    assert load_config(TrainConfig, run / "config.yaml").draft_config == cfg.draft_config
+    plain = Decoder(loaded.backbone).generate(PROMPT, 30, ())
+    for tree in (loaded.tree, Tree.cartesian([2] * heads)):
+        assert Decoder(loaded.backbone, loaded.draft, tree).generate(PROMPT, 30, ()).tokens == plain.tokens
+    if recipe not in ("kl", "rho", "unfreeze"):
+        memory = Estimate(cfg, AutoConfig.from_pretrained(backbone_dir)).memory(
+            rows=2, width=64, dtype=torch.float32, device="cpu"
+        )
+        assert memory.trained == sum(parameter.numel() for parameter in loaded.draft.parameters())
+
+
+@pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if recipe not in ("bf16", "fp16", "markov")])
+def test_resumed_is_uninterrupted_to_the_bit(recipe, make_config, console, tmp_path, monkeypatch) -> None:
+    """Dropout included; the signal comes in the middle of a step."""
+    keys = {**keys_of(recipe), "logging_steps": 2, "eval_steps": 4, "max_steps": 8}
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train(make_config(**keys, output_dir=str(whole)), console)
+    stop_after(monkeypatch, 3)
+    assert train(make_config(**keys, output_dir=str(parts)), console) == 130
+    assert CheckpointStore(parts).steps() == [3]
+    text = " ".join(console.file.getvalue().split())
+    assert f"stopped after step 3, saved. To resume: medusa-train {parts}/config.yaml resume_from_checkpoint=a" in text
+    torch.manual_seed(99)  # a new process would not have this one's random numbers
+    assert train(load_config(TrainConfig, parts / "config.yaml", ["resume_from_checkpoint=auto"]), console) == 0
+    assert figures(parts) == figures(whole)
+    files = sorted(path.relative_to(whole) for path in whole.glob("[ham]*/*.safetensors"))
+    assert files
+    assert all((whole / name).read_bytes() == (parts / name).read_bytes() for name in files)
+
+
+def test_a_run_starts_from_heads_of_its_own_kind_alone(make_config, console, tmp_path):
+    first = str(tmp_path / "first")
+    train(make_config(**RECIPES["hydra"], output_dir=first), console)
+    again = make_config(**RECIPES["hydra"], lora_model_dir=first, max_steps=1, learning_rate=1e-9)
+    assert train(again, console) == 0
+    backbone = load_backbone(again.base_model)
+    one, other = (load_draft(home, backbone) for home in (tmp_path / "first" / "heads", tmp_path / "run" / "heads"))
+    assert torch.allclose(one.lm_head(2).weight, other.lm_head(2).weight, atol=1e-6)
+    with pytest.raises(ConfigError, match="holds a hydra draft; set draft: hydra"):
+        train(make_config(lora_model_dir=first, overwrite_output_dir=True), console)
+    wider = {**RECIPES["hydra"]["hydra"], "num_heads": 3}
+    with pytest.raises(ConfigError, match=r"with hydra\.num_heads: 2, .* sets hydra\.num_heads: 3"):
+        train(make_config(draft="hydra", hydra=wider, lora_model_dir=first, overwrite_output_dir=True), console)
+
+
+def test_an_exit_behind_the_last_layer_is_refused_before_anything_is_loaded(make_config, console, monkeypatch):
+    monkeypatch.setattr(setup, "load_backbone", None)
+    cfg = make_config(draft="kangaroo", kangaroo={"exit_layer": 9})
+    for command in (train_run, inspect_run):
+        with pytest.raises(BackboneError, match=r"exit_layer 9 is out of range: .* use 1 to"):
+            command(cfg, console, console)
