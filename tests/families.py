@@ -90,7 +90,7 @@ class NoTokenizer:
     eos_token_id = None
 
 
-def random_backbone(family: str, seed: int = 0, dtype: torch.dtype = torch.float64, **changes: object) -> Backbone:
+def random_model(family: str, seed: int = 0, **changes: object) -> transformers.PreTrainedModel:
     """Build a random model with weights large enough that its greedy text varies."""
     name, extra = FAMILIES[family]
     config = getattr(transformers, name)(**{**SHAPE, **extra, **changes})
@@ -101,4 +101,9 @@ def random_backbone(family: str, seed: int = 0, dtype: torch.dtype = torch.float
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0, 0.35)
-    return Backbone(model.to(dtype), NoTokenizer(), family)
+    return model
+
+
+def random_backbone(family: str, seed: int = 0, dtype: torch.dtype = torch.float64, **changes: object) -> Backbone:
+    """Wrap `random_model` for tests that decode token ids only."""
+    return Backbone(random_model(family, seed, **changes).to(dtype), NoTokenizer(), family)

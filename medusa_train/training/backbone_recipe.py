@@ -117,12 +117,7 @@ class BackboneRecipe:
 
 
 def build_backbone_recipe(cfg: TrainConfig, backbone: Backbone, precision: Precision) -> BackboneRecipe:
-    """Attach or load an adapter, or unfreeze layers, as the recipe asks; the backbone is frozen otherwise.
-
-    Raises:
-        BackboneError: the adapter's target modules do not exist, or the layers cannot be compiled (`torch_compile`).
-        CheckpointError: the adapter cannot be loaded.
-    """
+    """Attach or load an adapter, or unfreeze layers, as the recipe asks; the backbone is frozen otherwise."""
     if cfg.recipe == "medusa1":
         compiled = CompiledLayers(backbone.layers, layer_types(backbone.config)) if cfg.torch_compile else None
         return BackboneRecipe(backbone, precision, compiled=compiled)
@@ -147,11 +142,7 @@ def _build_adapter(cfg: TrainConfig, backbone: Backbone) -> Adapter:
 
 
 def unfrozen_modules(model: Any, layers: int) -> list[nn.Module]:
-    """Return the last `layers` decoder layers of a transformers model, its final norm and lm_head.
-
-    Raises:
-        BackboneError: the architecture has no `layers` or no `norm`.
-    """
+    """Return the last `layers` decoder layers of a transformers model, its final norm and lm_head."""
     body = model.base_model
     if not (hasattr(body, "layers") and hasattr(body, "norm")):
         raise BackboneError(f"medusa_num_unfreeze_layers: {type(body).__name__} has no `layers` and `norm` to unfreeze")

@@ -23,15 +23,10 @@ _STAGES = (0, 1, 2, 3)
 OFFLOADS = ("offload_optimizer", "offload_param")
 
 
-def read_deepspeed(config: str | dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return the mapping in the key `deepspeed`, or read the JSON file that it names; None if the key is not set.
-
-    Raises:
-        ConfigError: the file does not exist or is not a JSON object, a section is not a mapping, or the ZeRO stage is
-            invalid.
-    """
+def read_deepspeed(config: str | Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Return the mapping in the key `deepspeed`, or read the JSON file that it names; `DEFAULT` if it is not set."""
     if config is None:
-        return None
+        return DEFAULT
     if isinstance(config, str):
         path = resolve_path(config)
         if path is None or not path.is_file():
@@ -72,7 +67,7 @@ def complete_config(
     partitions them over the processes and reduces gradients in float32.
 
     Args:
-        config: from `read_deepspeed`, checked, or `DEFAULT`. batch: `batch_sizes`. hidden_size: of the backbone.
+        config: from `read_deepspeed`, checked. batch: `batch_sizes`. hidden_size: of the backbone.
     """
     filled = {name: value for name, value in deepcopy(dict(config)).items() if name not in SET_BY_KEYS}
     filled.update(batch, gradient_clipping=max_grad_norm)
@@ -94,11 +89,7 @@ def loading_config(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
 
 
 def check_compiler(cuda: bool, environ: Mapping[str, str] = os.environ) -> None:
-    """Check for a C++ compiler and ninja, with which DeepSpeed builds its CPU communication extension.
-
-    Raises:
-        MedusaError: one of them is missing and there is no GPU.
-    """
+    """Check for a C++ compiler and ninja, with which DeepSpeed builds its CPU communication extension."""
     if cuda:
         return  # NCCL comes with torch, and the optimizers are torch's or bitsandbytes'
     compiler = environ.get("CXX") or "c++"

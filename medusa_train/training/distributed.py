@@ -131,11 +131,7 @@ SINGLE_PROCESS = World()
 
 
 def init_distributed(info: ProcessInfo) -> World:
-    """Initialize the process group; returns when all processes have joined.
-
-    Raises:
-        MedusaError: the others cannot be reached, or there is no GPU for this process.
-    """
+    """Initialize the process group; returns when all processes have joined."""
     os.environ.update(
         RANK=str(info.rank),
         WORLD_SIZE=str(info.size),

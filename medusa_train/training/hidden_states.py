@@ -159,16 +159,12 @@ def open_hidden_states(
     backbone: Backbone,
     world: World,
     console: Console,
-    *,
     tf32: bool,
 ) -> HiddenStateCache:
     """Open the cache of a frozen `backbone` in `prepared` (`dataset_prepared_path`) and print the size it will have.
 
     Args:
         examples: all documents of the run, validation included.
-
-    Raises:
-        ConfigError: the disk has too little space for the states that are not stored yet, or cannot be written to.
     """
     fingerprint = world.run_on_main(lambda: backbone_fingerprint(backbone, need, tf32=tf32))
     directory = prepared / f"hidden-states-{fingerprint[:32]}"

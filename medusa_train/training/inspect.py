@@ -68,11 +68,7 @@ class _Stage:
 
 
 def inspect_run(cfg: TrainConfig, console: Console, results: Console) -> int:
-    """Print what `cfg` would train on to `results`, notes on the data to `console`; return the exit code, 0.
-
-    Raises:
-        MedusaError: as training would before it loads the backbone.
-    """
+    """Print what `cfg` would train on to `results`, notes on the data to `console`; return the exit code, 0."""
     first = stage_one_config(cfg)
     configs = [cfg] if first is None else [first, cfg]
     with LoadingProgress(RunProgress(console)) as shown:

@@ -51,12 +51,6 @@ def load_data(
     """Check the configuration against the backbone's config and tokenize the data; no weights are loaded.
 
     One process of each machine tokenizes, the others read what it wrote. If it fails in one process it raises in all.
-
-    Raises:
-        BackboneError: the backbone does not exist, the hub cannot be reached, or its architecture is not supported.
-        ConfigError: a key does not fit the backbone or contradicts another.
-        CheckpointError: `lora_model_dir` holds nothing to start from.
-        DataError: the data cannot be read or has no supervised tokens.
     """
     if world.size == 1:
         return _load_data(cfg, console, 1, on_progress)

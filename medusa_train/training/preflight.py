@@ -20,7 +20,6 @@ from medusa_train.models.lora import read_adapter_config
 from medusa_train.training.backbone_recipe import find_initial_adapter, find_initial_heads
 from medusa_train.training.deepspeed_config import (
     AUTO,
-    DEFAULT,
     OFFLOADS,
     batch_sizes,
     check_compiler,
@@ -59,14 +58,8 @@ def check_run(cfg: TrainConfig, processes: int) -> tuple[str, Any]:
 
 
 def check_deepspeed(cfg: TrainConfig, size: int) -> None:
-    """Check `deepspeed` for `size` processes, before anything is loaded.
-
-    Raises:
-        ConfigError: it cannot be used or contradicts other keys; lists every problem.
-    """
+    """Check `deepspeed` for `size` processes, before anything is loaded."""
     config = read_deepspeed(cfg.deepspeed)
-    if config is None:
-        return
     problems = list(_contradictions(config, cfg, size))
     if stage_of(config) == 3 and (cfg.load_in_4bit or cfg.load_in_8bit):
         problems.append("stage 3 cannot partition a quantized backbone; use stage 2")
@@ -99,17 +92,12 @@ def _contradictions(config: Mapping[str, Any], cfg: TrainConfig, size: int) -> I
 
 
 def check_8bit_states(cfg: TrainConfig, model_config: Any, processes: int) -> None:
-    """Refuse an 8-bit optimizer whose states ZeRO would have to partition, before anything is loaded.
-
-    Raises:
-        ConfigError: it names the alternatives with their memory.
-    """
-    configured = read_deepspeed(cfg.deepspeed)
-    stage = stage_of(DEFAULT if configured is None else configured)
-    if cfg.optimizer not in EIGHT_BIT or stage == 0 or (processes == 1 and configured is None):
+    """Refuse an 8-bit optimizer whose states ZeRO would have to partition, before anything is loaded."""
+    stage = stage_of(read_deepspeed(cfg.deepspeed))
+    if cfg.optimizer not in EIGHT_BIT or stage == 0 or (processes == 1 and cfg.deepspeed is None):
         return
     trained = Estimate(cfg, model_config).trained
-    default = " (the default of several processes)" if configured is None else ""
+    default = " (the default of several processes)" if cfg.deepspeed is None else ""
     raise ConfigError(
         f"optimizer: {cfg.optimizer}: ZeRO stage {stage}{default} cannot partition 8-bit states. Set optimizer: "
         f"adamw_torch, whose partitioned float32 states take {describe_size(trained * ADAM // processes)} in each of "
@@ -119,13 +107,7 @@ def check_8bit_states(cfg: TrainConfig, model_config: Any, processes: int) -> No
 
 
 def check_initial_weights(cfg: TrainConfig) -> None:
-    """Check, before anything is loaded, that this run can start from `lora_model_dir`.
-
-    Raises:
-        CheckpointError: it holds neither heads nor an adapter.
-        ConfigError: its heads were trained with an adapter or a backbone that this run would not use, or its adapter
-            has other settings than the configuration.
-    """
+    """Check, before anything is loaded, that this run can start from `lora_model_dir`."""
     if cfg.lora_model_dir is None:
         return
     home, backbone = resolve_path(cfg.lora_model_dir), resolve_path(cfg.base_model)

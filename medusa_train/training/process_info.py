@@ -38,11 +38,7 @@ class ProcessInfo:
 
 
 def process_info_from_env(environ: Mapping[str, str] = os.environ) -> ProcessInfo | None:
-    """Read the variables set by torchrun, DeepSpeed's launcher or srun; None for a single process.
-
-    Raises:
-        ConfigError: the variables contradict each other or are not numbers.
-    """
+    """Read the variables set by torchrun, DeepSpeed's launcher or srun; None for a single process."""
     if "RANK" in environ and "WORLD_SIZE" in environ:
         rank, size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
         local_rank, port = _number(environ, "LOCAL_RANK", rank), _number(environ, "MASTER_PORT", _DEFAULT_PORT)

@@ -1,4 +1,4 @@
-"""Run training from a configuration to heads/, tree.json and the closing tables."""
+"""Train one stage on loaded data, and finish it: heads/, tree.json and the closing tables."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from rich.text import Text
 
 from medusa_train.checkpoint.heads import save_draft
 from medusa_train.checkpoint.resolve import resolve_model
-from medusa_train.checkpoint.run_layout import CONFIG, HEADS, METRICS, TREE, TREE_TRACES, check_output_dir, writing
+from medusa_train.checkpoint.run_layout import CONFIG, HEADS, METRICS, TREE, TREE_TRACES, writing
 from medusa_train.config.paths import PROJECT_ROOT, resolve_path
 from medusa_train.config.schema import TrainConfig
 from medusa_train.errors import CheckpointError, MedusaError, signal_exit_code
 from medusa_train.inference.static.graphs import use_cuda_graphs
 from medusa_train.models.drafts.base import Draft
-from medusa_train.progress import LoadingProgress, RunProgress, duration
+from medusa_train.progress import RunProgress, duration
 from medusa_train.training.backbone_recipe import BackboneRecipe
 from medusa_train.training.distributed import SINGLE_PROCESS, World
-from medusa_train.training.load_data import TrainingData, load_data
+from medusa_train.training.load_data import TrainingData
 from medusa_train.training.setup import build_trainer
-from medusa_train.training.signals import StopRequest, sigterm_as_interrupt
+from medusa_train.training.signals import StopRequest
 from medusa_train.training.trainer import Outcome, Trainer
 from medusa_train.training.validation import NODES, ValidationResult
 from medusa_train.tree_search.choose import TreeChoice, choose_tree
@@ -46,43 +46,28 @@ ANSWER_TOKENS = 256
 
 def train(
     cfg: TrainConfig,
-    console: Console,
+    data: TrainingData,
+    progress: RunProgress,
     results: Console,
     world: World = SINGLE_PROCESS,
-    *,
-    data: TrainingData | None = None,
-    progress: RunProgress | None = None,
     whole_run: Path | None = None,
 ) -> int:
     """Train the heads that `cfg` describes, then write heads/ and tree.json and print the closing tables.
 
-    Trains one stage; `stages.train_stages` also trains the one that `cfg.stage_one` describes.
-
     Args:
-        console: for progress and notes. results: for the closing tables. Only rank 0 prints.
-        data, progress: of both stages, where they are loaded and begun already.
         whole_run: run directory of the two-stage run whose stage one this is.
 
     Returns:
-        The exit code: 0, or 130 / 143 after Ctrl-C / SIGTERM with a line that says what is saved and how to resume.
-
-    Raises:
-        MedusaError: an error of configuration, data or environment.
-        KeyboardInterrupt: Ctrl-C, or SIGTERM as Terminated, before there was anything to save.
+        The exit code, see `stages.train_stages`.
     """
-    progress = progress or RunProgress(console)
-    with sigterm_as_interrupt(), _explain_out_of_memory(cfg):
-        world.run_on_main(lambda: check_output_dir(cfg))
-        if data is None:
-            with LoadingProgress(progress) as shown:
-                data = load_data(cfg, console, world, shown.update)
+    with _explain_out_of_memory(cfg):
         trainer = build_trainer(cfg, data, progress, world)
         trainer.whole_run = whole_run
         try:
             with _resume_hint(trainer):
                 return _train_and_finish(cfg, data, trainer, progress, results)
         except KeyboardInterrupt as interrupt:
-            console.print(_describe_interruption(trainer), style="yellow", highlight=False, soft_wrap=True)
+            progress.console.print(_describe_interruption(trainer), style="yellow", highlight=False, soft_wrap=True)
             return signal_exit_code(interrupt)
 
 
@@ -123,17 +108,13 @@ def _finish(
     out, draft, validation = trainer.output_dir, trainer.draft, trainer.last_validation
     trainer.recipe.save_trained(out)
     save_draft(draft.to(trainer.recipe.precision.dtype), out / HEADS, cfg.base_model)  # checkpoints keep float32
-    choice, note = None, ""
-    if cfg.calibration_tokens and trainer.strategy.partitioned:
-        note = "no tree was fitted: under ZeRO-3 no process holds the whole backbone"
-    elif cfg.calibration_tokens:
-        if not len(data.validation):
-            note = "no validation set (val_set_size: 0): the tree was chosen on prompts of the training set"
+    choice = None
+    if cfg.calibration_tokens and not trainer.strategy.partitioned:
         prompts = prompts_by_conversation(data.prompts, cfg.calibration_tokens, cfg.seed)
         choice = fit_tree(trainer.recipe, draft, prompts, cfg.calibration_tokens, out, progress)
     if (table := heads_table(validation, choice)) is not None:
         results.print(table)
-    results.print(summary(cfg, trainer, step, choice, progress, note))
+    results.print(summary(cfg, trainer, step, choice, progress))
 
 
 # Stopping and resuming
@@ -226,7 +207,7 @@ def fit_tree(
     draft.eval()
     if recipe.adapter is not None and not getattr(recipe.backbone.model, "is_quantized", False):
         recipe.adapter.merge()
-    with progress.phase("prepacking weights for decoding"):  # as medusa-eval does
+    with progress.phase("prepacking weights for decoding", ticking=True):  # as medusa-eval does
         recipe.backbone.prepack_weights()
         use_cuda_graphs(recipe.backbone)
         draft.prepack_weights()
@@ -277,9 +258,7 @@ def heads_table(validation: ValidationResult | None, choice: TreeChoice | None) 
     return table
 
 
-def summary(
-    cfg: TrainConfig, trainer: Trainer, step: int, choice: TreeChoice | None, progress: RunProgress, note: str
-) -> Table:
+def summary(cfg: TrainConfig, trainer: Trainer, step: int, choice: TreeChoice | None, progress: RunProgress) -> Table:
     """Tabulate what was trained, its validation and tree, the time taken, what was saved, and the next command.
 
     Args:
@@ -312,15 +291,15 @@ def summary(
         table.add_row("tree", choice.describe())
     if trainer.recipe.cache is not None:
         table.add_row("hidden states", Text(trainer.recipe.cache.describe()))
-    if note:
-        table.add_row("note", note)
+    lacks_tree = cfg.calibration_tokens and trainer.strategy.partitioned
+    if lacks_tree:
+        table.add_row("note", "no tree was fitted: under ZeRO-3 no process holds the whole backbone")
     phases = ", ".join(f"{name} {duration(seconds)}" for name, seconds in progress.seconds.items())
     table.add_row("time", f"{duration(progress.total_seconds)}: {phases}")
     files = [name for name in (HEADS, TREE, CONFIG, METRICS) if (out / name).exists()]
     table.add_row("saved", Text(f"{out} ({', '.join(files)})"))
     bench = ["--bench", "tiny" if _is_embedded(cfg.base_model) else "mtbench"]
-    action = ["--calibrate"] if cfg.calibration_tokens and trainer.strategy.partitioned else bench
-    command = shlex.join(["medusa-eval", *action, "--model", str(out)])
+    command = shlex.join(["medusa-eval", *(["--calibrate"] if lacks_tree else bench), "--model", str(out)])
     table.add_row("next", Text(command if trainer.whole_run is None else "stage two, from these heads", style="bold"))
     return table
 

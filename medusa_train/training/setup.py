@@ -24,7 +24,7 @@ from medusa_train.config.paths import expand_user
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.dataset import BatchLoader
 from medusa_train.data.draft_vocabulary import choose_draft_vocabulary, describe_vocabulary
-from medusa_train.errors import CheckpointError, ConfigError
+from medusa_train.errors import ConfigError
 from medusa_train.losses.objective import Objective
 from medusa_train.metrics_log import MetricLoggers, open_metric_loggers, tensorboard, wandb
 from medusa_train.models.backbone import Backbone
@@ -37,7 +37,6 @@ from medusa_train.progress import RunProgress
 from medusa_train.training.backbone_recipe import BackboneRecipe, build_backbone_recipe, find_initial_heads
 from medusa_train.training.deepspeed import DeepSpeedStrategy, partitioned_loading
 from medusa_train.training.deepspeed_config import (
-    DEFAULT,
     batch_sizes,
     complete_config,
     loading_config,
@@ -72,16 +71,15 @@ from medusa_train.training.trainer import Trainer
 def build_trainer(
     cfg: TrainConfig, data: TrainingData, progress: RunProgress, world: World = SINGLE_PROCESS
 ) -> Trainer:
-    """Build everything that trains, and restore the checkpoint that `resume_from_checkpoint` names.
-
-    Raises:
-        BackboneError: the backbone cannot be loaded.
-        CheckpointError: the checkpoint to resume from is damaged or does not fit.
-    """
+    """Build everything that trains, and restore the checkpoint that `resume_from_checkpoint` names."""
     console = progress.console
-    with progress.phase("loading the model"):
+    with progress.phase("loading the model", ticking=True):
         draft, recipe = world.run_on_all(lambda: _load_model(cfg, data, console, world))
-        _open_cache(cfg, data, draft, recipe, console, world)
+        if cfg.cache_hidden_states:
+            documents, prepared = [*data.train, *data.validation], expand_user(cfg.dataset_prepared_path or ".")
+            recipe.cache = open_hidden_states(
+                prepared, documents, draft.needs, recipe.backbone, world, console, cfg.tf32
+            )
     loader = BatchLoader(data.train, cfg.micro_batch_size, seed=cfg.seed, rank=world.rank, size=world.size)
     plan = make_plan(cfg, loader.steps_per_epoch, world.size)
     for line in _describe_run(cfg, data, recipe, draft, plan, world.size):
@@ -153,11 +151,7 @@ def _load_model(cfg: TrainConfig, data: TrainingData, console: Console, world: W
 
 
 def build_heads(cfg: TrainConfig, data: TrainingData, backbone: Backbone, console: Console) -> Draft:
-    """Build new heads, or load those of `initial_run` (two-stage training), in float32.
-
-    Raises:
-        ConfigError: the heads of `lora_model_dir` have another kind or other settings than the configuration.
-    """
+    """Build new heads, or load those of `initial_run` (two-stage training), in float32."""
     section = cfg.draft_config
     initial = find_initial_heads(cfg.initial_run)
     if initial is None:
@@ -186,17 +180,6 @@ def build_heads(cfg: TrainConfig, data: TrainingData, backbone: Backbone, consol
         )
     console.print(f"initializing the heads from {initial}", highlight=False, soft_wrap=True)
     return draft
-
-
-def _open_cache(
-    cfg: TrainConfig, data: TrainingData, draft: Draft, recipe: BackboneRecipe, console: Console, world: World
-) -> None:
-    """Let the recipe read hidden states from the disk, if `cache_hidden_states` is set."""
-    if cfg.cache_hidden_states:
-        prepared, documents = expand_user(cfg.dataset_prepared_path or "."), [*data.train, *data.validation]
-        recipe.cache = open_hidden_states(
-            prepared, documents, draft.needs, recipe.backbone, world, console, tf32=cfg.tf32
-        )
 
 
 # Plan, optimizer and loss
@@ -255,7 +238,7 @@ def build_strategy(
 
 def _deepspeed_config(cfg: TrainConfig, processes: int, hidden_size: int) -> dict[str, Any]:
     batch = batch_sizes(cfg.micro_batch_size, cfg.gradient_accumulation_steps, processes)
-    return complete_config(read_deepspeed(cfg.deepspeed) or DEFAULT, batch, cfg.max_grad_norm, hidden_size)
+    return complete_config(read_deepspeed(cfg.deepspeed), batch, cfg.max_grad_norm, hidden_size)
 
 
 def _build_objective(cfg: TrainConfig, draft: Draft, joint: bool) -> Objective:
@@ -277,12 +260,7 @@ def _build_objective(cfg: TrainConfig, draft: Draft, joint: bool) -> Objective:
 def _find_checkpoint(
     cfg: TrainConfig, store: CheckpointStore, world: World, console: Console
 ) -> LoadedCheckpoint | None:
-    """Load the checkpoint that `resume_from_checkpoint` names, in every process; None for a new run.
-
-    Raises:
-        CheckpointError: it is damaged, or there is none but results that a new run would overwrite, or the new run
-            should start from the heads of a stage one that were not trained.
-    """
+    """Load the checkpoint that `resume_from_checkpoint` names, in every process; None for a new run."""
     resume, path = cfg.resume_from_checkpoint, None
     if resume is not None:
         path = world.run_on_main(lambda: named_checkpoint(resume, cfg.run_dir) or store.latest())
@@ -293,8 +271,6 @@ def _find_checkpoint(
     if resume is not None:
         world.run_on_main(lambda: check_nothing_is_lost(cfg.run_dir))
         console.print(f"resume_from_checkpoint: no checkpoint in {store.root}, starting a new run")
-    if cfg.trains_stage_one and find_initial_heads(cfg.initial_run) is None:
-        raise CheckpointError(f"stage_one: {cfg.initial_run} holds no heads; train them first")
     return None
 
 
@@ -350,7 +326,7 @@ def _describe_run(
         f"({plan.epoch(plan.total_steps):.2f} epochs), {rates} after {plan.warmup_steps} warmup steps, "
         f"{cfg.lr_scheduler} schedule"
     )
-    if warning := warmup_warning(cfg.lr_scheduler, plan.warmup_steps, plan.total_steps):
+    if warning := warmup_warning(plan.warmup_steps, plan.total_steps):
         yield f"[yellow]{warning}[/]"
 
 

@@ -1,4 +1,4 @@
-"""Train in two stages in one run: the heads that the key `stage_one` describes, then the run that starts from them.
+"""Train a run: its data, the heads that the key `stage_one` describes, if any, then what starts from them.
 
 Both stages train in the same processes, one after the other, so that every launcher starts them as it starts one run.
 """
@@ -45,41 +45,48 @@ TITLES = ("stage 1 of 2", "stage 2 of 2")
 
 
 def train_stages(cfg: TrainConfig, console: Console, results: Console, world: World = SINGLE_PROCESS) -> int:
-    """Train stage one, unless `cfg` has none or its heads are finished, then `cfg`; all as in `run.train`.
+    """Train stage one, unless `cfg` has none or its heads are finished, then `cfg`.
 
     The data of both stages are loaded and checked before stage one trains. With `resume_from_checkpoint`, the run goes
     on in the stage in which it was stopped.
 
+    Args:
+        console: for progress and notes. results: for the closing tables. Only rank 0 prints.
+        world: the processes that train together; each of them calls this function.
+
     Returns:
-        The exit code; that of stage one if it was stopped.
+        The exit code: 0, or 130 / 143 after Ctrl-C / SIGTERM with a line that says what is saved and how to resume.
+
+    Raises:
+        MedusaError: an error of configuration, data or environment.
+        KeyboardInterrupt: Ctrl-C, or SIGTERM as Terminated, before there was anything to save.
     """
-    first = stage_one_config(cfg)
-    if first is None:
-        return train(cfg, console, results, world)
-    progress = RunProgress(console)
+    first, progress = stage_one_config(cfg), RunProgress(console)
     with sigterm_as_interrupt():
         world.run_on_main(lambda: check_output_dir(cfg))
-        if cfg.resume_from_checkpoint is not None and world.run_on_main(partial(_is_finished, cfg, first)):
+        resumes = first is not None and cfg.resume_from_checkpoint is not None
+        if first is not None and resumes and world.run_on_main(partial(_is_finished, cfg, first)):
             console.print(f"{TITLES[0]}: the heads in {first.output_dir} are finished", soft_wrap=True)
             progress.title = TITLES[1]
-            return train(_as_started(cfg), console, results, world, progress=progress)
-
+            cfg, first = _as_started(cfg), None
+        stages = [cfg] if first is None else [first, cfg]
         with LoadingProgress(progress) as shown:
-            data = load_stages((first, cfg), console, world, shown)
-        for line in _plans((first, cfg), data, world):
+            data = load_stages(stages, console, world, shown)
+        if first is None:
+            return train(cfg, data[0], progress, results, world)
+
+        for line in _plans(stages, data, world):
             console.print(line, highlight=False, soft_wrap=True)
         world.run_on_main(lambda: _begin(cfg))
         console.print(f"\n{TITLES[0]}", style="bold")
         progress.title = TITLES[0]
         first = first.model_copy(update={"resume_from_checkpoint": cfg.resume_from_checkpoint and "latest"})
-        out = cfg.run_dir
-        code = train(first, console, results, world, data=data[0], progress=progress, whole_run=out)
-        if code == 0:
-            _free_memory()
-            console.print(f"\n{TITLES[1]}", style="bold")
-            progress.title, progress.seconds = TITLES[1], {"stage one": progress.total_seconds}
-            code = train(_as_started(cfg), console, results, world, data=data[1], progress=progress)
-        return code
+        if code := train(first, data[0], progress, results, world, whole_run=cfg.run_dir):
+            return code
+        _free_memory()
+        console.print(f"\n{TITLES[1]}", style="bold")
+        progress.title, progress.seconds = TITLES[1], {"stage one": progress.total_seconds}
+        return train(_as_started(cfg), data[1], progress, results, world)
 
 
 def load_stages(
@@ -117,11 +124,7 @@ def _begin(cfg: TrainConfig) -> None:
 
 
 def _is_finished(cfg: TrainConfig, first: TrainConfig) -> bool:
-    """Return whether stage one needs no further training: its heads are saved, or stage two has a checkpoint.
-
-    Raises:
-        ConfigError: the heads don't fit `cfg`. CheckpointError: `resume_from_checkpoint` is a checkpoint of stage one.
-    """
+    """Return whether stage one needs no further training: its heads are saved, or stage two has a checkpoint."""
     run = first.run_dir
     named = named_checkpoint(cfg.resume_from_checkpoint, cfg.run_dir)
     if named is not None and named.resolve().is_relative_to(run.resolve()):

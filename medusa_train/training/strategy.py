@@ -286,9 +286,9 @@ def _adamw(groups: list[ParameterGroup]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(groups)
 
 
-def warmup_warning(name: str, warmup_steps: int, total_steps: int) -> str | None:
-    """Return a warning if a run with schedule `name` ends before its warmup does."""
-    if name == "constant" or warmup_steps < total_steps:
+def warmup_warning(warmup_steps: int, total_steps: int) -> str | None:
+    """Return a warning if a run ends before its warmup does."""
+    if warmup_steps < total_steps:
         return None
     return (
         f"note: {warmup_steps:,} warmup steps in a run of {total_steps:,}: the learning rate never reaches its peak "

@@ -122,9 +122,6 @@ class Trainer:
 
         Valid targets are counted over the whole global batch before any loss is divided, so the step's loss is the
         mean over its targets, however they are split into micro-batches and processes.
-
-        Raises:
-            NonFiniteLossError: see `run`.
         """
         state, strategy = self.state, self.strategy
         started = time.perf_counter()

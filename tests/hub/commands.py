@@ -45,7 +45,7 @@ class Commands:
 
 
 def _serve(output: str) -> None:
-    for name in ("cli.evaluate", "cli.export", "cli.selfdistill", "cli.train", "evaluation.run", "training.run"):
+    for name in ("cli.evaluate", "cli.export", "cli.selfdistill", "cli.train", "evaluation.run", "training.stages"):
         import_module(f"medusa_train.{name}")
     answers = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:

@@ -161,21 +161,6 @@ def test_a_teacher_in_another_document_is_never_read(joint: Joint) -> None:
     assert all(torch.isfinite(grad).all() for grad in torch.autograd.grad(out.loss, joint.trained))
 
 
-def test_figures_of_micro_batches_add_up(joint: Joint, batch: Rows) -> None:
-    """With the counts of the global batch; the halves hold unequal numbers of targets."""
-    ours = objective(joint, lm="ce", rho=0.3)
-    whole = joint.loss(ours, batch, ours.target_counts(batch)).lm
-    parts = [slice(0, 1), slice(1, B)]
-    rows = [batch.part(place) for place in parts]
-    total = torch.stack([ours.target_counts(micro) for micro in rows]).sum(dim=0)
-    assert torch.equal(total, ours.target_counts(batch))
-    halves = [joint.loss(ours, micro, total, place).lm for micro, place in zip(rows, parts, strict=True)]
-    assert halves[0].count != halves[1].count
-    for field in ("ce", "kl", "count"):
-        both = sum(getattr(half, field).item() for half in halves)
-        assert both == pytest.approx(getattr(whole, field).item(), rel=1e-12)
-
-
 @pytest.mark.parametrize("recipe", RECIPES, ids=name)
 def test_nothing_supervised_gives_zero_not_nan(joint: Joint, recipe: dict[str, Any]) -> None:
     batch = one_document(torch.full((B, T), IGNORE_INDEX))
@@ -184,16 +169,6 @@ def test_nothing_supervised_gives_zero_not_nan(joint: Joint, recipe: dict[str, A
     assert out.loss.item() == 0.0
     for grad in torch.autograd.grad(out.loss, joint.trained):
         assert torch.count_nonzero(grad) == 0
-
-
-def test_lambda0_weighs_the_heads_and_not_the_backbone(joint: Joint, batch: Rows) -> None:
-    ours = Objective(joint.heads, DECAY, lm="ce", heads_coefficient=LAMBDA, schedule="sine")
-    assert ours.heads_weight(0.0) == 0.0
-    assert ours.heads_weight(1.0) == pytest.approx(LAMBDA)
-    counts = ours.target_counts(batch)
-    out = ours.loss(Features(joint.states), batch, counts, progress=0.0, lm_head=joint.student)
-    assert out.lm is not None
-    assert out.loss.item() == pytest.approx((out.lm.ce / counts[0]).item(), rel=1e-12)
 
 
 def test_a_fresh_adapter_is_pushed_nowhere_by_kl(joint: Joint, batch: Rows) -> None:

@@ -27,7 +27,7 @@ from medusa_train.config.schema import TrainConfig
 from medusa_train.config.types import ExportTarget
 from medusa_train.export.write import export_run
 from medusa_train.inference.generate import Decoder
-from medusa_train.training.run import train as run_training
+from medusa_train.training.stages import train_stages
 from medusa_train.trees.tree import Tree
 
 TINY = PROJECT_ROOT / "data" / "tiny"
@@ -114,7 +114,7 @@ def train(run: Path, recipe: str, *keys: str) -> Path:
         own.append(f"medusa_num_heads={HEADS}")
     cfg = load_config(TrainConfig, PROJECT_ROOT / "configs" / f"{recipe}.yaml", [*brief, *data, *own])
     console = Console(file=io.StringIO(), width=200)
-    assert run_training(cfg, console, console) == 0
+    assert train_stages(cfg, console, console) == 0
     return run
 
 

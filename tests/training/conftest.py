@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from medusa_train.config.schema import TrainConfig
-from medusa_train.training.run import train as train_run
+from medusa_train.training.stages import train_stages
 from medusa_train.training.trainer import Trainer
 from medusa_train.tree_search.choose import Effort
 
@@ -164,8 +164,8 @@ def figures(run: Path) -> list[dict[str, Any]]:
 
 
 def train(cfg: TrainConfig, console: Console) -> int:
-    """Train one stage, everything printed to `console`."""
-    return train_run(cfg, console, console)
+    """Train with everything printed to `console`."""
+    return train_stages(cfg, console, console)
 
 
 def stop_after(monkeypatch: pytest.MonkeyPatch, step: int, number: int = signal.SIGINT) -> None:

@@ -23,7 +23,7 @@ from medusa_train.config.load import dump_config
 from medusa_train.config.schema import TrainConfig
 
 _PROCESSES = multiprocessing.get_context("forkserver")
-_PROCESSES.set_forkserver_preload(["medusa_train.cli.train", "medusa_train.training.run", "tests.training.worker"])
+_PROCESSES.set_forkserver_preload(["medusa_train.cli.train", "medusa_train.training.stages", "tests.training.worker"])
 
 #: Mark of tests that fork: in one xdist worker they share the process that has imported everything.
 forks = pytest.mark.xdist_group("forks")

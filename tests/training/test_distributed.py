@@ -160,24 +160,18 @@ def run_keys(keys):
 FAST = {"m1-sgd-zero2"}
 #: test -> the cases that it reads; `{case}` and `{strategy}` are its parameters.
 READS = {
-    "test_two_processes_are_one": ["{case}"],
-    "test_resumed_is_uninterrupted_to_the_bit_with_dropout_on": [
-        "{strategy}-whole",
-        "{strategy}-parts",
-        "{strategy}-rest",
-    ],
-    "test_a_run_in_two_stages_is_resumed_in_the_first_to_the_bit": [
-        "{strategy}-two-whole",
-        "{strategy}-two-parts",
-        "{strategy}-two-rest",
-    ],
-    "test_a_loss_that_is_infinite_in_one_process_is_skipped_in_both": ["{strategy}-whole", "{strategy}-spoilt"],
-    "test_stopped_early_under_zero3_the_best_heads_are_published": ["early"],
-    "test_a_step_that_was_scaled_too_far_is_counted_and_left_out": ["overscaled"],
-    "test_only_the_first_process_writes_and_prints": ["zero1-whole"],
-    "test_hidden_states_are_shared_by_the_processes": ["{strategy}-cached"],
-    "test_a_run_is_resumed_on_another_number_of_processes": ["first", "second-rest"],
-    "test_when_one_process_dies_the_other_ends": ["dies"],
+    "test_two_processes_are_one": "{case}",
+    "test_resumed_is_uninterrupted_to_the_bit_with_dropout_on": "{strategy}-whole {strategy}-parts {strategy}-rest",
+    "test_a_run_in_two_stages_is_resumed_in_the_first_to_the_bit": (
+        "{strategy}-two-whole {strategy}-two-parts {strategy}-two-rest"
+    ),
+    "test_a_loss_that_is_infinite_in_one_process_is_skipped_in_both": "{strategy}-whole {strategy}-spoilt",
+    "test_stopped_early_under_zero3_the_best_heads_are_published": "early",
+    "test_a_step_that_was_scaled_too_far_is_counted_and_left_out": "overscaled",
+    "test_only_the_first_process_writes_and_prints": "zero1-whole",
+    "test_hidden_states_are_shared_by_the_processes": "{strategy}-cached",
+    "test_a_run_is_resumed_on_another_number_of_processes": "first second-rest",
+    "test_when_one_process_dies_the_other_ends": "dies",
 }
 
 
@@ -190,10 +184,10 @@ def two(request, keys, run_keys, tmp_path_factory):
     """Run the cases that the selected tests read in one pair of processes; return the directory of the results."""
     out = tmp_path_factory.mktemp("two")
     wanted = {
-        name.format(**getattr(getattr(item, "callspec", None), "params", {}))
+        name
         for item in request.session.items
         if item.path == request.path
-        for name in READS[item.originalname]
+        for name in READS[item.originalname].format(**getattr(getattr(item, "callspec", None), "params", {})).split()
     }
     cases = [case for case in all_cases(keys, run_keys, out) if case["name"] in wanted]
     if "second-rest" in wanted:  # resumes a run that one process began
@@ -216,36 +210,29 @@ def all_cases(keys: dict[str, Any], run_keys: dict[str, Any], out: Path) -> list
         zero_keys = {"deepspeed": {"zero_optimization": {**SMALL, **zero}}, **other.get("more", {})}
         case_keys = given({**keys, **RECIPES[recipe], **EQUAL_KEYS, **zero_keys})
         cases.append({"do": "equal", "name": name, "keys": case_keys, "optimizer": optimizer, **other})
+
+    def run(name: str, keys: dict[str, Any], directory: str | None = None, **what: int) -> None:
+        where = str(out / (directory or name) / "run")
+        cases.append({"do": "whole_run", "name": name, "keys": {**keys, "output_dir": where}, **what})
+
+    resume = {"resume_from_checkpoint": "latest"}
     for strategy, deepspeed in STRATEGIES.items():
-        whole = {**run_keys, "deepspeed": deepspeed, "output_dir": str(out / f"{strategy}-whole" / "run")}
-        parts = {**whole, "output_dir": str(out / f"{strategy}-parts" / "run")}
-        spoilt = {**whole, "output_dir": str(out / f"{strategy}-spoilt" / "run"), "max_nonfinite_steps": 1}
-        two, two_parts = (
-            {**whole, "stage_one": STAGE_ONE, "output_dir": str(out / f"{strategy}-two-{part}" / "run")}
-            for part in ("whole", "parts")
-        )
-        two_rest = {**two_parts, "resume_from_checkpoint": "latest"}
-        cached = given({**whole, **CACHED, "output_dir": str(out / f"{strategy}-cached" / "run")})
-        cached["dataset_prepared_path"] = str(out / f"{strategy}-prepared")
-        cases += [
-            {"do": "whole_run", "name": f"{strategy}-cached", "keys": cached},
-            {"do": "whole_run", "name": f"{strategy}-whole", "keys": whole},
-            {"do": "whole_run", "name": f"{strategy}-parts", "keys": parts, "stop": 2},
-            {"do": "whole_run", "name": f"{strategy}-rest", "keys": {**parts, "resume_from_checkpoint": "latest"}},
-            {"do": "whole_run", "name": f"{strategy}-two-whole", "keys": two},
-            {"do": "whole_run", "name": f"{strategy}-two-parts", "keys": two_parts, "stop": 2},
-            {"do": "whole_run", "name": f"{strategy}-two-rest", "keys": two_rest},
-            {"do": "whole_run", "name": f"{strategy}-spoilt", "keys": spoilt, "spoil": 2},
-        ]
+        one = {**run_keys, "deepspeed": deepspeed}
+        two = {**one, "stage_one": STAGE_ONE}
+        prepared = str(out / f"{strategy}-prepared")
+        run(f"{strategy}-cached", given({**one, **CACHED, "dataset_prepared_path": prepared}))
+        run(f"{strategy}-whole", one)
+        run(f"{strategy}-parts", one, stop=2)
+        run(f"{strategy}-rest", {**one, **resume}, f"{strategy}-parts")
+        run(f"{strategy}-two-whole", two)
+        run(f"{strategy}-two-parts", two, stop=2)
+        run(f"{strategy}-two-rest", {**two, **resume}, f"{strategy}-two-parts")
+        run(f"{strategy}-spoilt", {**one, "max_nonfinite_steps": 1}, spoil=2)
     zero3 = {**run_keys, "deepspeed": ZERO3}
-    second = {**zero3, "lora_dropout": 0.0, "output_dir": str(out / "second" / "run")}
     early = {"learning_rate": 0.5, "eval_steps": 1, "early_stopping_patience": 1, "max_steps": 9}
-    early["calibration_tokens"] = 80
-    cases += [
-        {"do": "whole_run", "name": "second-rest", "keys": {**second, "resume_from_checkpoint": "latest"}},
-        {"do": "whole_run", "name": "first", "keys": {**second, "output_dir": str(out / "first" / "run")}, "stop": 2},
-        {"do": "whole_run", "name": "early", "keys": {**zero3, **early, "output_dir": str(out / "early" / "run")}},
-    ]
+    run("second-rest", {**zero3, "lora_dropout": 0.0, **resume}, "second")
+    run("first", {**zero3, "lora_dropout": 0.0}, stop=2)
+    run("early", {**zero3, **early, "calibration_tokens": 80})
     plain = {"keys": {**keys, **RECIPES["m1"], **EQUAL_KEYS}, "optimizer": "sgd"}
     cases.append({"do": "equal", "name": "overscaled", **plain, "loss_scale": 2.0**66})
     cases.append({"do": "dies", "name": "dies", **plain})

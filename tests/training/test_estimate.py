@@ -31,8 +31,8 @@ def estimate(family: str = "llama", vocab: int = 61, **keys: Any) -> Memory:
     return Estimate(config(**keys), model_config).memory(rows=2, width=64, dtype=torch.bfloat16, device="cpu")
 
 
-@pytest.mark.parametrize("family", ["llama", "llama-bias-tied", "qwen2", "qwen3", "gemma2"])
-@pytest.mark.parametrize("layers", [0, 1, 2])
+@pytest.mark.parametrize("family", ["llama-bias-tied", "gemma2"])
+@pytest.mark.parametrize("layers", [0, 2])
 def test_heads_are_counted_as_they_are(family: str, layers: int) -> None:
     backbone = random_backbone(family)
     heads = sum(p.numel() for p in MedusaDraft.from_backbone(backbone, 3, layers).parameters())
@@ -55,25 +55,13 @@ def test_adamw_holds_the_states_that_are_counted() -> None:
     assert estimate(optimizer="adamw_bnb_8bit").parts["optimizer states (adamw_bnb_8bit)"] < 0.26 * held
 
 
-@pytest.mark.parametrize(
-    ("keys", "targets"),
-    [
-        ({"lora_target_linear": True}, None),
-        ({"lora_target_modules": ["q_proj", "lm_head"]}, ("q_proj", "lm_head")),
-    ],
-)
-def test_an_adapter_is_counted_as_it_is(keys: dict[str, Any], targets: tuple[str, ...] | None) -> None:
-    backbone = random_backbone("llama")
-    adapter = Adapter.attach(backbone, LoraSpec(r=4, targets=targets))
+@pytest.mark.parametrize("family", ["llama", "llama-bias-tied"])  # a tied lm_head gets no adapter
+@pytest.mark.parametrize("targets", [None, ("q_proj", "down_proj")])
+def test_an_adapter_is_counted_as_it_is(family: str, targets: tuple[str, ...] | None) -> None:
+    adapter = Adapter.attach(random_backbone(family), LoraSpec(r=4, targets=targets))
     real = sum(p.numel() for p in adapter.parameters())
-    assert estimate(adapter="lora", lora_r=4, **keys).parts["adapter"] == 4 * real
-
-
-def test_a_tied_lm_head_gets_no_adapter() -> None:
-    backbone = random_backbone("llama-bias-tied")
-    real = sum(p.numel() for p in Adapter.attach(backbone, LoraSpec(r=4)).parameters())
-    memory = estimate("llama-bias-tied", adapter="lora", lora_r=4, lora_target_linear=True)
-    assert memory.parts["adapter"] == 4 * real
+    keys: dict[str, Any] = {"lora_target_modules": list(targets)} if targets else {"lora_target_linear": True}
+    assert estimate(family, adapter="lora", lora_r=4, **keys).parts["adapter"] == 4 * real
 
 
 def test_nf4_takes_what_bitsandbytes_stores() -> None:
@@ -180,14 +168,6 @@ def test_a_reduced_vocabulary_needs_less() -> None:
     keys = {"recipe": "medusa2", "gradient_accumulation_steps": 2, "medusa_distillation_regularization": 0.1}
     joint, joint_part = (estimate(vocab=1000, **keys, **more) for more in ({}, {"medusa_vocab_size": 500}))
     assert joint.parts[ACTIVATIONS] == joint_part.parts[ACTIVATIONS]
-
-
-def test_a_markov_bias_has_two_matrices_for_all_heads() -> None:
-    plain = estimate()
-    assert estimate(medusa_markov_rank=4).trained - plain.trained == 4 * (61 + 61)
-    reduced = estimate(medusa_markov_rank=4, medusa_vocab_size=20)
-    assert reduced.trained - estimate(medusa_vocab_size=20).trained == 4 * (61 + 20)
-    assert estimate(medusa_markov_rank=4).parts[ACTIVATIONS] - plain.parts[ACTIVATIONS] == 2 * 64 * (32 + 4) * 2
 
 
 ZERO2 = {"zero_optimization": {"stage": 2}}

@@ -26,12 +26,9 @@ from tests.training.conftest import figures, metrics, train
 from tests.training.mishap import Mishap, command, forks, medusa_train
 
 DRAFTS: dict[str, dict[str, Any]] = {
-    "medusa": {},
     "bfloat16": {"bf16": True},
     "4 bits": {"load_in_4bit": True},
-    "medusa-soft": {"medusa_soft_targets": 0.5},
     "hydra": {"draft": "hydra", "hydra": {"num_heads": 2, "num_layers": 2, "dropout": 0.1, "soft_targets": 1.0}},
-    "amphista": {"draft": "amphista", "amphista": {"num_heads": 2}},
     "kangaroo": {"draft": "kangaroo", "kangaroo": {"num_heads": 2, "exit_layer": 1}},
 }
 #: Two epochs of 32 conversations. Batches of one row have the same shape in both.

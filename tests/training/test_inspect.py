@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 from medusa_train.cli.train import app
 from medusa_train.config.load import dump_config
 from medusa_train.data.examples import Example
-from medusa_train.training import run as run_module
 from medusa_train.training.estimate import Estimate
 from medusa_train.training.inspect import CONTEXT, SUPERVISED, inspect_run, masked_text
+from tests.training.conftest import train
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ def test_a_checkpoint_takes_what_a_run_writes(make_config, weightless, console, 
     cfg = make_config(base_model=str(backbone_dir), eval_steps=2, save_steps=2)
     config = AutoConfig.from_pretrained(backbone_dir)
     memory = Estimate(cfg, config).memory(rows=4, width=64, dtype=torch.float32, device="cpu")
-    run_module.train(cfg, console, console)
+    train(cfg, console)
     for name, expected in (("step-6", memory.checkpoint), ("best-6", memory.weights)):
         files = (tmp_path / "run" / "checkpoints" / name).glob("[de]*.safetensors")
         size = sum(tensor.nbytes for path in files for tensor in load_file(path).values() if tensor.dim())

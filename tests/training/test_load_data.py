@@ -16,7 +16,6 @@ from transformers import AutoTokenizer, LlamaConfig
 
 from medusa_train.data import encode as encode_module
 from medusa_train.errors import BackboneError, ConfigError, DataError
-from medusa_train.training import load_data as prepare
 from medusa_train.training.distributed import World
 from medusa_train.training.load_data import load_data, load_tokenizer
 from medusa_train.training.process_info import ProcessInfo
@@ -120,15 +119,6 @@ def test_a_backbone_that_names_no_context_is_refused(make_config, console, bare)
 def test_more_unfrozen_layers_than_the_backbone_has_are_refused(make_config, console):
     with pytest.raises(ConfigError, match="medusa_num_unfreeze_layers: 3 exceeds the 2 layers"):
         load_data(make_config(recipe="medusa2", medusa_num_unfreeze_layers=3), console)
-
-
-@pytest.mark.parametrize("offline", [True, False])
-def test_the_tokenizer_asks_no_hub_that_is_out_of_reach(make_config, monkeypatch, offline):
-    asked = {}
-    monkeypatch.setattr(prepare, "hub_is_unreachable", lambda: offline)
-    monkeypatch.setattr(prepare.AutoTokenizer, "from_pretrained", lambda where, **keys: asked.update(keys))
-    load_tokenizer("owner/name", trust_remote_code=False)
-    assert asked["local_files_only"] is offline
 
 
 def test_a_sentencepiece_model_alone_makes_a_fast_tokenizer(make_config, tmp_path):

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -100,28 +96,6 @@ def test_a_run_that_is_killed_again_and_again_equals_one_that_was_not(
     code, text = medusa_train(command(cfg, RESUME))
     assert code == 0, text
     assert_same(run, whole)
-
-
-@pytest.mark.slow
-def test_sigkill_from_outside(cfg: TrainConfig, whole: Path, tmp_path: Path) -> None:
-    """The installed command, by the clock: wherever it may be when some lines are written."""
-    program = str(Path(sys.executable).with_name("medusa-train"))
-    path = tmp_path / "run" / "metrics.jsonl"
-    process = subprocess.Popen(
-        [program, *command(cfg)], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, env={**os.environ, "COLUMNS": "99"}
-    )
-    assert process.stderr is not None
-    deadline = time.monotonic() + 200
-    while time.monotonic() < deadline and not (path.exists() and len(path.read_bytes().splitlines()) >= 5):
-        assert process.poll() is None, process.stderr.read()
-        time.sleep(0.001)
-    process.kill()
-    process.stderr.close()
-    assert process.wait() == -signal.SIGKILL
-    code, text = medusa_train(command(cfg, RESUME))
-    assert code == 0, text
-    assert "resuming after step" in text
-    assert_same(tmp_path / "run", whole)
 
 
 def test_a_full_disk_leaves_the_checkpoints_before_it_usable(cfg: TrainConfig, whole: Path, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from medusa_train.models.loading import load_backbone
 from medusa_train.training import setup
 from medusa_train.training.estimate import Estimate
 from medusa_train.training.inspect import inspect_run
-from medusa_train.training.run import train as train_run
+from medusa_train.training.stages import train_stages
 from medusa_train.trees.tree import Tree
 from tests.training.conftest import LORA, figures, metrics, stop_after, train
 
@@ -128,6 +128,6 @@ def test_a_run_starts_from_heads_of_its_own_kind_alone(make_config, console, tmp
 def test_an_exit_behind_the_last_layer_is_refused_before_anything_is_loaded(make_config, console, monkeypatch):
     monkeypatch.setattr(setup, "load_backbone", None)
     cfg = make_config(draft="kangaroo", kangaroo={"exit_layer": 9})
-    for command in (train_run, inspect_run):
+    for command in (train_stages, inspect_run):
         with pytest.raises(BackboneError, match=r"exit_layer 9 is out of range: .* use 1 to"):
             command(cfg, console, console)

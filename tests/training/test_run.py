@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 
 from medusa_train.checkpoint.store import CheckpointStore
 from medusa_train.errors import CheckpointError, ConfigError, DataError, MedusaError
-from medusa_train.training import run as run_module
 from medusa_train.training.distributed import World
+from medusa_train.training.stages import train_stages
 from medusa_train.training.trainer import NonFiniteLossError, Trainer
 from tests.training.conftest import metrics, train
 
@@ -86,7 +86,7 @@ def test_the_other_processes_wait_until_the_tree_is_chosen(make_config, console,
             chosen.append((tmp_path / "run" / "tree.json").exists())
             return super().gather(value)
 
-    assert run_module.train(make_config(calibration_tokens=120, max_steps=1), console, console, Observed()) == 0
+    assert train_stages(make_config(calibration_tokens=120, max_steps=1), console, console, Observed()) == 0
     assert chosen[-1]
 
 
@@ -176,7 +176,7 @@ def best_step(run):
 
 def assert_heads_are_of(run, step):
     store = CheckpointStore(run)
-    masters = store.load(store.best(step))["draft"]
+    masters = store.load(store.best(step) or store.at(step))["draft"]
     saved = load_file(run / "heads" / "medusa_lm_head.safetensors")
     for i in range(3):
         assert torch.equal(saved[f"{i}.1.weight"], masters[f"lm_heads.{i}.weight"])

@@ -6,8 +6,8 @@ import pytest
 
 from medusa_train.progress import RunProgress
 from medusa_train.training.load_data import load_data
-from medusa_train.training.run import train
 from medusa_train.training.setup import build_trainer
+from tests.training.conftest import train
 
 
 def test_every_key_of_the_optimisation_arrives(make_config, console):
@@ -50,9 +50,9 @@ def test_a_constant_schedule_has_no_warmup(make_config, console):
 
 def test_a_resumed_run_names_another_batch(make_config, console):
     keys = {"max_steps": 4, "gradient_accumulation_steps": 2}
-    train(make_config(**keys), console, console)
+    train(make_config(**keys), console)
     more = {**keys, "max_steps": 5, "resume_from_checkpoint": "auto"}
-    train(make_config(**more), console, console)
+    train(make_config(**more), console)
     assert "the batch differs" not in console.file.getvalue()
-    train(make_config(**{**more, "max_steps": 6, "gradient_accumulation_steps": 1}), console, console)
+    train(make_config(**{**more, "max_steps": 6, "gradient_accumulation_steps": 1}), console)
     assert "note: the batch differs from that of the checkpoint: its 5 steps were" in console.file.getvalue()

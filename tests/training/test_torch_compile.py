@@ -10,11 +10,9 @@ import torch
 
 from medusa_train.config.constraints import TRAIN_CONSTRAINTS
 from medusa_train.data.batch import Batch
-from medusa_train.errors import ConfigError
 from medusa_train.models.compiled import CompiledLayers
 from medusa_train.progress import RunProgress
 from medusa_train.training.load_data import load_data
-from medusa_train.training.preflight import check_deepspeed
 from medusa_train.training.setup import build_trainer
 from tests.training.conftest import metrics, train
 
@@ -85,9 +83,3 @@ def test_a_backbone_that_learns_is_refused(make_config) -> None:
     assert not constraint.violated(make_config(recipe="medusa2"))
     assert constraint.violated(make_config(torch_compile=True, adapter="lora"))
     assert constraint.message.startswith("only passes of a frozen backbone are compiled")
-
-
-def test_zero_3_is_refused(make_config) -> None:
-    check_deepspeed(make_config(torch_compile=True, deepspeed={"zero_optimization": {"stage": 2}}), 2)
-    with pytest.raises(ConfigError, match="stage 3 gathers weights while layers run, so they cannot be compiled"):
-        check_deepspeed(make_config(torch_compile=True, deepspeed={"zero_optimization": {"stage": 3}}), 2)
