@@ -22,8 +22,6 @@ from medusa_train.inference.accept import accept
 from medusa_train.inference.static.graphs import StepRunner
 from medusa_train.models import prepack
 from medusa_train.models.backbone import Backbone
-from medusa_train.models.compiled import BLOCK
-from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.trees.tree import Tree
 from tests.evaluation.tiny_model import write_backbone
 from tests.inference.tape import TapeRunner
@@ -37,24 +35,8 @@ def small_backbone() -> Backbone:
     return Backbone(random_model(SMALL, torch.float32, CPU), None, "small")
 
 
-@pytest.fixture(scope="module")
-def backbone() -> Backbone:
-    return small_backbone()
-
-
-@pytest.fixture(scope="module")
-def draft(backbone: Backbone) -> MedusaDraft:
-    return MedusaDraft.from_backbone(backbone, 3)
-
-
-@pytest.fixture
-def as_if_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace torch.compile by the identity, which takes no time."""
-    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-
-
-def test_a_pass_leaves_the_context_as_it_was(backbone: Backbone) -> None:
-    context = Context(backbone, 20, 8)
+def test_a_pass_leaves_the_context_as_it_was() -> None:
+    context = Context(small_backbone(), 20, 8)
     assert context.cache._storage is not None
     before = context.cache._storage[:, :, :, :, :20].clone()
     for tree in (Tree.empty(), likely_tree(8, 3)):
@@ -63,20 +45,6 @@ def test_a_pass_leaves_the_context_as_it_was(backbone: Backbone) -> None:
         step()
     assert context.cache.length == 20
     assert torch.equal(context.cache._storage[:, :, :, :, :20], before)
-
-
-def test_a_pass_computes_what_the_backbone_does_along_a_path(
-    backbone: Backbone, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The last node of a chain attends to all before it, as without a mask."""
-    context = Context(backbone, 20, 8)
-    seen: list[torch.Tensor] = []
-    plain = backbone.logits
-    monkeypatch.setattr(backbone, "logits", lambda hidden: seen.append(hidden) or plain(hidden))  # type: ignore[func-returns-value]
-    context.step(Tree.chain(3))()
-    with torch.inference_mode():
-        expected = backbone.run(torch.arange(4)[None], cache=context.cache).hidden
-    assert torch.allclose(seen[0], expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("runner", [StepRunner(), TapeRunner()], ids=["run", "replayed"])
@@ -101,30 +69,6 @@ def test_static_steps_compute_what_passes_do(runner: StepRunner, monkeypatch: py
         assert torch.equal(static.cache.storage(20)[..., :20, :], before)
 
 
-@pytest.mark.usefixtures("as_if_compiled")
-def test_a_compiled_pass_computes_what_the_plain_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = small_backbone()
-    trees = (Tree.empty(), likely_tree(8, 3), Tree.chain(2))
-    plain = Context(own, 123, 8)
-    plain_steps = [plain.step(tree) for tree in trees]
-    own.compile_passes()
-    compiled = Context(own, 123, 8)
-    assert (plain.cache.capacity, compiled.cache.capacity) == (132, 5 * BLOCK + 1)
-    assert plain.cache._storage is not None
-    assert compiled.cache._storage is not None
-    before = plain.cache._storage[..., :123, :].clone()
-    with torch.inference_mode():
-        compiled.cache._storage[..., :123, :] = before
-    seen: list[torch.Tensor] = []
-    monkeypatch.setattr(decode_steps, "accept", lambda *given: seen.append(given[2]) or accept(*given))  # type: ignore[func-returns-value]
-    for tree, plain_step in zip(trees, plain_steps, strict=True):
-        plain_step()
-        compiled.step(tree)()
-        assert torch.allclose(seen[-1], seen[-2], atol=1e-5)
-    assert compiled.cache.length == 123
-    assert torch.equal(compiled.cache._storage[..., :123, :], before)
-
-
 def test_random_models_are_made_in_their_dtype_and_in_4_bits() -> None:
     model = random_model(llama_config(64, 128, 2, 4, 2, 61), torch.bfloat16, CPU)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
@@ -137,8 +81,8 @@ def test_random_models_are_made_in_their_dtype_and_in_4_bits() -> None:
     assert 0.8 < torch.cosine_similarity(quantized.float(), logits.float(), dim=-1).mean() < 0.9999
 
 
-@pytest.mark.usefixtures("as_if_compiled")
 def test_the_whole_command_on_a_model_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)  # takes no time
     monkeypatch.setattr(decode, "measure_rates", lambda device, dtypes, seconds: RATES)
     monkeypatch.setattr(prepack, "_is_faster", lambda weights: False)
     model = write_backbone(tmp_path / "model")

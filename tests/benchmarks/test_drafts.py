@@ -13,22 +13,15 @@ import drafts
 import pytest
 import torch
 import yaml
-from draft_counts import count_answers
 from drafts import benches_of, cases_of, parse_arguments, train
-from rich.console import Console
 
 from medusa_train.checkpoint.heads import save_draft
-from medusa_train.checkpoint.load_model import LoadedModel
 from medusa_train.cli.common import split_arguments
 from medusa_train.config.load import load_config
 from medusa_train.config.schema import TrainConfig
-from medusa_train.data.tokenize import ChatEncoder
-from medusa_train.evaluation.questions import Bench, Question
-from medusa_train.inference.decoding_settings import DecodingMode
 from medusa_train.models.drafts import DRAFTS
 from medusa_train.models.loading import load_backbone
 from medusa_train.models.lora import Adapter, LoraSpec
-from medusa_train.progress import RunProgress
 from medusa_train.trees.tree import Tree
 from tests.training.conftest import backbone_dir, chats, sentence
 
@@ -171,26 +164,6 @@ def test_the_whole_command(tmp_path: Path, words: list[str], trainings: list[Seq
     assert drafts.main(words) == 0  # nothing is repeated
     assert len(trainings) == 5
     assert {path: path.stat().st_mtime_ns for path in times} == times
-
-
-def test_conversations_that_outgrow_the_context_are_left_out(backbone_dir: Path) -> None:
-    backbone = load_backbone(str(backbone_dir), dtype="float32")
-    draft = DRAFTS["medusa"].from_backbone(backbone, num_heads=2)
-    turns = ("one " * 5, "two " * (backbone.max_context - 40))
-    bench = Bench(
-        "b", Path("b"), (Question(1, "general", (*turns, "more"), "b:1"), Question(2, "general", turns[:1], "b:2"))
-    )
-    chat = ChatEncoder(backbone.tokenizer)
-    counted = count_answers(
-        LoadedModel(backbone, draft, None),
-        chat,
-        bench,
-        DecodingMode(),
-        16,
-        {"chain": Tree.chain(2)},
-        RunProgress(Console()),
-    )
-    assert counted["answers"] == {"chain": 2}
 
 
 @pytest.mark.slow

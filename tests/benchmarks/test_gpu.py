@@ -123,33 +123,19 @@ def test_a_step_and_its_children_end_at_the_limit(tmp_path: Path) -> None:
 
 def test_goals_and_pages_come_from_what_was_measured(tmp_path: Path) -> None:
     milliseconds = {"plain": [4.0, 3.5], "tree 64": [4.4, 3.6], "heads": [1.0, 0.9]}
-    rows = [
-        {"shape": "7B", "steps": "passes", "ms_and_floor": {"plain": [3.9, 3.5]}},
-        {"shape": "7B", "steps": "CUDA graphs", "ms_and_floor": milliseconds},
-        {"shape": "7B", "steps": "CUDA graphs", "ms_and_floor": {"plain": [5.0, 3.5]}},
-        {"shape": "7B", "obstacle": "not compiled"},
-    ]
-    cases = [{"what": "shape1", "method": "ours", "mfu": 0.5}, {"what": "shape1", "method": "naive", "mfu": 0.2}]
-    page = (
-        "# Title\n\nA GPU, 8 cores, Python 3.12.\n\nA note.\n\n| a | b |\n| --- | ---: |\n| 1 | 2 |\n\n- a line after\n"
-    )
+    rows = [{"shape": "7B", "steps": "CUDA graphs", "ms_and_floor": milliseconds}, {"shape": "7B", "obstacle": "no"}]
+    page = "# Title\n\nA GPU, 8 cores, Python 3.12.\n\nA note.\n\n| a | b |\n| --- | ---: |\n| 1 | 2 |\n\n- a line after\n"
     (tmp_path / "decode.md").write_text(page)
     (tmp_path / "decode.json").write_text(json.dumps({"machine": {}, "rows": rows}))
     decode = step("decode", "pass", page=str(tmp_path / "decode.md"), figures=str(tmp_path / "decode.json"))
     found = gpu.results_of(decode)
     assert found["figures"] == {"rows": rows}
     assert found["page"] == ["A note.", "", "| a | b |", "| --- | ---: |", "| 1 | 2 |"]
-    steps = {"decode": {"status": "done", "seconds": 5, **found}, "train": {"figures": {"cases": cases}}}
-    goals = gpu.goals(steps)
-    expected = [(1.0, True), (1.143, True), (1.1, False), (1.111, True), (0.5, True)]
-    assert [(one["measured"], one["met"]) for one in goals] == expected
+    cases = [{"what": "shape1", "method": "ours", "mfu": 0.5}, {"what": "shape1", "method": "naive", "mfu": 0.2}]
+    goals = gpu.goals({"decode": {"status": "done", **found}, "train": {"figures": {"cases": cases}}})
+    assert (goals[-1]["measured"], goals[-1]["met"]) == (0.5, True)
+    assert any((one["measured"], one["met"]) == (1.1, False) for one in goals)  # a tree's step over a plain one
     assert gpu.goals({}) == []
-    (without, plain) = gpu.goals({"decode": {"figures": {"rows": rows[:1]}}})
-    assert (without["met"], plain["measured"]) == (False, 1.114)
-    machine = gpu.machine_facts("gpu.py", [])
-    text = gpu.markdown([decode], {"machine": machine, "steps": steps, "goals": goals})
-    assert "| step of 64 nodes without heads over plain step | <= 1.08 | 1.10 | **no** |" in text
-    assert "## decode\n\n`timeit -n 1 -r 1 pass`\n\nA note.\n\n| a | b |" in text
 
 
 def test_the_shell_script_starts_it_and_lists_its_options() -> None:

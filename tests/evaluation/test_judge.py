@@ -24,7 +24,6 @@ def says(text: str) -> Reply:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeServer]:
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     with serving(lambda number, body: says("Fine. [[7]]")) as fake:
         yield fake
 

@@ -28,7 +28,6 @@ from tests.fake_server import FakeServer, completion, error, serving
 def quick_and_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(servers_client, "MIN_BACKOFF", 0.01)
     monkeypatch.setattr(servers_client, "MAX_BACKOFF", 0.1)
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 
 
 def engine(url: str | list[str], concurrency: int = 4, retry_seconds: float = 60.0) -> OpenAIEngine:

@@ -22,11 +22,6 @@ from tests.fake_server import FakeServer, Reply, error, stream
 from tests.server_bench.servers import BenchServer, bench_server, write_questions
 
 
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-
-
 @pytest.fixture
 def pair() -> Iterator[tuple[BenchServer, BenchServer]]:
     with bench_server(heads=True, seconds=0.001) as heads, bench_server(seconds=0.004) as plain:

@@ -25,7 +25,6 @@ KEY = "sk-very-secret"
 def quick_and_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MIN_BACKOFF", 0.01)
     monkeypatch.setattr(module, "MAX_BACKOFF", 0.05)
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
 
 

@@ -15,11 +15,6 @@ from medusa_train.servers.server import ContextLimit, Fault, OpenAIServer, Strea
 from tests.fake_server import Reply, error, serving, stream
 
 
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-
-
 def lines(*chunks: dict[str, Any] | str) -> list[str]:
     return [chunk if isinstance(chunk, str) else f"data: {json.dumps(chunk)}" for chunk in chunks]
 

@@ -16,11 +16,6 @@ EXACT = LIMIT + ". However, you requested {total} tokens ({prompt} in the messag
 LOWER_BOUND = LIMIT + ". However, you requested {asked} output tokens and your prompt contains at least 1 input tokens"
 
 
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-
-
 @pytest.fixture
 def opened() -> Iterator[list[OpenAIServer]]:
     servers: list[OpenAIServer] = []

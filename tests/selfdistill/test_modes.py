@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from medusa_train.data.conversation import Message
+from medusa_train.selfdistill.modes import Answer, DropRules, GeneratedChat, question, replay, selftalk, turn_seed
+from medusa_train.selfdistill.output import OutputWriter
+from medusa_train.selfdistill.prompts import Prompt, read_prompts
+from medusa_train.selfdistill.run import distill, summary
+from tests.selfdistill.fakes import FakeEngine, drive, said
+
+# Replay
+
+SEED = Prompt("s1", ("one", "two", "three"))
+KEEP_CUT = DropRules(drop_truncated=False)
+
+
+def run(engine: FakeEngine, seed: Prompt = SEED, random_seed: int = 7, rules: DropRules = DropRules()) -> GeneratedChat:
+    return drive(replay(seed, random_seed=random_seed, rules=rules), engine)
+
+
+def contents(done: GeneratedChat) -> list[str]:
+    return [message.content for message in done.messages]
+
+
+def test_own_answers_are_the_history() -> None:
+    engine = FakeEngine()
+    done = run(engine)
+    assert contents(done) == ["one", "answer to one", "two", "answer to two", "three", "answer to three"]
+    assert [message.role for message in done.messages] == ["user", "assistant"] * 3
+    third_prompt = [message.content for message in engine.asked[2].messages]
+    assert third_prompt == ["one", "answer to one", "two", "answer to two", "three"]
+    assert done.finish_reasons == ["stop"] * 3
+    assert done.completion_tokens == [4, 4, 4]
+    assert (done.dropped, done.dropped_turns) == (None, 0)
+
+
+def test_a_system_prompt_leads() -> None:
+    engine = FakeEngine()
+    done = run(engine, Prompt("s", ("one",), system="be brief"))
+    assert contents(done) == ["be brief", "one", "answer to one"]
+    assert engine.asked[0].messages[0].as_dict() == {"role": "system", "content": "be brief"}
+
+
+@pytest.mark.parametrize("reason", ["length", "context"])
+def test_a_cut_answer_is_dropped_with_all_later_turns_and_earlier_turns_stay(reason: str) -> None:
+    engine = FakeEngine({"two": said("cut off", reason)})
+    done = run(engine)
+    assert contents(done) == ["one", "answer to one"]
+    assert (done.dropped, done.dropped_turns) == (reason, 2)
+    assert len(engine.asked) == 2
+
+
+def test_a_cut_answer_is_kept_when_asked_for() -> None:
+    done = run(FakeEngine({"two": said("cut off", "length")}), rules=KEEP_CUT)
+    assert contents(done)[3:] == ["cut off", "three", "answer to three"]
+    assert done.finish_reasons == ["stop", "length", "stop"]
+    assert done.dropped is None
+
+
+@pytest.mark.parametrize(
+    ("reason", "why"), [("stop", "empty"), ("context", "context"), ("length", "empty"), ("refused", "refused")]
+)
+def test_a_blank_answer_is_always_dropped(reason: str, why: str) -> None:
+    done = run(FakeEngine({"one": said(" \n", reason)}), rules=KEEP_CUT)
+    assert (done.turns, done.dropped, done.dropped_turns) == (0, why, 3)
+
+
+@pytest.mark.parametrize("reason", ["stop", "length"])
+def test_a_looping_answer_is_dropped_or_counted(reason: str) -> None:
+    engine = FakeEngine({"two": said("a b c d e f g h " * 3, reason)})
+    dropped = run(engine)
+    assert (dropped.turns, dropped.looping, dropped.dropped, dropped.dropped_turns) == (1, 1, "looping", 2)
+    kept = run(engine, rules=DropRules(drop_truncated=False, drop_looping=False))
+    assert (kept.turns, kept.looping, kept.dropped) == (3, 1, None)
+
+
+def test_each_turn_of_each_conversation_has_its_own_random_seed() -> None:
+    engine = FakeEngine()
+    run(engine)
+    run(engine, Prompt("s2", ("one",)))
+    run(engine, random_seed=8)
+    seeds = [request.seed for request in engine.asked]
+    assert len(set(seeds)) == 7
+    assert seeds[0] == turn_seed(7, "s1", 0)
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+# Self-talk
+
+TALK = Prompt("s1", ("hello", "never asked"), system="be kind")
+
+
+def talk_of(script: dict[str, Answer] | None = None, rounds: int = 3) -> tuple[GeneratedChat, FakeEngine]:
+    engine = FakeEngine(script)
+    return drive(selftalk(TALK, random_seed=7, rules=DropRules(), rounds=rounds), engine), engine
+
+
+def roles(talk: GeneratedChat) -> str:
+    return "".join(message.role[0] for message in talk.messages)
+
+
+def test_the_model_writes_both_roles_for_so_many_rounds() -> None:
+    talk, engine = talk_of()
+    assert roles(talk) == "s" + "ua" * 3
+    assert [request.speaker for request in engine.asked] == ["assistant", "user"] * 2 + ["assistant"]
+    assert talk.messages[3].content == "question after answer to hello"
+    assert engine.asked[2].messages == tuple(talk.messages[:4])
+    assert (talk.turns, talk.dropped) == (3, None)
+    assert len({request.seed for request in engine.asked}) == 5
+
+
+def test_a_question_that_is_cut_off_or_blank_ends_it_with_the_answer_before() -> None:
+    for last in (said("and what", "length"), said("", "context"), said("  ")):
+        talk, _ = talk_of({"answer to hello": last})
+        assert roles(talk) == "sua"
+        assert talk.dropped is None
+
+
+def test_a_question_without_a_kept_answer_is_removed() -> None:
+    talk, _ = talk_of({"question after answer to hello": said("too long", "length")})
+    assert roles(talk) == "sua"
+    assert (talk.dropped, talk.dropped_turns) == ("length", 1)
+    assert talk_of({"hello": said("", "stop")})[0].turns == 0
+
+
+def test_it_ends_with_a_repeated_turn_of_either_role() -> None:
+    talk, _ = talk_of({"answer to hello": said("  Hello ")})
+    assert roles(talk) == "sua"
+    talk, _ = talk_of({"question after answer to hello": said("answer TO  hello")})
+    assert (roles(talk), talk.dropped) == ("sua", "repeated")
+
+
+# Questions
+
+ASK = partial(question, random_seed=7, rules=DropRules())
+
+
+def test_the_model_is_asked_for_a_first_user_message() -> None:
+    engine = FakeEngine()
+    chats = [drive(ASK(Prompt(name, ())), engine) for name in ("a", "b")]
+    assert [chat.messages for chat in chats] == [[Message("user", "question after nothing")]] * 2
+    assert [(request.messages, request.speaker) for request in engine.asked] == [((), "user")] * 2
+    assert len({request.seed for request in engine.asked}) == 2
+    assert not chats[0].is_empty
+
+
+def test_a_truncated_or_blank_question_is_dropped() -> None:
+    for text, reason, why in (("and so on", "length", "length"), (" ", "stop", "empty")):
+        chat = drive(ASK(Prompt("a", ())), FakeEngine({"nothing": said(text, reason)}))
+        assert chat.is_empty
+        assert (chat.dropped, chat.dropped_turns) == (why, 1)
+
+
+def test_the_output_is_read_as_prompts(tmp_path: Path) -> None:
+    out = tmp_path / "questions.jsonl"
+    prompts = [Prompt("a", ()), Prompt("b", ())]
+    with OutputWriter(out, {"model": "m"}) as writer:
+        stats = distill(prompts, FakeEngine(), writer, mode=ASK, metadata={"model": "m", "mode": "questions"})
+    lines = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+    assert list(lines[0]) == ["id", "seed_id", "model", "messages", "mode"]
+    assert [(prompt.id, prompt.turns) for prompt in read_prompts(out)] == [
+        ("a", ("question after nothing",)),
+        ("b", ("question after nothing",)),
+    ]
+    assert (stats.written, stats.turns, stats.empty, stats.finished) == (2, 0, 0, 2)
+    assert "answers in them" not in list(summary(stats, {}).columns[0].cells)
