@@ -37,25 +37,10 @@ def test_runs_stand_side_by_side_with_their_figures(tmp_path: Path) -> None:
     assert "different" not in console.file.getvalue()  # type: ignore[attr-defined]
 
 
-def test_correct_answers_have_a_column_where_they_were_counted(tmp_path: Path) -> None:
-    old, new = write_run(tmp_path / "old"), write_run(tmp_path / "new")
-    assert "correct" not in runs_table(load_reports([str(old), str(new)], None)).titles
-    path = new / "eval" / "tiny" / "report.json"
-    report = json.loads(path.read_text(encoding="utf-8"))
-    plain = {"correct": 2, "rate": 0.5, "interval": [0.15, 0.85]}
-    report["overall"]["scores"] = {"metric": "pass@1", "answers": 4, "plain": plain}
-    path.write_text(json.dumps(report), encoding="utf-8")
-    assert runs_table(load_reports([str(old), str(new)], None)).column("correct") == ["-", "50.0% (15.0%-85.0%)"]
-
-
 def test_conditions_that_differ_are_named(tmp_path: Path) -> None:
     a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b", dtype="float32", max_new_tokens=64)
     evaluated = load_reports([str(a), str(b)], None)
     assert differences(evaluated) == ["different max_new_tokens: 16, 64", "different dtype: bfloat16, float32"]
-    quick = write_run(tmp_path / "c", chat_template_kwargs={"enable_thinking": False})
-    (line,) = differences(load_reports([str(a), str(quick)], None))
-    assert line.startswith("different variables of the chat template")
-    assert line.endswith("None, {'enable_thinking': False}")
 
 
 def test_evaluations_in_different_modes_are_refused(tmp_path: Path) -> None:
@@ -63,9 +48,6 @@ def test_evaluations_in_different_modes_are_refused(tmp_path: Path) -> None:
     a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b", decoding=sampling)
     with pytest.raises(CheckpointError, match=r"a: greedy decoding, .*b: sampling at temperature 0\.7\)"):
         load_reports([str(a), str(b)], None)
-    hotter = write_run(tmp_path / "c", decoding={**sampling, "temperature": 1.0})
-    with pytest.raises(CheckpointError, match="different modes"):
-        load_reports([str(b), str(hotter)], None)
     load_reports([str(b), str(write_run(tmp_path / "d", decoding=sampling))], None)
 
 
@@ -93,16 +75,20 @@ def test_one_whole_page_and_the_figures_are_written(tmp_path: Path) -> None:
     assert set(json.loads(data.read_text(encoding="utf-8"))) == {one.name for one in evaluated}
 
 
-def test_a_report_of_an_older_version_has_fewer_figures(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "a")
-    path = run / "eval" / "tiny" / "report.json"
-    report = json.loads(path.read_text(encoding="utf-8"))
-    for figures in (report["overall"], *report["categories"].values()):
+def test_a_report_of_an_older_version_has_fewer_figures_and_correct_answers_a_column(tmp_path: Path) -> None:
+    runs = write_run(tmp_path / "old"), write_run(tmp_path / "new")
+    paths = [run / "eval" / "tiny" / "report.json" for run in runs]
+    old, new = (json.loads(path.read_text(encoding="utf-8")) for path in paths)
+    for figures in (old["overall"], *old["categories"].values()):
         for key in ("intervals", "ctar", "head_accuracy", "baselines"):
             del figures[key]
-    path.write_text(json.dumps(report), encoding="utf-8")
-    evaluated = load_reports([str(run), str(write_run(tmp_path / "b"))], None)
+    plain = {"correct": 2, "rate": 0.5, "interval": [0.15, 0.85]}
+    new["overall"]["scores"] = {"metric": "pass@1", "answers": 4, "plain": plain}
+    for path, report in zip(paths, (old, new), strict=True):
+        path.write_text(json.dumps(report), encoding="utf-8")
+    evaluated = load_reports([str(run) for run in runs], None)
     assert "(" not in runs_table(evaluated).column("speedup")[0]
+    assert runs_table(evaluated).column("correct") == ["-", "50.0% (15.0%-85.0%)"]
     write(evaluated, tmp_path / "out")
 
 

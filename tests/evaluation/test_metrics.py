@@ -196,11 +196,6 @@ def turn(question: int, tree_seconds: float, turn: int = 1) -> TurnRecord:
     return TurnRecord(question, "a", turn, (1,), tree, TimedAnswer(tokens, 2.0, 1.0, 10), TimedAnswer(tokens, 2.0))
 
 
-def test_the_interval_is_the_middle_95_percent() -> None:
-    assert interval(torch.arange(1001.0)) == pytest.approx((25.0, 975.0))
-    assert interval(torch.tensor([math.nan] * 5)) is None
-
-
 def test_the_mean_of_normal_data_is_covered_about_19_times_in_20() -> None:
     generator = torch.Generator().manual_seed(1)
     covered = 0

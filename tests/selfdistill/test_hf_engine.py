@@ -263,19 +263,10 @@ def test_steps_on_fixed_memory_give_the_same_answers(directory: Path, temperatur
         return [all_answers(plain), all_answers(heads)]
 
     expected = both()
+    assert temperature or expected[0] == expected[1]
     runner = backbone.step_runner = CountingRunner()
     assert both() == expected
     assert {key[0] for key in runner.keys} >= ({1} if batch_size == 1 else {2, 3})
-
-
-@pytest.mark.parametrize("batch_size", [1, 3])
-def test_heads_speculate_and_the_answers_stay_the_backbone_s(backbone: Backbone, batch_size: int) -> None:
-    draft = MedusaDraft.from_backbone(backbone, num_heads=2)
-    plain = all_answers(engine(backbone, max_new_tokens=20))
-    tree = Tree.cartesian([2, 2])
-    speculating = engine(backbone, max_new_tokens=20, draft=draft, tree=tree, batch_size=batch_size)
-    assert all_answers(speculating) == plain
-    assert float(speculating.stats()["tokens per step"]) >= 1.0
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,9 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -20,8 +18,9 @@ from medusa_train.selfdistill.prompts import Prompt
 from medusa_train.selfdistill.run import RunStats, distill
 from medusa_train.servers import client as servers_client
 from medusa_train.servers.client import OpenAIClient
+from medusa_train.training.process_info import free_port
 from tests import fake_server
-from tests.fake_server import FakeServer, completion, error, serving
+from tests.fake_server import completion, error, serving
 
 
 @pytest.fixture(autouse=True)
@@ -155,52 +154,36 @@ def test_a_server_that_refuses_everything_ends_the_run_and_nothing_is_noted_as_d
     assert list(tmp_path.iterdir()) == []
 
 
-class Restarted:
-    """The fake server in a process of its own, on a port that stays."""
-
-    def __init__(self) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}/v1"
-        self.start()
-
-    def start(self) -> None:
-        command = [sys.executable, fake_server.__file__, str(self.port), "0.01"]
-        self.process = subprocess.Popen(command)
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait(timeout=30)
+def start(port: int) -> subprocess.Popen[bytes]:
+    """Start the fake server in a process of its own."""
+    return subprocess.Popen([sys.executable, fake_server.__file__, str(port), "0.01"])
 
 
-@pytest.fixture
-def restarted() -> Iterator[Restarted]:
-    server = Restarted()
-    yield server
-    server.kill()
-
-
-def test_500_seeds_survive_a_server_that_is_killed_and_restarted(tmp_path: Path, restarted: Restarted) -> None:
+def test_500_seeds_survive_a_server_that_is_killed_and_restarted(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
-    asking = engine(restarted.url, concurrency=16)
-    killed = threading.Event()
+    port = free_port()
+    servers = [start(port)]
+    asking = engine(f"http://127.0.0.1:{port}/v1", concurrency=16)
+    ended = threading.Event()
 
     def kill_and_restart() -> None:
         while not out.exists() or len(out.read_bytes().splitlines()) < 150:
-            if killed.wait(0.01):
+            if ended.wait(0.01):
                 return
-        restarted.kill()
-        killed.wait(0.5)
-        restarted.start()
+        servers[0].kill()
+        servers[0].wait(timeout=30)
+        ended.wait(0.5)
+        servers.append(start(port))
 
     killer = threading.Thread(target=kill_and_restart)
     killer.start()
     try:
         stats = run(out, seeds(500), asking)
     finally:
-        killed.set()
+        ended.set()
         killer.join()
+        for server in servers:
+            server.kill()
     assert sorted(ids(out)) == sorted(seed.id for seed in seeds(500))
     texts = {json.dumps(json.loads(line)["messages"]) for line in out.read_text().splitlines()}
     assert len(texts) == 500
@@ -208,15 +191,13 @@ def test_500_seeds_survive_a_server_that_is_killed_and_restarted(tmp_path: Path,
     assert stats.written == 500
 
 
-def test_a_run_given_up_by_a_dead_server_goes_on_where_it_was(tmp_path: Path, restarted: Restarted) -> None:
+def test_a_run_given_up_by_a_dead_server_goes_on_where_it_was(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
-    run(out, seeds(20), engine(restarted.url))
-    restarted.kill()
+    with serving() as server:
+        run(out, seeds(20), engine(server.url))
     with pytest.raises(ServerError, match="no answer"):
-        run(out, seeds(40), engine(restarted.url, retry_seconds=0.2))
-    with FakeServer(restarted.port) as server:
-        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        run(out, seeds(40), engine(server.url, retry_seconds=0.2))
+    with serving() as server:
         stats = run(out, seeds(40), engine(server.url))
-        server.shutdown()
     assert (stats.earlier, stats.written) == (20, 20)
     assert len(set(ids(out))) == len(ids(out)) == 40

@@ -1,8 +1,7 @@
 """Stands in for `vllm serve`: `python fake_vllm.py -m vllm... serve MODEL --port P ...`, behaviour by FAKE_VLLM.
 
-The file `FAKE_VLLM` names holds one word per start: ok, refuse (the heads), slow (never ready), die (killed while it is
-measured, for want of memory), or engine (its engine is killed: it answers 500 and ends). Starts after the last word
-are ok. Command lines are appended to the same file's `.log`, and process ids to its `.pids`.
+The file `FAKE_VLLM` names holds one word per start: ok, refuse (the heads), slow (never ready), or die (killed while it
+is measured, for want of memory). Starts after the last word are ok. Command lines are appended to the same file's `.log`, and process ids to its `.pids`.
 """
 
 from __future__ import annotations
@@ -12,14 +11,13 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.fake_server import FakeServer, Reply, error
+from tests.fake_server import FakeServer, Reply
 from tests.server_bench.servers import BenchServer
 
 REFUSAL = """(APIServer pid=6) WARNING 11-22 14:00:00 [utils.py:1] Errors like `OSError: Too many open files` follow.
@@ -58,20 +56,6 @@ def main() -> None:
             return None
 
         server.script = die
-    if behaviour == "engine":
-
-        def engine_died(number: int, body: dict[str, Any]) -> Reply:
-            if number < 6:
-                return None
-            if child.poll() is None:
-                child.kill()
-                child.wait()
-                print("(APIServer pid=6) ERROR 11-22 14:00:00 [async_llm.py:1] AsyncLLM output_handler failed.")
-                print("vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue.", flush=True)
-                threading.Timer(1.0, lambda: os._exit(0)).start()
-            return error(500, "EngineCore encountered an issue. See stack trace (above) for the root cause.")
-
-        server.script = engine_died
     fake.serve_forever()
 
 

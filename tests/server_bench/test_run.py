@@ -18,7 +18,7 @@ from medusa_train.errors import ConfigError, ServerError
 from medusa_train.evaluation.questions import load_bench
 from medusa_train.progress import RunProgress
 from medusa_train.server_bench.run import measure_servers
-from tests.fake_server import FakeServer, Reply, error, stream
+from tests.fake_server import Reply, error, stream
 from tests.server_bench.servers import BenchServer, bench_server, write_questions
 
 
@@ -122,27 +122,6 @@ def test_a_concurrency_that_overloads_the_server_is_left_out(
     assert "queue is full" in printed
 
 
-def test_a_concurrency_that_failed_is_measured_after_all_when_resumed(
-    tmp_path: Path, pair: tuple[BenchServer, BenchServer]
-) -> None:
-    heads, plain = pair
-
-    def overloaded_then_dead(number: int, body: dict[str, Any]) -> Reply:
-        if heads.fake.busiest > 1 and "concurrency 2 was" not in (tmp_path / "console").read_text():
-            return error(400, "no")
-        return error(502, "bad gateway") if heads.fake.busiest > 1 else None
-
-    heads.script = overloaded_then_dead
-    order = ["concurrency=[2,1]", "warmup=0", "retry_seconds=0.5"]
-    with pytest.raises(ServerError):
-        measure(tmp_path, *against(heads, plain), *order)
-    assert "concurrency 2 was not measured" in (tmp_path / "printed").read_text()
-    heads.script = lambda number, body: None
-    report, _ = measure(tmp_path, *against(heads, plain), *order)
-    assert len(report["cells"]) == 4
-    assert not any("was not measured" in note for note in report["meta"]["notes"])
-
-
 def test_a_server_that_dies_keeps_what_was_measured_and_is_resumed(
     tmp_path: Path, pair: tuple[BenchServer, BenchServer]
 ) -> None:
@@ -166,29 +145,6 @@ def test_a_server_that_dies_keeps_what_was_measured_and_is_resumed(
     assert all(cell["answers"] == 8 * cell["concurrency"] for cell in report["cells"])
     assert len(plain.fake.bodies) - asked < 8 + 16 + 4  # answers in all, and the warm-up
     assert not log.exists()
-
-
-def test_a_restarted_server_is_noticed_and_waited_for(tmp_path: Path) -> None:
-    with bench_server(heads=True) as heads, bench_server() as plain:
-        port = heads.fake.server_port
-        broken = (200, {"content_length": "9"}, b"")  # what connections get that are open when the server ends
-        heads.script = lambda number, body: broken if number > 22 else None
-
-        def restart() -> None:
-            while len(heads.fake.bodies) < 22:
-                time.sleep(0.005)
-            heads.fake.shutdown()
-            heads.fake.server_close()
-            time.sleep(0.3)
-            again = BenchServer(FakeServer(port), heads=True, seconds=0.0, words=4)
-            threading.Thread(target=again.fake.serve_forever, args=(0.05,), daemon=True).start()
-
-        thread = threading.Thread(target=restart, daemon=True)
-        thread.start()
-        report, _ = measure(tmp_path, *against(heads, plain))
-        thread.join(5)
-    assert len(report["cells"]) == 4
-    assert any("measured again" in note for note in report["meta"]["notes"])
 
 
 @pytest.mark.parametrize(

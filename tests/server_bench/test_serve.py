@@ -155,25 +155,6 @@ def test_a_server_that_is_killed_for_want_of_memory(tmp_path: Path, trained: Pat
     assert run(trained, vllm, out, "serve_speculative_tokens=1", "serve_together=true").returncode == 0
 
 
-def test_an_engine_that_is_killed_while_it_is_measured(tmp_path: Path, trained: Path) -> None:
-    vllm, out = Vllm(tmp_path, "ok ok engine"), tmp_path / "out"
-    options = ["serve_speculative_tokens=[1,2]", "serve_together=true", "warmup=1"]
-    died = run(trained, vllm, out, *options)
-    assert died.returncode == 1
-    text = " ".join(died.stderr.split())
-    assert "vLLM (k=2) ended with exit code 0 while it was measured" in text
-    assert "Its first error: EngineDeadError: EngineCore encountered an issue" in text
-    assert "the same command resumes" in died.stdout
-    assert vllm.running == []
-    report = json.loads((out / "served.json").read_text())
-    assert {cell["session"] for cell in report["cells"]} == {"plain and k=1"}  # kept and reported
-    again = run(trained, vllm, out, *options)
-    assert again.returncode == 0, again.stderr
-    assert len(vllm.started) == 3 + 2  # the first session is not measured again
-    report = json.loads((out / "served.json").read_text())
-    assert {cell["session"] for cell in report["cells"]} == {"plain and k=1", "plain and k=2"}
-
-
 def test_a_server_that_is_never_ready(tmp_path: Path, trained: Path) -> None:
     vllm = Vllm(tmp_path, "slow")
     slow = run(trained, vllm, tmp_path / "out", "serve_start_seconds=2")
