@@ -14,7 +14,9 @@ from collections.abc import Callable, Sequence
 from decimal import Decimal
 from typing import Any, Protocol
 
+from medusa_train.config.constraints import CODE_BENCH
 from medusa_train.data.conversation import without_reasoning
+from medusa_train.errors import ConfigError
 from medusa_train.evaluation.code_sandbox import run_program
 from medusa_train.evaluation.questions import FunctionTest, Question, parse_number
 from medusa_train.evaluation.records import Score, TurnRecord
@@ -40,6 +42,25 @@ class TextDecoder(Protocol):
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> Any:
         """Return the text of `token_ids`."""
+
+
+def require_code_execution(allowed: bool, questions: Sequence[Question]) -> None:
+    """Check that code in the answers may be run (`allow_code_execution`) and isolated, if questions are scored by it.
+
+    Raises:
+        ConfigError: it may not, or it can't; the message says what is missing.
+    """
+    if not any(isinstance(question.expected, FunctionTest) for question in questions):
+        return
+    if not allowed:
+        raise ConfigError(f"allow_code_execution: {CODE_BENCH}")
+    outcome = run_program("import decimal, heapq, typing")
+    if not outcome.passed:
+        raise ConfigError(
+            f"allow_code_execution: the code that the model writes cannot be isolated on this machine: "
+            f"{outcome.detail}.\nRun medusa-eval in a container without network (docker run --network none ...), on "
+            "a Linux machine that permits user namespaces, or with another bench."
+        )
 
 
 def score_answers(

@@ -3,38 +3,63 @@
 What is isolated: the network, other processes, and writing files (except to a temporary directory that lives in
 memory). What is not: the program can read every file that the user can read, and reach services of this machine that
 listen on a Unix socket file. Use a container or a virtual machine for programs that may be malicious.
+
+`run_program` runs this file as a script, with `python -I -S`. It needs the standard library only: nothing of this
+package may be imported by a process whose program is not trusted. The script reads a job from stdin as JSON (`program`,
+`seconds`, `megabytes`), isolates itself and forks; the fork gives up its privileges and runs the program. The first
+process stays outside the fork's process namespace, stops it when its time is over, and reports to stdout.
 """
 
 from __future__ import annotations
 
+import ctypes
+import fcntl
 import json
+import math
 import os
+import resource
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from medusa_train.config.constraints import CODE_BENCH
-from medusa_train.errors import ConfigError
-from medusa_train.evaluation.questions import FunctionTest, Question
-from medusa_train.evaluation.sandbox_child import FAILED, PASSED, REFUSED, TIMED_OUT
-
-CHILD = Path(__file__).with_name("sandbox_child.py")
+#: The file that is run as a script.
+CHILD = Path(__file__)
 #: Seconds beyond a program's own in which its process has to start, and to report.
 MARGIN = 20.0
 
+PASSED, FAILED, TIMED_OUT, REFUSED = "passed", "failed", "timed out", "refused"
 
-@dataclass(frozen=True)
-class Outcome:
+#: Flags of unshare(2): new user, mount, network, process and IPC namespaces.
+NEW_NAMESPACES = 0x10000000 | 0x00020000 | 0x40000000 | 0x20000000 | 0x08000000
+#: Flags of mount(2), and those of mount_setattr(2), whose number is the same on every architecture.
+MS_NOSUID, MS_NODEV, MS_REC, MS_PRIVATE = 0x2, 0x4, 0x4000, 0x40000
+MOUNT_SETATTR, AT_RECURSIVE, MOUNT_ATTR_RDONLY = 442, 0x8000, 0x1
+PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
+CAPABILITY_VERSION = 0x20080522
+SIOCGIFFLAGS, IFF_UP = 0x8913, 0x1
+#: User id inside the namespaces: any but 0, so that nothing there is root.
+NOBODY = 65534
+
+FILE_BYTES = 16 << 20  # of one file, and of the temporary directory
+OPEN_FILES = 64
+DETAIL_CHARACTERS = 200
+#: Exit status of a program that ran to its end; one that calls exit() itself does not pass.
+PASSED_STATUS = 77
+
+#: A public address that belongs to nobody (TEST-NET-1); a datagram socket is connected to it without sending anything.
+PROBE_ADDRESS = ("192.0.2.1", 9)
+
+
+class Outcome(NamedTuple):
     """How a program ended."""
 
-    status: (
-        str  # PASSED, FAILED (exception, exit() or crash), TIMED_OUT, or REFUSED (the network can't be cut off here)
-    )
+    status: str  # PASSED, FAILED, TIMED_OUT, or REFUSED: not run, since the network cannot be cut off here
     detail: str  # the exception, or what is missing
 
     @property
@@ -68,26 +93,152 @@ def run_program(program: str, seconds: float = 10.0, megabytes: int = 1024) -> O
             process.communicate()
     try:
         result = json.loads(output)
-        return Outcome(result["outcome"], result["detail"])
-    except (ValueError, KeyError, TypeError):
+        return Outcome(*result)
+    except (ValueError, TypeError):
         reason = errors.decode("utf-8", "replace").strip().split("\n")[-1]
         return Outcome(FAILED, f"its process did not report: {reason or f'exit status {process.returncode}'}")
 
 
-def require_code_execution(allowed: bool, questions: Sequence[Question]) -> None:
-    """Check that code in the answers may be run (`allow_code_execution`) and isolated, if questions are scored by it.
+# The script
+
+
+def main() -> None:
+    """Read a job from stdin, run it, and write its outcome to stdout."""
+    job = json.load(sys.stdin)
+    outcome = _run(job["program"], job["seconds"], job["megabytes"])
+    json.dump([outcome.status, outcome.detail[:DETAIL_CHARACTERS]], sys.stdout)
+
+
+def _run(program: str, seconds: float, megabytes: int) -> Outcome:
+    """Run `program`; REFUSED without running it where the network cannot be cut off."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    had_network = network_access() is not None
+    try:
+        isolate(libc, os.getcwd())
+    except OSError as error:
+        if had_network:  # without one, this is a container made for such programs
+            return Outcome(REFUSED, str(error))
+    if (access := network_access()) is not None:
+        return Outcome(REFUSED, access)
+
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reader)
+        try:
+            restrict(libc, seconds, megabytes)
+            _execute(program, writer)
+        finally:
+            os._exit(1)  # never back into this function
+    os.close(writer)
+    late = False
+
+    def stop(*_: object) -> None:
+        nonlocal late
+        late = True
+        os.kill(child, signal.SIGKILL)  # and with it all processes of its namespace
+
+    signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    status = os.waitpid(child, 0)[1]
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    os.set_blocking(reader, False)
+    try:
+        detail = os.read(reader, 4 * DETAIL_CHARACTERS).decode("utf-8", "replace")
+    except BlockingIOError:
+        detail = ""
+    code = os.waitstatus_to_exitcode(status)
+    if late or code in (-signal.SIGXCPU, -signal.SIGKILL):
+        return Outcome(TIMED_OUT, f"after {seconds:g} seconds")
+    if code == PASSED_STATUS:
+        return Outcome(PASSED, "")
+    return Outcome(FAILED, detail or f"the program ended with status {code}")
+
+
+def isolate(libc: ctypes.CDLL, directory: str) -> None:
+    """Move this process into namespaces without network, with a read-only file system except for `directory`.
+
+    Args:
+        directory: becomes an empty file system in memory, and the working directory.
 
     Raises:
-        ConfigError: it may not, or it can't; the message says what is missing.
+        OSError: the system does not permit one of the steps; the message names it.
     """
-    if not any(isinstance(question.expected, FunctionTest) for question in questions):
-        return
-    if not allowed:
-        raise ConfigError(f"allow_code_execution: {CODE_BENCH}")
-    outcome = run_program("import decimal, heapq, typing")
-    if not outcome.passed:
-        raise ConfigError(
-            f"allow_code_execution: the code that the model writes cannot be isolated on this machine: "
-            f"{outcome.detail}.\nRun medusa-eval in a container without network (docker run --network none ...), on "
-            "a Linux machine that permits user namespaces, or with another bench."
-        )
+    user, group = os.getuid(), os.getgid()
+    _check(libc.unshare(NEW_NAMESPACES), "new user, mount, network, process and IPC namespaces (unshare)")
+    for name, text in (("setgroups", "deny"), ("uid_map", f"{NOBODY} {user} 1"), ("gid_map", f"{NOBODY} {group} 1")):
+        with open(f"/proc/self/{name}", "w", encoding="ascii") as file:
+            file.write(text)
+    _check(libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None), "private mounts (mount)")
+    attributes = struct.pack("=4Q", MOUNT_ATTR_RDONLY, 0, 0, 0)
+    made = libc.syscall(MOUNT_SETATTR, -1, b"/", AT_RECURSIVE, attributes, ctypes.c_size_t(len(attributes)))
+    _check(made, "a read-only file system (mount_setattr, Linux 5.12)")
+    options = f"size={FILE_BYTES},mode=700".encode()
+    made = libc.mount(b"tmpfs", os.fsencode(directory), b"tmpfs", MS_NOSUID | MS_NODEV, options)
+    _check(made, "a file system in memory (mount)")
+    os.chdir(directory)
+
+
+def _check(result: int, what: str) -> None:
+    if result < 0:
+        raise OSError(f"{what}: {os.strerror(ctypes.get_errno())}")
+
+
+def network_access() -> str | None:
+    """Return what connects this process to a network: an interface that is up, or a route; None if nothing does."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("16s24x", name.encode())
+            (flags,) = struct.unpack_from("H", fcntl.ioctl(probe, SIOCGIFFLAGS, request), 16)
+            if name != "lo" and flags & IFF_UP:
+                return f"network interface {name} is up"
+        try:
+            probe.connect(PROBE_ADDRESS)
+        except OSError:
+            return None
+    return "there is a route to the internet"
+
+
+def restrict(libc: ctypes.CDLL, seconds: float, megabytes: int) -> None:
+    """Give up all capabilities, and limit time, memory, files and processes; the process dies with its parent.
+
+    Linux does not enforce the limit on processes for root; ending the process ends those that it started.
+    """
+    os.setsid()  # a signal to its process group must not reach the parent
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    _check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no new privileges (prctl)")
+    header = struct.pack("=Ii", CAPABILITY_VERSION, 0)
+    _check(libc.capset(header, struct.pack("=6I", *[0] * 6)), "no capabilities (capset)")
+    cpu = math.ceil(seconds)
+    for limit, value in (
+        (resource.RLIMIT_CPU, cpu),
+        (resource.RLIMIT_AS, megabytes << 20),
+        (resource.RLIMIT_FSIZE, FILE_BYTES),
+        (resource.RLIMIT_NOFILE, OPEN_FILES),
+        (resource.RLIMIT_NPROC, 1),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        hard = resource.getrlimit(limit)[1]
+        if hard != resource.RLIM_INFINITY:
+            value = min(value, hard)
+        resource.setrlimit(limit, (value, value))
+
+
+def _execute(program: str, writer: int) -> None:
+    """Run `program` and end the process: with PASSED_STATUS if it raises nothing, else the exception to `writer`."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for standard in (0, 1, 2):
+        os.dup2(null, standard)
+    names: dict[str, object] = {"__name__": "__main__"}
+    try:
+        exec(compile(program, "<program>", "exec"), names)
+    except BaseException as error:  # SystemExit and KeyboardInterrupt as well: only the end of the program passes
+        names.clear()
+        text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        os.write(writer, text[:DETAIL_CHARACTERS].encode("utf-8", "replace"))
+        os._exit(1)
+    os._exit(PASSED_STATUS)
+
+
+if __name__ == "__main__":
+    main()

@@ -19,11 +19,10 @@ from medusa_train.config.schema import EvalConfig
 from medusa_train.data.conversation import Message
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import BackboneError
-from medusa_train.evaluation.answer_scores import score_answers
+from medusa_train.evaluation.answer_scores import require_code_execution, score_answers
 from medusa_train.evaluation.answerers import extra_baselines
 from medusa_train.evaluation.backbone_quality import has_trained_backbone, measure_backbone_quality
 from medusa_train.evaluation.calibrate import chooses_compilation, load_model, refit_tree
-from medusa_train.evaluation.code_sandbox import require_code_execution
 from medusa_train.evaluation.judge import Judge, grade
 from medusa_train.evaluation.output_equality import (
     EQUALITY_DTYPES,

@@ -11,11 +11,18 @@ from pathlib import Path
 import pytest
 
 from medusa_train.errors import ConfigError
-from medusa_train.evaluation import code_sandbox
-from medusa_train.evaluation.answer_scores import score_text
-from medusa_train.evaluation.code_sandbox import Outcome, require_code_execution, run_program
+from medusa_train.evaluation import answer_scores, code_sandbox
+from medusa_train.evaluation.answer_scores import require_code_execution, score_text
+from medusa_train.evaluation.code_sandbox import (
+    FAILED,
+    PASSED,
+    REFUSED,
+    TIMED_OUT,
+    Outcome,
+    network_access,
+    run_program,
+)
 from medusa_train.evaluation.questions import FunctionTest, Question
-from medusa_train.evaluation.sandbox_child import FAILED, PASSED, REFUSED, TIMED_OUT, network_access
 
 TEST = FunctionTest("def f():\n", "f", "def check(candidate):\n    assert candidate() == 1\n")
 CODE = Question(1, "humaneval", ("?",), "f:1", expected=TEST)
@@ -174,7 +181,7 @@ def test_on_other_systems_programs_are_refused(monkeypatch: pytest.MonkeyPatch) 
 def test_code_needs_permission_and_numbers_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="allow_code_execution=true"):
         require_code_execution(False, [CODE])
-    monkeypatch.setattr(code_sandbox, "run_program", lambda program: pytest.fail("nothing has to be run"))
+    monkeypatch.setattr(answer_scores, "run_program", lambda program: pytest.fail("nothing has to be run"))
     require_code_execution(False, [Question(2, "gsm8k", ("?",), "f:2", expected=Decimal(4))])
 
 
