@@ -62,7 +62,7 @@ def write_pages(args: argparse.Namespace, machine: Record, titles: Mapping[str, 
 
 
 def counts(cell: Record, reference: Record) -> Record:
-    """Reduce a cell to the counts of its trees: ratios to the reference's, of dynamic trees to the cell's fixed ones."""
+    """Reduce a cell to the counts of its trees: ratios to the reference's, of dynamic trees to the fixed ones."""
     trees = {}
     for name, one in cell["trees"].items():
         other = (cell if name.startswith(DYNAMIC) else reference)["trees"][name.removeprefix(DYNAMIC)]

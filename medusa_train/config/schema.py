@@ -112,12 +112,6 @@ class DatasetConfig(BaseModel):
     )
     split: Text | None = key(None, "split of a hub dataset; default: train")
     name: Text | None = key(None, "configuration name of a hub dataset")
-    weight: Float | None = key(
-        None,
-        "sampling weight relative to the other datasets (1 for those without a weight); "
-        "default: every conversation once per epoch",
-        gt=0,
-    )
 
 
 class TrainConfig(Config):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,14 +29,12 @@ class EncodedDataset(Sequence[Example]):
     Attributes:
         pad_id: padding token.
         row_len: maximum tokens of a row in sample packing; None for one conversation per row.
-        mixture: sampling of each epoch by data set weights; None for every conversation once.
     """
 
     examples: list[Example]
     pad_id: int
     report: DataReport
     row_len: int | None = None
-    mixture: Mixture | None = None
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -79,10 +77,6 @@ class EncodedDataset(Sequence[Example]):
         """Return the tokens before every answer (see `Example.prompts`), in order."""
         return [prompt for example in self.examples for prompt in example.prompts()]
 
-    def epoch(self, epoch: int, seed: int) -> list[int]:
-        """Return the indices of an epoch's examples, unshuffled."""
-        return list(range(len(self))) if self.mixture is None else self.mixture.draw(epoch, seed)
-
     def rows(self, order: Sequence[int]) -> list[list[int]]:
         """Distribute the examples of these indices over rows: packed, or one per row."""
         if self.row_len is None:
@@ -110,9 +104,8 @@ def load_datasets(
     """Read, tokenize and split the configured data sets.
 
     Tokens come from `dataset_prepared_path` if they are cached there. With `sample_packing` rows hold several
-    conversations. A `weight` affects training only, not the validation set. See `encode_examples` for long
-    conversations and `select_validation` for the split. `on_progress` is called while files are fetched, and while
-    the conversations of a data set are tokenized.
+    conversations. See `encode_examples` for long conversations and `select_validation` for the split. `on_progress` is
+    called while files are fetched, and while the conversations of a data set are tokenized.
 
     Returns:
         (training, validation). `test_datasets` are the validation set if they are configured, with a report of their
@@ -131,31 +124,21 @@ def load_datasets(
     test = None
     if cfg.test_datasets is not None:
         keys = {"datasets": cfg.test_datasets, "test_datasets": None, "val_set_size": 0.0}
-        test = replace(load_datasets(cfg.model_copy(update=keys), encoder, on_progress)[0], mixture=None)
+        test, _ = load_datasets(cfg.model_copy(update=keys), encoder, on_progress)
     whole = [example.key for example in encoded.examples if example.row == 0]  # the split is by conversation
     if test is not None:
         validation_keys = {example.key for example in test}
         if repeated := sum(key in validation_keys for key in whole):
             report.notes.append(f"{repeated} conversations not trained on, since test_datasets have them")
     else:
-        flags = zip(whole, select_validation(whole, cfg.val_set_size, cfg.seed), strict=True)
-        validation_keys = {key for key, is_validation in flags if is_validation}
+        validation_keys = select_validation(whole, cfg.val_set_size, cfg.seed)
     train: list[Example] = []
     validation: list[Example] = []
-    origins: list[int] = []
-    for example, origin in zip(encoded.examples, encoded.origins, strict=True):
-        if example.key in validation_keys:
-            validation.append(example)
-        else:
-            train.append(example)
-            origins.append(origin)
-    mixture = None
-    if any(entry.weight is not None for entry in cfg.datasets):
-        mixture = Mixture.by_weight(origins, [1.0 if entry.weight is None else entry.weight for entry in cfg.datasets])
-        report.notes += mixture.describe([entry.path for entry in cfg.datasets])
+    for example in encoded.examples:
+        (validation if example.key in validation_keys else train).append(example)
     row_len = cfg.sequence_len if cfg.sample_packing else None
     return (
-        EncodedDataset(train, encoder.pad_id, report, row_len, mixture),
+        EncodedDataset(train, encoder.pad_id, report, row_len),
         EncodedDataset(validation, encoder.pad_id, report, row_len) if test is None else test,
     )
 
@@ -163,9 +146,9 @@ def load_datasets(
 class BatchLoader:
     """Infinite iterator over micro-batches, epoch after epoch, whose position can be saved and restored.
 
-    Each epoch has every example once (or as its mixture says), in an order that depends on (seed, epoch) only; packed
-    rows are composed again in each epoch. To limit padding, rows are sorted by length within windows of batches, and
-    the batches shuffled. Without shuffling every epoch has the same batches, longest first, and ignores the mixture.
+    Each epoch has every example once, in an order that depends on (seed, epoch) only; packed rows are composed again in
+    each epoch. To limit padding, rows are sorted by length within windows of batches, and the batches shuffled. Without
+    shuffling every epoch has the same batches, longest first.
 
     Args:
         micro_batch_size: rows per batch; one batch of an epoch may have fewer.
@@ -193,28 +176,22 @@ class BatchLoader:
         self.epoch = 0  # of the next batch
         self._batch = 0  # index of the next batch in its epoch
         self._batches = self._draw_epoch(0)
-        self._first_epoch = self._batches
         self._fingerprint: str | None = None
 
     @property
     def steps_per_epoch(self) -> int:
-        """Batches in the first epoch. Later epochs may differ by a few if a mixture is packed."""
-        return len(self._first_epoch)
+        """Batches in an epoch."""
+        return len(self._batches)
 
     @property
     def rows_per_epoch(self) -> int:
-        """Rows in the first epoch."""
-        return sum(len(batch) for batch in self._first_epoch)
-
-    @property
-    def tokens_per_epoch(self) -> int:
-        """Tokens in the first epoch, without padding."""
-        return sum(self._row_length(row) for batch in self._first_epoch for row in batch)
+        """Rows in an epoch."""
+        return sum(len(batch) for batch in self._batches)
 
     @property
     def positions_per_epoch(self) -> int:
-        """Positions computed in the first epoch, with padding."""
-        return sum(len(batch) * max(map(self._row_length, batch)) for batch in self._first_epoch)
+        """Positions computed in the current epoch, with padding."""
+        return sum(len(batch) * max(map(self._row_length, batch)) for batch in self._batches)
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -256,13 +233,11 @@ class BatchLoader:
         """Return everything that determines the order of batches."""
         if self._fingerprint is None:
             self._fingerprint = self.dataset.fingerprint()
-        mixture = self.dataset.mixture
         return {
             "seed": self.seed,
             "shuffle": self.shuffle,
             "micro_batch_size": self.micro_batch_size,
             "packed rows": self.dataset.row_len,
-            "datasets[].weight": list(mixture.quotas) if mixture and self.shuffle else None,
             "data": self._fingerprint,
         }
 
@@ -270,7 +245,7 @@ class BatchLoader:
         """Return an epoch's batches, as rows of example indices."""
         size, dataset = self.micro_batch_size, self.dataset
         rng = random.Random(f"{self.seed}/{epoch}")
-        order = dataset.epoch(epoch, self.seed) if self.shuffle else list(range(len(dataset)))
+        order = list(range(len(dataset)))
         if self.shuffle:
             rng.shuffle(order)
         rows = dataset.rows(order)
@@ -284,54 +259,3 @@ class BatchLoader:
         if self.shuffle:
             rng.shuffle(batches)
         return batches
-
-
-@dataclass(frozen=True)
-class Mixture:
-    """Sampling of data sets by weight (`datasets[].weight`).
-
-    An epoch has as many conversations as all data sets together, in proportion to the weights: a data set may be
-    subsampled (the next epoch has other conversations) or repeated. Each data set is traversed in random order without
-    replacement, so over the epochs the counts of its conversations differ by at most one.
-
-    Attributes:
-        members: the indices of each data set's conversations.
-        quotas: conversations of each data set per epoch.
-    """
-
-    members: tuple[tuple[int, ...], ...]
-    quotas: tuple[int, ...]
-
-    @classmethod
-    def by_weight(cls, origins: Sequence[int], weights: Sequence[float]) -> Mixture:
-        """Compute the quotas from each conversation's data set; empty data sets are ignored."""
-        members = tuple(
-            tuple(index for index, origin in enumerate(origins) if origin == source) for source in range(len(weights))
-        )
-        shares = [weight if indices else 0.0 for weight, indices in zip(weights, members, strict=True)]
-        exact = [len(origins) * share / sum(shares) for share in shares]
-        quotas = [int(count) for count in exact]
-        # largest remainder method
-        by_remainder = sorted(range(len(exact)), key=lambda source: (quotas[source] - exact[source], source))
-        for source in by_remainder[: len(origins) - sum(quotas)]:
-            quotas[source] += 1
-        return cls(members, tuple(quotas))
-
-    def describe(self, names: Sequence[str]) -> list[str]:
-        """Return one sentence per data set."""
-        rows = zip(names, self.members, self.quotas, strict=True)
-        return [
-            f"an epoch has {quota} of {name} ({len(indices)} training conversations)" for name, indices, quota in rows
-        ]
-
-    def draw(self, epoch: int, seed: int) -> list[int]:
-        """Return the indices of one epoch's conversations, data set by data set."""
-        drawn: list[int] = []
-        for source, (indices, quota) in enumerate(zip(self.members, self.quotas, strict=True)):
-            # each epoch continues an infinite sequence of shuffled passes over the data set
-            for position in range(epoch * quota, (epoch + 1) * quota):
-                pass_number, offset = divmod(position, len(indices))
-                if offset == 0 or position == epoch * quota:
-                    order = random.Random(f"{seed}/{source}/{pass_number}").sample(indices, len(indices))
-                drawn.append(order[offset])
-        return drawn

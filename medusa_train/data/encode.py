@@ -119,13 +119,12 @@ def encode_datasets(
 ) -> EncodedExamples:
     """Read and tokenize every data set; see `encode_conversations`."""
     encoded = EncodedExamples.empty(max_length)
-    for index, reader in enumerate(readers):
+    for reader in readers:
         result = reader.read()
         encoded.report.skipped += result.skipped
         part = encode_conversations(result.conversations, reader.encoder, max_length, max_workers, on_progress)
         if part.report.skipped and not reader.skip_bad:
             raise DataError(describe_problems(part.report.skipped, reader.config.path))
-        part.origins = [index] * len(part.examples)
         encoded.extend(part)
     return encoded
 
@@ -169,7 +168,7 @@ def encode_conversations(
     """Tokenize the conversations of a data set; see `encode_examples` for long ones.
 
     Few are tokenized in this process, others in up to `max_workers` (default: `default_workers`), with the same result:
-    the examples in order, with `origins` 0, and in `skipped` of the report those that the template does not support.
+    the examples in order, and in `skipped` of the report those that the template does not support.
     """
     encoded, total = EncodedExamples.empty(max_length), len(conversations)
     chunks = [conversations[start : start + CHUNK] for start in range(0, total, CHUNK)]
@@ -204,7 +203,6 @@ def _encode(conversations: Sequence[Conversation], encoder: ChatEncoder, max_len
         if len(examples) > 1:
             report.counts.update(split=1, rows=len(examples))
         encoded.examples += examples
-        encoded.origins += [0] * len(examples)
     return encoded
 
 

@@ -85,8 +85,8 @@ def encode_examples(conversation: Conversation, encoder: ChatEncoder, max_length
     return examples, "complete" if is_complete else "truncated"
 
 
-def select_validation(keys: Sequence[str], share: float, seed: int) -> list[bool]:
-    """Choose the validation set by content.
+def select_validation(keys: Sequence[str], share: float, seed: int) -> set[str]:
+    """Return the contents of the validation set, among those of all conversations (`Example.key`).
 
     Contents are ranked by a hash with `seed`; the first ones are held out until `share` of all conversations is
     reached. So the split does not depend on the order of files, and duplicates are on the same side of it. If `share`
@@ -94,7 +94,7 @@ def select_validation(keys: Sequence[str], share: float, seed: int) -> list[bool
     """
     sizes = Counter(keys)
     if share <= 0 or len(sizes) < 2:
-        return [False] * len(keys)
+        return set()
     room = min(max(1, round(share * len(keys))), len(keys) - 1)
     chosen: set[str] = set()
     order = sorted(sizes, key=lambda key: hashlib.sha256(f"{seed}/{key}".encode()).digest())
@@ -104,7 +104,7 @@ def select_validation(keys: Sequence[str], share: float, seed: int) -> list[bool
             room -= sizes[key]
     if not chosen:  # every content has more duplicates than `share` allows: hold out the rarest
         chosen.add(min(order, key=lambda key: sizes[key]))
-    return [key in chosen for key in keys]
+    return chosen
 
 
 class CorruptDataError(Exception):
@@ -166,21 +166,19 @@ class DataReport:
 
 @dataclass
 class EncodedExamples:
-    """The examples of all data sets in order; `origins` holds the index into `datasets` of each."""
+    """The examples of all data sets in order, and how they came about."""
 
     examples: list[Example]
-    origins: list[int]
     report: DataReport
 
     @classmethod
     def empty(cls, sequence_len: int) -> EncodedExamples:
         """Return no examples, of at most `sequence_len` tokens."""
-        return cls([], [], DataReport(sequence_len))
+        return cls([], DataReport(sequence_len))
 
     def extend(self, other: EncodedExamples) -> None:
         """Append the examples of `other`, and add up the reports."""
         self.examples += other.examples
-        self.origins += other.origins
         self.report.skipped += other.report.skipped
         self.report.notes += other.report.notes
         self.report.counts.update(other.report.counts)
@@ -195,7 +193,6 @@ class EncodedExamples:
             "tokens": torch.cat([empty, *(example.tokens for example in examples)]),
             "supervised": torch.cat([empty.bool(), *(example.supervised for example in examples)]),
             "lengths": torch.tensor([len(example) for example in examples], dtype=torch.int64),
-            "origins": torch.tensor(self.origins, dtype=torch.int64),
             "about": torch.frombuffer(bytearray(json.dumps(info).encode()), dtype=torch.uint8),
         }
         return save(tensors, metadata={"crc32": str(_checksum(tensors))})
@@ -217,7 +214,7 @@ class EncodedExamples:
         )
         examples = [Example(tokens, supervised, *names) for names, tokens, supervised in parts]
         report = DataReport(sequence_len, info["skipped"], Counter(info["counts"]))
-        return cls(examples, tensors["origins"].tolist(), report)
+        return cls(examples, report)
 
 
 def _checksum(tensors: dict[str, Tensor]) -> int:

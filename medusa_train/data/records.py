@@ -5,7 +5,7 @@ Training reads whole chats (`parse_record`), self-distillation their user turns 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -129,8 +129,11 @@ def parse_record(
         RecordError: the record is not a valid chat.
     """
     record, type = _detect_format(record, type, _CHAT_FORMATS)
-    parse = _PARSERS[type]
-    messages = parse(record, tags)
+    messages = _alpaca_chat(record) if type == "alpaca" else _parse_turns(record, *_TURN_KEYS[type], tags)
+    if type == "sharegpt":
+        if messages[0].role == "assistant":  # continues a longer chat; FastChat's `preprocess` skips it as well
+            messages = messages[1:]
+        messages = messages if messages[:1] and messages[0].role == "system" else (*_system_of(record), *messages)
     if messages and messages[0].role == "system" and not messages[0].content.strip():
         messages = messages[1:]  # many data sets always have the field, and leave it empty for "none"
     if problem := problem_with(messages):
@@ -183,20 +186,13 @@ def _detect_format(record: object, type: str, formats: Mapping[str, tuple[str, .
     raise RecordError(f"unknown record format, expected the keys {expected}; its keys: {present}")
 
 
-def _sharegpt_chat(record: Mapping[str, Any], tags: ReasoningTags) -> tuple[Message, ...]:
-    turns = _parse_turns(record, *_TURN_KEYS["sharegpt"], tags)
-    if turns[0].role == "assistant":  # the continuation of a longer chat; FastChat's `preprocess` skips it as well
-        turns = turns[1:]
-    return turns if turns[:1] and turns[0].role == "system" else (*_system_of(record), *turns)
-
-
 def _system_of(record: Mapping[str, Any]) -> tuple[Message, ...]:
     """Return the system message that a record has beside its turns, if any."""
     system = record.get("system")
     return (Message("system", system),) if isinstance(system, str) and system.strip() else ()
 
 
-def _alpaca_chat(record: Mapping[str, Any], tags: ReasoningTags) -> tuple[Message, ...]:
+def _alpaca_chat(record: Mapping[str, Any]) -> tuple[Message, ...]:
     system, answer = _field(record, "system", required=False), _field(record, "output")
     return (Message("system", system), Message("user", _alpaca_prompt(record)), Message("assistant", answer))
 
@@ -204,13 +200,6 @@ def _alpaca_chat(record: Mapping[str, Any], tags: ReasoningTags) -> tuple[Messag
 def _alpaca_prompt(record: Mapping[str, Any]) -> str:
     instruction, extra = _field(record, "instruction"), _field(record, "input", required=False)
     return "\n\n".join(part for part in (instruction, extra) if part.strip()) or instruction
-
-
-_PARSERS: dict[str, Callable[[Mapping[str, Any], ReasoningTags], tuple[Message, ...]]] = {
-    "sharegpt": _sharegpt_chat,
-    "messages": lambda record, tags: _parse_turns(record, *_TURN_KEYS["messages"], tags),
-    "alpaca": _alpaca_chat,
-}
 
 
 def _field(record: Mapping[str, Any], key: str, *, required: bool = True) -> str:

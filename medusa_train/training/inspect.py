@@ -168,7 +168,7 @@ def _describe_answers(dataset: EncodedDataset) -> str:
 
 
 def _describe_rows(train: EncodedDataset, loader: BatchLoader) -> str:
-    tokens, rows = loader.tokens_per_epoch, loader.rows_per_epoch
+    tokens, rows = train.tokens, loader.rows_per_epoch
     kind = "one conversation each" if train.conversations == len(train) else "one row of a conversation each"
     if train.row_len is not None:
         full = tokens / (rows * train.row_len)

@@ -59,7 +59,7 @@ def test_local_paths_are_written_absolute(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "zero.json").write_text("{}")
     (tmp_path / "mine.jinja").write_text("")
     monkeypatch.chdir(tmp_path)
-    first = {"path": "d.jsonl", "weight": 2.0, "conversation": "mine.jinja"}
+    first = {"path": "d.jsonl", "conversation": "mine.jinja"}
     keys = {"datasets": [first, {"path": "some/hub-name", "conversation": "zephyr"}], "deepspeed": "zero.json"}
     keys["chat_template"] = "mine.jinja"
     keys["test_datasets"] = [first]
@@ -67,7 +67,6 @@ def test_local_paths_are_written_absolute(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir("/")
     saved = load_config(TrainConfig, tmp_path / "config.yaml", [])
     assert [source.path for source in saved.datasets] == [str(tmp_path / "d.jsonl"), "some/hub-name"]
-    assert saved.datasets[0].weight == 2.0
     assert saved.test_datasets == saved.datasets[:1]
     assert saved.deepspeed == str(tmp_path / "zero.json")
     assert [source.conversation for source in saved.datasets] == [str(tmp_path / "mine.jinja"), "zephyr"]

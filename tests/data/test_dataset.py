@@ -10,7 +10,7 @@ import torch
 
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.batch import Batch
-from medusa_train.data.dataset import BatchLoader, EncodedDataset, Mixture, load_datasets
+from medusa_train.data.dataset import BatchLoader, EncodedDataset, load_datasets
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import ConfigError, DataError
 
@@ -121,10 +121,10 @@ def test_test_datasets_are_the_validation_set_and_not_trained_on(tmp_path: Path,
     train_path = write(tmp_path / "train.jsonl", *(record(f"q{n}", "B") for n in range(9)))
     test_path = tmp_path / "test.jsonl.gz"
     test_path.write_bytes(gzip.compress("".join(json.dumps(record(f"q{n}", "B")) + "\n" for n in (8, 9)).encode()))
-    keys = {"test_datasets": [{"path": str(test_path), "weight": 3}], "sample_packing": True}
+    keys = {"test_datasets": [{"path": str(test_path)}], "sample_packing": True}
     train, held_out = load_datasets(config(train_path, **keys), encoder)
     assert [example.source for example in held_out] == [f"{test_path}:1", f"{test_path}:2"]
-    assert (held_out.row_len, held_out.mixture) == (train.row_len, None)
+    assert held_out.row_len == train.row_len
     assert [example.source for example in train] == [f"{train_path}:{n}" for n in range(1, 9)]
     assert train.report.describe() == ["1 conversations not trained on, since test_datasets have them"]
 
@@ -190,7 +190,7 @@ def test_conversations_of_like_length_stand_together(dataset: EncodedDataset) ->
     assert widths == sorted(widths, reverse=True)
 
 
-@pytest.mark.parametrize("before", [0, 3, 8, 9, 13, 27])
+@pytest.mark.parametrize("before", [0, 8, 9, 27])
 def test_a_saved_place_gives_exactly_the_same_batches(dataset: EncodedDataset, before: int) -> None:
     loader = BatchLoader(dataset, 7, seed=3)
     for _ in range(before):
@@ -217,55 +217,31 @@ def test_a_place_in_other_data_is_refused(dataset: EncodedDataset, tmp_path: Pat
         BatchLoader(EncodedDataset([], 0, dataset.report), 2, seed=0)
 
 
-# -- packed and mixed -------------------------------------------------------------------------------------------
+# -- packed -------------------------------------------------------------------------------------------
 
 
 def test_packed_rows_hold_every_conversation_once_in_every_epoch(corpus: str, encoder: ChatEncoder) -> None:
     train, _ = load_datasets(config(corpus, sample_packing=True, sequence_len=128, val_set_size=0.1), encoder)
     loader = BatchLoader(train, 2, seed=3)
-    assert loader.tokens_per_epoch == train.tokens
     assert train.tokens / (128 * loader.rows_per_epoch) > 0.9
     assert loader.rows_per_epoch < len(train) / 2
     epochs = []
     for number in range(3):
         assert loader.epoch == number
+        positions = loader.positions_per_epoch
         batches = [next(loader) for _ in range(loader.steps_per_epoch)]
         assert sorted(r for b in batches for r in b.records) == sorted(e.source for e in train.examples)
         assert sum(b.tokens.shape[0] for b in batches) == loader.rows_per_epoch
         assert max(b.tokens.shape[1] for b in batches) <= 128
-        assert number or sum(b.tokens.numel() for b in batches) == loader.positions_per_epoch
+        assert sum(b.tokens.numel() for b in batches) == positions
         epochs.append([b.records for b in batches])
     assert epochs[0] != epochs[1] != epochs[2]
 
 
-def weighted(tmp_path: Path, **keys: Any) -> TrainConfig:
-    large = write(tmp_path / "large.jsonl", *[record(f"q{n}", "B" * (1 + n % 9)) for n in range(24)])
-    small = write(tmp_path / "small.jsonl", *[record(f"p{n}", "C" * (1 + n % 7)) for n in range(6)])
-    return config({"path": large, "weight": 1}, {"path": small, "weight": 2}, **keys)
-
-
-def test_weights_share_out_the_training_part_alone(tmp_path: Path, encoder: ChatEncoder) -> None:
-    train, held_out = load_datasets(weighted(tmp_path, val_set_size=0.2), encoder)
-    assert (len(train), len(held_out)) == (24, 6)
-    assert [line.split(" of ")[0] for line in train.report.describe()] == ["an epoch has 8", "an epoch has 16"]
-    cfg = weighted(tmp_path, val_set_size=0)
-    cfg.datasets[0].weight = None  # counts as 1
-    mixture = load_datasets(cfg, encoder)[0].mixture
-    assert mixture is not None
-    assert mixture.quotas == (10, 20)
-    loader = BatchLoader(train, 4, seed=0)
-    for _ in range(3):
-        taken = [r for _ in range(loader.steps_per_epoch) for r in next(loader).records]
-        assert (sum("large" in r for r in taken), sum("small" in r for r in taken)) == (8, 16)
-    measured = BatchLoader(held_out, 4, seed=0, shuffle=False)
-    once = [r for _ in range(measured.steps_per_epoch) for r in next(measured).records]
-    assert sorted(once) == sorted(e.source for e in held_out.examples)
-
-
-@pytest.mark.parametrize("before", [0, 2, 5, 11])
-def test_a_saved_place_in_packed_and_mixed_rows(tmp_path: Path, encoder: ChatEncoder, before: int) -> None:
+@pytest.mark.parametrize("before", [0, 2, 11])
+def test_a_saved_place_in_packed_rows(corpus: str, encoder: ChatEncoder, before: int) -> None:
     def loader(**keys: Any) -> BatchLoader:
-        cfg = weighted(tmp_path, val_set_size=0, **{"sample_packing": True, "sequence_len": 64, **keys})
+        cfg = config(corpus, val_set_size=0, **{"sample_packing": True, "sequence_len": 64, **keys})
         return BatchLoader(load_datasets(cfg, encoder)[0], 2, seed=3)
 
     one = loader()
@@ -291,30 +267,3 @@ def test_loaders_side_by_side_give_out_what_one_does_and_stay_at_the_same_place(
     beside[2].load_state_dict(alone.state_dict())  # as written by rank 0
     next(alone), next(alone)
     assert same(next(beside[2]), next(alone))
-
-
-ORIGINS = [0] * 30 + [1] * 6 + [2] * 4
-
-
-def test_an_epoch_is_shared_out_by_weight() -> None:
-    mixture = Mixture.by_weight(ORIGINS, [1, 2, 1])
-    assert mixture.quotas == (10, 20, 10)
-    assert [len(own) for own in mixture.members] == [30, 6, 4]
-    assert Mixture.by_weight(ORIGINS, [10, 20, 10]) == mixture
-    assert Mixture.by_weight([0, 1, 2, 2], [1, 1, 1]).quotas == (2, 1, 1)  # what rounding leaves
-    assert Mixture.by_weight([0, 1, 1, 1, 1], [1, 3]).quotas == (1, 4)
-    assert Mixture.by_weight([0, 2, 2, 2], [1, 5, 1]).quotas == (2, 0, 2)  # no conversation of the second
-    assert mixture.describe(["a", "b", "c"])[1] == "an epoch has 20 of b (6 training conversations)"
-
-
-def test_every_source_is_gone_through_evenly_over_the_epochs() -> None:
-    mixture = Mixture.by_weight(ORIGINS, [1, 2, 1])
-    taken: Counter[int] = Counter()
-    for epoch in range(7):
-        order = mixture.draw(epoch, seed=5)
-        assert [sum(ORIGINS[i] == source for i in order) for source in range(3)] == [10, 20, 10]
-        taken.update(order)
-        for own in mixture.members:
-            counts = [taken[index] for index in own]
-            assert max(counts) - min(counts) <= 1
-    assert {taken[index] for index in mixture.members[0]} == {2, 3}
