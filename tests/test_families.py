@@ -102,7 +102,8 @@ def test_an_untrained_head_gives_the_backbones_logits_and_loss(family: str) -> N
     targets = torch.arange(21, 39) % backbone.vocab_size
     with torch.no_grad():
         hidden = backbone.run(tokens).hidden
-        assert torch.equal(draft.head_logits(hidden, 2), backbone.logits(hidden))
+        for heads in (draft, MedusaDraft.from_backbone(backbone, 2, share_lm_head=True)):
+            assert torch.equal(heads.head_logits(hidden, 2), backbone.logits(hidden))
         stock = backbone.model(tokens, use_cache=False).logits[0]
         assert torch.allclose(draft.head_logits(hidden, 1)[0], stock, atol=1e-5)
         ours = linear_loss(hidden[0], draft.lm_head(1), targets).loss_sum

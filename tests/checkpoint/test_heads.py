@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,22 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from medusa_train.checkpoint.heads import CONFIG, PICKLED, SAFETENSORS, load_heads, read_heads, save_heads, write_heads
+from medusa_train.checkpoint.heads import (
+    CONFIG,
+    PICKLED,
+    SAFETENSORS,
+    load_draft,
+    load_heads,
+    read_heads,
+    save_draft,
+    save_heads,
+    write_heads,
+)
 from medusa_train.checkpoint.reference_layout import to_reference
 from medusa_train.checkpoint.resolve import heads_layout
 from medusa_train.errors import CheckpointError
 from medusa_train.models.backbone import Backbone
+from medusa_train.models.drafts.base import Draft
 from medusa_train.models.drafts.medusa import MedusaDraft
 from tests.checkpoint.others import BACKBONE, reference_tensors
 from tests.checkpoint.test_vllm_layout import same
@@ -29,34 +41,53 @@ def backbone() -> Backbone:
     return random_backbone("llama", dtype=torch.float32)
 
 
-def trained(backbone: Backbone, num_heads: int = 3, num_layers: int = 1, seed: int = 0) -> MedusaDraft:
+KEPT = torch.tensor([40, 3, 9, 21, 60, 5, 33, 0])
+REDUCED: dict[str, Any] = {"vocab_size": 8, "token_map": KEPT}
+FORMS: dict[str, dict[str, Any]] = {
+    "one block": {},
+    "two blocks": {"num_layers": 2},
+    "shared": {"share_lm_head": True},
+    "reduced": REDUCED,
+    "reduced, shared": {**REDUCED, "share_lm_head": True},
+    "markov": {"markov_rank": 4},
+    "markov, reduced, shared": {**REDUCED, "markov_rank": 4, "share_lm_head": True},
+}
+
+
+def trained(backbone: Backbone, num_heads: int = 3, num_layers: int = 1, seed: int = 0, **settings: Any) -> MedusaDraft:
     """Heads that are no longer what they started as."""
-    draft = MedusaDraft.from_backbone(backbone, num_heads, num_layers)
+    draft = MedusaDraft.from_backbone(backbone, num_heads, num_layers, **settings)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in draft.parameters():
-            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
     return draft
 
 
-def assert_same(left: MedusaDraft, right: MedusaDraft) -> None:
-    mine, other = left.state_dict(), right.state_dict()
-    assert list(mine) == list(other)
-    assert all(torch.equal(mine[name], other[name]) for name in mine)
+def assert_same(left: Draft, right: Draft) -> None:
+    assert left.settings == right.settings
+    assert same(left.state_dict(), right.state_dict())
 
 
-@pytest.mark.parametrize(("num_heads", "num_layers"), [(1, 1), (5, 1), (3, 2)])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("family", ["llama", "gemma2", "llama-bias-tied"])  # with a soft cap, with a bias
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_round_trip_is_bit_exact(
-    tmp_path: Path, backbone: Backbone, num_heads: int, num_layers: int, dtype: torch.dtype
-) -> None:
-    draft = trained(backbone, num_heads, num_layers).to(dtype)
-    save_heads(draft, tmp_path / "heads", "some/model")
-    loaded = load_heads(tmp_path / "heads", backbone, dtype)
-    assert (loaded.num_heads, loaded.num_layers) == (num_heads, num_layers)
+def test_round_trip_is_bit_exact(tmp_path: Path, family: str, form: str, dtype: torch.dtype) -> None:
+    backbone = random_backbone(family, dtype=dtype)
+    draft = trained(backbone, **FORMS[form])
+    save_draft(draft, tmp_path, "some/model")
+    loaded = load_draft(tmp_path, backbone)
+    assert isinstance(loaded, MedusaDraft)
     assert_same(loaded, draft)
+    assert (loaded.softcap, loaded.scale) == (draft.softcap, draft.scale)
     states = torch.randn(4, backbone.hidden_size, dtype=dtype)
-    assert torch.equal(loaded.head_logits(states, num_heads), draft.head_logits(states, num_heads))
+    if "markov" not in form:
+        assert torch.equal(loaded.head_logits(states, 3), draft.head_logits(states, 3))
+    config, names = json.loads((tmp_path / CONFIG).read_text()), set(load_file(tmp_path / SAFETENSORS))
+    if "reduced" in form:
+        assert (config["medusa_vocab_size"], config["vocab_size"]) == (8, 61)
+    assert config.get("medusa_markov_rank", 0) == (4 if "markov" in form else 0)
+    assert any(re.fullmatch(r"\d\.\d\.weight", name) for name in names) is ("shared" not in form)
 
 
 def test_files_and_config_are_the_reference_s(tmp_path: Path, backbone: Backbone) -> None:
@@ -74,37 +105,6 @@ def test_files_and_config_are_the_reference_s(tmp_path: Path, backbone: Backbone
         for i in range(2)
         for name, shape in {"0.linear.weight": [d, d], "0.linear.bias": [d], "1.weight": [v, d]}.items()
     }
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma2", "llama-bias-tied"])
-def test_heads_on_a_shared_lm_head_round_trip(tmp_path: Path, family: str) -> None:
-    backbone = random_backbone(family, dtype=torch.float32)
-    draft = MedusaDraft.from_backbone(backbone, 3, share_lm_head=True)
-    hidden = torch.randn(4, backbone.hidden_size)
-    assert torch.equal(draft.head_logits(hidden, 2), backbone.logits(hidden))  # untrained: the backbone's own
-    assert sum(p.numel() for p in draft.parameters()) == 3 * (backbone.hidden_size**2 + backbone.hidden_size)
-    with torch.no_grad():
-        for parameter in draft.parameters():
-            parameter.normal_(0, 0.3)
-    save_heads(draft, tmp_path, "m")
-    assert sorted(load_file(tmp_path / SAFETENSORS)) == [
-        f"{i}.0.linear.{k}" for i in range(3) for k in ("bias", "weight")
-    ]
-    loaded = load_heads(tmp_path, backbone)
-    assert torch.equal(loaded.head_logits(hidden, 3), draft.head_logits(hidden, 3))
-    assert not torch.equal(loaded.head_logits(hidden, 3), loaded.head_logits(hidden, 1))
-
-
-def test_soft_cap_and_bias_reach_the_loaded_heads(tmp_path: Path) -> None:
-    gemma = random_backbone("gemma2", dtype=torch.float32)
-    draft = trained(gemma)
-    assert draft.softcap is not None
-    save_heads(draft, tmp_path, "m")
-    loaded = load_heads(tmp_path, gemma)
-    assert (loaded.softcap, loaded.scale) == (draft.softcap, draft.scale)
-    biased = MedusaDraft(gemma.hidden_size, gemma.vocab_size, 2, 1, bias=True)
-    save_heads(biased, tmp_path, "m")
-    assert_same(load_heads(tmp_path, gemma), biased)
 
 
 @pytest.mark.parametrize("with_config", [True, False])
@@ -208,10 +208,10 @@ def full_model(directory: Path, form: str, prefix: str = "medusa_head.") -> Path
     return directory
 
 
-FORMS = ["safetensors", "bin", "safetensors shards", "bin shards"]
+MODEL_FORMS = ["safetensors", "bin", "safetensors shards", "bin shards"]
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", MODEL_FORMS)
 @pytest.mark.parametrize("prefix", ["medusa_head.", "medusa_heads."])
 def test_a_medusa_2_full_model_gives_its_heads(tmp_path: Path, form: str, prefix: str) -> None:
     model = full_model(tmp_path / "model", form, prefix)

@@ -24,12 +24,9 @@ def test_heads_over_four_bits_are_loaded_over_four_bits(run_dir: Path) -> None:
     assert subject.draft.num_heads == 3
 
 
-def test_a_run_without_a_tree_decodes_a_chain(tmp_path: Path) -> None:
-    paths = resolve_model(str(fake_run(tmp_path / "run", tree=False)), None, None)
+def test_the_tree_is_the_run_s_else_a_chain_and_no_deeper_than_the_heads(tmp_path: Path) -> None:
+    paths = resolve_model(str(fake_run(tmp_path / "without", tree=False)), None, None)
     assert load_tree(paths, num_heads=4) == Tree.chain(4)
-
-
-def test_a_tree_deeper_than_the_heads_is_refused(tmp_path: Path) -> None:
     paths = resolve_model(str(fake_run(tmp_path / "run")), None, None)
     assert load_tree(paths, num_heads=2) == Tree.chain(2)
     with pytest.raises(CheckpointError, match="2 deep, but there are only 1 heads"):

@@ -43,21 +43,6 @@ def reduced(**more: Tensor | None) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("share", [False, True])
-def test_saved_and_loaded_they_are_the_same(tmp_path: Path, share: bool, dtype: torch.dtype) -> None:
-    original, backbone = draft(share=share, dtype=dtype), random_backbone("llama", dtype=dtype)
-    save_draft(original, tmp_path, "m")
-    config = json.loads((tmp_path / "config.json").read_text())
-    assert (config["medusa_vocab_size"], config["vocab_size"]) == (8, 61)
-    again = load_draft(tmp_path, backbone)
-    assert isinstance(again, MedusaDraft)
-    assert same(again.state_dict(), original.state_dict())
-    assert again.settings == original.settings
-    states = torch.randn(4, backbone.hidden_size).to(dtype)
-    assert torch.equal(again.head_logits(states, 3), original.head_logits(states, 3))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["hydra", "amphista"])
 def test_other_drafts_are_the_same_once_saved_and_loaded(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
     backbone = random_backbone("llama", dtype=dtype)
@@ -77,17 +62,13 @@ def test_other_drafts_are_the_same_once_saved_and_loaded(tmp_path: Path, kind: s
         (torch.arange(54, 62), r"token_map has the token 61, the backbone 61 tokens.*\(some/model\)"),
         (torch.tensor([0, 1, 2, 3, 4, 5, 6, 6]), "duplicate or negative token ids"),
         (torch.tensor([0, 1, 2, 3, 4, 5, 6, -1]), "duplicate or negative token ids"),
-        (torch.rand(8), "not a list of token ids"),
         (torch.arange(8).view(2, 4), "not a list of token ids"),
         (torch.arange(7), "7 tokens for matrices of 8 rows"),
     ],
 )
-@pytest.mark.parametrize("kind", ["hydra", "amphista"])
-def test_a_broken_token_map_of_other_drafts_is_named(
-    tmp_path: Path, kind: str, token_map: Tensor | None, words: str
-) -> None:
-    backbone = random_backbone("llama", dtype=torch.float32)
-    save_draft(DRAFTS[kind].from_backbone(backbone, num_heads=1, vocab_size=8, token_map=KEPT), tmp_path, "some/model")
+def test_a_broken_token_map_of_other_drafts_is_named(tmp_path: Path, token_map: Tensor | None, words: str) -> None:
+    backbone, settings = random_backbone("llama", dtype=torch.float32), {"vocab_size": 8, "token_map": KEPT}
+    save_draft(DRAFTS["hydra"].from_backbone(backbone, num_heads=1, **settings), tmp_path, "some/model")
     tensors = {name: tensor for name, tensor in load_file(tmp_path / DRAFT).items() if name != "token_map"}
     save_file(tensors if token_map is None else {**tensors, "token_map": token_map}, tmp_path / DRAFT)
     with pytest.raises(CheckpointError, match=words) as caught:
@@ -164,9 +145,6 @@ def test_a_token_map_that_vllm_ignores_is_ignored() -> None:
     [
         (reduced(token_map=None), "there is no token_map"),
         (reduced(token_map=torch.arange(3)), "token_map has 3"),
-        (reduced(token_map=torch.tensor([1, 2, 1, 4])), "duplicate"),
-        (reduced(token_map=torch.tensor([1, 2, -1, 4])), "negative"),
-        (reduced(token_map=torch.rand(4)), "not a list of token ids"),
         (reduced(**{f"lm_heads.{i}.weight": torch.zeros(3, D) for i in range(3)}), "4 tokens for matrices of 3 rows"),
     ],
 )

@@ -25,16 +25,13 @@ def test_the_newest_run_is_the_one_whose_heads_were_written_last(tmp_path: Path)
     assert newest_run(tmp_path) == newest
 
 
-def test_without_any_run_the_message_says_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="make demo"):
-        newest_run(tmp_path / "runs")
-
-
 def test_no_model_takes_the_newest_run_below_the_current_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fake_run(tmp_path / "runs" / "only")
     monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match="make demo"):
+        newest_run(tmp_path / "runs")
+    fake_run(tmp_path / "runs" / "only")
     assert resolve_model(None, None, None).home.resolve() == (tmp_path / "runs" / "only").resolve()
 
 

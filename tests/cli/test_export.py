@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
-from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from medusa_train.checkpoint.heads import save_heads
@@ -40,12 +39,11 @@ def call(*arguments: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-@pytest.mark.parametrize("to", ["reference", "tgi"])
-def test_a_run_becomes_a_directory_for_others(tmp_path: Path, to: str) -> None:
+def test_a_run_becomes_a_directory_for_others(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
-    code, output = call(str(run), "--to", to)
+    code, output = call(str(run), "--to", "tgi")
     assert code == 0, output
-    target = run / "export" / to
+    target = run / "export" / "tgi"
     assert str(target) in output
     assert "warning" not in output
     assert sorted(p.name for p in target.iterdir()) == FILES
@@ -55,13 +53,6 @@ def test_a_run_becomes_a_directory_for_others(tmp_path: Path, to: str) -> None:
         "medusa_num_layers": 1,
         "base_model_name_or_path": str(tmp_path / "backbone"),
     }
-    wanted = load_file(run / "heads" / "medusa_lm_head.safetensors")
-    for found in (
-        load_file(target / "medusa_lm_head.safetensors"),
-        torch.load(target / "medusa_lm_head.pt", weights_only=True),
-    ):
-        assert sorted(found) == sorted(wanted)
-        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 def test_keys_may_stand_for_flags(tmp_path: Path) -> None:
@@ -102,13 +93,3 @@ def test_wrong_arguments_give_messages(tmp_path: Path, arguments: list[str], cod
     assert found == code
     assert words in output
     assert "Traceback" not in output
-
-
-def test_a_damaged_heads_file_is_named(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run")
-    path = run / "heads" / "medusa_lm_head.safetensors"
-    path.write_bytes(path.read_bytes()[:-1])
-    code, output = call(str(run))
-    assert code == 1
-    assert path.name in output
-    assert not (run / "export").exists()

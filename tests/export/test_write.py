@@ -73,21 +73,16 @@ def test_a_bias_of_the_shared_lm_head_is_warned_of(
     assert "have a bias" in warning
 
 
-def test_vllm_s_directory_keeps_to_the_rules_of_its_loader(make_run: Callable[..., Path]) -> None:
-    done = export_run(resolve_model(str(make_run()), None, None), "vllm")
+def test_vllm_s_directory_keeps_to_the_rules_of_its_loader(make_run: Callable[..., Path], tmp_path: Path) -> None:
+    done = export_run(resolve_model(str(make_run()), None, None), "vllm", tmp_path / "eagle-heads")
     config = json.loads((done.target / "config.json").read_text())
     assert loader_problems(load_file(done.target / "model.safetensors"), config) == []
+    (warning,) = done.warnings
+    assert "as eagle, whatever the method" in warning  # by the path
 
 
-def test_a_path_by_which_vllm_chooses_another_method_is_warned_of(
-    make_run: Callable[..., Path], tmp_path: Path
-) -> None:
-    (warning,) = export_run(resolve_model(str(make_run()), None, None), "vllm", tmp_path / "eagle-heads").warnings
-    assert "as eagle, whatever the method" in warning
-
-
-def test_what_vllm_would_not_load_is_refused(make_run: Callable[..., Path], tmp_path: Path) -> None:
-    """A second weights file in the directory, and heads for a backbone of another vocabulary."""
+def test_what_the_target_would_not_load_is_refused(make_run: Callable[..., Path], tmp_path: Path) -> None:
+    """A second weights file in vLLM's directory, a backbone of another vocabulary, heads with matrices of their own."""
     paths = resolve_model(str(make_run()), None, None)
     export_run(paths, "tgi", tmp_path / "both")
     with pytest.raises(CheckpointError, match=r"medusa_lm_head\.safetensors: vLLM would read it too"):
@@ -97,6 +92,8 @@ def test_what_vllm_would_not_load_is_refused(make_run: Callable[..., Path], tmp_
     (other / "config.json").write_text('{"vocab_size": 7}')
     with pytest.raises(CheckpointError, match="but the backbone's is 7"):
         export_run(paths, "vllm", tmp_path / "mine", base_model=str(other))
+    with pytest.raises(CheckpointError, match="medusa_share_lm_head"):
+        export_run(paths, "reference-v2")
 
 
 def test_tensorrt_gets_the_backbone_s_config_and_the_tree(make_run: Callable[..., Path], backbone_dir: Path) -> None:
@@ -114,14 +111,9 @@ def test_tensorrt_gets_the_backbone_s_config_and_the_tree(make_run: Callable[...
     assert "72 nodes" in warning
     assert not (done.target / "medusa_choices.json").exists()
     Tree.empty().save(run / "tree.json")
-    assert "is empty" in export_run(resolve_model(str(run), None, None), "trtllm").warnings[0]
+    assert "has 0 nodes" in export_run(resolve_model(str(run), None, None), "trtllm").warnings[0]
     (run / "tree.json").unlink()
     assert "no tree.json" in export_run(resolve_model(str(run), None, None), "trtllm").warnings[0]
-
-
-def test_version_2_is_refused_for_heads_with_matrices_of_their_own(make_run: Callable[..., Path]) -> None:
-    with pytest.raises(CheckpointError, match="medusa_share_lm_head"):
-        export_run(resolve_model(str(make_run()), None, None), "reference-v2")
 
 
 def heads(num_heads: int = 5, num_layers: int = 1, *, bias: bool = False, shared: bool = False) -> HeadTensors:
@@ -174,35 +166,23 @@ class Hub:
         self.asked.append(keys)
 
 
-@pytest.mark.parametrize("private", [True, False])
-def test_a_directory_becomes_a_repository(tmp_path: Path, private: bool) -> None:
+def test_a_directory_becomes_a_repository(tmp_path: Path) -> None:
     hub = Hub()
-    push(tmp_path, "llama-medusa", private=private, api=hub)
+    push(tmp_path, "llama-medusa", private=True, api=hub)
+    uploaded = {"repo_id": "me/llama-medusa", "folder_path": str(tmp_path), "repo_type": "model"}
     assert hub.asked == [
-        ("llama-medusa", {"repo_type": "model", "private": private, "exist_ok": True}),
-        {
-            "repo_id": "me/llama-medusa",
-            "folder_path": str(tmp_path),
-            "repo_type": "model",
-            "ignore_patterns": ["eval/*"],
-        },
+        ("llama-medusa", {"repo_type": "model", "private": True, "exist_ok": True}),
+        {**uploaded, "ignore_patterns": ["eval/*"]},
     ]
 
 
-def test_a_refusal_says_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(MedusaError, match="hf auth login") as caught:
+def test_what_cannot_be_uploaded_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(MedusaError, match="failed: 401 unauthorized\nLog in with `hf auth login`"):
         push(tmp_path, "me/x", private=True, api=Hub(OSError("401 unauthorized")))
-    assert "401 unauthorized" in str(caught.value)
-
-
-def test_an_invalid_repository_name_is_refused_before_uploading(tmp_path: Path) -> None:
     hub = Hub()
     with pytest.raises(ConfigError, match="push_to_hub"):
         push(tmp_path, "not a/name/at all", private=True, api=hub)
     assert hub.asked == []
-
-
-def test_a_missing_network_is_reported_before_uploading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("medusa_train.export.write.hub_is_unreachable", lambda: True)
     with pytest.raises(MedusaError, match="can't be reached"):
         push(tmp_path, "me/x", private=True)
