@@ -194,9 +194,6 @@ def extra_baselines(
 
     Each generates a few tokens first: some architectures' caches cannot be cropped, and a baseline that does not run
     is left out, with a line to `note`.
-
-    Raises:
-        BackboneError: the draft model cannot be loaded, or has a different tokenizer.
     """
     baselines: dict[str, GenerateAnswerer] = {}
     if mode.batch_size > 1:

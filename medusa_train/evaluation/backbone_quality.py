@@ -35,16 +35,12 @@ Version = Callable[[Batch], tuple[Tensor, LMHead]]
 
 @dataclass(frozen=True)
 class Quality:
-    """The backbone before and after training, over the supervised tokens of a text.
-
-    Attributes:
-        loss_before, loss_after, kl: mean cross-entropy and KL(before || after), nats per token.
-    """
+    """The backbone before and after training, over the supervised tokens of a text; in nats per token."""
 
     tokens: int
-    loss_before: float
+    loss_before: float  # mean cross-entropy
     loss_after: float
-    kl: float
+    kl: float  # of the trained one from the original: KL(before || after)
 
     @property
     def perplexity_change(self) -> float:
@@ -61,9 +57,6 @@ def measure_backbone_quality(paths: ModelPaths, dtype: str = "float32") -> dict[
     """Return perplexity before and after joint training, and KL(before || after) in nats per token, for the report.
 
     None if the run did not train its backbone, or its data are gone.
-
-    Raises:
-        BackboneError, CheckpointError: backbone or adapter cannot be loaded.
     """
     if (cfg := run_config(paths)) is None or not has_trained_backbone(paths):
         return None
@@ -121,12 +114,7 @@ def _batches(conversations: EncodedDataset) -> Iterator[Batch]:
 def load_versions(paths: ModelPaths, original: str, dtype: str = "float32") -> tuple[Version, Version]:
     """Load the backbone before and after a run: with the adapter off and on, or the original and the trained model.
 
-    Args:
-        original: `base_model` of the run's configuration.
-        dtype: of weights and products. A backbone that was quantised in training is so in both versions.
-
-    Raises:
-        BackboneError, CheckpointError: a backbone cannot be loaded, or the adapter does not fit.
+    A backbone that was quantised in training is so in both versions. `original`: `base_model` of the run's configuration.
     """
 
     def load(name: str) -> Backbone:

@@ -45,12 +45,7 @@ def load_model(
 
 
 def calibrate(cfg: EvalConfig, bench: Bench, paths: ModelPaths, progress: RunProgress) -> list[Path]:
-    """Choose the tree with the most expected tokens per second on this machine; returns the paths of the files.
-
-    Raises:
-        CheckpointError: there are no heads, or too few prompts.
-        BackboneError: the backbone cannot be loaded.
-    """
+    """Choose the tree with the most expected tokens per second on this machine; returns the paths of the files."""
     if paths.heads is None:
         raise CheckpointError("--calibrate chooses a tree for heads; name them with --model")
     dtype = cfg.dtype if cfg.dtype != "auto" else choose_dtype(bench.questions[0].turns[0], paths, progress)
@@ -80,9 +75,6 @@ def refit_tree(
 
     A tree that the user named, or whose settings are unknown, is used as it is. So is any tree if the run's data are
     gone: a tree fitted to the questions of the bench would be measured on what it was fitted to.
-
-    Args:
-        bench_tokens: the most tokens that the bench can give.
 
     Returns:
         The model with the new tree, and the paths with its file; None if the tree stays.

@@ -50,9 +50,6 @@ def load_reports(names: Sequence[str], bench: str | None) -> list[Evaluated]:
     Args:
         names: run directories, directories with a report.json, or report.json files.
         bench: which report of a run to read; None: the newest.
-
-    Raises:
-        ConfigError, CheckpointError: fewer than two names, no such report, or decoding in different modes.
     """
     if len(names) < 2:
         raise ConfigError("--compare needs two runs or more: medusa-eval --compare runs/a runs/b")

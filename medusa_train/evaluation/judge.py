@@ -70,11 +70,6 @@ def grade(
     answer whose request the server rejects counts as failed; after any other server error all remaining ones do. Failed
     answers are graded when the evaluation is run again.
 
-    Args:
-        model_id: name of the judged model, for the judgements.
-        path: JSON Lines file of judgements.
-        on_done: called after each request.
-
     Returns:
         Mean grades overall, per turn and per category, and the numbers of answers with a grade (`graded`), with a reply
         that has none (`without_grade`), and without a reply (`failed`, and the `reason` of the last).

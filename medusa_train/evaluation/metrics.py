@@ -242,9 +242,6 @@ def compare_rates(
     removes that variance (Efron and Tibshirani, "An Introduction to the Bootstrap"). A rate is a ratio of sums over the
     drawn questions; the turns of a question are not independent and form one unit.
 
-    Args:
-        first, second: totals by question, summed over its turns.
-
     Raises:
         DataError: the questions differ, or there are fewer than two in which both runs made steps.
     """

@@ -38,11 +38,7 @@ def compare_regenerated_answers(
 ) -> None:
     """Generate every answer again in `dtype`, with the tree and with the empty tree; results go to `record.exact`.
 
-    Args:
-        records: turns with the prompts of the timed pass, history included.
-        model: loaded in `dtype`, with a draft.
-        on_turn: called after each turn with the number of tokens generated for it.
-        batch_size: number of answers to generate in the same passes.
+    `on_turn` is called after each turn with the number of tokens generated for it.
     """
     tree_decoder = BatchDecoder(model.backbone, model.proposer, model.tree)
     plain_decoder = BatchDecoder(model.backbone)

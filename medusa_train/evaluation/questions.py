@@ -97,14 +97,10 @@ FILES = ("question.jsonl", "test.jsonl", "HumanEval.jsonl", "HumanEval.jsonl.gz"
 
 
 def load_bench(name_or_file: str, note: Callable[[str], None] = lambda line: None) -> Bench:
-    """Find and read a bench.
+    """Find and read a bench; `note` is called with a line before a download.
 
     Args:
         name_or_file: a name of `NAMED_BENCHES`, the name of a folder of `MEDUSA_BENCH_DIR`, or a question file.
-        note: called with a line before a download.
-
-    Raises:
-        DataError: there is no such bench (the message names the file to provide), or its file is invalid.
     """
     path = find_bench(name_or_file, note)
     is_file = name_or_file not in NAMED_BENCHES and resolve_path(name_or_file) == path

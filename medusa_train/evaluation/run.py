@@ -72,16 +72,11 @@ def evaluate(
     bench, and may not fit into memory. An interrupted bench is resumed by the same command.
 
     Args:
-        bench: the questions to ask.
         paths: backbone, and draft heads if any; without them only the baselines are measured.
         command: what the user typed, for the report.
 
     Returns:
         The report and the paths of its files.
-
-    Raises:
-        BackboneError, CheckpointError, ConfigError, DataError: with a message that says what to do.
-        KeyboardInterrupt: what was measured so far is on disk.
     """
     require_code_execution(cfg.allow_code_execution, bench.questions)
     torch.manual_seed(cfg.seed)

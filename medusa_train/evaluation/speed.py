@@ -45,16 +45,8 @@ class _Asked(NamedTuple):
 class SpeedTest:
     """Asks questions and times every decoder on every turn.
 
-    Args:
-        model: backbone, and draft and tree if any. Dynamic trees are timed beside fixed ones, and merged drafts beside
-            their parts.
-        chat: turns messages into prompts.
-        max_new_tokens: longest answer in tokens.
-        extra: further baselines by name, beside plain decoding and `generate`; not in batches.
-        mode: how all of them decode.
-
-    Raises:
-        BackboneError: this backbone can't decode in batches.
+    The decoders are the model's (with dynamic trees also fixed ones, with merged drafts also their parts), plain
+    decoding, `generate`, and the baselines `extra`, which do not decode in batches.
     """
 
     def __init__(
@@ -136,9 +128,6 @@ class SpeedTest:
             on_turn: called with each turn when it is done.
             completed: turns of questions that an interrupted evaluation has measured; these are not asked again.
             on_answer: called with each answer of each decoder, between two measurements.
-
-        Raises:
-            DataError: no turn fits.
         """
         measured: list[list[TurnRecord | SkippedTurn]] = [
             list((completed or {}).get(question.question_id, ())) for question in questions

@@ -23,13 +23,6 @@ class ChatPrompting:
     An assistant message follows the generation prompt and ends with EOS. A user message (self-talk) follows the
     template's user header, and ends with whatever the template writes after user contents: EOS in many templates, the
     assistant header in others (Vicuna). So it is split at these texts before special tokens are removed.
-
-    Args:
-        template: name of a built-in chat template, or a Jinja file; None for the tokenizer's.
-
-    Raises:
-        ConfigError: unknown template.
-        DataError: the tokenizer has no chat template, and none was named.
     """
 
     def __init__(

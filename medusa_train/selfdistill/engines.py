@@ -25,9 +25,6 @@ def resolve_model_paths(cfg: SelfDistillConfig) -> ModelPaths:
     """Return the paths of the backbone, its adapter and, if configured, the heads.
 
     `base_model` may be a run: its trained backbone is used, with the adapter merged.
-
-    Raises:
-        CheckpointError: the heads or the run do not exist.
     """
     from medusa_train.checkpoint.resolve import resolve_model
 
@@ -76,10 +73,6 @@ def open_engine(cfg: SelfDistillConfig, dtype: str | None, answers: int, note: C
     Args:
         answers: number of answers to generate, by which `compile: auto` decides.
         note: receives that decision, and lines about servers that do not answer.
-
-    Raises:
-        BackboneError, CheckpointError, DataError: the model, run or chat template cannot be used.
-        ConfigError: the server's address is invalid.
     """
     if cfg.engine == "openai":
         from medusa_train.selfdistill.openai_engine import OpenAIEngine

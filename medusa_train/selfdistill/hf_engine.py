@@ -43,15 +43,10 @@ class HFEngine:
     Args:
         temperature: 0 for greedy decoding.
         top_p, top_k: sampling filters; 1 and 0 disable them.
-        chat_template, chat_template_kwargs, reasoning_tags: see `ChatPrompting`.
         batch_size: rows of a forward pass; with 1 answers come in the order of the requests.
-        draft, tree: heads for speculative decoding. Greedy answers equal the backbone's up to rounding; sampled ones
-            follow its distribution, but differ from those without heads.
+        draft, tree: heads for speculative decoding. Sampled answers follow the backbone's distribution, but differ
+            from those without heads.
         stop_looping: end answers in refilled batches soon after they begin to loop, as they will be dropped.
-
-    Raises:
-        ConfigError: unknown template.
-        DataError: the tokenizer has no chat template, and none was named.
     """
 
     def __init__(

@@ -10,10 +10,9 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from medusa_train.data.record_files import settings_path
 from medusa_train.errors import ConfigError, DataError
@@ -43,10 +42,6 @@ class OutputWriter:
     Attributes:
         done: ids of the finished conversations, dropped ones included.
         lines, dropped: the two files, locked against other processes.
-
-    Raises:
-        ConfigError: `output` was generated with other settings, or its settings file is missing.
-        DataError: a line is not a conversation, or another process has the file open.
     """
 
     def __init__(self, output: Path, settings: Mapping[str, Any]) -> None:
@@ -112,12 +107,7 @@ def write_settings(output: Path, settings: Mapping[str, Any]) -> None:
 
 
 def _check_settings(output: Path, settings: Mapping[str, Any]) -> bool:
-    """Check `settings` against the stored ones; return whether these exist and are equal.
-
-    Raises:
-        ConfigError: `output` holds conversations generated with other settings or without a settings file, or has
-            another suffix than .jsonl.
-    """
+    """Check `settings` against the stored ones; return whether these exist and are equal."""
     if output.suffix != ".jsonl":
         raise ConfigError(f"output {output}: the file name has to end with .jsonl")
     path = settings_path(output)
@@ -148,14 +138,13 @@ def _check_settings(output: Path, settings: Mapping[str, Any]) -> bool:
     return not names
 
 
-@dataclass(frozen=True)
-class MergeResult:
-    """Counts of a merge: input files, conversations, conversations without a kept answer, unanswered prompts."""
+class MergeResult(NamedTuple):
+    """Counts of a merge."""
 
-    parts: int
+    parts: int  # files
     conversations: int
-    dropped: int
-    missing: int
+    dropped: int  # conversations without a kept answer
+    missing: int  # unanswered prompts
 
 
 def shard_output(output: Path, shard: Shard | None) -> Path:
@@ -170,10 +159,6 @@ def merge(output: Path, settings: Mapping[str, Any], seed_ids: Sequence[str]) ->
 
     Duplicates are written once. Shards are kept, so that they can be resumed and merged again; a run without a shard
     generates what is missing.
-
-    Raises:
-        DataError: there is nothing to merge, or a process still writes to a shard.
-        ConfigError: a shard was generated with other settings.
     """
     parts = [*_shards_of(output), *([output] if has_conversations(output) else [])]
     if not parts:

@@ -33,13 +33,8 @@ def read_prompts(
 ) -> list[Prompt]:
     """Read prompts in any format of `parse_user_turns`. Records without a user message are skipped.
 
-    A repeated id gets a number (`id~2`).
-
-    Args:
-        skipped: a list that receives `file:line: reason` of invalid records, which are skipped then.
-
-    Raises:
-        DataError: the file cannot be read, has no user message at all, or has invalid records (if `skipped` is None).
+    A repeated id gets a number (`id~2`). Invalid records raise DataError, unless a list `skipped` receives their
+    `file:line: reason`.
     """
     if isinstance(source, Path):
         source = LocalFiles((source,))

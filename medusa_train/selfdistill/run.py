@@ -173,7 +173,6 @@ def distill(
     Args:
         mode: `replay`, `selftalk` or `question`, with its settings.
         metadata: fields of every output line besides the conversation, see `record_metadata`.
-        on_progress: called at the start, after every answer and after every conversation.
     """
     todo = [prompt for prompt in prompts if prompt.id not in writer.done]
     stats = RunStats(total=len(prompts), earlier=len(prompts) - len(todo))
