@@ -114,7 +114,10 @@ def _batches(conversations: EncodedDataset) -> Iterator[Batch]:
 def load_versions(paths: ModelPaths, original: str, dtype: str = "float32") -> tuple[Version, Version]:
     """Load the backbone before and after a run: with the adapter off and on, or the original and the trained model.
 
-    A backbone that was quantised in training is so in both versions. `original`: `base_model` of the run's configuration.
+    A backbone that was quantised in training is so in both versions.
+
+    Args:
+        original: `base_model` of the run's configuration.
     """
 
     def load(name: str) -> Backbone:

@@ -15,15 +15,22 @@ from medusa_train.models.lora import Adapter, LoraSpec
 from tests.evaluation.tiny_model import write_run
 
 
+def adapted(backbone_dir: Path, directory: Path) -> None:
+    """Save an adapter on every linear layer that changes the backbone."""
+    backbone = load_backbone(str(backbone_dir))
+    adapter = Adapter.attach(backbone, LoraSpec(r=4, alpha=8, dropout=0.5))
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for parameter in adapter.parameters():
+            parameter.normal_(0, 0.05)
+    adapter.save(directory)
+
+
 @pytest.fixture
 def joint_run(tmp_path: Path, backbone_dir: Path) -> Path:
     """A run with an adapter that changes its backbone, and the data that it learnt."""
     run = write_run(tmp_path / "run", backbone_dir)
-    backbone = load_backbone(str(backbone_dir))
-    adapter = Adapter.attach(backbone, LoraSpec(r=4, alpha=8, dropout=0.0))
-    for parameter in adapter.parameters():
-        parameter.data.normal_(0, 0.05)
-    adapter.save(run / "adapter")
+    adapted(backbone_dir, run / "adapter")
     chat = {"messages": [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Well met, friend."}]}
     data = tmp_path / "chats.jsonl"
     lines = [json.dumps({"messages": [*chat["messages"], {"role": "user", "content": str(n)}]}) for n in range(6)]
@@ -95,17 +102,6 @@ def plain(before: Backbone, after: Backbone) -> tuple[int, float, float, float]:
     return count, old_loss / count, new_loss / count, kl / count
 
 
-def adapted(backbone_dir: Path, directory: Path) -> None:
-    """Save an adapter on every linear layer that changes the backbone."""
-    backbone = load_backbone(str(backbone_dir))
-    adapter = Adapter.attach(backbone, LoraSpec(r=4, alpha=8, dropout=0.5))
-    torch.manual_seed(3)
-    with torch.no_grad():
-        for parameter in adapter.parameters():
-            parameter.normal_(0, 0.05)
-    adapter.save(directory)
-
-
 def write_config(run: Path, backbone_dir: Path) -> None:
     (run / "config.yaml").write_text(yaml.safe_dump({"base_model": str(backbone_dir)}), encoding="utf-8")
 
@@ -142,12 +138,3 @@ def test_a_frozen_backbone_is_bitwise_unchanged(run_dir: Path, backbone_dir: Pat
     found = compare_backbones(*load_versions(resolve_model(str(run_dir), None, None), str(backbone_dir)), batches())
     assert found.loss_before > 0
     assert (found.loss_after, found.kl, found.perplexity_change) == (found.loss_before, 0.0, 0.0)
-
-
-def test_nothing_supervised_gives_zeros(run_dir: Path, backbone_dir: Path) -> None:
-    batch = batches()[0]
-    empty = Batch(
-        batch.tokens, torch.full_like(batch.labels, IGNORE_INDEX), batch.positions, batch.segments, ["a", "b"]
-    )
-    found = compare_backbones(*load_versions(resolve_model(str(run_dir), None, None), str(backbone_dir)), [empty])
-    assert (found.tokens, found.loss_before, found.kl) == (0, 0.0, 0.0)

@@ -244,13 +244,17 @@ def test_without_memory_for_the_comparison_its_figures_are_missing(
     assert "answers were not compared in float32: not enough memory" in shown
 
 
-def test_weights_that_do_not_fit_are_not_loaded_for_the_comparison(
-    run_dir: Path, bench_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("emulated", [False, True])
+def test_a_dtype_that_does_not_fit_or_is_emulated_is_not_loaded_for_the_comparison(
+    emulated: bool, run_dir: Path, bench_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module.WeightMemory, "fit", lambda self, dtype: False)
+    monkeypatch.setattr(module, "emulates_bf16", lambda device: emulated)
+    monkeypatch.setattr(module.WeightMemory, "fit", lambda self, dtype: emulated)
     monkeypatch.setattr(module, "compare_regenerated_answers", lambda *args, **keys: pytest.fail("loaded nevertheless"))
-    meta = run(bench_file, run_dir, tmp_path, dtype="float32")[0]["meta"]
-    assert meta["exactness"] == {"float32": "compared", "bfloat16": "not enough memory"}
+    report, shown = run(bench_file, run_dir, tmp_path, dtype="float32")
+    reason = module.EMULATED if emulated else "not enough memory"
+    assert report["meta"]["exactness"] == {"float32": "compared", "bfloat16": reason}
+    assert f"answers were not compared in bfloat16: {reason}" in shown
 
 
 @pytest.mark.parametrize("fitted_again", [False, True])
@@ -275,15 +279,6 @@ def test_the_timed_model_is_gone_when_the_next_dtype_is_loaded(
         monkeypatch.setattr(module, "refit_tree", lambda cfg, model, paths, tokens, progress: (model, paths))
     run(bench_file, run_dir, tmp_path, dtype="float32")
     assert (len(loaded), alive) == (2, [False])
-
-
-def test_answers_are_not_compared_in_an_emulated_dtype(
-    run_dir: Path, bench_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "emulates_bf16", lambda device: True)
-    report, shown = run(bench_file, run_dir, tmp_path, dtype="float32")
-    assert report["meta"]["exactness"] == {"float32": "compared", "bfloat16": module.EMULATED}
-    assert "answers were not compared in bfloat16: this device emulates it" in shown
 
 
 def test_an_interruption_during_the_comparison_keeps_the_timed_results(

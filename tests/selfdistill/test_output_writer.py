@@ -11,17 +11,6 @@ from medusa_train.selfdistill.output import OutputWriter
 
 SETTINGS = {"model": "m", "temperature": 0.3}
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from medusa_train.selfdistill.output import OutputWriter
-with OutputWriter(Path(sys.argv[1]), {"model": "m", "temperature": 0.3}) as writer:
-    for number in range(5):
-        writer.write({"id": f"c{number}", "text": "x" * 100})
-    writer.drop({"id": "gone"})
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
-
 
 def ids(path: Path) -> list[str]:
     return [json.loads(line)["id"] for line in path.read_text(encoding="utf-8").split("\n")[:-1]]

@@ -70,14 +70,6 @@ def test_broken_records_are_told_together_with_their_lines(tmp_path: Path) -> No
     assert "skip_bad_records" in message
 
 
-def test_broken_records_are_left_out_where_that_is_asked_for(tmp_path: Path) -> None:
-    path = tmp_path / "seeds.jsonl"
-    path.write_text('{"turns": ["ok"]}\n{"turns": [\n{"turns": [5]}\n{"turns": ["too"]}\n', encoding="utf-8")
-    skipped: list[str] = []
-    assert [seed.turns for seed in read_prompts(path, skipped=skipped)] == [("ok",), ("too",)]
-    assert [problem.partition(": ")[0] for problem in skipped] == [f"{path}:2", f"{path}:3"]
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [("", "no user message"), ('[{"turns": ["a"]},', ":1: not valid JSON")],
