@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -164,7 +165,7 @@ class DraftCounts:
             one = compare_backbones(before, after, (batch for _, batch in batches))
             quality[name] = {
                 "tokens": one.tokens,
-                "perplexity": one.perplexity_before,
+                "perplexity": math.exp(one.loss_before),
                 "change": one.perplexity_change,
                 "kl": one.kl,
             }

@@ -72,8 +72,9 @@ class CheckpointStore:
             self.save_best(step, {name: part for name, part in state.items() if name in WEIGHTS}, linked=path)
         if best is not None:
             self._delete_best({best})
+        keep = {step, best if best is not None and self.best(best) == self.at(best) else step}
         for old in self.steps()[: -self.limit] if self.limit else ():
-            if old != step:
+            if old not in keep:
                 _delete(self.root / f"step-{old}")
         return path
 
@@ -134,10 +135,13 @@ class CheckpointStore:
         return self.root / f"step-{step}" if step in self.steps() else None
 
     def best(self, step: int) -> Path | None:
-        """Return the weights of the best evaluation, after `step`; None if they are not there."""
+        """Return the weights of the best evaluation, after `step`; None if they are not there.
+
+        They are in the checkpoint alone if the run was killed before it saved them again.
+        """
         self._restore_replaced()
         path = self.root / f"best-{step}"
-        return path if (path / MANIFEST).is_file() else None
+        return path if (path / MANIFEST).is_file() else self.at(step)
 
     def load(self, path: Path | str) -> dict[str, Any]:
         """Load the state that `save` was given, with tensors on the CPU.

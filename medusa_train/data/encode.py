@@ -55,14 +55,13 @@ class DatasetReader:
     skip_bad: bool
 
     def read(self) -> ReadResult:
-        """Read all conversations."""
-        return parse_records(
-            self.source.records(),
-            self.config.type,
-            name=self.source.name,
-            skip_bad=self.skip_bad,
-            tags=self.encoder.template.reasoning_tags,
-        )
+        """Read all conversations; every file must hold at least one."""
+        result, tags = ReadResult([], []), self.encoder.template.reasoning_tags
+        for name, records in self.source.parts():
+            part = parse_records(records, self.config.type, name=name, skip_bad=self.skip_bad, tags=tags)
+            result.conversations.extend(part.conversations)
+            result.skipped.extend(part.skipped)
+        return result
 
 
 def open_datasets(cfg: TrainConfig, encoder: ChatEncoder, on_progress: OnProgress | None = None) -> list[DatasetReader]:

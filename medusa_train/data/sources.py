@@ -36,10 +36,9 @@ class LocalFiles:
         """The paths."""
         return ", ".join(map(str, self.paths))
 
-    def records(self) -> Iterator[RawRecord]:
-        """Yield the records of all files."""
-        for path in self.paths:
-            yield from read_file(path)
+    def parts(self) -> list[tuple[str, Iterator[RawRecord]]]:
+        """Return the path of each file and its records."""
+        return [(str(path), read_file(path)) for path in self.paths]
 
     def fingerprint(self) -> str:
         """Digest paths, sizes and contents, so that an edit within the same size and second changes it."""
@@ -62,9 +61,9 @@ class HubSplit:
     name: str
     rows: Any
 
-    def records(self) -> Iterator[RawRecord]:
-        """Yield the rows in order."""
-        return number_rows(self.rows, self.name)
+    def parts(self) -> list[tuple[str, Iterator[RawRecord]]]:
+        """Return the split's name and its rows."""
+        return [(self.name, number_rows(self.rows, self.name))]
 
     def fingerprint(self) -> str:
         """Digest the split's name and the fingerprint that `datasets` gives its content."""

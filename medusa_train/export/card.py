@@ -171,6 +171,8 @@ def _is_default(report: Mapping[str, Any]) -> bool:
     meta = report.get("meta") or {}
     if not report.get("overall") or meta.get("draft") or meta.get("dynamic_trees"):
         return False
+    if Path(meta.get("tree_file") or "tree.json").name != "tree.json":
+        return False
     mode = meta.get("decoding") or {}
     return mode.get("acceptance", "greedy") == "greedy" and mode.get("batch_size", 1) == 1
 

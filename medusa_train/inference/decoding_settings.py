@@ -189,7 +189,7 @@ class DecodingMode:
             parts += [self.acceptance, f"t{self.temperature:g}"]
             shown = {**self.settings, "seed": self.seed}
             parts += [
-                f"{name}{shown[name]:g}"
+                f"{name}{shown[name]}"
                 for name in ("top_p", "top_k", "epsilon", "delta", "seed")
                 if name in shown and shown[name] != getattr(DecodingMode, name)
             ]

@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 from medusa_train.data.records import describe_problems, parse_user_turns
@@ -41,7 +42,7 @@ def read_prompts(
     prompts: list[Prompt] = []
     problems: list[str] = []
     id_counts: dict[str, int] = {}
-    for record in source.records():
+    for record in chain.from_iterable(records for _, records in source.parts()):
         try:
             if record.error is not None:
                 raise ValueError(record.error)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
+import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -19,6 +22,9 @@ T = TypeVar("T")
 
 #: How long one process waits for another: rank 0 may be writing a large checkpoint to a slow disk.
 TIMEOUT = timedelta(hours=2)
+#: A build of one of DeepSpeed's extensions takes half a minute. A lock this old (seconds) that no process of this
+#: machine holds was left by a killed one; a younger one may be held on another machine that shares the directory.
+STALE_LOCK_AGE = 120.0
 #: What the errors of gloo, NCCL and torch's store say where another process closed the connection.
 _LOST = ("by peer", "by remote peer", "peer closed", "likely closed", "broken pipe", "connection refused")
 _BACK_ENDS = ("gloo", "nccl", "socket")
@@ -145,6 +151,8 @@ def init_distributed(info: ProcessInfo) -> World:
         device = gpu_index(info, torch.cuda.device_count())
         torch.cuda.set_device(device)
         os.environ["LOCAL_RANK"] = str(device)  # where DeepSpeed reads the index of the GPU
+    if info.local_rank == 0:
+        remove_stale_build_locks()
     try:
         dist.init_process_group("nccl" if cuda else "gloo", timeout=TIMEOUT)
         group = dist.new_group(backend="gloo", timeout=TIMEOUT) if cuda else None
@@ -191,3 +199,40 @@ def is_communication_error(error: BaseException) -> bool:
     if isinstance(error, dist.DistError):
         return True
     return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in _BACK_ENDS)
+
+
+def remove_stale_build_locks(age: float = STALE_LOCK_AGE) -> list[Path]:
+    """Delete the locks that killed processes left in the directory of torch's C++ extensions; return their paths.
+
+    torch waits forever, in silence, for a lock whose owner was killed while it built an extension: every later run
+    with DeepSpeed would hang. A lock is kept while a process of this machine has it open.
+
+    Args:
+        age: seconds after which a lock that nobody holds is stale; waits until a younger one is that old or gone.
+    """
+    from torch.utils.cpp_extension import get_default_build_root
+
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    removed = []
+    for lock in sorted([*root.glob("*/lock"), *root.glob("*/*/lock")]):
+        with contextlib.suppress(FileNotFoundError):  # released meanwhile
+            while not _is_held(lock):
+                left = lock.stat().st_mtime + age - time.time()
+                if left <= 0:
+                    lock.unlink()
+                    removed.append(lock)
+                    break
+                time.sleep(min(left, 1.0))
+    return removed
+
+
+def _is_held(path: Path) -> bool:
+    """Return whether a process of this machine has the file open."""
+    import psutil  # a dependency of DeepSpeed
+
+    target = str(path.resolve())
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):  # exited, or another user's
+            if any(file.path == target for file in process.open_files()):
+                return True
+    return False

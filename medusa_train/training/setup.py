@@ -83,7 +83,7 @@ def build_trainer(
     loader = BatchLoader(data.train, cfg.micro_batch_size, seed=cfg.seed, rank=world.rank, size=world.size)
     plan = make_plan(cfg, loader.steps_per_epoch, world.size)
     for line in _describe_run(cfg, data, recipe, draft, plan, world.size):
-        console.print(line)
+        console.print(line, style="yellow" if line.startswith("note:") else None)
 
     store = CheckpointStore(cfg.run_dir, cfg.save_total_limit)
     checkpoint = _find_checkpoint(cfg, store, world, console)
@@ -313,7 +313,7 @@ def _describe_run(
     )
     if cfg.load_in_4bit or cfg.load_in_8bit:
         learners = "the adapter and the heads" if cfg.medusa_self_distillation else "the heads"
-        yield f"[yellow]note: the backbone is quantized: {learners} learn from the quantized model[/]"
+        yield f"note: the backbone is quantized: {learners} learn from the quantized model"
     if recipe.compiled is not None:
         yield "torch_compile: the backbone's layers are compiled in the first steps, which take longer"
     rates = f"peak learning rate {cfg.heads_learning_rate:g}"
@@ -327,7 +327,7 @@ def _describe_run(
         f"{cfg.lr_scheduler} schedule"
     )
     if warning := warmup_warning(plan.warmup_steps, plan.total_steps):
-        yield f"[yellow]{warning}[/]"
+        yield warning
 
 
 def _count_parameters(model: Any) -> int:

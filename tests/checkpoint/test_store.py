@@ -104,6 +104,26 @@ def test_best_weights_of_the_checkpoint_to_resume_from_are_kept(tmp_path: Path) 
     assert names(store) == ["best-4", "step-2", "step-5"]
 
 
+def test_best_weights_that_only_a_checkpoint_holds_are_kept(tmp_path: Path) -> None:
+    """The run was killed between the checkpoint and a copy of its best weights."""
+    store = CheckpointStore(tmp_path, save_total_limit=1)
+    store.save(1, state(1))
+    for step in (2, 3):
+        store.save(step, state(step), best=1)
+    assert store.steps() == [1, 3]
+    assert store.best(1) == store.root / "step-1"
+    assert store.best(2) is None
+
+
+def test_a_future_format_is_refused(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    path = store.save(1, state(1))
+    text = (path / "manifest.json").read_text()
+    (path / "manifest.json").write_text(text.replace('"format": 1', '"format": 2'))
+    with pytest.raises(CheckpointError, match="format 2"):
+        store.load(path)
+
+
 def test_retention_keeps_the_checkpoint_just_written(tmp_path: Path) -> None:
     """A run that went back to an earlier checkpoint must not lose the one it saves now."""
     store = CheckpointStore(tmp_path)

@@ -1,6 +1,8 @@
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pyarrow
 import pyarrow.parquet
@@ -9,7 +11,9 @@ import pytest
 from medusa_train.config.paths import PROJECT_ROOT
 from medusa_train.config.schema import DatasetConfig
 from medusa_train.data import sources
-from medusa_train.data.records import ReadResult, parse_records
+from medusa_train.data.conversation import REASONING_TAGS
+from medusa_train.data.encode import DatasetReader
+from medusa_train.data.records import ReadResult
 from medusa_train.data.sources import HubSplit, LocalFiles, open_seed_dataset, open_source
 from medusa_train.errors import ConfigError, DataError
 from medusa_train.hub import FetchError
@@ -20,8 +24,8 @@ SHAREGPT_REPO, SHAREGPT_FILE = "Aeala/ShareGPT_Vicuna_unfiltered", "ShareGPT_V4.
 
 
 def read_source(source: DatasetConfig, *, skip_bad: bool = False) -> ReadResult:
-    opened = open_source(source)
-    return parse_records(opened.records(), source.type, name=opened.name, skip_bad=skip_bad)
+    encoder: Any = SimpleNamespace(template=SimpleNamespace(reasoning_tags=REASONING_TAGS))
+    return DatasetReader(source, open_source(source), encoder, skip_bad).read()
 
 
 def test_a_file_and_a_directory_of_files(tmp_path: Path) -> None:
@@ -36,6 +40,9 @@ def test_a_file_and_a_directory_of_files(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_text(LINE + "y\n")
     result = read_source(DatasetConfig(path=str(tmp_path)), skip_bad=True)
     assert (len(result.conversations), len(result.skipped)) == (2, 2)
+    (tmp_path / "empty.jsonl").write_text("")
+    with pytest.raises(DataError, match=r"/empty\.jsonl: no conversation to read"):
+        read_source(DatasetConfig(path=str(tmp_path)), skip_bad=True)
     for path in (tmp_path, tmp_path / "b.jsonl"):
         with pytest.raises(ConfigError, match="split and name cannot be used with"):
             open_source(DatasetConfig(path=str(path), split="test", name="main"))
