@@ -304,6 +304,8 @@ def summary(stats: RunStats, engine_stats: Mapping[str, str]) -> Table:
     }
     always = ("prompts", "conversations written")
     rows = {name: f"{count:,}" for name, count in counts.items() if count or name in always}
+    if stats.dropped["length"]:
+        rows["to keep such answers"] = "raise max_new_tokens, or set drop_truncated: false"
     rows |= {"tokens generated": f"{stats.tokens:,}", "time": duration(stats.seconds)}
     rows |= {"tokens per second": stats.rate, **engine_stats}
     table = Table("name", title="self-distillation", title_justify="left", show_header=False)

@@ -288,7 +288,10 @@ def summary(cfg: TrainConfig, trainer: Trainer, step: int, choice: TreeChoice | 
                 "(comparable between evaluations and runs)",
             )
     if choice is not None:
-        table.add_row("tree", choice.describe())
+        held_out = (
+            "" if validation is not None else "; no data are held out: it was chosen on prompts of the training set"
+        )
+        table.add_row("tree", choice.describe() + held_out)
     if trainer.recipe.cache is not None:
         table.add_row("hidden states", Text(trainer.recipe.cache.describe()))
     lacks_tree = cfg.calibration_tokens and trainer.strategy.partitioned
