@@ -223,7 +223,7 @@ class TreeLevels:
     Attributes:
         tree: the whole tree.
         levels: one per depth, the root's first.
-        columns: for every node its index among the inner nodes (those with children); None for a leaf.
+        columns: for every node its index among the inner nodes (those with children); -1 for a leaf.
         inner: the inner nodes, long [m].
     """
 
@@ -233,7 +233,7 @@ class TreeLevels:
         depths = [0, *(len(path) for path in tree.paths)]
         inner = [node for node, children in enumerate(tree.children) if children]
         column_of = {node: column for column, node in enumerate(inner)}
-        self.columns: list[int | None] = [column_of.get(node) for node in range(tree.size + 1)]
+        self.columns = [column_of.get(node, -1) for node in range(tree.size + 1)]
         self.inner = self._long(inner)
         starts = [depths.index(depth) for depth in range(tree.max_depth + 1)] + [tree.size + 1]
         self.levels = [self._level(first, last, column_of) for first, last in pairwise(starts)]
@@ -259,6 +259,12 @@ class TreeLevels:
             parents=self._long(parents),
             candidates=self._long([parent * width + rank for parent, rank in zip(parents, ranks, strict=True)]),
         )
+
+    @cached_property
+    def inner_nodes(self) -> Tree:
+        """The inner nodes as a tree below the position before the root, for a draft that reads this one with them."""
+        paths = [self.tree.paths[node - 1] for node, children in enumerate(self.tree.children) if node and children]
+        return Tree(((0,), *((0, *path) for path in paths))).to(self._device)
 
     def truncate(self, depth: int) -> Tree:
         """Return the tree down to `depth`; the same object every time."""

@@ -226,7 +226,8 @@ def check_early_states(kind: type[Eagle3Draft] | type[KangarooDraft]) -> None:
         backbone, num_heads=3, **({} if kind is Eagle3Draft else {"exit_layer": 1, "threshold": 0.3})
     )
     prompts, tree = [list(range(3, 30)), [7, 8]], Tree.cartesian([3, 2])
-    decoders = [Decoder(backbone, one, tree) for one in (draft, draft.with_dynamic_trees(Limits(9, 3)))]
+    drafts = [draft, draft.with_dynamic_trees(Limits(9, 3))] if isinstance(draft, Eagle3Draft) else [draft]
+    decoders = [Decoder(backbone, one, tree) for one in drafts]
     before = [decoder.generate(prompt, 40, ()) for decoder in decoders for prompt in prompts]
     assert any(any(out.accepted) for out in before)
     backbone.decoding_need = draft.needs
@@ -235,7 +236,7 @@ def check_early_states(kind: type[Eagle3Draft] | type[KangarooDraft]) -> None:
     assert passes is not None
     compiled = Mock(wraps=passes)
     backbone.compiled = compiled
-    decoders = [Decoder(backbone, decoder.draft, tree) for decoder in decoders]
+    decoders = [Decoder(backbone, one, tree) for one in drafts]
     after = [decoder.generate(prompt, 40, ()) for decoder in decoders for prompt in prompts]
     assert [(out.tokens, out.accepted) for out in after] == [(out.tokens, out.accepted) for out in before]
     assert compiled.call_count == sum(out.steps for out in after)

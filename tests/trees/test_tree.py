@@ -104,7 +104,7 @@ def test_candidates_by_rank_rebuild_every_path(name: str) -> None:
 
 def test_inner_nodes_have_columns_and_leaves_none() -> None:
     levels = TreeLevels(TREES["sparse"])
-    assert levels.columns == [0, 1, None, 2, None, None, 3, None, None, None]
+    assert levels.columns == [0, 1, -1, 2, -1, -1, 3, -1, -1, -1]
     assert levels.inner.tolist() == [0, 1, 3, 6]
     assert [level.inner is None for level in levels.levels] == [True, False, False, False]
 

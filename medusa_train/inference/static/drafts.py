@@ -23,9 +23,8 @@ from medusa_train.models.drafts.kangaroo import KangarooDraft
 from medusa_train.models.drafts.layers import DraftLayer
 from medusa_train.models.drafts.medusa import MedusaDraft, MedusaState
 from medusa_train.models.features import PLAIN, Features, FeatureSpec
-from medusa_train.models.layer_split import LayerInputs
 from medusa_train.trees.masks import MaskTable
-from medusa_train.trees.tree import Level, Tree
+from medusa_train.trees.tree import Tree
 
 
 @dataclass(frozen=True)
@@ -187,24 +186,17 @@ class _Amphista(FixedShapeDraft):
 
 
 class _Kangaroo(FixedShapeDraft):
-    """The first layers and the adapter, level by level; no early exit, for which the host would wait at every level.
-
-    The adapter always reads the last accepted node together with the next root, whether it has read it or not.
-    """
+    """The first layers and the adapter, level by level; no early exit, for which the host would wait at every level."""
 
     def __init__(self, draft: KangarooDraft, backbone: Backbone, tree: Tree, cache: StaticCache) -> None:
         super().__init__(draft, backbone, tree, cache)
         self._draft = draft
         self._adapter_cache = self._add_cache()
-        inner = self._levels.inner
-        columns = [0 if column is None else column for column in self._levels.columns]
-        self._columns = torch.tensor(columns, device=inner.device)
-        # the last accepted node, then the inner nodes
-        visible = torch.ones(len(inner) + 1, len(inner) + 1, dtype=torch.bool, device=inner.device).tril()
-        visible[1:, 1:] = tree.ancestors[inner][:, inner]
-        self._depths = torch.cat([inner.new_zeros(1), tree.depths[inner] + 1])
-        self._offsets = torch.arange(len(inner) + 1, device=inner.device)
-        self._mask = MaskTable(visible, self._depths, draft.adapter.window, next(draft.adapter.parameters()).dtype)
+        self._read = self._levels.inner_nodes
+        self._columns = torch.tensor(self._levels.columns, device=backbone.device).clamp(min=0)
+        self._offsets = torch.arange(self._read.size + 1, device=backbone.device)
+        dtype = next(draft.adapter.parameters()).dtype
+        self._mask = MaskTable(self._read.ancestors, self._read.depths, draft.adapter.window, dtype)
 
     def start(self, feats: Features, tokens: Tensor, first: int) -> None:
         assert feats.early is not None
@@ -213,31 +205,21 @@ class _Kangaroo(FixedShapeDraft):
     def propose(self, accepted: AcceptedNodes, roots: Tensor, nodes: SlotPass) -> Proposal:
         draft, inputs = self._draft, self._draft.split.with_masks(nodes.positions, nodes.masks)
         assert accepted.feats.early is not None
-        move_columns(self._adapter_cache.storage(nodes.key_length), accepted.starts, self._columns[accepted.path])
+        storage = self._adapter_cache.storage(nodes.key_length)
+        move_columns(storage, accepted.starts, self._columns[accepted.path])
         before = accepted.last(accepted.along_path(accepted.feats.early))[:, None]
-        slots = accepted.lengths[:, None] - 1 + self._offsets
-        positions = (accepted.lengths[:, None] - 1 + self._depths).clamp(max=self._max_position)
+        starts = accepted.lengths[:, None] - 1
+        slots, positions = starts + self._offsets, (starts + self._read.depths).clamp(max=self._max_position)
         adapter = draft.runner.inputs(positions, self._mask.at(accepted.lengths - 1, nodes.key_length))
-        tokens, early = [roots[:, None]], []
-        for level in self._levels.levels:
-            first_layers = inputs.rows(level.first, level.last)
-            early.append(draft.split.run_first(tokens[-1], first_layers, nodes.cache(level.first, level.last)))
-            if level.last == self.tree.size + 1:
-                break
-            states = early[-1] if level.inner is None else early[-1][:, level.inner]
-            states = states if level.first else torch.cat([before, states], dim=1)
-            states = self._adapt(states, level, adapter, slots, nodes.key_length)
-            tokens.append(draft.top_tokens(draft.logits(states), level)[1])
-        return Proposal(torch.cat(tokens, dim=1), self.tree, torch.cat(early, dim=1))
 
-    def _adapt(self, states: Tensor, level: Level, inputs: LayerInputs, slots: Tensor, key_length: int) -> Tensor:
-        """Return the adapter's states [B, m, d] at a level's m inner nodes."""
-        last = level.inner_last + 1
-        first = last - states.shape[1]
-        cache = slot_cache(self._adapter_cache.storage(key_length), slots[:, first:last], key_length)
-        states = self._draft.runner.run(self._draft.cast(states), range(1), inputs.rows(first, last), cache)
-        out: Tensor = self._draft.runner.body.norm(states[:, level.inner_first - level.inner_last :])
-        return out
+        def run_first(tokens: Tensor, first: int, last: int) -> Tensor:
+            return draft.split.run_first(tokens, inputs.rows(first, last), nodes.cache(first, last))
+
+        def run_adapter(states: Tensor, first: int, last: int) -> Tensor:
+            cache = slot_cache(storage, slots[:, first:last], nodes.key_length)
+            return draft.runner.run(states, range(1), adapter.rows(first, last), cache)
+
+        return draft.fill(before, roots, self.tree, run_first, run_adapter)
 
 
 class _Eagle3(FixedShapeDraft):

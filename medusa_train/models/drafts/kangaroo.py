@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from medusa_train.models.backbone import Backbone
-from medusa_train.models.drafts.base import Draft, Proposal, at_last_nodes
+from medusa_train.models.drafts.base import Draft, Proposal, at_last_nodes, at_positions
 from medusa_train.models.drafts.layers import DraftLayer, init_from_layer, layer_to_copy
 from medusa_train.models.features import Features, FeatureSpec, TokenRows
-from medusa_train.models.layer_split import LayerInputs, LayerRunner
+from medusa_train.models.layer_split import LayerRunner
 from medusa_train.models.lm_head import LMHead
 from medusa_train.trees.kv_cache import BatchCache, TreeCache
 from medusa_train.trees.masks import additive_mask, apply_sliding_window, mask_with_prefix
-from medusa_train.trees.tree import Level, Tree, TreeLevels
+from medusa_train.trees.tree import Level, Tree
+
+Run = Callable[[Tensor, int, int], Tensor]
 
 
 class KangarooDraft(Draft):
@@ -119,88 +121,86 @@ class KangarooDraft(Draft):
         """Return the backbone's lm_head."""
         return self.shared
 
-    # Decoding
+    # Decoding. The adapter reads each position together with the one after it, so the last one waits for the root.
 
     def start(self, feats: Features, tokens: Tensor, lengths: Sequence[int], cache: TreeCache) -> KangarooState:
-        """Run the adapter over the prompts."""
+        """Run the adapter over the prompts but for their last positions."""
         assert feats.early is not None
-        # one more position than the backbone's cache, for padding where only other rows have unread states
-        adapter_cache = cache.single_layer(cache.capacity + 1)
-        state = KangarooState(cache, adapter_cache, [0] * len(lengths), tokens.device)
+        before = [length - 1 for length in lengths]
+        state = KangarooState(cache, cache.single_layer(), at_positions(feats.early, before)[:, None])
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         self.adapter.extend(self.cast(feats.early), positions, state.adapter_cache)
-        state.adapter_cache.commit_rows(lengths)
+        state.adapter_cache.commit_rows(before)
         return state
 
     def propose(self, state: KangarooState, roots: Tensor, tree: Tree) -> Proposal:
         """Fill the tree level by level: all nodes pass the first layers, those with children also the adapter."""
-        levels = state.levels_of(tree)
-        first_layers, adapter = self._inputs(state, levels)
-        tokens, early = [roots[:, None]], []
-        mass = torch.ones((), device=roots.device).expand(len(roots), 1)
+        cache, adapter_cache, read = state.cache, state.adapter_cache, tree.by_level.inner_nodes
+        lengths, last = cache.row_lengths(roots.device), self._backbone.max_context - 1
+        positions = (tree.depths[None] + lengths).clamp(max=last)  # nodes past the context are never accepted
+        mask = mask_with_prefix(cache, additive_mask(tree.ancestors, self._backbone.dtype))
+        first_layers = self.split.inputs(positions, mask, cache.length)
+        positions = (read.depths[None] + (lengths - 1)).clamp(max=last)
+        mask = mask_with_prefix(adapter_cache, additive_mask(read.ancestors, self._dtype))
+        mask = apply_sliding_window(mask, positions, adapter_cache.length, self.adapter.window)
+        adapter = self.runner.inputs(positions, mask)
+        state.columns = tree.by_level.columns
+
+        def run_first(tokens: Tensor, first: int, last: int) -> Tensor:
+            return self.split.run_first(tokens, first_layers.slice(first, last), cache)
+
+        def run_adapter(states: Tensor, first: int, last: int) -> Tensor:
+            return self.runner.run(states, range(1), adapter.slice(first, last), adapter_cache)
+
+        return self.fill(state.last, roots, tree, run_first, run_adapter, self.threshold)
+
+    def fill(
+        self, last: Tensor, roots: Tensor, tree: Tree, run_first: Run, run_adapter: Run, threshold: float = 0.0
+    ) -> Proposal:
+        """Fill the tree below `roots`, given the early states [B, 1, d] of the positions before them.
+
+        Args:
+            run_first: runs the first layers over tokens, the nodes first .. last - 1.
+            run_adapter: runs the adapter over states, the positions first .. last - 1 of `TreeLevels.inner_nodes`.
+            threshold: eta; 0 to fill the whole tree.
+        """
+        levels = tree.by_level
+        tokens, early, mass = [roots[:, None]], list[Tensor](), torch.ones(1, 1, device=roots.device)
         deepest = tree.max_depth
         for depth, level in enumerate(levels.levels):
-            inputs = first_layers.slice(level.first, level.last)
-            early.append(self.split.run_first(tokens[-1], inputs, state.cache))
+            early.append(run_first(tokens[-1], level.first, level.last))
             if depth == deepest:
                 break
-            logits = self._logits(state, early[-1], level, adapter)
-            guesses, mass, share = self._guess(logits, level, mass)
+            states, first, end = early[-1], level.inner_first + 1, level.inner_last + 1
+            if level.inner is not None:
+                states = states[:, level.inner]
+            elif depth == 0:
+                states, first = torch.cat([last, states], dim=1), 0
+            states = run_adapter(self.cast(states), first, end)
+            logits = self.logits(self.runner.body.norm(states[:, level.inner_first - level.inner_last :]))
+            guesses, mass, share = self._guess(logits, level, mass, threshold)
             tokens.append(guesses)
-            if share is not None and bool((share <= self.threshold).all()):
+            if share is not None and bool((share <= threshold).all()):
                 deepest = depth + 1  # these tokens are still verified, so their early states are needed
         return Proposal(torch.cat(tokens, dim=1), levels.truncate(deepest), torch.cat(early, dim=1))
-
-    def _inputs(self, state: KangarooState, levels: TreeLevels) -> tuple[LayerInputs, LayerInputs]:
-        """Inputs of all nodes for the first layers, and of unread states and inner nodes for the adapter."""
-        backbone, window, num_unread = self._backbone, self.adapter.window, state.num_unread
-        lengths = state.cache.row_lengths(state.device)
-        # nodes past the context are never accepted
-        positions = (levels.tree.depths[None] + lengths).clamp(max=backbone.max_context - 1)
-        adapter_positions = positions[:, levels.inner]
-        if num_unread:
-            unread_positions = torch.arange(-num_unread, 0, device=positions.device)[None] + lengths
-            adapter_positions = torch.cat([unread_positions, adapter_positions], dim=1)
-        single_chain = state.is_single_chain(levels)
-        mask = None
-        if not single_chain or backbone.layer_types != {"full_attention"}:
-            mask = mask_with_prefix(state.cache, state.node_mask(levels, backbone.dtype))
-        first_layers = self.split.inputs(positions, mask, state.cache.length)
-        if single_chain and not num_unread and window is None:
-            return first_layers, self.runner.inputs(adapter_positions, None)
-        mask = mask_with_prefix(state.adapter_cache, state.adapter_mask(levels, self._dtype))
-        mask = apply_sliding_window(mask, adapter_positions, state.adapter_cache.length, window)
-        return first_layers, self.runner.inputs(adapter_positions, mask)
-
-    def _logits(self, state: KangarooState, early: Tensor, level: Level, inputs: LayerInputs) -> Tensor:
-        """Logits [B, m, V] at a level's inner nodes. With the root the adapter also reads the unread states."""
-        states = early if level.inner is None else early[:, level.inner]
-        first, last = level.inner_first + state.num_unread, level.inner_last + state.num_unread
-        if level.first == 0 and state.unread is not None:
-            states, first = torch.cat([state.unread, states], dim=1), 0
-        states = self.runner.run(self.cast(states), range(1), inputs.slice(first, last), state.adapter_cache)
-        states = self.runner.body.norm(states[:, level.inner_first - level.inner_last :])
-        return self.logits(states)
 
     def logits(self, states: Tensor) -> Tensor:
         """Return the draft's logits [..., V] of the adapter's states [..., d], in at least float32."""
         logits = self._backbone.logits(states.to(self._backbone.dtype))
         return logits if logits.dtype == torch.float64 else logits.float()
 
-    def top_tokens(self, logits: Tensor, level: Level) -> tuple[Tensor, Tensor]:
-        """Return the best logits [B, m, width] at a level's inner nodes, and the tokens [B, next] of the next level."""
-        best, tokens = logits.max(-1, keepdim=True) if level.width == 1 else logits.topk(level.width)
-        return best, tokens.flatten(1)[:, level.candidates]
-
-    def _guess(self, logits: Tensor, level: Level, mass: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _guess(
+        self, logits: Tensor, level: Level, mass: Tensor, threshold: float
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Tokens [B, next] of the next level by rank, the probability of their paths, and their share of this level's.
 
         Args:
             logits: [B, m, V] at the inner nodes.
             mass: [B, nodes], probability of this level's paths under the draft, up to a factor.
         """
-        best, tokens = self.top_tokens(logits, level)
-        if not self.threshold:
+        best, tokens = logits.max(-1, keepdim=True) if level.width == 1 else logits.topk(level.width)
+        tokens = tokens.flatten(1)[:, level.candidates]
+        if not threshold:
             return tokens, mass, None
         p = (best - logits.logsumexp(-1, keepdim=True)).exp().flatten(1)[:, level.candidates]
         inner_mass = mass if level.inner is None else mass[:, level.inner]
@@ -219,12 +219,15 @@ class KangarooDraft(Draft):
     def advance(
         self, state: KangarooState, feats: Features, proposal: Proposal, paths: Sequence[Sequence[int]]
     ) -> KangarooState:
-        """Commit what the adapter read of the accepted paths."""
-        if proposal.early is None:  # `propose` was not called, so the adapter has not read the roots
-            assert feats.early is not None
-            state.add_unread(feats.early)
-        else:
-            state.commit_paths(proposal.early, proposal.tree.max_depth, paths)
+        """Commit what the adapter read of the accepted paths: all nodes but the last ones."""
+        early, cache = feats.early if proposal.early is None else proposal.early, state.adapter_cache
+        assert early is not None
+        if proposal.early is None:  # `propose` was not called, so the adapter has not read the position before the root
+            positions = torch.zeros_like(proposal.tokens) + cache.row_lengths(early.device)
+            mask = mask_with_prefix(cache, early.new_zeros(1, 1, dtype=self._dtype))
+            self.adapter.extend(self.cast(state.last), positions, cache, mask)
+        cache.keep_rows([[0, *(1 + state.columns[node] for node in path[:-1])] for path in paths])
+        state.last = at_last_nodes(early, paths)[:, None]
         return state
 
     @property
@@ -240,107 +243,29 @@ class KangarooDraft(Draft):
 class KangarooState:
     """The decoding state of B rows.
 
-    The adapter reads only nodes that have children, so it may lack the last node of an accepted path (in a chain: if
-    every draft token was accepted). Such states are kept in `unread` and are read together with the next root.
-
     Attributes:
-        cache: the backbone's; the draft fills its first layers. adapter_cache: the adapter's.
-        unread: [B, m, d], early states that the adapter has not read, the newest last; None if no row has any.
-        unread_counts: how many of the m states belong to each row, counted from the newest; the others are padding.
+        cache: the backbone's; the draft fills its first layers.
+        adapter_cache: the adapter's, of all committed positions but the last one.
+        last: early states of the last position, [B, 1, d].
+        columns: of the nodes of the last tree among those that the adapter read, see `TreeLevels`.
     """
 
     cache: TreeCache
     adapter_cache: TreeCache
-    unread_counts: list[int]
-    device: torch.device
-    unread: Tensor | None = None
-    _levels: TreeLevels | None = None
-    _masks: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)
-
-    @property
-    def num_unread(self) -> int:
-        """m, the width of `unread`."""
-        return 0 if self.unread is None else self.unread.shape[1]
-
-    def levels_of(self, tree: Tree) -> TreeLevels:
-        """Return the levels of `tree`; masks of another tree are dropped."""
-        if self._levels is not tree.by_level:
-            self._levels = tree.by_level
-            self._masks.clear()
-        return tree.by_level
-
-    def is_single_chain(self, levels: TreeLevels) -> bool:
-        """Return whether each part of a pass is a single position that attends to the whole cache."""
-        return not isinstance(self.cache, BatchCache) and levels.tree.max_depth == levels.tree.size
-
-    def node_mask(self, levels: TreeLevels, dtype: torch.dtype) -> Tensor:
-        """Return the mask among the nodes of a tree, additive [n + 1, n + 1]."""
-        if (-1, dtype) not in self._masks:
-            self._masks[-1, dtype] = additive_mask(levels.tree.ancestors, dtype)
-        return self._masks[-1, dtype]
-
-    def adapter_mask(self, levels: TreeLevels, dtype: torch.dtype) -> Tensor:
-        """Return the adapter's mask among unread states and inner nodes, additive [1 or B, q, q].
-
-        m = 2, root, child    x          in rows whose first state is padding:   x
-                              x x                                                x x
-                              x x x                                              . x x
-                              x x x x                                            . x x x
-        """
-        m = self.num_unread
-        if (m, dtype) not in self._masks:
-            n = len(levels.inner)
-            visible = torch.ones(m + n, m + n, dtype=torch.bool, device=levels.inner.device).tril()
-            visible[m:, m:] = levels.tree.ancestors[levels.inner][:, levels.inner]
-            self._masks[m, dtype] = additive_mask(visible, dtype)[None]
-        mask = self._masks[m, dtype]
-        if all(count == m for count in self.unread_counts):
-            return mask
-        counts = torch.tensor(self.unread_counts, device=mask.device)[:, None]
-        padding = torch.arange(m, device=mask.device) < m - counts  # [B, m]
-        mask = mask.repeat(len(self.unread_counts), 1, 1)
-        mask[:, m:, :m].masked_fill_(padding[:, None], float("-inf"))
-        return mask
-
-    def add_unread(self, early: Tensor) -> None:
-        """Add one committed position per row that the adapter has not read, with early states [B, 1, d]."""
-        self.unread = early if self.unread is None else torch.cat([self.unread, early], dim=1)
-        self.unread_counts = [count + 1 for count in self.unread_counts]
-
-    def commit_paths(self, early: Tensor, depth: int, paths: Sequence[Sequence[int]]) -> None:
-        """Commit what the adapter read of the accepted `paths`; last nodes that it did not read become unread states.
-
-        Args:
-            early: [B, n + 1, d] of the verified tree. depth: of that tree, whose last level the adapter did not read.
-        """
-        assert self._levels is not None
-        columns, m = self._levels.columns, self.num_unread
-        kept, unread_counts = [], []
-        for path, count in zip(paths, self.unread_counts, strict=True):
-            complete = columns[path[-1]] is not None and len(path) <= depth
-            nodes = path if complete else path[:-1]
-            kept.append([*range(m - count, m), *(m + (columns[node] or 0) for node in nodes)])
-            unread_counts.append(0 if complete else 1)
-        self.adapter_cache.keep_rows(kept)
-        self.unread_counts, self.unread = unread_counts, None
-        if any(unread_counts):
-            self.unread = at_last_nodes(early, paths)[:, None]
+    last: Tensor
+    columns: Sequence[int] = ()
 
     def select_rows(self, rows: Sequence[int]) -> KangarooState:
         """Keep `rows` only, in that order."""
         assert isinstance(self.adapter_cache, BatchCache)
         self.adapter_cache.select_rows(rows)
-        self.unread_counts = [self.unread_counts[row] for row in rows]
-        self.unread = self.unread[list(rows)] if self.unread is not None and any(self.unread_counts) else None
+        self.last = self.last[list(rows)]
         return self
 
     def append_rows(self, other: KangarooState, cache: TreeCache) -> KangarooState:
         """Append rows whose prompts the adapter has just read; their keys and values are in `cache` already."""
         assert isinstance(self.adapter_cache, BatchCache)
         assert isinstance(other.adapter_cache, BatchCache)
-        self.adapter_cache.append_rows(other.adapter_cache, self.cache.capacity + 1)
-        if self.unread is not None:
-            padding = self.unread.new_zeros(len(other.unread_counts), *self.unread.shape[1:])
-            self.unread = torch.cat([self.unread, padding])
-        self.unread_counts = [*self.unread_counts, *other.unread_counts]
+        self.adapter_cache.append_rows(other.adapter_cache, cache.capacity)
+        self.last = torch.cat([self.last, other.last])
         return self
