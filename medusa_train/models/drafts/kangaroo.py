@@ -138,7 +138,9 @@ class KangarooDraft(Draft):
         cache, adapter_cache, read = state.cache, state.adapter_cache, tree.by_level.inner_nodes
         lengths, last = cache.row_lengths(roots.device), self._backbone.max_context - 1
         positions = (tree.depths[None] + lengths).clamp(max=last)  # nodes past the context are never accepted
-        mask = mask_with_prefix(cache, additive_mask(tree.ancestors, self._backbone.dtype))
+        mask = None
+        if isinstance(cache, BatchCache) or tree.max_depth < tree.size or self._backbone.window is not None:
+            mask = mask_with_prefix(cache, additive_mask(tree.ancestors, self._backbone.dtype))
         first_layers = self.split.inputs(positions, mask, cache.length)
         positions = (read.depths[None] + (lengths - 1)).clamp(max=last)
         mask = mask_with_prefix(adapter_cache, additive_mask(read.ancestors, self._dtype))
