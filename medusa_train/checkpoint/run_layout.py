@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from medusa_train.config.load import dump_config, load_config, stage_one_config
-from medusa_train.config.paths import expand_user, looks_like_path, resolve_path
+from medusa_train.config.paths import looks_like_path, resolve_path
 from medusa_train.config.schema import NOT_IN_STAGE_ONE, SHARED_WITH_STAGE_ONE, DatasetConfig, TrainConfig
 from medusa_train.config.types import STAGE_ONE
 from medusa_train.data.builtin_templates import TEMPLATE_SUFFIX
@@ -141,7 +141,7 @@ def check_nothing_is_lost(out: Path) -> None:
         )
 
 
-def prepare_output_dir(out: Path, step: int, initial_run: str | None = None) -> None:
+def prepare_output_dir(out: Path, step: int, initial_run: Path | None = None) -> None:
     """Create `out` for a new run (`step` 0) or one resumed after `step`.
 
     A new run deletes the files of the run that it overwrites, but not `initial_run`, from which it starts; a resumed
@@ -149,7 +149,7 @@ def prepare_output_dir(out: Path, step: int, initial_run: str | None = None) -> 
     """
     with writing(out):
         out.mkdir(parents=True, exist_ok=True)
-        start = out if initial_run is None else expand_user(initial_run).resolve()
+        start = (initial_run or out).resolve()
         files = [out / name for name in RUN_FILES if not start.is_relative_to((out / name).resolve())]
         stale = files if step == 0 else _stale_checkpoints(out, step)
         for path in stale:

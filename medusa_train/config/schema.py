@@ -36,7 +36,7 @@ from medusa_train.config.drafts import (
     RestConfig,
     TrainedDraft,
 )
-from medusa_train.config.paths import expand_user
+from medusa_train.config.paths import expand_user, resolve_path
 from medusa_train.config.types import (
     STAGE_ONE,
     Bool,
@@ -306,9 +306,10 @@ class TrainConfig(Config):
         return expand_user(self.output_dir)
 
     @property
-    def initial_run(self) -> str | None:
-        """The run whose heads, and adapter if it has one, this one starts from."""
-        return self.stage_one_values["output_dir"] if self.trains_stage_one else self.lora_model_dir
+    def initial_run(self) -> Path | None:
+        """The run, if it exists, whose heads, and adapter if it has one, this one starts from."""
+        name = self.stage_one_values["output_dir"] if self.trains_stage_one else self.lora_model_dir
+        return None if name is None else resolve_path(name)
 
     @property
     def stage_one_values(self) -> dict[str, Any]:

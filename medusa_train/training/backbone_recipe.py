@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from medusa_train.checkpoint.resolve import heads_layout
 from medusa_train.checkpoint.run_layout import ADAPTER, HEADS, MODEL
-from medusa_train.config.paths import resolve_path
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.batch import Batch
 from medusa_train.errors import BackboneError
@@ -152,16 +151,15 @@ def unfrozen_modules(model: Any, layers: int) -> list[nn.Module]:
 # Weights of an earlier run (lora_model_dir)
 
 
-def find_initial_heads(run: str | None) -> Path | None:
+def find_initial_heads(run: Path | None) -> Path | None:
     """Return the heads in `run` (a run, or a directory of heads in any supported layout), or None."""
     return _find_initial(run, HEADS, lambda path: heads_layout(path) is not None)
 
 
-def find_initial_adapter(run: str | None) -> Path | None:
+def find_initial_adapter(run: Path | None) -> Path | None:
     """Return the adapter in `run` (a run, or an adapter's directory), or None."""
     return _find_initial(run, ADAPTER, lambda path: (path / ADAPTER_FILE).is_file())
 
 
-def _find_initial(run: str | None, name: str, holds: Callable[[Path], bool]) -> Path | None:
-    home = None if run is None else resolve_path(run)
-    return None if home is None else next((path for path in (home / name, home) if holds(path)), None)
+def _find_initial(run: Path | None, name: str, holds: Callable[[Path], bool]) -> Path | None:
+    return None if run is None else next((path for path in (run / name, run) if holds(path)), None)

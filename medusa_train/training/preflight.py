@@ -110,9 +110,9 @@ def check_initial_weights(cfg: TrainConfig) -> None:
     """Check, before anything is loaded, that this run can start from `lora_model_dir`."""
     if cfg.lora_model_dir is None:
         return
-    home, backbone = resolve_path(cfg.lora_model_dir), resolve_path(cfg.base_model)
-    adapter = find_initial_adapter(cfg.initial_run)
-    if home is None or (adapter is None and find_initial_heads(cfg.initial_run) is None):
+    home, backbone = cfg.initial_run, resolve_path(cfg.base_model)
+    adapter = find_initial_adapter(home)
+    if home is None or (adapter is None and find_initial_heads(home) is None):
         raise CheckpointError(
             f"lora_model_dir: {cfg.lora_model_dir} holds neither heads nor an adapter. Train stage one into it first "
             f"(for example medusa-train configs/tiny_m1.yaml), or remove the key to start from untrained heads."

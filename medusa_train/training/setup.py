@@ -44,7 +44,7 @@ from medusa_train.training.deepspeed_config import (
     stage_of,
 )
 from medusa_train.training.distributed import SINGLE_PROCESS, World, init_distributed
-from medusa_train.training.hidden_states import open_hidden_states
+from medusa_train.training.hidden_states import HiddenStateCache, open_hidden_states
 from medusa_train.training.load_data import TrainingData, validation_batches, with_template
 from medusa_train.training.process_info import ProcessInfo, free_port
 from medusa_train.training.state import (
@@ -76,10 +76,7 @@ def build_trainer(
     with progress.phase("loading the model", ticking=True):
         draft, recipe = world.run_on_all(lambda: _load_model(cfg, data, console, world))
         if cfg.cache_hidden_states:
-            documents, prepared = [*data.train, *data.validation], expand_user(cfg.dataset_prepared_path or ".")
-            recipe.cache = open_hidden_states(
-                prepared, documents, draft.needs, recipe.backbone, world, console, cfg.tf32
-            )
+            recipe.cache = _open_cache(cfg, data, draft, recipe.backbone, console, world)
     loader = BatchLoader(data.train, cfg.micro_batch_size, seed=cfg.seed, rank=world.rank, size=world.size)
     plan = make_plan(cfg, loader.steps_per_epoch, world.size)
     for line in _describe_run(cfg, data, recipe, draft, plan, world.size):
@@ -92,11 +89,8 @@ def build_trainer(
     strategy = build_strategy(cfg, draft, recipe, plan, world, console)
     if not world.is_main:
         torch.manual_seed(hash((cfg.seed, world.rank)))  # other dropout masks per process, now that weights are equal
-    state = TrainState()
-    if checkpoint is not None:
-        state = restore_state(checkpoint, strategy, world)
-        loader.load_state_dict(state.data)
-        _describe_resumption(checkpoint, state, plan, world.size, console)
+    state = TrainState() if checkpoint is None else _resume(checkpoint, strategy, loader, plan, world, console)
+    loggers = _open_loggers(cfg, recipe.backbone.tokenizer, state, plan, progress, world)
     return Trainer(
         recipe=recipe,
         draft=draft,
@@ -107,7 +101,7 @@ def build_trainer(
         accumulation=cfg.gradient_accumulation_steps,
         plan=plan,
         store=store,
-        loggers=_open_loggers(cfg, recipe.backbone.tokenizer, state, plan, progress, world),
+        loggers=loggers,
         patience=cfg.early_stopping_patience,
         state=state,
         top_k_in_log=cfg.medusa_logging,
@@ -180,6 +174,13 @@ def build_heads(cfg: TrainConfig, data: TrainingData, backbone: Backbone, consol
         )
     console.print(f"initializing the heads from {initial}", highlight=False, soft_wrap=True)
     return draft
+
+
+def _open_cache(
+    cfg: TrainConfig, data: TrainingData, draft: Draft, backbone: Backbone, console: Console, world: World
+) -> HiddenStateCache:
+    documents, prepared = [*data.train, *data.validation], expand_user(cfg.dataset_prepared_path or ".")
+    return open_hidden_states(prepared, documents, draft.needs, backbone, world, console, cfg.tf32)
 
 
 # Plan, optimizer and loss
@@ -274,6 +275,27 @@ def _find_checkpoint(
     return None
 
 
+def _resume(
+    checkpoint: LoadedCheckpoint, strategy: Strategy, loader: BatchLoader, plan: Plan, world: World, console: Console
+) -> TrainState:
+    """Restore everything but the weights, and say what will differ with other processes or another batch."""
+    state = restore_state(checkpoint, strategy, world)
+    loader.load_state_dict(state.data)
+    console.print(f"resuming after step {state.step}, from {checkpoint.path}", soft_wrap=True)
+    if (before := len(rng_states(checkpoint.snapshot))) != world.size:
+        now = "1 process" if world.size == 1 else f"{world.size} processes"
+        console.print(f"note: resuming on {now} (was {before}): dropout masks will differ")
+    if not math.isclose(state.epoch, plan.epoch(state.step), rel_tol=1e-6):
+        console.print(
+            f"note: the batch differs from that of the checkpoint: its {state.step} steps were {state.epoch:.2f} "
+            f"epochs, here they count as {plan.epoch(state.step):.2f}. To keep the batch, change "
+            "gradient_accumulation_steps along with the number of processes",
+            style="yellow",
+            soft_wrap=True,
+        )
+    return state
+
+
 def _open_loggers(
     cfg: TrainConfig, tokenizer: Any, state: TrainState, plan: Plan, progress: RunProgress, world: World
 ) -> MetricLoggers:
@@ -335,21 +357,3 @@ def _count_parameters(model: Any) -> int:
     if any(is_partitioned(parameter) for parameter in model.parameters()):
         return sum(full_shape(parameter).numel() for parameter in model.parameters())
     return int(model.num_parameters())  # quantized weights pack two parameters into a byte
-
-
-def _describe_resumption(
-    checkpoint: LoadedCheckpoint, state: TrainState, plan: Plan, processes: int, console: Console
-) -> None:
-    """Say where the run goes on, and what will differ with another number of processes or another batch."""
-    console.print(f"resuming after step {state.step}, from {checkpoint.path}", soft_wrap=True)
-    if (before := len(rng_states(checkpoint.snapshot))) != processes:
-        now = "1 process" if processes == 1 else f"{processes} processes"
-        console.print(f"note: resuming on {now} (was {before}): dropout masks will differ")
-    if not math.isclose(state.epoch, plan.epoch(state.step), rel_tol=1e-6):
-        console.print(
-            f"note: the batch differs from that of the checkpoint: its {state.step} steps were {state.epoch:.2f} "
-            f"epochs, here they count as {plan.epoch(state.step):.2f}. To keep the batch, change "
-            "gradient_accumulation_steps along with the number of processes",
-            style="yellow",
-            soft_wrap=True,
-        )

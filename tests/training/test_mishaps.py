@@ -75,7 +75,7 @@ def test_a_run_that_is_killed_again_and_again_equals_one_that_was_not(
         # between the files of step 4 and their new name
         (Mishap("medusa_train.checkpoint.store:CheckpointStore._publish", 2), []),
         # checkpoint 4 has its name, wherever training is by now
-        (Mishap("medusa_train.checkpoint.store:CheckpointStore._delete_old", 1), [4]),
+        (Mishap("medusa_train.checkpoint.store:CheckpointStore.steps", 2), [4]),
         # in the middle of the evaluation of step 6, its training line is written
         (Mishap("medusa_train.training.validation:linear_loss", 1), [4]),
         # the evaluation of step 6 is logged, its weights not begun
@@ -85,7 +85,7 @@ def test_a_run_that_is_killed_again_and_again_equals_one_that_was_not(
         # half of checkpoint 12 is written: 8 is whole
         (Mishap("medusa_train.checkpoint.store:write_tensors", 12), [4, 8]),
         # checkpoint 12 has its name, those beyond the limit are still there
-        (Mishap("medusa_train.checkpoint.store:CheckpointStore._delete_old", 1), [4, 8, 12]),
+        (Mishap("medusa_train.checkpoint.store:CheckpointStore.steps", 2), [4, 8, 12]),
         # all steps done, the adapter written, the heads not
         (Mishap("medusa_train.training.run:save_draft", 1), [4, 8, 12]),
     ]
