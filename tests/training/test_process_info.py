@@ -17,16 +17,19 @@ SRUN = {
 }
 
 
-def test_a_process_without_a_launcher_is_alone():
-    assert process_info_from_env({}) is None
-
-
-def test_torchrun_and_deepspeed():
-    assert process_info_from_env(TORCHRUN) == ProcessInfo(3, 4, 1, "node7", 1234)
-
-
-def test_one_process_of_one_is_alone():
-    assert process_info_from_env({**TORCHRUN, "RANK": "0", "WORLD_SIZE": "1"}) is None
+@pytest.mark.parametrize(
+    ("environ", "info"),
+    [
+        ({}, None),
+        (TORCHRUN, ProcessInfo(3, 4, 1, "node7", 1234)),
+        ({**TORCHRUN, "RANK": "0", "WORLD_SIZE": "1"}, None),  # one process of one is alone
+        ({**SRUN, **TORCHRUN}, ProcessInfo(3, 4, 1, "node7", 1234)),  # a launcher inside SLURM comes first
+        # in a batch script SLURM_PROCID is 0 and SLURM_NTASKS what was asked for, but srun has started nothing
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_NODELIST": "gpu1"}, None),
+    ],
+)
+def test_what_launchers_announce(environ, info):
+    assert process_info_from_env(environ) == info
 
 
 def test_srun():
@@ -37,15 +40,6 @@ def test_srun():
     assert other is not None
     assert other.port == place.port  # all tasks arrive at the same one
     assert process_info_from_env({**SRUN, "SLURM_JOB_ID": "4712"}) != place
-
-
-def test_a_batch_script_is_no_task_of_several():
-    """SLURM_PROCID is 0 there and SLURM_NTASKS what was asked for, but srun has started nothing."""
-    assert process_info_from_env({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_NODELIST": "gpu1"}) is None
-
-
-def test_a_launcher_inside_slurm_comes_first():
-    assert process_info_from_env({**SRUN, **TORCHRUN}) == ProcessInfo(3, 4, 1, "node7", 1234)
 
 
 @pytest.mark.parametrize(
