@@ -56,8 +56,9 @@ ROWS: list[tuple[str, PretrainedConfig, list[list[str]]]] = [
 
 
 def estimate_row(name: str, shape: PretrainedConfig, overrides: list[str], gpu: str) -> list[str]:
-    """Return the cells of one configuration with `overrides` on `gpu`."""
-    cfg = load_config(TrainConfig, ROOT / "configs" / f"{name}.yaml", overrides)
+    """Return the cells of one configuration, in configs/ or by its path, with `overrides` on `gpu`."""
+    path = Path(name) if name.endswith(".yaml") else ROOT / "configs" / f"{name}.yaml"
+    cfg = load_config(TrainConfig, path, overrides)
     width = int(cfg.sequence_len)
     estimate = Estimate(cfg, shape)
     memory = estimate.memory(rows=cfg.micro_batch_size, width=width, dtype=torch.bfloat16, device="cuda")

@@ -6,7 +6,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -117,20 +117,6 @@ def to_json(record: Mapping[str, Any]) -> str:
             text = "[\n" + ",\n".join(f"  {json.dumps(item)}" for item in value) + "\n ]"
         parts.append(f" {json.dumps(key)}: {text}")
     return "{\n" + ",\n".join(parts) + "\n}\n"
-
-
-def cached(path: Path, settings: Mapping[str, Any], compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return what `compute` gave before with the same settings, or compute it and keep it in `path`."""
-    plain: dict[str, Any] = json.loads(json.dumps(settings))
-    if path.is_file():
-        stored: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if stored["settings"] == plain:
-            return stored
-        print(f"{path}: made with other settings, measuring again", flush=True)
-    result = {"settings": plain, **compute()}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    replace_text(path, json.dumps(result) + "\n")
-    return result
 
 
 def write_page(out: Path, name: str, title: str, record: Mapping[str, Any], parts: Sequence[str]) -> str:

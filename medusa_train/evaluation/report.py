@@ -73,11 +73,19 @@ class Report:
 def write_report(
     report: Report, records: Sequence[TurnRecord], skipped: Sequence[SkippedTurn], directory: Path
 ) -> list[Path]:
-    """Write report.json, report.md, report.html, answers.jsonl and FastChat's model_answer/MODEL.jsonl."""
+    """Write report.json, report.md, report.html, answers.jsonl and FastChat's model_answer/MODEL.jsonl.
+
+    With heads also ranks.jsonl, from which decoding with other trees can be simulated, see `Trace.ranks`.
+    """
     answers = [_answer_line(record) for record in records]
     answers += [
         {"question_id": turn.question_id, "turn": turn.turn, "prompt_tokens": turn.prompt_tokens, "skipped": True}
         for turn in skipped
+    ]
+    ranks = [
+        {"question_id": record.question_id, "turn": record.turn, "ranks": record.trace.ranks}
+        for record in records
+        if record.trace is not None
     ]
     name = model_id(report.meta)
     tables = [figures_table(report), decoders_table(report)]
@@ -86,6 +94,7 @@ def write_report(
         "report.md": markdown(report),
         "report.html": html_page(report.as_json(), answers, tables, summary_of(report)),
         "answers.jsonl": answers,
+        **({"ranks.jsonl": ranks} if ranks else {}),
         f"model_answer/{name}.jsonl": model_answers(records, name),
     }
     return write_files(directory, contents)

@@ -60,6 +60,9 @@ def test_a_run_is_timed_compared_in_both_dtypes_and_reported(run_dir: Path, benc
     assert len(tree["accepted"]) == len(tree["medusa_choices"]) == 6
     assert len(overall["head_accuracy"]) == 3
     assert overall["chain_rates"][-1] >= 1.0
+    answers, ranks = ((tmp_path / "out" / f"{name}.jsonl").read_text().splitlines() for name in ("answers", "ranks"))
+    tokens = [json.loads(line).get("tokens") for line in answers]
+    assert [len(json.loads(line)["ranks"]) for line in ranks] == [count for count in tokens if count]
     assert not (tmp_path / "out" / "turns.jsonl").exists()
     assert meta["resumed_turns"] == 0
     assert "overall" in shown

@@ -1,0 +1,220 @@
+"""Experiments of `papers.py`: the schema of their YAML files (benchmarks/README.md), their page, JSON and picture."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from page import draw
+from pydantic import BaseModel, ConfigDict
+from shared import backbone_note, rounded, table, with_interval, write_page
+
+from medusa_train.errors import DataError
+from medusa_train.evaluation.metrics import Counts, compare_rates
+from medusa_train.io import replace_text
+
+Record = dict[str, Any]
+
+
+class Spec(BaseModel):
+    """A mapping of a YAML file; other keys are refused."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class Run(Spec):
+    """A draft to train; without `config` the backbone alone."""
+
+    title: str
+    config: str | None = None
+    set: list[str] = []
+    after: str | None = None
+    share: float = 1.0
+    shown: bool = True
+    eval: Record = {}
+
+
+class Evaluation(Spec):
+    """What is measured of every run, or of `runs`; values of one entry of `sweep` go together."""
+
+    title: str = ""
+    keys: Record
+    sweep: list[dict[str, list[Any]]] = []
+    runs: list[str] | None = None
+    count: bool = False
+
+
+class Column(Spec):
+    """A figure at these values of swept keys; or the mean of other columns."""
+
+    title: str
+    figure: str = ""
+    where: Record = {}
+    mean_of: list[str] = []
+    digits: int = 2
+    unit: str = ""
+
+
+class Chart(Spec):
+    """Bars of column `y` by row; with `x` curves, one for all rows whose titles differ in their last part alone."""
+
+    y: str
+    x: str | None = None
+
+
+class Published(Spec):
+    """What the paper reports: on which model and hardware, figures by row and column, and in words."""
+
+    where: str = ""
+    rows: dict[str, dict[str, float | str]] = {}
+    claims: list[str] = []
+
+
+class Experiment(Spec):
+    """A table or figure of a paper, or another comparison of drafts."""
+
+    name: str
+    title: str
+    source: str = ""
+    notes: list[str] = []
+    set: list[str] = []
+    epochs_of: str | None = None
+    runs: dict[str, Run]
+    evaluations: list[Evaluation]
+    columns: list[Column]
+    chart: Chart
+    published: Published = Published()
+
+
+@dataclass(frozen=True)
+class Point:
+    """A point to measure: a run, the number of an evaluation, the swept values, and all keys with which it is run."""
+
+    run: str
+    evaluation: int
+    swept: Record
+    keys: Record
+
+
+def row_title(experiment: Experiment, point: Point) -> str:
+    """Name the row of a point: run, evaluation, and the swept values that no column fixes."""
+    evaluation = experiment.evaluations[point.evaluation]
+    fixed = {name for column in experiment.columns for name in column.where}
+    leading = [next(iter(entry)) for entry in evaluation.sweep]
+    several = sum(run.shown for run in experiment.runs.values()) > 1 or not evaluation.title
+    parts = [experiment.runs[point.run].title] if several else []
+    parts += [evaluation.title] if evaluation.title else []
+    for name in leading:
+        if name not in fixed:
+            parts.append(str(point.swept[name]) if name in ("tree", "bench") else f"{name} {point.swept[name]}")
+    return ", ".join(parts)
+
+
+def look_up(record: Record, path: str) -> Any:
+    """Return a figure by its dotted path, in lists from 1, with its interval if it has one: [value, low, high]."""
+    value: Any = record
+    for part in path.split("."):
+        if isinstance(value, list) and part.isdigit():
+            value = value[int(part) - 1] if int(part) <= len(value) else None
+        else:
+            value = value.get(part) if isinstance(value, Mapping) else None
+    ends = (record.get("intervals") or {}).get(path)
+    return [value, *ends] if ends and value is not None else value
+
+
+def first_of(cell: Any) -> Any:
+    """Return a cell's value without its interval."""
+    return cell[0] if isinstance(cell, list) else cell
+
+
+def pivot(experiment: Experiment, figures: Sequence[tuple[Point, Record]]) -> dict[str, Record]:
+    """Return the cells by row and column title."""
+    rows: dict[str, Record] = {}
+    reference = {(point.evaluation, str(point.swept)): record for point, record in reversed(figures)}
+    for point, record in figures:
+        cells, first = rows.setdefault(row_title(experiment, point), {}), reference[point.evaluation, str(point.swept)]
+        for column in experiment.columns:
+            if column.figure and all(point.swept.get(key) == value for key, value in column.where.items()):
+                cells[column.title] = (
+                    ratio(first, record) if column.figure == "over" else look_up(record, column.figure)
+                )
+    for cells in rows.values():
+        for column in experiment.columns:
+            values = [first_of(cells.get(title)) for title in column.mean_of]
+            if values and None not in values:
+                cells[column.title] = sum(values) / len(values)
+    return rows
+
+
+def ratio(first: Record, second: Record) -> list[float] | None:
+    """Return how many times more tokens per step the second draft takes, with its paired bootstrap interval."""
+    if first is second or "questions" not in first:
+        return None
+    pair = [{name: Counts(*sums) for name, sums in part["questions"].items()} for part in (first, second)]
+    try:
+        value, ends = compare_rates(pair[0], pair[1])
+    except DataError:
+        return None  # too few questions
+    return [value, *ends]
+
+
+def cell_text(cell: Any, column: Column) -> str:
+    """Format a cell: [value, low, high], a number or text."""
+    if isinstance(cell, list):
+        return with_interval((cell[0], cell[1:]), f".{column.digits}f")
+    if isinstance(cell, float):
+        return f"{cell:.{column.digits}f}{column.unit}"
+    return "-" if cell is None else f"{cell:,}" if isinstance(cell, int) else str(cell)
+
+
+def chart_of(experiment: Experiment, rows: Mapping[str, Record]) -> Record:
+    """Describe the picture, see `page.draw`."""
+    chart, published = experiment.chart, experiment.published.rows
+    title = f"{experiment.title}: {chart.y}"
+    if chart.x is None:
+        theirs = {name: one[chart.y] for name, one in published.items() if isinstance(one.get(chart.y), float)}
+        ours = {name: cells[chart.y] for name, cells in rows.items() if cells.get(chart.y) is not None}
+        values = {name: cell if isinstance(cell := ours.get(name), list) else [cell] for name in {**ours, **theirs}}
+        return {"title": title, "values": values, "published": theirs}
+    series: dict[str, list[list[float]]] = {}
+    for name, cells in rows.items():
+        point = [first_of(cells.get(chart.x)), first_of(cells.get(chart.y))]
+        if None not in point:
+            series.setdefault(name.rpartition(", ")[0] or name, []).append(point)
+    return {"title": title, "x": chart.x, "curves": {name: sorted(points) for name, points in series.items()}}
+
+
+def write_experiment(
+    args: argparse.Namespace,
+    experiment: Experiment,
+    record: Record,
+    commands: Sequence[Sequence[str]],
+    figures: Sequence[tuple[Point, Record]],
+) -> None:
+    """Write NAME.md, NAME.json and NAME.svg with what is measured so far, the published figures below ours."""
+    rows, name, published = pivot(experiment, figures), args.name or experiment.name, experiment.published
+    lines = []
+    for title in dict.fromkeys([*rows, *published.rows]):
+        if title in rows:
+            lines.append([title, *(cell_text(rows[title].get(one.title), one) for one in experiment.columns)])
+        if theirs := published.rows.get(title):
+            lines.append([f"*{title}, published*", *(str(theirs.get(one.title, "-")) for one in experiment.columns)])
+    chart = rounded(chart_of(experiment, rows))
+    parts = ["**Made with --quick: the drafts are not trained. It shows that everything runs.**"] if args.quick else []
+    parts += [
+        experiment.source,
+        f"Backbone: `{record['base_model']}`. Brackets: 95 %. {backbone_note(record['base_model'])}",
+    ]
+    parts += [f"*published*: {published.where}. In the picture ours are blue."] if published.where else []
+    parts.append(table(["", *(column.title for column in experiment.columns)], lines))
+    args.out.mkdir(parents=True, exist_ok=True)
+    if chart.get("values") or chart.get("curves"):
+        parts.append(f"![{chart['title']}]({name}.svg)")
+        replace_text(args.out / f"{name}.svg", draw(chart))
+    parts.append("\n".join(f"- {text}" for text in [*published.claims, *experiment.notes]))
+    parts.append("\n".join(f"- `medusa-train {shlex.join(words)}`" for words in commands))
+    record = {**record, "rows": rounded(rows), "published": published.model_dump(), "chart": chart}
+    write_page(args.out, name, experiment.title, record, parts)

@@ -1,0 +1,425 @@
+"""Train, measure and tabulate an experiment of a paper on any backbone, with the published figures beside ours.
+
+    make smollm2-model                                            # once: the default backbone
+    python benchmarks/papers.py medusa_table2                     # or a YAML file; run again, it continues
+    python benchmarks/papers.py kangaroo_table1 --configs configs/vicuna7b --inspect
+    python benchmarks/papers.py drafts --runs medusa1 kangaroo --eval 'bench=mtbench:5' --set seed=7
+    python benchmarks/papers.py amphista_table4 --quick           # tiny backbone, a minute or two: does it run here?
+
+The files in benchmarks/papers/ name runs (a configuration of the family `--configs` and overrides), evaluations (keys
+of `medusa-eval`, some of them swept), columns and published figures; benchmarks/README.md describes them. Runs are
+trained by `medusa-train` and measured by `medusa-eval`, as far as they are not finished, and both resume. With
+`count: true` one evaluation in batches is enough: the steps of all trees are simulated along its greedy answers, and
+nothing depends on the clock. Runs and reports below `--out` are kept, shared by all experiments and told apart by their
+settings. NAME.md, NAME.json and NAME.svg are written after every run. Never run on a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+import json
+import math
+import os
+import random
+import re
+import shlex
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
+
+import yaml  # noqa: E402
+from estimates import estimate_row  # noqa: E402
+from paper_tables import Experiment, Point, Record, Run, write_experiment  # noqa: E402
+from pydantic import ValidationError  # noqa: E402
+from safetensors import safe_open  # noqa: E402
+from shapes import SHAPES, llama_config  # noqa: E402
+from shared import machine_facts, table  # noqa: E402
+
+from medusa_train.checkpoint.resolve import heads_files, resolve_model  # noqa: E402
+from medusa_train.checkpoint.run_layout import TREE, TREE_TRACES  # noqa: E402
+from medusa_train.cli.common import quiet_libraries, split_arguments  # noqa: E402
+from medusa_train.config.load import load_config  # noqa: E402
+from medusa_train.config.schema import TrainConfig  # noqa: E402
+from medusa_train.errors import CheckpointError, ConfigError, MedusaError  # noqa: E402
+from medusa_train.evaluation.questions import Bench, load_bench  # noqa: E402
+from medusa_train.inference.decoding_settings import DecodingSettings  # noqa: E402
+from medusa_train.io import replace_text  # noqa: E402
+from medusa_train.models.loading import resolve_backbone  # noqa: E402
+from medusa_train.training.estimate import GPUS  # noqa: E402
+from medusa_train.tree_search.fit import joint_trees  # noqa: E402
+from medusa_train.tree_search.traces import AcceptedLength, Trace, load_traces, weights_key  # noqa: E402
+from medusa_train.trees.tree import Tree  # noqa: E402
+
+EXPERIMENTS = ROOT / "benchmarks" / "papers"
+QUICK_STEPS = 4  # optimizer steps of a whole training with --quick
+COUNTED = {"batch_size": 16, "exactness": False, "prompt_lookup": False}  # evaluations whose steps are counted
+QUICK_EVAL = {"bench": "tiny:1", "limit": 2, "max_new_tokens": 16, "warmup": 0, "exactness": False, "dtype": "float32"}
+MOST_NODES = 256  # of a random tree (Medusa, Configuration of Tree Attention)
+WIDEST = 10  # guesses of a head that are told apart
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = ", ".join(sorted(path.stem for path in EXPERIMENTS.glob("*.yaml")))
+    parser.add_argument("experiments", nargs="+", metavar="NAME|FILE.yaml", help=names)
+    parser.add_argument("--configs", metavar="PREFIX", help="PREFIX_m1.yaml, ... (configs/smollm2)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="runs/papers, with --quick runs/papers-quick")
+    parser.add_argument("--name", help="of the page and its JSON; default: that of the experiment")
+    parser.add_argument("--runs", nargs="+", metavar="RUN", help="these only; the first is the reference")
+    parser.add_argument("--set", nargs="*", default=[], metavar="key=value", help="in every training")
+    parser.add_argument("--eval", nargs="*", default=[], metavar="key=value", help="in every evaluation")
+    parser.add_argument("--epochs", type=float, help="of every whole training; default: its configuration's")
+    parser.add_argument("--inspect", action="store_true", help="print the plan with memory and hours; train nothing")
+    parser.add_argument("--quick", action="store_true", help="a few steps, questions and values: no results")
+    args = parser.parse_args(arguments)
+    args.out = args.out or Path("runs/papers-quick" if args.quick else "runs/papers")
+    args.configs = args.configs or ("configs/tiny" if args.quick else "configs/smollm2")
+    return args
+
+
+def read_experiment(name: str) -> Experiment:
+    """Read an experiment by its name in benchmarks/papers/ or its path; raises ConfigError if it is invalid."""
+    path = EXPERIMENTS / f"{name}.yaml" if (EXPERIMENTS / f"{name}.yaml").is_file() else Path(name)
+    if not path.is_file():
+        raise ConfigError(f"{name}: no such file, and none in {EXPERIMENTS}")
+    try:
+        return Experiment.model_validate({"name": path.stem, **yaml.safe_load(path.read_text(encoding="utf-8"))})
+    except (ValidationError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def digest(*settings: object) -> str:
+    """Return a short checksum of settings, for names."""
+    return hashlib.sha256(json.dumps(settings, default=str).encode()).hexdigest()[:8]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One run of `medusa-train`: its directory, configuration and overrides."""
+
+    directory: Path
+    config: str
+    overrides: tuple[str, ...]
+
+    def load(self) -> TrainConfig:
+        """Return its configuration."""
+        return load_config(TrainConfig, *split_arguments([self.config, *self.overrides]))
+
+    @property
+    def command(self) -> list[str]:
+        """Arguments of `medusa-train`."""
+        return [self.config, f"output_dir={self.directory}", *self.overrides]
+
+    @property
+    def finished(self) -> Path:
+        """File that is written once it is trained."""
+        return self.directory.with_name(f"{self.directory.name}.json")
+
+    def train(self) -> None:
+        """Train or resume it, unless it is finished."""
+        if not self.finished.is_file():
+            call("train", [*self.command, "resume_from_checkpoint=auto"])
+            replace_text(self.finished, json.dumps({"config": self.config, "overrides": self.overrides}))
+
+
+class Plan:
+    """What an experiment has to train and to measure on a family of configurations."""
+
+    def __init__(self, args: argparse.Namespace, experiment: Experiment) -> None:
+        self.args, self.experiment = args, experiment
+        self.names: list[str] = args.runs or [name for name, run in experiment.runs.items() if run.shown]
+        if unknown := set(self.names) - set(experiment.runs):
+            raise ConfigError(f"--runs {' '.join(sorted(unknown))}: not in {', '.join(experiment.runs)}")
+
+    def stages(self, name: str) -> list[Stage]:
+        """List the stages of a run's training, the one that is measured last; none for the backbone alone."""
+        run, args = self.experiment.runs[name], self.args
+        if run.config is None:
+            return []
+        config = f"{args.configs}_{run.config}.yaml"
+        before = [] if run.after is None else self.stages(run.after)
+        words = [*self._length(run, config), *self.experiment.set, *args.set, *run.set]
+        if "{mlp}" in str(words):
+            words = [word.replace("{mlp}", str(backbone_config(self.family).intermediate_size)) for word in words]
+        words += [f"lora_model_dir={before[-1].directory}"] if before else []
+        return [*before, Stage(args.out / "runs" / f"{name}-{digest(config, words)}", config, tuple(words))]
+
+    def _length(self, run: Run, config: str) -> list[str]:
+        if self.args.quick:
+            cfg, steps = load_config(TrainConfig, Path(config)), max(1, round(QUICK_STEPS * run.share))
+            words = [f"max_steps={steps}", "warmup_steps=1", f"calibration_tokens={100 * self.fits_trees}"]
+            words.append(f"datasets={json.dumps([cfg.datasets[0].model_dump(exclude_unset=True)])}")
+            words.append(f"dataset_prepared_path={self.args.out / 'prepared'}")
+            return words if cfg.test_datasets else [*words, "val_set_size=0.01"]
+        if self.args.epochs is None and self.experiment.epochs_of is None and run.share == 1:
+            return []
+        like = f"{self.args.configs}_{self.experiment.epochs_of}.yaml" if self.experiment.epochs_of else config
+        epochs = self.args.epochs or load_config(TrainConfig, Path(like)).num_epochs
+        return [f"num_epochs={run.share * epochs:g}"]
+
+    @cached_property
+    def family(self) -> TrainConfig:
+        """Configuration whose backbone and data the runs without training share."""
+        return load_config(TrainConfig, Path(f"{self.args.configs}_m1.yaml"))
+
+    @property
+    def fits_trees(self) -> bool:
+        """Whether the experiment asks for sparse trees."""
+        return "sparse:" in self.experiment.model_dump_json()
+
+    def points(self, name: str) -> Iterator[Point]:
+        """List what is measured of a run; values of one entry of `sweep` go together, those of several are combined."""
+        words = [word.partition("=") for word in self.args.eval]
+        common = {**(QUICK_EVAL if self.args.quick else {}), **{key: yaml.safe_load(text) for key, _, text in words}}
+        for number, one in enumerate(self.experiment.evaluations):
+            parts = [list(zip(*entry.values(), strict=True)) for entry in one.sweep]
+            if self.args.quick:
+                parts = [list(dict.fromkeys([part[0], part[-1]])) for part in parts]
+            names = [key for entry in one.sweep for key in entry]
+            for chosen in itertools.product(*parts) if name in (one.runs or [name]) else ():
+                swept = dict(zip(names, itertools.chain(*chosen), strict=True))
+                keys = {**one.keys, **swept, **self.experiment.runs[name].eval, **common}
+                text = json.dumps(keys).replace("{data}", self.family.datasets[0].path)
+                yield Point(name, number, swept, json.loads(text))
+
+
+def backbone_config(cfg: TrainConfig) -> Any:
+    """Return the backbone's configuration; where it is not on this machine, a Llama's of the size in its name."""
+    try:
+        return resolve_backbone(cfg.base_model)[1].get_text_config()
+    except MedusaError:
+        size = re.search(r"\d+b", Path(cfg.base_model).name.lower())
+        if size is None or size[0].upper() not in SHAPES:
+            raise
+        return llama_config(*SHAPES[size[0].upper()])
+
+
+def load_questions(text: str, limit: int | None = None) -> Bench:
+    """Load BENCH[@CATEGORY+...][:N], the bench with these categories alone and N questions of each."""
+    name, colon, count = text.rpartition(":")
+    name, each = (name, int(count)) if colon and count.isdigit() else (text, sys.maxsize)
+    name, _, categories = name.partition("@")
+    bench, seen = load_bench(name, print), Counter[str]()
+    kept = []
+    for question in bench.questions:
+        if (not categories or question.category in categories.split("+")) and seen[question.category] < each:
+            seen[question.category] += 1
+            kept.append(question)
+    if not kept:
+        raise ConfigError(f"bench {text}: no questions; categories: {', '.join({q.category for q in bench.questions})}")
+    return replace(bench, questions=tuple(kept)).limited(limit)
+
+
+def named_tree(name: str, num_heads: int, fitted: Mapping[int, Tree]) -> Tree:
+    """Return chain:N, dense:AxBx..., random:SEED or sparse:N, no deeper than the draft.
+
+    A random tree is the Cartesian product of random numbers of guesses of the first heads, drawn until it has at most
+    256 nodes (Medusa, Configuration of Tree Attention); a sparse one is the best of N nodes on held-out prompts.
+    """
+    kind, _, value = name.partition(":")
+    if kind == "chain":
+        return Tree.chain(min(int(value), num_heads))
+    if kind == "sparse":
+        return fitted[int(value)]
+    if kind == "dense":
+        return Tree.cartesian([int(width) for width in value.split("x")][:num_heads])
+    draw = random.Random(int(value))
+    while True:
+        widths = [draw.randint(1, WIDEST) for _ in range(draw.randint(1, num_heads))]
+        if sum(itertools.accumulate(widths, lambda a, b: a * b)) <= MOST_NODES:
+            return Tree.cartesian(widths)
+
+
+TREE_NAME = re.compile(r"(chain|dense|random|sparse):[\dx]+")
+
+
+class Measurement:
+    """Measures the points of one run, and keeps the reports below `--out`."""
+
+    def __init__(self, plan: Plan, name: str) -> None:
+        self.plan, self.args = plan, plan.args
+        self.stages, self.points = plan.stages(name), list(plan.points(name))
+        self.folder = self.args.out / "reports" / (self.stages[-1].directory.name if self.stages else name)
+
+    def run(self) -> Iterator[tuple[Point, Record]]:
+        """Yield the figures of every point."""
+        trained = trained_figures([stage.directory for stage in self.stages]) if self.stages else {}
+        for point in self.points:
+            keys, tree = dict(point.keys), None
+            if TREE_NAME.fullmatch(str(keys.get("tree"))):
+                tree = self._tree(str(keys["tree"]))
+                keys["tree"] = str(self.folder / f"{keys['tree'].replace(':', '')}.json")
+            if self.plan.experiment.evaluations[point.evaluation].count:
+                keys = {**COUNTED, **keys, "tree": None}
+            elif tree is not None:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                tree.save(Path(keys["tree"]))
+                tree = None
+            yield point, {**trained, **read_report(self._evaluate(keys), tree)}
+
+    def _tree(self, name: str) -> Tree:
+        directory = self.stages[-1].directory
+        heads = load_config(TrainConfig, directory / "config.yaml").draft_config.settings["num_heads"]
+        return named_tree(name, int(heads), self._sparse if name.startswith("sparse") else {})
+
+    @cached_property
+    def _sparse(self) -> dict[int, Tree]:
+        """The best trees of the sizes that are asked for, on the answers that the run's own tree was fitted to."""
+        directory = self.stages[-1].directory
+        settings = DecodingSettings.load(directory / TREE)
+        assert settings is not None
+        kept = load_traces(directory / TREE_TRACES, weights_key(resolve_model(str(directory), None, None), settings))
+        if kept is None:
+            raise CheckpointError(f"{directory}: no traces for sparse trees; train with calibration_tokens above 0")
+        names = {str(point.keys.get("tree")) for point in self.points}
+        return joint_trees(kept.traces, [int(name[7:]) for name in names if name.startswith("sparse:")])
+
+    def _evaluate(self, keys: Record) -> Path:
+        """Run `medusa-eval` unless its report is complete; return the directory of the report."""
+        bench = load_questions(keys["bench"])
+        if re.search(r"@|:\d+$", keys["bench"]):
+            rows = [{**asdict(question), "expected": None} for question in bench.questions]
+            path = self.args.out / "benches" / f"{re.sub(r'[^A-Za-z0-9_-]', '-', keys['bench'])}.jsonl"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replace_text(path, "".join(json.dumps(row) + "\n" for row in rows))
+            keys = {**keys, "bench": str(path)}
+        if self.stages:
+            keys = {**keys, "model": str(self.stages[-1].directory)}
+        else:
+            family = self.plan.family
+            keys = {**keys, "base_model": family.base_model, "chat_template": family.chat_template}
+        out = self.folder / f"{bench.name}-{digest(keys)}"
+        if not (out / "report.json").is_file() or (out / "turns.jsonl").is_file():
+            call("evaluate", [*(f"{key}={json.dumps(value)}" for key, value in keys.items()), f"output_dir={out}"])
+        return out
+
+
+def trained_figures(runs: Sequence[Path]) -> Record:
+    """Return the tokens of all stages, and the number of parameters in the files of the last one's draft."""
+    logged = [map(json.loads, read_lines(run / "metrics.jsonl")) for run in runs]
+    tokens = sum([line for line in lines if line["kind"] == "train"][-1]["tokens"] for lines in logged)
+    parameters = 0
+    for file in heads_files(runs[-1] / "heads"):
+        with safe_open(str(file), framework="pt") as tensors:
+            parameters += sum(math.prod(tensors.get_slice(name).get_shape()) for name in list(tensors.keys()))
+    return {"tokens": tokens, "parameters": parameters}
+
+
+def read_report(directory: Path, tree: Tree | None) -> Record:
+    """Return the figures of a report; with a tree, those of its steps along the answers and nothing that was timed."""
+    report = json.loads((directory / "report.json").read_text(encoding="utf-8"))
+    lines = [json.loads(line) for line in read_lines(directory / "answers.jsonl")]
+    answers = {(line["question_id"], line["turn"]): line for line in lines if not line.get("skipped")}
+    accepted = {key: line["accepted"] for key, line in answers.items()}
+    parts = {name: report.get(name) for name in ("categories", "judge", "joint", "meta")}
+    figures = {**report["overall"], **parts, "nodes": report["meta"]["tree_nodes"]}
+    if tree is not None:
+        lengths = AcceptedLength(tree)
+        for line in map(json.loads, read_lines(directory / "ranks.jsonl")):
+            trace = Trace(line["ranks"], [])
+            steps = [lengths[trace.path(start)] for start in trace.simulate(lengths)]
+            accepted[line["question_id"], line["turn"]] = steps
+        kept = ("answers", "looping_answers", "head_accuracy")
+        rate = sum(line["tokens"] - 1 for line in answers.values()) / max(sum(map(len, accepted.values())), 1)
+        figures = {**{name: figures[name] for name in kept}, "nodes": tree.size, "acceleration_rate": rate}
+    questions: dict[str, list[int]] = {}
+    sums = {True: [0, 0], False: [0, 0]}  # by whether an answer loops
+    for key, steps in accepted.items():
+        for part in (questions.setdefault(str(key[0]), [0, 0]), sums[answers[key]["loops"]]):
+            part[0] += answers[key]["tokens"] - 1
+            part[1] += len(steps)
+    every = [length for steps in accepted.values() for length in steps]
+    tokens, steps_without = sums[False]
+    return {
+        **figures,
+        "ctar": [sum(length >= w for length in every) / len(every) for w in range(1, max(every, default=0) + 1)],
+        "without_loops": tokens / steps_without if steps_without else None,
+        "questions": questions,
+    }
+
+
+def read_lines(path: Path) -> list[str]:
+    """Return the lines of a file."""
+    return path.read_text(encoding="utf-8").splitlines()
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of a command of this project, also where it is not installed."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+
+
+def call(command: str, words: Sequence[str]) -> None:
+    """Run a command of the package; exits with its code if it fails."""
+    words = [sys.executable, "-m", f"medusa_train.cli.{command}", *words]
+    print("$", shlex.join(words), flush=True)
+    if code := subprocess.run(words, env=environment(), check=False).returncode:
+        raise SystemExit(code)
+
+
+def inspect(plan: Plan) -> None:
+    """Print what is to be trained and measured, with the estimates of `medusa-train --inspect`.
+
+    Where backbone or data are not on this machine: by the shape of a model of this size and 60,000 conversations.
+    """
+    print(f"{plan.experiment.name}: {plan.experiment.title}")
+    rows: dict[Path, list[str]] = {}
+    for name in plan.names:
+        for stage in plan.stages(name):
+            print(f"\n{stage.directory.name} ({'finished' if stage.finished.is_file() else 'to train'})", flush=True)
+            print(f"medusa-train {shlex.join(stage.command)}")
+            words = [sys.executable, "-m", "medusa_train.cli.train", *stage.command, "--inspect"]
+            done = subprocess.run(words, capture_output=True, text=True, env=environment(), check=False)
+            if done.returncode:
+                shape, gpu = backbone_config(stage.load()), list(GPUS)[-1]
+                cells = estimate_row(stage.config, shape, list(stage.overrides), gpu)[2:]
+                rows[stage.directory] = [f"`{stage.directory.name}`", *cells]
+            else:
+                lines = done.stdout.splitlines()
+                print("\n".join(lines[next(i for i, line in enumerate(lines) if line.startswith("steps")) :]))
+        points = list(plan.points(name))
+        print(f"\n{name}: {len({json.dumps(point.keys) for point in points})} evaluations, {len(points)} points")
+    if rows:
+        print("\nBackbone or data are not on this machine: estimates by shape, 60,000 conversations an epoch\n")
+        print(table(["run", "GPU", "memory", "disk", "hours"], list(rows.values()), 2))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Train and measure what is not finished; returns exit code 0, or that of an error."""
+    quiet_libraries()
+    args = parse_arguments(arguments)
+    machine = machine_facts(__file__, arguments)
+    try:
+        for plan in [Plan(args, read_experiment(name)) for name in args.experiments]:
+            if args.inspect:
+                inspect(plan)
+                continue
+            record = {"machine": machine, "quick": args.quick, "base_model": plan.family.base_model}
+            figures: list[tuple[Point, Record]] = []
+            stages: dict[Path, Stage] = {}
+            for name in plan.names:
+                for stage in plan.stages(name):
+                    stage.train()
+                    stages[stage.directory] = stage
+                figures += Measurement(plan, name).run()
+                commands = [stage.command for stage in stages.values()]
+                write_experiment(args, plan.experiment, record, commands, figures)
+            print(f"wrote {args.out}/{args.name or plan.experiment.name}.md, .json and .svg")
+    except MedusaError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
