@@ -14,13 +14,11 @@ from medusa_train.data.conversation import is_looping
 from medusa_train.evaluation.judge import model_answers
 from medusa_train.evaluation.metrics import Figures, by_category, summarize
 from medusa_train.evaluation.records import SkippedTurn, TurnRecord
-from medusa_train.evaluation.report_page import html_page, meta_rows
+from medusa_train.evaluation.report_page import html_page, sections_of
 from medusa_train.inference.decoding_settings import describe_settings, settings_of
-from medusa_train.pages.page import Table, bullets, number, write_files
+from medusa_train.pages.page import Table, markdown_page, number, write_files
 from medusa_train.tree_search.traces import node_acceptance
 from medusa_train.trees.tree import Tree
-
-TERMS = "Terms: docs/evaluation.md, What is measured. Brackets hold 95 % bootstrap intervals over questions."
 
 
 @dataclass(frozen=True)
@@ -89,10 +87,11 @@ def write_report(
     ]
     name = model_id(report.meta)
     tables = [figures_table(report), decoders_table(report)]
+    sections = sections_of(report.as_json(), answers, tables, summary_of(report))
     contents = {
         "report.json": report.as_json(),
-        "report.md": markdown(report),
-        "report.html": html_page(report.as_json(), answers, tables, summary_of(report)),
+        "report.md": markdown_page(title_of(report), sections),
+        "report.html": html_page(report.as_json(), sections),
         "answers.jsonl": answers,
         **({"ranks.jsonl": ranks} if ranks else {}),
         f"model_answer/{name}.jsonl": model_answers(records, name),
@@ -135,14 +134,6 @@ def terminal_report(report: Report) -> Group:
         tables.append(decoders_table(report))
     shown = [table.terminal(padding=0) for table in tables]
     return Group(Text(title_of(report), style="bold"), *shown, Text("\n".join(summary_of(report))))
-
-
-def markdown(report: Report) -> str:
-    """Return the content of report.md."""
-    blocks = [f"# {title_of(report)}", *summary_of(report), figures_table(report).markdown()]
-    blocks += [decoders_table(report).markdown(), "\n".join(further_figures(report)), TERMS]
-    blocks += ["## Run", bullets(f"{label}: {value}" for label, value in meta_rows(report.meta))]
-    return "\n\n".join(block for block in blocks if block) + "\n"
 
 
 # Tables
@@ -334,18 +325,3 @@ def _scores_text(scores: Mapping[str, Any]) -> str:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def further_figures(report: Report) -> list[str]:
-    """List the figures of the whole bench that have no column."""
-    overall, lines = report.overall, []
-    if rates := overall["chain_rates"]:
-        values = ", ".join(f"{k}: {rate:.2f}" for k, rate in enumerate(rates, start=1))
-        lines.append(f"- tokens per step with the chain of the first k heads' top-1 guesses (simulated), k = {values}")
-    if shares := overall["ctar"]:
-        values = ", ".join(f"{w}: {share:.1%}" for w, share in enumerate(shares, start=1))
-        lines.append(f"- CTAR(w), steps that accepted at least w draft tokens: {values}")
-    if table := overall["head_accuracy"]:
-        values = ", ".join(f"head {k}: {row[0]:.1%} / {row[4]:.1%}" for k, row in enumerate(table, start=1))
-        lines.append(f"- top-1 / top-5 accuracy on the answers: {values}")
-    return lines

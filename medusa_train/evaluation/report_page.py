@@ -12,36 +12,38 @@ from medusa_train.pages.page import AnswerGroup, Figure, Section, Table, number,
 
 Json = Mapping[str, Any]
 
+TERMS = "Terms: docs/evaluation.md, What is measured. Brackets hold 95 % bootstrap intervals over questions."
 SPEEDUP_CAPTION = (
     "Total tokens per second over those of plain decoding (the same loop without a tree). "
     "Whiskers: 95 % bootstrap intervals over questions."
 )
 
 
-def html_page(report: Json, answers: Sequence[Json], tables: Sequence[Table], summary: Sequence[str]) -> str:
-    """Render the page of one evaluation from the contents of report.json and answers.jsonl.
+def sections_of(
+    report: Json, answers: Sequence[Json], tables: Sequence[Table], summary: Sequence[str]
+) -> list[Section]:
+    """Return the parts of both pages of one evaluation, from the contents of report.json and answers.jsonl.
 
     Args:
-        tables: of the figures, as in report.md.
-        summary: sentences that say what was measured and how to read the figures.
+        tables: of the figures. summary: sentences that say what was measured and how to read the figures.
     """
+    return [
+        Section(lines=summary),
+        Section("Speed", figures=_speed_figures(report), tables=tables, remarks=[TERMS]),
+        Section("Draft", figures=_draft_figures(report), remarks=further_figures(report["overall"])),
+        answers_section(answers),
+        Section("Run", facts=meta_rows(report["meta"])),
+    ]
+
+
+def html_page(report: Json, sections: Sequence[Section]) -> str:
+    """Render report.html."""
     meta = report["meta"]
     setting = (
         f"{describe_settings(settings_of(meta))}; {meta['dtype']} on {meta['device']}, threads: {meta['threads']}; "
         f"questions: {meta['questions']}, at most {meta['max_new_tokens']} new tokens per answer; {meta['date']}"
     )
-    return render_page(
-        f"{meta['bench']}: {meta['model'] or meta['base_model']}",
-        setting,
-        [
-            Section(lines=summary),
-            Section("Speed", figures=_speed_figures(report), tables=tables),
-            Section("Draft", figures=_draft_figures(report)),
-            answers_section(answers),
-            Section("Run", facts=meta_rows(meta)),
-        ],
-        _tiles(report),
-    )
+    return render_page(f"{meta['bench']}: {meta['model'] or meta['base_model']}", setting, sections, _tiles(report))
 
 
 def _tiles(report: Json) -> list[tuple[str, str]]:
@@ -108,6 +110,21 @@ def _draft_figures(report: Json) -> list[Figure]:
         drawing = tree_drawing(tree["medusa_choices"], tree["accepted"])
         figures.append(Figure("The tree", drawing, caption, wide=True))
     return figures
+
+
+def further_figures(overall: Json) -> list[str]:
+    """List the figures of the whole bench that have no column."""
+    lines = []
+    if rates := overall["chain_rates"]:
+        values = ", ".join(f"{k}: {rate:.2f}" for k, rate in enumerate(rates, start=1))
+        lines.append(f"tokens per step with the chain of the first k heads' top-1 guesses (simulated), k = {values}")
+    if shares := overall["ctar"]:
+        values = ", ".join(f"{w}: {share:.1%}" for w, share in enumerate(shares, start=1))
+        lines.append(f"CTAR(w), steps that accepted at least w draft tokens: {values}")
+    if table := overall["head_accuracy"]:
+        values = ", ".join(f"head {k}: {row[0]:.1%} / {row[4]:.1%}" for k, row in enumerate(table, start=1))
+        lines.append(f"top-1 / top-5 accuracy on the answers: {values}")
+    return lines
 
 
 def size_figures(sizes: Sequence[Json], chosen: int | None) -> list[Figure]:

@@ -79,8 +79,7 @@ def number(value: float | None, digits: int = 2, suffix: str = "", interval: Seq
     return f"{value:.{digits}f}{suffix}{bounds}"
 
 
-def bullets(lines: Iterable[str]) -> str:
-    """Return a Markdown list."""
+def _bullets(lines: Iterable[str]) -> str:
     return "\n".join(f"- {line}" for line in lines)
 
 
@@ -140,6 +139,17 @@ def render_page(title: str, subtitle: str, sections: Sequence[Section], tiles: S
     """
     shown = [one for one in sections if any((one.lines, one.figures, one.tables, one.facts, one.answers, one.remarks))]
     return _template().render(title=title, subtitle=subtitle, sections=shown, tiles=tiles, palette=PALETTE, svg=Markup)
+
+
+def markdown_page(title: str, sections: Sequence[Section]) -> str:
+    """Return the same in Markdown, without figures and answers."""
+    blocks = [f"# {title}"]
+    for one in sections:
+        facts = [f"{label}: {value}" for label, value in one.facts]
+        texts = [*one.lines, *(table.markdown() for table in one.tables), _bullets(facts), _bullets(one.remarks)]
+        if any(texts) and not one.answers:
+            blocks += [f"## {one.title}" if one.title else "", *texts]
+    return "\n\n".join(block for block in blocks if block) + "\n"
 
 
 def percent(share: float) -> str:

@@ -13,7 +13,7 @@ from rich.text import Text
 from medusa_train.evaluation.report_page import meta_rows
 from medusa_train.inference.decoding_settings import describe_settings, settings_of
 from medusa_train.pages.charts import Bar, bars
-from medusa_train.pages.page import Figure, Section, Table, bullets, number, render_page, write_files
+from medusa_train.pages.page import Figure, Section, Table, markdown_page, number, render_page, write_files
 from medusa_train.server_bench.figures import Cell
 
 Json = Mapping[str, Any]
@@ -37,10 +37,11 @@ def write_report(report: Json, cells: Sequence[Cell], directory: Path) -> list[P
         for cell in cells
         for answer in cell.answers.values()
     ]
+    title, sections = title_of(report), sections_of(report)
     contents = {
         "served.json": report,
-        "served.md": markdown(report),
-        "served.html": html_page(report),
+        "served.md": markdown_page(title, sections),
+        "served.html": render_page(title, _subtitle(report), sections, _tiles(report)),
         "answers.jsonl": answers,
     }
     return write_files(directory, contents)
@@ -106,14 +107,13 @@ def recommendation_lines(report: Json) -> list[str]:
     return lines
 
 
-def advice_note(report: Json) -> str:
+def advice_notes(report: Json) -> list[str]:
     """Say how to read the recommendation; empty without one."""
-    if not report["recommendation"]:
-        return ""
-    return (
+    note = (
         "A setting is recommended only where the whole interval lies above 1. A server has one setting for all its "
         "requests: choose by the concurrency of your traffic. These figures hold for this machine, model and bench."
     )
+    return [note] if report["recommendation"] else []
 
 
 def terminal_report(report: Json) -> Group:
@@ -127,37 +127,24 @@ def terminal_report(report: Json) -> Group:
     )
 
 
-def markdown(report: Json) -> str:
-    """Return the content of served.md."""
-    notes = report["meta"]["notes"]
-    blocks = [f"# {title_of(report)}", figures_table(report).markdown(), bullets(HOW)]
-    blocks += ["## Notes", bullets(notes)] if notes else []
-    blocks += ["## Run", bullets(f"{label}: {value}" for label, value in _facts(report))]
-    blocks += ["## Recommendation", bullets(recommendation_lines(report)), advice_note(report)]
-    return "\n\n".join(blocks).rstrip() + "\n"
-
-
-def _facts(report: Json) -> list[tuple[str, str]]:
-    return meta_rows({key: value for key, value in report["meta"].items() if key != "notes"})
-
-
-def html_page(report: Json) -> str:
-    """Return the content of served.html: tiles, charts, table, run, and the recommendation at the end."""
+def _subtitle(report: Json) -> str:
     meta = report["meta"]
+    asked = f"questions: {meta['questions']}, at most {meta['max_new_tokens']} new tokens per answer"
+    return f"{meta['turns']}; {asked}; {meta['date']}"
+
+
+def sections_of(report: Json) -> list[Section]:
+    """Return the parts of both pages: notes, charts, table, run, and the recommendation at the end."""
+    meta = {key: value for key, value in report["meta"].items() if key != "notes"}
     servers = list(dict.fromkeys(row["server"] for row in rows_of(report)))
-    subtitle = (
-        f"{meta['turns']}; questions: {meta['questions']}, at most {meta['max_new_tokens']} new tokens per answer; "
-        f"{meta['date']}"
-    )
-    sections = [
-        Section(lines=[f"Note: {note}" for note in meta["notes"]]),
+    return [
+        Section(lines=[f"Note: {note}" for note in report["meta"]["notes"]]),
         Section(
             "Speed", legend=servers, figures=_figures(report, servers), tables=[figures_table(report)], remarks=HOW
         ),
-        Section("Run", facts=_facts(report)),
-        Section("Recommendation", lines=recommendation_lines(report), remarks=[advice_note(report)]),
+        Section("Run", facts=meta_rows(meta)),
+        Section("Recommendation", lines=recommendation_lines(report), remarks=advice_notes(report)),
     ]
-    return render_page(title_of(report), subtitle, sections, _tiles(report))
 
 
 def _tiles(report: Json) -> list[tuple[str, str]]:

@@ -3,7 +3,11 @@ from pathlib import Path
 from typing import Any
 
 from medusa_train.evaluation.records import Score, SkippedTurn, TimedAnswer, TurnRecord, Verdict
-from medusa_train.evaluation.report import Report, markdown, write_report
+from medusa_train.evaluation.report import Report, figures_table, summary_of, write_report
+
+
+def markdown(report: Report) -> str:
+    return "\n\n".join([*summary_of(report), figures_table(report).markdown()])
 
 
 def meta(**changes: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import pytest
 
 from medusa_train.evaluation.records import Score, TimedAnswer, TurnRecord
 from medusa_train.evaluation.report import Report, decoders_table, figures_table, summary_of
-from medusa_train.evaluation.report_page import answers_section, coloured_runs, html_page, proposing_heads
+from medusa_train.evaluation.report_page import answers_section, coloured_runs, html_page, proposing_heads, sections_of
 from medusa_train.tree_search.traces import Trace
 from medusa_train.trees.tree import Tree
 from tests.evaluation.test_report import meta
@@ -53,7 +53,8 @@ def page(records: list[TurnRecord], **changes: Any) -> str:
     extra = {"calibration": changes["calibration"]} if "calibration" in changes else {}
     report = Report.from_records(records, meta(**changes), tree, extra)
     tables = [figures_table(report), decoders_table(report)]
-    return html_page(report.as_json(), [answer(one) for one in records], tables, summary_of(report))
+    sections = sections_of(report.as_json(), [answer(one) for one in records], tables, summary_of(report))
+    return html_page(report.as_json(), sections)
 
 
 class Balance(HTMLParser):
