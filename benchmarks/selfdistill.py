@@ -29,7 +29,8 @@ from transformers import AutoTokenizer  # noqa: E402
 
 from medusa_train.checkpoint.load_model import compile_backbone, load_with_draft  # noqa: E402
 from medusa_train.checkpoint.resolve import ModelPaths, resolve_model  # noqa: E402
-from medusa_train.data.sources import open_seed_dataset  # noqa: E402
+from medusa_train.config.schema import DatasetConfig  # noqa: E402
+from medusa_train.data.sources import open_source  # noqa: E402
 from medusa_train.selfdistill.chat_prompting import ChatPrompting  # noqa: E402
 from medusa_train.selfdistill.hf_engine import HFEngine  # noqa: E402
 from medusa_train.selfdistill.modes import DropRules, Engine, Request, replay  # noqa: E402
@@ -119,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     machine = machine_facts(__file__, arguments)
     warn_if_busy(machine)
     paths = resolve_model(None, args.model, None)
-    prompts, _ = select_prompts(read_prompts(open_seed_dataset(args.questions)), Selection(max_turns=1))
+    prompts, _ = select_prompts(read_prompts(open_source(DatasetConfig(path=args.questions))), Selection(max_turns=1))
     requests = requests_of(prompts[: args.prompts])
     rates: dict[str, dict[int, float]] = {}
     for batch in args.batches:

@@ -22,15 +22,8 @@ class ConfigError(MedusaError):
 
     def __init__(self, problems: str | Sequence[str]) -> None:
         self.problems: tuple[str, ...] = (problems,) if isinstance(problems, str) else tuple(problems)
-        if not self.problems:
-            raise ValueError("a ConfigError needs at least one problem")
-        super().__init__(self._message())
-
-    def _message(self) -> str:
-        if len(self.problems) == 1:
-            return self.problems[0]
-        lines = "\n".join(f"  {problem}" for problem in self.problems)
-        return f"{len(self.problems)} problems in the configuration:\n{lines}"
+        lines = [f"{len(self.problems)} problems in the configuration:", *(f"  {one}" for one in self.problems)]
+        super().__init__("\n".join(lines) if len(self.problems) > 1 else self.problems[0])
 
 
 class DataError(MedusaError):

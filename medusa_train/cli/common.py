@@ -99,12 +99,9 @@ def with_keys(cls: type[Config], *names: str, **options: str) -> Callable[[Calla
 
 
 def run_command(command: Callable[P, int | None]) -> Callable[P, None]:
-    """Decorate a command function so that user errors print a message and exit with a code, without a stack trace.
+    """Decorate a command so that its result is the exit code, and errors of users end it with a message and a code.
 
-    A `MedusaError` prints "error:" and its message to stderr and exits with its code. KeyboardInterrupt exits with 130,
-    `Terminated` with 143. A file that cannot be read or written, a full disk, or a GPU without enough memory prints a
-    message and exits with 1. An integer returned by the command is the exit code. Other exceptions are bugs and
-    propagate. The signature is kept for typer.
+    Other exceptions are bugs and propagate. The signature is kept for typer.
     """
 
     @functools.wraps(command)
@@ -114,34 +111,33 @@ def run_command(command: Callable[P, int | None]) -> Callable[P, None]:
             sys.stdout.reconfigure(errors="replace")  # a name that the terminal's encoding lacks is no error
         try:
             code = command(*args, **kwargs) or 0
-        except MedusaError as error:
-            if _debugging():
-                raise
-            print_error(str(error))
-            code = error.exit_code
-        except KeyboardInterrupt as stopped:
-            if _debugging():
-                raise
-            print_error("terminated" if isinstance(stopped, Terminated) else "interrupted")
-            code = signal_exit_code(stopped)
         except BrokenPipeError:
             # the reader of stdout has exited (`medusa-eval ... | head`)
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (the interpreter flushes it at exit)
             code = 1
-        except OSError as error:
-            if _debugging() or (error.filename is None and error.errno not in _DISK_ERRORS):
+        except (Exception, KeyboardInterrupt) as error:
+            explained = _explain(error)
+            if explained is None or _debugging():
                 raise
-            print_error(f"{'' if error.filename is None else f'{error.filename}: '}{error.strerror}")
-            code = 1
-        except RuntimeError as error:
-            if _debugging() or type(error).__name__ != "OutOfMemoryError":  # torch's, which not every command imports
-                raise
-            print_error(f"not enough GPU memory: {error}")
-            code = 1
+            code, message = explained
+            print_error(message)
         if code:
             sys.exit(code)
 
     return wrapper
+
+
+def _explain(error: BaseException) -> tuple[int, str] | None:
+    """Return exit code and message of an error that is no bug."""
+    if isinstance(error, MedusaError):
+        return error.exit_code, str(error)
+    if isinstance(error, KeyboardInterrupt):
+        return signal_exit_code(error), "terminated" if isinstance(error, Terminated) else "interrupted"
+    if isinstance(error, OSError) and (error.filename is not None or error.errno in _DISK_ERRORS):
+        return 1, f"{'' if error.filename is None else f'{error.filename}: '}{error.strerror}"
+    if type(error).__name__ == "OutOfMemoryError":  # torch's, which not every command imports
+        return 1, f"not enough GPU memory: {error}"
+    return None
 
 
 def print_error(message: str) -> None:

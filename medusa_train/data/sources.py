@@ -207,16 +207,3 @@ def open_public(source: DatasetConfig, on_progress: OnProgress | None = None) ->
         f"Download {what} of the data set {public.hub_repo} and {where},\n"
         "or name another file of conversations."
     )
-
-
-def open_seed_dataset(
-    name: str, on_progress: OnProgress | None = None, *, split: str | None = None
-) -> LocalFiles | HubSplit:
-    """Open the prompts of self-distillation (`seed_dataset`): a public data set, a local path, or one of the hub."""
-    source = DatasetConfig(path=name, split=split)
-    if name in PUBLIC_DATASETS:
-        return open_public(source, on_progress)
-    if resolve_path(name) is None and (name.count("/") != 1 or is_data_file_name(name)):
-        names = ", ".join(PUBLIC_DATASETS)
-        raise DataError(f"seed_dataset {name}: no such file, and no public data set of that name ({names})")
-    return open_source(source, on_progress)

@@ -114,9 +114,9 @@ def _description(heads: HeadTensors, to: ExportTarget) -> str:
 def _training(run: dict[str, Any]) -> str:
     """Describe data and settings of the run; empty where neither is known."""
     data = ", ".join(_public(name) for name in _data(run))
-    rows = [f"| `{key}` | {run[key]} |" for key in SETTINGS if run.get(key) not in (None, False)]
+    rows = [[f"`{key}`", str(run[key])] for key in SETTINGS if run.get(key) not in (None, False)]
     parts = [f"Data: {data}."] if data else []
-    parts += ["\n".join(["| setting | value |", "|---|---|", *rows])] if rows else []
+    parts += [Table(["setting", "value"], rows).markdown()] if rows else []
     return "\n\n".join(["## Training", *parts]) if parts else ""
 
 

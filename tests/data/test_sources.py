@@ -14,7 +14,7 @@ from medusa_train.data import sources
 from medusa_train.data.conversation import REASONING_TAGS
 from medusa_train.data.encode import DatasetReader
 from medusa_train.data.records import ReadResult
-from medusa_train.data.sources import HubSplit, LocalFiles, open_seed_dataset, open_source
+from medusa_train.data.sources import HubSplit, LocalFiles, open_source
 from medusa_train.errors import ConfigError, DataError
 from medusa_train.hub import FetchError
 
@@ -89,9 +89,8 @@ def test_a_fingerprint_follows_the_contents(tmp_path: Path) -> None:
     assert open_source(DatasetConfig(path=str(path))).fingerprint() != first
 
 
-def open_both(name: str) -> list[LocalFiles | HubSplit]:
-    """What training and self-distillation read under a name."""
-    return [open_source(DatasetConfig(path=name)), open_seed_dataset(name)]
+def opened(path: str, **keys: str) -> LocalFiles | HubSplit:
+    return open_source(DatasetConfig(path=path, **keys))
 
 
 def test_sharegpt_is_found_locally_before_the_hub_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,22 +103,22 @@ def test_sharegpt_is_found_locally_before_the_hub_is_asked(tmp_path: Path, monke
 
     monkeypatch.setattr(sources, "fetch_dataset_file", fetch)
     (tmp_path / "cached.json").write_text(LINE)
-    assert open_both("sharegpt") == [LocalFiles((tmp_path / "cached.json",))] * 2
-    assert asked == [(SHAREGPT_REPO, SHAREGPT_FILE)] * 2
+    assert opened("sharegpt") == LocalFiles((tmp_path / "cached.json",))
+    assert asked == [(SHAREGPT_REPO, SHAREGPT_FILE)]
     for place in ("data/sharegpt/" + SHAREGPT_FILE, "data/seeds/sharegpt.json", "data/seeds/sharegpt.jsonl"):
         path = Path(place)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(LINE)
-        assert open_both("sharegpt") == [LocalFiles((path,))] * 2
+        assert opened("sharegpt") == LocalFiles((path,))
     (tmp_path / "sharegpt").mkdir()
     (tmp_path / "sharegpt" / "a.jsonl").write_text(LINE)
-    assert open_source(DatasetConfig(path="sharegpt")) == LocalFiles((Path("sharegpt/a.jsonl"),))  # any local path
+    assert opened("sharegpt") == LocalFiles((Path("sharegpt/a.jsonl"),))  # any local path
     (tmp_path / "sharegpt" / "a.jsonl").unlink()
     (tmp_path / "sharegpt").rmdir()
     (tmp_path / "sharegpt.json").write_text(LINE)
     monkeypatch.setenv(sources.SEED_DIR_VARIABLE, str(tmp_path))
-    assert open_both("sharegpt") == [LocalFiles((tmp_path / "sharegpt.json",))] * 2
-    assert len(asked) == 2
+    assert opened("sharegpt") == LocalFiles((tmp_path / "sharegpt.json",))
+    assert len(asked) == 1
 
 
 @pytest.mark.parametrize(
@@ -138,10 +137,9 @@ def test_the_message_says_where_to_put_what_cannot_be_fetched(name: str, advice:
 
     monkeypatch.setattr(sources, "fetch_dataset_file", refuse)
     monkeypatch.setattr(sources, "_load_split", refuse)
-    for call in (lambda: open_source(DatasetConfig(path=name)), lambda: open_seed_dataset(name)):
-        with pytest.raises(DataError, match="could not be fetched from the Hugging Face hub: no network") as error:
-            call()
-        assert f"Download {advice}" in str(error.value)
+    with pytest.raises(DataError, match="could not be fetched from the Hugging Face hub: no network") as error:
+        opened(name)
+    assert f"Download {advice}" in str(error.value)
 
 
 def test_hub_names_are_loaded_with_their_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,14 +151,12 @@ def test_hub_names_are_loaded_with_their_split(tmp_path: Path, monkeypatch: pyte
         return rows
 
     monkeypatch.setattr("datasets.load_dataset", load)
-    assert open_both("ultrachat") == [HubSplit("HuggingFaceH4/ultrachat_200k[train_sft]", rows)] * 2
-    open_seed_dataset("somebody/chats", split="test")
-    open_source(DatasetConfig(path="somebody/chats", name="main"))
-    assert asked[2:] == [("somebody/chats", None, "test"), ("somebody/chats", "main", "train")]
-    with pytest.raises(DataError, match="no such file, and no public data set of that name"):
-        open_seed_dataset("nowhere")
+    assert opened("ultrachat") == HubSplit("HuggingFaceH4/ultrachat_200k[train_sft]", rows)
+    opened("somebody/chats", split="test")
+    opened("somebody/chats", name="main")
+    assert asked[1:] == [("somebody/chats", None, "test"), ("somebody/chats", "main", "train")]
     monkeypatch.chdir(tmp_path)
-    assert open_seed_dataset("tiny") == LocalFiles((PROJECT_ROOT / "data/seeds/tiny.jsonl",))
+    assert opened("tiny") == LocalFiles((PROJECT_ROOT / "data/seeds/tiny.jsonl",))
 
 
 def test_a_hub_that_cannot_be_reached_is_told_clearly(monkeypatch: pytest.MonkeyPatch) -> None:
