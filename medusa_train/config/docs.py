@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel
+from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import PydanticUndefined
 
 from medusa_train.config.drafts import LOOKUPS, SECTIONS
@@ -22,76 +23,33 @@ from medusa_train.config.types import Config, format_value
 DIALECT = "http://json-schema.org/draft-07/schema#"
 #: pydantic's names of limits on optional types -> JSON Schema's.
 _LIMITS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
+_NULL = {"type": "null"}
 _IGNORED = "accepted and ignored (Axolotl key without a meaning here)"
 
 
-def json_schema(cls: type[Config], title: str) -> dict[str, Any]:
-    """Return the JSON Schema of a YAML file for `cls`: type, limits, default and description of every key.
+class _Generator(GenerateJsonSchema):
+    """Describes keys without titles; those with a default may be empty, which means the default."""
 
-    It accepts what the command accepts: keys may be empty (their default), ignored Axolotl keys have any value.
-    """
-    generated = cls.model_json_schema(mode="validation")
-    required = generated.get("required", [])
-    properties = _keys(generated)
-    properties |= {name: {"description": _IGNORED} for name in sorted(cls.ignored_axolotl_keys)}
-    schema: dict[str, Any] = {
-        "$schema": DIALECT,
-        "title": title,
-        "type": "object",
-        "properties": properties,
-        "additionalProperties": False,
-    }
-    if required:
-        schema["required"] = required
-    if "$defs" in generated:
-        schema["definitions"] = {name: _definition(value) for name, value in generated["$defs"].items()}
-    return schema
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
+
+    def default_schema(self, schema: Any) -> dict[str, Any]:
+        value = super().default_schema(schema)
+        default = value.pop("default", None)
+        forms = [{_LIMITS.get(key, key): limit for key, limit in form.items()} for form in value.get("anyOf", [value])]
+        return {"default": default, "anyOf": [*(form for form in forms if form != _NULL), _NULL]}
+
+
+def json_schema(cls: type[Config], title: str) -> dict[str, Any]:
+    """Return the JSON Schema of a YAML file for `cls`: type, limits, default and description of every key."""
+    schema = cls.model_json_schema(mode="validation", schema_generator=_Generator)
+    schema["properties"] |= {name: {"description": _IGNORED} for name in sorted(cls.ignored_axolotl_keys)}
+    return {"$schema": DIALECT, **schema, "title": title}
 
 
 def schema_text(cls: type[Config], title: str) -> str:
     """Format `json_schema` as text."""
     return json.dumps(json_schema(cls, title), indent=1) + "\n"
-
-
-def _definition(value: dict[str, Any]) -> dict[str, Any]:
-    """Convert the definition of a nested mapping, such as an entry of `datasets`; its keys may be empty too."""
-    return {**_plain(value), "properties": _keys(value)}
-
-
-def _keys(generated: dict[str, Any]) -> dict[str, Any]:
-    """Convert the properties of pydantic's schema; optional keys may be empty."""
-    required = generated.get("required", [])
-    plain = {name: _plain(value) for name, value in generated["properties"].items()}
-    return {name: value if name in required else _nullable(value) for name, value in plain.items()}
-
-
-def _plain(value: Any) -> Any:
-    """Remove pydantic's titles and use draft-07's names of definitions and limits."""
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    kept = {
-        _LIMITS.get(key, key): _plain(item)
-        for key, item in value.items()
-        if not (key == "title" and isinstance(item, str))
-    }
-    if "$ref" in kept:
-        kept["$ref"] = kept["$ref"].replace("#/$defs/", "#/definitions/")
-    return kept
-
-
-def _nullable(value: dict[str, Any]) -> dict[str, Any]:
-    """Allow null in addition: an empty key means its default."""
-    if "anyOf" in value:
-        beside = {key: item for key, item in value.items() if key != "anyOf"}  # limits only apply to numbers
-        forms = value["anyOf"]
-    else:
-        beside = {key: value[key] for key in ("description", "default") if key in value}
-        forms = [{key: item for key, item in value.items() if key not in beside}]
-    if {"type": "null"} not in forms:
-        forms = [*forms, {"type": "null"}]
-    return {**beside, "anyOf": forms}
 
 
 _COMMENT_COLUMN = 56

@@ -67,8 +67,8 @@ def test_every_key_shows_its_meaning(schema: dict[str, Any]) -> None:
         [{"type": "integer", "minimum": 1, "maximum": 32}, {"type": "null"}],
     )
     assert keys["learning_rate"]["anyOf"][0] == {"type": "number", "exclusiveMinimum": 0}
-    assert keys["datasets"]["items"] == {"$ref": "#/definitions/DatasetConfig"}
-    assert schema["definitions"]["DatasetConfig"]["additionalProperties"] is schema["additionalProperties"] is False
+    assert keys["datasets"]["items"] == {"$ref": "#/$defs/DatasetConfig"}
+    assert schema["$defs"]["DatasetConfig"]["additionalProperties"] is schema["additionalProperties"] is False
     assert keys["adapter"]["anyOf"] == [{"enum": ["lora", "qlora"], "type": "string"}, {"type": "null"}]
     assert json_schema(EvalConfig, "x").get("required") is None
     assert "title" not in json.dumps(keys)
