@@ -38,7 +38,9 @@ def save_draft(draft: Draft, directory: Path | str, base_model: str) -> Path:
     """Save a draft of any kind, in its dtype, each file atomically. Weights of the backbone are not saved."""
     directory = Path(directory)
     if isinstance(draft, MedusaDraft):
-        return save_heads(draft, directory, base_model)
+        tokens = None if draft.token_map is None else draft.vocab_size
+        state = dict(draft.state_dict())
+        return write_heads(HeadTensors(draft.num_heads, draft.num_layers, state, base_model, tokens), directory)
     tensors = draft.state_dict()
     config = {"draft": draft_name(draft), **draft.settings, "base_model_name_or_path": base_model}
     write_weights(directory, DRAFT, tensors, config)
@@ -58,18 +60,11 @@ def load_draft(directory: Path | str, backbone: Backbone, dtype: torch.dtype | N
     else:
         tensors = read_tensors(directory / DRAFT)
     draft = _new_draft(config, directory, tensors, backbone, dtype)
-    expected = draft.state_dict()
-    problems = [f"{name} is missing" for name in expected if name not in tensors]
-    problems += [f"{name} is unexpected" for name in tensors if name not in expected]
-    problems += [
-        f"{name} is {list(tensors[name].shape)}, not {list(tensor.shape)}"
-        for name, tensor in expected.items()
-        if name in tensors and tensors[name].shape != tensor.shape
-    ]
-    if problems:
-        more = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
-        raise _does_not_fit(directory / DRAFT, backbone, f"{problems[0]}{more}", config)
-    draft.load_state_dict(tensors)
+    try:
+        draft.load_state_dict(tensors)
+    except RuntimeError as error:
+        first = str(error).splitlines()[1].strip()  # below the name of the draft's class
+        raise _does_not_fit(directory / DRAFT, backbone, first, config) from None
     return draft.eval()
 
 
@@ -117,13 +112,6 @@ def _new_draft(
         return DRAFTS[kind].from_backbone(backbone, dtype=dtype, **settings)
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"{path}: not valid settings of a {kind} draft: {error}") from error
-
-
-def save_heads(draft: MedusaDraft, directory: Path | str, base_model: str) -> Path:
-    """Save Medusa heads: medusa_lm_head.safetensors and config.json, in the draft's dtype, each file atomically."""
-    tokens = None if draft.token_map is None else draft.vocab_size
-    heads = HeadTensors(draft.num_heads, draft.num_layers, dict(draft.state_dict()), base_model, tokens)
-    return write_heads(heads, directory)
 
 
 def load_heads(directory: Path | str, backbone: Backbone, dtype: torch.dtype | None = None) -> MedusaDraft:

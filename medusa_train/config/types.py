@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
@@ -55,29 +56,26 @@ def _type_error(expected: str, value: object) -> PydanticCustomError:
 
 
 def _as_float(value: object) -> object:
-    number: float | None = None
+    number = math.nan
     if isinstance(value, (int, float, str)) and not isinstance(value, bool):
-        try:
+        with suppress(ValueError, OverflowError):
             number = float(value)
-        except (ValueError, OverflowError):
-            number = None
-    if number is None or not math.isfinite(number):
+    if not math.isfinite(number):
         raise _type_error("a number", value)
     return number
 
 
 def _as_int(value: object) -> object:
-    number: int | None = None
     if isinstance(value, int) and not isinstance(value, bool):
         number = value
-    elif isinstance(value, (float, str)):
-        try:
-            exact = float(value)
-        except ValueError:
-            raise _type_error("an integer", value) from None
-        number = int(exact) if math.isfinite(exact) and exact.is_integer() else None
-    if number is None:
-        raise _type_error("an integer", value)
+    else:
+        exact = math.nan
+        if isinstance(value, (float, str)):
+            with suppress(ValueError):
+                exact = float(value)
+        if not exact.is_integer():  # nor is it finite
+            raise _type_error("an integer", value)
+        number = int(exact)
     if abs(number) >= 1 << 63:  # torch takes 64 bits, random seeds included
         raise _type_error("an integer of 64 bits", value)
     return number

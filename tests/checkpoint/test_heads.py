@@ -21,13 +21,13 @@ from medusa_train.checkpoint.heads import (
     load_heads,
     read_heads,
     save_draft,
-    save_heads,
     write_heads,
 )
 from medusa_train.checkpoint.reference_layout import to_reference
 from medusa_train.checkpoint.resolve import heads_layout
 from medusa_train.errors import CheckpointError
 from medusa_train.models.backbone import Backbone
+from medusa_train.models.drafts import DRAFTS
 from medusa_train.models.drafts.base import Draft
 from medusa_train.models.drafts.medusa import MedusaDraft
 from tests.checkpoint.others import BACKBONE, reference_tensors
@@ -91,7 +91,7 @@ def test_round_trip_is_bit_exact(tmp_path: Path, family: str, form: str, dtype: 
 
 
 def test_files_and_config_are_the_reference_s(tmp_path: Path, backbone: Backbone) -> None:
-    save_heads(trained(backbone, 2), tmp_path, "some/model")
+    save_draft(trained(backbone, 2), tmp_path, "some/model")
     assert sorted(p.name for p in tmp_path.iterdir()) == [CONFIG, SAFETENSORS]
     assert json.loads((tmp_path / CONFIG).read_text()) == {
         "medusa_num_heads": 2,
@@ -110,7 +110,7 @@ def test_files_and_config_are_the_reference_s(tmp_path: Path, backbone: Backbone
 @pytest.mark.parametrize("with_config", [True, False])
 def test_the_public_code_s_pt_file_is_read(tmp_path: Path, backbone: Backbone, with_config: bool) -> None:
     draft = trained(backbone, 5)
-    write_heads(read_heads(save_heads(draft, tmp_path, "m")), tmp_path, pickled=True)
+    write_heads(read_heads(save_draft(draft, tmp_path, "m")), tmp_path, pickled=True)
     (tmp_path / SAFETENSORS).unlink()
     if not with_config:
         (tmp_path / CONFIG).unlink()
@@ -153,16 +153,20 @@ def test_a_damaged_file_is_named(tmp_path: Path, content: bytes, name: str) -> N
 
 def test_heads_for_another_backbone(tmp_path: Path, backbone: Backbone) -> None:
     other = MedusaDraft(backbone.hidden_size, backbone.vocab_size + 3, 2, 1)
-    save_heads(other, tmp_path, "the/right-one")
+    save_draft(other, tmp_path, "the/right-one")
     with pytest.raises(CheckpointError, match="the/right-one"):
         load_heads(tmp_path, backbone)
+    wider = random_backbone("llama", dtype=torch.float32, vocab_size=80)
+    save_draft(DRAFTS["hydra"].from_backbone(wider, num_heads=1), tmp_path / "hydra", "the/right-one")
+    with pytest.raises(CheckpointError, match=r"\(size mismatch for lm_heads.0.weight: .*the/right-one"):
+        load_draft(tmp_path / "hydra", backbone)
 
 
 def test_a_failing_write_keeps_the_old_heads(tmp_path: Path, backbone: Backbone) -> None:
     old = trained(backbone, seed=1)
-    save_heads(old, tmp_path, "m")
+    save_draft(old, tmp_path, "m")
     with full_disk(1000), pytest.raises(CheckpointError, match="could not write the heads"):
-        save_heads(trained(backbone, seed=2), tmp_path, "m")
+        save_draft(trained(backbone, seed=2), tmp_path, "m")
     assert sorted(p.name for p in tmp_path.iterdir()) == [CONFIG, SAFETENSORS]
     assert_same(load_heads(tmp_path, backbone), old)
 

@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from medusa_train.checkpoint.heads import save_heads
+from medusa_train.checkpoint.heads import save_draft
 from medusa_train.cli.export import app, export_after_training
 from medusa_train.models.drafts.medusa import MedusaDraft
 
@@ -29,7 +29,7 @@ def make_run(directory: Path, num_heads: int = 5, num_layers: int = 1, *, bias: 
     with torch.no_grad():
         for parameter in draft.parameters():
             parameter.normal_()
-    save_heads(draft, directory / "heads", str(backbone))
+    save_draft(draft, directory / "heads", str(backbone))
     return directory
 
 

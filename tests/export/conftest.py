@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 
-from medusa_train.checkpoint.heads import save_heads
+from medusa_train.checkpoint.heads import save_draft
 from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.models.loading import load_backbone
 from medusa_train.models.lora import Adapter, LoraSpec
@@ -50,7 +50,7 @@ def make_run(tmp_path: Path, backbone_dir: Path) -> Callable[..., Path]:
         with torch.no_grad():
             for parameter in draft.parameters():
                 parameter += 0.1 * torch.randn_like(parameter)
-        save_heads(draft, run / "heads", str(backbone_dir))
+        save_draft(draft, run / "heads", str(backbone_dir))
         config = {"base_model": str(backbone_dir), "datasets": [{"path": "/home/me/chats.jsonl"}], **keys}
         (run / "config.yaml").write_text(yaml.safe_dump(config))
         Tree.cartesian([2, 2]).save(run / "tree.json")

@@ -25,7 +25,7 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from medusa_train.checkpoint.heads import save_heads
+from medusa_train.checkpoint.heads import save_draft
 from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.config.paths import PROJECT_ROOT
 from medusa_train.errors import CheckpointError
@@ -75,7 +75,7 @@ def trained_like(backbone: Backbone, **settings: Any) -> MedusaDraft:
 
 
 def write(directory: Path, draft: MedusaDraft, tree: Tree) -> str:
-    save_heads(draft, directory / "heads", str(directory))
+    save_draft(draft, directory / "heads", str(directory))
     tree.save(directory / "heads" / "tree.json")
     paths = resolve_model(str(directory / "heads"), None, None, needs_backbone=False)
     return str(export_run(paths, "transformers", directory / "export").target)

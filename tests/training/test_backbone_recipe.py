@@ -8,7 +8,7 @@ from typing import cast
 import pytest
 import torch
 
-from medusa_train.checkpoint.heads import save_heads, write_vllm
+from medusa_train.checkpoint.heads import save_draft, write_vllm
 from medusa_train.checkpoint.reference_layout import HeadTensors
 from medusa_train.models import loading as attention
 from medusa_train.models.document_attention import DOCUMENTS
@@ -91,7 +91,7 @@ def test_heads_are_taken_over_from_whoever_wrote_them(  # type: ignore[no-untype
     if form == "vllm":
         write_vllm(heads, earlier)
     else:
-        where = save_heads(draft, earlier / "heads" if form == "run" else earlier, "m")
+        where = save_draft(draft, earlier / "heads" if form == "run" else earlier, "m")
         if form == "pt":
             from safetensors.torch import load_file
 
