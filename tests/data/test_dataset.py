@@ -100,23 +100,6 @@ def test_nothing_left_is_an_error(tmp_path: Path, encoder: ChatEncoder) -> None:
         load_datasets(config(path, sequence_len=20), encoder)
 
 
-def test_the_split_depends_on_seed_and_contents_only(tmp_path: Path, encoder: ChatEncoder) -> None:
-    records = [record(f"q{n}", "B") for n in range(30)]
-    one = write(tmp_path / "one.jsonl", *records)
-    two = [write(tmp_path / f"{name}.jsonl", *part) for name, part in (("b", records[20:]), ("a", records[:20]))]
-
-    def parts(*paths: str, seed: int = 1) -> tuple[set[tuple[int, ...]], set[tuple[int, ...]]]:
-        train, held_out = load_datasets(config(*paths, val_set_size=0.2, seed=seed), encoder)
-        left, right = ({tuple(e.tokens.tolist()) for e in part.examples} for part in (train, held_out))
-        return left, right
-
-    train, held_out = parts(one)
-    assert (len(train), len(held_out)) == (24, 6)
-    assert not train & held_out
-    assert parts(*two) == (train, held_out)
-    assert parts(one, seed=2) != (train, held_out)
-
-
 def test_test_datasets_are_the_validation_set_and_not_trained_on(tmp_path: Path, encoder: ChatEncoder) -> None:
     train_path = write(tmp_path / "train.jsonl", *(record(f"q{n}", "B") for n in range(9)))
     test_path = tmp_path / "test.jsonl.gz"
@@ -190,19 +173,27 @@ def test_conversations_of_like_length_stand_together(dataset: EncodedDataset) ->
     assert widths == sorted(widths, reverse=True)
 
 
-@pytest.mark.parametrize("before", [0, 8, 9, 27])
-def test_a_saved_place_gives_exactly_the_same_batches(dataset: EncodedDataset, before: int) -> None:
-    loader = BatchLoader(dataset, 7, seed=3)
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("before", [0, 3, 9, 27])
+def test_a_saved_place_gives_exactly_the_same_batches(
+    corpus: str, encoder: ChatEncoder, before: int, packed: bool
+) -> None:
+    cfg = config(corpus, val_set_size=0, sample_packing=packed, sequence_len=64)
+    dataset = load_datasets(cfg, encoder)[0]
+    loader = BatchLoader(dataset, 2 if packed else 7, seed=3)
     for _ in range(before):
         next(loader)
     state = json.loads(json.dumps(loader.state_dict()))
     expected = [next(loader) for _ in range(20)]
-
-    fresh = BatchLoader(dataset, 7, seed=3)
+    fresh = BatchLoader(dataset, loader.micro_batch_size, seed=3)
     next(fresh)
     fresh.load_state_dict(state)
     assert all(same(left, next(fresh)) for left in expected)
     assert fresh.epoch == loader.epoch
+    for changed in ({"sequence_len": 65}, {"sample_packing": False}) if packed else ():
+        other = BatchLoader(load_datasets(cfg.model_copy(update=changed), encoder)[0], 2, seed=3)
+        with pytest.raises(DataError, match="changed since the checkpoint: packed rows"):
+            other.load_state_dict(state)
 
 
 def test_a_place_in_other_data_is_refused(dataset: EncodedDataset, tmp_path: Path, encoder: ChatEncoder) -> None:
@@ -236,25 +227,6 @@ def test_packed_rows_hold_every_conversation_once_in_every_epoch(corpus: str, en
         assert sum(b.tokens.numel() for b in batches) == positions
         epochs.append([b.records for b in batches])
     assert epochs[0] != epochs[1] != epochs[2]
-
-
-@pytest.mark.parametrize("before", [0, 2, 11])
-def test_a_saved_place_in_packed_rows(corpus: str, encoder: ChatEncoder, before: int) -> None:
-    def loader(**keys: Any) -> BatchLoader:
-        cfg = config(corpus, val_set_size=0, **{"sample_packing": True, "sequence_len": 64, **keys})
-        return BatchLoader(load_datasets(cfg, encoder)[0], 2, seed=3)
-
-    one = loader()
-    for _ in range(before):
-        next(one)
-    state = json.loads(json.dumps(one.state_dict()))
-    two = loader()
-    two.load_state_dict(state)
-    assert all(same(next(one), next(two)) for _ in range(12))
-    with pytest.raises(DataError, match="changed since the checkpoint: packed rows"):
-        loader(sequence_len=65).load_state_dict(state)
-    with pytest.raises(DataError, match="changed since the checkpoint: packed rows"):
-        loader(sample_packing=False).load_state_dict(state)
 
 
 def test_loaders_side_by_side_give_out_what_one_does_and_stay_at_the_same_place(dataset: EncodedDataset) -> None:

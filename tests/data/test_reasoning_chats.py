@@ -19,6 +19,7 @@ from medusa_train.data.examples import encode_examples
 from medusa_train.data.records import read_conversations
 from medusa_train.data.tokenize import ChatEncoder
 from tests.chat_templates import GEMMA, LLAMA_3_1, MISTRAL, QWEN3, R1, SMOLLM2, TEMPLATES
+from tests.data.test_tokenize_chat import masked_row
 
 Chat = Callable[..., Conversation]
 Make = Callable[..., ChatEncoder]
@@ -40,16 +41,7 @@ def make(make_tokenizer: Callable[..., Any]) -> Make:
 
 
 def rows(encoder: ChatEncoder, conversation: Conversation) -> list[str]:
-    """The rows as text, supervised tokens in double brackets."""
-    texts = []
-    for row in encoder.encode(conversation):
-        text, was = "", False
-        for token, supervised in zip([*row.ids, None], [*row.supervised, False], strict=True):
-            text += {(False, True): "[[", (True, False): "]]"}.get((was, supervised), "")
-            text += "" if token is None else encoder.tokenizer.decode([token])
-            was = supervised
-        texts.append(text)
-    return texts
+    return [masked_row(encoder, row) for row in encoder.encode(conversation)]
 
 
 # -- every family ---------------------------------------------------------------------------------------------

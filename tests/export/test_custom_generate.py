@@ -162,16 +162,6 @@ def test_forms_of_heads(tmp_path: Path, shared: bool, reduced: bool, bias: bool)
     assert passes(model, lambda: with_heads(model, directory)) == 1 + steps < LENGTH
 
 
-def test_a_jointly_trained_backbone(make_run: Callable[..., Path]) -> None:
-    run = make_run(adapter=True)
-    merged = export_run(resolve_model(str(run), None, None), "merged").target
-    exported = export_run(resolve_model(str(run), None, None), "transformers")
-    assert exported.warnings == []
-    model = AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float64)
-    expected = plain(model, repetition_penalty=1.0)
-    assert torch.equal(with_heads(model, str(exported.target), repetition_penalty=1.0), expected)
-
-
 # How an answer ends, and what goes in and out
 
 
@@ -302,42 +292,33 @@ def test_unsupported_arguments_are_refused(model: Any, directory: str, arguments
         with_heads(model, directory, **arguments)
 
 
+DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+
+
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
         ("gemma3", {}, "sliding window, so prompt and answer must not exceed 6 tokens, and max_length is 29"),
         ("phi3-longrope", {}, "must not exceed 20 tokens"),
+        ("llama", {"max_position_embeddings": 4, "rope_parameters": DYNAMIC_ROPE}, "must not exceed 4 tokens"),
     ],
 )
 def test_texts_that_may_get_too_long_are_refused(tmp_path: Path, family: str, changes: Any, message: str) -> None:
+    """Dynamic rotary embeddings change at every position, also of a prompt that is too long already."""
     backbone = random_backbone(family, **changes)
     with pytest.raises(ValueError, match=message):
         with_heads(model_of(backbone), write(tmp_path, trained_like(backbone), BUSHY))
 
 
-def test_dynamic_rotary_embeddings_change_at_every_position_of_a_long_text(tmp_path: Path) -> None:
-    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-    backbone = random_backbone("llama", max_position_embeddings=16, rope_parameters=rope)
-    directory = write(tmp_path, trained_like(backbone), BUSHY)
-    with pytest.raises(ValueError, match="must not exceed 16 tokens"):
-        with_heads(model_of(backbone), directory, prompt=list(range(1, 21)))
-
-
-def test_heads_of_another_model_are_refused(model: Any, tmp_path: Path) -> None:
+def test_heads_and_trees_that_do_not_fit_are_refused(model: Any, llama: Backbone, tmp_path: Path) -> None:
     other = random_backbone("llama", vocab_size=50)
     with pytest.raises(ValueError, match=r"not the heads of this model, of hidden size 32 and 61 tokens"):
-        with_heads(model, write(tmp_path, trained_like(other), BUSHY))
-
-
-def test_invalid_trees_are_refused(model: Any, llama: Backbone, tmp_path: Path) -> None:
+        with_heads(model, write(tmp_path / "other", trained_like(other), BUSHY))
     directory = write(tmp_path, trained_like(llama), BUSHY)
     for choices, message in (([[0], [1, 0]], "each path its parent"), ([[0] * i for i in range(1, 5)], "is 4 deep")):
         (Path(directory) / "tree.json").write_text(json.dumps({"medusa_choices": choices}))
         with pytest.raises(ValueError, match=message):
             with_heads(model, directory)
-
-
-def test_an_empty_tree_is_not_exported(llama: Backbone, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"the tree is empty"):
         write(tmp_path, trained_like(llama), Tree.empty())
 
