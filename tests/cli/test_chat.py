@@ -99,6 +99,3 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.exit_code == 0, result.output
     assert "runs/one (the newest run)" in result.output.splitlines()[0]
     assert "tokens per step" in result.output
-    both = CliRunner().invoke(app, ["--interactive", "--calibrate"])
-    assert both.exit_code == 2
-    assert "give one of them" in both.stderr

@@ -82,6 +82,7 @@ def test_compare(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("arguments", "code", "message"),
     [
         (["--compare", "--calibrate"], 2, "give one of them"),
+        (["--interactive", "--calibrate"], 2, "give one of them"),
         (["--compare", "only-one"], 2, "two runs or more"),
         (["--bench", "small.jsonl", "bnch=x"], 2, "did you mean bench"),
         (["--bench", "no-such-bench"], 1, "no bench of that name"),

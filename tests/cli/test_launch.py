@@ -31,15 +31,12 @@ pytestmark = pytest.mark.timeout(1800)  # half a minute each on idle cores
 needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="DeepSpeed on CPUs needs a C++ compiler")
 
 
-def test_the_command_line_of_the_launcher():
+def test_the_command_line_of_the_launcher(tmp_path):
     command = launcher_command(["a.yaml", "seed=1"], 4, None)
     assert command[1:3] == ["-m", "deepspeed.launcher.runner"]
     assert "--num_gpus=4" in command
     assert command[-4:] == ["--module", "medusa_train.cli.train", "a.yaml", "seed=1"]
     assert launcher_command([], 2, None) != launcher_command([], 2, None)  # each run has a port of its own
-
-
-def test_a_hostfile_names_the_machines(tmp_path):
     hosts = tmp_path / "hosts"
     with pytest.raises(ConfigError, match="no such file"):
         launcher_command([], None, hosts)
@@ -47,10 +44,7 @@ def test_a_hostfile_names_the_machines(tmp_path):
     command = launcher_command([], None, hosts)
     assert f"--hostfile={hosts}" in command
     assert not any(part.startswith("--num_gpus") for part in command)
-
-
-def test_visible_gpus_are_passed_on():
-    """The launcher takes the first GPUs of the machine where it is given their number."""
+    # the launcher takes the first GPUs of the machine where it is given their number
     command = launcher_command([], 2, None, visible="4,5, 6,7")
     assert "--include=localhost:4,5" in command
     assert not any(part.startswith("--num_gpus") for part in command)
@@ -106,12 +100,9 @@ def test_errors_of_the_back_ends(error, reported, rank, monkeypatch, capsys, tmp
     assert ("process" in printed) is bool(reported[rank])
 
 
-@pytest.mark.parametrize("count", [0, -1])
-def test_no_processes_are_refused(count, tmp_path):
-    with pytest.raises(ConfigError, match="at least one"):
-        launcher_command([], count, None)
+def test_no_processes_are_refused(tmp_path):
     keys = ["base_model=data/tiny", "datasets=[{path: data/seeds/tiny.jsonl}]", f"output_dir={tmp_path}"]
-    result = CliRunner().invoke(app, [*keys, "--num-gpus", str(count)])
+    result = CliRunner().invoke(app, [*keys, "--num-gpus", "0"])
     assert result.exit_code == 2
     assert "--num-gpus: must be at least one" in result.output
 

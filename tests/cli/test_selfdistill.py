@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from click.testing import Result
 from typer.testing import CliRunner
 
 from medusa_train.cli.selfdistill import app
@@ -19,6 +20,16 @@ from tests.fake_server import Reply, error, serving
 
 runner = CliRunner()
 SHORT = ["temperature=0", "dtype=float32", "max_new_tokens=6", "drop_truncated=false"]
+
+
+def succeed(words: list[str]) -> Result:
+    result = runner.invoke(app, words)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def read(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -39,15 +50,13 @@ def at_work(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_seeds_are_answered_and_a_second_run_goes_on(at_work: Path) -> None:
     flags = ["--seed", "mine.jsonl", "--model", "backbone", *SHORT]
-    result = runner.invoke(app, [*flags, "--limit", "2"])
-    assert result.exit_code == 0, result.output
+    result = succeed([*flags, "--limit", "2"])
     out = at_work / "runs" / "selfdistill" / "mine.jsonl"
     assert "model backbone, prompts mine.jsonl; output runs/selfdistill/mine.jsonl" in result.output.splitlines()[0]
     two = out.read_text(encoding="utf-8")
     assert [json.loads(line)["id"] for line in two.splitlines()] == ["s0", "s1"]
 
-    result = runner.invoke(app, flags)
-    assert result.exit_code == 0, result.output
+    result = succeed(flags)
     assert "resuming after 2 conversations" in result.output
     assert out.read_text(encoding="utf-8").startswith(two)
     last = json.loads(out.read_text(encoding="utf-8").splitlines()[-1])
@@ -73,8 +82,7 @@ def test_broken_records_are_named_and_skipped_on_request(at_work: Path) -> None:
     result = runner.invoke(app, flags)
     assert result.exit_code == 1
     assert "bad.jsonl:2: 'turns' must be a list" in result.output
-    result = runner.invoke(app, [*flags, "skip_bad_records=true"])
-    assert result.exit_code == 0, result.output
+    result = succeed([*flags, "skip_bad_records=true"])
     assert "bad.jsonl:2: 'turns' must be a list" in result.output
     assert "skipped prompts: 1 broken" in result.output
 
@@ -84,8 +92,7 @@ def test_a_yaml_gives_the_keys_and_no_machine_path_is_written(at_work: Path) -> 
         f"seed_dataset: {at_work}/mine.jsonl\nbase_model: {at_work}/backbone\ndtype: float32\nmax_new_tokens: 4\n"
         "temperature: 0.7\ndrop_truncated: false\noutput: never.jsonl\nchat_template: zephyr\n"
     )
-    result = runner.invoke(app, ["sd.yaml", "--output", "out/sampled.jsonl", "limit=1"])
-    assert result.exit_code == 0, result.output
+    succeed(["sd.yaml", "--output", "out/sampled.jsonl", "limit=1"])
     assert not (at_work / "never.jsonl").exists()
     for path in (at_work / "out").iterdir():
         assert str(at_work) not in path.read_text(encoding="utf-8"), path
@@ -153,9 +160,8 @@ def test_ctrl_c_keeps_what_is_done_and_exits_130(at_work: Path, monkeypatch: pyt
 
 def test_shards_merge_into_the_file_of_one_process(at_work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = ["--seed", "mine.jsonl", "--model", "backbone", *SHORT]
-    assert runner.invoke(app, [*flags, "--output", "one.jsonl"]).exit_code == 0
-    result = runner.invoke(app, [*flags, "--output", "many.jsonl", "--shard", "1/2"])
-    assert result.exit_code == 0, result.output
+    succeed([*flags, "--output", "one.jsonl"])
+    result = succeed([*flags, "--output", "many.jsonl", "--shard", "1/2"])
     assert "many.shard-1-of-2.jsonl" in result.output
     assert "--merge to merge all 2 shards" in " ".join(result.output.split())
     incomplete = runner.invoke(app, [*flags, "--output", "many.jsonl", "--merge"])
@@ -163,26 +169,20 @@ def test_shards_merge_into_the_file_of_one_process(at_work: Path, monkeypatch: p
     # torchrun and DeepSpeed say by the environment which part is whose; DeepSpeed also passes an argument.
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
-    result = runner.invoke(app, ["--local_rank=1", *flags, "--output", "many.jsonl"])
-    assert result.exit_code == 0, result.output
+    result = succeed(["--local_rank=1", *flags, "--output", "many.jsonl"])
     assert result.stdout == ""
     monkeypatch.delenv("WORLD_SIZE")
-    result = runner.invoke(app, [*flags, "--output", "many.jsonl", "--merge"])
-    assert result.exit_code == 0, result.output
+    result = succeed([*flags, "--output", "many.jsonl", "--merge"])
     assert "not answered" not in result.output
     assert (at_work / "many.jsonl").read_bytes() == (at_work / "one.jsonl").read_bytes()
 
 
 def test_a_dry_run_shows_prompts_and_writes_nothing(at_work: Path) -> None:
-    result = runner.invoke(
-        app, ["--prompts", "mine.jsonl", "--model", "backbone", "--output", "dry.jsonl", "--dry-run"]
-    )
-    assert result.exit_code == 0, result.output
+    result = succeed(["--prompts", "mine.jsonl", "--model", "backbone", "--output", "dry.jsonl", "--dry-run"])
     assert "4 prompts; dry run" in result.output
     assert "<bos><user>question 1<assistant>" in result.output
     assert "question 3" not in result.output  # only the first ones
-    asked = runner.invoke(app, ["--seed", "mine.jsonl", "--model", "m", "--server-url", "http://h/v1", "--dry-run"])
-    assert asked.exit_code == 0, asked.output
+    asked = succeed(["--seed", "mine.jsonl", "--model", "m", "--server-url", "http://h/v1", "--dry-run"])
     assert '"content": "question 0"' in asked.output
     assert not list(at_work.glob("dry*"))
 
@@ -190,8 +190,7 @@ def test_a_dry_run_shows_prompts_and_writes_nothing(at_work: Path) -> None:
 def test_self_talk_writes_both_roles(at_work: Path) -> None:
     flags = ["--seed", "mine.jsonl", "--model", "backbone", "--output", "talk.jsonl", "--mode", "selftalk", "limit=1"]
     flags += ["dtype=float32"]
-    result = runner.invoke(app, [*flags, "rounds=2", "temperature=1", "max_new_tokens=40", "drop_truncated=false"])
-    assert result.exit_code == 0, result.output
+    succeed([*flags, "rounds=2", "temperature=1", "max_new_tokens=40", "drop_truncated=false"])
     record = json.loads((at_work / "talk.jsonl").read_text(encoding="utf-8"))
     assert record["mode"] == "selftalk"
     assert [message["role"] for message in record["messages"]][:2] == ["user", "assistant"]
@@ -199,41 +198,29 @@ def test_self_talk_writes_both_roles(at_work: Path) -> None:
 
 def test_the_model_writes_questions_for_a_second_run(at_work: Path) -> None:
     flags = ["--mode", "questions", "--limit", "3", "--model", "backbone", "dtype=float32", "drop_truncated=false"]
-    asked = runner.invoke(app, [*flags, "--output", "asked.jsonl", "max_new_tokens=12"])
-    assert asked.exit_code == 0, asked.output
+    asked = succeed([*flags, "--output", "asked.jsonl", "max_new_tokens=12"])
     assert "prompts written by itself" in asked.output
-    records = [json.loads(line) for line in (at_work / "asked.jsonl").read_text(encoding="utf-8").splitlines()]
+    records = read(at_work / "asked.jsonl")
     assert {record["sampling"]["temperature"] for record in records} == {1.0}
     assert len({record["messages"][0]["content"] for record in records}) > 1
-    answered = runner.invoke(app, ["--prompts", "asked.jsonl", "--model", "backbone", *SHORT, "--output", "all.jsonl"])
-    assert answered.exit_code == 0, answered.output
+    succeed(["--prompts", "asked.jsonl", "--model", "backbone", *SHORT, "--output", "all.jsonl"])
     preview = runner.invoke(app, [*flags, "--dry-run"])
     assert "question-000000 (by the model), 1 turn" in preview.output
 
 
-def test_a_run_s_backbone_answers_as_it_was_trained(at_work: Path) -> None:
-    write_run(at_work / "run", at_work / "backbone")
-    flags = ["--seed", "mine.jsonl", *SHORT]
-    assert runner.invoke(app, [*flags, "--model", "run", "--output", "from_run.jsonl"]).exit_code == 0
-    assert runner.invoke(app, [*flags, "--model", "backbone", "--output", "plain.jsonl"]).exit_code == 0
-    made, plain = (
-        [json.loads(line) for line in (at_work / name).read_text(encoding="utf-8").splitlines()]
-        for name in ("from_run.jsonl", "plain.jsonl")
-    )
-    assert {record["model"] for record in made} == {"run"}
-    assert [record["messages"] for record in made] == [record["messages"] for record in plain]
-
-
-def test_heads_of_a_run_speculate_over_its_own_backbone(at_work: Path) -> None:
+def test_a_run_answers_with_its_backbone_and_its_heads_speculate(at_work: Path) -> None:
     write_run(at_work / "fast", at_work / "backbone")
     flags = ["--seed", "mine.jsonl", *SHORT]
-    result = runner.invoke(app, [*flags, "heads=fast", "--output", "fast.jsonl"])
-    assert result.exit_code == 0, result.output
+    result = succeed([*flags, "heads=fast", "--output", "fast.jsonl"])
     assert "model backbone with the heads of fast" in result.output.splitlines()[0]
     assert "tokens per step" in result.output
-    assert runner.invoke(app, [*flags, "--model", "backbone", "--output", "slow.jsonl"]).exit_code == 0
+    succeed([*flags, "--model", "backbone", "--output", "slow.jsonl"])
     assert (at_work / "fast.jsonl").read_bytes() == (at_work / "slow.jsonl").read_bytes()
     assert json.loads((at_work / "fast.settings.json").read_text())["heads"] == "fast"
+    succeed([*flags, "--model", "fast", "--output", "run.jsonl"])
+    made = read(at_work / "run.jsonl")
+    assert {record["model"] for record in made} == {"fast"}
+    assert [record["messages"] for record in made] == [record["messages"] for record in read(at_work / "slow.jsonl")]
     missing = runner.invoke(app, [*flags, "heads=nowhere"])
     assert missing.exit_code == 1
     assert "no such directory" in missing.output
@@ -266,7 +253,7 @@ def test_a_run_that_is_killed_again_and_again_loses_nothing_and_repeats_nothing(
                 out.write_bytes(out.read_bytes() + b'{"id": "torn')  # as a kill within a write leaves it
         subprocess.run(command, cwd=tmp_path, env=environment, check=True, timeout=120, stdout=subprocess.DEVNULL)
         served = len(server.bodies)
-    written = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+    written = read(out)
     dropped = [json.loads(line)["id"] for line in (tmp_path / "out.dropped.jsonl").read_text().splitlines()]
     names = [record["id"] for record in written] + dropped
     assert sorted(names) == sorted(f"s{n}" for n in range(count))

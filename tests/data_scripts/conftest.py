@@ -4,7 +4,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer
 
 for _name in ("seeds", "tiny"):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "data" / _name))
@@ -34,11 +33,3 @@ def empty():
 def module() -> str:
     """The source of a module with one usable function, `label`."""
     return MODULE
-
-
-@pytest.fixture(scope="session")
-def tokenizer() -> Tokenizer:
-    """A tokenizer trained on a few lines."""
-    import chats
-
-    return chats.train_tokenizer([MODULE, "Ada has 3 boxes of 12 pencils.\nThe answer is 36. Add 6789."] * 3, 400)

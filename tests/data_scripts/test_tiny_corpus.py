@@ -50,13 +50,6 @@ def test_epochs_and_requests_are_those_of_the_shipped_model() -> None:
     )
 
 
-def test_digits_are_single_tokens_and_text_survives(module: str, tokenizer: Tokenizer) -> None:
-    pieces = [tokenizer.decode([i]) for i in tokenizer.encode("12 and 345", add_special_tokens=False).ids]
-    assert [piece for piece in pieces if piece.isdigit()] == list("12345")
-    for text in (module, " leading", "trailing \n\n", "ünïcode → 漢字\t"):
-        assert tokenizer.decode(tokenizer.encode(text).ids) == text
-
-
 def test_encoded_chats_equal_the_shipped_chat_template() -> None:
     assert (SHIPPED / "chat_template.jinja").read_text(encoding="utf-8") == chats.CHAT_TEMPLATE
     fast = AutoTokenizer.from_pretrained(SHIPPED)

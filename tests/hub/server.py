@@ -1,14 +1,12 @@
 """A stand-in for the Hugging Face hub on loopback: what `huggingface_hub`, `transformers` and `datasets` ask for.
 
 It serves the files below `root/models/OWNER/NAME` and `root/datasets/OWNER/NAME`; `HF_ENDPOINT` names it.
-`python -m tests.hub.server ROOT PORT` runs it as a process.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,13 +30,13 @@ class StandInHub(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, root: Path, port: int = 0) -> None:
+    def __init__(self, root: Path) -> None:
         self.root = root
         self.refusals: dict[str, tuple[int, str]] = {}
         self.breaks: dict[str, list[int]] = {}
         self.damaged: set[str] = set()
         self.ranges: list[tuple[str, int]] = []
-        super().__init__(("127.0.0.1", port), _Handler)
+        super().__init__(("127.0.0.1", 0), _Handler)
 
     @property
     def url(self) -> str:
@@ -149,8 +147,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, format: str, *args: object) -> None:
-        if __name__ == "__main__":
-            super().log_message(format, *args)
+        pass
 
 
 def _entry(folder: Path, path: Path) -> dict[str, Any]:
@@ -158,7 +155,3 @@ def _entry(folder: Path, path: Path) -> dict[str, Any]:
         return {"type": "directory", "path": str(path.relative_to(folder)), "oid": "0"}
     oid = hashlib.sha256(path.read_bytes()).hexdigest()
     return {"type": "file", "path": str(path.relative_to(folder)), "size": path.stat().st_size, "oid": oid}
-
-
-if __name__ == "__main__":
-    StandInHub(Path(sys.argv[1]), int(sys.argv[2])).serve_forever()
