@@ -113,7 +113,7 @@ def replace_reference(text: str) -> str:
 
 
 def key_table(cls: type[BaseModel]) -> str:
-    """Return a Markdown table of the keys of `cls`: name, type, default, description; ignored keys are only named."""
+    """Return a Markdown table of the keys of `cls`: name, type, default, description."""
     rows = ["| key | type | default | description |", "|---|---|---|---|"]
     for name, field in cls.model_fields.items():
         default = (
@@ -123,8 +123,6 @@ def key_table(cls: type[BaseModel]) -> str:
         )
         description = (field.description or "").replace("|", "\\|")
         rows.append(f"| `{name}` | {_type_name(field.annotation)} | {default} | {description} |")
-    if ignored := getattr(cls, "ignored_axolotl_keys", ()):
-        rows += ["", f"Accepted and ignored: {', '.join(f'`{name}`' for name in sorted(ignored))}."]
     return "\n".join(rows)
 
 

@@ -36,18 +36,14 @@ def test_no_model_takes_the_newest_run_below_the_current_directory(
 
 
 def test_a_run_gives_backbone_heads_tree_and_template(tmp_path: Path) -> None:
-    run = fake_run(tmp_path / "run", chat_template="chatml")
+    run = fake_run(tmp_path / "run", chat_template="chatml", chat_template_kwargs={"enable_thinking": False})
     paths = resolve_model(str(run), None, None)
     assert (paths.base_model, paths.heads, paths.tree) == ("some/model", run / "heads", run / "tree.json")
     assert (paths.home, paths.chat_template) == (run, "chatml")
+    assert paths.chat_template_kwargs == {"enable_thinking": False}
     assert resolve_model(str(run), "other/model", None).base_model == "other/model"
-
-
-def test_template_variables_are_the_runs_unless_given(tmp_path: Path) -> None:
-    run = str(fake_run(tmp_path / "run", chat_template_kwargs={"enable_thinking": False}))
-    assert resolve_model(run, None, None).chat_template_kwargs == {"enable_thinking": False}
-    assert resolve_model(run, None, None, chat_template_kwargs={}).chat_template_kwargs == {}
-    assert resolve_model(None, "some/model", None).chat_template_kwargs == {}
+    assert resolve_model(str(run), None, None, chat_template_kwargs={}).chat_template_kwargs == {}
+    assert resolve_model(str(run / "heads"), None, None) == paths
 
 
 def test_a_run_may_trust_its_own_backbones_code_and_no_other(tmp_path: Path) -> None:
@@ -56,7 +52,6 @@ def test_a_run_may_trust_its_own_backbones_code_and_no_other(tmp_path: Path) -> 
     assert not resolve_model(run, "other/model", None).trust_remote_code
     assert resolve_model(run, "other/model", None, trust_remote_code=True).trust_remote_code
     assert not resolve_model(str(fake_run(tmp_path / "plain")), None, None).trust_remote_code
-    assert resolve_model(None, "some/model", None, trust_remote_code=True).trust_remote_code
 
 
 @pytest.mark.parametrize(
@@ -78,18 +73,9 @@ def test_heads_are_measured_over_the_backbone_that_they_were_trained_over(
         (run / "adapter" / "adapter_config.json").write_text("{}")
     paths = resolve_model(str(run), None, None)
     assert (paths.quantization, paths.backbone_form) == (quantization, form)
-
-
-def test_a_backbone_that_a_run_trained_itself_is_not_quantised(tmp_path: Path) -> None:
-    run = fake_run(tmp_path / "run", load_in_4bit=True)
     (run / "model").mkdir()
     (run / "model" / "config.json").write_text("{}")
-    assert resolve_model(str(run), None, None).quantization is None
-
-
-def test_the_heads_directory_of_a_run_is_that_run(tmp_path: Path) -> None:
-    run = fake_run(tmp_path / "run")
-    assert resolve_model(str(run / "heads"), None, None) == resolve_model(str(run), None, None)
+    assert resolve_model(str(run), None, None).quantization is None  # a backbone that the run itself trained
 
 
 def test_heads_alone_name_their_backbone_in_config_json(tmp_path: Path) -> None:

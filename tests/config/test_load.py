@@ -25,14 +25,11 @@ def problems(path: Path | None, *overrides: str) -> list[str]:
     ]
 
 
-def test_a_combination_names_both_places(tmp_path: Path) -> None:
+def test_a_combination_names_both_places_and_waits_for_usable_values(tmp_path: Path) -> None:
     path = write(tmp_path, GOOD + "load_in_8bit: true\nseed: 1\nload_in_4bit: true\n")
     assert problems(path) == [
         "x.yaml:6: load_in_4bit: true: cannot be true together with load_in_8bit; choose one (load_in_8bit: x.yaml:4)"
     ]
-
-
-def test_a_combination_waits_for_usable_values(tmp_path: Path) -> None:
     path = write(tmp_path, GOOD + "adapter: qlora\nload_in_4bit: perhaps\n")
     assert problems(path) == ["x.yaml:5: load_in_4bit: expected true or false, got 'perhaps'"]
 
@@ -169,9 +166,6 @@ def test_a_missing_file_names_its_neighbours(tmp_path: Path, monkeypatch: pytest
     )
     (message,) = problems(Path("x"))
     assert message.startswith("x: no such file; configs/ contains ")
-
-
-def test_a_directory_is_no_configuration(tmp_path: Path) -> None:
     write(tmp_path, GOOD)
     with pytest.raises(ConfigError, match=r"is a directory, not a YAML file; .* contains x\.yaml"):
         load_config(TrainConfig, tmp_path)
@@ -189,11 +183,6 @@ def test_a_dump_reads_back_as_the_same_configuration(tmp_path: Path) -> None:
     again = load_config(TrainConfig, write(tmp_path, dump_config(cfg)))
     assert again.model_dump() == cfg.model_dump()
     assert dump_config(again) == dump_config(cfg)
-
-
-def test_a_dump_holds_what_was_derived_and_leaves_out_what_has_no_value() -> None:
-    lines = dump_config(TrainConfig(base_model="m", datasets=[{"path": "a"}])).splitlines()
-    assert lines[0] == "base_model: m"
-    assert "recipe: medusa1" in lines
-    assert "medusa_only_heads: true" in lines
-    assert not any(line.startswith("warmup_steps") for line in lines)
+    lines = dump_config(cfg).splitlines()
+    assert {"recipe: medusa2", "medusa_only_heads: false"} <= set(lines)  # what was derived
+    assert not any(line.startswith("warmup_steps") for line in lines)  # what has no value
