@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from medusa_train.errors import ServerError
 from medusa_train.servers.server import Fault, OpenAIServer, RequestRejected
 
-CONCURRENCY = 64  # requests to each server
+CONCURRENCY = 64  # requests to each server, as long as it is not overloaded
 MIN_BACKOFF, MAX_BACKOFF = 0.5, 30.0  # seconds between attempts, doubled after each
 FAILURES = 3  # in a row, after which a server counts as down
 UP = "answers again"
@@ -39,11 +39,13 @@ class Backoff:
 class Slots:
     """The health of one server that gets up to `most` requests at a time; not thread-safe.
 
-    After an overload or while it is down a server pauses, for growing times or as long as it asks (at most
-    `longest_pause` seconds). A server that is down is then probed with one request at a time.
+    After an overload a server pauses, for growing times or as long as it asks (at most `longest_pause` seconds). Then
+    it gets as many requests as it had not refused, and one more per `limit` answers. While it is down it gets a request
+    after each pause, whatever is under way: requests to a machine that vanished hang until they time out.
     """
 
     def __init__(self, most: int, longest_pause: float = math.inf) -> None:
+        self.limit = float(most)
         self.in_flight = 0
         self.down = False
         self.resume_at = -math.inf  # on a monotonic clock
@@ -54,22 +56,37 @@ class Slots:
 
     def free(self, now: float) -> int:
         """Return how many more requests can be sent."""
-        return 0 if now < self.resume_at else max((1 if self.down else self._most) - self.in_flight, 0)
+        if now < self.resume_at:
+            return 0
+        return 1 if self.down else max(int(self.limit) - self.in_flight, 0)
+
+    def take(self, now: float) -> None:
+        """Take a free slot."""
+        self.in_flight += 1
+        if self.down:
+            self.resume_at = now + self._backoff.next()
 
     def answered(self) -> None:
         """Report a response: the server is up."""
-        self.down = False
+        if self.down:
+            self.down, self.resume_at = False, -math.inf
+        self.limit = min(self.limit + 1 / self.limit, self._most)
         self._backoff = Backoff()
         self._failures = 0
 
     def failed(self, now: float, fault: Fault) -> None:
-        """Report a fault. The server is down if it was unreachable, or after `FAILURES` failures in a row."""
+        """Report a fault of a request that is not in flight any more.
+
+        The server is down if it was unreachable, or after `FAILURES` failures in a row.
+        """
         if fault.kind != "overloaded":
             self._failures += 1
             if fault.kind == "failed" and self._failures < FAILURES:
                 return
             self.down = True
-        if fault.retry_after is not None:
+        else:
+            self.limit = self.in_flight or self._most  # one that refuses all is still loading
+        if fault.retry_after:  # 0, or a date in the past, is no pause
             self.resume_at = max(self.resume_at, now + min(fault.retry_after, self._longest_pause))
         elif now >= self.resume_at:  # requests that fail at the same moment count once
             self.resume_at = now + self._backoff.next()
@@ -178,7 +195,7 @@ class OpenAIClient:
                     raise ServerError(f"{self.name}: no answer within {waited}; last error: {self.last_fault}")
                 free, server = max(((slots.free(now), one) for one, slots in self._slots.items()), key=lambda x: x[0])
                 if free:
-                    self._slots[server].in_flight += 1
+                    self._slots[server].take(now)
                     return server
                 # without another request, only a pause can end, or the time to give up come
                 moments = (deadline, self._gives_up_at, *(slots.resume_at for slots in self._slots.values()))

@@ -215,13 +215,13 @@ def test_a_run_fails_only_when_all_servers_are_gone() -> None:
             client.complete(BODY)
 
 
-def test_waiting_for_the_last_request_of_a_dead_server_takes_no_processor_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_the_only_slot_takes_no_processor_time(monkeypatch: pytest.MonkeyPatch) -> None:
     release = threading.Event()
     passes = 0
 
     def script(number: int, body: dict[str, Any]) -> Reply:
         if number == 0:
-            return error(502, "bad gateway")
+            return error(500, "oops")
         release.wait(10)
         return None
 
@@ -230,7 +230,11 @@ def test_waiting_for_the_last_request_of_a_dead_server_takes_no_processor_time(m
         passes += 1
         return free(self, now)
 
-    with serving(script) as server, connected(server.url, retry_seconds=0.1) as client, ThreadPoolExecutor(2) as pool:
+    with (
+        serving(script) as server,
+        connected(server.url, retry_seconds=0.1, concurrency=1) as client,
+        ThreadPoolExecutor(2) as pool,
+    ):
         probe = pool.submit(client.complete, chat(0))
         while len(server.bodies) < 2:  # the second attempt is under way
             time.sleep(0.01)
@@ -278,10 +282,15 @@ def test_retry_after_may_be_a_date() -> None:
 OVERLOADED, FAILED = Fault("", "overloaded"), Fault("", "failed")
 
 
-def test_an_overload_pauses_once_for_all_requests_of_the_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def no_jitter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MIN_BACKOFF", 0.5)
     monkeypatch.setattr(module, "MAX_BACKOFF", 30.0)
     monkeypatch.setattr(module.random, "uniform", lambda low, high: high)
+
+
+@pytest.mark.usefixtures("no_jitter")
+def test_an_overload_pauses_once_for_all_requests_of_the_moment() -> None:
     slots = Slots(64, longest_pause=5.0)
     for _ in range(20):
         slots.failed(1.0, OVERLOADED)
@@ -291,8 +300,44 @@ def test_an_overload_pauses_once_for_all_requests_of_the_moment(monkeypatch: pyt
     slots.failed(3.0, Fault("", "overloaded", 60.0))
     assert (slots.free(7.9), slots.free(8.0)) == (0, 64)
     slots.answered()
-    slots.failed(8.0, OVERLOADED)
-    assert slots.free(8.5) == 64
+    slots.failed(8.0, Fault("", "overloaded", 0.0))  # Retry-After: 0 is no pause
+    assert (slots.free(8.4), slots.free(8.5)) == (0, 64)
+
+
+@pytest.mark.usefixtures("no_jitter")
+def test_a_server_that_takes_few_requests_is_kept_busy_and_seldom_refuses() -> None:
+    slots, ends, refused, answered = Slots(64), list[float](), 0, 0
+    for now in (step / 4 for step in range(4 * 600)):
+        for end in [end for end in ends if end <= now]:
+            ends.remove(end)
+            slots.in_flight -= 1
+            slots.answered()
+            answered += 1
+        for number in range(slots.free(now)):
+            slots.take(now)
+            if len(ends) < 8:
+                ends.append(now + 60 + number)
+            else:
+                slots.in_flight -= 1
+                slots.failed(now, OVERLOADED)
+                refused += 1
+    assert answered >= 8 * 8
+    assert 56 + 5 <= refused <= 56 + 10  # all at first, then about one per wave of answers
+
+
+def test_a_server_that_is_down_is_probed_beside_requests_that_hang() -> None:
+    slots = Slots(64)
+    for _ in range(64):
+        slots.take(0.0)
+    slots.in_flight -= 1
+    slots.failed(1.0, Fault("", "unreachable"))
+    assert (slots.free(1.0), slots.free(2.0)) == (0, 1)
+    slots.take(2.0)
+    assert (slots.free(2.0), slots.free(3.0)) == (0, 1)
+    slots.take(3.0)
+    slots.in_flight = 60
+    slots.answered()
+    assert slots.free(3.0) == 4  # without a pause
 
 
 def test_a_server_that_only_fails_counts_as_down_and_single_failures_do_not() -> None:
