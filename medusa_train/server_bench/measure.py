@@ -32,10 +32,12 @@ class DraftCounts:
     drafts: int  # verified ones, one per decoding step and sequence
     draft_tokens: int  # proposed
     accepted: tuple[int, ...]  # by position in the draft
+    generated: int = 0  # tokens of all requests
 
-    def since(self, earlier: DraftCounts) -> DraftCounts:
-        """Return the counts after `earlier`."""
-        return self._combined(earlier, -1)
+    def since(self, earlier: DraftCounts) -> DraftCounts | None:
+        """Return the counts after `earlier`; None if one is lower now: of another server, or after a restart."""
+        new = self._combined(earlier, -1)
+        return None if min(new.drafts, new.draft_tokens, new.generated, *new.accepted) < 0 else new
 
     def __add__(self, other: DraftCounts) -> DraftCounts:
         return self._combined(other, 1)
@@ -46,6 +48,7 @@ class DraftCounts:
             self.drafts + sign * other.drafts,
             self.draft_tokens + sign * other.draft_tokens,
             tuple(accepted),
+            self.generated + sign * other.generated,
         )
 
     @property
@@ -66,7 +69,7 @@ class DraftCounts:
 
 def parse_metrics(page: str) -> DraftCounts | None:
     """Parse a `/metrics` page; None if it is not vLLM's. A vLLM without speculative decoding has no drafts."""
-    totals = {"spec_decode_num_drafts": 0, "spec_decode_num_draft_tokens": 0}
+    totals = {"spec_decode_num_drafts": 0, "spec_decode_num_draft_tokens": 0, "generation_tokens": 0}
     accepted: dict[int, int] = {}
     is_vllm = False
     for name, labels, number in _SAMPLE.findall(page):
@@ -78,9 +81,9 @@ def parse_metrics(page: str) -> DraftCounts | None:
             accepted[index] = accepted.get(index, 0) + int(float(number))
     if not is_vllm:
         return None
-    drafts, draft_tokens = totals.values()
+    drafts, draft_tokens, generated = totals.values()
     per_position = (accepted.get(index, 0) for index in range(max(accepted, default=-1) + 1))
-    return DraftCounts(drafts, draft_tokens, tuple(per_position))
+    return DraftCounts(drafts, draft_tokens, tuple(per_position), generated)
 
 
 @dataclass(frozen=True)
@@ -115,8 +118,8 @@ class Block(NamedTuple):
     number: int
 
 
-#: Of the log: the finished measurements of a block by the name of their servers.
-BlockEntry = tuple[Block, dict[str, Measurement]]
+#: Of the log: the finished measurements of a block by the name of their servers, or a note for the report.
+BlockEntry = tuple[Block, dict[str, Measurement]] | str
 BLOCK_ENTRY: TypeAdapter[BlockEntry] = TypeAdapter(BlockEntry)
 
 
@@ -180,14 +183,17 @@ class ServerBench:
         self.target = target
         self.concurrency = concurrency
         self._options = options
-        self._client = OpenAIClient(
-            target.url,
-            key_variable=options.key_variable,
-            timeout=options.timeout,
-            retry_seconds=options.retry_seconds,
-            concurrency=concurrency,
-        )
+        self._client = self._connect()
         self._metrics = open_server(target.url, options)
+
+    def _connect(self) -> OpenAIClient:
+        return OpenAIClient(
+            self.target.url,
+            key_variable=self._options.key_variable,
+            timeout=self._options.timeout,
+            retry_seconds=self._options.retry_seconds,
+            concurrency=self.concurrency,
+        )
 
     def close(self) -> None:
         """Close the connections; requests under way are given up."""
@@ -215,10 +221,13 @@ class ServerBench:
         """Answer a block; `on_conversation` is called with the number of tokens of every finished conversation.
 
         Raises:
-            BlockFault: requests were rejected or had to be repeated.
+            BlockFault: requests were rejected or had to be repeated, or the server's counters fell.
             ServerError: the server does not answer any more.
         """
-        before, retries = self._read_counts(), self._client.retries
+        if self._client.retries:  # after an overload a client sends fewer requests at a time
+            self._client.close()
+            self._client = self._connect()
+        before = self._read_counts()
         began = time.perf_counter()
         answers: list[ServedAnswer] = []
         skipped: list[tuple[int | str, int]] = []
@@ -238,10 +247,12 @@ class ServerBench:
         for turns in run_concurrently(converse, conversations, self.concurrency):
             answers += turns
             on_conversation(sum(answer.tokens for answer in turns))
-        if faults or self._client.retries > retries:
+        if faults or self._client.retries:
             raise BlockFault(faults[0] if faults else self._client.last_fault)
         after = self._read_counts()
-        drafts = None if before is None or after is None else after.since(before)
+        drafts = before and after and after.since(before)
+        if drafts is None and (before or after):
+            raise BlockFault("/metrics did not answer, or its counters fell, as after a restart of the server")
         return Measurement(tuple(answers), tuple(skipped), drafts)
 
     def _read_counts(self) -> DraftCounts | None:

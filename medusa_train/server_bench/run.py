@@ -42,6 +42,7 @@ from medusa_train.server_bench.report import terminal_report, write_report
 from medusa_train.server_bench.serve import ServedModel, ServerPool, prepare_model
 
 ATTEMPTS = 3  # at a block in which requests fail
+FOREIGN_TRAFFIC = 1.2  # generated tokens by the server's counter, relative to those of the answers
 REMOTE = "running servers"  # name of the session of servers that are not started here
 
 
@@ -111,17 +112,19 @@ class BenchRun:
     progress: RunProgress
 
     def __post_init__(self) -> None:
-        self.notes: list[str] = []
-        self.measured = dict(self.log.entries)
+        self.notes = [entry for entry in self.log.entries if isinstance(entry, str)]
+        self.measured = dict(entry for entry in self.log.entries if not isinstance(entry, str))
         self._blocks = {
             concurrency: plan_blocks(self.bench.questions, concurrency)
             for concurrency in dict.fromkeys(self.cfg.concurrency)
         }
 
-    def note(self, text: str) -> None:
-        """Print a remark, and keep it for the report, once."""
+    def note(self, text: str, *, logged: bool = True) -> None:
+        """Print a remark, and keep it for the report, once; `logged` ones also for that of a resumed measurement."""
         if text not in self.notes:
             self.notes.append(text)
+            if logged:
+                self.log.append(text)
             self.progress.print(f"note: {text}", style="yellow")
 
     def cells(self) -> list[Cell]:
@@ -152,7 +155,8 @@ class BenchRun:
                 try:
                     self._measure_concurrency(session, targets, concurrency, numbers, phase)
                 except BlockFault as fault:
-                    self.note(f"concurrency {concurrency} was not measured, since requests kept failing: {fault}")
+                    text = f"concurrency {concurrency} was not measured, since requests kept failing: {fault}"
+                    self.note(text, logged=False)  # a resumed measurement tries it again
 
     def _measure_concurrency(
         self, session: str, targets: Sequence[Target], concurrency: int, numbers: Sequence[int], phase: Phase
@@ -200,6 +204,8 @@ class BenchRun:
             )
         if target.has_heads and not drafts.drafts:
             self.note(f"{target.name}: /metrics count no drafts; is it served with heads?")
+        if drafts.generated > FOREIGN_TRAFFIC * sum(answer.tokens for answer in measurement.answers) + 100:
+            self.note(f"{target.name}: others use it, too (its counter of tokens), which lowers its figures")
 
 
 def _measure_served(cfg: EvalConfig, served: ServedModel, run: BenchRun, directory: Path) -> None:

@@ -51,6 +51,8 @@ _OUT_OF_MEMORY = re.compile(
     r"|Cannot allocate memory|not enough memory|bad_alloc|Available memory on node",
     re.IGNORECASE,
 )
+# vLLM's extensions print dozens of these lines at exit, after those that tell why it ended
+_LEAK_REPORT = re.compile(r"nanobind: (?:leaked|this is)| - (?:leaked \w+ |\.\.\. skipped)|See https://nanobind")
 
 
 def vllm_python() -> str:
@@ -172,6 +174,8 @@ class VLLMServer:
                 "It ran out of memory: lower --max-model-len or --max-num-seqs through serve_args, set "
                 "serve_together=false, or on a CPU set VLLM_CPU_KVCACHE_SPACE, in GiB, to less."
             )
+        elif errors and not self._ready and self.name != PLAIN:
+            lines.append("If it refuses these heads: see docs/export.md, vLLM.")
         lines.append(f"The last lines of {self.log}:\n{self._tail()}")
         return "\n".join(lines)
 
@@ -194,9 +198,9 @@ class VLLMServer:
             os.killpg(self._process.pid, number)
 
     def _tail(self) -> str:
-        """The last lines of the log that are not empty."""
+        """The last lines of the log, without empty ones and nanobind's reports of leaked objects."""
         log = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
-        lines = [line[:300] for line in log if line.strip()]
+        lines = [line[:300] for line in log if line.strip() and not _LEAK_REPORT.search(line)]
         return "\n".join(f"  {line}" for line in lines[-TAIL_LINES:]) or "  (empty)"
 
 

@@ -145,7 +145,7 @@ def test_counters_are_read_and_summed_over_engines() -> None:
 
 def test_a_server_without_heads_counts_no_drafts() -> None:
     counts = parse_metrics(GENERATED.format(generated=5.0))
-    assert counts == DraftCounts(0, 0, ())
+    assert counts == DraftCounts(0, 0, (), 5)
     assert (counts.tokens_per_step, counts.acceptance, counts.speculative_tokens) == (None, [], None)
 
 
@@ -161,4 +161,5 @@ def test_differences_are_those_of_the_requests_between() -> None:
     assert difference.tokens_per_step == 2.0
     assert difference.acceptance == [0.6, 0.4]
     assert difference.speculative_tokens == 2
+    assert before.since(after) is None
     assert before + after == DraftCounts(30, 60, (18, 4))

@@ -127,24 +127,32 @@ def test_a_server_that_dies_keeps_what_was_measured_and_is_resumed(
     tmp_path: Path, pair: tuple[BenchServer, BenchServer]
 ) -> None:
     heads, plain = pair
+    heads.heads = False
+    later = 0
 
-    def dead(number: int, body: dict[str, Any]) -> Reply:
-        return error(502, "bad gateway") if number > 24 else None
+    def rejects_then_dies(number: int, body: dict[str, Any]) -> Reply:
+        nonlocal later
+        if "concurrency 2 was not measured" not in (tmp_path / "console").read_text():
+            return error(400, "no") if number >= 8 else None  # after the first block
+        later += 1
+        return error(502, "bad gateway") if later > 4 else None
 
-    heads.script = dead
+    heads.script = rejects_then_dies
+    options = [*against(heads, plain), "retry_seconds=0.5", "concurrency=[2,1]", "warmup=0"]
     with pytest.raises(ServerError, match=r"no answer within 0\.5 s; last error: 502"):
-        measure(tmp_path, *against(heads, plain), "retry_seconds=0.5")
+        measure(tmp_path, *options)
     log = tmp_path / "out" / "blocks.jsonl"
-    measured = len(log.read_text().splitlines()) - 1
-    assert measured >= 1
     assert "the same command resumes" in (tmp_path / "printed").read_text()
-    heads.script = lambda number, body: None
+    heads.script, heads.heads = lambda number, body: None, True
     asked = len(plain.fake.bodies)
-    report, printed = measure(tmp_path, *against(heads, plain), "retry_seconds=0.5")
-    assert f"resuming an interrupted measurement: {measured} blocks" in printed
+    report, printed = measure(tmp_path, *options)
+    assert "resuming an interrupted measurement: 2 blocks" in printed
+    no_drafts, again = report["meta"]["notes"]
+    assert "count no drafts" in no_drafts
+    assert "400 Bad Request: no; measured again" in again
     assert len(report["cells"]) == 4
     assert all(cell["answers"] == 8 * cell["concurrency"] for cell in report["cells"])
-    assert len(plain.fake.bodies) - asked < 8 + 16 + 4  # answers in all, and the warm-up
+    assert len(plain.fake.bodies) - asked == 4 + 8  # answers of the other blocks
     assert not log.exists()
 
 
@@ -201,13 +209,37 @@ def test_a_slow_answer_is_a_fault_and_a_slow_server_ends_the_run(
     assert "the same command resumes" in (tmp_path / "printed").read_text()
 
 
+def test_counters_that_vanish_or_fall_are_those_of_no_block(
+    tmp_path: Path, pair: tuple[BenchServer, BenchServer]
+) -> None:
+    heads, plain = pair
+
+    def restart(number: int, body: dict[str, Any]) -> Reply:
+        heads.metrics = number != 5  # the last answer of a block
+        heads.drafts *= number != 9
+        return None
+
+    heads.script = restart
+    report, _ = measure(tmp_path, *against(heads, plain), "concurrency=1")
+    assert ["/metrics did not answer, or its counters fell" in note for note in report["meta"]["notes"]] == [True]
+    assert all(cell["drafts"] is not None for cell in report["cells"])
+    assert [len(heads.fake.bodies), len(plain.fake.bodies)] == [2 + 8 + 8, 2 + 8]
+
+
 def test_what_is_suspicious_is_noted(tmp_path: Path, pair: tuple[BenchServer, BenchServer]) -> None:
     heads, plain = pair
     heads.heads = False
     plain.words = 3  # other answers
+
+    def others(number: int, body: dict[str, Any]) -> Reply:
+        heads.answered += 100
+        return None
+
+    heads.script = others
     report, _ = measure(tmp_path, *against(heads, plain), "concurrency=2")
-    no_drafts, no_equal = report["meta"]["notes"]
+    no_drafts, others_use_it, no_equal = report["meta"]["notes"]
     assert "heads: /metrics count no drafts; is it served with heads?" in no_drafts
+    assert "heads: others use it" in others_use_it
     assert "no greedy answer equals that of the server without heads (heads at concurrency 2)" in no_equal
 
 

@@ -124,6 +124,9 @@ def test_heads_that_vllm_refuses(tmp_path: Path, trained: Path) -> None:
     text = " ".join(refused.stderr.split())
     assert "vLLM (k=2) ended with exit code 1 while starting" in text
     assert "Its first error: ValueError: Following weights were not initialized: {'token_map'}" in text
+    assert "If it refuses these heads: see docs/export.md" in text
+    assert "EngineCore failed to start" in text  # not displaced by the objects that leaked at exit
+    assert "leaked" not in text
     assert "Traceback" not in text
     assert vllm.running == []
     report = json.loads((out / "served.json").read_text())  # what was complete by then
