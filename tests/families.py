@@ -90,7 +90,7 @@ class NoTokenizer:
     eos_token_id = None
 
 
-def random_model(family: str, seed: int = 0, **changes: object) -> transformers.PreTrainedModel:
+def random_model(family: str, seed: int = 0, std: float = 0.35, **changes: object) -> transformers.PreTrainedModel:
     """Build a random model with weights large enough that its greedy text varies."""
     name, extra = FAMILIES[family]
     config = getattr(transformers, name)(**{**SHAPE, **extra, **changes})
@@ -100,7 +100,7 @@ def random_model(family: str, seed: int = 0, **changes: object) -> transformers.
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
-                parameter.normal_(0, 0.35)
+                parameter.normal_(0, std)
     return model
 
 

@@ -48,9 +48,7 @@ class LossInputs(NamedTuple):
 
     Attributes:
         rows: long [M], indices of the supervised rows among N. labels: long [M], rows of the weight.
-        lm_head: of the student. teacher: None for labels only.
-        autocast: the products' dtype under autocast, None without it.
-        chunk: rows of a product; None: `chunk_rows`.
+        autocast: the products' dtype under autocast. chunk: rows of a product; None: `chunk_rows`.
     """
 
     rows: Tensor
@@ -96,11 +94,7 @@ class ChunkedLoss:
         grads: Gradients = NO_GRADIENTS,
         scale: float = 1.0,
     ) -> None:
-        """Compute the sums, and add `scale` times the loss's gradients to `grads`.
-
-        Args:
-            inputs: targets, teacher and weights. hidden: [N, d]. z: [M, r], see `logits.low_rank_input`.
-        """
+        """Compute the sums from states [N, d] and z [M, r], and add `scale` times the loss's gradients to `grads`."""
         self.inputs = inputs
         self.student = student = Projection(inputs.lm_head, inputs.autocast)
         self.teacher: _TeacherRows | None = None
@@ -171,8 +165,7 @@ class ChunkedLoss:
     def _add_sums(self, log_probs: Tensor, index: Tensor, theirs: Tensor | None) -> Tensor:
         """Add KL and entropy of a block; return its gradient over the logits, softmax minus target.
 
-        Args:
-            log_probs: [b, V], overwritten. index: long [b, 1], labels. theirs: the teacher's, overwritten.
+        `log_probs` [b, V] and the teacher's, `theirs`, are overwritten; `index` [b, 1] are the labels.
         """
         soft, label_weight = None, 1.0
         if self.teacher is not None and theirs is not None:

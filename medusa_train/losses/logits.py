@@ -24,12 +24,9 @@ def low_rank_matrix(lm_head: LMHead) -> Tensor | None:
 
 
 def low_rank_input(hidden: Tensor, lm_head: LMHead, rows: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return the states that W reads, [N, d], and the input z of `low_rank_matrix` at `rows` [M], [M, r].
+    """Split `hidden`, [N, d] or with a token bias [N, d + r], into what W reads, [N, d], and z at `rows`, [M, r].
 
-    Autograd handles what leads to z (LoRA's A and dropout, or an embedding): z is only [M, r].
-
-    Args:
-        hidden: [N, d], or with a token bias [N, d + r].
+    z is the input of `low_rank_matrix`; autograd handles what leads to it (LoRA's A and dropout, or an embedding).
     """
     if lm_head.token_bias is not None:
         width = lm_head.weight.shape[1]

@@ -201,29 +201,24 @@ def is_communication_error(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in _BACK_ENDS)
 
 
-def remove_stale_build_locks(age: float = STALE_LOCK_AGE) -> list[Path]:
-    """Delete the locks that killed processes left in the directory of torch's C++ extensions; return their paths.
+def remove_stale_build_locks(age: float = STALE_LOCK_AGE) -> None:
+    """Delete the locks that killed processes left in the directory of torch's C++ extensions.
 
     torch waits forever, in silence, for a lock whose owner was killed while it built an extension: every later run
-    with DeepSpeed would hang. A lock is kept while a process of this machine has it open.
-
-    Args:
-        age: seconds after which a lock that nobody holds is stale; waits until a younger one is that old or gone.
+    with DeepSpeed would hang. A lock is kept while a process of this machine has it open; one that nobody holds is
+    waited for until it is gone or `age` seconds old.
     """
     from torch.utils.cpp_extension import get_default_build_root
 
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
-    removed = []
     for lock in sorted([*root.glob("*/lock"), *root.glob("*/*/lock")]):
         with contextlib.suppress(FileNotFoundError):  # released meanwhile
             while not _is_held(lock):
                 left = lock.stat().st_mtime + age - time.time()
                 if left <= 0:
                     lock.unlink()
-                    removed.append(lock)
                     break
                 time.sleep(min(left, 1.0))
-    return removed
 
 
 def _is_held(path: Path) -> bool:

@@ -72,9 +72,8 @@ class StepTotals:
 class Window(StepTotals):
     """Sums over the optimizer steps since the last log line.
 
-    It is saved in checkpoints, so that a resumed run logs the same. `lr` is not a sum but the learning rate of the
-    last step. `overscaled` counts steps skipped because float16
-    gradients overflowed under the loss scale; they count as steps and have no norm.
+    It is saved in checkpoints, so that a resumed run logs the same. `lr` is the learning rate of the last step.
+    `overscaled` counts steps skipped because float16 gradients overflowed; they count as steps and have no norm.
     """
 
     steps: int = 0

@@ -148,12 +148,8 @@ def validation_objective(objective: Objective, heads: float, ce: float | None, k
     """Return the validation value of a run's objective, in nats: the heads' loss, or `L_LM + lambda0 * heads`.
 
     lambda0 is taken at its peak, where every schedule ends, so that all evaluations of a run compare. A target mixed
-    with the teacher's (rho) counts as rho * KL + (1 - rho) * CE, which is its loss up to the teacher's entropy, a
-    constant.
-
-    Args:
-        objective: of the run. heads: `sum_k c^k * L_k`.
-        ce, kl: the backbone's cross-entropy against the labels and KL from its teacher; None counts as 0.
+    with the teacher's (rho) counts as rho * KL + (1 - rho) * CE of the backbone (None: 0), which is its loss up to the
+    teacher's entropy, a constant. `heads` is `sum_k c^k * L_k`.
     """
     if objective.lm is None:
         return heads
@@ -185,13 +181,9 @@ def _head_sums(draft: Draft, batch: Batch, feats: Features) -> tuple[Tensor, Ten
 
 
 def _score(hidden: Tensor, rows: Tensor, head: LMHead) -> tuple[float, Tensor]:
-    """Compute loss and ranks of targets, `ROWS` positions at a time.
+    """Sum the cross-entropy of states [N, d], `ROWS` at a time, and rank their targets, [N] on the CPU.
 
-    Args:
-        hidden: [N, d]. rows: long [N], each target's row of the head's matrix; -1 if its vocabulary lacks the token.
-
-    Returns:
-        The summed cross-entropy over targets with a row, and the ranks [N] on the CPU, -1 without a row.
+    `rows` [N] are the targets' rows of the head's matrix, -1 where its vocabulary lacks the token: no loss, rank -1.
     """
     loss, ranks = 0.0, [torch.zeros(0, dtype=torch.long)]
     for states, targets in zip(hidden.split(ROWS), rows.split(ROWS), strict=True):
@@ -244,9 +236,7 @@ def ranked_conversations(labels: Tensor, segments: Tensor, ranks: Tensor) -> lis
     decoding starts and ends within the answer.
 
     Args:
-        labels, segments: [B, T], of the batch.
-        ranks: int8 [B, T, K], the rank that head k at position t gives the token at t + k + 1; -1 beyond the last
-            rank kept.
+        ranks: int8 [B, T, K], the rank that head k at t gives the token at t + k + 1; -1 beyond the last rank kept.
     """
     # 1 where an answer begins, -1 after its end
     roots = pad((shift_labels(labels, 0, segments) != IGNORE_INDEX).int(), (1, 1)).diff(dim=1)

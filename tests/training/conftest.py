@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from medusa_train.config.schema import TrainConfig
 from medusa_train.training.stages import train_stages
 from medusa_train.training.trainer import Trainer
 from medusa_train.tree_search.choose import Effort
+from tests.families import random_model
 
 SPECIAL = ["<s>", "</s>", "<|user|>", "<|assistant|>"]
 TEMPLATE = (
@@ -70,25 +70,9 @@ def backbone_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a random two-layer Llama (d 32, V 300) whose answers vary."""
     where = tmp_path_factory.mktemp("backbone")
     tokenizer = build_tokenizer()
-    config = LlamaConfig(
-        vocab_size=300,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        bos_token_id=0,
-        eos_token_id=1,
-        tie_word_embeddings=False,
-    )
-    assert len(tokenizer) == config.vocab_size
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0, 0.3)
+    assert len(tokenizer) == 300
+    shape = {"vocab_size": 300, "num_hidden_layers": 2, "max_position_embeddings": 256, "pad_token_id": None}
+    model = random_model("llama", std=0.3, **shape, bos_token_id=0, eos_token_id=1)
     model.save_pretrained(where)
     tokenizer.save_pretrained(where)
     return where

@@ -27,31 +27,27 @@ def grow_old(lock, seconds):
 
 def test_a_killed_builds_lock_is_removed(lock):
     grow_old(lock, 3600)
-    assert remove_stale_build_locks() == [lock]
+    remove_stale_build_locks()
     assert not lock.exists()
 
 
 def test_a_lock_is_kept_while_a_process_holds_it(lock):
     grow_old(lock, 3600)
     with lock.open():
-        assert remove_stale_build_locks() == []
+        remove_stale_build_locks()
     assert lock.exists()
 
 
 def test_a_young_lock_is_waited_for(lock):
     """Its owner may be on another machine."""
     started = time.monotonic()
-    assert remove_stale_build_locks(age=1.5) == [lock]
+    remove_stale_build_locks(age=1.5)
+    assert not lock.exists()
     assert time.monotonic() - started > 1.0
 
 
 def test_a_released_lock_ends_the_wait(lock):
     timer = threading.Timer(0.3, lock.unlink)
     timer.start()
-    assert remove_stale_build_locks(age=60) == []
+    remove_stale_build_locks(age=60)
     timer.join()
-
-
-def test_without_extensions_there_is_nothing_to_do(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "absent"))
-    assert remove_stale_build_locks() == []

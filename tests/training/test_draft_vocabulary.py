@@ -21,7 +21,7 @@ from medusa_train.models.precision import choose_precision
 from medusa_train.training.backbone_recipe import BackboneRecipe
 from medusa_train.training.load_data import load_data
 from medusa_train.training.validation import validate
-from tests.training.conftest import train
+from tests.training.conftest import LORA, train
 
 SIZE = 24
 
@@ -77,17 +77,11 @@ def heads(run) -> dict[str, torch.Tensor]:
 )
 def test_stage_two_goes_on_with_the_heads_of_stage_one(make_config, console, tmp_path, options, default, kept) -> None:
     train(make_config(**options, output_dir=str(tmp_path / "one")), console)
-    start = {
-        "lora_model_dir": str(tmp_path / "one"),
-        "recipe": "medusa2",
-        "adapter": "lora",
-        "lora_target_linear": True,
-        "output_dir": str(tmp_path / "two"),
-    }
+    start = {**LORA, "lora_model_dir": str(tmp_path / "one"), "output_dir": str(tmp_path / "two")}
     ((key, value),) = options.items()
     with pytest.raises(ConfigError, match=f"{key}: {value}, the configuration sets {key}: {default}"):
         train(make_config(**start), console)
-    train(make_config(**start, **options, max_steps=1, learning_rate=1e-6), console)
+    train(make_config(**{**start, **options, "max_steps": 1, "learning_rate": 1e-6}), console)
     first, second = heads(tmp_path / "one"), heads(tmp_path / "two")
     for name in kept:
         torch.testing.assert_close(first[name], second[name], rtol=0, atol=1e-4)
