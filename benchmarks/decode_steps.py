@@ -19,7 +19,7 @@ from medusa_train.models.drafts.base import Proposal
 from medusa_train.models.drafts.medusa import MedusaDraft, MedusaState
 from medusa_train.models.features import Features
 from medusa_train.trees.kv_cache import TreeCache
-from medusa_train.trees.masks import TreeMask, additive_mask
+from medusa_train.trees.masks import additive_mask, mask_of_slots, mask_with_prefix
 from medusa_train.trees.tree import Tree
 
 LOOP_TOKENS = 96  # after which the loop starts over, so that its context stays about the same
@@ -56,19 +56,19 @@ class Context:
         tree = tree.to(backbone.device)
         tokens = torch.arange(tree.size + 1, device=backbone.device)[None] % backbone.vocab_size
         depths = tree.depths[None]
-        masks = TreeMask(additive_mask(tree.ancestors, backbone.dtype), cache.capacity)
+        block = additive_mask(tree.ancestors, backbone.dtype)
         compiled = backbone.compiled
 
         @torch.inference_mode()
         def run() -> None:
             positions = depths + cache.length
             if compiled is None:
-                mask = masks.at(cache.length) if tree.size else None
+                mask = mask_with_prefix(cache, block) if tree.size else None
                 hidden = backbone.run(tokens, positions=positions, mask=mask, cache=cache).hidden
                 logits = backbone.logits(hidden)
             else:
-                mask = masks.at(cache.length, round_up_to_block(cache.length + tree.size + 1))
                 storage = cache.reserve(tree.size + 1)
+                mask = mask_of_slots(cache, block, round_up_to_block(cache.length + tree.size + 1))
                 _, logits = compiled(tokens, positions, mask, cache.pending_columns(backbone.device), storage)
             (accepted,) = accept(None, tokens, logits, tree)
             cache.keep(accepted.path)

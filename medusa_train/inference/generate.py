@@ -19,7 +19,7 @@ from medusa_train.models.compiled import CompiledPass, round_up_to_block
 from medusa_train.models.drafts.base import Limits, Proposal, Proposer, at_positions
 from medusa_train.models.features import PLAIN, Features
 from medusa_train.trees.kv_cache import BatchCache, RowPaths, TreeCache
-from medusa_train.trees.masks import TreeMasks, mask_of_slots, mask_with_prefix
+from medusa_train.trees.masks import additive_mask, mask_of_slots, mask_with_prefix
 from medusa_train.trees.row_trees import RowTrees, TreeAndBranch
 from medusa_train.trees.tree import Tree
 
@@ -215,7 +215,6 @@ class DecodingSession:
         self._needs = PLAIN if self._draft is None else self._draft.needs
         self._rule = rule
         self._steps = steps
-        self._masks = TreeMasks(cache.capacity, backbone.dtype, backbone.device)
         self._prompts: tuple[Features, Tensor, list[int]] | None = None
         self._draft_state: Any = None
 
@@ -318,23 +317,17 @@ class DecodingSession:
         """Mask, columns of the new keys, and the cache's memory for a compiled pass; see `CompiledPass`."""
         cache, end = self.cache, self._block_end(tree)
         storage = cache.reserve(tree.size + 1)
-        if isinstance(cache, BatchCache):
-            mask = mask_of_slots(cache, self._masks.block(tree), end)
-        else:
-            mask = self._masks.at(tree, cache.length, end)
+        mask = mask_of_slots(cache, additive_mask(tree.ancestors, self._backbone.dtype), end)
         return mask, cache.pending_columns(self._backbone.device), storage
 
     def _block_end(self, tree: Tree | RowTrees | TreeAndBranch) -> int:
         return round_up_to_block(self.cache.length + tree.size + 1)
 
     def _mask(self, tree: Tree | RowTrees | TreeAndBranch) -> Tensor | None:
-        """What each node attends to, additive [B, 1, n + 1, S]; a single row's root alone needs no mask.
-
-        A single row's mask is updated in place; that of several is rebuilt in each step, since their lengths differ.
-        """
-        if isinstance(self.cache, BatchCache):
-            return mask_with_prefix(self.cache, self._masks.block(tree))
-        return self._masks.at(tree, self.cache.length) if tree.size else None
+        """What each node attends to, additive [1 or B, 1, n + 1, S]; a single row's root alone needs no mask."""
+        if not tree.size and not isinstance(self.cache, BatchCache):
+            return None
+        return mask_with_prefix(self.cache, additive_mask(tree.ancestors, self._backbone.dtype))
 
 
 def check_tree(backbone: Backbone, draft: Proposer | None, tree: Tree | None) -> Tree:

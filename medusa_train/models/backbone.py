@@ -29,7 +29,7 @@ from medusa_train.models.partitioned import full_shape
 from medusa_train.models.precision import exact_buffers, parse_dtype
 from medusa_train.models.prepack import prepack_linears
 from medusa_train.trees.kv_cache import TreeCache
-from medusa_train.trees.masks import TreeMask, additive_mask, document_mask, layer_masks
+from medusa_train.trees.masks import additive_mask, document_mask, layer_masks, mask_with_prefix
 from medusa_train.trees.tree import Tree
 
 
@@ -271,10 +271,10 @@ class Backbone:
         step = max(1, self.vocab_size // 8)
         tokens = torch.arange(5, device=self.device)[None] * step % self.vocab_size
         positions = 2 + tree.depths.to(self.device)[None]
-        mask = TreeMask(additive_mask(tree.ancestors, self.dtype), 5).at(2).to(self.device)
         cache = self.new_cache(5)
         self.run(tokens[:, :2], cache=cache)
         cache.commit(2)
+        mask = mask_with_prefix(cache, additive_mask(tree.ancestors.to(self.device), self.dtype))
         expected = self.run(tokens[:, 2:], positions=positions, mask=mask, cache=cache).hidden
         name = f"base_model {self.name}: {type(self.model).__name__}"
         try:

@@ -16,7 +16,7 @@ from transformers.models.auto.modeling_auto import (
 from medusa_train.errors import BackboneError
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.hf_config import SUPPORTED_LAYER_TYPES, has_experts
-from medusa_train.trees.masks import TreeMask, additive_mask
+from medusa_train.trees.masks import additive_mask, mask_with_prefix
 from medusa_train.trees.tree import Tree
 
 #: Config keys of layers that carry a recurrent state instead of keys and values.
@@ -189,6 +189,6 @@ def _verifies_trees(backbone: Backbone) -> bool:
     backbone.run(tokens[None, :3], cache=cache)
     cache.commit(3)
     positions = 3 + tree.depths.to(backbone.device)[None]
-    mask = TreeMask(additive_mask(tree.ancestors, backbone.dtype), 7).at(3).to(backbone.device)
+    mask = mask_with_prefix(cache, additive_mask(tree.ancestors.to(backbone.device), backbone.dtype))
     hidden = backbone.run(tokens[None, 3:], positions=positions, mask=mask, cache=cache).hidden[0, -1]
     return backbone.agrees(hidden, expected)

@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 
 from medusa_train.trees.kv_cache import BatchCache, TreeCache
-from medusa_train.trees.row_trees import RowTrees, TreeAndBranch
-from medusa_train.trees.tree import Tree
 
 #: Numbers by which rows of a mask are aligned in memory: torch's memory-efficient kernel copies others.
 _ALIGNMENT = 8
@@ -22,76 +20,6 @@ _ALIGNMENT = 8
 def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
     """Convert a bool mask of any shape: 0 where `visible` is true, else -inf."""
     return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, float("-inf"))
-
-
-class TreeMask:
-    """The mask of a tree in a single row, updated in place as the prefix grows.
-
-    Args:
-        block: additive mask among the nodes, [n + 1, n + 1].
-        capacity: largest number of keys.
-    """
-
-    def __init__(self, block: Tensor, capacity: int) -> None:
-        self._block = block
-        # columns after the nodes stay masked
-        self._mask = block.new_full((1, 1, len(block), capacity), float("-inf"))
-        self._clean = 0  # columns before this one are all zero
-
-    def at(self, prefix: int, key_length: int | None = None, block: Tensor | None = None) -> Tensor:
-        """Return the mask [1, 1, n + 1, S] for nodes after `prefix` cached positions.
-
-        Args:
-            prefix: never smaller than in the call before.
-            key_length: S; by default prefix + n + 1. Keys after the nodes are masked.
-            block: replaces the mask among the nodes, for another tree of the same size.
-        """
-        if block is not None:
-            self._block = block
-        end = prefix + len(self._block)
-        self._mask[..., self._clean : prefix] = 0
-        self._mask[0, 0, :, prefix:end] = self._block
-        self._clean = prefix
-        return self._mask[..., : end if key_length is None else key_length]
-
-
-class TreeMasks:
-    """The masks of all trees that occur in one generation.
-
-    Usually there is one tree, whose mask is built once, but a draft may propose less than the tree it is asked for.
-    `RowTrees` and `TreeAndBranch` differ from step to step: only the memory of their masks is kept, by size.
-    """
-
-    def __init__(self, capacity: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._capacity = capacity
-        self._dtype = dtype
-        self._device = device
-        # by identity, since comparing trees compares their paths; holding the tree keeps its id from being reused
-        self._blocks: dict[int, tuple[Tree, Tensor]] = {}
-        self._masks: dict[int, TreeMask] = {}
-        self._by_size: dict[int, TreeMask] = {}
-
-    def block(self, tree: Tree | RowTrees | TreeAndBranch) -> Tensor:
-        """Return the mask among the nodes of `tree`, additive: each attends to itself and its ancestors.
-
-        [n + 1, n + 1]; for `RowTrees` and `TreeAndBranch` [1 or B, n + 1, n + 1].
-        """
-        if not isinstance(tree, Tree):
-            return additive_mask(tree.ancestors, self._dtype)
-        if id(tree) not in self._blocks:
-            self._blocks[id(tree)] = tree, additive_mask(tree.ancestors.to(self._device), self._dtype)
-        return self._blocks[id(tree)][1]
-
-    def at(self, tree: Tree | RowTrees | TreeAndBranch, prefix: int, key_length: int | None = None) -> Tensor:
-        """Return the mask of `tree`, in a single row, after `prefix` cached positions; see `TreeMask.at`."""
-        if not isinstance(tree, Tree):
-            block = self.block(tree)[0]
-            if tree.size not in self._by_size:
-                self._by_size[tree.size] = TreeMask(block, self._capacity)
-            return self._by_size[tree.size].at(prefix, key_length, block)
-        if id(tree) not in self._masks:
-            self._masks[id(tree)] = TreeMask(self.block(tree), self._capacity)
-        return self._masks[id(tree)].at(prefix, key_length)
 
 
 class MaskTable:
@@ -147,19 +75,20 @@ def mask_with_prefix(cache: TreeCache, block: Tensor) -> Tensor:
     return torch.cat([prefix, block.expand(rows, -1, -1)], dim=2)[:, None]
 
 
-def mask_of_slots(cache: BatchCache, block: Tensor, key_length: int) -> Tensor:
-    """Mask keys in fixed columns: the committed positions of each row and those pending after `BatchCache.reserve`.
+def mask_of_slots(cache: TreeCache, block: Tensor, key_length: int) -> Tensor:
+    """Mask keys in fixed columns: the committed positions of each row and those pending after `TreeCache.reserve`.
 
     Args:
-        block: additive mask among the pending positions, [q, q], or [B, q, q] if rows differ.
+        block: additive mask among the pending positions, [q, q], or [1 or B, q, q] if rows differ.
         key_length: S; columns after the pending ones are masked.
 
     Returns:
-        [B, 1, q, S], contiguous.
+        [1 or B, 1, q, S]; contiguous for a `BatchCache`, else a slice of a larger one, see `CompiledPass`.
     """
-    if block.shape[-1] > 1:
-        mask = mask_with_prefix(cache, block)
-        return torch.nn.functional.pad(mask, (0, key_length - mask.shape[3]), value=float("-inf"))
+    if not isinstance(cache, BatchCache) or block.shape[-1] > 1:
+        mask, further = mask_with_prefix(cache, block), 0 if isinstance(cache, BatchCache) else _ALIGNMENT
+        padding = (0, key_length + further - mask.shape[3])
+        return torch.nn.functional.pad(mask, padding, value=float("-inf"))[..., :key_length]
     columns = torch.arange(key_length, device=block.device)
     return additive_mask(columns <= cache.pending_columns(block.device), block.dtype)[:, None, None]
 

@@ -10,7 +10,8 @@ from torch.nn.functional import cross_entropy
 from medusa_train.data.batch import IGNORE_INDEX, Batch, collate, shift_labels
 from medusa_train.data.examples import Example
 from medusa_train.models.backbone import Backbone
-from medusa_train.trees.masks import TreeMask, TreeMasks, additive_mask, document_mask
+from medusa_train.trees.kv_cache import TreeCache
+from medusa_train.trees.masks import additive_mask, document_mask, mask_of_slots, mask_with_prefix
 from medusa_train.trees.tree import Tree
 from tests.families import random_backbone
 
@@ -98,18 +99,11 @@ def expected(tree: Tree, prefix: int, upto: int) -> torch.Tensor:
 
 
 def test_nodes_attend_to_the_prefix_their_ancestors_and_themselves() -> None:
-    tree = Tree.cartesian([2, 2])
-    mask = TreeMask(additive_mask(tree.ancestors, torch.float32), 40)
-    for prefix in (3, 4, 4, 6, 12, 13):
-        end = prefix + tree.size + 1
-        assert torch.equal(seen(mask.at(prefix)), expected(tree, prefix, end))
-        assert torch.equal(seen(mask.at(prefix, 32)), expected(tree, prefix, 32))
-
-
-def test_alternating_trees_have_separate_masks() -> None:
-    small, large = Tree.chain(2), Tree.cartesian([3, 2])
-    masks = TreeMasks(40, torch.float64, torch.device("cpu"))
-    for prefix, tree in ((2, large), (4, small), (5, large), (11, large), (12, small)):
-        mask = masks.at(tree, prefix)
-        assert mask.dtype == torch.float64
-        assert torch.equal(seen(mask), expected(tree, prefix, prefix + tree.size + 1))
+    tree, cache = Tree.cartesian([2, 2]), TreeCache(1, 40)
+    block = additive_mask(tree.ancestors, torch.float32)
+    for cache.length in (0, 3, 13):
+        end = cache.length + tree.size + 1
+        assert torch.equal(seen(mask_with_prefix(cache, block)), expected(tree, cache.length, end))
+        fixed = mask_of_slots(cache, block, 32)
+        assert torch.equal(seen(fixed), expected(tree, cache.length, 32))
+        assert not fixed.is_contiguous()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from medusa_train.trees.masks import TreeMasks
 from medusa_train.trees.row_trees import RowTrees, TokenTree
 from medusa_train.trees.tree import Tree
 
@@ -24,17 +23,6 @@ def test_a_row_has_the_tensors_of_the_fixed_tree_and_padding_after_it() -> None:
         assert not trees.ancestors[row, :count, count:].any()  # padding is seen by padding alone
         assert trees.row(row).children == tree.children
     assert trees.ancestors[2, 4].tolist() == [True, False, False, False, True, False, False]
-
-
-def test_masks_of_changing_trees_are_those_of_fixed_ones_and_share_their_memory() -> None:
-    other = Tree.from_paths([(i,) for i in range(6)])
-    masks, fixed = TreeMasks(40, torch.float64, CPU), TreeMasks(40, torch.float64, CPU)
-    for prefix, tree in ((5, SPARSE), (7, other), (8, CHAIN), (12, SPARSE), (13, CHAIN)):
-        row = RowTrees([tree.parent_list], CPU)
-        for length in (None, 32):
-            assert torch.equal(masks.at(row, prefix, length), fixed.at(tree, prefix, length))
-    first = masks.at(RowTrees([SPARSE.parent_list], CPU), 14)
-    assert first.data_ptr() == masks.at(RowTrees([other.parent_list], CPU), 15).data_ptr()
 
 
 def test_equal_continuations_share_nodes_and_the_most_frequent_ones_are_kept() -> None:

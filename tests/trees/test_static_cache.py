@@ -10,7 +10,8 @@ from torch import Tensor
 
 from medusa_train.errors import MedusaError
 from medusa_train.inference.static.cache import StaticCache, move_columns
-from medusa_train.trees.masks import MaskTable, TreeMask, additive_mask, apply_sliding_window
+from medusa_train.trees.kv_cache import TreeCache
+from medusa_train.trees.masks import MaskTable, additive_mask, apply_sliding_window, mask_with_prefix
 from medusa_train.trees.tree import Tree
 
 TREE = Tree.from_paths([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
@@ -104,14 +105,15 @@ def test_accepted_paths_are_compacted(rows: int, allocated: int) -> None:
 @pytest.mark.parametrize("window", [None, 1, 2, 3, 6])
 def test_looked_up_masks_equal_those_of_columns(window: int | None) -> None:
     """With windows smaller and larger than the tree's depth, and prefixes shorter and longer than the window."""
-    block = additive_mask(TREE.ancestors, torch.float64)
+    block, cache = additive_mask(TREE.ancestors, torch.float64), TreeCache(1, 24)
     lengths = torch.tensor([0, 1, 4, 11])
     masks = MaskTable(TREE.ancestors, TREE.depths, window, torch.float64).at(lengths, 24)
     assert masks.shape == (4, 1, TREE.size + 1, 24)
     assert masks.stride(2) % 8 == 0
     for mask, prefix in zip(masks, lengths.tolist(), strict=True):
         end = prefix + TREE.size + 1
-        expected = TreeMask(block, 24).at(prefix)
+        cache.length = prefix
+        expected = mask_with_prefix(cache, block)
         expected = apply_sliding_window(expected, prefix + TREE.depths[None], prefix, window)
         assert torch.equal(mask[None, ..., :end], expected)
         assert bool((mask[..., end:] == float("-inf")).all())
