@@ -99,10 +99,15 @@ class Point:
     keys: Record
 
 
+def keys_of_columns(experiment: Experiment) -> set[str]:
+    """Return the swept keys that columns name; the others name rows."""
+    return {name for column in experiment.columns for name in column.where}
+
+
 def row_title(experiment: Experiment, point: Point) -> str:
     """Name the row of a point: run, evaluation, and the swept values that no column fixes."""
     evaluation = experiment.evaluations[point.evaluation]
-    fixed = {name for column in experiment.columns for name in column.where}
+    fixed = keys_of_columns(experiment)
     leading = [next(iter(entry)) for entry in evaluation.sweep]
     several = sum(run.shown for run in experiment.runs.values()) > 1 or not evaluation.title
     parts = [experiment.runs[point.run].title] if several else []

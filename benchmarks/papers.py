@@ -4,7 +4,7 @@
     python benchmarks/papers.py medusa_table2                     # or a YAML file; run again, it continues
     python benchmarks/papers.py kangaroo_table1 --configs configs/vicuna7b --inspect
     python benchmarks/papers.py drafts --runs medusa1 kangaroo --eval 'bench=mtbench:5' --set seed=7
-    python benchmarks/papers.py amphista_table4 --quick           # tiny backbone, a minute or two: does it run here?
+    python benchmarks/papers.py amphista_table4 --quick           # tiny backbone, some minutes: does it run here?
 
 The files in benchmarks/papers/ name runs (a configuration of the family `--configs` and overrides), evaluations (keys
 of `medusa-eval`, some of them swept), columns and published figures; benchmarks/README.md describes them. Runs are
@@ -39,7 +39,7 @@ sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
 
 import yaml  # noqa: E402
 from estimates import estimate_row  # noqa: E402
-from paper_tables import Experiment, Point, Record, Run, write_experiment  # noqa: E402
+from paper_tables import Experiment, Point, Record, Run, keys_of_columns, write_experiment  # noqa: E402
 from pydantic import ValidationError  # noqa: E402
 from safetensors import safe_open  # noqa: E402
 from shapes import SHAPES, llama_config  # noqa: E402
@@ -182,8 +182,12 @@ class Plan:
         """List what is measured of a run; values of one entry of `sweep` go together, those of several are combined."""
         words = [word.partition("=") for word in self.args.eval]
         common = {**(QUICK_EVAL if self.args.quick else {}), **{key: yaml.safe_load(text) for key, _, text in words}}
+        replaced = common.keys() - keys_of_columns(self.experiment)
         for number, one in enumerate(self.experiment.evaluations):
-            parts = [list(zip(*entry.values(), strict=True)) for entry in one.sweep]
+            parts: list[list[Any]] = []
+            for entry in one.sweep:
+                values = [[common[key]] * len(part) if key in replaced else part for key, part in entry.items()]
+                parts.append(list(dict.fromkeys(zip(*values, strict=True))))
             if self.args.quick:
                 parts = [list(dict.fromkeys([part[0], part[-1]])) for part in parts]
             names = [key for entry in one.sweep for key in entry]
@@ -374,8 +378,11 @@ def inspect(plan: Plan) -> None:
     """
     print(f"{plan.experiment.name}: {plan.experiment.title}")
     rows: dict[Path, list[str]] = {}
+    stages: dict[Path, Stage] = {}  # several runs may share one
     for name in plan.names:
         for stage in plan.stages(name):
+            if stages.setdefault(stage.directory, stage) is not stage:
+                continue
             print(f"\n{stage.directory.name} ({'finished' if stage.finished.is_file() else 'to train'})", flush=True)
             print(f"medusa-train {shlex.join(stage.command)}")
             words = [sys.executable, "-m", "medusa_train.cli.train", *stage.command, "--inspect"]

@@ -93,6 +93,14 @@ def test_all_drafts_are_trained_on_the_same_tokens(name: str, prefix: str) -> No
             assert configs[1].lora_model_dir == str(one.stages(run)[0].directory)
 
 
+def test_keys_of_the_command_line_replace_swept_ones() -> None:
+    points = list(plan("medusa_fig7", "--eval", "epsilon=0.05", "bench=tiny").points("medusa2"))
+    assert [point.keys.get("delta") for point in points[:4]] == [None, None, 0.1, 0.1414]
+    assert {point.keys["bench"] for point in points} == {"tiny"}
+    assert {point.keys.get("epsilon") for point in points[2:]} == {0.05}
+    assert len(list(plan("drafts", "--eval", "bench=tiny").points("medusa1"))) == 4  # three trees and one sampled
+
+
 def test_runs_are_chosen_and_shared_by_their_settings() -> None:
     one = plan("drafts", "--runs", "kangaroo", "medusa2", "--epochs", "2")
     assert one.names == ["kangaroo", "medusa2"]
@@ -192,11 +200,11 @@ def test_every_experiment_writes_its_page_and_repeats_nothing(
 def test_steps_are_simulated_along_the_answers(tmp_path: Path, calls: list[list[str]]) -> None:
     assert papers.main(["drafts", "--quick", "--runs", "medusa1", "amphista", "--out", str(tmp_path)]) == 0
     rows = json.loads((tmp_path / "drafts.json").read_text())["rows"]
-    cells = rows["Medusa-1, mtbench"]
+    cells = rows["Medusa-1, tiny:1"]  # in place of both benches
     assert cells["chain"] == 2.0  # four tokens after the prefill's, in two steps: two guesses are accepted, then none
     assert cells["tokens trained on"] == 800
     assert cells["over"] is None
-    assert rows["Amphista, mtbench"]["over"] == [1.0, 1.0, 1.0]
+    assert rows["Amphista, tiny:1"]["over"] == [1.0, 1.0, 1.0]
     assert len([words for words in calls if words[0] == "train"]) == 2
 
 
