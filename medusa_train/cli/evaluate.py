@@ -121,8 +121,6 @@ def _load_bench(cfg: EvalConfig) -> Bench:
 
 def _resolve_paths(cfg: EvalConfig) -> ModelPaths:
     """Resolve and check everything that the configuration names by a path."""
-    if (cfg.judge_base_url is None) != (cfg.judge_model is None):
-        raise ConfigError("judge_base_url and judge_model belong together: set both, or neither")
     assistant = cfg.assistant_model
     if assistant is not None and resolve_path(assistant) is None and looks_like_path(assistant):
         raise BackboneError(f"assistant_model {assistant}: no such directory")

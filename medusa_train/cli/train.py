@@ -14,6 +14,7 @@ from medusa_train.cli.common import (
     run_command,
     split_arguments,
     table_console,
+    with_keys,
 )
 from medusa_train.cli.launch import check_and_launch, run_worker, train_distributed
 from medusa_train.config.docs import TITLE, format_config, schema_text
@@ -24,7 +25,7 @@ from medusa_train.training.process_info import process_info_from_env
 app = typer.Typer(add_completion=False, rich_markup_mode="rich")
 
 HELP = """
-Train draft heads for speculative decoding: Medusa, Hydra, Amphista or Kangaroo. The backbone stays frozen (recipe
+Train drafts for speculative decoding: Medusa, Hydra, Amphista, Kangaroo or EAGLE-3. The backbone stays frozen (recipe
 medusa1), or is trained jointly with Medusa heads, in full or through LoRA (recipe medusa2).
 
 [bold]CONFIG.yaml[/bold] contains flat keys with Axolotl's names; [bold]key=value[/bold] overrides one of them.
@@ -58,19 +59,17 @@ Exit codes: 0 success, 1 failure, 2 configuration error, 130 interrupted, 143 te
 
 @app.command(help=join_lines(HELP), no_args_is_help=True)
 @run_command
+@with_keys(TrainConfig, "output_dir", overwrite_output_dir="--overwrite")
 def train(
+    flags: dict[str, object],
     arguments: list[str] = typer.Argument(
         None,
         metavar="[CONFIG.yaml] [key=value]...",
         help="Configuration file and overrides of its keys.",
         show_default=False,
     ),
-    output_dir: str = typer.Option(None, "--output-dir", help="Output directory of the run (key output_dir)."),
     resume: bool = typer.Option(
         None, "--resume", help="Resume from the newest checkpoint (key resume_from_checkpoint).", show_default=False
-    ),
-    overwrite: bool = typer.Option(
-        None, "--overwrite", help="Delete an earlier run in output_dir (key overwrite_output_dir).", show_default=False
     ),
     print_config: bool = typer.Option(
         False, "--print-config", help="Print every resolved value and where it was set, then exit."
@@ -100,7 +99,7 @@ def train(
         from medusa_train.cli.doctor import doctor as examine
 
         return examine((lambda: read_arguments(TrainConfig, arguments)) if arguments else None)
-    flags = {"output_dir": output_dir, "resume_from_checkpoint": resume, "overwrite_output_dir": overwrite}
+    flags["resume_from_checkpoint"] = resume
     process, only_print = process_info_from_env(), inspect or print_config
     if process is not None and process.rank > 0:
         return 0 if only_print else run_worker(process, arguments or [], flags)

@@ -296,6 +296,11 @@ EVAL_CONSTRAINTS: tuple[Constraint, ...] = (
         "copies from a datastore; set rest.datastore to a file of the model's answers or of any text",
     ),
     Constraint(
+        ("judge_base_url", "judge_model"),
+        lambda cfg: (cfg.judge_base_url is None) != (cfg.judge_model is None),
+        "judge_base_url and judge_model belong together; set both, or neither",
+    ),
+    Constraint(
         ("server_url", "serve"),
         lambda cfg: cfg.serve and cfg.server_url is not None,
         "is the address of a running server, and serve starts servers itself; remove one of the two",

@@ -27,7 +27,7 @@ import torch
 
 from medusa_train.config.schema import DatasetConfig, TrainConfig
 from medusa_train.data.conversation import Conversation
-from medusa_train.data.examples import CorruptDataError, EncodedExamples, encode_examples
+from medusa_train.data.examples import CorruptDataError, DataReport, EncodedExamples, encode_examples
 from medusa_train.data.records import ReadResult, describe_problems, parse_records
 from medusa_train.data.sources import HubSplit, LocalFiles, OnProgress, open_source
 from medusa_train.data.tokenize import ChatEncoder
@@ -117,7 +117,7 @@ def encode_datasets(
     on_progress: OnProgress | None = None,
 ) -> EncodedExamples:
     """Read and tokenize every data set; see `encode_conversations`."""
-    encoded = EncodedExamples.empty(max_length)
+    encoded = EncodedExamples(DataReport(max_length))
     for reader in readers:
         result = reader.read()
         encoded.report.skipped += result.skipped
@@ -169,7 +169,7 @@ def encode_conversations(
     Few are tokenized in this process, others in up to `max_workers` (default: `default_workers`), with the same result:
     the examples in order, and in `skipped` of the report those that the template does not support.
     """
-    encoded, total = EncodedExamples.empty(max_length), len(conversations)
+    encoded, total = EncodedExamples(DataReport(max_length)), len(conversations)
     chunks = [conversations[start : start + CHUNK] for start in range(0, total, CHUNK)]
 
     def collect(parts: Iterable[EncodedExamples]) -> None:
@@ -188,7 +188,7 @@ def encode_conversations(
 
 
 def _encode(conversations: Sequence[Conversation], encoder: ChatEncoder, max_length: int) -> EncodedExamples:
-    encoded = EncodedExamples.empty(max_length)
+    encoded = EncodedExamples(DataReport(max_length))
     report = encoded.report
     for conversation in conversations:
         try:

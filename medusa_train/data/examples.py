@@ -168,13 +168,8 @@ class DataReport:
 class EncodedExamples:
     """The examples of all data sets in order, and how they came about."""
 
-    examples: list[Example]
     report: DataReport
-
-    @classmethod
-    def empty(cls, sequence_len: int) -> EncodedExamples:
-        """Return no examples, of at most `sequence_len` tokens."""
-        return cls([], DataReport(sequence_len))
+    examples: list[Example] = field(default_factory=list)
 
     def extend(self, other: EncodedExamples) -> None:
         """Append the examples of `other`, and add up the reports."""
@@ -214,7 +209,7 @@ class EncodedExamples:
         )
         examples = [Example(tokens, supervised, *names) for names, tokens, supervised in parts]
         report = DataReport(sequence_len, info["skipped"], Counter(info["counts"]))
-        return cls(examples, report)
+        return cls(report, examples)
 
 
 def _checksum(tensors: dict[str, Tensor]) -> int:

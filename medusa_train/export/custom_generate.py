@@ -128,10 +128,7 @@ class Tree:
 class Heads:
     """Medusa heads, `softmax(W2 (SiLU(W1 h + b1) + h))` with one or more residual blocks (W1, b1).
 
-    Args:
-        tensors: as in medusa_lm_head.safetensors. count, blocks: numbers of heads, and of blocks in each.
-        lm_head: the model's. Heads without matrices use it, or its rows `token_map`, copied once.
-        source: of the heads, for messages.
+    Heads without matrices of their own use the model's `lm_head`, or its rows `token_map`, copied once.
     """
 
     def __init__(self, tensors: dict[str, Tensor], count: int, blocks: int, lm_head: Any, source: str) -> None:

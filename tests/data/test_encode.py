@@ -17,7 +17,7 @@ from medusa_train.data import encode
 from medusa_train.data.conversation import Conversation, Message
 from medusa_train.data.dataset import load_datasets
 from medusa_train.data.encode import cache_key, encode_conversations
-from medusa_train.data.examples import EncodedExamples
+from medusa_train.data.examples import DataReport, EncodedExamples
 from medusa_train.data.tokenize import ChatEncoder, EncodedRow
 from medusa_train.errors import DataError
 
@@ -198,7 +198,7 @@ def test_few_conversations_start_no_process(
     monkeypatch.setattr(encode, "CONVERSATIONS_PER_WORKER", 21)
     monkeypatch.delattr(encode, "ProcessPoolExecutor")
     assert len(encode_conversations(conversations, ChatEncoder(make_tokenizer(TEMPLATE)), 60, 8).examples) == 24
-    assert encode_conversations([], ChatEncoder(make_tokenizer(TEMPLATE)), 60) == EncodedExamples.empty(60)
+    assert encode_conversations([], ChatEncoder(make_tokenizer(TEMPLATE)), 60) == EncodedExamples(DataReport(60))
 
 
 @pytest.mark.usefixtures("small_steps")
