@@ -106,7 +106,11 @@ class Model:
         self._template_kwargs = chat_template_kwargs
         self._chat: ChatEncoder | None = None
 
-    def generate(
+    def generate(self, prompt: Prompt, max_new_tokens: int = 512, **options: Any) -> str:
+        """Return the answer to `prompt`; options as in `reply`."""
+        return self.reply(prompt, max_new_tokens, **options).read()
+
+    def reply(
         self,
         prompt: Prompt,
         max_new_tokens: int = 512,
@@ -119,8 +123,8 @@ class Model:
         eos_ids: Sequence[int] | None = None,
         seed: int | None = None,
         raw: bool = False,
-    ) -> str:
-        """Return the answer to `prompt`.
+    ) -> Reply:
+        """Stream the answer piece by piece. A model streams one answer at a time.
 
         Args:
             prompt: the user's message; or a chat, as messages with role and content, ending with the user's turn.
@@ -138,34 +142,6 @@ class Model:
             MedusaError: the prompt does not fit the model's context, an option is out of range, or the model has no
                 chat template.
         """
-        return self.reply(
-            prompt,
-            max_new_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            typical=typical,
-            stop=stop,
-            eos_ids=eos_ids,
-            seed=seed,
-            raw=raw,
-        ).read()
-
-    def reply(
-        self,
-        prompt: Prompt,
-        max_new_tokens: int = 512,
-        *,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        top_k: int = 0,
-        typical: bool = False,
-        stop: str | Sequence[str] = (),
-        eos_ids: Sequence[int] | None = None,
-        seed: int | None = None,
-        raw: bool = False,
-    ) -> Reply:
-        """Stream the answer piece by piece; arguments as in `generate`. A model streams one answer at a time."""
         rule = _rule(temperature, top_p, top_k, typical)
         generator = torch.Generator()
         if seed is None:

@@ -27,12 +27,9 @@ _MASK_ALIGNMENT = 8
 
 
 def use_folded_heads(model: Any) -> str:
-    """Switch a model from transformers' "sdpa" attention to `folded_head_forward`, where there is something to gain.
+    """Switch a model from "sdpa" to `folded_head_forward` where that gains; return its attention's name now.
 
-    That is with grouped query heads, and in bfloat16 on a CPU.
-
-    Returns:
-        The name of the model's attention implementation now.
+    It does with grouped query heads, and in bfloat16 on a CPU.
     """
     config = model.config.get_text_config()
     heads = config.num_attention_heads
@@ -92,7 +89,6 @@ def folded_head_attention(
         key: [B, H_kv, S, d]. value: [B, H_kv, S, d_v].
         mask: additive or bool, [1 or B, 1, q, S]; None: every query attends to every key.
         scaling: of the scores; by default 1 / sqrt(d).
-        dropout: of the attention weights.
     """
     kv_heads, q = key.shape[1], query.shape[2]
     groups = query.shape[1] // kv_heads

@@ -43,16 +43,11 @@ class Backbone:
 
     Args:
         model: a transformers causal language model; it is frozen and set to eval mode.
-        tokenizer: its tokenizer.
         name: directory or hub name, for messages.
 
     Attributes:
-        device, dtype, hidden_size (d), vocab_size (V), num_layers: of the model.
         max_context: number of positions that the model was trained for.
         rope_switch: position from which a longrope model uses its long factors, or None.
-        eos_ids: end-of-sequence tokens.
-        layer_types: kinds of attention among the layers.
-        window: size of the sliding window, or None.
         attention: transformers' name of the attention implementation that takes masks.
         varlen: whether packed documents are separated by their bounds, see `use_varlen`.
         decoding_need: hidden states that compiled passes return; set it before `compile_passes`.
@@ -105,14 +100,12 @@ class Backbone:
         """Run the decoder layers once, without computing logits.
 
         Args:
-            tokens: [B, T] token ids.
-            positions: [B, T] position ids; by default they continue those in the cache.
+            tokens, positions: [B, T]; position ids continue those in the cache by default.
             mask: additive mask [1 or B, 1, T, S] over the S = cache.length + T keys, 0 or -inf, in the model's dtype;
                 by default causal. Sliding windows are applied to it here.
             cache: keys and values before `tokens`; the T new ones are pending in it afterwards.
             segments: [B, T], index of the document in a packed row, -1: padding. Each document is computed as in a row
                 of its own, with positions that restart. Excludes `mask` and `cache`.
-            need: which hidden states to return.
             early: [B, T, d], states of `tokens` after the number of layers in `need.early`, from `LayerSplit.run_first`
                 with the same positions and mask; their keys and values are pending in `cache`. Only the remaining
                 layers run.
@@ -198,22 +191,14 @@ class Backbone:
 
     @property
     def layers(self) -> nn.ModuleList:
-        """The decoder layers.
-
-        Raises:
-            BackboneError: the architecture has no `layers`.
-        """
+        """The decoder layers; raises BackboneError if the architecture has no `layers`."""
         layers = getattr(self.body, "layers", None)
         if not isinstance(layers, nn.ModuleList):
             raise BackboneError(f"{type(self.body).__name__} has no list of decoder layers named `layers`")
         return layers
 
     def layer(self, index: int) -> nn.Module:
-        """Return decoder layer `index`, from 0.
-
-        Raises:
-            BackboneError: there is no such layer, or the architecture has no `layers`.
-        """
+        """Return decoder layer `index`, from 0; raises BackboneError if there is none."""
         layers = self.layers
         if not 0 <= index < len(layers):
             raise BackboneError(
@@ -333,10 +318,7 @@ class Backbone:
     # Faster decoding
 
     def prepack_weights(self) -> bool:
-        """Prepack weights for few tokens on a CPU if that is faster there; return whether it was done.
-
-        Sums are rounded in another order then.
-        """
+        """Prepack weights for few tokens on a CPU if that is faster there, which rounds sums in another order."""
         return prepack_linears(self.model)
 
     @property

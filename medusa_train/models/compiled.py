@@ -66,7 +66,6 @@ class SlotCache(Cache):
     Args:
         storage: per layer [2, rows, kv_heads, capacity, head_dim].
         slots: positions at which new keys and values are written, long [q], or [B, q] for the first B rows.
-        key_length: number of positions that attention reads.
     """
 
     def __init__(self, storage: Sequence[Tensor], slots: Tensor, key_length: int) -> None:
@@ -144,8 +143,6 @@ class CompiledPass:
 
     Args:
         body: the decoder, whose weights must not change from now on.
-        logits: [..., d] -> [..., V].
-        on_cpu: whether the weights are on a CPU.
         forms: the passes to compile, see `needed_forms`.
         early: layers after which states are returned too.
     """
@@ -198,9 +195,6 @@ class CompiledPass:
 
         Args:
             shape: layers, key heads and size of a head.
-
-        Raises:
-            BackboneError: torch.compile fails, for instance without a C++ compiler.
         """
         from torch._dynamo.exc import TorchDynamoException  # takes a second to import
 

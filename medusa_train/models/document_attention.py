@@ -71,11 +71,7 @@ def separates_documents(run: Callable[[Tensor, Tensor, Tensor], Tensor], inputs:
 def flash_obstacle(device: str, dtype: torch.dtype, *, capped: bool, supported: bool, installed: bool) -> str | None:
     """Return why flash-attn's varlen kernel cannot be used, or None if it can.
 
-    Args:
-        device: device type. dtype: of queries and keys.
-        capped: whether the model soft-caps its attention scores.
-        supported: whether the architecture in transformers supports flash attention.
-        installed: whether the package can be imported.
+    The model may cap its scores, the architecture not support flash attention, the package not be installed.
     """
     if device != "cuda":
         return f"flash-attn needs a GPU, the device is {device}"

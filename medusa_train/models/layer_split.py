@@ -65,12 +65,8 @@ class LayerInputs:
 class LayerRunner:
     """Runs decoder layers one by one, with the arguments that the model's forward passes to them.
 
-    Args:
-        body: the decoder, with `layers`, `rotary_emb` and `norm`.
-        layer_types: kind of attention of each layer.
-
     Raises:
-        BackboneError: the decoder lacks one of these modules.
+        BackboneError: the decoder has no `layers`, `rotary_emb` or `norm`.
     """
 
     def __init__(self, body: Any, layer_types: Sequence[str]) -> None:
@@ -111,11 +107,7 @@ class LayerRunner:
 
 
 def check_exit_layer(layers: int, num_layers: int, name: str) -> None:
-    """Check the number of layers before an early exit.
-
-    Raises:
-        BackboneError: it is not between 1 and `num_layers` - 1.
-    """
+    """Raise BackboneError unless the number of layers before an early exit is between 1 and `num_layers` - 1."""
     if not 0 < layers < num_layers:
         raise BackboneError(
             f"exit_layer {layers} is out of range: {name} has {num_layers} layers; use 1 to {num_layers - 1}"
@@ -126,10 +118,7 @@ class LayerSplit:
     """A model's decoder layers in two parts: 0 .. l - 1, and l .. with the final norm.
 
     Args:
-        runner: the model's layers.
-        exit_layer: l, number of layers before the early exit.
         embed: token ids [B, T] -> input of the first layer [B, T, d].
-        window: size of the sliding window in layers of type sliding_attention.
         attention: context within which the layers take additive masks.
     """
 

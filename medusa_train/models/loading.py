@@ -44,8 +44,7 @@ def load_backbone(
 
     Args:
         name: a directory or the name of a model on the hub.
-        dtype: dtype of the weights, "auto" included; with `quantization` the dtype of the matrix products.
-        device: by default the GPU, or the CPU without one.
+        dtype: "auto" included; with `quantization` that of the matrix products.
 
     Raises:
         BackboneError: the model cannot be found or read, or its architecture is not supported.
@@ -170,13 +169,8 @@ def quantization_of(model: Any) -> str | None:
 def quantized_loading(quantization: Quantization | None, dtype: torch.dtype, device: Any) -> dict[str, Any]:
     """Return the arguments for `from_pretrained` that quantize while loading; empty without `quantization`.
 
-    NF4 uses double quantization (QLoRA, "QLoRA Finetuning"). lm_head is not quantized.
-
-    Args:
-        dtype: dtype of the matrix products.
-
-    Raises:
-        BackboneError: bitsandbytes cannot be used.
+    NF4 uses double quantization (QLoRA, "QLoRA Finetuning"); `dtype` is that of the products. lm_head is not quantized.
+    Raises BackboneError if bitsandbytes cannot be used.
     """
     if quantization is None:
         return {}

@@ -38,14 +38,10 @@ class LoraSpec:
 
 
 class Adapter:
-    """A PEFT LoRA adapter in a backbone's layers.
+    """A PEFT LoRA adapter in a backbone's layers; `peft` is the PeftModel around its model.
 
     PEFT modifies the backbone's model in place, so the backbone is used as before. Draft heads are not part of that
     model, or PEFT would freeze them and add adapters to them.
-
-    Attributes:
-        backbone: the backbone whose layers have the adapter.
-        peft: the PeftModel around its model.
     """
 
     def __init__(self, backbone: Backbone, peft: Any) -> None:
@@ -146,11 +142,7 @@ class Adapter:
 
 
 def read_adapter_config(directory: Path) -> dict[str, Any]:
-    """Read adapter_config.json, which PEFT writes.
-
-    Raises:
-        CheckpointError: the file is missing or not JSON.
-    """
+    """Read adapter_config.json, which PEFT writes; raises CheckpointError if it is missing or not JSON."""
     path = directory / "adapter_config.json"
     if not path.is_file():
         raise CheckpointError(f"{directory}: not an adapter: no adapter_config.json")

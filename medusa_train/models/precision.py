@@ -59,15 +59,10 @@ def emulates_bf16(device: torch.device) -> bool:
 
 
 def auto_dtype(device: torch.device | None = None, *, float16: bool = True) -> str:
-    """Return the name of the dtype that `auto` stands for on a device.
+    """Return what `auto` stands for: "bfloat16" where `has_fast_bf16`, else "float16" on a GPU, else "float32".
 
     Args:
-        device: by default `default_device()`.
-        float16: whether a GPU without bfloat16 may use float16. Training sets it to False, since float16 gradients
-            need loss scaling, which a user turns on with `fp16: true`.
-
-    Returns:
-        "bfloat16" where `has_fast_bf16`, else "float16" on a GPU, else "float32".
+        float16: whether a GPU without bfloat16 may use it. Not in training: gradients need loss scaling (`fp16: true`).
     """
     device = device or default_device()
     if has_fast_bf16(device):

@@ -115,8 +115,7 @@ def choose_tree(
     decoding are timed side by side, and one of them is chosen, see `smallest_of_the_fastest`. Every rate is
     cross-validated: a conversation is decoded with trees that were fitted to others.
 
-    Args:
-        quick: time fewer steps of fewer trees.
+    With `quick` fewer steps of fewer trees are timed.
 
     Raises:
         MedusaError: there are fewer than `MIN_CONVERSATIONS` conversations.

@@ -30,7 +30,6 @@ class MaskTable:
     Args:
         ancestors: bool [n + 1, n + 1], see `Tree.ancestors`. depths: long [n + 1].
         window: number of positions that a node attends to, itself included; None: all.
-        dtype: of the mask.
     """
 
     def __init__(self, ancestors: Tensor, depths: Tensor, window: int | None, dtype: torch.dtype) -> None:
@@ -103,12 +102,10 @@ def document_mask(segments: Tensor, dtype: torch.dtype) -> Tensor | None:
                                            . . . . x
 
     Models in transformers derive such masks from restarting position ids only under conditions that differ between
-    versions, and otherwise let documents attend to each other silently. Padding counts as a document, since a softmax
-    over no keys is NaN. Sliding windows are applied by `Backbone.run`.
+    versions. Padding counts as a document, since a softmax over no keys is NaN. `Backbone.run` applies sliding windows.
 
     Args:
         segments: [B, T], index of the document within the row, contiguous; -1: padding.
-        dtype: of the backbone.
 
     Returns:
         [B, 1, T, T]; None if no row holds two documents, where the model's own causal mask is correct and faster.

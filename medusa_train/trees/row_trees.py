@@ -21,12 +21,10 @@ class RowTrees:
 
     Args:
         parents: per row the parent of every node; -1 for the root, which comes first. Parents come before children.
-        device: of the tensors.
 
     Attributes:
         size: nodes of the largest tree without the root, n. max_depth: of the deepest tree.
-        parents: long [B, n + 1], -1 for the root.
-        depths: long [B, n + 1].
+        parents, depths: long [B, n + 1].
         ancestors: bool [B, n + 1, n + 1]: row i is true at node i and its ancestors, the root included.
     """
 
@@ -137,7 +135,6 @@ class BranchLayout(Nodes):
     Args:
         parents: of every branch token the index of its parent among them, or -1 for the root; parents come first.
         outputs: the draft reads the backbone's logits at this many of them, the last ones.
-        device: of the tensors.
 
     Attributes:
         size: number of branch tokens, m. max_depth: of the deepest one; the root has depth 0.

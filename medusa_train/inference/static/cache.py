@@ -30,11 +30,8 @@ class StaticCache:
     a row are filled is counted by the caller.
 
     Args:
-        num_layers: decoder layers. capacity: maximum number of positions; memory is allocated only as needed.
+        capacity: maximum number of positions; memory is allocated only as needed.
         block: columns in the first bucket.
-
-    Attributes:
-        rows: for which memory is allocated.
     """
 
     def __init__(self, num_layers: int, capacity: int, block: int = KEY_BLOCK) -> None:

@@ -193,11 +193,7 @@ class Draft(Proposer, nn.Module):
     @classmethod
     @abstractmethod
     def count_parameters(cls, model: Any, *args: Any, **kwargs: Any) -> int:
-        """Return the number of trainable parameters of a draft with these `settings`.
-
-        Args:
-            model: a transformers causal LM; it may be on the meta device.
-        """
+        """Return the number of trainable parameters with these `settings`; the causal LM may be on the meta device."""
 
     @property
     def trained_heads(self) -> int:

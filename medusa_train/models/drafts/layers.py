@@ -97,9 +97,6 @@ class DraftLayer(nn.Module):
 
         Soft-capped scores ("eager" attention) need a mask. Checked as in training, on `device` and under autocast to
         `compute`, since a GPU may lack the kernel for this dtype or head size.
-
-        Args:
-            dtype: of the parameters.
         """
         if self._attention == "eager":
             return

@@ -34,11 +34,7 @@ class LMHeadsDraft(Draft):
     def new_lm_heads(
         self, backbone: Backbone, count: int, vocab_size: int | None, token_map: Tensor | None, dtype: torch.dtype
     ) -> list[nn.Linear]:
-        """Set the vocabulary and the logit transform; return `count` copies of lm_head, or of its rows `token_map`.
-
-        Raises:
-            ValueError: `vocab_size` and `token_map` do not fit each other.
-        """
+        """Set the vocabulary and the logit transform; return `count` copies of lm_head, or of its rows `token_map`."""
         check_token_map(vocab_size, token_map)
         self.register_buffer("token_map", None if token_map is None else token_map.long())
         lm_head = backbone.lm_head()
@@ -91,11 +87,7 @@ def count_lm_head(model: Any, vocab_size: int | None) -> int:
 
 
 class StackedLinears(nn.ModuleList):
-    """K linear layers of one shape with separate weights, stacked in memory; they stay so through `.to()`.
-
-    Args:
-        linears: the layers; all of them with a bias, or none.
-    """
+    """K linear layers of one shape, all with a bias or none, stacked in memory; they stay so through `.to()`."""
 
     def __init__(self, linears: Iterable[nn.Linear]) -> None:
         super().__init__(linears)
@@ -184,8 +176,7 @@ class MarkovBias(nn.Module):
     Initially E is random and R is 0, so the untrained bias is 0.
 
     Args:
-        vocab_size: V, tokens that may come before. draft_vocab_size: N, tokens that heads predict.
-        rank: r.
+        vocab_size: V, tokens that may come before. draft_vocab_size: N, tokens that heads predict. rank: r.
     """
 
     def __init__(self, vocab_size: int, draft_vocab_size: int, rank: int, dtype: torch.dtype = torch.float32) -> None:

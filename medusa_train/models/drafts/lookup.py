@@ -129,19 +129,6 @@ class PromptLookupDraft(LookupDraft):
         return PromptText(tokens, self.max_ngram, self.min_probability)
 
 
-class Copies(NamedTuple):
-    """The continuations that were found for one root, whether they were proposed or not.
-
-    Attributes:
-        ngram: length of the n-gram that occurred before, the root included; 0 without continuations.
-        position: the root's in the text. tree: all continuations.
-    """
-
-    ngram: int
-    position: int
-    tree: TokenTree
-
-
 class PromptText:
     """A text with the positions of its n-grams, and a record of how often copies were right.
 
@@ -156,7 +143,8 @@ class PromptText:
         self._tokens: list[int] = []
         self._ends: dict[tuple[int, ...], list[int]] = {}  # positions after each occurrence, increasing
         self._accuracy = CopyAccuracy()
-        self._last: Copies | None = None
+        #: Of the last draft: length of the n-gram that was found, the root's position, and all continuations.
+        self._last: tuple[int, int, TokenTree] | None = None
         self.extend(tokens)
 
     def extend(self, tokens: Iterable[int]) -> None:
@@ -170,11 +158,11 @@ class PromptText:
     def draft_tree(self, root: int, length: int, nodes: int) -> TokenTree:
         """Return the most probable copies of what followed the longest n-gram that ends with `root`."""
         if self._last is not None:
-            known = [*self._tokens[self._last.position + 1 :], root]
-            self._accuracy.record(self._last.ngram, self._last.tree, known)
+            ngram, position, tree = self._last
+            self._accuracy.record(ngram, tree, [*self._tokens[position + 1 :], root])
         ngram, continuations = self._longest_match(root, length)
         tree = tree_of_continuations(root, continuations)
-        self._last = Copies(ngram, len(self._tokens), tree)
+        self._last = ngram, len(self._tokens), tree
         probabilities = self._accuracy.probabilities(ngram, tree)
         likely = [node for node in range(1, len(tree.tokens)) if probabilities[node] >= self._min_probability]
         likely.sort(key=lambda node: -probabilities[node])  # a parent comes before its children

@@ -103,10 +103,6 @@ class MedusaDraft(Draft):
 
         Args:
             vocab_size: N, for heads over the tokens of `token_map` (long [N]); they start as these rows of lm_head.
-            markov_rank: see the class.
-
-        Raises:
-            ValueError: `vocab_size` and `token_map` do not fit each other.
         """
         check_token_map(vocab_size, token_map)
         lm_head = backbone.lm_head()
