@@ -73,7 +73,7 @@ def test_published_figures_stand_in_columns_of_the_table(name: str) -> None:
     assert {experiment.chart.y, experiment.chart.x or experiment.chart.y} <= titles
     assert all(set(column.mean_of) <= titles for column in experiment.columns)
     assert all(run.after is None or run.after in experiment.runs for run in experiment.runs.values())
-    assert f"papers.py {name}`" in (papers.ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
+    assert f"| `{name}` |" in (papers.ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("prefix", ["configs/tiny", "configs/smollm2"])
