@@ -65,7 +65,7 @@ class DraftConfig(BaseModel):
     @property
     def settings(self) -> dict[str, Any]:
         """Keyword arguments of the draft's class."""
-        return self.model_dump(exclude=set(self.training_keys))
+        return self.model_dump(mode="json", exclude=set(self.training_keys))
 
     @property
     def vocab_size_key(self) -> str:

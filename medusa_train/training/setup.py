@@ -163,8 +163,10 @@ def build_heads(cfg: TrainConfig, data: TrainingData, backbone: Backbone, consol
     name = draft_name(draft)
     if name != cfg.draft:
         raise ConfigError(f"lora_model_dir: {initial} holds a {name} draft; set draft: {name}")
-    configured = section.settings
-    if different := [key for key, value in draft.settings.items() if configured[key] != value]:
+    # a key that is not set takes what the heads have, except for the vocabulary, where it means all tokens
+    configured = {key: value for key, value in section.settings.items() if value is not None or key == "vocab_size"}
+    different = [key for key in draft.settings if key in configured and draft.settings[key] != configured[key]]
+    if different:
         trained, wanted = (
             ", ".join(f"{section.prefix}{key}: {values[key]}" for key in different)
             for values in (draft.settings, configured)

@@ -39,7 +39,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "hydra": {"draft": "hydra", "hydra": {"num_heads": 2, "num_layers": 2, "dropout": 0.1, "vocab_size": 24}},
     "amphista": {"draft": "amphista", "amphista": {"num_heads": 2, "vocab_size": 24}},
     "kangaroo": {"draft": "kangaroo", "kangaroo": {"num_heads": 2, "exit_layer": 1}},
-    "eagle3": {"draft": "eagle3", "eagle3": {"num_heads": 2, "train_steps": 2}},
+    "eagle3": {"draft": "eagle3", "eagle3": {"num_heads": 2, "train_steps": 2, "layers": [1, 1, 1]}},
 }
 PACKED = {"sample_packing": True, "sequence_len": 64}
 PROMPT = [0, 2, 10, 3]
@@ -110,19 +110,20 @@ def test_resumed_is_uninterrupted_to_the_bit(recipe, make_config, console, tmp_p
     assert all((whole / name).read_bytes() == (parts / name).read_bytes() for name in files)
 
 
-def test_a_run_starts_from_heads_of_its_own_kind_alone(make_config, console, tmp_path):
+@pytest.mark.parametrize("kind", ["hydra", "eagle3"])
+def test_a_run_starts_from_heads_of_its_own_kind_alone(kind, make_config, console, tmp_path):
     first = str(tmp_path / "first")
-    train(make_config(**RECIPES["hydra"], output_dir=first), console)
-    again = make_config(**RECIPES["hydra"], lora_model_dir=first, max_steps=1, learning_rate=1e-9)
+    train(make_config(**RECIPES[kind], output_dir=first), console)
+    again = make_config(**RECIPES[kind], lora_model_dir=first, max_steps=1, learning_rate=1e-9)
     assert train(again, console) == 0
     backbone = load_backbone(again.base_model)
-    one, other = (load_draft(home, backbone) for home in (tmp_path / "first" / "heads", tmp_path / "run" / "heads"))
-    assert torch.allclose(one.lm_head(2).weight, other.lm_head(2).weight, atol=1e-6)
-    with pytest.raises(ConfigError, match="holds a hydra draft; set draft: hydra"):
+    one, other = (load_draft(tmp_path / run / "heads", backbone) for run in ("first", "run"))
+    assert torch.allclose(one.lm_head(1).weight, other.lm_head(1).weight, atol=1e-6)
+    with pytest.raises(ConfigError, match=f"holds a {kind} draft; set draft: {kind}"):
         train(make_config(lora_model_dir=first, overwrite_output_dir=True), console)
-    wider = {**RECIPES["hydra"]["hydra"], "num_heads": 3}
-    with pytest.raises(ConfigError, match=r"with hydra\.num_heads: 2, .* sets hydra\.num_heads: 3"):
-        train(make_config(draft="hydra", hydra=wider, lora_model_dir=first, overwrite_output_dir=True), console)
+    wider = {"draft": kind, kind: {**RECIPES[kind][kind], "num_heads": 3}}
+    with pytest.raises(ConfigError, match=rf"with {kind}\.num_heads: 2, .* sets {kind}\.num_heads: 3"):
+        train(make_config(**wider, lora_model_dir=first, overwrite_output_dir=True), console)
 
 
 def test_an_exit_behind_the_last_layer_is_refused_before_anything_is_loaded(make_config, console, monkeypatch):
