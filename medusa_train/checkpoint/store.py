@@ -144,12 +144,7 @@ class CheckpointStore:
         return path if (path / MANIFEST).is_file() else self.at(step)
 
     def load(self, path: Path | str) -> dict[str, Any]:
-        """Load the state that `save` was given, with tensors on the CPU.
-
-        Raises:
-            CheckpointError: `path` is not a checkpoint, or a file is missing or damaged; the message names the file
-                and other checkpoints of the run.
-        """
+        """Load the state that `save` was given, with tensors on the CPU."""
         path = Path(path)
         if not (path / MANIFEST).is_file():
             raise CheckpointError(f"{path}: not a checkpoint (no {MANIFEST} in it){self._others(path)}")

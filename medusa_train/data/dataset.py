@@ -204,11 +204,7 @@ class BatchLoader:
         return {"epoch": self.epoch, "batch": self._batch, **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a position: the same batches follow as after saving.
-
-        Raises:
-            DataError: it was saved with other data or settings.
-        """
+        """Restore a position: the same batches follow as after saving."""
         changed = [name for name, value in self._identity().items() if state.get(name) != value]
         if changed:
             raise DataError(

@@ -106,16 +106,6 @@ def test_blocks_without_bias_get_zeros_as_vllm_computes_them() -> None:
         assert torch.equal(heads.state["blocks.1.0.linear.weight"], vllm_tensors()["blocks.1.layers.0.weight"])
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"fc.weight": torch.zeros(1)}, r"fc\.weight is not a weight"),
-        ({"lm_heads.1.weight": None}, "missing"),
-        ({"blocks.1.layers.0.bias": torch.zeros(2)}, "expected"),
-    ],
-)
-def test_unexpected_or_missing_tensors_are_named(change: dict[str, Tensor | None], words: str) -> None:
-    changed = {name: t for name, t in {**vllm_tensors(), **change}.items() if t is not None}
-    with pytest.raises(CheckpointError, match=words) as caught:
-        from_vllm(changed, vllm_config(), "some/file")
-    assert "some/file" in str(caught.value)
+def test_unexpected_tensors_are_named() -> None:
+    with pytest.raises(CheckpointError, match=r"some/file: fc\.weight is not a weight"):
+        from_vllm({**vllm_tensors(), "fc.weight": torch.zeros(1)}, vllm_config(), "some/file")

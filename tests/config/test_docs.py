@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from medusa_train.cli.common import split_arguments
 from medusa_train.cli.train import app
 from medusa_train.config.docs import REFERENCE, SCHEMA, format_config, json_schema, replace_reference
 from medusa_train.config.load import load_config
@@ -45,16 +43,6 @@ def test_the_shipped_schema_is_the_one_that_is_printed() -> None:
 def test_the_key_reference_is_generated_from_the_schema() -> None:
     text = (PROJECT_ROOT / REFERENCE).read_text(encoding="utf-8")
     assert replace_reference(text) == text, "run `python -m medusa_train.config.docs`"
-
-
-def test_the_commands_of_the_configuration_page_are_valid(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(PROJECT_ROOT)
-    text = (PROJECT_ROOT / REFERENCE).read_text(encoding="utf-8")
-    (block,) = re.findall(r"```bash\n(.*?)```", text, flags=re.DOTALL)
-    classes = {"medusa-train": TrainConfig, "medusa-eval": EvalConfig}
-    for command, *words in map(shlex.split, block.splitlines()):
-        path, overrides = split_arguments(word for word in words if "=" in word or word.endswith(".yaml"))
-        load_config(classes[command], path, overrides)
 
 
 def test_every_key_shows_its_meaning(schema: dict[str, Any]) -> None:

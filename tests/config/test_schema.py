@@ -29,6 +29,10 @@ def test_commands_work_without_any_key_and_defaults_are_valid(cls: type[Config],
     path = tmp_path / "x.yaml"
     path.write_text(dump_config(cls()))
     assert load_config(cls, path).model_dump() == load_config(cls, None).model_dump()
+    run = tmp_path / "config.yaml"
+    run.write_text(dump_config(train("recipe=medusa1")))
+    assert load_config(TrainConfig, run).ignored == ()  # of a run, whose keys nobody set
+    assert "lora_r" not in run.read_text()
 
 
 def test_silent_yamls_get_the_papers_settings() -> None:
@@ -98,14 +102,6 @@ LORA = ["adapter=lora", "lora_r=32", "lora_alpha=8", "lora_dropout=0", "lora_tar
 )  # fmt: skip
 def test_keys_that_were_set_without_effect_are_listed(overrides: list[str], ignored: str) -> None:
     assert train(*overrides).ignored == tuple(ignored.split())
-
-
-def test_a_runs_own_configuration_names_nothing_as_ignored(tmp_path: Path) -> None:
-    """It holds every key with its value, and nobody set those."""
-    path = tmp_path / "config.yaml"
-    path.write_text(dump_config(train("recipe=medusa1")))
-    assert load_config(TrainConfig, path).ignored == ()
-    assert "lora_r" not in path.read_text()
 
 
 def test_the_chat_template_is_that_of_all_datasets() -> None:

@@ -43,10 +43,10 @@ def first_fit_decreasing(lengths: list[int], capacity: int) -> list[list[int]]:
 
 def test_by_hand() -> None:
     assert pack([4, 7, 3, 6], 10) == [[1, 2], [3, 0]]
-    assert pack([5, 5, 5], 10) == [[0, 1], [2]]
-    assert pack([10, 10], 10) == [[0], [1]]
-    assert pack([1], 10) == [[0]]
     assert pack([], 10) == []
+    for lengths in ([3, 11], [0, 3]):
+        with pytest.raises(ValueError, match="must have 1 to 10 tokens"):
+            pack(lengths, 10)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -55,12 +55,6 @@ def test_every_document_stands_in_the_first_row_with_room(seed: int) -> None:
     capacity = draw.randint(1, 40)
     lengths = [draw.randint(1, capacity) for _ in range(draw.randint(1, 70))]
     assert pack(lengths, capacity) == first_fit_decreasing(lengths, capacity)
-
-
-@pytest.mark.parametrize("lengths", [[3, 11], [0, 3]])
-def test_documents_that_are_no_part_of_a_row_are_refused(lengths: list[int]) -> None:
-    with pytest.raises(ValueError, match="must have 1 to 10 tokens"):
-        pack(lengths, 10)
 
 
 def test_every_shift_agrees_with_the_definition() -> None:

@@ -41,14 +41,6 @@ def test_entries_are_read_by_the_next_process(tmp_path):
         assert store.damaged == 0
 
 
-def test_states_of_another_format_are_refused(tmp_path):
-    store = StateStore(tmp_path, FORMAT)
-    with pytest.raises(ValueError, match="float32"):
-        store.append("a", values(2).float())
-    with pytest.raises(ValueError, match=r"\[1, 2, 3\]"):
-        store.append("a", values(2)[:1])
-
-
 def test_processes_read_what_the_others_store(tmp_path):
     one, other = (StateStore(tmp_path, FORMAT, rank) for rank in (0, 1))
     for number in range(3):
