@@ -202,6 +202,7 @@ def test_steps_are_simulated_along_the_answers(tmp_path: Path, calls: list[list[
     rows = json.loads((tmp_path / "drafts.json").read_text())["rows"]
     cells = rows["Medusa-1, tiny:1"]  # in place of both benches
     assert cells["chain"] == 2.0  # four tokens after the prefill's, in two steps: two guesses are accepted, then none
+    assert cells["without loops"] == 2.0  # of one answer
     assert cells["tokens trained on"] == 800
     assert cells["over"] is None
     assert rows["Amphista, tiny:1"]["over"] == [1.0, 1.0, 1.0]
