@@ -151,7 +151,7 @@ def json_line(record: Mapping[str, Any]) -> bytes:
 
 
 def complete_lines(path: Path, start: int = 0) -> Iterator[tuple[int, bytes]]:
-    """Yield (offset in bytes, line with its newline) of every line from offset `start`, without an incomplete last one."""
+    """Yield (offset in bytes, line with its newline) of every complete line from offset `start`."""
     offset = start
     with path.open("rb") as file:
         file.seek(start)
