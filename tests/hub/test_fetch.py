@@ -110,7 +110,7 @@ def test_a_data_set_of_the_hub_is_read_by_its_name(run, tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"messages": turns}] * 3), folder / "train-0.parquet")
     program = "from medusa_train.data.sources import *; source = open_source(DatasetConfig(path='somebody/parquet'))\n"
-    assert run(program + "print(len(list(source.records())))") == "3\n"
+    assert run(program + "print([len(list(rows)) for _, rows in source.parts()])") == "[3]\n"
 
 
 def test_a_refusal_says_what_to_do(hub: StandInHub, run) -> None:
