@@ -141,6 +141,25 @@ def test_training_states_have_the_shapes_that_losses_read(kind: str) -> None:
     assert all(parameter.grad is not None for parameter in draft.parameters())
 
 
+@pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma3"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_documents_of_a_packed_row_are_computed_as_alone(kind: str, family: str) -> None:
+    """At all positions that have a target."""
+    backbone = random_backbone(family)
+    draft = random_draft(kind, backbone, spread=0.1)
+    documents = [torch.arange(first, first + length)[None] for first, length in ((2, 9), (20, 4), (30, 6))]
+    lengths = [document.shape[1] for document in documents]
+    positions = torch.cat([*map(torch.arange, lengths), torch.arange(2)])[None]
+    segments = torch.tensor([[0] * 9 + [1] * 4 + [2] * 6 + [-1] * 2])
+    packed = Rows(torch.cat([*documents, torch.zeros(1, 2, dtype=torch.long)], dim=1), positions, segments)
+    feats = backbone.run(packed.tokens, positions=positions, segments=segments, need=draft.needs)
+    together = [states.split([*lengths, 2], dim=1) for states in draft.head_states(feats, packed)]
+    for index, tokens in enumerate(documents):
+        alone = draft.head_states(backbone.run(tokens, need=draft.needs), Rows.from_tokens(tokens))
+        for k, expected in enumerate(alone, start=1):
+            torch.testing.assert_close(together[k - 1][index][:, : -k - 1], expected[:, : -k - 1], atol=1e-6, rtol=0)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_saved_drafts_load_unchanged_and_without_backbone_weights(kind: str, tmp_path: Path) -> None:
     backbone = random_backbone("mistral", dtype=torch.float32)

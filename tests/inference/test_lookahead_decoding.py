@@ -12,8 +12,7 @@ from medusa_train.inference.generate import Decoder
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Proposer
 from medusa_train.models.drafts.combined import MergedDraft
-from medusa_train.models.drafts.lookahead import LookaheadDraft, LookaheadText, window_layout
-from medusa_train.trees.row_trees import RowTrees, TreeAndBranch
+from medusa_train.models.drafts.lookahead import LookaheadDraft, LookaheadText
 from medusa_train.trees.tree import Tree
 from tests.families import random_backbone
 from tests.inference.chi_square import check_lossless, five_token_backbone
@@ -21,7 +20,6 @@ from tests.inference.equality import check_equals_plain
 from tests.inference.test_drafts import TREE, random_draft
 
 PROMPTS = [[5, 9, 17, 30, 5, 9, 17, 30, 5, 9, 17], [7], [4, 8, 20, 4, 8, 21, 4, 8, 22, 7, 4, 8], [11, 12, 13, 14, 15]]
-CPU = torch.device("cpu")
 
 
 def make_draft(name: str, backbone: Backbone) -> Proposer:
@@ -142,48 +140,6 @@ class RecordedDraft(LookaheadDraft):
         pool = {first: list(reversed(ngrams)) for first, ngrams in text.pool.items()}
         self.moves.append((text.levels, pool))
         return state
-
-
-def test_windows_give_guesses_that_are_accepted() -> None:
-    """Without the prompt's n-grams, all accepted guesses come from the window."""
-    backbone = random_backbone("llama")
-    draft = LookaheadDraft(window=8, ngram=4, guesses=8, pool_from_prompt=False)
-    accepted = [sum(Decoder(backbone, draft).generate(prompt, 60).accepted) for prompt in PROMPTS]
-    assert sum(accepted) >= 20
-
-
-def test_the_layout_is_the_figures() -> None:
-    """W = 3, N = 4: a and b in level 0, c d e in level 1, f g h in level 2."""
-    layout = window_layout(3, 4, CPU)
-    assert layout.depths.tolist() == [1, 2, 1, 2, 3, 2, 3, 4]
-    assert (layout.size, layout.max_depth, layout.outputs) == (8, 4, 3)
-    attended = ["".join("abcdefgh"[i] for i in row.nonzero().flatten().tolist()) for row in layout.ancestors]
-    assert attended == ["a", "ab", "c", "ad", "abe", "cf", "adg", "abeh"]
-
-
-def test_branch_tokens_and_nodes_see_the_root_but_not_each_other() -> None:
-    trees = RowTrees([[-1, 0, 1], [-1, 0]], CPU)
-    rows = TreeAndBranch(trees, window_layout(2, 3, CPU))  # a; c d
-    assert (rows.size, rows.max_depth) == (5, 2)
-    assert rows.depths.tolist() == [[0, 1, 2, 1, 1, 2], [0, 1, 1, 1, 1, 2]]
-    expected = [
-        [1, 0, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0, 0],
-        [1, 1, 1, 0, 0, 0],
-        [1, 0, 0, 1, 0, 0],
-        [1, 0, 0, 0, 1, 0],
-        [1, 0, 0, 1, 0, 1],
-    ]
-    assert rows.ancestors[0].int().tolist() == expected
-    expected[2][1] = 0  # padding of the smaller tree
-    assert rows.ancestors[1].int().tolist() == expected
-
-
-def test_the_pool_keeps_the_most_recent_ngrams_of_a_first_token() -> None:
-    text = LookaheadText([1, 2, 3, 1, 4, 5, 1, 2, 3, 1, 6, 7], window=2, ngram=3, guesses=2)
-    tree = text.draft_tree(1, 2, 9)
-    assert (tree.tokens, tree.parents) == ([1, 6, 7, 2, 3], [-1, 0, 1, 0, 3])  # 4 5 was the oldest: 2 3 came twice
-    assert text.draft_tree(9, 2, 9).size == 0
 
 
 def test_branch_tokens_are_neither_accepted_nor_kept() -> None:

@@ -47,17 +47,6 @@ def test_samples_with_a_datastore_follow_the_backbones_distribution() -> None:
     assert check_lossless(BatchDecoder(backbone, draft), rows=2500, batches=4, other_below=1e-8) > 500
 
 
-@pytest.mark.parametrize("nodes", [1, 3, 20])
-@pytest.mark.parametrize("max_ngram", [1, 4])
-def test_trees_of_any_size_give_the_same_text(nodes: int, max_ngram: int) -> None:
-    backbone = random_backbone("qwen3")
-    draft = PromptLookupDraft(max_ngram, max_tokens=8, nodes=nodes)
-    for prompt in PROMPTS:
-        out = Decoder(backbone, draft).generate(prompt, 60)
-        assert out.tokens == Decoder(backbone).generate(prompt, 60).tokens
-        assert max(out.accepted, default=0) <= min(nodes, 8)
-
-
 def test_loops_are_copied_as_far_as_the_limit_allows() -> None:
     """Once the text loops, a step takes max_tokens of the copy and one of the backbone."""
     backbone = random_backbone("llama")

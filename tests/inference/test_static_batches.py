@@ -201,20 +201,6 @@ def test_no_memory_is_allocated_for_further_batches(kind: str, monkeypatch: pyte
         assert details(decoder.generate_batch(PROMPTS, 30, ())) == details(expected)
 
 
-def test_a_step_waits_for_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    backbone = random_backbone("llama")
-    backbone.step_runner = TapeRunner()  # which fails where a step reads a number
-    lists: list[Tensor] = []
-    to_list = Tensor.tolist
-    monkeypatch.setattr(Tensor, "tolist", lambda tensor: lists.append(tensor) or to_list(tensor))
-    batch = BatchDecoder(backbone, random_draft("kangaroo", backbone), TREE).begin(20, ())
-    batch.add_requests([PendingRequest(n, prompt) for n, prompt in enumerate(PROMPTS)])
-    for _ in range(3):
-        lists.clear()
-        batch.step()
-        assert len(lists) == 1
-
-
 def test_batches_at_the_same_time_have_their_own_buffers() -> None:
     backbone = random_backbone("llama")
     draft = random_draft("amphista", backbone)

@@ -117,18 +117,6 @@ def test_a_decoder_allocates_its_own_cache_and_a_larger_one_where_needed() -> No
     assert first == decoder.generate(PROMPTS[0], 30).tokens == expected
 
 
-def test_an_abandoned_answer_leaves_nothing() -> None:
-    backbone = random_backbone("llama")
-    draft = random_draft("amphista", backbone)
-    expected = Decoder(backbone, draft, TREE).generate(PROMPTS[2], 20).tokens
-    backbone.step_runner = StepRunner()
-    decoder = Decoder(backbone, draft, TREE)
-    abandoned = decoder.stream(PROMPTS[0], 20)
-    for _ in range(4):
-        next(abandoned)
-    assert decoder.generate(PROMPTS[2], 20).tokens == expected
-
-
 class FailingRunner(GraphRunner):
     """Its captures fail as those of an operation that waits for the device."""
 

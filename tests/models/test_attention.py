@@ -200,21 +200,6 @@ def test_a_model_decodes_the_same_tokens(family: str, monkeypatch: pytest.Monkey
     assert lengths == {1, 10}  # plain steps, and a tree of nine nodes and its root
 
 
-def test_a_bfloat16_model_gives_the_same_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt of two blocks in one pass, and a token after it."""
-    monkeypatch.setattr(attention, "_PROMPT_BLOCK", 3)
-    tokens = torch.arange(6)[None]
-    prompts, states = [], []
-    for backbone in (stock("llama", torch.bfloat16), random_backbone("llama", dtype=torch.bfloat16)):
-        cache = backbone.new_cache(8)
-        with torch.inference_mode():
-            prompts.append(backbone.run(tokens[:, :5], cache=cache).hidden)
-            cache.commit(5)
-            states.append(backbone.run(tokens[:, 5:], positions=torch.tensor([[5]]), cache=cache).hidden)
-    for ours, expected in (reversed(prompts), reversed(states)):
-        torch.testing.assert_close(ours, expected, rtol=5e-2, atol=5e-2)
-
-
 @pytest.mark.parametrize("family", ["llama", "mistral-window"])
 def test_generate_of_transformers_gives_the_same_tokens(family: str) -> None:
     """Also for prompts padded on the left, whose masks transformers builds itself."""

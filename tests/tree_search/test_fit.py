@@ -96,33 +96,6 @@ def test_independent_nodes_come_by_the_product_of_accuracies() -> None:
     assert set(tree.paths) == {(0,), (0, 0), (1,), (0, 1)}
 
 
-def test_the_independent_tree_is_the_best_by_its_own_measure(conversations: list[list[Trace]]) -> None:
-    """No single exchange of a leaf for another connected node has a larger sum of products."""
-    traces = [trace for one in conversations for trace in one]
-    small, large = independent_trees(traces, [12, 13]).values()
-    assert set(small.paths) < set(large.paths)
-    shares = _accuracies(traces)
-
-    def product(path: tuple[int, ...]) -> float:
-        value = 1.0
-        for head, rank in enumerate(path):
-            value *= shares[head][rank]
-        return value
-
-    leaves = [path for path in small.paths if not any(other[:-1] == path for other in small.paths)]
-    outside = [(*path, rank) for path in ((), *small.paths) if len(path) < HEADS for rank in range(10)]
-    worst = min(product(path) for path in leaves)
-    assert all(product(path) <= worst + 1e-12 for path in outside if path not in small.paths)
-
-
-def _accuracies(traces: list[Trace]) -> list[list[float]]:
-    table = []
-    for head in range(HEADS):
-        column = [row[head] for t in traces for row, targets in zip(t.ranks, t.targets, strict=True) if targets > head]
-        table.append([sum(rank == wanted for rank in column) / len(column) for wanted in range(10)])
-    return table
-
-
 def test_there_is_a_tree_of_every_size(conversations: list[list[Trace]]) -> None:
     traces = [trace for one in conversations[:6] for trace in one]
     assert [tree.size for tree in joint_trees(traces, [0, 3, 7]).values()] == [0, 3, 7]

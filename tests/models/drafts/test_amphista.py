@@ -162,17 +162,6 @@ def test_with_nothing_added_it_is_medusa() -> None:
     assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(_states(draft, backbone), theirs, strict=True))
 
 
-def test_every_head_hears_every_other_one_only_through_the_auto_embedding() -> None:
-    backbone = random_backbone("llama")
-    for blocks in (0, 1):
-        draft = trained_like(backbone, auto_blocks=blocks)
-        before = _states(draft, backbone)
-        with torch.no_grad():
-            draft.mlps.get_parameter("2.weight").add_(0.1)
-        moved = [not torch.equal(a, b) for a, b in zip(before, _states(draft, backbone), strict=True)]
-        assert moved == ([True] * 5 if blocks else [False, False, True, False, False])
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_head_reads_the_sampled_token_and_none_after_it(variant: str) -> None:
     backbone = random_backbone("mistral-window")
@@ -186,22 +175,6 @@ def test_a_head_reads_the_sampled_token_and_none_after_it(variant: str) -> None:
     assert torch.equal(before[:, :, :5], after[:, :, :5])
     changed = (before[:, :, 5] != after[:, :, 5]).any(-1)
     assert bool(changed.all()) == bool(changed.any()) == draft.sampled_token
-
-
-def test_documents_of_a_packed_row_do_not_see_each_other() -> None:
-    backbone = random_backbone("mistral-window")
-    draft = trained_like(backbone)
-    first, second = TOKENS[:1, :6], TOKENS[1:, :4]
-    packed = Rows(
-        torch.cat([first, second, torch.zeros(1, 2, dtype=torch.long)], dim=1),
-        torch.tensor([[0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5]]),
-        torch.tensor([[0] * 6 + [1] * 4 + [-1] * 2]),
-    )
-    feats = backbone.run(packed.tokens, positions=packed.positions, segments=packed.segments)
-    together = list(draft.head_states(feats, packed))
-    for k, (a, b) in enumerate(zip(_states(draft, backbone, first), _states(draft, backbone, second), strict=True)):
-        assert torch.allclose(together[k][:, :5], a[:, :-1], atol=1e-10)
-        assert torch.allclose(together[k][:, 6:9], b[:, :-1], atol=1e-10)
 
 
 #: Nodes 2, 5 and 7 hold the truth.

@@ -97,19 +97,6 @@ def test_value_and_gradient_of_the_formula(family: str) -> None:
         torch.testing.assert_close(mine, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_documents_of_a_packed_row_are_computed_as_alone() -> None:
-    draft, backbone = noisy()
-    row = TOKENS.flatten()[None]
-    segments = torch.tensor([[0] * 8 + [1] * 6 + [-1] * 2])
-    packed = Rows(row, torch.tensor([[*range(8), *range(6), 0, 1]]), segments)
-    feats = backbone.run(row, segments=segments, positions=packed.positions, need=draft.needs)
-    together = list(draft.head_states(feats, packed))
-    for tokens, part in ((row[:, :8], slice(0, 8)), (row[:, 8:14], slice(8, 14))):
-        alone = draft.head_states(backbone.run(tokens, need=draft.needs), Rows.from_tokens(tokens))
-        for mine, expected in zip(together, alone, strict=True):
-            torch.testing.assert_close(mine[:, part], expected, atol=1e-6, rtol=0)
-
-
 @pytest.mark.parametrize("rows", [1, 2])
 def test_trees_are_drafted_as_in_training(rows: int) -> None:
     """The guesses below a node are the best ones of the training states on the node's path."""

@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.nn.functional import linear, rms_norm, silu, softmax
 
 from medusa_train.data.batch import Batch
-from medusa_train.inference.generate import Decoder
 from medusa_train.losses.objective import Objective
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.hydra import HydraDraft
@@ -16,7 +15,6 @@ from medusa_train.models.features import Features, Rows
 from medusa_train.trees.kv_cache import BatchCache
 from medusa_train.trees.tree import Tree
 from tests.families import FAMILIES, random_backbone
-from tests.inference.test_generate import _Scalars as Scalars
 
 TREE = Tree.from_paths([(0,), (1,), (3,), (0, 0), (0, 2), (3, 1), (0, 2, 0), (0, 2, 1), (3, 1, 4)])
 
@@ -140,19 +138,3 @@ def test_proposals_are_each_nodes_own_best_tokens(family: str, prefix_layer: boo
         state = draft.select_rows(state, [0, 2])
         for row, text in enumerate([texts[0], texts[2]]):
             assert torch.allclose(state.hidden[row], prefixed(draft, text)[-1], atol=1e-6)
-
-
-@pytest.mark.parametrize("prefix_layer", [False, True])
-def test_a_step_waits_for_the_device_once(prefix_layer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    backbone = random_backbone("llama")
-    lists: list[Tensor] = []
-    to_list = Tensor.tolist
-    monkeypatch.setattr(Tensor, "tolist", lambda tensor: lists.append(tensor) or to_list(tensor))
-    steps = Decoder(backbone, trained(backbone, prefix_layer=prefix_layer), TREE).stream([3, 14, 15], 20, ())
-    for _ in range(2):
-        next(steps)
-    for _ in range(3):
-        lists.clear()
-        with Scalars() as scalars:
-            next(steps)
-        assert (len(lists), scalars.count) == (1, 0)

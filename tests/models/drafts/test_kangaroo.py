@@ -127,20 +127,6 @@ def test_head_k_says_what_the_exit_says_k_positions_later() -> None:
     assert torch.equal(trained, traced[0])
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma3"])
-def test_packed_documents_do_not_see_each_other(family: str) -> None:
-    backbone = random_backbone(family)
-    draft = random_draft(backbone, exit_layer=2)
-    batch = packed(backbone.vocab_size)
-    feats = backbone.run(batch.tokens, positions=batch.positions, segments=batch.segments, need=draft.needs)
-    together = draft.states(feats, batch)[0]
-    for document in range(len(LENGTHS)):
-        here = batch.segments[0] == document
-        rows = Rows.from_tokens(batch.tokens[:, here])
-        alone = draft.states(backbone.run(rows.tokens, need=draft.needs), rows)[0]
-        assert torch.allclose(together[here], alone, atol=1e-9)
-
-
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3"])
 @pytest.mark.parametrize("mlp_size", [0, 5])
 def test_only_the_adapter_is_trained_and_saved(family: str, mlp_size: int, tmp_path: Path) -> None:
