@@ -202,18 +202,12 @@ def _by_child(passes: Callable[[list[float], int], bool], left: Callable[[list[f
     return rule
 
 
-def _without(p: list[float], token: int) -> list[float]:
-    rest = [0.0 if i == token else mass for i, mass in enumerate(p)]
-    return [mass / sum(rest) for mass in rest]
-
-
 def _residual(p: list[float], token: int) -> list[float]:
     rest = [max(mass - 1 / VOCAB, 0.0) for mass in p]
     return [mass / sum(rest) for mass in rest]
 
 
 DICE = random.Random(0)
-RECURSIVE = _by_child(lambda p, x: DICE.random() < p[x], _without)
 WRONG = {
     "keeps the rejected child": _by_child(lambda p, x: DICE.random() < p[x], lambda p, x: p),
     "takes top-k children for draws from a flat head": _by_child(lambda p, x: DICE.random() < p[x] * VOCAB, _residual),
@@ -227,8 +221,3 @@ WRONG = {
 @pytest.mark.parametrize("wrong", WRONG)
 def test_wrong_rules_fail_the_same_test(wrong: str) -> None:
     assert _decode(WRONG[wrong], "good", TREES["wide"], Sampling(0.7), seed=3) < 1e-12
-
-
-def test_recursive_rejection_follows_the_same_distribution() -> None:
-    """The usual form of the rule, child by child, is equivalent to one draw at each node."""
-    assert _decode(RECURSIVE, "good", TREES["wide"], Sampling(0.7), seed=3) > 1e-4

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from medusa_train.errors import MedusaError
-from medusa_train.inference.accept import Rule, Typical
+from medusa_train.inference.accept import Rule
 from medusa_train.inference.batch import BatchDecoder, PendingRequest, group_prompts
 from medusa_train.inference.generate import Decoder, Generation
 from medusa_train.inference.sampling import Sampling
@@ -101,27 +101,6 @@ def test_the_end_of_the_context_and_errors() -> None:
         decoder.generate_batch([[1], [2]], 5, generators=[torch.Generator()])
     with pytest.raises(ValueError, match="a generator for every row"):
         decoder.generate_batch([[1], [2]], 5, rule=Sampling())
-
-
-@pytest.mark.parametrize("rule", [Sampling(0.8, top_p=0.9), Sampling(1.2, top_k=20), Typical(0.9)])
-@pytest.mark.parametrize("tree", [Tree.empty(), TREE], ids=["empty", "sparse"])
-def test_samples_do_not_depend_on_other_rows(tree: Tree, rule: Rule) -> None:
-    backbone = random_backbone("mistral-window")
-    draft = _draft(backbone)
-
-    def generators(count: int) -> list[torch.Generator]:
-        return [torch.Generator().manual_seed(seed) for seed in range(count)]
-
-    together = BatchDecoder(backbone, draft, tree).generate_batch(PROMPTS, 15, (), rule, generators(5))
-    one = Decoder(backbone, draft, tree)
-    for prompt, out, generator in zip(PROMPTS, together, generators(5), strict=True):
-        assert one.generate(prompt, 15, (), rule, generator).tokens == out.tokens
-    others = generators(5)
-    order = [4, 2, 0]
-    fewer = BatchDecoder(backbone, draft, tree).generate_batch(
-        [PROMPTS[i] for i in order], 15, (), rule, [others[i] for i in order]
-    )
-    assert [out.tokens for out in fewer] == [together[i].tokens for i in order]
 
 
 QUEUE = [*PROMPTS, [9] * 12, [33, 2], [8], [41, 40, 39], list(range(1, 20)), [6, 6], [12, 30]]

@@ -23,8 +23,8 @@ from medusa_train.trees.tree import Level, Tree
 from tests.families import FAMILIES, random_backbone
 from tests.inference.chi_square import check_lossless, five_token_backbone
 from tests.inference.equality import check_equals_plain
+from tests.inference.test_drafts import PROMPTS
 
-PROMPTS = [[3, 14, 15, 9, 2, 6, 5, 35, 8, 9], [7], [20, 30, 40], [11, 12, 13, 14, 15, 16, 17]]
 TREES = {
     "chain": Tree.chain(5),
     "wide": Tree.cartesian([3, 2, 2]),

@@ -110,17 +110,6 @@ def test_rows_that_join_late_get_the_tokens_and_guesses_that_they_get_alone(name
             assert max(sizes) == 3
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3", "smollm3"])
-@pytest.mark.parametrize("name", ["medusa", "hydra++", "amphista", "kangaroo", "prompt_lookup"])
-def test_other_families(name: str, family: str) -> None:
-    """With early exit: rows of a batch stop drafting together, and the text stays the same."""
-    backbone = random_backbone(family)
-    draft = make_draft(name, backbone)
-    eos = ends(backbone, 14)
-    together, _ = streamed(BatchDecoder(backbone, draft, TREE), 14, eos, queue=QUEUE)
-    assert results(together) == results(answers_alone(Decoder(backbone), 14, eos))
-
-
 @pytest.mark.parametrize("name", ["medusa", "hydra++", "amphista", "kangaroo", "lookahead", "hydra+++rest"])
 def test_rows_join_up_to_the_end_of_the_context_and_caches_grow(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("medusa_train.trees.kv_cache._GROWTH", 4)

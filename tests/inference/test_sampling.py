@@ -102,16 +102,6 @@ def test_draws_by_inversion_are_literal() -> None:
     assert draw(edges.expand(3, -1), torch.tensor([0.0, 0.5, 1 - 2**-53], dtype=torch.float64)).tolist() == [1, 2, 2]
 
 
-def test_a_row_draws_from_its_own_generator_alone() -> None:
-    device = torch.device("cpu")
-
-    def rows(*seeds: int) -> torch.Tensor:
-        return uniforms([torch.Generator().manual_seed(seed) for seed in seeds], [3] * len(seeds), device)
-
-    assert torch.equal(rows(1, 2, 3)[1], rows(2)[0])
-    assert not torch.equal(rows(1, 2)[0], rows(1, 2)[1])
-
-
 def test_a_row_draws_no_numbers_for_padding() -> None:
     """Its generator goes on as if it were alone."""
     together, alone = ([torch.Generator().manual_seed(seed) for seed in (1, 2)] for _ in range(2))

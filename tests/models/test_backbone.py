@@ -15,6 +15,7 @@ from medusa_train.models.features import FeatureSpec
 from medusa_train.models.hf_config import context_length
 from medusa_train.models.loading import resolve_backbone
 from tests.families import FAMILIES, NoTokenizer, random_backbone
+from tests.models.test_compatibility import SMALL
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -61,22 +62,13 @@ def test_unknown_transforms_of_logits_are_rejected() -> None:
             out.logits = out.logits * 1.5
             return out
 
-    config = LlamaConfig(
-        vocab_size=31,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        eos_token_id=None,
-    )
+    config = LlamaConfig(**SMALL, eos_token_id=None)
     with pytest.raises(BackboneError, match="its logits are not lm_head"):
         check_model(Backbone(Strange(config), NoTokenizer()))
 
 
 def test_unsupported_layer_types_are_rejected() -> None:
-    config = LlamaConfig(
-        vocab_size=31, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
-    )
+    config = LlamaConfig(**SMALL)
     model = LlamaForCausalLM(config)
     model.config.layer_types = ["chunked_attention"]
     with pytest.raises(BackboneError, match="chunked_attention"):
@@ -101,9 +93,7 @@ def test_angles_stay_exact_in_another_dtype() -> None:
 
 
 def test_a_stray_window_in_a_llama_config_is_ignored() -> None:
-    config = LlamaConfig(
-        vocab_size=31, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
-    )
+    config = LlamaConfig(**SMALL)
     config.sliding_window = 3
     assert Backbone(LlamaForCausalLM(config), NoTokenizer()).layer_types == {"full_attention"}
     assert random_backbone("mistral-window").layer_types == {"sliding_attention"}
@@ -138,8 +128,6 @@ def test_transformed_embeddings_are_rejected() -> None:
                 lambda _, args, named: ((args[0].roll(1, -1), *args[1:]), named), with_kwargs=True, prepend=True
             )
 
-    config = LlamaConfig(
-        vocab_size=31, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
-    )
+    config = LlamaConfig(**SMALL)
     with pytest.raises(BackboneError, match="not a scaled token embedding"):
         Backbone(Strange(config), NoTokenizer()).embedding()

@@ -27,33 +27,21 @@ def test_supported_families_pass_in_every_precision(family: str, dtype: torch.dt
     check_model(backbone)
 
 
+RECURRENT = (
+    *("Mamba", "Mamba2", "FalconMamba", "Jamba", "Bamba", "Zamba2", "NemotronH", "GraniteMoeHybrid", "FalconH1"),
+    *("RecurrentGemma", "Rwkv", "xLSTM", "Qwen3Next", "MiniMax"),
+)
+LATENT = ("DeepseekV2", "DeepseekV3", "Glm4MoeLite", "LongcatFlash", "MiniCPM3")
 REFUSED = {
+    **{f"{name}Config": ["recurrent state"] for name in RECURRENT},
+    **{f"{name}Config": ["latent attention"] for name in LATENT},
     "BloomConfig": ["max_position_embeddings"],
     "T5Config": ["no causal language model", "encoder-decoder"],
     "BartConfig": ["encoder-decoder"],
     "ViTConfig": ["no causal language model"],
-    "MambaConfig": ["recurrent state"],
-    "Mamba2Config": ["recurrent state"],
-    "FalconMambaConfig": ["recurrent state"],
-    "JambaConfig": ["recurrent state"],
-    "BambaConfig": ["recurrent state"],
-    "Zamba2Config": ["recurrent state"],
-    "NemotronHConfig": ["recurrent state"],
-    "GraniteMoeHybridConfig": ["recurrent state"],
-    "FalconH1Config": ["recurrent state"],
-    "RecurrentGemmaConfig": ["recurrent state"],
-    "RwkvConfig": ["recurrent state"],
-    "xLSTMConfig": ["recurrent state"],
-    "Qwen3NextConfig": ["recurrent state"],
-    "MiniMaxConfig": ["recurrent state"],
     "Llama4TextConfig": ["chunked attention"],
     "Llama4Config": ["chunked attention"],
     "GptOssConfig": ["attention sinks"],
-    "DeepseekV2Config": ["latent attention"],
-    "DeepseekV3Config": ["latent attention"],
-    "Glm4MoeLiteConfig": ["latent attention"],
-    "LongcatFlashConfig": ["latent attention"],
-    "MiniCPM3Config": ["latent attention"],
     "MllamaConfig": ["cross-attention"],
     "GPTJConfig": ["scaled_dot_product_attention"],
 }

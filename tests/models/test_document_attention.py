@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AttentionInterface
 
 from medusa_train.data.batch import Batch, collate
@@ -21,6 +21,7 @@ from medusa_train.models.document_attention import (
 from medusa_train.models.drafts.layers import DraftLayer
 from tests.allocations import LargestTensor
 from tests.families import FAMILIES, random_backbone
+from tests.models.test_attention import AttentionModule
 from tests.trees.test_masks import documents
 from tests.varlen import APART, LEAKING
 
@@ -112,16 +113,6 @@ def test_reasons_against_flash_attention(changed: dict, reason: str | None) -> N
     usable = {"device": "cuda", "dtype": torch.bfloat16, "capped": False, "supported": True, "installed": True}
     obstacle = flash_obstacle(**(usable | changed))
     assert obstacle is None if reason is None else reason in str(obstacle)
-
-
-class AttentionModule(nn.Module):
-    """The attributes of a layer that transformers' functions read."""
-
-    is_causal = True
-
-    def __init__(self, shared: int) -> None:
-        super().__init__()
-        self.num_key_value_groups = shared
 
 
 SEGMENTS = torch.tensor([[0] * 9 + [1] + [2] * 5 + [-1] * 2, [0] * 17])

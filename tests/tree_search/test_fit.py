@@ -17,7 +17,6 @@ from medusa_train.tree_search.fit import (
     cross_validate,
     fit_tree,
     independent_trees,
-    joint_trees,
     most_frequent,
     paths_by_product,
 )
@@ -94,11 +93,6 @@ def test_independent_nodes_come_by_the_product_of_accuracies() -> None:
     tree = independent_trees([Trace(rows, [2, 2, 2, 2])], [4])[4]
     # (0): .75, (0, 0): .375, (1): .25, (0, 1): .1875, (1, 0): .125
     assert set(tree.paths) == {(0,), (0, 0), (1,), (0, 1)}
-
-
-def test_there_is_a_tree_of_every_size(conversations: list[list[Trace]]) -> None:
-    traces = [trace for one in conversations[:6] for trace in one]
-    assert [tree.size for tree in joint_trees(traces, [0, 3, 7]).values()] == [0, 3, 7]
 
 
 def test_the_joint_tree_is_worth_at_least_the_independent_one_on_new_text(

@@ -16,7 +16,7 @@ from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.models.features import Features, Rows
 from medusa_train.trees.kv_cache import BatchCache
 from medusa_train.trees.tree import Tree
-from tests.families import FAMILIES, random_backbone
+from tests.families import random_backbone
 
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3], [2, 7, 1, 8, 2, 8, 1, 8, 2, 8]])
 #: The draft, its alpha variant and its ablations.
@@ -53,15 +53,6 @@ def test_untrained_heads_give_the_backbones_logits_to_the_bit(variant: str) -> N
     theirs = backbone.model(TOKENS, use_cache=False).logits
     for k, hidden in enumerate(_states(draft, backbone), start=1):
         assert torch.equal(draft.lm_head(k).logits(hidden), theirs)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_untrained_heads_predict_what_every_family_predicts(family: str) -> None:
-    backbone = random_backbone(family)
-    draft = AmphistaDraft.from_backbone(backbone, num_heads=2)
-    theirs = backbone.model(TOKENS, use_cache=False).logits
-    for k, hidden in enumerate(_states(draft, backbone), start=1):
-        assert torch.allclose(draft.lm_head(k).logits(hidden), theirs, atol=1e-10)
 
 
 def _norm(x: Tensor, weight: Tensor | float, eps: float) -> Tensor:

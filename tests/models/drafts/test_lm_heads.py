@@ -20,12 +20,11 @@ from medusa_train.models.features import Rows
 from medusa_train.tree_search.traces import trace_answer
 from medusa_train.trees.tree import Tree
 from tests.families import random_backbone
+from tests.inference.test_drafts import PROMPTS, TREE
 from tests.losses.formula import objective as plain_objective
 from tests.losses.plain import accumulated
 
 KEPT = torch.tensor([40, 3, 9, 21, 60, 5, 33, 0, 17, 52, 11, 7, 28, 45, 2, 14])  # in no order
-PROMPTS = [[3, 14, 15, 9, 2, 6, 5, 35, 8, 9], [7], [20, 30, 40], [11, 12, 13, 14, 15, 16, 17]]
-TREE = Tree.from_paths([(0,), (1,), (2,), (5,), (0, 0), (0, 3), (1, 0), (0, 0, 0), (1, 0, 2)])
 SETTINGS: dict[str, dict[str, Any]] = {
     "medusa": {"num_heads": 3},
     "medusa-shared": {"num_heads": 3, "share_lm_head": True},
