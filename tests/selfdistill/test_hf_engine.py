@@ -159,37 +159,6 @@ def test_answers_do_not_depend_on_the_batch(
         assert all_answers(engine(backbone, temperature, 40, top_k=3, top_p=0.9, batch_size=3)) == all_answers(limited)
 
 
-def test_the_next_requests_join_as_answers_are_done(directory: Path) -> None:
-    """Turns of conversations that come back while others are under way, and rows that end at unlike times."""
-    backbone = load_backbone(str(directory), dtype=torch.float64)
-    free = engine(backbone, max_new_tokens=24)
-    said = [Decoder(backbone).generate(free._prompting.prompt(asks(q)), 24, ()).tokens for q in QUESTIONS]
-    backbone.eos_ids = tuple({said[0][3], said[4][8], said[7][15]})
-
-    def conversations(answering: HFEngine) -> dict[int, list[Answer]]:
-        talks: dict[int, list[Answer]] = {n: [] for n in range(len(QUESTIONS))}
-        messages: dict[int, tuple[Message, ...]] = {n: (Message("user", q),) for n, q in enumerate(QUESTIONS)}
-        ready, asked = list(talks), 0
-        while ready or asked:
-            while ready and asked < answering.capacity:
-                number = ready.pop(0)
-                answering.submit(number, Request(messages[number], seed=number))
-                asked += 1
-            number, answer = answering.next()
-            asked -= 1
-            talks[number].append(answer)
-            if len(talks[number]) < 3:
-                messages[number] += (Message("assistant", answer.text), Message("user", "and then?"))
-                ready.append(number)
-        return talks
-
-    alone = conversations(engine(backbone, max_new_tokens=24))
-    assert len({answer.completion_tokens for talk in alone.values() for answer in talk}) > 3
-    batched = engine(backbone, max_new_tokens=24, batch_size=4)
-    assert conversations(batched) == alone
-    assert batched.steps / batched.passes > 3  # of four rows, though some end after a few tokens
-
-
 @pytest.mark.parametrize("temperature", [0.0, 0.5])
 def test_answers_that_loop_end_early_and_others_stay(
     backbone: Backbone, temperature: float, monkeypatch: pytest.MonkeyPatch

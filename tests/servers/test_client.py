@@ -120,23 +120,14 @@ def test_a_wrong_url_is_reported() -> None:
 def test_close_ends_pending_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MIN_BACKOFF", 60.0)
     monkeypatch.setattr(module, "MAX_BACKOFF", 60.0)
-    with serving(lambda n, body: error(503, "loading")) as server:
+    with serving(lambda n, body: error(503, "loading")) as server, ThreadPoolExecutor(1) as pool:
         client = OpenAIClient(server.url, timeout=5.0, retry_seconds=600.0)
-        failed: list[Exception] = []
-
-        def wait() -> None:
-            try:
-                client.complete(BODY)
-            except ServerError as gave_up:
-                failed.append(gave_up)
-
-        thread = threading.Thread(target=wait, daemon=True)
-        thread.start()
+        pending = pool.submit(client.complete, BODY)
         while not server.bodies:
             time.sleep(0.01)
         client.close()
-        thread.join(timeout=10)
-        assert len(failed) == 1
+        with pytest.raises(ServerError):
+            pending.result(timeout=10)
 
 
 def ask_many(client: OpenAIClient, count: int) -> list[str]:
