@@ -5,9 +5,9 @@ memory). What is not: the program can read every file that the user can read, an
 listen on a Unix socket file. Use a container or a virtual machine for programs that may be malicious.
 
 `run_program` runs this file as a script, with `python -I -S`. It needs the standard library only: nothing of this
-package may be imported by a process whose program is not trusted. The script reads a job from stdin as JSON (`program`,
-`seconds`, `megabytes`), isolates itself and forks; the fork gives up its privileges and runs the program. The first
-process stays outside the fork's process namespace, stops it when its time is over, and reports to stdout.
+package may be imported by a process whose program is not trusted. The script reads `_run`'s arguments from stdin as
+JSON, isolates itself and forks; the fork gives up its privileges and runs the program. The first process stays outside
+the fork's process namespace, stops it when its time is over, and reports to stdout.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def run_program(program: str, seconds: float = 10.0, megabytes: int = 1024) -> O
     """Run a Python program in its own isolated process with limited time and address space; its output is discarded."""
     if sys.platform != "linux":
         return Outcome(REFUSED, f"processes can be isolated on Linux only, not on {sys.platform}")
-    job = json.dumps({"program": program, "seconds": seconds, "megabytes": megabytes})
+    job = json.dumps([program, seconds, megabytes])
     with tempfile.TemporaryDirectory(prefix="medusa-code-") as directory:
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", str(CHILD)],
@@ -92,8 +92,7 @@ def run_program(program: str, seconds: float = 10.0, megabytes: int = 1024) -> O
                 os.killpg(process.pid, signal.SIGKILL)  # and what it started
             process.communicate()
     try:
-        result = json.loads(output)
-        return Outcome(*result)
+        return Outcome(*json.loads(output))
     except (ValueError, TypeError):
         reason = errors.decode("utf-8", "replace").strip().split("\n")[-1]
         return Outcome(FAILED, f"its process did not report: {reason or f'exit status {process.returncode}'}")
@@ -104,8 +103,7 @@ def run_program(program: str, seconds: float = 10.0, megabytes: int = 1024) -> O
 
 def main() -> None:
     """Read a job from stdin, run it, and write its outcome to stdout."""
-    job = json.load(sys.stdin)
-    outcome = _run(job["program"], job["seconds"], job["megabytes"])
+    outcome = _run(*json.load(sys.stdin))
     json.dump([outcome.status, outcome.detail[:DETAIL_CHARACTERS]], sys.stdout)
 
 

@@ -47,7 +47,6 @@ from medusa_train.models.precision import (
     WeightMemory,
     catch_out_of_memory,
     emulates_bf16,
-    is_out_of_memory,
     release_memory,
 )
 from medusa_train.progress import RunProgress
@@ -88,7 +87,7 @@ def evaluate(
     if dtype == "auto":
         dtype = choose_dtype(bench.questions[0].turns[0], paths, progress)
     most_tokens = cfg.max_new_tokens * sum(len(question.turns) for question in bench.questions)
-    with _explain_out_of_memory(paths, dtype):
+    with catch_out_of_memory() as caught:
         model = load_model(paths, dtype, progress, compiled=cfg.compile is True, rows=cfg.batch_size)
         if chooses_compilation(cfg, paths):
             _choose_compile(cfg, bench, model, paths, log.header.get("compiled"), progress)
@@ -96,6 +95,11 @@ def evaluate(
             model, paths = refitted
             log = open_log(directory / "turns.jsonl", cfg, bench, paths, progress)
         records, skipped = time_bench(cfg, bench, model, paths, dtype, log, progress)
+    if caught:
+        raise BackboneError(
+            f"base_model {paths.base_model}: not enough memory to decode with it in {dtype}.\n"
+            "Set another dtype, a lower --max-new-tokens or a smaller --tree, or measure on a larger device."
+        )
     trace_records(records, model, progress)
 
     meta = collect_metadata(cfg, bench, model, paths, dtype, records, skipped, command)
@@ -238,19 +242,6 @@ def time_bench(
         raise
     finally:
         log.close()
-
-
-@contextmanager
-def _explain_out_of_memory(paths: ModelPaths, dtype: str) -> Iterator[None]:
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        raise BackboneError(
-            f"base_model {paths.base_model}: not enough memory to decode with it in {dtype}.\n"
-            "Set another dtype, a lower --max-new-tokens or a smaller --tree, or measure on a larger device."
-        ) from error
 
 
 def trace_records(records: Sequence[TurnRecord], model: LoadedModel, progress: RunProgress) -> None:

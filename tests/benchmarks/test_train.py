@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import train
-from train import Case, Result, Step, measure_loss, measure_step
+from train import Case, Step, measure_loss, measure_step
 
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.batch import IGNORE_INDEX, Batch
@@ -60,16 +58,3 @@ def test_a_case_runs_in_its_own_process_and_need_not_fit() -> None:
     assert result.fits
     assert result.loss == pytest.approx(measure_loss(SMALL).loss, rel=1e-6)
     assert not train.measure_in_process(replace(SMALL, vocab=10**12), 1).fits
-
-
-def test_the_report_has_every_case(tmp_path: Path) -> None:
-    ours = Result(True, [8.0], peak=50_000_000, accumulating=400_000_000)
-    shape = Result(True, [2.0], tokens=4096, total=30 * 10**9, estimate=29 * 10**9, operations=10**14, rate=10**14)
-    loss, seven = Case("loss", "ours"), Case("shape1", "ours", rows=2)
-    measured = {replace(loss, method="naive"): Result(False, []), loss: ours, seven: shape}
-    train.write_report(tmp_path, train.machine_facts("train.py", []), measured)
-    text = (tmp_path / "train.md").read_text()
-    assert "does not fit" in text
-    assert "its figures say nothing about 7B" in text
-    fits = [case.get("fits", True) for case in json.loads((tmp_path / "train.json").read_text())["cases"]]
-    assert fits == [False, True, True]

@@ -110,26 +110,16 @@ def test_heads_measured_alone_have_to_beat_the_faster_plain_measurement() -> Non
 
 
 def test_nothing_is_recommended_that_does_not_win() -> None:
-    def figures(concurrency: int, tokens: int, ratio: float, verdict: str) -> dict[str, object]:
-        return {
-            "concurrency": concurrency,
-            "server": f"k={tokens}",
-            "num_speculative_tokens": tokens,
-            "ratio": ratio,
-            "ratio_interval": None,
-            "verdict": verdict,
-        }
-
+    measured = [
+        *[(1, 2, 1.3, "wins"), (1, 3, 1.4, "wins"), (1, 4, 1.9, "undecided")],
+        *[(8, 2, 1.1, "undecided"), (8, 3, 0.8, "loses")],
+    ]
+    names = ("concurrency", "num_speculative_tokens", "ratio", "verdict")
     advice = recommend(
-        [
-            figures(1, 2, 1.3, "wins"),
-            figures(1, 3, 1.4, "wins"),
-            figures(1, 4, 1.9, "undecided"),
-            figures(8, 2, 1.1, "undecided"),
-            figures(8, 3, 0.8, "loses"),
-        ]
+        [{"server": "", "ratio_interval": None, **dict(zip(names, one, strict=True))} for one in measured]
     )
-    assert [(one["concurrency"], one["use"], one["server"]) for one in advice] == [(1, True, "k=3"), (8, False, "k=2")]
+    chosen = [(one["concurrency"], one["use"], one["num_speculative_tokens"]) for one in advice]
+    assert chosen == [(1, True, 3), (8, False, 2)]
 
 
 # Counters of vLLM

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -80,36 +83,26 @@ def test_a_cut_stream_is_asked_again() -> None:
         client.close()
 
 
-def test_a_stream_that_never_ends_is_a_fault() -> None:
+def test_a_stream_that_never_ends_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     server = OpenAIServer("http://127.0.0.1:9/v1", key_variable="NONE", timeout=0.2, connections=1)
 
-    class Endless:
-        status_code = 200
+    def endless() -> Iterator[str]:
+        while True:
+            time.sleep(0.01)
+            yield ": keep-alive"
 
-        def __enter__(self) -> Endless:
-            return self
-
-        def __exit__(self, *error: object) -> None:
-            pass
-
-        def iter_lines(self) -> Any:
-            while True:
-                time.sleep(0.01)
-                yield ": keep-alive"
-
-    server._models_read = True
-    server._client.stream = lambda *args, **kwargs: Endless()  # type: ignore[method-assign, assignment, return-value]
+    response = SimpleNamespace(status_code=200, iter_lines=endless)
+    monkeypatch.setattr(server, "_models_read", True)
+    monkeypatch.setattr(server._client, "stream", lambda *args, **keys: nullcontext(response))
     fault = server.send({"stream": True})
     assert isinstance(fault, Fault)
     assert "no complete answer within 0.2 s" in fault.reason
-    outcomes: list[Any] = []
     server._timeout = 60.0
-    thread = threading.Thread(target=lambda: outcomes.append(server.send({"stream": True})))
-    thread.start()
-    time.sleep(0.05)
-    server.close()
-    thread.join(5)
-    assert "client was closed" in outcomes[0].reason
+    with ThreadPoolExecutor(1) as pool:
+        pending = pool.submit(server.send, {"stream": True})
+        time.sleep(0.05)
+        server.close()
+        assert "client was closed" in pending.result(5).reason  # type: ignore[union-attr]
 
 
 def test_models_and_metrics_of_a_server() -> None:
