@@ -154,6 +154,8 @@ def test_answers_do_not_depend_on_the_batch(
     assert all_answers(engine(backbone, temperature, 40, batch_size=4)) == alone
     assert max(sizes) == 4
     if temperature:
+        sampling = engine(backbone, temperature, 40)
+        assert ask(sampling, Request(PROMPT, 1)) != ask(sampling, Request(PROMPT, 2))
         limited = engine(backbone, temperature, 40, top_k=3, top_p=0.9)
         assert all_answers(limited) != alone
         assert all_answers(engine(backbone, temperature, 40, top_k=3, top_p=0.9, batch_size=3)) == all_answers(limited)
