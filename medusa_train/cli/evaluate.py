@@ -104,8 +104,8 @@ def evaluate(
         _chat(cfg, paths, console)
     elif calibrate:
         with progress.phase("importing torch and transformers", ticking=True):
-            from medusa_train.evaluation.calibrate import calibrate as choose_tree
-        _print_paths(console, choose_tree(cfg, questions, paths, progress))
+            from medusa_train.evaluation.calibrate import calibrate as calibrate_tree
+        _print_paths(console, calibrate_tree(cfg, questions, paths, progress))
     else:
         with progress.phase("importing torch and transformers", ticking=True):
             from medusa_train.evaluation.run import evaluate as run_evaluation

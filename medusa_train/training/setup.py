@@ -47,7 +47,7 @@ from medusa_train.training.distributed import SINGLE_PROCESS, World, init_distri
 from medusa_train.training.hidden_states import HiddenStateCache, open_hidden_states
 from medusa_train.training.load_data import TrainingData, validation_batches, with_template
 from medusa_train.training.process_info import ProcessInfo, free_port
-from medusa_train.training.state import (
+from medusa_train.training.snapshot import (
     LoadedCheckpoint,
     Plan,
     TrainState,

@@ -24,7 +24,7 @@ from medusa_train.progress import Phase, RunProgress
 from medusa_train.training.backbone_recipe import BackboneRecipe
 from medusa_train.training.distributed import SINGLE_PROCESS, World
 from medusa_train.training.signals import StopRequest
-from medusa_train.training.state import (
+from medusa_train.training.snapshot import (
     LoadedCheckpoint,
     Plan,
     TrainState,

@@ -32,7 +32,7 @@ from medusa_train.training.distributed import SINGLE_PROCESS, World, init_distri
 from medusa_train.training.load_data import load_data
 from medusa_train.training.process_info import process_info_from_env
 from medusa_train.training.signals import StopRequest
-from medusa_train.training.state import take_weights
+from medusa_train.training.snapshot import take_weights
 from medusa_train.training.strategy import LossScale
 from medusa_train.training.trainer import Trainer
 

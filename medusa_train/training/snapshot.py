@@ -1,4 +1,4 @@
-"""The state of a run (counters, random generators, plan) and how a checkpoint saves and restores it."""
+"""What a checkpoint holds: weights, optimizer, counters, random generators and plan; how they are taken and restored."""
 
 from __future__ import annotations
 

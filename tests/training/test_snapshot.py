@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from medusa_train.checkpoint.store import CheckpointStore
-from medusa_train.training.state import (
+from medusa_train.training.snapshot import (
     Plan,
     TrainState,
     rng_state,
