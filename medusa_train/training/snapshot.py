@@ -1,4 +1,4 @@
-"""What a checkpoint holds: weights, optimizer, counters, random generators and plan; how they are taken and restored."""
+"""What a checkpoint holds: weights, optimizer, counters, random generators, plan; how they are taken and restored."""
 
 from __future__ import annotations
 
