@@ -94,7 +94,8 @@ def read_experiment(name: str) -> Experiment:
     if not path.is_file():
         raise ConfigError(f"{name}: no such file, and none in {EXPERIMENTS}")
     try:
-        return Experiment.model_validate({"name": path.stem, **yaml.safe_load(path.read_text(encoding="utf-8"))})
+        written = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        return Experiment.model_validate({"name": path.stem, **written})
     except (ValidationError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: {error}") from None
 
@@ -316,7 +317,8 @@ def trained_figures(runs: Sequence[Path]) -> Record:
     parameters = 0
     for file in heads_files(runs[-1] / "heads"):
         with safe_open(str(file), framework="pt") as tensors:
-            parameters += sum(math.prod(tensors.get_slice(name).get_shape()) for name in list(tensors.keys()))
+            names = set(tensors.keys()) - {"token_map"}
+            parameters += sum(math.prod(tensors.get_slice(name).get_shape()) for name in names)
     return {"tokens": tokens, "parameters": parameters}
 
 
@@ -385,9 +387,12 @@ def inspect(plan: Plan) -> None:
                 continue
             print(f"\n{stage.directory.name} ({'finished' if stage.finished.is_file() else 'to train'})", flush=True)
             print(f"medusa-train {shlex.join(stage.command)}")
-            words = [sys.executable, "-m", "medusa_train.cli.train", *stage.command, "--inspect"]
+            # the run that it starts from may not be trained yet, and changes no estimate
+            alone = ["lora_model_dir=null", "stage_one=null"] if "lora_model_dir=" in str(stage.overrides) else []
+            words = [sys.executable, "-m", "medusa_train.cli.train", *stage.command, *alone, "--inspect"]
             done = subprocess.run(words, capture_output=True, text=True, env=environment(), check=False)
             if done.returncode:
+                print(done.stderr.strip())
                 shape, gpu = backbone_config(stage.load()), list(GPUS)[-1]
                 cells = estimate_row(stage.config, shape, list(stage.overrides), gpu)[2:]
                 rows[stage.directory] = [f"`{stage.directory.name}`", *cells]
@@ -397,7 +402,7 @@ def inspect(plan: Plan) -> None:
         points = list(plan.points(name))
         print(f"\n{name}: {len({json.dumps(point.keys) for point in points})} evaluations, {len(points)} points")
     if rows:
-        print("\nBackbone or data are not on this machine: estimates by shape, 60,000 conversations an epoch\n")
+        print("\nOf runs that cannot be inspected here: estimates by shape, 60,000 conversations an epoch\n")
         print(table(["run", "GPU", "memory", "disk", "hours"], list(rows.values()), 2))
 
 

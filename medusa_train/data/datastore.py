@@ -15,7 +15,7 @@ from medusa_train.data.records import read_conversations
 from medusa_train.errors import DataError
 
 SEPARATOR = -1  # after every document
-CHAT_FILES = (".json", ".jsonl", ".parquet")
+CHAT_FILES = (".json", ".jsonl", ".json.gz", ".jsonl.gz", ".parquet")
 
 
 class Datastore:
@@ -99,7 +99,7 @@ def _sort_suffixes(tokens: NDArray[np.int32], order: int) -> NDArray[np.int32]:
 
 def read_datastore(path: Path, tokenizer: Any, order: int) -> Datastore:
     """Build a datastore from the assistant's turns of a file of chats (JSON, JSON Lines, parquet), or from any text."""
-    if path.suffix in CHAT_FILES:
+    if path.name.endswith(CHAT_FILES):
         chats = read_conversations(path).conversations
         texts = [message.content for chat in chats for message in chat.messages if message.role == "assistant"]
     else:

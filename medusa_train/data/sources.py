@@ -95,6 +95,17 @@ def open_source(source: DatasetConfig, on_progress: OnProgress | None = None) ->
     return LocalFiles((path,))
 
 
+def open_prompts(name: str, split: str | None, on_progress: OnProgress | None = None) -> LocalFiles | HubSplit:
+    """Open the prompts of self-distillation (`seed_dataset`): a public data set, a local path, or one of the hub."""
+    source = DatasetConfig(path=name, split=split)
+    if name in PUBLIC_DATASETS:
+        return open_public(source, on_progress)
+    if resolve_path(name) is None and (name.count("/") != 1 or is_data_file_name(name)):
+        names = ", ".join(PUBLIC_DATASETS)
+        raise DataError(f"seed_dataset {name}: no such file, and no public data set of that name ({names})")
+    return open_source(source, on_progress)
+
+
 def is_data_file_name(name: str) -> bool:
     """Return whether `name` can only be a local path, not a hub name; detects misspelt paths."""
     return looks_like_path(name) or Path(name).suffix in (*_SUFFIXES, *_UNSUPPORTED_SUFFIXES)

@@ -15,10 +15,10 @@ from typing import Any
 from rich.table import Table
 
 from medusa_train.config.paths import public_name
-from medusa_train.config.schema import DatasetConfig, SelfDistillConfig
+from medusa_train.config.schema import SelfDistillConfig
 from medusa_train.data.conversation import NOTABLE_LOOPING, Message
 from medusa_train.data.records import first_problems
-from medusa_train.data.sources import open_source
+from medusa_train.data.sources import open_prompts
 from medusa_train.hub import hub_is_unreachable
 from medusa_train.progress import LoadingProgress, RunProgress, duration
 from medusa_train.selfdistill.engines import model_name, resolve_model_paths, server_sampling
@@ -61,7 +61,7 @@ def load_prompts(cfg: SelfDistillConfig, progress: RunProgress) -> tuple[list[Pr
         return [Prompt(f"question-{number:06d}", (), source="by the model") for number in range(cfg.limit)], Counter()
     invalid: list[str] | None = [] if cfg.skip_bad_records else None
     with LoadingProgress(progress) as shown:
-        source = open_source(DatasetConfig(path=cfg.seed_dataset, split=cfg.split), shown.update)
+        source = open_prompts(cfg.seed_dataset, cfg.split, shown.update)
         prompts = read_prompts(source, cfg.type, skipped=invalid)
     selection = Selection(cfg.max_turns, cfg.min_chars, cfg.max_chars, cfg.sample, cfg.sample_seed, cfg.limit)
     selected, skipped = select_prompts(prompts, selection)

@@ -213,12 +213,13 @@ def test_a_plan_estimates_by_shape_what_is_not_on_this_machine(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, calls: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Sequence[str]] = []
-    failed = SimpleNamespace(returncode=2)  # no such backbone on this machine
+    failed = SimpleNamespace(returncode=2, stderr="no such backbone on this machine")
     monkeypatch.setattr(papers.subprocess, "run", lambda words, **options: asked.append(words) or failed)
     words = ["medusa_table2", "--configs", "configs/vicuna7b", "--inspect", "--runs", "medusa1", "--out", str(tmp_path)]
     assert papers.main(words) == 0
     shown = capsys.readouterr().out
     assert "medusa1: 1 evaluations, 1 points" in shown
+    assert "no such backbone" in shown
     assert "| H100, 80 GB |" in shown
     assert not calls
     assert [words[-1] for words in asked] == ["--inspect"]

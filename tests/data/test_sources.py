@@ -14,7 +14,7 @@ from medusa_train.data import sources
 from medusa_train.data.conversation import REASONING_TAGS
 from medusa_train.data.encode import DatasetReader
 from medusa_train.data.records import ReadResult
-from medusa_train.data.sources import HubSplit, LocalFiles, open_source
+from medusa_train.data.sources import HubSplit, LocalFiles, open_prompts, open_source
 from medusa_train.errors import ConfigError, DataError
 from medusa_train.hub import FetchError
 
@@ -157,6 +157,14 @@ def test_hub_names_are_loaded_with_their_split(tmp_path: Path, monkeypatch: pyte
     assert asked[1:] == [("somebody/chats", None, "test"), ("somebody/chats", "main", "train")]
     monkeypatch.chdir(tmp_path)
     assert opened("tiny") == LocalFiles((PROJECT_ROOT / "data/seeds/tiny.jsonl",))
+
+
+def test_prompts_of_public_names_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tiny").mkdir()  # a model, for instance
+    monkeypatch.chdir(tmp_path)
+    assert open_prompts("tiny", None) == LocalFiles((PROJECT_ROOT / "data/seeds/tiny.jsonl",))
+    with pytest.raises(DataError, match=r"nowhere: no such file, and no public data set of that name \(tiny, sharegpt"):
+        open_prompts("nowhere", None)
 
 
 def test_a_hub_that_cannot_be_reached_is_told_clearly(monkeypatch: pytest.MonkeyPatch) -> None:
