@@ -126,7 +126,7 @@ def test_without_a_model_the_embedded_backbone_is_named_and_a_missing_set_says_w
         (["--mode", "questions", "--limit", "2", "--temperature", "0"], 2, "set temperature: 1.0"),
         (["--mode", "questions", "--limit", "2", "min_chars=3"], 2, "has no effect with mode: questions"),
         (["--seed", "mine.jsonl", "--merge", "--output", "none.jsonl", "dtype=float32"], 1, "nothing to merge"),
-        (["--seed", "absent.jsonl"], 1, "absent.jsonl: no such file or directory"),
+        (["--seed", "absent.jsonl"], 1, "absent.jsonl: no such file, and no public data set of that name"),
         (["--seed", "mine.jsonl", "--model", "./absent", "--output", "new.jsonl"], 1, "no such directory"),
         (["--seed", "mine.jsonl", "--model", "backbone", "--output", "x.txt"], 2, "has to end with .jsonl"),
     ],
