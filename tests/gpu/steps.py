@@ -91,8 +91,8 @@ def measure(keys: dict[str, Any]) -> Measured:
     estimate = Estimate(cfg, trainer.recipe.backbone.config).memory(
         rows=rows,
         width=width,
-        dtype=trainer.precision.dtype,
-        device=trainer.precision.device.type,
+        dtype=trainer.recipe.precision.dtype,
+        device=trainer.recipe.precision.device.type,
     )
     losses = [record["loss"] for record in metrics(trainer.output_dir) if record["kind"] == "train"]
     return Measured(trainer, console.file.getvalue(), losses, peak, estimate.total, (rows, width))
@@ -100,7 +100,7 @@ def measure(keys: dict[str, Any]) -> Measured:
 
 def held_bytes(trainer: Trainer) -> int:
     """Return the bytes of weights and optimizer states between two steps."""
-    if trainer.precision.device.type == "cuda":
+    if trainer.recipe.precision.device.type == "cuda":
         return torch.cuda.memory_allocated()
     modules = (trainer.recipe.backbone.model, trainer.draft)
     seen = {tensor.data_ptr(): tensor.nbytes for module in modules for tensor in tensors_of(module)}

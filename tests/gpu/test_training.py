@@ -104,7 +104,7 @@ def test_steps_with_what_only_a_gpu_has(case: str, make_keys: MakeKeys) -> None:
         }
         assert torch.uint8 in kinds
     else:
-        assert measured.trainer.precision.dtype == torch.float16
+        assert measured.trainer.recipe.precision.dtype == torch.float16
         assert strategy.loss_scale.value > 1
 
 
