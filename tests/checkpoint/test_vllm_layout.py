@@ -109,3 +109,12 @@ def test_blocks_without_bias_get_zeros_as_vllm_computes_them() -> None:
 def test_unexpected_tensors_are_named() -> None:
     with pytest.raises(CheckpointError, match=r"some/file: fc\.weight is not a weight"):
         from_vllm({**vllm_tensors(), "fc.weight": torch.zeros(1)}, vllm_config(), "some/file")
+
+
+def test_missing_and_misshapen_tensors_are_named() -> None:
+    complete = vllm_tensors()
+    for name in ("blocks.1.layers.0.weight", "lm_heads.1.weight"):
+        missing = {key: tensor for key, tensor in complete.items() if key != name}
+        for tensors in (missing, {**missing, name: torch.zeros(2, 3)}):
+            with pytest.raises(CheckpointError, match=r"some/file: .*\b1\.\d"):
+                from_vllm(tensors, vllm_config(), "some/file")

@@ -17,8 +17,10 @@ from medusa_train.tree_search.fit import (
     cross_validate,
     fit_tree,
     independent_trees,
+    joint_trees,
     most_frequent,
     paths_by_product,
+    tokens_per_step,
 )
 from medusa_train.tree_search.traces import AcceptedLength, Trace
 from medusa_train.trees.tree import Tree
@@ -105,6 +107,13 @@ def test_the_joint_tree_is_worth_at_least_the_independent_one_on_new_text(
     gains = [joint[n] - independent[n] for n in range(4, 64)]
     assert min(gains) >= 0
     assert max(gains) > 0.3  # heads that err together are what the joint search is for
+
+
+def test_every_size_gets_the_better_of_both_trees(conversations: list[list[Trace]]) -> None:
+    traces = [trace for one in conversations for trace in one]
+    trees, alone = joint_trees(traces, [3, 9]), independent_trees(traces, [3, 9])
+    assert {size: tree.size for size, tree in trees.items()} == {3: 3, 9: 9}
+    assert all(tokens_per_step(traces, trees[size]) >= tokens_per_step(traces, alone[size]) for size in trees)
 
 
 def test_no_conversation_is_rated_with_a_tree_fitted_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
