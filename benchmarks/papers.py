@@ -151,8 +151,10 @@ class Plan:
         config = f"{args.configs}_{run.config}.yaml"
         before = [] if run.after is None else self.stages(run.after)
         words = [*self._length(run, config), *self.experiment.set, *args.set, *run.set]
-        if "{mlp}" in str(words):
-            words = [word.replace("{mlp}", str(backbone_config(self.family).intermediate_size)) for word in words]
+        if "{mlp}" in str(words) or "{linears}" in str(words):  # linears: as many weights as two square matrices
+            shape = backbone_config(self.family)
+            sizes = str(shape.intermediate_size), str(2 * shape.hidden_size // 3)
+            words = [word.replace("{mlp}", sizes[0]).replace("{linears}", sizes[1]) for word in words]
         words += [f"lora_model_dir={before[-1].directory}"] if before else []
         return [*before, Stage(args.out / "runs" / f"{name}-{digest(config, words)}", config, tuple(words))]
 

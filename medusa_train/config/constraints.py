@@ -176,6 +176,11 @@ TRAIN_CONSTRAINTS: tuple[Constraint, ...] = (
         "auto_blocks: 0 also omits the positions; remove position_encoding: false",
     ),
     Constraint(
+        ("kangaroo",),
+        lambda cfg: cfg.kangaroo is not None and not (cfg.kangaroo.attention or cfg.kangaroo.mlp_size),
+        "an adapter without attention needs an MLP; set mlp_size, or remove attention: false",
+    ),
+    Constraint(
         ("draft", *_RECIPE_KEYS),
         lambda cfg: not DRAFT_CONFIGS[cfg.draft].trains_jointly and _is_joint(cfg),
         "can be trained on a frozen backbone only; remove the keys of joint training (recipe: medusa1)",

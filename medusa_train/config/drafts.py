@@ -241,6 +241,8 @@ class KangarooConfig(DraftConfig):
         0.6, "eta: drafting stops after a token whose probability is at most this; 0: never", ge=0, le=1
     )
     mlp_size: Int = key(0, "intermediate size of an MLP after the adapter's attention; 0: no MLP, as published", ge=0)
+    attention: Bool = key(True, "false: an MLP alone (Kangaroo, The Architecture of the Adapter Module: MLP Only)")
+    share_lm_head: Bool = key(True, "false: train an lm_head of the draft's own (the same table: Kangaroo + Head)")
 
     def early_layers(self, num_layers: int) -> tuple[int, ...]:
         """Return the exit layer."""
@@ -248,8 +250,8 @@ class KangarooConfig(DraftConfig):
 
     @property
     def shared_lm_heads(self) -> int:
-        """One, since a single depth is trained."""
-        return 1
+        """One, since a single depth is trained; none if it trains its own."""
+        return int(self.share_lm_head)
 
     def describe(self) -> str:
         """Describe the draft by its exit layer and its maximum length."""

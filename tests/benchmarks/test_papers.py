@@ -44,7 +44,7 @@ def benches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("benches")
 @pytest.mark.parametrize("name", NAMES)
 def test_every_experiment_is_a_sound_plan(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(papers, "backbone_config", lambda cfg: SimpleNamespace(intermediate_size=1536))
+    monkeypatch.setattr(papers, "backbone_config", lambda cfg: SimpleNamespace(intermediate_size=1536, hidden_size=576))
     for prefix in ("configs/tiny", "configs/smollm2", "configs/vicuna7b"):
         one = plan(name, "--configs", prefix)
         runs = [run for run in one.names if prefix != "configs/vicuna7b" or one.experiment.runs[run].config != "eagle3"]

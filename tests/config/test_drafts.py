@@ -58,7 +58,8 @@ def test_the_papers_settings() -> None:
     }
     assert hydra.describe() == "3 Hydra++ heads x 4 layers"
     kangaroo = train("draft=kangaroo").draft_config
-    assert kangaroo.settings == {"num_heads": 6, "exit_layer": 2, "threshold": 0.6, "mlp_size": 0}
+    settings = {"num_heads": 6, "exit_layer": 2, "threshold": 0.6, "mlp_size": 0}
+    assert kangaroo.settings == {**settings, "attention": True, "share_lm_head": True}
     assert kangaroo.describe() == "Kangaroo, early exit after 2 layers, drafting up to 6 tokens"
     amphista = train("draft=amphista", "amphista.vocab_size=1024").draft_config
     assert (amphista.settings["vocab_size"], amphista.describe()) == (1024, "4 Amphista heads over 1,024 tokens")
@@ -95,6 +96,7 @@ def test_the_loss_of_the_heads(overrides: list[str], loss: HeadsLoss, described:
         (["draft=hydra", "hydra.dropout=1"], r"hydra.dropout: must be less than 1"),
         (["draft=hydra", "hydra.vocab_size=8"], r"hydra.vocab_size: must be 16 or more"),
         (["draft=kangaroo", "kangaroo.vocab_size=1024"], r"kangaroo.vocab_size: unknown key"),
+        (["draft=kangaroo", "kangaroo.attention=false"], r"kangaroo: .*without attention needs an MLP; set mlp_size"),
         (
             ["draft=amphista", "amphista.alignment_weight=0", "amphista.label_weight=0"],
             r"amphista: .*both 0, so there is no loss",

@@ -273,6 +273,9 @@ def test_a_shared_lm_head_is_multiplied_with_but_not_trained() -> None:
     adapter = 2 * HIDDEN * HIDDEN + 2 * HIDDEN * 8 + 2 * HIDDEN
     kangaroo = operations(draft="kangaroo", kangaroo={"num_heads": 6})
     assert kangaroo == pytest.approx(PASS + LM_HEAD + (6 * adapter + shared) * 600)
+    own = {"mlp_size": 24, "attention": False, "share_lm_head": False}
+    trained = 3 * 24 * HIDDEN + 2 * HIDDEN + VOCAB * HIDDEN
+    assert operations(draft="kangaroo", kangaroo=own) == pytest.approx(PASS + LM_HEAD + 6 * trained * 600)
 
 
 @pytest.mark.parametrize("family", [FalconConfig(alibi=False), GPTNeoXConfig()], ids=lambda config: config.model_type)

@@ -39,6 +39,10 @@ RECIPES: dict[str, dict[str, Any]] = {
     "hydra": {"draft": "hydra", "hydra": {"num_heads": 2, "num_layers": 2, "dropout": 0.1, "vocab_size": 24}},
     "amphista": {"draft": "amphista", "amphista": {"num_heads": 2, "vocab_size": 24}},
     "kangaroo": {"draft": "kangaroo", "kangaroo": {"num_heads": 2, "exit_layer": 1}},
+    "kangaroo-mlp": {
+        "draft": "kangaroo",
+        "kangaroo": {"exit_layer": 1, "mlp_size": 24, "attention": False, "share_lm_head": False},
+    },
     "eagle3": {"draft": "eagle3", "eagle3": {"num_heads": 2, "train_steps": 2, "layers": [1, 1, 1]}},
 }
 PACKED = {"sample_packing": True, "sequence_len": 64}

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft, Proposal, at_last_nodes, at_positions
 from medusa_train.models.drafts.layers import DraftLayer, init_from_layer, layer_to_copy
+from medusa_train.models.drafts.lm_heads import copy_lm_head, count_lm_head
 from medusa_train.models.features import Features, FeatureSpec, TokenRows
 from medusa_train.models.layer_split import LayerRunner
 from medusa_train.models.lm_head import LMHead
@@ -26,11 +27,12 @@ Run = Callable[[Tensor, int, int], Tensor]
 class KangarooDraft(Draft):
     """The early-exit model `lm_head . A . M[:l]` of the backbone M (Kangaroo, Early Exiting as Self-Drafting Model).
 
-    The adapter A is a norm, causal attention with a residual, and a final norm, without an MLP (but see `mlp_size`);
-    lm_head is the backbone's. A is initialised from layer l, which it replaces, and from the backbone's final norm.
-    (The paper does not say how; on the tiny backbone random weights need more than twice the tokens.) At position t the
-    adapter predicts the token t + 1, as the backbone does, so one adapter drafts to any depth. In `Draft`, head k at
-    position t predicts the token t + k + 1; here that is the adapter's output at position t + k.
+    The adapter A is a norm, causal attention with a residual, and a final norm; lm_head is the backbone's. The paper's
+    other architectures are built, too (Kangaroo, The Architecture of the Adapter Module). A is initialised from layer
+    l, which it replaces, and from the backbone's final norm. (The paper does not say how; on the tiny backbone random
+    weights need more than twice the tokens.) At position t the adapter predicts the token t + 1, as the backbone does,
+    so one adapter drafts to any depth. In `Draft`, head k at position t predicts the token t + k + 1; here that is the
+    adapter's output at position t + k.
 
     Drafting runs the first l layers once for every token and leaves their keys and values in the backbone's cache;
     verification continues from these states (`Proposal.early`).
@@ -47,6 +49,8 @@ class KangarooDraft(Draft):
         exit_layer: l; in the paper 2 for a 7B model and 3 for 13B.
         threshold: eta, the confidence up to which drafting stops; 0 to never stop.
         mlp_size: width of an MLP after the attention; 0 for none, as in the paper.
+        attention: False leaves out the attention; the adapter then reads each position alone.
+        share_lm_head: False trains an lm_head of the draft's own, which starts as a copy of the backbone's.
         dtype: dtype of the adapter; by default the backbone's.
 
     Raises:
@@ -54,7 +58,7 @@ class KangarooDraft(Draft):
     """
 
     can_append_rows = True
-    setting_names = ("num_heads", "exit_layer", "threshold", "mlp_size")
+    setting_names = ("num_heads", "exit_layer", "threshold", "mlp_size", "attention", "share_lm_head")
     runs_backbone = True
 
     def __init__(
@@ -65,16 +69,24 @@ class KangarooDraft(Draft):
         exit_layer: int = 2,
         threshold: float = 0.6,
         mlp_size: int = 0,
+        attention: bool = True,
+        share_lm_head: bool = True,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.exit_layer = exit_layer
         self.num_heads = num_heads
         self.threshold = threshold
-        self.mlp_size = mlp_size
+        self.mlp_size, self.attention, self.share_lm_head = mlp_size, attention, share_lm_head
         self.needs = FeatureSpec(early=(exit_layer,))
         self.shared = backbone.lm_head()
-        self.adapter = DraftLayer(backbone, mlp_size=mlp_size, dtype=dtype)
+        self.own_lm_head: nn.Linear | None = None
+        if not share_lm_head:
+            (rows, size), dtype = self.shared.weight.shape, dtype or backbone.dtype
+            bias = self.shared.bias is not None
+            self.own_lm_head = nn.Linear(size, rows, bias=bias, dtype=dtype, device=backbone.device)
+            copy_lm_head([self.own_lm_head], self.shared)
+        self.adapter = DraftLayer(backbone, mlp_size=mlp_size, attention=attention, dtype=dtype)
         self._backbone = backbone
         self.split = backbone.split_at(exit_layer)
         init_from_layer(self.adapter.body.layers[0], backbone.layer(exit_layer))
@@ -84,16 +96,18 @@ class KangarooDraft(Draft):
 
     @classmethod
     def count_parameters(
-        cls, model: Any, *, num_heads: int, exit_layer: int, threshold: float, mlp_size: int = 0
+        cls, model: Any, *, mlp_size: int = 0, attention: bool = True, share_lm_head: bool = True, **_: Any
     ) -> int:
-        """The attention of one layer and two norms; with an MLP its share of the layer's MLP, and a third norm."""
+        """A final norm; the attention of one layer, and the MLP's share of a layer's, with a norm each; an lm_head."""
         layer: Any = layer_to_copy(model)
         width = model.get_output_embeddings().weight.shape[1]
-        attention = sum(parameter.numel() for parameter in layer.self_attn.parameters()) + 2 * width
-        if not mlp_size:
-            return attention
-        mlp = sum(parameter.numel() for parameter in layer.mlp.parameters())
-        return attention + mlp * mlp_size // model.config.get_text_config().intermediate_size + width
+        total: int = width + (0 if share_lm_head else count_lm_head(model, None))
+        if attention:
+            total += sum(parameter.numel() for parameter in layer.self_attn.parameters()) + width
+        if mlp_size:
+            mlp = sum(parameter.numel() for parameter in layer.mlp.parameters())
+            total += mlp * mlp_size // model.config.get_text_config().intermediate_size + width
+        return total
 
     # Training
 
@@ -118,8 +132,9 @@ class KangarooDraft(Draft):
         return self.adapter(self.cast(feats.early), batch.positions, batch.segments)
 
     def lm_head(self, k: int) -> LMHead:
-        """Return the backbone's lm_head."""
-        return self.shared
+        """Return the backbone's lm_head, or the draft's own."""
+        own = self.own_lm_head
+        return self.shared if own is None else replace(self.shared, weight=own.weight, bias=own.bias)
 
     # Decoding. The adapter reads each position together with the one after it, so the last one waits for the root.
 
@@ -188,7 +203,10 @@ class KangarooDraft(Draft):
 
     def logits(self, states: Tensor) -> Tensor:
         """Return the draft's logits [..., V] of the adapter's states [..., d], in at least float32."""
-        logits = self._backbone.logits(states.to(self._backbone.dtype))
+        if self.own_lm_head is None:
+            logits = self._backbone.logits(states.to(self._backbone.dtype))
+        else:
+            logits = self.shared.transform(self.own_lm_head(states))
         return logits if logits.dtype == torch.float64 else logits.float()
 
     def _guess(

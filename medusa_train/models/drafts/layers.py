@@ -32,6 +32,7 @@ class DraftLayer(nn.Module):
         final_norm: whether a norm follows, of the kind of the backbone's final norm.
         mlp_size: width of the MLP; None for the backbone's. 0 leaves out the MLP and the norms that serve only it:
             norm, attention, residual (Kangaroo).
+        attention: False leaves out the attention and its norms in the same way.
         dtype: dtype of the parameters; by default the backbone's.
 
     Raises:
@@ -44,6 +45,7 @@ class DraftLayer(nn.Module):
         *,
         final_norm: bool = True,
         mlp_size: int | None = None,
+        attention: bool = True,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
@@ -59,7 +61,9 @@ class DraftLayer(nn.Module):
             if not final_norm:
                 body.norm = nn.Identity()
             if mlp_size == 0:
-                _remove_mlp(body, backbone.hidden_size)
+                _remove(body, "mlp", _NoMLP(), backbone.hidden_size)
+            if not attention:
+                _remove(body, "self_attn", _NoAttention(), backbone.hidden_size)
             with torch.no_grad(), capture_inputs(body.layers[0]) as captured:
                 probe = torch.randn(1, 2, backbone.hidden_size)
                 body(inputs_embeds=probe, use_cache=False)
@@ -190,6 +194,16 @@ class _NoMLP(nn.Module):
         return torch.zeros_like(states)
 
 
+class _NoAttention(nn.Module):
+    """Takes the place of a layer's attention and adds nothing to the residual; caches still count its positions."""
+
+    def forward(self, hidden_states: Tensor, *_: Any, past_key_values: Any = None, **__: Any) -> tuple[Tensor, None]:
+        if past_key_values is not None:
+            keys = hidden_states.new_zeros(len(hidden_states), 1, hidden_states.shape[1], 1)
+            past_key_values.update(keys, keys, 0)
+        return torch.zeros_like(hidden_states), None
+
+
 def layer_to_copy(model: Any) -> nn.Module:
     """Return a decoder layer of a transformers model; a `DraftLayer` of it has one of this kind.
 
@@ -203,18 +217,19 @@ def layer_to_copy(model: Any) -> nn.Module:
     return layer
 
 
-def _remove_mlp(body: Any, hidden_size: int) -> None:
-    """Remove the MLP and the norms before and after it: the modules that a probe's gradient no longer reaches."""
+def _remove(body: Any, name: str, replacement: nn.Module, hidden_size: int) -> None:
+    """Replace a part of the layer; remove its norms: the modules that a probe's gradient no longer reaches."""
     layer = body.layers[0]
-    if not isinstance(getattr(layer, "mlp", None), nn.Module):
-        raise AttributeError("its layers have no module `mlp` to remove")
-    layer.mlp = _NoMLP()
+    if not isinstance(getattr(layer, name, None), nn.Module):
+        raise AttributeError(f"its layers have no module `{name}` to remove")
+    setattr(layer, name, replacement)
     probe = torch.randn(2, 1, 3, hidden_size)
     with torch.enable_grad():
         (body(inputs_embeds=probe[0], use_cache=False).last_hidden_state * probe[1]).sum().backward()
-    for name, part in list(layer.named_children()):
-        if not any(p.grad is not None and bool(p.grad.any()) for p in part.parameters()):
-            setattr(layer, name, part if name == "mlp" else nn.Identity())
+    for child, part in list(layer.named_children()):
+        unread = not any(p.grad is not None and bool(p.grad.any()) for p in part.parameters())
+        if unread and not isinstance(part, (_NoMLP, _NoAttention)):
+            setattr(layer, child, nn.Identity())
     body.zero_grad()
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.nn.functional import cross_entropy, linear
+from torch.nn.functional import cross_entropy, linear, silu
 
 from medusa_train.data.batch import Batch
 from medusa_train.errors import BackboneError
@@ -42,7 +42,7 @@ def packed(vocab: int) -> Batch:
 
 
 def reference(draft: KangarooDraft, early: Tensor, heads: int, kv_heads: int, theta: float = 10000.0) -> Tensor:
-    """Norm, attention with rotary positions, residual, norm over one document [T, d], written out."""
+    """Norm, attention with rotary positions, residual; with an MLP the same; norm, over one document [T, d]."""
     w = {name.removeprefix("adapter.body."): parameter for name, parameter in draft.named_parameters()}
     attention = "layers.0.self_attn."
 
@@ -55,6 +55,15 @@ def reference(draft: KangarooDraft, early: Tensor, heads: int, kv_heads: int, th
         cos, sin = angles.cos()[:, None].to(x), angles.sin()[:, None].to(x)
         return torch.cat([x[..., :half] * cos - x[..., half:] * sin, x[..., half:] * cos + x[..., :half] * sin], -1)
 
+    def after_mlp(x: Tensor) -> Tensor:
+        if not draft.mlp_size:
+            return norm(x, w["norm.weight"])
+        read, mlp = norm(x, w["layers.0.post_attention_layernorm.weight"]), "layers.0.mlp."
+        gate, up = (linear(read, w[f"{mlp}{n}_proj.weight"]) for n in ("gate", "up"))
+        return norm(x + linear(silu(gate) * up, w[f"{mlp}down_proj.weight"]), w["norm.weight"])
+
+    if not draft.attention:
+        return after_mlp(early)
     x = norm(early, w["layers.0.input_layernorm.weight"])
     q, k, v = (linear(x, w[f"{attention}{n}_proj.weight"]) for n in "qkv")
     q = rotated(q.unflatten(-1, (heads, -1)))
@@ -65,12 +74,22 @@ def reference(draft: KangarooDraft, early: Tensor, heads: int, kv_heads: int, th
     scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
     hidden = torch.ones(len(x), len(x), dtype=torch.bool).triu(1)
     seen = torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), v).flatten(1)
-    return norm(early + linear(seen, w[f"{attention}o_proj.weight"]), w["norm.weight"])
+    return after_mlp(early + linear(seen, w[f"{attention}o_proj.weight"]))
 
 
-def test_states_are_the_formulas() -> None:
+#: The architectures of the paper's table: Kangaroo, + Head, 1-Layer Transformer, MLP Only.
+ARCHITECTURES: dict[str, dict[str, object]] = {
+    "kangaroo": {},
+    "head": {"share_lm_head": False},
+    "layer": {"mlp_size": 24},
+    "mlp": {"mlp_size": 5, "attention": False, "share_lm_head": False},
+}
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_states_are_the_formulas(kind: str) -> None:
     backbone = random_backbone("llama")
-    draft = random_draft(backbone)
+    draft = random_draft(backbone, **ARCHITECTURES[kind])
     tokens = torch.randint(backbone.vocab_size, (2, 12))
     feats = backbone.run(tokens, need=draft.needs)
     assert feats.early is not None
@@ -79,11 +98,12 @@ def test_states_are_the_formulas() -> None:
         assert torch.allclose(states[row], reference(draft, feats.early[row], 4, 2), atol=1e-9)
 
 
+@pytest.mark.parametrize("kind", ARCHITECTURES)
 @pytest.mark.parametrize("soft", [1.0, 0.0])
-def test_loss_and_gradient_are_the_plain_ones(soft: float) -> None:
+def test_loss_and_gradient_are_the_plain_ones(soft: float, kind: str) -> None:
     """Soft cross-entropy of the exit at t against the backbone at t: the same position, in every document."""
     backbone = random_backbone("llama")
-    draft = random_draft(backbone)
+    draft = random_draft(backbone, **ARCHITECTURES[kind])
     batch = packed(backbone.vocab_size)
     feats = backbone.run(batch.tokens, positions=batch.positions, segments=batch.segments, need=draft.needs)
     objective = Objective(draft, 1.0, soft_heads=soft)
@@ -96,7 +116,9 @@ def test_loss_and_gradient_are_the_plain_ones(soft: float) -> None:
     assert feats.early is not None
     for document in range(len(LENGTHS)):
         here = batch.segments[0] == document
-        logits = backbone.logits(reference(draft, feats.early[0, here], 4, 2))
+        states = reference(draft, feats.early[0, here], 4, 2)
+        own = draft.own_lm_head
+        logits = backbone.logits(states) if own is None else linear(states, own.weight)
         teacher = backbone.logits(feats.hidden[0, here]).softmax(-1)
         for t in range(1, LENGTHS[document] - 1):  # t: where token t + 1 is predicted, once a token was guessed before
             if batch.labels[0, here][t + 1] >= 0:
@@ -128,20 +150,21 @@ def test_head_k_says_what_the_exit_says_k_positions_later() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3"])
-@pytest.mark.parametrize("mlp_size", [0, 5])
-def test_only_the_adapter_is_trained_and_saved(family: str, mlp_size: int, tmp_path: Path) -> None:
-    """Attention, two norms and an optional MLP; loaded over the same backbone they compute the same."""
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_only_the_adapter_is_trained_and_saved(family: str, kind: str, tmp_path: Path) -> None:
+    """The adapter and an lm_head of its own; loaded over the same backbone they compute the same."""
     backbone = random_backbone(family)
-    draft = random_draft(backbone, num_heads=3, threshold=0.25, mlp_size=mlp_size)
+    draft = random_draft(backbone, num_heads=3, threshold=0.25, **ARCHITECTURES[kind])
     sizes = {name: parameter.numel() for name, parameter in draft.named_parameters()}
     assert sum(sizes.values()) == KangarooDraft.count_parameters(backbone.model, **draft.settings)
-    assert all(name.startswith("adapter.") for name in sizes)
+    assert all(name.startswith(("adapter.", "own_lm_head.")) for name in sizes)
     theirs = {parameter.data_ptr() for parameter in backbone.model.parameters()}
     assert not theirs & {parameter.data_ptr() for parameter in draft.parameters()}
     assert set(draft.state_dict()) == set(sizes)
     save_file(draft.state_dict(), tmp_path / "heads.safetensors")
     again = KangarooDraft.from_backbone(backbone, **draft.settings)
-    assert again.settings == {"num_heads": 3, "exit_layer": 1, "threshold": 0.25, "mlp_size": mlp_size}
+    fixed = {"num_heads": 3, "exit_layer": 1, "threshold": 0.25, "mlp_size": 0}
+    assert again.settings == {**fixed, "attention": True, "share_lm_head": True, **ARCHITECTURES[kind]}
     again.load_state_dict(load_file(tmp_path / "heads.safetensors"), strict=True)
     tokens = torch.randint(backbone.vocab_size, (1, 8))
     feats = backbone.run(tokens, need=draft.needs)
