@@ -45,7 +45,7 @@ from safetensors import safe_open  # noqa: E402
 from shapes import SHAPES, llama_config  # noqa: E402
 from shared import machine_facts, table  # noqa: E402
 
-from medusa_train.checkpoint.resolve import heads_files, resolve_model  # noqa: E402
+from medusa_train.checkpoint.resolve import find_heads, resolve_model  # noqa: E402
 from medusa_train.checkpoint.run_layout import TREE, TREE_TRACES  # noqa: E402
 from medusa_train.cli.common import quiet_libraries, split_arguments  # noqa: E402
 from medusa_train.config.load import load_config  # noqa: E402
@@ -317,7 +317,7 @@ def trained_figures(runs: Sequence[Path]) -> Record:
     logged = [map(json.loads, read_lines(run / "metrics.jsonl")) for run in runs]
     tokens = sum([line for line in lines if line["kind"] == "train"][-1]["tokens"] for lines in logged)
     parameters = 0
-    for file in heads_files(runs[-1] / "heads"):
+    for file in find_heads(runs[-1] / "heads").files:
         with safe_open(str(file), framework="pt") as tensors:
             names = set(tensors.keys()) - {"token_map"}
             parameters += sum(math.prod(tensors.get_slice(name).get_shape()) for name in names)

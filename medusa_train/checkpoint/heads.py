@@ -21,7 +21,7 @@ from medusa_train.checkpoint.reference_layout import (
     from_reference,
     to_reference,
 )
-from medusa_train.checkpoint.resolve import CONFIG, DRAFT, PICKLED, PREFIXES, SAFETENSORS, heads_files, heads_layout
+from medusa_train.checkpoint.resolve import CONFIG, DRAFT, PICKLED, PREFIXES, SAFETENSORS, HeadFiles, find_heads
 from medusa_train.checkpoint.serialize import read_json, read_pickled_tensors, read_tensors, write_json, write_tensors
 from medusa_train.checkpoint.server_layouts import from_eagle3, from_vllm, to_vllm
 from medusa_train.errors import CheckpointError
@@ -49,36 +49,26 @@ def save_draft(draft: Draft, directory: Path | str, base_model: str) -> Path:
 
 def load_draft(directory: Path | str, backbone: Backbone, dtype: torch.dtype | None = None) -> Draft:
     """Load a draft of any kind for `backbone`, on its device; `dtype` defaults to the backbone's."""
-    directory = Path(directory)
-    layout = heads_layout(directory)
-    if layout not in ("draft", "eagle3"):
-        return load_heads(directory, backbone, dtype)
-    config = read_json(directory / CONFIG)
-    if layout == "eagle3":
-        tensors, settings = read_eagle3(directory)
-        config = {"draft": "eagle3", **settings, "base_model_name_or_path": config.get("base_model_name_or_path")}
-    else:
-        tensors = read_tensors(directory / DRAFT)
-    draft = _new_draft(config, directory, tensors, backbone, dtype)
+    found = find_heads(Path(directory))
+    tensors, config = _read_files(found)
+    if found.layout not in ("draft", "eagle3"):
+        heads = _medusa_tensors(found, tensors, config)
+        return _new_medusa(heads, found.directory, backbone, dtype)
+    draft = _new_draft(config, found.directory, tensors, backbone, dtype)
     try:
         draft.load_state_dict(tensors)
     except RuntimeError as error:
         first = str(error).splitlines()[1].strip()  # below the name of the draft's class
-        raise _does_not_fit(directory / DRAFT, backbone, first, config) from None
+        raise _does_not_fit(found.directory / DRAFT, backbone, first, config) from None
     return draft.eval()
 
 
 def read_eagle3(directory: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Read the state dict and the settings of an EAGLE-3 draft: ours, or in a layout that servers read."""
-    config = read_json(directory / CONFIG)
-    if heads_layout(directory) == "eagle3":
-        tensors: dict[str, Tensor] = {}
-        for path in heads_files(directory):
-            tensors |= _read_file(path, ("",))
-        return from_eagle3(tensors, config, str(directory))
+    tensors, config = _read_files(find_heads(directory))
     if config.get("draft") != "eagle3":
         raise CheckpointError(f"{directory}: holds no EAGLE-3 draft")
-    return read_tensors(directory / DRAFT), {name: value for name, value in config.items() if name not in _NOT_SETTINGS}
+    return tensors, {name: value for name, value in config.items() if name not in _NOT_SETTINGS}
 
 
 _NOT_SETTINGS = ("draft", "base_model_name_or_path")
@@ -114,12 +104,11 @@ def _new_draft(
         raise CheckpointError(f"{path}: not valid settings of a {kind} draft: {error}") from error
 
 
-def load_heads(directory: Path | str, backbone: Backbone, dtype: torch.dtype | None = None) -> MedusaDraft:
-    """Load Medusa heads for `backbone`, on its device; `dtype` defaults to the backbone's.
+def _new_medusa(heads: HeadTensors, directory: Path, backbone: Backbone, dtype: torch.dtype | None) -> MedusaDraft:
+    """Build Medusa heads with these weights.
 
     Logit soft cap and scale are the backbone's; the lm_heads have a bias only if the file has one.
     """
-    heads = read_heads(directory)
     vocab_size = backbone.vocab_size if heads.vocab_size is None else heads.vocab_size
     if heads.token_map is not None:
         vocab_size = max(vocab_size, int(heads.token_map.max()) + 1)
@@ -215,25 +204,20 @@ def read_heads(directory: Path | str) -> HeadTensors:
 
     The numbers of heads and layers are those of the tensors: published configs understate them.
     """
-    directory = Path(directory)
-    layout = heads_layout(directory)
-    if layout is None:
-        raise CheckpointError(
-            f"{directory}: no Medusa heads here (neither {SAFETENSORS} nor {PICKLED}, no directory in vLLM's layout, "
-            f"no model with {PREFIXES[0]}* weights)"
-        )
-    if layout == "draft":
+    found = find_heads(Path(directory))
+    if found.layout == "draft":
         raise CheckpointError(
             f"{directory}: holds a draft of another kind than Medusa; other programs have no layout for it. "
             "Decode with it here (medusa-eval, medusa_train.load)."
         )
-    files = heads_files(directory)
-    config = read_json(directory / CONFIG) if (directory / CONFIG).is_file() else {}
+    return _medusa_tensors(found, *_read_files(found))
+
+
+def _medusa_tensors(found: HeadFiles, tensors: dict[str, Tensor], config: Any) -> HeadTensors:
+    """Rename the tensors of Medusa heads to a `MedusaDraft`'s."""
+    directory, layout, files = found
     if not isinstance(config, dict):
         raise CheckpointError(f"{directory / CONFIG}: expected a mapping of keys")
-    tensors: dict[str, Tensor] = {}
-    for path in files:
-        tensors |= _read_file(path, PREFIXES if layout == "model" else ("",))
     source = str(files[0] if len(files) == 1 else directory)
     heads = from_vllm(tensors, config, source) if layout == "vllm" else from_reference(tensors, source)
     if heads.token_map is not None and isinstance(config.get("vocab_size"), int):
@@ -242,8 +226,26 @@ def read_heads(directory: Path | str) -> HeadTensors:
     return replace(heads, base_model=base if isinstance(base, str) else None)
 
 
-def _read_file(path: Path, prefixes: tuple[str, ...]) -> dict[str, Tensor]:
-    """Read the tensors of one file whose names begin with one of `prefixes`."""
-    if path.suffix == ".safetensors":
-        return read_tensors(path, prefixes)
-    return {name: tensor for name, tensor in read_pickled_tensors(path).items() if name.startswith(prefixes)}
+def _read_files(found: HeadFiles) -> tuple[dict[str, Tensor], Any]:
+    """Read the tensors and config.json; those of an EAGLE-3 draft as `save_draft` would have written them."""
+    directory, layout, files = found
+    if layout is None:
+        raise CheckpointError(
+            f"{directory}: no Medusa heads here (neither {SAFETENSORS} nor {PICKLED}, no directory in vLLM's layout, "
+            f"no model with {PREFIXES[0]}* weights)"
+        )
+    without_config = layout in ("reference", "model") and not (directory / CONFIG).is_file()
+    config = {} if without_config else read_json(directory / CONFIG)
+    prefixes = PREFIXES if layout == "model" else ("",)  # the backbone's tensors are not read
+    tensors: dict[str, Tensor] = {}
+    for path in files:
+        if path.suffix == ".safetensors":
+            tensors |= read_tensors(path, prefixes)
+        else:
+            pickled = read_pickled_tensors(path)
+            tensors |= {name: tensor for name, tensor in pickled.items() if name.startswith(prefixes)}
+    if layout == "eagle3":
+        base_model = config.get("base_model_name_or_path")
+        tensors, settings = from_eagle3(tensors, config, str(directory))
+        config = {"draft": "eagle3", **settings, "base_model_name_or_path": base_model}
+    return tensors, config

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeGuard
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeGuard
 
 import yaml
 from safetensors import SafetensorError, safe_open
@@ -35,6 +35,8 @@ PREFIXES = ("medusa_head.", "medusa_heads.")
 #: "draft": any draft but Medusa. "reference": Medusa heads under the public code's names (ours and TGI's, too).
 #: "vllm": Medusa heads under vLLM's names. "model": a Medusa-2 full model, heads and backbone in one state dict.
 Layout = Literal["draft", "reference", "vllm", "model", "eagle3"]
+#: Layouts that are told by the name of one file; where there are several, the first one counts.
+_OWN_FILES: dict[Layout, tuple[str, ...]] = {"draft": (DRAFT,), "reference": (SAFETENSORS, PICKLED)}
 #: Architecture of EAGLE-3 drafts in config.json, as servers read them.
 EAGLE3 = "LlamaForCausalLMEagle3"
 
@@ -173,7 +175,7 @@ def runs_directory() -> Path:
 
 def newest_run(runs: Path) -> Path:
     """Return the run whose heads were written last."""
-    trained = [directory for directory in runs.glob("*") if heads_layout(directory / "heads")]
+    trained = [directory for directory in runs.glob("*") if find_heads(directory / "heads").layout]
     if not trained:
         raise CheckpointError(
             f"no model given, and no trained run under {runs}.\n"
@@ -183,23 +185,31 @@ def newest_run(runs: Path) -> Path:
     return max(trained, key=lambda directory: (_modified(directory / "heads"), directory.name))
 
 
-def heads_layout(directory: Path) -> Layout | None:
-    """Return the layout of the heads in `directory`; None where it holds none."""
-    if (directory / DRAFT).is_file():
-        return "draft"
-    if (directory / SAFETENSORS).is_file() or (directory / PICKLED).is_file():
-        return "reference"
-    config = read_mapping(directory / CONFIG)
-    if config.get("model_type") == "medusa" and any(directory.glob("*.safetensors")):
-        return "vllm"
+class HeadFiles(NamedTuple):
+    """The layout of the heads in a directory (None where it holds none), and the files with their weights."""
+
+    directory: Path
+    layout: Layout | None
+    files: list[Path]
+
+
+def find_heads(directory: Path) -> HeadFiles:
+    """Find the draft heads in a directory by the names of its files and its config.json."""
+    for layout, names in _OWN_FILES.items():
+        if files := [path for name in names if (path := directory / name).is_file()]:
+            return HeadFiles(directory, layout, files[:1])
+    config, weights = read_mapping(directory / CONFIG), sorted(directory.glob("*.safetensors"))
+    if config.get("model_type") == "medusa" and weights:
+        return HeadFiles(directory, "vllm", weights)
     if EAGLE3 in (config.get("architectures") or ()) or config.get("speculators_model_type") == "eagle3":
-        return "eagle3"
-    return "model" if any(True for _ in _shards_with_heads(directory)) else None
+        return HeadFiles(directory, "eagle3", weights or sorted(directory.glob("pytorch_model.bin")))
+    shards = sorted(set(_shards_with_heads(directory)))
+    return HeadFiles(directory, "model" if shards else None, shards)
 
 
 def heads_kind(directory: Path) -> str:
     """Return the kind of the heads in `directory`, as in the key `draft`."""
-    layout = heads_layout(directory)
+    layout = find_heads(directory).layout
     if layout != "draft":
         return "eagle3" if layout == "eagle3" else "medusa"
     return str(read_mapping(directory / CONFIG).get("draft"))
@@ -211,20 +221,8 @@ def _advice(kind: str, lookup: LookupChoice) -> str:
     return f"set draft: {kind}+{lookup.kind}"
 
 
-def heads_files(directory: Path) -> list[Path]:
-    """List the files that hold the heads in `directory`; empty where it holds none."""
-    layout = heads_layout(directory)
-    if layout == "draft":
-        return [directory / DRAFT]
-    if layout == "reference":
-        return [path for name in (SAFETENSORS, PICKLED) if (path := directory / name).is_file()][:1]
-    if layout in ("vllm", "eagle3"):
-        return sorted(directory.glob("*.safetensors")) or sorted(directory.glob("pytorch_model.bin"))
-    return sorted(set(_shards_with_heads(directory)))
-
-
 def _modified(heads: Path) -> float:
-    return max(path.stat().st_mtime for path in heads_files(heads))
+    return max(path.stat().st_mtime for path in find_heads(heads).files)
 
 
 def _resolve(model: str | None, base_model: str | None, tree: Path | None) -> ModelPaths:
@@ -232,11 +230,11 @@ def _resolve(model: str | None, base_model: str | None, tree: Path | None) -> Mo
         base = _local_or_hub(base_model)
         return ModelPaths(runs_directory() / "baselines" / Path(base).name, base, None, None, None)
     directory = newest_run(runs_directory()) if model is None else _existing_directory(model)
-    if directory.name == "heads" and heads_layout(directory) and (directory.parent / "config.yaml").is_file():
+    if directory.name == "heads" and find_heads(directory).layout and (directory.parent / "config.yaml").is_file():
         directory = directory.parent  # RUN/heads means RUN
-    if heads_layout(directory / "heads"):
+    if find_heads(directory / "heads").layout:
         return _resolve_run(directory, base_model, tree)
-    if heads_layout(directory):
+    if find_heads(directory).layout:
         return _resolve_heads(directory, base_model, tree)
     raise CheckpointError(
         f"{directory}: neither a run (no heads/medusa_lm_head.safetensors or heads/draft.safetensors) nor a directory "
@@ -279,7 +277,7 @@ def _resolve_run(run: Path, base_model: str | None, tree: Path | None) -> ModelP
 
 def _resolve_heads(heads: Path, base_model: str | None, tree: Path | None) -> ModelPaths:
     base = base_model or _read_strictly(heads / CONFIG).get("base_model_name_or_path")
-    if base_model is None and heads_layout(heads) == "model":
+    if base_model is None and find_heads(heads).layout == "model":
         base = str(heads)  # a Medusa-2 full model holds its backbone
     if not isinstance(base, str) or not base:
         raise CheckpointError(f"{heads}: its config.json names no base model; give it with --base-model NAME")

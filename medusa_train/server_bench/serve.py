@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 import torch
 
-from medusa_train.checkpoint.resolve import ModelPaths, heads_layout
+from medusa_train.checkpoint.resolve import ModelPaths, find_heads
 from medusa_train.checkpoint.serialize import read_json
 from medusa_train.config.schema import EvalConfig
 from medusa_train.data.builtin_templates import get_template
@@ -260,7 +260,7 @@ def prepare_model(cfg: EvalConfig, paths: ModelPaths, directory: Path, progress:
     if paths.heads is None:
         raise ConfigError(f"serve: {paths.base_model} has no heads; name a run or an export by --model")
     backbone, heads = paths.base_model, paths.heads
-    if heads_layout(heads) not in ("vllm", "eagle3"):
+    if find_heads(heads).layout not in ("vllm", "eagle3"):
         with progress.phase("exporting for vLLM", ticking=True):
             if paths.adapter is not None:
                 backbone = str(export_run(paths, "merged", directory / "merged").target.resolve())
@@ -273,7 +273,7 @@ def prepare_model(cfg: EvalConfig, paths: ModelPaths, directory: Path, progress:
         notes.append(FOREIGN_WEIGHTS.format(base=backbone))
     if version == SAMPLES_WRONGLY and cfg.acceptance != "greedy":
         notes.append(f"{version} does not apply the temperature to drafts: the figures with heads mean nothing")
-    method = "eagle3" if heads_layout(heads) == "eagle3" else "medusa"
+    method = "eagle3" if find_heads(heads).layout == "eagle3" else "medusa"
     count = EAGLE3_TOKENS if method == "eagle3" else int(read_json(heads / "config.json").get("num_heads", 0))
     tokens = list(dict.fromkeys(cfg.serve_speculative_tokens or range(1, count + 1)))
     if method == "medusa" and max(tokens) > count:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from medusa_train.checkpoint.resolve import heads_layout
+from medusa_train.checkpoint.resolve import find_heads
 from medusa_train.checkpoint.run_layout import ADAPTER, HEADS, MODEL
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.batch import Batch
@@ -153,7 +153,7 @@ def unfrozen_modules(model: Any, layers: int) -> list[nn.Module]:
 
 def find_initial_heads(run: Path | None) -> Path | None:
     """Return the heads in `run` (a run, or a directory of heads in any supported layout), or None."""
-    return _find_initial(run, HEADS, lambda path: heads_layout(path) is not None)
+    return _find_initial(run, HEADS, lambda path: find_heads(path).layout is not None)
 
 
 def find_initial_adapter(run: Path | None) -> Path | None:

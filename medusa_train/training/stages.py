@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from medusa_train.checkpoint.resolve import heads_layout
+from medusa_train.checkpoint.resolve import find_heads
 from medusa_train.checkpoint.run_layout import (
     CHECKPOINTS,
     HEADS,
@@ -135,7 +135,7 @@ def _is_finished(cfg: TrainConfig, first: TrainConfig) -> bool:
     if _has_checkpoint(cfg.run_dir):
         return True
     # weights and config.json are written one after the other
-    if heads_layout(run / HEADS) is None or not (run / HEADS / "config.json").is_file():
+    if find_heads(run / HEADS).layout is None or not (run / HEADS / "config.json").is_file():
         return False
     if changed := [line for line in changed_weight_keys(first, run) if line.partition(":")[0] in cfg.heads_keys]:
         raise ConfigError(

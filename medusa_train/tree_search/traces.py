@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from medusa_train.checkpoint.resolve import ModelPaths, heads_files
+from medusa_train.checkpoint.resolve import ModelPaths, find_heads
 from medusa_train.data.dataset import EncodedDataset
 from medusa_train.inference.batch import REFILL_FRACTION, BatchDecoder, PendingRequest
 from medusa_train.inference.decoding_settings import DecodingSettings
@@ -278,7 +278,7 @@ def weights_key(paths: ModelPaths, settings: DecodingSettings) -> Key:
     backbone = model_directory(paths.base_model)
     adapter = () if paths.adapter is None else paths.adapter.glob("*")
     return {
-        "heads": None if paths.heads is None else _digest(heads_files(paths.heads)),
+        "heads": None if paths.heads is None else _digest(find_heads(paths.heads).files),
         "adapter": _digest(adapter),
         "backbone": _digest([*backbone.glob("config.json"), *backbone.glob("*.safetensors"), *backbone.glob("*.bin")]),
         "quantization": settings.quantization,

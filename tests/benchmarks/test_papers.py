@@ -12,6 +12,7 @@ import papers
 import pytest
 from papers import Plan, load_questions, named_tree, parse_arguments, read_experiment
 
+from medusa_train.checkpoint.resolve import HeadFiles
 from medusa_train.config.load import load_config
 from medusa_train.config.schema import EvalConfig, TrainConfig
 from medusa_train.errors import ConfigError, DataError
@@ -166,7 +167,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The commands that were run, each by `fake`."""
     made: list[list[str]] = []
     monkeypatch.setattr(papers, "call", lambda command, words: fake(made, command, words))
-    monkeypatch.setattr(papers, "heads_files", lambda directory: [])
+    monkeypatch.setattr(papers, "find_heads", lambda directory: HeadFiles(directory, None, []))
     monkeypatch.setattr(papers.Measurement, "_sparse", {size: Tree.chain(3) for size in range(300)})
     return made
 

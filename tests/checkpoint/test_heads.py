@@ -18,13 +18,12 @@ from medusa_train.checkpoint.heads import (
     PICKLED,
     SAFETENSORS,
     load_draft,
-    load_heads,
     read_heads,
     save_draft,
     write_heads,
 )
 from medusa_train.checkpoint.reference_layout import to_reference
-from medusa_train.checkpoint.resolve import heads_layout
+from medusa_train.checkpoint.resolve import find_heads
 from medusa_train.errors import CheckpointError
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts import DRAFTS
@@ -114,7 +113,7 @@ def test_the_public_code_s_pt_file_is_read(tmp_path: Path, backbone: Backbone, w
     (tmp_path / SAFETENSORS).unlink()
     if not with_config:
         (tmp_path / CONFIG).unlink()
-    assert_same(load_heads(tmp_path, backbone), draft)
+    assert_same(load_draft(tmp_path, backbone), draft)
     assert read_heads(tmp_path).base_model == ("m" if with_config else None)
 
 
@@ -155,7 +154,7 @@ def test_heads_for_another_backbone(tmp_path: Path, backbone: Backbone) -> None:
     other = MedusaDraft(backbone.hidden_size, backbone.vocab_size + 3, 2, 1)
     save_draft(other, tmp_path, "the/right-one")
     with pytest.raises(CheckpointError, match="the/right-one"):
-        load_heads(tmp_path, backbone)
+        load_draft(tmp_path, backbone)
     wider = random_backbone("llama", dtype=torch.float32, vocab_size=80)
     save_draft(DRAFTS["hydra"].from_backbone(wider, num_heads=1), tmp_path / "hydra", "the/right-one")
     with pytest.raises(CheckpointError, match=r"\(size mismatch for lm_heads.0.weight: .*the/right-one"):
@@ -168,7 +167,7 @@ def test_a_failing_write_keeps_the_old_heads(tmp_path: Path, backbone: Backbone)
     with full_disk(1000), pytest.raises(CheckpointError, match="could not write the heads"):
         save_draft(trained(backbone, seed=2), tmp_path, "m")
     assert sorted(p.name for p in tmp_path.iterdir()) == [CONFIG, SAFETENSORS]
-    assert_same(load_heads(tmp_path, backbone), old)
+    assert_same(load_draft(tmp_path, backbone), old)
 
 
 def test_read_accepts_files_that_others_wrote(tmp_path: Path, backbone: Backbone) -> None:
@@ -178,7 +177,7 @@ def test_read_accepts_files_that_others_wrote(tmp_path: Path, backbone: Backbone
     tensors = {f"0.{j}.linear.weight": block.clone() for j in range(2)}
     tensors |= {f"0.{j}.linear.bias": bias.clone() for j in range(2)}
     save_file({**tensors, "0.2.weight": torch.randn(v, d)}, str(tmp_path / SAFETENSORS))
-    draft = load_heads(tmp_path, backbone)
+    draft = load_draft(tmp_path, backbone)
     assert (draft.num_heads, draft.num_layers) == (1, 2)
     assert torch.equal(draft.blocks[0][1].linear.weight, block)
 
@@ -219,7 +218,7 @@ MODEL_FORMS = ["safetensors", "bin", "safetensors shards", "bin shards"]
 @pytest.mark.parametrize("prefix", ["medusa_head.", "medusa_heads."])
 def test_a_medusa_2_full_model_gives_its_heads(tmp_path: Path, form: str, prefix: str) -> None:
     model = full_model(tmp_path / "model", form, prefix)
-    assert heads_layout(model) == "model"
+    assert find_heads(model).layout == "model"
     heads = read_heads(model)
     assert same(to_reference(heads.state, heads.num_layers), reference_tensors(5))
     assert heads.base_model == str(model)  # the backbone is the one beside them

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from medusa_train.checkpoint.heads import read_heads
-from medusa_train.checkpoint.resolve import ModelPaths, heads_files, heads_layout, newest_run, resolve_model
+from medusa_train.checkpoint.resolve import ModelPaths, find_heads, newest_run, resolve_model
 from medusa_train.config.drafts import LookupChoice
 from medusa_train.errors import BackboneError, CheckpointError
 from tests.checkpoint.others import BACKBONE, fake_run, reference_tensors, vllm_config, vllm_tensors, write
@@ -98,26 +98,26 @@ def test_a_path_without_a_model_is_refused(tmp_path: Path) -> None:
 
 def test_layouts_are_recognized_by_their_files(tmp_path: Path) -> None:
     vllm = write(tmp_path / "vllm", vllm_tensors(), vllm_config(), "model.safetensors")
-    assert (heads_layout(vllm), heads_files(vllm)) == ("vllm", [vllm / "model.safetensors"])
+    assert find_heads(vllm)[1:] == ("vllm", [vllm / "model.safetensors"])
     ours = write(tmp_path / "ours", reference_tensors(), {}, "medusa_lm_head.safetensors")
     (ours / "medusa_lm_head.pt").touch()
-    assert (heads_layout(ours), heads_files(ours)) == ("reference", [ours / "medusa_lm_head.safetensors"])
+    assert find_heads(ours)[1:] == ("reference", [ours / "medusa_lm_head.safetensors"])
     (ours / "medusa_lm_head.safetensors").unlink()
-    assert heads_files(ours) == [ours / "medusa_lm_head.pt"]
+    assert find_heads(ours).files == [ours / "medusa_lm_head.pt"]
 
 
 @pytest.mark.parametrize("content", [b"", b"short", b"\xff" * 16, b"\x02" + b"\0" * 7 + b"[]"])
 def test_a_directory_without_heads_has_no_layout(tmp_path: Path, content: bytes) -> None:
-    assert heads_layout(tmp_path) is None
-    assert heads_layout(tmp_path / "absent") is None
+    assert find_heads(tmp_path).layout is None
+    assert find_heads(tmp_path / "absent").layout is None
     backbone = write(tmp_path / "model", dict(BACKBONE), {"model_type": "llama"}, "model.safetensors")
-    assert heads_layout(backbone) is None
+    assert find_heads(backbone).layout is None
     with pytest.raises(CheckpointError, match="no Medusa heads here"):
         read_heads(backbone)
     (backbone / "model.safetensors").write_bytes(content)  # damaged: not for this module to say
-    assert heads_layout(backbone) is None
+    assert find_heads(backbone).layout is None
     (backbone / "config.json").write_text("{")
-    assert heads_layout(backbone) is None
+    assert find_heads(backbone).layout is None
 
 
 def test_a_backbone_path_that_does_not_exist_is_refused_where_the_backbone_is_needed(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from medusa_train.checkpoint.heads import load_heads, read_heads
+from medusa_train.checkpoint.heads import load_draft, read_heads
 from medusa_train.checkpoint.load_model import load_with_draft
 from medusa_train.checkpoint.reference_layout import HeadTensors
 from medusa_train.checkpoint.resolve import resolve_model
@@ -58,7 +58,7 @@ def test_heads_on_a_shared_lm_head(make_run: Callable[..., Path], to: ExportTarg
     assert any("a copy of that lm_head" in fact for fact in done.facts) != again.shared
     backbone = load_backbone(str(backbone_dir))
     states = torch.randn(4, backbone.hidden_size)
-    ours, theirs = load_heads(run / "heads", backbone), load_heads(done.target, backbone)
+    ours, theirs = load_draft(run / "heads", backbone), load_draft(done.target, backbone)
     assert torch.equal(ours.head_logits(states, 2), theirs.head_logits(states, 2))
 
 

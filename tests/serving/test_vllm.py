@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from medusa_train.checkpoint.resolve import heads_layout, resolve_model
+from medusa_train.checkpoint.resolve import find_heads, resolve_model
 from medusa_train.export.write import export_run, path_warning
 from tests.checkpoint.vllm_rules import loader_problems
 from tests.serving.conftest import HEADS, Chain, Export, decode_here, decode_with_vllm, engine, tokenize
@@ -93,7 +93,7 @@ def test_a_run_of_another_backbone(vllm_python: str, tmp_path: Path) -> None:
         pytest.skip("MEDUSA_SERVING_RUN names no run directory")
     paths = resolve_model(run, None, None)
     heads = export_run(paths, "vllm", tmp_path / "heads").target
-    method = "eagle3" if heads_layout(heads) == "eagle3" else "medusa"
+    method = "eagle3" if find_heads(heads).layout == "eagle3" else "medusa"
     one = Export(heads, Path(paths.base_model), k=3, method=method)
     questions = ["What is the capital of France?", "Write a haiku about rain.", "Why is the sky blue?"]
     prompts = [tokenize(question, one.model) for question in questions]
