@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from torch import nn
@@ -49,12 +51,10 @@ from medusa_train.training.load_data import TrainingData, validation_batches, wi
 from medusa_train.training.process_info import ProcessInfo, free_port
 from medusa_train.training.snapshot import (
     LoadedCheckpoint,
-    Plan,
     TrainState,
     restore_state,
     restore_weights,
     rng_states,
-    seed_all,
 )
 from medusa_train.training.strategy import (
     LocalStrategy,
@@ -65,7 +65,7 @@ from medusa_train.training.strategy import (
     parameter_groups,
     warmup_warning,
 )
-from medusa_train.training.trainer import Trainer
+from medusa_train.training.trainer import Plan, Trainer
 
 
 def build_trainer(
@@ -142,6 +142,13 @@ def _load_model(cfg: TrainConfig, data: TrainingData, console: Console, world: W
         with gathered(backbone.output_embeddings.parameters()):
             draft = build_heads(cfg, data, backbone, console)
     return draft, build_backbone_recipe(cfg, backbone, precision)
+
+
+def seed_all(seed: int) -> None:
+    """Seed the random generators of Python, numpy and torch."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # numpy takes 32 bits
+    torch.manual_seed(seed)
 
 
 def build_heads(cfg: TrainConfig, data: TrainingData, backbone: Backbone, console: Console) -> Draft:

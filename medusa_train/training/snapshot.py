@@ -1,8 +1,7 @@
-"""What a checkpoint holds: weights, optimizer, counters, random generators, plan; how they are taken and restored."""
+"""What a checkpoint holds: weights, optimizer, counters, random generators; how they are taken and restored."""
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -147,50 +146,6 @@ def _matching(checkpoint: LoadedCheckpoint) -> Iterator[None]:
             "To resume, keep the base_model, draft, heads (medusa_num_heads, medusa_num_layers, medusa_vocab_size, "
             "medusa_markov_rank; other drafts: their section), adapter and optimizer of the run that saved it."
         ) from error
-
-
-@dataclass(frozen=True)
-class Plan:
-    """When a run logs, evaluates, saves and ends; it does all of these after the last step.
-
-    `steps_per_epoch`, `eval_every` and `save_every` are numbers of steps that may be fractions: micro-batches of one
-    step may come from two epochs.
-    """
-
-    total_steps: int
-    steps_per_epoch: float
-    warmup_steps: int = 0
-    logging_steps: int = 1
-    eval_every: float = math.inf
-    save_every: float = math.inf
-
-    def logs(self, step: int) -> bool:
-        """Return whether to log after `step` steps (1-based)."""
-        return self._is_due(step, self.logging_steps)
-
-    def evaluates(self, step: int) -> bool:
-        """Return whether to evaluate after `step` steps."""
-        return self._is_due(step, self.eval_every)
-
-    def saves(self, step: int) -> bool:
-        """Return whether to save a checkpoint after `step` steps."""
-        return self._is_due(step, self.save_every)
-
-    def epoch(self, step: int) -> float:
-        """Return the passes over the data after `step` steps."""
-        return step / self.steps_per_epoch
-
-    def _is_due(self, step: int, every: float) -> bool:
-        # 1e-9: an interval that ends with a step is complete in spite of rounding
-        done, before = (math.floor(number / every + 1e-9) for number in (step, step - 1))
-        return step >= self.total_steps or done > before
-
-
-def seed_all(seed: int) -> None:
-    """Seed the random generators of Python, numpy and torch."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)  # numpy takes 32 bits
-    torch.manual_seed(seed)
 
 
 def rng_state() -> dict[str, Any]:

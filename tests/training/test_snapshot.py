@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from medusa_train.checkpoint.store import CheckpointStore
+from medusa_train.training.setup import seed_all
 from medusa_train.training.snapshot import (
-    Plan,
     TrainState,
     rng_state,
-    seed_all,
     set_rng_state,
 )
 from medusa_train.training.step_metrics import Window
+from medusa_train.training.trainer import Plan
 
 
 def test_round_trip_through_json_keeps_every_bit():
