@@ -130,8 +130,8 @@ def _weight_keys(cfg: TrainConfig) -> dict[str, Any]:
     return {**cfg.heads_keys, "base_model": _absolute(cfg.base_model), **others}
 
 
-def check_nothing_is_lost(out: Path) -> None:
-    """Check that resuming without any checkpoint would not overwrite the results of an earlier run."""
+def check_nothing_is_lost(out: Path) -> Path | None:
+    """Check that resuming without any checkpoint, which is None, would not overwrite the results of an earlier run."""
     if results := [f"{name}/" for name in RESULTS if (out / name).exists()]:
         raise CheckpointError(
             f"resume_from_checkpoint: no checkpoint to resume from: {out} holds {', '.join(results)} but no complete "
@@ -139,6 +139,7 @@ def check_nothing_is_lost(out: Path) -> None:
             "  output_dir=OTHER                a new run elsewhere\n"
             "  overwrite_output_dir=true       delete this run and start again"
         )
+    return None
 
 
 def prepare_output_dir(out: Path, step: int, initial_run: Path | None = None) -> None:

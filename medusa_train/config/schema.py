@@ -306,6 +306,11 @@ class TrainConfig(Config):
         return expand_user(self.output_dir)
 
     @property
+    def prepared_dir(self) -> Path | None:
+        """`dataset_prepared_path` with `~` expanded."""
+        return None if self.dataset_prepared_path is None else expand_user(self.dataset_prepared_path)
+
+    @property
     def initial_run(self) -> Path | None:
         """The run, if it exists, whose heads, and adapter if it has one, this one starts from."""
         name = self.stage_one_values["output_dir"] if self.trains_stage_one else self.lora_model_dir

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from medusa_train.config.paths import expand_user
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.batch import Batch, collate, pack
 from medusa_train.data.encode import encode_datasets, load_or_encode, open_datasets
@@ -114,10 +113,10 @@ def load_datasets(
     """
     readers = open_datasets(cfg, encoder, on_progress)
     options: dict[str, Any] = {"max_workers": cfg.dataset_processes, "on_progress": on_progress}
-    if cfg.dataset_prepared_path is None:
+    if cfg.prepared_dir is None:
         encoded = encode_datasets(readers, cfg.sequence_len, **options)
     else:
-        encoded = load_or_encode(readers, expand_user(cfg.dataset_prepared_path), cfg.sequence_len, **options)
+        encoded = load_or_encode(readers, cfg.prepared_dir, cfg.sequence_len, **options)
     report = encoded.report
     if not encoded.examples:
         raise DataError("no conversation left to train on: " + "; ".join(report.describe()))

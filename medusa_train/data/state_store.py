@@ -16,7 +16,6 @@ import json
 import os
 import time
 import zlib
-from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import sha256
 from io import BufferedReader
@@ -48,11 +47,6 @@ class StateFormat:
 def document_key(example: Example, context: str = "") -> str:
     """Digest a document's tokens, on which alone its hidden states depend, and `context`, if anything else matters."""
     return sha256(context.encode() + example.tokens.numpy().tobytes()).hexdigest()[:32]
-
-
-def distinct_documents(examples: Iterable[Example]) -> dict[str, int]:
-    """Return the number of tokens of every distinct document by its key."""
-    return {document_key(example): len(example) for example in examples}
 
 
 class StateStore:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from medusa_train.data.batch import Batch
 from medusa_train.data.examples import Example
-from medusa_train.data.state_store import StateFormat, StateStore, distinct_documents, document_key
+from medusa_train.data.state_store import StateFormat, StateStore, document_key
 from medusa_train.errors import ConfigError
 from medusa_train.io import describe_size, write_failure
 from medusa_train.models.backbone import Backbone
@@ -185,6 +185,11 @@ def open_hidden_states(
     return HiddenStateCache(
         store, backbone.device, backbone.rope_switch, world, lambda text: console.print(text, style="yellow")
     )
+
+
+def distinct_documents(examples: Iterable[Example]) -> dict[str, int]:
+    """Return the number of tokens of every distinct document by its key."""
+    return {document_key(example): len(example) for example in examples}
 
 
 def describe_states(format: StateFormat, tokens: int) -> str:

@@ -17,7 +17,7 @@ from medusa_train.config.schema import TrainConfig
 from medusa_train.data.dataset import BatchLoader, EncodedDataset
 from medusa_train.data.draft_vocabulary import choose_draft_vocabulary, describe_vocabulary
 from medusa_train.data.examples import Example
-from medusa_train.data.state_store import StateFormat, distinct_documents
+from medusa_train.data.state_store import StateFormat
 from medusa_train.io import describe_size
 from medusa_train.models.features import FeatureSpec
 from medusa_train.models.loading import resolve_backbone
@@ -25,7 +25,7 @@ from medusa_train.models.precision import choose_precision, default_device
 from medusa_train.progress import LoadingProgress, RunProgress, duration
 from medusa_train.training.distributed import SINGLE_PROCESS
 from medusa_train.training.estimate import GPUS, UTILIZATION, Estimate, estimate_hours
-from medusa_train.training.hidden_states import describe_states
+from medusa_train.training.hidden_states import describe_states, distinct_documents
 from medusa_train.training.load_data import TrainingData, load_tokenizer
 from medusa_train.training.setup import make_plan
 from medusa_train.training.stages import TITLES, load_stages

@@ -27,6 +27,7 @@ from medusa_train.models.hf_config import context_length
 from medusa_train.training.distributed import SINGLE_PROCESS, World
 from medusa_train.training.preflight import check_run
 
+#: Axolotl's default for `type: sharegpt`.
 SHAREGPT_TEMPLATE = "vicuna_v1.1"
 
 
@@ -38,11 +39,13 @@ class TrainingData:
         train, validation: supervised tokens as configured (`roles_to_train`, `train_on_inputs`).
         prompts: conversations to choose the tree on: the validation set, or the training set without one, with only
             the assistant's tokens supervised.
+        chat_template: as configured, or the default that was used; None: the tokenizer's.
     """
 
     train: EncodedDataset
     validation: EncodedDataset
     prompts: EncodedDataset
+    chat_template: str | None = None
 
 
 def load_data(
@@ -92,9 +95,10 @@ def _load_data(
         )
         cfg = cfg.model_copy(update={"sequence_len": context})
     tokenizer = load_tokenizer(resolved, trust_remote_code=cfg.trust_remote_code)
-    if (completed := with_template(cfg, tokenizer)) is not cfg:
-        cfg = completed
-        console.print(f"chat template: {cfg.chat_template} (neither the tokenizer nor the configuration sets one)")
+    sharegpt = all(entry.type == "sharegpt" for entry in cfg.all_datasets)
+    if sharegpt and not (cfg.chat_template or tokenizer.chat_template):
+        cfg = cfg.model_copy(update={"chat_template": SHAREGPT_TEMPLATE})
+        console.print(f"chat template: {SHAREGPT_TEMPLATE} (neither the tokenizer nor the configuration sets one)")
     encoder = chat_encoder(cfg, tokenizer)
     for note in _template_notes(cfg, encoder):
         console.print(f"note: {note}", style="yellow", highlight=False)
@@ -109,7 +113,7 @@ def _load_data(
     if cfg.train_on_inputs or cfg.roles_to_train != ["assistant"]:
         answers_only = {"train_on_inputs": False, "roles_to_train": ["assistant"]}
         prompts = load_datasets(cfg.model_copy(update=answers_only), encoder, on_progress)
-    return TrainingData(train, validation, prompts[1] if len(validation) else prompts[0])
+    return TrainingData(train, validation, prompts[1] if len(validation) else prompts[0], cfg.chat_template)
 
 
 def load_tokenizer(resolved: str, *, trust_remote_code: bool) -> Any:
@@ -120,13 +124,6 @@ def load_tokenizer(resolved: str, *, trust_remote_code: bool) -> Any:
         )
     except (OSError, ValueError, ImportError) as error:
         raise BackboneError(f"base_model {resolved}: cannot load its tokenizer: {error}") from error
-
-
-def with_template(cfg: TrainConfig, tokenizer: Any) -> TrainConfig:
-    """Set Axolotl's default chat template for `type: sharegpt` if neither tokenizer nor configuration has one."""
-    if cfg.chat_template or tokenizer.chat_template or any(entry.type != "sharegpt" for entry in cfg.all_datasets):
-        return cfg
-    return cfg.model_copy(update={"chat_template": SHAREGPT_TEMPLATE})
 
 
 def chat_encoder(cfg: TrainConfig, tokenizer: Any) -> ChatEncoder:

@@ -22,7 +22,6 @@ from medusa_train.checkpoint.run_layout import (
     writing,
 )
 from medusa_train.checkpoint.store import CheckpointStore
-from medusa_train.config.paths import expand_user
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.dataset import BatchLoader
 from medusa_train.data.draft_vocabulary import choose_draft_vocabulary, describe_vocabulary
@@ -46,8 +45,8 @@ from medusa_train.training.deepspeed_config import (
     stage_of,
 )
 from medusa_train.training.distributed import SINGLE_PROCESS, World, init_distributed
-from medusa_train.training.hidden_states import HiddenStateCache, open_hidden_states
-from medusa_train.training.load_data import TrainingData, validation_batches, with_template
+from medusa_train.training.hidden_states import open_hidden_states
+from medusa_train.training.load_data import TrainingData, validation_batches
 from medusa_train.training.process_info import ProcessInfo, free_port
 from medusa_train.training.snapshot import (
     LoadedCheckpoint,
@@ -75,8 +74,11 @@ def build_trainer(
     console = progress.console
     with progress.phase("loading the model", ticking=True):
         draft, recipe = world.run_on_all(lambda: _load_model(cfg, data, console, world))
-        if cfg.cache_hidden_states:
-            recipe.cache = _open_cache(cfg, data, draft, recipe.backbone, console, world)
+        if cfg.cache_hidden_states and cfg.prepared_dir is not None:  # which the cache requires
+            documents = [*data.train, *data.validation]
+            recipe.cache = open_hidden_states(
+                cfg.prepared_dir, documents, draft.needs, recipe.backbone, world, console, cfg.tf32
+            )
     loader = BatchLoader(data.train, cfg.micro_batch_size, seed=cfg.seed, rank=world.rank, size=world.size)
     plan = make_plan(cfg, loader.steps_per_epoch, world.size)
     for line in _describe_run(cfg, data, recipe, draft, plan, world.size):
@@ -90,7 +92,7 @@ def build_trainer(
     if not world.is_main:
         torch.manual_seed(hash((cfg.seed, world.rank)))  # other dropout masks per process, now that weights are equal
     state = TrainState() if checkpoint is None else _resume(checkpoint, strategy, loader, plan, world, console)
-    loggers = _open_loggers(cfg, recipe.backbone.tokenizer, state, plan, progress, world)
+    loggers = _open_loggers(cfg, data.chat_template, state, plan, progress, world)
     return Trainer(
         recipe=recipe,
         draft=draft,
@@ -185,13 +187,6 @@ def build_heads(cfg: TrainConfig, data: TrainingData, backbone: Backbone, consol
     return draft
 
 
-def _open_cache(
-    cfg: TrainConfig, data: TrainingData, draft: Draft, backbone: Backbone, console: Console, world: World
-) -> HiddenStateCache:
-    documents, prepared = [*data.train, *data.validation], expand_user(cfg.dataset_prepared_path or ".")
-    return open_hidden_states(prepared, documents, draft.needs, backbone, world, console, cfg.tf32)
-
-
 # Plan, optimizer and loss
 
 
@@ -271,17 +266,18 @@ def _find_checkpoint(
     cfg: TrainConfig, store: CheckpointStore, world: World, console: Console
 ) -> LoadedCheckpoint | None:
     """Load the checkpoint that `resume_from_checkpoint` names, in every process; None for a new run."""
-    resume, path = cfg.resume_from_checkpoint, None
-    if resume is not None:
-        path = world.run_on_main(lambda: named_checkpoint(resume, cfg.run_dir) or store.latest())
-    if path is not None:
-        return world.run_on_all(
-            lambda: LoadedCheckpoint(path, store.load(path), changed_weight_keys(cfg, path.parent.parent))
-        )
-    if resume is not None:
-        world.run_on_main(lambda: check_nothing_is_lost(cfg.run_dir))
+    resume = cfg.resume_from_checkpoint
+    if resume is None:
+        return None
+    path = world.run_on_main(
+        lambda: named_checkpoint(resume, cfg.run_dir) or store.latest() or check_nothing_is_lost(cfg.run_dir)
+    )
+    if path is None:
         console.print(f"resume_from_checkpoint: no checkpoint in {store.root}, starting a new run")
-    return None
+        return None
+    return world.run_on_all(
+        lambda: LoadedCheckpoint(path, store.load(path), changed_weight_keys(cfg, path.parent.parent))
+    )
 
 
 def _resume(
@@ -306,18 +302,18 @@ def _resume(
 
 
 def _open_loggers(
-    cfg: TrainConfig, tokenizer: Any, state: TrainState, plan: Plan, progress: RunProgress, world: World
+    cfg: TrainConfig, template: str | None, state: TrainState, plan: Plan, progress: RunProgress, world: World
 ) -> MetricLoggers:
     """Prepare the run directory and open its logs; only rank 0 has any."""
     out, console = cfg.run_dir, progress.console
     world.run_on_main(lambda: prepare_output_dir(out, state.step, cfg.initial_run))
     if not world.is_main:
         return MetricLoggers([])
-    write_config(with_template(cfg, tokenizer), out)
-    dashboards = [tensorboard(console, out, state.step)] if cfg.use_tensorboard else []
-    if cfg.wandb_project is not None:
-        dashboards.append(wandb(console, out, cfg.wandb_project, cfg.wandb_entity, cfg.wandb_run_id))
     with writing(out):
+        write_config(cfg.model_copy(update={"chat_template": template}), out)
+        dashboards = [tensorboard(console, out, state.step)] if cfg.use_tensorboard else []
+        if cfg.wandb_project is not None:
+            dashboards.append(wandb(console, out, cfg.wandb_project, cfg.wandb_entity, cfg.wandb_run_id))
         return open_metric_loggers(
             out, console, plan.total_steps, state.step, dashboards, state.evaluated, progress.title
         )
