@@ -17,7 +17,7 @@ from medusa_train.data.conversation import is_looping
 from medusa_train.errors import DataError
 from medusa_train.evaluation.answer_scores import summarize_scores
 from medusa_train.evaluation.records import TimedAnswer, TurnRecord, Verdict
-from medusa_train.tree_search.traces import Trace, head_accuracy, tokens_per_step
+from medusa_train.tree_search.fit import Trace, head_accuracy, tokens_per_step
 from medusa_train.trees.tree import Tree
 
 #: By name: numbers (None: not measured), lists of them (`ctar`, `chain_rates`), and mappings (`baselines`,

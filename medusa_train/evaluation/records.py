@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 
 from medusa_train.evaluation.questions import Question
 from medusa_train.io import JsonLinesFile, complete_lines, json_line, replace_bytes
-from medusa_train.tree_search.traces import Trace
+from medusa_train.tree_search.fit import Trace
 
 
 class Verdict(str, enum.Enum):

@@ -17,7 +17,7 @@ from medusa_train.evaluation.records import SkippedTurn, TurnRecord
 from medusa_train.evaluation.report_page import html_page, sections_of
 from medusa_train.inference.decoding_settings import describe_settings, settings_of
 from medusa_train.pages.page import Table, markdown_page, number, write_files
-from medusa_train.tree_search.traces import node_acceptance
+from medusa_train.tree_search.fit import node_acceptance
 from medusa_train.trees.tree import Tree
 
 

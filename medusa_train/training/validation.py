@@ -23,8 +23,8 @@ from medusa_train.models.features import Features
 from medusa_train.models.lm_head import LMHead
 from medusa_train.training.backbone_recipe import BackboneRecipe
 from medusa_train.training.distributed import SINGLE_PROCESS, World
-from medusa_train.tree_search.fit import fit_tree
-from medusa_train.tree_search.traces import MAX_RANK, Trace, rank_of, tokens_per_step
+from medusa_train.tree_search.fit import MAX_RANK, Trace, fit_tree, tokens_per_step
+from medusa_train.tree_search.traces import rank_of
 
 ROWS = 512  # positions whose logits [ROWS, V] are in memory at once
 #: Tree size of the simulation, the same in every evaluation so that all of them compare: small enough to pay on a CPU,

@@ -23,8 +23,8 @@ from medusa_train.inference.static.steps import supports_static_steps
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft
 from medusa_train.progress import RunProgress
-from medusa_train.tree_search.fit import TreeCandidate, cross_validate, joint_trees
-from medusa_train.tree_search.traces import Trace, TracedAnswers, head_accuracy
+from medusa_train.tree_search.fit import Trace, TreeCandidate, cross_validate, head_accuracy, joint_trees
+from medusa_train.tree_search.traces import TracedAnswers
 from medusa_train.trees.tree import Tree
 
 #: 0 is plain decoding without the draft, whose cost makes latency jump at 1: nothing is interpolated across the jump.

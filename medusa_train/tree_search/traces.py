@@ -1,4 +1,4 @@
-"""Trace the heads' guesses along greedy answers, simulate decoding with any tree on these traces, and keep them."""
+"""Trace the heads' guesses along greedy answers of the backbone, and keep the traces."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import hashlib
 import json
 import random
 import zipfile
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -28,9 +26,8 @@ from medusa_train.models.drafts.base import Draft
 from medusa_train.models.features import Rows
 from medusa_train.models.hf_config import cache_elements_per_position
 from medusa_train.models.loading import model_directory
-from medusa_train.trees.tree import Ranks, Tree
+from medusa_train.tree_search.fit import MAX_RANK, Trace
 
-MAX_RANK = 10  # lower-ranked draft tokens are never worth a node (published trees end at rank 9)
 MAX_ROWS = 16  # answers that are generated at once
 MAX_CACHE_BYTES = 2**31  # of their keys and values
 
@@ -39,39 +36,6 @@ BLOCKS, BLOCK_BYTES = 64, 1 << 16
 
 #: The prompts of one conversation, one per turn of the assistant, as token ids.
 Prompts = list[list[int]]
-
-
-@dataclass(frozen=True)
-class Trace:
-    """The ranks of the heads' guesses along one greedy answer of the backbone.
-
-    Attributes:
-        ranks: [tokens][K]. For position p of the answer and head k, the rank of token p + k among the guesses of head k
-            when token p is the root; -1 past `MAX_RANK` or past the end of the answer.
-        targets: [tokens], for how many heads the answer has a token to compare with.
-    """
-
-    ranks: list[list[int]]
-    targets: list[int]
-
-    def path(self, start: int) -> Ranks:
-        """The ranks of the following tokens up to the first miss: the path that an unlimited tree would accept."""
-        return self._paths[start]
-
-    @cached_property
-    def _paths(self) -> list[Ranks]:
-        """`path` of every position, cached because a tree search reads them hundreds of times."""
-        return [tuple(ranks[: ranks.index(-1)] if -1 in ranks else ranks) for ranks in self.ranks]
-
-    def simulate(self, tree: Tree | AcceptedLength) -> list[int]:
-        """Simulate decoding with `tree`: return the positions at which its steps start."""
-        accepted = AcceptedLength(tree) if isinstance(tree, Tree) else tree
-        paths, end = self._paths, len(self.ranks) - 1
-        starts, position = [], 0
-        while position < end:
-            starts.append(position)
-            position += accepted[paths[position]] + 1
-        return starts
 
 
 @dataclass(frozen=True)
@@ -90,57 +54,6 @@ class TracedAnswers:
     def tokens(self) -> int:
         """Number of traced tokens."""
         return sum(len(trace.ranks) for trace in self.traces)
-
-
-class AcceptedLength(dict[Ranks, int]):
-    """How many tokens of a rank path a tree accepts; computed once per path."""
-
-    def __init__(self, tree: Tree) -> None:
-        super().__init__()
-        self._nodes = set(tree.paths)
-
-    def __missing__(self, path: Ranks) -> int:
-        accepted = 0
-        while accepted < len(path) and path[: accepted + 1] in self._nodes:
-            accepted += 1
-        self[path] = accepted
-        return accepted
-
-
-def tokens_per_step(traces: Sequence[Trace], tree: Tree) -> float:
-    """Return the acceleration rate of `tree` on `traces`; the first token comes from the prefill and is not counted."""
-    accepted = AcceptedLength(tree)
-    steps = sum(len(trace.simulate(accepted)) for trace in traces)
-    return sum(len(trace.ranks) - 1 for trace in traces) / steps if steps else 1.0
-
-
-def node_acceptance(traces: Sequence[Trace], tree: Tree) -> list[float] | None:
-    """Simulate decoding the traced answers with `tree`; return the share of steps that accept each node.
-
-    The order is that of `tree.paths`. None without any step.
-    """
-    steps = 0
-    accepted: Counter[Ranks] = Counter()
-    lengths = AcceptedLength(tree)
-    for trace in traces:
-        starts = trace.simulate(lengths)
-        steps += len(starts)
-        for start in starts:
-            path = trace.path(start)
-            accepted.update(path[:depth] for depth in range(1, len(path) + 1))
-    return [accepted[path] / steps for path in tree.paths] if steps else None
-
-
-def head_accuracy(traces: Sequence[Trace]) -> list[list[float]]:
-    """Return the top-1 .. top-10 accuracy of every head over all positions that have a target, [K][10]."""
-    heads = len(traces[0].ranks[0]) if traces else 0
-    table = []
-    for k in range(heads):
-        ranks = [
-            row[k] for trace in traces for row, targets in zip(trace.ranks, trace.targets, strict=True) if targets > k
-        ]
-        table.append([sum(0 <= rank < top for rank in ranks) / max(len(ranks), 1) for top in range(1, MAX_RANK + 1)])
-    return table
 
 
 def prompts_by_conversation(data: EncodedDataset, token_budget: int, seed: int) -> list[Prompts]:

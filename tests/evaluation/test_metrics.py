@@ -17,7 +17,7 @@ from medusa_train.evaluation.metrics import (
     summarize,
 )
 from medusa_train.evaluation.records import TimedAnswer, TurnRecord, Verdict
-from medusa_train.tree_search.traces import Trace, node_acceptance
+from medusa_train.tree_search.fit import Trace, node_acceptance
 from medusa_train.trees.tree import Tree
 
 

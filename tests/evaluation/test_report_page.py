@@ -8,7 +8,7 @@ import pytest
 from medusa_train.evaluation.records import Score, TimedAnswer, TurnRecord
 from medusa_train.evaluation.report import Report, decoders_table, figures_table, summary_of
 from medusa_train.evaluation.report_page import answers_section, coloured_runs, html_page, proposing_heads, sections_of
-from medusa_train.tree_search.traces import Trace
+from medusa_train.tree_search.fit import Trace
 from medusa_train.trees.tree import Tree
 from tests.evaluation.test_report import meta
 

@@ -17,7 +17,8 @@ from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts import DRAFTS, draft_name
 from medusa_train.models.drafts.base import Draft
 from medusa_train.models.features import Rows
-from medusa_train.tree_search.traces import AcceptedLength, trace_answer, trace_conversations
+from medusa_train.tree_search.fit import AcceptedLength
+from medusa_train.tree_search.traces import trace_answer, trace_conversations
 from medusa_train.trees.tree import Tree
 from tests.families import NoTokenizer, random_backbone
 from tests.inference.chi_square import check_lossless, five_token_backbone

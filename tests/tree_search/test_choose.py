@@ -26,8 +26,8 @@ from medusa_train.tree_search.choose import (
     smallest_of_the_fastest,
     time_steps,
 )
-from medusa_train.tree_search.fit import TreeCandidate
-from medusa_train.tree_search.traces import Trace, TracedAnswers, trace_conversations
+from medusa_train.tree_search.fit import Trace, TreeCandidate
+from medusa_train.tree_search.traces import TracedAnswers, trace_conversations
 from medusa_train.trees.tree import Tree
 from tests.families import random_backbone
 from tests.tree_search.test_traces import noisy_heads

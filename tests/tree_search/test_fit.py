@@ -13,6 +13,8 @@ import torch
 
 from medusa_train.tree_search import fit as module
 from medusa_train.tree_search.fit import (
+    AcceptedLength,
+    Trace,
     count_paths,
     cross_validate,
     fit_tree,
@@ -22,7 +24,6 @@ from medusa_train.tree_search.fit import (
     paths_by_product,
     tokens_per_step,
 )
-from medusa_train.tree_search.traces import AcceptedLength, Trace
 from medusa_train.trees.tree import Tree
 from tests.tree_search.test_traces import TRACE
 

@@ -13,15 +13,8 @@ from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.models.lm_head import LMHead
 from medusa_train.tree_search import traces as traces_module
-from medusa_train.tree_search.traces import (
-    MAX_RANK,
-    Trace,
-    greedy_answers,
-    head_accuracy,
-    rank_of,
-    tokens_per_step,
-    trace_answer,
-)
+from medusa_train.tree_search.fit import MAX_RANK, Trace, head_accuracy, tokens_per_step
+from medusa_train.tree_search.traces import greedy_answers, rank_of, trace_answer
 from medusa_train.trees.tree import Tree
 from tests.families import random_backbone
 
