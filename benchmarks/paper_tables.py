@@ -206,7 +206,8 @@ def write_experiment(
         if title in rows:
             lines.append([title, *(cell_text(rows[title].get(one.title), one) for one in experiment.columns)])
         if theirs := published.rows.get(title):
-            lines.append([f"*{title}, published*", *(str(theirs.get(one.title, "-")) for one in experiment.columns)])
+            cells = (cell_text(theirs.get(one.title), one) for one in experiment.columns)
+            lines.append([f"*{title}, published*", *cells])
     chart = rounded(chart_of(experiment, rows))
     parts = ["**Made with --quick: the drafts are not trained. It shows that everything runs.**"] if args.quick else []
     parts += [

@@ -9,7 +9,7 @@
 The files in benchmarks/papers/ name runs (a configuration of the family `--configs` and overrides), evaluations (keys
 of `medusa-eval`, some of them swept), columns and published figures; benchmarks/README.md describes them. Runs are
 trained by `medusa-train` and measured by `medusa-eval`, as far as they are not finished, and both resume. With
-`count: true` one evaluation in batches is enough: the steps of all trees are simulated along its greedy answers, and
+`count: true` one evaluation in batches is enough: the steps of all trees are simulated along plain greedy answers, and
 nothing depends on the clock. Runs and reports below `--out` are kept, shared by all experiments and told apart by their
 settings. NAME.md, NAME.json and NAME.svg are written after every run. Never run on a GPU.
 """
@@ -66,7 +66,7 @@ from medusa_train.trees.tree import Tree  # noqa: E402
 
 EXPERIMENTS = ROOT / "benchmarks" / "papers"
 QUICK_STEPS = 4  # optimizer steps of a whole training with --quick
-COUNTED = {"batch_size": 16, "exactness": False, "prompt_lookup": False}  # evaluations whose steps are counted
+COUNTED_ROWS = 16  # batch size of evaluations whose steps are counted, along plain answers
 QUICK_EVAL = {"bench": "tiny:1", "limit": 2, "max_new_tokens": 16, "warmup": 0, "exactness": False, "dtype": "float32"}
 MOST_NODES = 256  # of a random tree (Medusa, Configuration of Tree Attention)
 WIDEST = 10  # guesses of a head that are told apart
@@ -272,7 +272,9 @@ class Measurement:
                 tree = self._tree(str(keys["tree"]))
                 keys["tree"] = str(self.folder / f"{keys['tree'].replace(':', '')}.json")
             if self.plan.experiment.evaluations[point.evaluation].count:
-                keys = {**COUNTED, **keys, "tree": None}
+                if tree is None:
+                    raise ConfigError(f"count: true counts the steps of named trees, got tree: {keys.get('tree')}")
+                keys = {"batch_size": COUNTED_ROWS, **keys, "tree": "none"}
             elif tree is not None:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 tree.save(Path(keys["tree"]))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from medusa_train.checkpoint.heads import load_draft
-from medusa_train.checkpoint.resolve import ModelPaths
+from medusa_train.checkpoint.resolve import NO_TREE, ModelPaths
 from medusa_train.config.drafts import LookupChoice
 from medusa_train.config.paths import resolve_path
 from medusa_train.data.datastore import read_datastore
@@ -27,7 +27,7 @@ from medusa_train.trees.tree import Tree
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A backbone with its draft heads and tree; both are None without heads.
+    """A backbone with its draft heads and tree; both are None without heads, and the tree where they are only traced.
 
     Attributes:
         lookup: a draft without training, alone or beside the heads.
@@ -49,7 +49,7 @@ class LoadedModel:
     def heads(self) -> Proposer | None:
         """The trained part of `proposer`: heads, with dynamic trees if there are any."""
         if self.dynamic is None:
-            return self.draft
+            return None if self.tree is None else self.draft
         assert isinstance(self.draft, Eagle3Draft)  # `resolve_model` refuses others
         return self.draft.with_dynamic_trees(self.dynamic)
 
@@ -90,8 +90,8 @@ def load_with_draft(
     if compiled:
         compile_backbone(backbone, paths, rows=rows, trees=paths.has_draft)
     lookup = None if paths.lookup is None else load_lookup(paths.lookup, backbone.tokenizer)
-    if draft is None:
-        return LoadedModel(backbone, None, None, lookup)
+    if draft is None or paths.dynamic == NO_TREE:
+        return LoadedModel(backbone, draft, None, lookup)
     tree = load_tree(paths, draft.num_heads)
     model = LoadedModel(backbone, draft, tree, lookup, dynamic_size(paths, tree))
     assert model.proposer is not None  # refuses what does not go together

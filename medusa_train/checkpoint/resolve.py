@@ -27,8 +27,8 @@ SAFETENSORS = "medusa_lm_head.safetensors"
 PICKLED = "medusa_lm_head.pt"
 CONFIG = "config.json"
 MODEL_FILES = ("model.safetensors", "pytorch_model.bin")
-#: Values of the key `tree` that are no files: the tree of tree.json, or another tree in every step, of a given size.
-FIXED, DYNAMIC = "fixed", re.compile(r"dynamic(:[1-9]\d*x[1-9]\d*)?")
+#: Values of the key `tree` that are no files: the tree of tree.json, none, or another in every step, of a given size.
+FIXED, NO_TREE, DYNAMIC = "fixed", "none", re.compile(r"dynamic(:[1-9]\d*x[1-9]\d*)?")
 #: Prefixes of the heads in the state dict of a Medusa-2 full model.
 PREFIXES = ("medusa_head.", "medusa_heads.")
 
@@ -53,7 +53,8 @@ class ModelPaths:
         adapter: LoRA adapter of a joint run, merged into the backbone for decoding.
         quantization: how the backbone was loaded in training.
         lookup: a draft without training, alone (`heads is None`) or added to the heads.
-        dynamic: "dynamic", or with nodes and depth "dynamic:32x5", if the draft chooses another tree in every step.
+        dynamic: "dynamic", or with nodes and depth "dynamic:32x5", if the draft chooses another tree in every step;
+            "none" if nothing is drafted, and heads are only traced.
         threshold: confidence up to which drafting stops; None: the heads' own.
     """
 
@@ -142,15 +143,18 @@ def resolve_model(
         model: run directory or directory of heads; None: the newest run under runs/, or no heads if `base_model` is
             given.
         base_model: directory or hub name; None: the backbone that the heads were trained with.
-        tree: tree file; None or "fixed": tree.json beside the heads; "dynamic" or "dynamic:32x5": a tree for every
-            step, as large and deep as the fixed one or as given.
+        tree: tree file; None or "fixed": tree.json beside the heads; "none": heads are only traced; "dynamic" or
+            "dynamic:32x5": a tree for every step, as large and deep as the fixed one or as given.
         needs_backbone: check that a backbone named by a local path exists.
         lookup: a draft without training, in place of the heads or beside them.
         threshold: confidence up to which drafting stops; None: the heads' own.
     """
     paths = _resolve(model, base_model, Path(tree) if names_tree_file(tree) else None)
-    if DYNAMIC.fullmatch(str(tree)) and (lookup is None or lookup.heads is not None):
-        paths = paths.with_dynamic_trees(str(tree))
+    if lookup is None or lookup.heads is not None:  # others choose their trees themselves
+        if str(tree) == NO_TREE:
+            paths, lookup = replace(paths, tree=None, dynamic=NO_TREE), None
+        elif DYNAMIC.fullmatch(str(tree)):
+            paths = paths.with_dynamic_trees(str(tree))
     paths = paths.with_lookup(lookup).with_threshold(threshold)
     if needs_backbone and resolve_path(paths.base_model) is None and looks_like_path(paths.base_model):
         advice = "" if base_model else f" (named by {paths.home}; give another with --base-model)"
@@ -165,7 +169,7 @@ def resolve_model(
 
 def names_tree_file(tree: str | Path | None) -> TypeGuard[str | Path]:
     """Return whether a value of the key `tree` is a file."""
-    return tree is not None and str(tree) != FIXED and not DYNAMIC.fullmatch(str(tree))
+    return tree is not None and str(tree) not in (FIXED, NO_TREE) and not DYNAMIC.fullmatch(str(tree))
 
 
 def runs_directory() -> Path:
@@ -294,7 +298,9 @@ def _resolve_tree(tree: Path | None, home: Path) -> Path | None:
         return home / "tree.json" if (home / "tree.json").is_file() else None
     path = resolve_path(tree)
     if path is None:
-        raise CheckpointError(f"tree {str(tree)!r}: no such file, and not {FIXED}, dynamic or dynamic:NODESxDEPTH")
+        raise CheckpointError(
+            f"tree {str(tree)!r}: no such file, and not {FIXED}, {NO_TREE}, dynamic or dynamic:NODESxDEPTH"
+        )
     return path
 
 

@@ -416,7 +416,8 @@ class EvalConfig(Config):
     tree: Text | None = key(
         None,
         "fixed: the run's tree.json (the default); dynamic: another tree in every step, as large and deep (EAGLE-3), "
-        "or dynamic:32x5 with 32 nodes, 5 deep, with the fixed one measured beside it; or a tree file",
+        "or dynamic:32x5 with 32 nodes, 5 deep, with the fixed one measured beside it; none: plain answers alone, with "
+        "the heads' guesses along them; or a tree file",
     )
     draft: LookupName | None = key(
         None,

@@ -64,7 +64,7 @@ def summarize(records: Sequence[TurnRecord]) -> Figures:
         "speedup_over_fastest": _number(ratios.get("speedup_over_fastest")),
         "tokens_per_s": _number(ratios.get("tokens_per_s")),
         "baseline_tokens_per_s": _number(rates["plain"].tokens_per_s),
-        "generate_tokens_per_s": _number(rates["generate"].tokens_per_s),
+        "generate_tokens_per_s": _number(rates["generate"].tokens_per_s) if "generate" in rates else None,
         "answers": len(records),
         "equal_answers": _count(records, "float32", Verdict.EQUAL),
         "tie_answers": _count(records, "float32", Verdict.TIE),

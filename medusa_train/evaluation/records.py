@@ -68,7 +68,7 @@ class TurnRecord:
     prompt_ids: tuple[int, ...]
     tree: TimedAnswer | None  # None in a baseline-only run
     plain: TimedAnswer
-    generate: TimedAnswer
+    generate: TimedAnswer | None  # None where nothing is compared (tree: none)
     text: str = ""  # of the reported answer
     exact: dict[str, Verdict] = field(default_factory=dict)  # the tree's and the plain answer, by dtypes that were run
     scores: dict[str, Score] = field(default_factory=dict)  # of `tree` and `plain`, on benches with correct answers
@@ -85,7 +85,8 @@ class TurnRecord:
     @property
     def baselines(self) -> dict[str, TimedAnswer]:
         """The baselines by name: the loop with the empty tree, and decoders of transformers."""
-        return {"plain": self.plain, "generate": self.generate, **self.others}
+        generate = {} if self.generate is None else {"generate": self.generate}
+        return {"plain": self.plain, **generate, **self.others}
 
 
 @dataclass(frozen=True)

@@ -223,7 +223,9 @@ def summary_of(report: Report) -> list[str]:
     overall, meta = report.overall, report.meta
     answers = f"{overall['answers']} answers, {overall['looping_answers']} of them with loops."
     if not report.has_tree:
-        return [f"Baselines only: no draft heads were given. {answers}", _quality(report)]
+        traced = "nothing was drafted; the heads' guesses are along these answers"
+        why = "no draft heads were given" if meta["heads"] is None else traced
+        return [f"Baselines only: {why}. {answers}", _quality(report)]
     speedup = number(overall["speedup_over_fastest"], 2, "x", overall["intervals"].get("speedup_over_fastest"))
     faster = f"{speedup} the speed of the faster baseline (total tokens per second, prefill included)"
     lines = [f"{faster}; {_draft(meta)}; {answers}"]

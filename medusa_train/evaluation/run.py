@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from medusa_train.checkpoint.load_model import LoadedModel
-from medusa_train.checkpoint.resolve import ModelPaths, names_tree_file
+from medusa_train.checkpoint.resolve import NO_TREE, ModelPaths, names_tree_file
 from medusa_train.choose_decoding import choose_dtype, compile_if_repaid, compile_or_report
 from medusa_train.config.schema import EvalConfig
 from medusa_train.data.conversation import Message
@@ -130,8 +130,10 @@ def evaluate(
             for other in EQUALITY_DTYPES if mode.acceptance == "greedy" and cfg.exactness else ():
                 if other != dtype:
                     _compare_again(cfg, records, paths, other, memory, meta["exactness"], progress)
-            if has_trained_backbone(paths):
-                extra["joint"] = _backbone_quality(paths, progress)
+        else:
+            del model, refitted
+        if has_trained_backbone(paths):
+            extra["joint"] = _backbone_quality(paths, progress)
         extra["judge"] = _judge(cfg, bench, records, model_id(meta), directory, progress)
     except KeyboardInterrupt:
         progress.console.print(terminal_report(write()[0]))
@@ -206,13 +208,18 @@ def time_bench(
     """Time every decoder on every turn of the bench, and log each turn; returns the measured and the skipped ones."""
     completed = completed_turns(log.entries, bench.questions)
     mode = DecodingMode.from_config(cfg)
+    compared = paths.dynamic != NO_TREE
     extra = extra_baselines(
-        model.backbone, cfg.assistant_model, prompt_lookup=cfg.prompt_lookup, note=progress.print, mode=mode
+        model.backbone,
+        cfg.assistant_model if compared else None,
+        prompt_lookup=cfg.prompt_lookup and compared,
+        note=progress.print,
+        mode=mode,
     )
     chat = ChatEncoder(model.backbone.tokenizer, paths.chat_template, paths.chat_template_kwargs)
     if note := chat.template.describe_unused_kwargs():
         progress.print(f"note: {note}", style="yellow")
-    test = SpeedTest(model, chat, cfg.max_new_tokens, extra, mode)
+    test = SpeedTest(model, chat, cfg.max_new_tokens, extra, mode, generate=compared)
     warm_up = bench.questions[: cfg.warmup]
     with progress.phase("warm-up", len(warm_up) * len(test.names), "answers", ticking=True) as phase:
         test.warm_up(warm_up, phase.advance)

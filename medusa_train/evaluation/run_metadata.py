@@ -45,7 +45,7 @@ def collect_metadata(
     greedy = mode.acceptance == "greedy"
     extra_baselines, references = records[0].others if records else {}, reference_decoders(model)
     has_static_steps = model.backbone.step_runner is not None and has_fixed_shape(model.proposer)
-    equal = sum(first_difference(record.plain.tokens, record.generate.tokens) is None for record in records)
+    pairs = [(one.plain.tokens, one.generate.tokens) for one in records if one.generate is not None]
     return {
         "model": None if paths.name is None else public_name(paths.name),
         "base_model": public_name(paths.base_model),
@@ -73,7 +73,11 @@ def collect_metadata(
         "tree_file": None if paths.tree is None else public_name(str(paths.tree)),
         "baselines": {
             "baseline_tokens_per_s": "the same decoding loop with the empty tree",
-            "generate_tokens_per_s": describe_baseline(GENERATE, transformers.__version__, None, mode),
+            **(
+                {"generate_tokens_per_s": describe_baseline(GENERATE, transformers.__version__, None, mode)}
+                if pairs
+                else {}
+            ),
             **{name: one.description for name, one in references.items()},
             **{
                 name: describe_baseline(name, transformers.__version__, cfg.assistant_model, mode)
@@ -81,7 +85,7 @@ def collect_metadata(
                 if name not in references
             },
         },
-        "plain_equal_generate": equal if greedy else None,
+        "plain_equal_generate": sum(first_difference(*pair) is None for pair in pairs) if greedy and pairs else None,
         "exactness": None if model.proposer is None or not greedy else dict.fromkeys(EQUALITY_DTYPES, "not compared"),
         "device": device_name(model.backbone.device),
         "threads": torch.get_num_threads(),

@@ -46,7 +46,7 @@ class SpeedTest:
     """Asks questions and times every decoder on every turn.
 
     The decoders are the model's (with dynamic trees also fixed ones, with merged drafts also their parts), plain
-    decoding, `generate`, and the baselines `extra`, which do not decode in batches.
+    decoding, `generate` unless it is False, and the baselines `extra`, which do not decode in batches.
     """
 
     def __init__(
@@ -56,6 +56,8 @@ class SpeedTest:
         max_new_tokens: int,
         extra: Mapping[str, Answerer] | None = None,
         mode: DecodingMode = GREEDY,
+        *,
+        generate: bool = True,
     ) -> None:
         self._backbone = model.backbone
         self._chat = chat
@@ -66,7 +68,7 @@ class SpeedTest:
             raise BackboneError("longrope models can't decode in batches; set batch_size: 1")
         self._answerers: dict[str, Answerer] = {
             PLAIN: LoopAnswerer(decoder(model.backbone), mode, mode.baseline_rule),
-            GENERATE: GenerateAnswerer(model.backbone, mode),
+            **({GENERATE: GenerateAnswerer(model.backbone, mode)} if generate else {}),
             **(extra or {}),
         }
         proposers = {name: (one.proposer, one.tree) for name, one in reference_decoders(model).items()}
@@ -192,7 +194,7 @@ class SpeedTest:
                 tuple(one.prompt),
                 timed[TREE][row] if TREE in timed else None,
                 timed[PLAIN][row],
-                timed[GENERATE][row],
+                timed[GENERATE][row] if GENERATE in timed else None,
                 text=self._text(timed.get(TREE, timed[PLAIN])[row].tokens),
                 others={name: rows[row] for name, rows in timed.items() if name not in (TREE, PLAIN, GENERATE)},
                 asked=one.question.turns[one.turn - 1],

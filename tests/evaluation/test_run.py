@@ -200,6 +200,19 @@ def test_a_backbone_alone_gives_baselines(backbone_dir: Path, bench_file: Path, 
     assert "Baselines only" in shown
 
 
+def test_without_a_tree_guesses_are_traced_along_plain_answers(run_dir: Path, bench_file: Path, tmp_path: Path) -> None:
+    keys = {"dtype": "float32", "exactness": False}
+    report, shown = run(bench_file, run_dir, tmp_path / "none", tree="none", batch_size=2, **keys)
+    assert set(report["baselines"]) == {"plain"}
+    assert (
+        report["overall"]["speedup"] is report["overall"]["acceleration_rate"] is report["meta"]["tree_nodes"] is None
+    )
+    assert "nothing was drafted" in shown
+    run(bench_file, run_dir, tmp_path / "fixed", **keys)
+    none, fixed = ((tmp_path / name / "ranks.jsonl").read_text() for name in ("none", "fixed"))
+    assert none == fixed
+
+
 def test_an_interrupted_evaluation_is_resumed(
     run_dir: Path, bench_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
