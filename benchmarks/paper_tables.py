@@ -206,8 +206,7 @@ def write_experiment(
         if title in rows:
             lines.append([title, *(cell_text(rows[title].get(one.title), one) for one in experiment.columns)])
         if theirs := published.rows.get(title):
-            cells = (cell_text(theirs.get(one.title), one) for one in experiment.columns)
-            lines.append([f"*{title}, published*", *cells])
+            lines.append([f"*{title}, published*", *(str(theirs.get(one.title, "-")) for one in experiment.columns)])
     chart = rounded(chart_of(experiment, rows))
     parts = ["**Made with --quick: the drafts are not trained. It shows that everything runs.**"] if args.quick else []
     parts += [
