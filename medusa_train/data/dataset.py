@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -254,3 +255,15 @@ class BatchLoader:
         if self.shuffle:
             rng.shuffle(batches)
         return batches
+
+
+def validation_batches(validation: EncodedDataset, micro_batch_size: int) -> Callable[[], Iterable[Batch]] | None:
+    """Return a function that iterates once over the validation set in a fixed order; None if the set is empty."""
+    if not len(validation):
+        return None
+
+    def batches() -> Iterable[Batch]:
+        loader = BatchLoader(validation, micro_batch_size, seed=0, shuffle=False)
+        return islice(loader, loader.steps_per_epoch)
+
+    return batches

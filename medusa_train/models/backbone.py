@@ -73,7 +73,7 @@ class Backbone:
         self.num_layers: int = self.config.num_hidden_layers
         self.max_context: int = context_length(self.config)
         self.eos_ids = eos_ids(model, tokenizer)
-        self.layer_types = set(layer_types(self.config))
+        self.layer_types = layer_types(self.config)
         self.window: int | None = getattr(self.config, "sliding_window", None)
         self.rope_switch = rope_switch(self.config)
         self.softcap: float | None = getattr(self.config, "final_logit_softcapping", None)
@@ -242,7 +242,7 @@ class Backbone:
         """
         if exit_layer not in self._splits:
             check_exit_layer(exit_layer, self.num_layers, self.name or "the backbone")
-            runner = LayerRunner(self.body, layer_types(self.config))
+            runner = LayerRunner(self.body, self.layer_types)
             attention = partial(self.masked_attention, enabled=True)
             split = LayerSplit(runner, exit_layer, self.embedding(), self.window, attention)
             self._check_split(split)
@@ -324,7 +324,7 @@ class Backbone:
     @property
     def compile_obstacle(self) -> str | None:
         """Why this model's passes can't be compiled; None if they can."""
-        if self.layer_types != {"full_attention"} and self.window is not None:
+        if set(self.layer_types) != {"full_attention"} and self.window is not None:
             return "has sliding windows"
         return None if self.rope_switch is None else "uses longrope"
 

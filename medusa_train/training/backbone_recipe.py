@@ -19,7 +19,6 @@ from medusa_train.errors import BackboneError
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.compiled import CompiledLayers
 from medusa_train.models.features import PLAIN, Features, FeatureSpec
-from medusa_train.models.hf_config import layer_types
 from medusa_train.models.lm_head import LMHead
 from medusa_train.models.lora import Adapter, LoraSpec
 from medusa_train.models.partitioned import full_shape, gathered, to_float32
@@ -118,7 +117,7 @@ class BackboneRecipe:
 def build_backbone_recipe(cfg: TrainConfig, backbone: Backbone, precision: Precision) -> BackboneRecipe:
     """Attach or load an adapter, or unfreeze layers, as the recipe asks; the backbone is frozen otherwise."""
     if cfg.recipe == "medusa1":
-        compiled = CompiledLayers(backbone.layers, layer_types(backbone.config)) if cfg.torch_compile else None
+        compiled = CompiledLayers(backbone.layers, backbone.layer_types) if cfg.torch_compile else None
         return BackboneRecipe(backbone, precision, compiled=compiled)
     if cfg.gradient_checkpointing:
         backbone.model.gradient_checkpointing_enable({"use_reentrant": False})

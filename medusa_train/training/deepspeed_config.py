@@ -1,4 +1,4 @@
-"""Read the key `deepspeed` and complete it for DeepSpeed."""
+"""Read the key `deepspeed`, check it against the other keys, and complete it for DeepSpeed."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 from medusa_train.config.paths import resolve_path
+from medusa_train.config.schema import TrainConfig
 from medusa_train.errors import ConfigError, MedusaError
 
 AUTO = "auto"
 #: Used by several processes if `deepspeed` is not set.
 DEFAULT: Mapping[str, Any] = {"zero_optimization": {"stage": 1}}
-#: Sections set by other keys of the configuration: checked against them in `preflight`, then removed.
+#: Sections set by other keys of the configuration: checked against them, then removed.
 SET_BY_KEYS = ("fp16", "bf16", "optimizer", "scheduler")
 _STAGES = (0, 1, 2, 3)
 OFFLOADS = ("offload_optimizer", "offload_param")
@@ -49,28 +50,27 @@ def stage_of(config: Mapping[str, Any]) -> Any:
     return config.get("zero_optimization", {}).get("stage", 0)
 
 
-def batch_sizes(micro_batch_size: int, accumulation: int, size: int) -> dict[str, int]:
-    """Return DeepSpeed's keys of the batch for `size` processes."""
+def batch_sizes(cfg: TrainConfig, processes: int) -> dict[str, int]:
+    """Return DeepSpeed's keys of the batch."""
     return {
-        "train_micro_batch_size_per_gpu": micro_batch_size,
-        "gradient_accumulation_steps": accumulation,
-        "train_batch_size": micro_batch_size * accumulation * size,
+        "train_micro_batch_size_per_gpu": cfg.micro_batch_size,
+        "gradient_accumulation_steps": cfg.gradient_accumulation_steps,
+        "train_batch_size": cfg.micro_batch_size * cfg.gradient_accumulation_steps * processes,
     }
 
 
-def complete_config(
-    config: Mapping[str, Any], batch: Mapping[str, int], max_grad_norm: float, hidden_size: int
-) -> dict[str, Any]:
-    """Fill in batch sizes, clipping and buckets; every other "auto" becomes DeepSpeed's default.
+def complete_config(cfg: TrainConfig, processes: int, hidden_size: int) -> dict[str, Any]:
+    """Read `deepspeed`, fill in batch sizes, clipping and buckets; every other "auto" becomes DeepSpeed's default.
 
     Compute dtype (autocast over float32 weights), optimizer and schedule are built here and not by DeepSpeed, which
     partitions them over the processes and reduces gradients in float32.
 
     Args:
-        config: from `read_deepspeed`, checked. batch: `batch_sizes`. hidden_size: of the backbone.
+        hidden_size: of the backbone.
     """
-    filled = {name: value for name, value in deepcopy(dict(config)).items() if name not in SET_BY_KEYS}
-    filled.update(batch, gradient_clipping=max_grad_norm)
+    config = deepcopy(dict(read_deepspeed(cfg.deepspeed)))
+    filled = {name: value for name, value in config.items() if name not in SET_BY_KEYS}
+    filled.update(batch_sizes(cfg, processes), gradient_clipping=cfg.max_grad_norm)
     zero = filled.setdefault("zero_optimization", {})
     # DeepSpeed's default bucket of 500 million elements takes 2 GB in float32
     if zero.get("reduce_bucket_size", AUTO) == AUTO:
@@ -82,10 +82,53 @@ def complete_config(
     return _without_auto(filled)
 
 
-def loading_config(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """Return a complete configuration with the dtype of the weights that ZeRO-3 partitions while they are loaded."""
+def loading_config(cfg: TrainConfig, processes: int, dtype: str) -> dict[str, Any] | None:
+    """Return the configuration with which ZeRO-3 partitions weights of `dtype` while they are loaded; None without it.
+
+    Modules that PEFT copies are loaded whole, and the backbone with which each process computes its hidden states.
+    """
+    if processes == 1 or cfg.lora_modules_to_save or cfg.cache_hidden_states:
+        return None
+    config = complete_config(cfg, processes, hidden_size=1)
+    if stage_of(config) != 3:
+        return None
     name = {"bfloat16": "bf16", "float16": "fp16"}.get(dtype)
     return {**config, **({} if name is None else {name: {"enabled": True}})}
+
+
+def check_deepspeed(cfg: TrainConfig, size: int) -> Mapping[str, Any]:
+    """Read `deepspeed` and check it for `size` processes, before anything is loaded."""
+    config = read_deepspeed(cfg.deepspeed)
+    problems = list(_contradictions(config, cfg, size))
+    if stage_of(config) == 3 and (cfg.load_in_4bit or cfg.load_in_8bit):
+        problems.append("stage 3 cannot partition a quantized backbone; use stage 2")
+    if stage_of(config) == 3 and cfg.torch_compile:
+        problems.append(
+            "stage 3 gathers weights while layers run, so they cannot be compiled; use stage 2, or torch_compile: false"
+        )
+    for name in OFFLOADS:
+        if (config.get("zero_optimization", {}).get(name) or {}).get("device") == "nvme":
+            problems.append(f"zero_optimization.{name}.device: nvme is not supported; use cpu")
+    if problems:
+        raise ConfigError([f"deepspeed: {problem}" for problem in problems])
+    return config
+
+
+def _contradictions(config: Mapping[str, Any], cfg: TrainConfig, size: int) -> Iterator[str]:
+    """Yield a line for every setting that differs from the run's keys; "auto" always agrees."""
+    micro, accumulation = cfg.micro_batch_size, cfg.gradient_accumulation_steps
+    batch = f"micro_batch_size x gradient_accumulation_steps x processes are {micro} x {accumulation} x {size}"
+    expected = [(name, value, batch) for name, value in batch_sizes(cfg, size).items()]
+    clipping = ("gradient_clipping", cfg.max_grad_norm, f"max_grad_norm is {cfg.max_grad_norm:g}")
+    for name, value, reason in (*expected, clipping):
+        if (actual := config.get(name, AUTO)) not in (AUTO, value):
+            yield f'{name}: {actual}, but {reason}; set it to "auto"'
+    for name, wanted in (("fp16", cfg.fp16), ("bf16", cfg.bf16)):
+        actual = config.get(name, {}).get("enabled", AUTO)
+        if actual is True and (wanted is False or (name == "bf16" and cfg.fp16)):
+            yield f'{name}.enabled: true, but the run does not compute in {name}; set {name}: true, or "auto" here'
+        if actual is False and wanted is True:
+            yield f'{name}.enabled: false, but the run sets {name}: true; set it to "auto"'
 
 
 def check_compiler(cuda: bool, environ: Mapping[str, str] = os.environ) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any
 
 from rich.console import Console
@@ -17,7 +16,7 @@ from transformers import AutoTokenizer
 from medusa_train.config.paths import resolve_path
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.conversation import NOTABLE_LOOPING, Message
-from medusa_train.data.dataset import Batch, BatchLoader, EncodedDataset, load_datasets
+from medusa_train.data.dataset import EncodedDataset, load_datasets
 from medusa_train.data.record_files import settings_path
 from medusa_train.data.sources import OnProgress
 from medusa_train.data.tokenize import ChatEncoder
@@ -154,15 +153,3 @@ def _template_notes(cfg: TrainConfig, encoder: ChatEncoder) -> Iterator[str]:
                     f"{entry.path} was generated with other prompts: its chat_template_kwargs are {kwargs}, those of "
                     f"this run {dict(template.kwargs)}"
                 )
-
-
-def validation_batches(validation: EncodedDataset, micro_batch_size: int) -> Callable[[], Iterable[Batch]] | None:
-    """Return a function that iterates once over the validation set in a fixed order; None if the set is empty."""
-    if not len(validation):
-        return None
-
-    def batches() -> Iterable[Batch]:
-        loader = BatchLoader(validation, micro_batch_size, seed=0, shuffle=False)
-        return islice(loader, loader.steps_per_epoch)
-
-    return batches

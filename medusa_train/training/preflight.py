@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +17,7 @@ from medusa_train.models.layer_split import check_exit_layer
 from medusa_train.models.loading import resolve_backbone
 from medusa_train.models.lora import read_adapter_config
 from medusa_train.training.backbone_recipe import find_initial_adapter, find_initial_heads
-from medusa_train.training.deepspeed_config import (
-    AUTO,
-    OFFLOADS,
-    batch_sizes,
-    check_compiler,
-    read_deepspeed,
-    stage_of,
-)
+from medusa_train.training.deepspeed_config import check_compiler, check_deepspeed, stage_of
 from medusa_train.training.estimate import ADAM, ADAM_8BIT, Estimate
 from medusa_train.training.strategy import EIGHT_BIT
 
@@ -37,8 +29,7 @@ def check_run(cfg: TrainConfig, processes: int) -> tuple[str, Any]:
         The backbone's path or hub name, and its transformers config.
     """
     resolved, config = resolve_backbone(cfg.base_model, trust_remote_code=cfg.trust_remote_code)
-    check_deepspeed(cfg, processes)
-    check_8bit_states(cfg, config, processes)
+    check_8bit_states(cfg, config, stage_of(check_deepspeed(cfg, processes)), processes)
     if processes > 1 or cfg.deepspeed is not None:
         check_compiler(torch.cuda.is_available())
     check_initial_weights(cfg)
@@ -57,43 +48,8 @@ def check_run(cfg: TrainConfig, processes: int) -> tuple[str, Any]:
     return resolved, config
 
 
-def check_deepspeed(cfg: TrainConfig, size: int) -> None:
-    """Check `deepspeed` for `size` processes, before anything is loaded."""
-    config = read_deepspeed(cfg.deepspeed)
-    problems = list(_contradictions(config, cfg, size))
-    if stage_of(config) == 3 and (cfg.load_in_4bit or cfg.load_in_8bit):
-        problems.append("stage 3 cannot partition a quantized backbone; use stage 2")
-    if stage_of(config) == 3 and cfg.torch_compile:
-        problems.append(
-            "stage 3 gathers weights while layers run, so they cannot be compiled; use stage 2, or torch_compile: false"
-        )
-    for name in OFFLOADS:
-        if (config.get("zero_optimization", {}).get(name) or {}).get("device") == "nvme":
-            problems.append(f"zero_optimization.{name}.device: nvme is not supported; use cpu")
-    if problems:
-        raise ConfigError([f"deepspeed: {problem}" for problem in problems])
-
-
-def _contradictions(config: Mapping[str, Any], cfg: TrainConfig, size: int) -> Iterator[str]:
-    """Yield a line for every setting that differs from the run's keys; "auto" always agrees."""
-    micro, accumulation = cfg.micro_batch_size, cfg.gradient_accumulation_steps
-    batch = f"micro_batch_size x gradient_accumulation_steps x processes are {micro} x {accumulation} x {size}"
-    expected = [(name, value, batch) for name, value in batch_sizes(micro, accumulation, size).items()]
-    clipping = ("gradient_clipping", cfg.max_grad_norm, f"max_grad_norm is {cfg.max_grad_norm:g}")
-    for name, value, reason in (*expected, clipping):
-        if (actual := config.get(name, AUTO)) not in (AUTO, value):
-            yield f'{name}: {actual}, but {reason}; set it to "auto"'
-    for name, wanted in (("fp16", cfg.fp16), ("bf16", cfg.bf16)):
-        actual = config.get(name, {}).get("enabled", AUTO)
-        if actual is True and (wanted is False or (name == "bf16" and cfg.fp16)):
-            yield f'{name}.enabled: true, but the run does not compute in {name}; set {name}: true, or "auto" here'
-        if actual is False and wanted is True:
-            yield f'{name}.enabled: false, but the run sets {name}: true; set it to "auto"'
-
-
-def check_8bit_states(cfg: TrainConfig, model_config: Any, processes: int) -> None:
-    """Refuse an 8-bit optimizer whose states ZeRO would have to partition, before anything is loaded."""
-    stage = stage_of(read_deepspeed(cfg.deepspeed))
+def check_8bit_states(cfg: TrainConfig, model_config: Any, stage: int, processes: int) -> None:
+    """Refuse an 8-bit optimizer whose states ZeRO, at this stage, would have to partition."""
     if cfg.optimizer not in EIGHT_BIT or stage == 0 or (processes == 1 and cfg.deepspeed is None):
         return
     trained = Estimate(cfg, model_config).trained

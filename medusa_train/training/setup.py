@@ -23,7 +23,7 @@ from medusa_train.checkpoint.run_layout import (
 )
 from medusa_train.checkpoint.store import CheckpointStore
 from medusa_train.config.schema import TrainConfig
-from medusa_train.data.dataset import BatchLoader
+from medusa_train.data.dataset import BatchLoader, validation_batches
 from medusa_train.data.draft_vocabulary import choose_draft_vocabulary, describe_vocabulary
 from medusa_train.errors import ConfigError
 from medusa_train.losses.objective import Objective
@@ -37,16 +37,10 @@ from medusa_train.models.precision import choose_precision
 from medusa_train.progress import RunProgress
 from medusa_train.training.backbone_recipe import BackboneRecipe, build_backbone_recipe, find_initial_heads
 from medusa_train.training.deepspeed import DeepSpeedStrategy, partitioned_loading
-from medusa_train.training.deepspeed_config import (
-    batch_sizes,
-    complete_config,
-    loading_config,
-    read_deepspeed,
-    stage_of,
-)
+from medusa_train.training.deepspeed_config import complete_config, loading_config, stage_of
 from medusa_train.training.distributed import SINGLE_PROCESS, World, init_distributed
 from medusa_train.training.hidden_states import open_hidden_states
-from medusa_train.training.load_data import TrainingData, validation_batches
+from medusa_train.training.load_data import TrainingData
 from medusa_train.training.process_info import ProcessInfo, free_port
 from medusa_train.training.snapshot import (
     LoadedCheckpoint,
@@ -126,12 +120,7 @@ def _load_model(cfg: TrainConfig, data: TrainingData, console: Console, world: W
     precision = choose_precision(cfg.bf16, world.device, fp16=cfg.fp16)
     if cfg.fp16 and precision.dtype != torch.float16:
         console.print(f"fp16: not supported on {world.device.type}; using {precision}")
-    partitioning = None
-    # PEFT copies modules to save whole; hidden states are computed by each process for itself
-    if world.size > 1 and not cfg.lora_modules_to_save and not cfg.cache_hidden_states:
-        config = _deepspeed_config(cfg, world.size, hidden_size=1)
-        partitioning = loading_config(config, str(precision)) if stage_of(config) == 3 else None
-    with partitioned_loading(partitioning):
+    with partitioned_loading(loading_config(cfg, world.size, str(precision))):
         backbone = load_backbone(
             cfg.base_model,
             dtype=precision.dtype,
@@ -234,16 +223,11 @@ def build_strategy(
     if world.size == 1 and not torch.distributed.is_initialized():  # by stage one
         init_distributed(ProcessInfo(0, 1, 0, "127.0.0.1", free_port()))
     backbone = recipe.backbone
-    config = _deepspeed_config(cfg, world.size, backbone.hidden_size)
+    config = complete_config(cfg, world.size, backbone.hidden_size)
     default = " (default, deepspeed is not set)" if cfg.deepspeed is None else ""
     console.print(f"processes: {world.size}, DeepSpeed ZeRO stage {stage_of(config)}{default}")
     read_directly = [*draft.parameters(), *backbone.output_embeddings.parameters()]
     return DeepSpeedStrategy(draft, backbone.model, read_directly, optimizer, scheduler, config, world, loss_scale)
-
-
-def _deepspeed_config(cfg: TrainConfig, processes: int, hidden_size: int) -> dict[str, Any]:
-    batch = batch_sizes(cfg.micro_batch_size, cfg.gradient_accumulation_steps, processes)
-    return complete_config(read_deepspeed(cfg.deepspeed), batch, cfg.max_grad_norm, hidden_size)
 
 
 def _build_objective(cfg: TrainConfig, draft: Draft, joint: bool) -> Objective:

@@ -15,7 +15,6 @@ from medusa_train.models.backbone import Backbone
 from medusa_train.models.compiled import CompiledLayers
 from medusa_train.models.document_attention import register_document_attention
 from medusa_train.models.features import FeatureSpec
-from medusa_train.models.hf_config import layer_types
 from tests.families import random_backbone
 
 needs_compiler = pytest.mark.skipif(
@@ -28,7 +27,7 @@ LATER = [(1, 30, False), (5, 9, False), (1, 21, True), (4, 11, True), (2, 13, Fa
 
 
 def compiled_layers_of(backbone: Backbone) -> CompiledLayers:
-    return CompiledLayers(backbone.layers, layer_types(backbone.config))
+    return CompiledLayers(backbone.layers, backbone.layer_types)
 
 
 def programs() -> int:

@@ -9,14 +9,12 @@ from medusa_train.config.paths import PROJECT_ROOT
 from medusa_train.config.schema import TrainConfig
 from medusa_train.errors import ConfigError, MedusaError
 from medusa_train.training.deepspeed_config import (
-    batch_sizes,
     check_compiler,
+    check_deepspeed,
     complete_config,
     loading_config,
-    read_deepspeed,
     stage_of,
 )
-from medusa_train.training.preflight import check_deepspeed
 
 SHIPPED = sorted((PROJECT_ROOT / "configs" / "deepspeed").glob("*.json"))
 
@@ -36,7 +34,7 @@ def problems(deepspeed, size=2, **keys):
 def test_shipped_files_fit_every_configuration(path):
     cfg = config(deepspeed=f"configs/deepspeed/{path.name}", max_grad_norm=0.7)
     check_deepspeed(cfg, 3)
-    whole = complete_config(read_deepspeed(cfg.deepspeed), batch_sizes(4, 2, 3), 0.7, hidden_size=2048)
+    whole = complete_config(cfg, 3, hidden_size=2048)
     assert stage_of(whole) == int(path.stem[len("zero")])
     assert whole["train_batch_size"] == 24
     assert whole["train_micro_batch_size_per_gpu"] == 4
@@ -60,15 +58,20 @@ def test_a_file_of_another_trainer_fits():
     }
     cfg = config(deepspeed=theirs)
     check_deepspeed(cfg, 2)
-    whole = complete_config(read_deepspeed(cfg.deepspeed), batch_sizes(4, 2, 2), 1.0, 64)
+    whole = complete_config(cfg, 2, 64)
     assert not {"bf16", "fp16", "optimizer", "scheduler"} & set(whole)
     assert whole["zero_optimization"] == {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 5e8}
     assert theirs["train_batch_size"] == "auto"  # what the user wrote is left as it is
 
 
 def test_zero_3_loads_weights_in_their_dtype():
-    assert loading_config({"a": 1}, "bfloat16") == {"a": 1, "bf16": {"enabled": True}}
-    assert loading_config({"a": 1}, "float32") == {"a": 1}
+    cfg = config(deepspeed={"zero_optimization": {"stage": 3}})
+    complete = complete_config(cfg, 2, hidden_size=1)
+    assert complete.items() >= {"train_batch_size": 16}.items()
+    assert loading_config(cfg, 2, "bfloat16") == {**complete, "bf16": {"enabled": True}}
+    assert loading_config(cfg, 2, "float32") == complete
+    assert loading_config(cfg, 1, "float32") is None
+    assert loading_config(config(deepspeed={"zero_optimization": {"stage": 2}}), 2, "float32") is None
 
 
 def test_contradictions_are_listed_all_at_once():

@@ -79,7 +79,7 @@ class StaticSteps:
             kind: MaskTable(
                 tree.ancestors, tree.depths, backbone.window if kind == "sliding_attention" else None, backbone.dtype
             )
-            for kind in sorted(backbone.layer_types)
+            for kind in sorted(set(backbone.layer_types))
         }
         self._nodes = torch.arange(tree.size + 1, device=backbone.device)
         self._starts: list[int] = []  # of each active row: position of the root of its last tree
