@@ -24,7 +24,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools wheel ninja
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation \
 		"deepspeed; platform_system == 'Linux'"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,plots]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,plots,rouge]'
 	touch $(STAMP)
 
 demo: install ## train Medusa heads for the embedded backbone, then measure the speedup (6 minutes on two cores)

@@ -336,7 +336,7 @@ def read_report(directory: Path, tree: Tree | None) -> Record:
     lines = [json.loads(line) for line in read_lines(directory / "answers.jsonl")]
     answers = {(line["question_id"], line["turn"]): line for line in lines if not line.get("skipped")}
     accepted = {key: line["accepted"] for key, line in answers.items()}
-    parts = {name: report.get(name) for name in ("categories", "judge", "joint", "meta")}
+    parts = {name: report.get(name) for name in ("categories", "judge", "rouge", "joint", "meta")}
     figures = {**report["overall"], **parts, "nodes": report["meta"]["tree_nodes"]}
     if tree is not None:
         lengths = AcceptedLength(tree)

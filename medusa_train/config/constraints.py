@@ -342,7 +342,7 @@ EVAL_CONSTRAINTS: tuple[Constraint, ...] = (
 _EVAL_LOCAL_KEYS = (
     *("tree", "threshold", "draft", "lookup", "lookahead", "rest", "compile", "batch_size", "exactness"),
     *("prompt_lookup", "assistant_model", "judge_base_url", "judge_model", "judge_concurrency"),
-    *("allow_code_execution", "calibration_tokens"),
+    *("allow_code_execution", "rouge", "calibration_tokens"),
 )
 _EVAL_SERVE_KEYS = ("serve_speculative_tokens", "serve_together", "serve_args", "serve_start_seconds")
 _EVAL_SERVER_KEYS = ("concurrency", "request_timeout", "retry_seconds", "api_key_env")

@@ -482,6 +482,7 @@ class EvalConfig(Config):
     allow_code_execution: Bool = key(
         False, "allow running the code that the model writes, in isolated processes; required by humaneval (pass@1)"
     )
+    rouge: Bool = key(False, "score answers by ROUGE-1/2/L where the question file has a `reference` (rouge-score)")
     calibration_tokens: Int = key(12000, "number of tokens to generate on held-out prompts for --calibrate", ge=100)
     seed: Int = key(42, "random seed", ge=0)
 

@@ -1,4 +1,4 @@
-r"""Score answers: the result of GSM8K's by exact match, and the code of HumanEval's by its tests (pass@1).
+r"""Score answers: the result of GSM8K's by exact match, the code of HumanEval's by its tests (pass@1), texts by ROUGE.
 
 The result of an answer is the number that follows its last `####`, else the number in its last `\boxed{}`, else its
 last number; numbers are compared as decimals, so 18 equals 18.00. The code of an answer is its first block of Python
@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from decimal import Decimal
+from statistics import fmean
 from typing import Any, Protocol
 
 from medusa_train.config.constraints import CODE_BENCH
@@ -157,6 +158,44 @@ def _without_prose(text: str, start: int) -> str:
     while last + 1 < len(lines) and is_code(lines[last + 1]):
         last += 1
     return "\n".join(lines[first : last + 1])
+
+
+#: ROUGE (Lin, "ROUGE: A Package for Automatic Evaluation of Summaries"), as the package rouge-score names its kinds.
+ROUGE = ("rouge1", "rouge2", "rougeL")
+
+
+def rouge_scorer(questions: Sequence[Question]) -> Any:
+    """Return the scorer of `rouge_means`; raises ConfigError without its package, or without any reference."""
+    try:
+        from rouge_score.rouge_scorer import RougeScorer
+    except ImportError:
+        raise ConfigError("rouge: requires the package rouge-score; pip install 'medusa-train[rouge]'") from None
+    if not any(question.reference for question in questions):
+        raise ConfigError("rouge: no question of this bench has a `reference`; remove it, or choose another bench")
+    return RougeScorer(list(ROUGE), use_stemmer=True)
+
+
+def rouge_means(
+    records: Sequence[TurnRecord], questions: Sequence[Question], tokenizer: TextDecoder, scorer: Any
+) -> dict[str, Any] | None:
+    """Return mean F1 of ROUGE-1, -2 and -L in per cent, of the `tree`'s and the `plain` answers with a reference.
+
+    Words are compared by their stems, ASCII letters and digits alone. None without such an answer.
+    """
+    references = {(one.question_id, turn): text for one in questions for turn, text in enumerate(one.reference, 1)}
+    scored: dict[str, list[Any]] = {}
+    for record in records:
+        reference = references.get((record.question_id, record.turn))
+        for name, answer in (("tree", record.tree), ("plain", record.plain)):
+            if reference is not None and answer is not None:
+                text = str(tokenizer.decode(list(answer.tokens), skip_special_tokens=True))
+                scored.setdefault(name, []).append(scorer.score(reference, without_reasoning(text)))
+    if not scored:
+        return None
+    means = {
+        name: {kind: 100 * fmean(one[kind].fmeasure for one in ours) for kind in ROUGE} for name, ours in scored.items()
+    }
+    return {"answers": len(scored["plain"]), **means}
 
 
 def summarize_scores(records: Sequence[TurnRecord]) -> dict[str, Any] | None:

@@ -11,6 +11,7 @@ from rich.console import Group
 from rich.text import Text
 
 from medusa_train.data.conversation import is_looping
+from medusa_train.evaluation.answer_scores import ROUGE
 from medusa_train.evaluation.judge import model_answers
 from medusa_train.evaluation.metrics import Figures, by_category, summarize
 from medusa_train.evaluation.records import SkippedTurn, TurnRecord
@@ -28,7 +29,7 @@ class Report:
     Attributes:
         meta: what was run, on what and with what; plain JSON values.
         overall, categories: figures of the whole bench, and per category.
-        extra: `judge` (grades; None if nothing was judged), `joint` (the backbone before and after joint training),
+        extra: `judge` (grades; None if nothing was judged), `rouge`, `joint` (the backbone before and after training),
             `tree` (its paths and each one's acceptance) and `calibration` (how the tree was chosen, from tree.json).
     """
 
@@ -288,6 +289,11 @@ def _quality(report: Report) -> str:
     parts = []
     if (scores := report.overall["scores"]) is not None:
         parts.append(_scores_text(scores))
+    if (rouge := report.extra.get("rouge")) is not None:
+        means = {name: "/".join(f"{rouge[name][kind]:.2f}" for kind in ROUGE) for name in rouge if name != "answers"}
+        plain = f", plain decoding {means['plain']}" if "tree" in means else ""
+        count = _count(rouge["answers"], "answer")
+        parts.append(f"ROUGE-1/2/L {means.get('tree', means['plain'])}{plain} (F1 in % of {count} with a reference)")
     if (joint := report.extra.get("joint")) is not None:
         change = joint["perplexity_after"] / joint["perplexity_before"] - 1
         parts.append(
@@ -296,7 +302,7 @@ def _quality(report: Report) -> str:
         )
     judged = report.extra.get("judge")
     if judged is None:
-        if scores is None:
+        if scores is None and rouge is None:
             parts.append("not judged")
     elif judged["score"] is None:
         parts.append(

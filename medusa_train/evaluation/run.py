@@ -19,7 +19,7 @@ from medusa_train.config.schema import EvalConfig
 from medusa_train.data.conversation import Message
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import BackboneError
-from medusa_train.evaluation.answer_scores import require_code_execution, score_answers
+from medusa_train.evaluation.answer_scores import require_code_execution, rouge_means, rouge_scorer, score_answers
 from medusa_train.evaluation.answerers import extra_baselines
 from medusa_train.evaluation.backbone_quality import has_trained_backbone, measure_backbone_quality
 from medusa_train.evaluation.calibrate import chooses_compilation, load_model, refit_tree
@@ -78,6 +78,7 @@ def evaluate(
         The report and the paths of its files.
     """
     require_code_execution(cfg.allow_code_execution, bench.questions)
+    scorer = rouge_scorer(bench.questions) if cfg.rouge else None
     torch.manual_seed(cfg.seed)
     mode = DecodingMode.from_config(cfg)
     name = mode.directory_name(bench.name, *_drafting(cfg, paths))
@@ -119,6 +120,9 @@ def evaluate(
         if any(question.expected is not None for question in bench.questions):
             with progress.phase("scoring the answers", len(records), "turns", ticking=True) as phase:
                 score_answers(records, bench.questions, model.backbone.tokenizer, phase.advance)
+            write()
+        if scorer is not None:
+            extra["rouge"] = rouge_means(records, bench.questions, model.backbone.tokenizer, scorer)
             write()
         if model.proposer is not None:
             memory = WeightMemory.of(model.backbone.model, model.backbone.device)

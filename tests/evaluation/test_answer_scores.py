@@ -1,12 +1,16 @@
+import sys
 from decimal import Decimal
 from typing import Any
 
 import pytest
 
+from medusa_train.errors import ConfigError
 from medusa_train.evaluation import answer_scores
 from medusa_train.evaluation.answer_scores import (
     build_program,
     extract_number,
+    rouge_means,
+    rouge_scorer,
     score_answers,
     summarize_scores,
     wilson_interval,
@@ -133,6 +137,23 @@ def test_reasoning_is_not_scored(text: str, correct: bool) -> None:
     summary = summarize_scores(records)
     assert summary is not None
     assert not {"tree", "differing"} & set(summary)
+
+
+def test_rouge_is_that_of_counts_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("rouge_score")
+    questions = [Question(1, "summarization", ("?",), "f:1", ("The cats sat on the mat.",)), *QUESTIONS[1:]]
+    records = [turn(1, (0, 1, 2), (0, 2)), turn(2, (0,), (0,))]
+    means = rouge_means(records, questions, Words("the ", "cat ", "sat "), rouge_scorer(questions))
+    assert means is not None
+    assert means["answers"] == 1
+    # 3 of 3 and of 6 words, 2 of 2 and of 5 pairs, and 3 words in order; plainly 2 of 2 and of 6, 0 of 1, and 2
+    assert means["tree"] == pytest.approx({"rouge1": 200 / 3, "rouge2": 400 / 7, "rougeL": 200 / 3})
+    assert means["plain"] == pytest.approx({"rouge1": 50, "rouge2": 0, "rougeL": 50})
+    with pytest.raises(ConfigError, match="no question of this bench has a `reference`"):
+        rouge_scorer(QUESTIONS)
+    monkeypatch.setitem(sys.modules, "rouge_score.rouge_scorer", None)
+    with pytest.raises(ConfigError, match=r"pip install 'medusa-train\[rouge\]'"):
+        rouge_scorer(questions)
 
 
 def test_equal_answers_run_once_and_keep_their_indentation(monkeypatch: pytest.MonkeyPatch) -> None:

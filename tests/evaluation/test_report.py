@@ -85,10 +85,16 @@ def test_quality_is_reported_where_they_are_known() -> None:
     graded = {"model": "judge-1", "score": 6.25, "graded": 2, "without_grade": 1, "failed": 0}
     failed = {"model": "judge-1", "score": None, "graded": 0, "without_grade": 0, "failed": 2, "reason": "HTTP 401"}
     joint = {"tokens": 900, "perplexity_before": 8.0, "perplexity_after": 8.2, "kl": 0.0213}
+    means = {"rouge1": 40.0, "rouge2": 8.44, "rougeL": 12.6}
+    rouge = {"answers": 2, "tree": means, "plain": {"rouge1": 1.0, "rouge2": 2.0, "rougeL": 3.0}}
     for extra, expected in (
         ({}, "Quality: not judged."),
         ({"judge": graded}, "6.25 of 10 by judge-1 (2 answers, 1 without a grade)"),
         ({"judge": failed}, "graded none of the answers (HTTP 401)"),
+        (
+            {"rouge": rouge},
+            "Quality: ROUGE-1/2/L 40.00/8.44/12.60, plain decoding 1.00/2.00/3.00 (F1 in % of 2 answers",
+        ),
         ({"joint": joint}, "8.200 after joint training, 8.000 before (+2.5%), KL 0.0213"),
     ):
         text = markdown(Report.from_records(records(), meta(), extra=extra))
