@@ -10,17 +10,15 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeGuard
+from typing import Any, Literal, NamedTuple, TypeGuard
 
 import yaml
 from safetensors import SafetensorError, safe_open
 
 from medusa_train.config.drafts import DRAFT_CONFIGS, DraftConfig, LookupChoice
 from medusa_train.config.paths import looks_like_path, resolve_path
+from medusa_train.config.types import Quantization
 from medusa_train.errors import BackboneError, CheckpointError, DataError
-
-if TYPE_CHECKING:
-    from medusa_train.models.loading import Quantization
 
 DRAFT = "draft.safetensors"
 SAFETENSORS = "medusa_lm_head.safetensors"

@@ -49,6 +49,7 @@ from medusa_train.config.types import (
     Int,
     Interval,
     IntList,
+    Quantization,
     ReasoningTags,
     Resume,
     Schedule,
@@ -309,6 +310,11 @@ class TrainConfig(Config):
     def prepared_dir(self) -> Path | None:
         """`dataset_prepared_path` with `~` expanded."""
         return None if self.dataset_prepared_path is None else expand_user(self.dataset_prepared_path)
+
+    @property
+    def quantization(self) -> Quantization | None:
+        """How the backbone's weights are quantized."""
+        return "nf4" if self.load_in_4bit else "int8" if self.load_in_8bit else None
 
     @property
     def initial_run(self) -> Path | None:

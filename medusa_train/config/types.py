@@ -195,6 +195,8 @@ ReasoningTags = Annotated[
     BeforeValidator(_as_reasoning_tags),
     WithJsonSchema({"type": "array", "items": {"type": "string"}, "minItems": 2, "maxItems": 2}),
 ]
+#: Weights of a backbone in 4-bit NormalFloat (QLoRA) or as LLM.int8, by bitsandbytes.
+Quantization = Literal["nf4", "int8"]
 #: Layout of an export; "merged" is the backbone with its adapter merged.
 ExportTarget = Literal[
     "reference", "reference-v2", "tgi", "vllm", "sglang", "speculators", "trtllm", "transformers", "merged"

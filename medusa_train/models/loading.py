@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import is_flash_attn_2_available
 
 from medusa_train.config.paths import looks_like_path, nearest_path, resolve_path
+from medusa_train.config.types import Quantization
 from medusa_train.errors import BackboneError
 from medusa_train.hub import describe_hub_error, hub_is_unreachable
 from medusa_train.models.backbone import Backbone
@@ -28,8 +29,6 @@ from medusa_train.models.document_attention import (
 from medusa_train.models.hf_config import head_dim
 from medusa_train.models.partitioned import gathering_modules
 from medusa_train.models.precision import default_device, parse_dtype
-
-Quantization = Literal["nf4", "int8"]
 
 
 def load_backbone(

@@ -100,7 +100,7 @@ def check_deepspeed(cfg: TrainConfig, size: int) -> Mapping[str, Any]:
     """Read `deepspeed` and check it for `size` processes, before anything is loaded."""
     config = read_deepspeed(cfg.deepspeed)
     problems = list(_contradictions(config, cfg, size))
-    if stage_of(config) == 3 and (cfg.load_in_4bit or cfg.load_in_8bit):
+    if stage_of(config) == 3 and cfg.quantization is not None:
         problems.append("stage 3 cannot partition a quantized backbone; use stage 2")
     if stage_of(config) == 3 and cfg.torch_compile:
         problems.append(

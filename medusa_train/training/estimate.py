@@ -167,7 +167,7 @@ class Estimate:
     @cached_property
     def _quantized(self) -> list[Tensor]:
         """Weights that quantization applies to: every linear layer except lm_head."""
-        if not (self._cfg.load_in_4bit or self._cfg.load_in_8bit):
+        if self._cfg.quantization is None:
             return []
         head = self._model.get_output_embeddings()
         return [m.weight for m in self._model.modules() if isinstance(m, nn.Linear) and m is not head]
@@ -175,7 +175,7 @@ class Estimate:
     def _backbone_bytes(self, dtype: torch.dtype) -> float:
         quantized = _count(self._quantized)
         plain = _count(self._model.parameters()) - quantized
-        return plain * dtype.itemsize + quantized * (_NF4 if self._cfg.load_in_4bit else 1)
+        return plain * dtype.itemsize + quantized * (_NF4 if self._cfg.quantization == "nf4" else 1)
 
     def _activations(self, rows: int, width: int, item: int, device: str) -> int:
         """Estimate what a micro-batch adds at its peak, beside all gradients; `item` is bytes in the compute dtype.

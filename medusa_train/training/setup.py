@@ -125,7 +125,7 @@ def _load_model(cfg: TrainConfig, data: TrainingData, console: Console, world: W
             cfg.base_model,
             dtype=precision.dtype,
             device=precision.device,
-            quantization="nf4" if cfg.load_in_4bit else "int8" if cfg.load_in_8bit else None,
+            quantization=cfg.quantization,
             trust_remote_code=cfg.trust_remote_code,
         )
     with gathering_modules(backbone.model):
@@ -322,7 +322,7 @@ def _describe_run(
         f"model: heads {heads / 1e6:.1f}M parameters (trained, float32), {backbone}, "
         f"computing in {recipe.precision} on {recipe.precision.device}"
     )
-    if cfg.load_in_4bit or cfg.load_in_8bit:
+    if cfg.quantization is not None:
         learners = "the adapter and the heads" if cfg.medusa_self_distillation else "the heads"
         yield f"note: the backbone is quantized: {learners} learn from the quantized model"
     if recipe.compiled is not None:

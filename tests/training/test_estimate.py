@@ -14,6 +14,7 @@ from medusa_train.models.drafts.eagle3 import Eagle3Draft
 from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.models.features import Rows
 from medusa_train.models.lora import Adapter, LoraSpec
+from medusa_train.training.deepspeed_config import check_deepspeed, stage_of
 from medusa_train.training.estimate import _NF4, Estimate, Memory
 from medusa_train.training.preflight import check_8bit_states
 from tests.families import random_backbone
@@ -184,7 +185,7 @@ def test_8bit_states_that_would_be_partitioned_are_refused(
     model_config = random_backbone("llama").config
     cfg = config(optimizer="adamw_bnb_8bit", deepspeed=deepspeed)
     with pytest.raises(ConfigError) as caught:
-        check_8bit_states(cfg, model_config, processes)
+        check_8bit_states(cfg, model_config, stage_of(check_deepspeed(cfg, processes)), processes)
     message = str(caught.value)
     trained = estimate().trained
     assert stage in message
@@ -201,7 +202,8 @@ def test_8bit_states_that_would_be_partitioned_are_refused(
     ],
 )
 def test_states_that_are_whole_or_float32_are_not_refused(keys: dict[str, Any], processes: int) -> None:
-    check_8bit_states(config(**keys), None, processes)
+    cfg = config(**keys)
+    check_8bit_states(cfg, None, stage_of(check_deepspeed(cfg, processes)), processes)
 
 
 @pytest.mark.parametrize(
