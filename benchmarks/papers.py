@@ -267,19 +267,22 @@ class Measurement:
         """Yield the figures of every point."""
         trained = trained_figures([stage.directory for stage in self.stages]) if self.stages else {}
         for point in self.points:
-            keys, tree = dict(point.keys), None
+            keys, tree, threshold = dict(point.keys), None, 0.0
             if TREE_NAME.fullmatch(str(keys.get("tree"))):
                 tree = self._tree(str(keys["tree"]))
                 keys["tree"] = str(self.folder / f"{keys['tree'].replace(':', '')}.json")
             if self.plan.experiment.evaluations[point.evaluation].count:
                 if tree is None:
                     raise ConfigError(f"count: true counts the steps of named trees, got tree: {keys.get('tree')}")
+                threshold = keys.pop("threshold", 0.0)
+                if threshold and not str(point.keys["tree"]).startswith("chain"):
+                    raise ConfigError(f"count: true has a threshold in chains alone, got tree: {point.keys['tree']}")
                 keys = {"batch_size": COUNTED_ROWS, **keys, "tree": "none"}
             elif tree is not None:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 tree.save(Path(keys["tree"]))
                 tree = None
-            yield point, {**trained, **read_report(self._evaluate(keys), tree)}
+            yield point, {**trained, **read_report(self._evaluate(keys), tree, threshold)}
 
     def _tree(self, name: str) -> Tree:
         directory = self.stages[-1].directory
@@ -330,8 +333,11 @@ def trained_figures(runs: Sequence[Path]) -> Record:
     return {"tokens": tokens, "parameters": parameters}
 
 
-def read_report(directory: Path, tree: Tree | None) -> Record:
-    """Return the figures of a report; with a tree, those of its steps along the answers and nothing that was timed."""
+def read_report(directory: Path, tree: Tree | None, threshold: float = 0.0) -> Record:
+    """Return the figures of a report; with a tree, those of its steps along the answers and nothing that was timed.
+
+    The chains of drafts that stop early end with a token of at most `threshold`.
+    """
     report = json.loads((directory / "report.json").read_text(encoding="utf-8"))
     lines = [json.loads(line) for line in read_lines(directory / "answers.jsonl")]
     answers = {(line["question_id"], line["turn"]): line for line in lines if not line.get("skipped")}
@@ -341,12 +347,13 @@ def read_report(directory: Path, tree: Tree | None) -> Record:
     if tree is not None:
         lengths = AcceptedLength(tree)
         for line in map(json.loads, read_lines(directory / "ranks.jsonl")):
-            trace = Trace(line["ranks"], [])
+            trace = Trace(line["ranks"], [], line.get("confidence", [])).stop_early(threshold)
             steps = [lengths[trace.path(start)] for start in trace.simulate(lengths)]
             accepted[line["question_id"], line["turn"]] = steps
-        kept = ("answers", "looping_answers", "head_accuracy")
+        kept = ("answers", "looping_answers", "head_accuracy", "joint")
         rate = sum(line["tokens"] - 1 for line in answers.values()) / max(sum(map(len, accepted.values())), 1)
         figures = {**{name: figures[name] for name in kept}, "nodes": tree.size, "acceleration_rate": rate}
+        figures["meta"] = {"early_stop": threshold}
     questions: dict[str, list[int]] = {}
     sums = {True: [0, 0], False: [0, 0]}  # by whether an answer loops
     for key, steps in accepted.items():

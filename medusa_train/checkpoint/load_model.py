@@ -79,7 +79,8 @@ def load_with_draft(
         backbone = _load_merged(paths, paths.adapter, dtype)
     if prepack:
         backbone.prepack_weights()
-    use_cuda_graphs(backbone)
+    if paths.threshold is None:  # a graph fills the whole tree: its host would wait at every level to stop early
+        use_cuda_graphs(backbone)
     draft = None if paths.heads is None else load_draft(paths.heads, backbone, backbone.dtype)
     if draft is not None:
         backbone.decoding_need = draft.needs

@@ -82,9 +82,10 @@ def write_report(
         for turn in skipped
     ]
     ranks = [
-        {"question_id": record.question_id, "turn": record.turn, "ranks": record.trace.ranks}
+        {"question_id": record.question_id, "turn": record.turn, "ranks": trace.ranks}
+        | ({"confidence": trace.confidence} if trace.confidence else {})
         for record in records
-        if record.trace is not None
+        if (trace := record.trace) is not None
     ]
     name = model_id(report.meta)
     tables = [figures_table(report), decoders_table(report)]

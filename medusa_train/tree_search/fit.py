@@ -6,7 +6,7 @@ import heapq
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from medusa_train.trees.tree import Ranks, Tree
@@ -27,10 +27,13 @@ class Trace:
         ranks: [tokens][K]. For position p of the answer and head k, the rank of token p + k among the guesses of head k
             when token p is the root; -1 past `MAX_RANK` or past the end of the answer.
         targets: [tokens], for how many heads the answer has a token to compare with.
+        confidence: [tokens - 1], the probability of head 1's best guess, of drafts that stop early; else empty, and not
+            kept beside tree.json.
     """
 
     ranks: list[list[int]]
     targets: list[int]
+    confidence: Sequence[float] = field(default=(), compare=False)
 
     def path(self, start: int) -> Ranks:
         """The ranks of the following tokens up to the first miss: the path that an unlimited tree would accept."""
@@ -40,6 +43,15 @@ class Trace:
     def _paths(self) -> list[Ranks]:
         """`path` of every position, cached because a tree search reads them hundreds of times."""
         return [tuple(ranks[: ranks.index(-1)] if -1 in ranks else ranks) for ranks in self.ranks]
+
+    def stop_early(self, threshold: float) -> Trace:
+        """Return what chains accept that end with a token of at most this confidence, see `KangarooDraft.threshold`."""
+        ranks = []
+        for position, row in enumerate(self.ranks):
+            drafted = enumerate(self.confidence[position : position + len(row)], start=1)
+            end = next((k for k, confidence in drafted if confidence <= threshold), len(row))
+            ranks.append(row[:end] + [-1] * (len(row) - end))
+        return Trace(ranks, self.targets, self.confidence)
 
     def simulate(self, tree: Tree | AcceptedLength) -> list[int]:
         """Simulate decoding with `tree`: return the positions at which its steps start."""

@@ -156,14 +156,17 @@ def trace_answer(backbone: Backbone, draft: Draft, prompt: list[int], answer: li
     feats = backbone.run(inputs, need=draft.needs)
     first = len(prompt) - 1  # the position from which heads guess when answer[0] is the root
     count, heads = len(answer), draft.num_heads
-    ranks = torch.full((count, heads), -1, dtype=torch.long)
+    ranks, confidence = torch.full((count, heads), -1, dtype=torch.long), list[float]()
     all_states = draft.teacher_forced_states(feats, Rows.from_tokens(inputs))
     for k, states in zip(range(1, min(heads, count - 1) + 1), all_states, strict=False):
         head = draft.lm_head(k)
         read = states[0, first : first + count - k]
-        guesses = head.guesses(read, head.logits(read), MAX_RANK)
+        logits = head.logits(read)
+        if k == 1 and "threshold" in draft.setting_names:
+            confidence = [round(p, 6) for p in logits.float().softmax(-1).amax(-1).tolist()]
+        guesses = head.guesses(read, logits, MAX_RANK)
         ranks[: count - k, k - 1] = rank_of(guesses, head.rows_of(tokens[0, len(prompt) + k :])).cpu()
-    return Trace(ranks.tolist(), [min(heads, count - 1 - position) for position in range(count)])
+    return Trace(ranks.tolist(), [min(heads, count - 1 - position) for position in range(count)], confidence)
 
 
 def rank_of(guesses: Tensor, targets: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from medusa_train.checkpoint import load_model
 from medusa_train.checkpoint.heads import save_draft
 from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.config.schema import EvalConfig
@@ -128,8 +129,9 @@ def test_dynamic_trees_are_timed_beside_the_fixed_one(
 
 
 def test_a_threshold_and_a_tree_of_the_command_line_have_a_report_of_their_own(
-    backbone_dir: Path, bench_file: Path, tmp_path: Path
+    backbone_dir: Path, bench_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(load_model, "use_cuda_graphs", lambda backbone: pytest.fail("a graph cannot stop early"))
     backbone = load_backbone(str(backbone_dir), dtype="float32")
     save_draft(KangarooDraft(backbone, num_heads=3, exit_layer=1), tmp_path / "run" / "heads", str(backbone_dir))
     (tmp_path / "run" / "config.yaml").write_text(f"base_model: {backbone_dir}\n", encoding="utf-8")
