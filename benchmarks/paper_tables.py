@@ -213,7 +213,8 @@ def write_experiment(
         experiment.source,
         f"Backbone: `{record['base_model']}`. Brackets: 95 %. {backbone_note(record['base_model'])}",
     ]
-    parts += [f"*published*: {published.where}. In the picture ours are blue."] if published.where else []
+    drawn = " In the picture ours are blue." if chart.get("published") else ""
+    parts += [f"*published*: {published.where}.{drawn}"] if published.where else []
     parts.append(table(["", *(column.title for column in experiment.columns)], lines))
     args.out.mkdir(parents=True, exist_ok=True)
     if chart.get("values") or chart.get("curves"):
