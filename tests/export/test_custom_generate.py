@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -355,3 +356,10 @@ def test_the_exported_file_is_this_source_and_needs_only_what_it_requires(direct
     assert {name.split(".")[0] for name in imported} - standard == {"torch", "transformers", "safetensors"}
     pyproject = (PROJECT_ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert all(f'"{line}' in pyproject for line in CUSTOM_GENERATE_REQUIREMENTS.splitlines())
+
+
+def test_heads_that_no_argument_names_are_asked_for() -> None:
+    with pytest.raises(
+        ValueError, match="with Medusa heads: pass the directory of the heads as medusa_heads=DIRECTORY"
+    ):
+        custom_generate._requested_directory(sys._getframe())

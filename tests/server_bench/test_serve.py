@@ -19,7 +19,7 @@ from medusa_train.config.schema import EvalConfig
 from medusa_train.errors import ConfigError
 from medusa_train.models.drafts.eagle3 import Eagle3Draft
 from medusa_train.models.loading import load_backbone
-from medusa_train.server_bench.serve import Session, plan_sessions, serve_command, vllm_version
+from medusa_train.server_bench.serve import TAIL_LINES, Session, VLLMServer, plan_sessions, serve_command, vllm_version
 from tests.evaluation.tiny_model import write_backbone, write_run
 from tests.server_bench.servers import write_questions
 
@@ -242,3 +242,25 @@ def test_the_command_line_of_a_server(tmp_path: Path) -> None:
     line = serve_command(other, "M", 7, [], None)
     assert line[:5] == [other, "-m", "vllm.entrypoints.openai.api_server", "--model", "M"]
     assert "--speculative-config" not in line
+
+
+LEAKS = """nanobind: leaked 12 instances!
+ - leaked instance 0x7f10c0a0 of type "xgrammar.xgrammar_bindings.CompiledGrammar"
+ - ... skipped remainder
+
+See https://nanobind.readthedocs.io/en/latest/refleaks.html
+"""
+
+
+@pytest.mark.parametrize("prefix", ["", "(EngineCore_0 pid=42) "])
+def test_the_end_of_a_server_is_explained_from_its_last_lines_but_not_the_leaks_after_them(
+    tmp_path: Path, prefix: str
+) -> None:
+    leaks = "".join(f"{prefix}{line}\n" for line in LEAKS.splitlines() if line)
+    lines = [f"line {i}" for i in range(30)] + ["ValueError: leaked token: nanobind: 3"]
+    code = "import sys; sys.stdout.write(sys.argv[1]); sys.exit(3)"
+    server = VLLMServer("plain", [sys.executable, "-c", code, "\n\n".join([*lines, leaks])], 1, tmp_path / "vllm.log")
+    assert server.has_ended(60)
+    message = server.explain()
+    assert "ended with exit code 3 while starting" in message
+    assert message.splitlines()[-TAIL_LINES:] == [f"  {line}" for line in lines[-TAIL_LINES:]]

@@ -69,6 +69,12 @@ def test_samples_counts_steps_and_memory_without_weights(make_config, weightless
     assert f"{3 * (32 * 32 + 32 + 300 * 32) * 4 / 2**10:.1f} KiB" in rows["heads"]
 
 
+def test_the_size_of_cached_hidden_states_is_shown(make_config, weightless, console, tmp_path):
+    cached = {"cache_hidden_states": True, "dataset_prepared_path": str(tmp_path / "prepared")}
+    text = page(make_config(base_model=weightless, bf16=False, **cached), console)
+    assert re.search(r"[\d,]+ tokens x 32 values x 4 bytes: [\d.]+ [KM]iB in", text)
+
+
 def test_a_gpu_holds_more_than_tensors(make_config, weightless, console, monkeypatch):
     monkeypatch.setattr("medusa_train.training.inspect.default_device", lambda: torch.device("cuda"))
     for deepspeed, left in ((None, 1), ({"zero_optimization": {"stage": 2}}, 2)):
