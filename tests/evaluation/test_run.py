@@ -163,6 +163,17 @@ def test_answers_with_a_known_result_are_scored_for_both_decoders(run_dir: Path,
     assert all(set(line["scores"]) == {"tree", "plain"} for line in lines)
 
 
+def test_answers_are_scored_by_rouge_where_asked(run_dir: Path, tmp_path: Path) -> None:
+    pytest.importorskip("rouge_score")
+    (tmp_path / "texts.jsonl").write_text(json.dumps({"question_id": 1, "turns": ["Hi"], "reference": "a b"}))
+    report, shown = run(
+        tmp_path / "texts.jsonl", run_dir, tmp_path / "out", dtype="float32", exactness=False, rouge=True
+    )
+    assert report["rouge"]["answers"] == 1
+    assert report["rouge"]["tree"] == report["rouge"]["plain"]
+    assert "Quality: ROUGE-1/2/L" in shown
+
+
 def test_code_is_not_run_without_permission(run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = {"task_id": "a/0", "prompt": "def f():\n", "entry_point": "f", "test": "def check(f): f()"}
     bench = tmp_path / "code.jsonl"
