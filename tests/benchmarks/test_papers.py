@@ -79,7 +79,7 @@ def test_published_figures_stand_in_columns_of_the_table(name: str) -> None:
 
 
 @pytest.mark.parametrize("prefix", ["configs/tiny", "configs/smollm2"])
-@pytest.mark.parametrize("name", ["drafts", "embeddings", "variants", "recipes"])
+@pytest.mark.parametrize("name", ["drafts", "embeddings", "variants"])
 def test_all_drafts_are_trained_on_the_same_tokens(name: str, prefix: str) -> None:
     one = plan(name, "--configs", prefix, "--set", "seed=7")
     like = load_config(TrainConfig, Path(f"{prefix}_m1.yaml"))
