@@ -46,7 +46,7 @@ from shapes import SHAPES, llama_config  # noqa: E402
 from shared import machine_facts, table  # noqa: E402
 
 from medusa_train.checkpoint.resolve import find_heads, resolve_model  # noqa: E402
-from medusa_train.checkpoint.run_layout import TREE, TREE_TRACES  # noqa: E402
+from medusa_train.checkpoint.run_directory import TREE, TREE_TRACES  # noqa: E402
 from medusa_train.cli.common import quiet_libraries, split_arguments  # noqa: E402
 from medusa_train.config.load import load_config  # noqa: E402
 from medusa_train.config.schema import TrainConfig  # noqa: E402

@@ -1,4 +1,4 @@
-"""Save and load training checkpoints: atomic directories with checksums, and retention of the newest ones.
+"""Save and load training checkpoints (content: training/snapshot.py): atomic, with checksums; keep the newest ones.
 
 OUTPUT_DIR/checkpoints/step-N/manifest.json       format, step, size and CRC-32 of each other file
                               state.json          the state without tensors

@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 
 from medusa_train.checkpoint.resolve import ModelPaths, resolve_model, runs_directory
-from medusa_train.checkpoint.run_layout import check_writable
+from medusa_train.checkpoint.run_directory import check_writable
 from medusa_train.cli.common import error_console, join_lines, read_arguments, run_command, table_console, with_keys
 from medusa_train.config.paths import looks_like_path, resolve_path
 from medusa_train.config.schema import EvalConfig

@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from rich.console import Console
 
-from medusa_train.checkpoint.run_layout import check_inputs, check_output_dir
+from medusa_train.checkpoint.run_directory import check_inputs, check_output_dir
 from medusa_train.cli.common import print_error, split_arguments
 from medusa_train.config.load import load_config
 from medusa_train.config.schema import TrainConfig

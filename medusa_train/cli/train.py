@@ -117,7 +117,7 @@ def train(
         console.print(line)
 
     results = table_console()
-    from medusa_train.checkpoint.run_layout import check_inputs, check_output_dir
+    from medusa_train.checkpoint.run_directory import check_inputs, check_output_dir
 
     if process is None or inspect:  # of several processes, all check after joining, or the others would wait
         if not inspect:

@@ -20,7 +20,7 @@ from medusa_train.data.dataset import EncodedDataset, load_datasets
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import MedusaError
 from medusa_train.hub import hub_is_unreachable
-from medusa_train.losses.chunks import Teacher
+from medusa_train.losses.chunked_loss import Teacher
 from medusa_train.losses.fused_losses import linear_loss
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.lm_head import LMHead

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from medusa_train.checkpoint.load_model import LoadedModel, dynamic_size, load_with_draft
 from medusa_train.checkpoint.resolve import ModelPaths, names_tree_file
-from medusa_train.checkpoint.run_layout import TREE, TREE_TRACES
+from medusa_train.checkpoint.run_directory import TREE, TREE_TRACES
 from medusa_train.choose_decoding import choose_dtype
 from medusa_train.config.schema import EvalConfig
 from medusa_train.data.conversation import Message

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from medusa_train.checkpoint.load_model import LoadedModel
-from medusa_train.evaluation.metrics import first_difference
+from medusa_train.evaluation.figures import first_difference
 from medusa_train.evaluation.records import TurnRecord, Verdict
 from medusa_train.inference.batch import BatchDecoder
 from medusa_train.models.backbone import Backbone

@@ -12,8 +12,8 @@ from rich.text import Text
 
 from medusa_train.data.conversation import is_looping
 from medusa_train.evaluation.answer_scores import ROUGE
+from medusa_train.evaluation.figures import Figures, by_category, summarize
 from medusa_train.evaluation.judge import model_answers
-from medusa_train.evaluation.metrics import Figures, by_category, summarize
 from medusa_train.evaluation.records import SkippedTurn, TurnRecord
 from medusa_train.evaluation.report_page import html_page, sections_of
 from medusa_train.inference.decoding_settings import describe_settings, settings_of

@@ -40,7 +40,7 @@ from medusa_train.evaluation.records import (
 )
 from medusa_train.evaluation.report import Report, model_id, terminal_report, write_report
 from medusa_train.evaluation.run_metadata import collect_metadata, measurement_settings
-from medusa_train.evaluation.speed import SpeedTest
+from medusa_train.evaluation.timing import SpeedTest
 from medusa_train.inference.decoding_settings import DecodingMode
 from medusa_train.inference.detokenize import token_pieces
 from medusa_train.models.precision import (

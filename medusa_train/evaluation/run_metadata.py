@@ -18,7 +18,7 @@ from medusa_train.checkpoint.resolve import ModelPaths
 from medusa_train.config.paths import public_name
 from medusa_train.config.schema import EvalConfig
 from medusa_train.evaluation.answerers import GENERATE, describe_baseline, reference_decoders
-from medusa_train.evaluation.metrics import first_difference
+from medusa_train.evaluation.figures import first_difference
 from medusa_train.evaluation.output_equality import EQUALITY_DTYPES
 from medusa_train.evaluation.questions import Bench
 from medusa_train.evaluation.records import SkippedTurn, TurnRecord

@@ -1,7 +1,7 @@
 """Cross-entropy and distillation losses fused with the lm_head product, so that no [N, V] logits are kept.
 
 Logits are computed a chunk of rows at a time, and used while the chunk is in memory (as in Liger Kernel's fused linear
-cross-entropy, https://arxiv.org/abs/2410.10989): see `chunks.py`. Gradients are computed in one of two ways:
+cross-entropy, https://arxiv.org/abs/2410.10989): see `chunked_loss.py`. Gradients are computed in one of two ways:
 
 - with `grad_scale`, together with the loss. The factor that the caller will apply to the loss is given beforehand, so
   gradients of trained matrices are added to their `.grad` without a copy of that size, and the logits are computed
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from medusa_train.data.batch import IGNORE_INDEX
-from medusa_train.losses.chunks import ChunkedLoss, Gradients, LossInputs, Teacher
+from medusa_train.losses.chunked_loss import ChunkedLoss, Gradients, LossInputs, Teacher
 from medusa_train.losses.logits import autocast_dtype, low_rank_input, low_rank_matrix
 from medusa_train.models.lm_head import LMHead
 

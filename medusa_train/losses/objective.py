@@ -1,4 +1,4 @@
-"""The training objective: a weighted sum of the language model's and the draft heads' losses."""
+"""The training objective: a weighted sum of the LM's and the draft heads' losses, and the schedule of lambda0."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from medusa_train.data.batch import IGNORE_INDEX, Batch, shift_labels
-from medusa_train.losses.chunks import Teacher
+from medusa_train.losses.chunked_loss import Teacher
 from medusa_train.losses.fused_losses import GraphCut, LossSums, linear_loss
 from medusa_train.models.drafts.base import Draft
 from medusa_train.models.lm_head import LMHead

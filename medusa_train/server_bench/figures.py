@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from medusa_train.errors import DataError
-from medusa_train.evaluation.metrics import Counts, compare_rates
+from medusa_train.evaluation.figures import Counts, compare_rates
 from medusa_train.server_bench.measure import ALONE, PLAIN, Block, DraftCounts, Measurement, ServedAnswer
 
 #: If none of this many greedy answers is equal, the reason is neither chance nor rounding.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from medusa_train.checkpoint.resolve import find_heads
-from medusa_train.checkpoint.run_layout import ADAPTER, HEADS, MODEL
+from medusa_train.checkpoint.run_directory import ADAPTER, HEADS, MODEL
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.batch import Batch
 from medusa_train.errors import BackboneError

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from medusa_train.config.schema import TrainConfig
-from medusa_train.losses.chunks import block_rows, chunk_rows
+from medusa_train.losses.chunked_loss import block_rows, chunk_rows
 from medusa_train.models.drafts import DRAFTS
 from medusa_train.models.hf_config import head_dim, key_value_heads
 from medusa_train.models.lora import LM_HEAD, linear_names

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from medusa_train.data.batch import Batch
 from medusa_train.data.examples import Example
-from medusa_train.data.state_store import StateFormat, StateStore, document_key
+from medusa_train.data.hidden_state_store import StateFormat, StateStore, document_key
 from medusa_train.errors import ConfigError
 from medusa_train.io import describe_size, write_failure
 from medusa_train.models.backbone import Backbone

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from medusa_train.checkpoint.run_layout import MODEL
+from medusa_train.checkpoint.run_directory import MODEL
 from medusa_train.config.paths import resolve_path
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.draft_vocabulary import check_vocabulary

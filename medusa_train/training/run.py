@@ -14,7 +14,7 @@ from rich.text import Text
 
 from medusa_train.checkpoint.heads import save_draft
 from medusa_train.checkpoint.resolve import resolve_model
-from medusa_train.checkpoint.run_layout import CONFIG, HEADS, METRICS, TREE, TREE_TRACES, writing
+from medusa_train.checkpoint.run_directory import CONFIG, HEADS, METRICS, TREE, TREE_TRACES, writing
 from medusa_train.config.paths import PROJECT_ROOT, resolve_path
 from medusa_train.config.schema import TrainConfig
 from medusa_train.errors import CheckpointError, MedusaError, signal_exit_code

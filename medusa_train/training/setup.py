@@ -13,7 +13,7 @@ from rich.console import Console
 from torch import nn
 
 from medusa_train.checkpoint.heads import load_draft
-from medusa_train.checkpoint.run_layout import (
+from medusa_train.checkpoint.run_directory import (
     changed_weight_keys,
     check_nothing_is_lost,
     named_checkpoint,

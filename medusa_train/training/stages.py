@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 
 from medusa_train.checkpoint.resolve import find_heads
-from medusa_train.checkpoint.run_layout import (
+from medusa_train.checkpoint.run_directory import (
     CHECKPOINTS,
     HEADS,
     changed_weight_keys,

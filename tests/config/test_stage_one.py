@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from medusa_train.checkpoint.run_layout import write_config
+from medusa_train.checkpoint.run_directory import write_config
 from medusa_train.cli.train import app
 from medusa_train.config.load import load_config, stage_one_config
 from medusa_train.config.paths import PROJECT_ROOT

@@ -19,7 +19,7 @@ from medusa_train.evaluation import run as module
 from medusa_train.evaluation.questions import load_bench
 from medusa_train.evaluation.records import TurnRecord
 from medusa_train.evaluation.run import evaluate
-from medusa_train.evaluation.speed import SpeedTest
+from medusa_train.evaluation.timing import SpeedTest
 from medusa_train.models.drafts.kangaroo import KangarooDraft
 from medusa_train.models.loading import load_backbone
 from medusa_train.progress import RunProgress

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from medusa_train.data.batch import Batch
-from medusa_train.losses import chunks
+from medusa_train.losses import chunked_loss
 from medusa_train.losses.fused_losses import linear_loss
 from medusa_train.losses.objective import Objective
 from medusa_train.models.drafts.medusa import MedusaDraft
@@ -126,9 +126,9 @@ def objective_peaks(heads: int, dtype: torch.dtype, tokens: int, vocab: int, wid
 def test_memory_is_flat_in_the_number_of_heads(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also while gradients are accumulated, and a small part of [K + 1, T, V] float32 logits."""
     tokens, vocab, width = 1024, 500, 16
-    monkeypatch.setattr(chunks, "_MIN_ROWS", 64)
-    monkeypatch.setitem(chunks._CHUNK_BYTES, "cpu", 64 * vocab * 4)
-    monkeypatch.setitem(chunks._BLOCK_BYTES, "cpu", 32 * vocab * 4)
+    monkeypatch.setattr(chunked_loss, "_MIN_ROWS", 64)
+    monkeypatch.setitem(chunked_loss._CHUNK_BYTES, "cpu", 64 * vocab * 4)
+    monkeypatch.setitem(chunked_loss._BLOCK_BYTES, "cpu", 32 * vocab * 4)
     few, many = (objective_peaks(heads, dtype, tokens, vocab, width) for heads in (1, 5))
     for small, large in zip(few, many, strict=True):
         assert large < 1.1 * small

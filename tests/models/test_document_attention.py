@@ -18,7 +18,7 @@ from medusa_train.models.document_attention import (
     flash_obstacle,
     register_document_attention,
 )
-from medusa_train.models.drafts.layers import DraftLayer
+from medusa_train.models.drafts.draft_layer import DraftLayer
 from tests.allocations import LargestTensor
 from tests.families import FAMILIES, random_backbone
 from tests.models.test_attention import AttentionModule

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from medusa_train.data.dataset import BatchLoader
-from medusa_train.data.state_store import StateFormat, StateStore
+from medusa_train.data.hidden_state_store import StateFormat, StateStore
 from medusa_train.errors import ConfigError
 from medusa_train.models.features import PLAIN, Features, FeatureSpec
 from medusa_train.models.loading import load_backbone

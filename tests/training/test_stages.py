@@ -9,7 +9,7 @@ import weakref
 import pytest
 from rich.console import Console
 
-from medusa_train.checkpoint.run_layout import check_inputs
+from medusa_train.checkpoint.run_directory import check_inputs
 from medusa_train.checkpoint.store import CheckpointStore
 from medusa_train.config.load import load_config, stage_one_config
 from medusa_train.config.schema import TrainConfig

@@ -17,10 +17,10 @@ from medusa_train.models.backbone import Backbone
 from medusa_train.models.compiled import slot_cache
 from medusa_train.models.drafts.amphista import AmphistaDraft
 from medusa_train.models.drafts.base import Proposal, Proposer
+from medusa_train.models.drafts.draft_layer import DraftLayer
 from medusa_train.models.drafts.eagle3 import Eagle3Draft, Eagle3Layer
 from medusa_train.models.drafts.hydra import HydraDraft, HydraState
 from medusa_train.models.drafts.kangaroo import KangarooDraft
-from medusa_train.models.drafts.layers import DraftLayer
 from medusa_train.models.drafts.medusa import MedusaDraft, MedusaState
 from medusa_train.models.features import PLAIN, Features, FeatureSpec
 from medusa_train.trees.masks import MaskTable

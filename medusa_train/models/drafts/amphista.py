@@ -13,8 +13,8 @@ from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 from medusa_train.data.batch import shift_labels
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Proposal
+from medusa_train.models.drafts.draft_layer import DraftLayer, layer_to_copy
 from medusa_train.models.drafts.layer_cache import LayerCache, UnreadRows
-from medusa_train.models.drafts.layers import DraftLayer, layer_to_copy
 from medusa_train.models.drafts.lm_heads import LMHeadsDraft, StackedLinears, count_lm_head
 from medusa_train.models.features import Features, TokenRows
 from medusa_train.models.hf_config import head_dim

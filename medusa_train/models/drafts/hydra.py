@@ -12,8 +12,8 @@ from torch.nn.functional import rms_norm, silu
 from medusa_train.data.batch import IGNORE_INDEX, shift_labels
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Proposal, at_last_nodes
+from medusa_train.models.drafts.draft_layer import DraftLayer, layer_to_copy
 from medusa_train.models.drafts.layer_cache import LayerCache, gather_paths
-from medusa_train.models.drafts.layers import DraftLayer, layer_to_copy
 from medusa_train.models.drafts.lm_heads import LMHeadsDraft, count_lm_head
 from medusa_train.models.features import Features, TokenRows
 from medusa_train.trees.kv_cache import RowPaths, TreeCache

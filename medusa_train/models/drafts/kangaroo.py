@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft, Proposal, at_last_nodes, at_positions
-from medusa_train.models.drafts.layers import DraftLayer, init_from_layer, layer_to_copy
+from medusa_train.models.drafts.draft_layer import DraftLayer, init_from_layer, layer_to_copy
 from medusa_train.models.drafts.lm_heads import copy_lm_head, count_lm_head
 from medusa_train.models.features import Features, FeatureSpec, TokenRows
 from medusa_train.models.layer_split import LayerRunner

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from medusa_train.errors import BackboneError
 from medusa_train.models import document_attention
 from medusa_train.models.backbone import Backbone
+from medusa_train.models.drafts.draft_layer import DraftLayer, init_from_layer
 from medusa_train.models.drafts.kangaroo import KangarooDraft
 from medusa_train.models.drafts.layer_cache import LayerCache, gather_paths
-from medusa_train.models.drafts.layers import DraftLayer, init_from_layer
 from medusa_train.models.features import Rows
 from medusa_train.models.loading import keep_trainable_kernels, quantized_loading
 from medusa_train.trees.kv_cache import BatchCache, RowPaths, TreeCache

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from medusa_train.errors import DataError
-from medusa_train.evaluation.metrics import (
+from medusa_train.evaluation.figures import (
     Counts,
     accepted_lengths,
     chain_rates,

@@ -11,7 +11,7 @@ from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import BackboneError, DataError
 from medusa_train.evaluation.questions import Question, load_bench
 from medusa_train.evaluation.records import SkippedTurn, TimedAnswer
-from medusa_train.evaluation.speed import SpeedTest
+from medusa_train.evaluation.timing import SpeedTest
 from medusa_train.inference.decoding_settings import DecodingMode
 from medusa_train.inference.static.cache import StaticCache
 from medusa_train.inference.static.graphs import StepRunner

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from medusa_train.data.examples import Example
-from medusa_train.data.state_store import StateFormat, StateStore, document_key
+from medusa_train.data.hidden_state_store import StateFormat, StateStore, document_key
 from medusa_train.training.hidden_states import distinct_documents
 
 FORMAT = StateFormat(states=2, width=3, dtype=torch.bfloat16)

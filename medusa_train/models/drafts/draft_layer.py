@@ -1,4 +1,4 @@
-"""A trainable decoder layer of the backbone's class, and its initialisation from a layer of the backbone."""
+"""A trainable decoder layer of the backbone's class, initialised from one of its; attention or MLP may be absent."""
 
 from __future__ import annotations
 

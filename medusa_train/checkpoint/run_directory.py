@@ -1,4 +1,4 @@
-"""Prepare the run directory: check `output_dir` and the inputs before training, and write config.yaml.
+"""Name the files of a run directory, check `output_dir` and the inputs before training, and write config.yaml.
 
 Imports no torch, so that a configuration is refused before anything loads.
 """

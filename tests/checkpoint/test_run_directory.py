@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from medusa_train.checkpoint.run_layout import RUN_FILES, check_output_dir, prepare_output_dir, write_config
+from medusa_train.checkpoint.run_directory import RUN_FILES, check_output_dir, prepare_output_dir, write_config
 from medusa_train.config.load import load_config
 from medusa_train.config.schema import TrainConfig
 from medusa_train.errors import CheckpointError, ConfigError
