@@ -28,7 +28,7 @@ from medusa_train.tree_search import choose
 from medusa_train.tree_search.traces import trace_conversations
 from tests.cuda_shadow.device import CaptureError, DeviceError, Transfers, capturing, counted
 from tests.families import NoTokenizer, random_backbone
-from tests.inference.test_drafts import KINDS, PROMPTS, TREE, random_draft
+from tests.inference.test_drafts import KINDS, PROMPTS, TREE, draft_of, random_draft
 from tests.inference.test_refill import make_draft
 
 RULES: dict[str, Rule] = {"greedy": None, "sampling": Sampling(0.9, 20, 0.9), "typical": Typical(0.8)}
@@ -116,7 +116,7 @@ def test_transfers_of_steps(family: str, kind: str, rule: str, steps: list[Trans
         assert steps
         uploads, downloads = STATIC[rule]
         for step in steps:
-            more = 0 if static else 1 + MORE_UPLOADS.get((loop, kind), 0)
+            more = 0 if static else 1 + MORE_UPLOADS.get((loop, draft_of(kind)), 0)
             assert step["upload"] + step["pinned upload"] <= uploads + more, (loop, dict(step.places))
             assert step["download"] == downloads, (loop, dict(step.places))
             assert step["wait"] == 0, (loop, dict(step.places))
