@@ -56,11 +56,7 @@ from medusa_train.inference.decoding_settings import DecodingSettings  # noqa: E
 from medusa_train.io import replace_text  # noqa: E402
 from medusa_train.models.loading import resolve_backbone  # noqa: E402
 from medusa_train.training.estimate import GPUS  # noqa: E402
-from medusa_train.tree_search.fit import (  # noqa: E402
-    AcceptedLength,
-    Trace,
-    joint_trees,
-)
+from medusa_train.tree_search.fit import AcceptedLength, Trace, joint_trees  # noqa: E402
 from medusa_train.tree_search.traces import load_traces, weights_key  # noqa: E402
 from medusa_train.trees.tree import Tree  # noqa: E402
 
@@ -68,7 +64,7 @@ EXPERIMENTS = ROOT / "benchmarks" / "papers"
 QUICK_STEPS = 4  # optimizer steps of a whole training with --quick
 COUNTED_ROWS = 16  # batch size of evaluations whose steps are counted, along plain answers
 QUICK_EVAL = {"bench": "tiny:1", "limit": 2, "max_new_tokens": 16, "warmup": 0, "exactness": False, "dtype": "float32"}
-QUICK_EVAL["rouge"] = False  # the tiny bench has no references
+QUICK_EVAL |= {"rouge": False}  # the tiny bench has no references
 MOST_NODES = 256  # of a random tree (Medusa, Configuration of Tree Attention)
 WIDEST = 10  # guesses of a head that are told apart
 

@@ -293,11 +293,11 @@ def _open_loggers(
     world.run_on_main(lambda: prepare_output_dir(out, state.step, cfg.initial_run))
     if not world.is_main:
         return MetricLoggers([])
+    write_config(cfg.model_copy(update={"chat_template": template}), out)
+    dashboards = [tensorboard(console, out, state.step)] if cfg.use_tensorboard else []
+    if cfg.wandb_project is not None:
+        dashboards.append(wandb(console, out, cfg.wandb_project, cfg.wandb_entity, cfg.wandb_run_id))
     with writing(out):
-        write_config(cfg.model_copy(update={"chat_template": template}), out)
-        dashboards = [tensorboard(console, out, state.step)] if cfg.use_tensorboard else []
-        if cfg.wandb_project is not None:
-            dashboards.append(wandb(console, out, cfg.wandb_project, cfg.wandb_entity, cfg.wandb_run_id))
         return open_metric_loggers(
             out, console, plan.total_steps, state.step, dashboards, state.evaluated, progress.title
         )

@@ -149,7 +149,7 @@ def test_head_k_says_what_the_exit_says_k_positions_later() -> None:
     assert torch.equal(trained, traced[0])
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "granite"])
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_only_the_adapter_is_trained_and_saved(family: str, kind: str, tmp_path: Path) -> None:
     """The adapter and an lm_head of its own; loaded over the same backbone they compute the same."""
@@ -169,6 +169,7 @@ def test_only_the_adapter_is_trained_and_saved(family: str, kind: str, tmp_path:
     tokens = torch.randint(backbone.vocab_size, (1, 8))
     feats = backbone.run(tokens, need=draft.needs)
     assert torch.equal(draft.states(feats, Rows.from_tokens(tokens)), again.states(feats, Rows.from_tokens(tokens)))
+    assert torch.allclose(draft.logits(feats.hidden), draft.lm_head(1).logits(feats.hidden))  # Granite scales them
 
 
 def test_an_exit_that_is_none_is_refused() -> None:
