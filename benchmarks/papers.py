@@ -81,6 +81,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--set", nargs="*", default=[], metavar="key=value", help="in every training")
     parser.add_argument("--eval", nargs="*", default=[], metavar="key=value", help="in every evaluation")
     parser.add_argument("--epochs", type=float, help="of every whole training; default: its configuration's")
+    parser.add_argument("--counted", action="store_true", help="leave out what depends on the clock")
     parser.add_argument("--inspect", action="store_true", help="print the plan with memory and hours; train nothing")
     parser.add_argument("--quick", action="store_true", help="a few steps, questions and values: no results")
     args = parser.parse_args(arguments)
@@ -188,6 +189,8 @@ class Plan:
         common = {**(QUICK_EVAL if self.args.quick else {}), **{key: yaml.safe_load(text) for key, _, text in words}}
         replaced = common.keys() - keys_of_columns(self.experiment)
         for number, one in enumerate(self.experiment.evaluations):
+            if self.args.counted and not one.count:
+                continue
             parts: list[list[Any]] = []
             for entry in one.sweep:
                 values = [[common[key]] * len(part) if key in replaced else part for key, part in entry.items()]

@@ -31,9 +31,10 @@ from medusa_train.checkpoint.load_model import compile_backbone, load_with_draft
 from medusa_train.checkpoint.resolve import ModelPaths, resolve_model  # noqa: E402
 from medusa_train.config.schema import DatasetConfig  # noqa: E402
 from medusa_train.data.sources import open_source  # noqa: E402
+from medusa_train.selfdistill.answers import DropRules, Engine, Request  # noqa: E402
 from medusa_train.selfdistill.chat_prompting import ChatPrompting  # noqa: E402
 from medusa_train.selfdistill.hf_engine import HFEngine  # noqa: E402
-from medusa_train.selfdistill.modes import DropRules, Engine, Request, replay  # noqa: E402
+from medusa_train.selfdistill.modes import replay  # noqa: E402
 from medusa_train.selfdistill.prompts import Prompt, Selection, read_prompts, select_prompts  # noqa: E402
 
 

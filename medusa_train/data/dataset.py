@@ -13,10 +13,10 @@ import torch
 
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.batch import Batch, collate, pack
-from medusa_train.data.encode import encode_datasets, load_or_encode, open_datasets
 from medusa_train.data.examples import DataReport, Example, select_validation
 from medusa_train.data.sources import OnProgress
 from medusa_train.data.tokenize import ChatEncoder
+from medusa_train.data.tokenize_datasets import encode_datasets, load_or_encode, open_datasets
 from medusa_train.errors import DataError
 
 _WINDOW = 32  # batches within which rows are sorted by length

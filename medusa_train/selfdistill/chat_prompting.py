@@ -11,7 +11,7 @@ from medusa_train.data.conversation import REASONING_TAGS, Message, ReasoningTag
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import ConfigError, DataError
 from medusa_train.inference.generate import FinishReason
-from medusa_train.selfdistill.modes import Answer, AnswerFinishReason, Request
+from medusa_train.selfdistill.answers import Answer, AnswerFinishReason, Request
 
 _REASONS: dict[FinishReason, AnswerFinishReason] = {"eos": "stop", "length": "length", "context": "context"}
 _MARK = "\ue000words\ue001"  # private use characters, which no template contains

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from medusa_train.config.paths import public_name, resolve_path
 from medusa_train.config.schema import SelfDistillConfig
-from medusa_train.selfdistill.modes import Engine
+from medusa_train.selfdistill.answers import Engine
 
 if TYPE_CHECKING:
     from medusa_train.checkpoint.resolve import ModelPaths

@@ -16,8 +16,8 @@ from medusa_train.inference.generate import Generation
 from medusa_train.inference.sampling import Sampling
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft
+from medusa_train.selfdistill.answers import Answer, Request
 from medusa_train.selfdistill.chat_prompting import ChatPrompting
-from medusa_train.selfdistill.modes import Answer, Request
 from medusa_train.trees.tree import Tree
 
 LOOP_INTERVAL = 32  # steps between two checks whether an answer loops

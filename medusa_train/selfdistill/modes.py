@@ -1,6 +1,4 @@
-"""What engines generate, and the modes that ask them: replay, self-talk and questions; rules for dropping answers.
-
-Engines keep no state between requests: an answer depends on its request only.
+"""The modes of self-distillation: replay, self-talk and questions.
 
 A mode is a generator: it yields `Request`s, is sent their `Answer`s, and returns a `GeneratedChat`. So any number of
 conversations can be in progress at once, with any engine and in any order.
@@ -9,83 +7,12 @@ conversations can be in progress at once, with any engine and in any order.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
 
 from medusa_train.data.conversation import Message, is_looping
+from medusa_train.selfdistill.answers import Answer, AnswerFinishReason, DropReason, DropRules, Request
 from medusa_train.selfdistill.prompts import Prompt
-
-#: End token, max_new_tokens, context is full (no text if the prompt alone exceeds it), rejected by template or server.
-AnswerFinishReason = Literal["stop", "length", "context", "refused"]
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """A request for the next message of the chat `messages`, by its `speaker`; "user" in self-talk only."""
-
-    messages: tuple[Message, ...]
-    seed: int
-    speaker: Literal["user", "assistant"] = "assistant"
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """A generated message, without its end token."""
-
-    text: str
-    finish_reason: AnswerFinishReason
-    prompt_tokens: int
-    completion_tokens: int  # the end token included
-    token_ids: tuple[int, ...] | None = None  # if `text` tokenizes otherwise
-
-
-class Engine(Protocol):
-    """Generates answers to several requests at a time."""
-
-    @property
-    def capacity(self) -> int:
-        """Number of unanswered requests to keep submitted."""
-
-    def submit(self, request_id: int, request: Request) -> None:
-        """Submit a request without waiting for its answer."""
-
-    def next(self) -> tuple[int, Answer]:
-        """Wait for the next answer, in any order; return its request id and the answer."""
-
-    def stats(self) -> Mapping[str, str]:
-        """Return statistics for the summary, by name."""
-
-    def close(self) -> None:
-        """Release resources; pending requests are cancelled."""
-
-
-# Modes
-
-DropReason = Literal["length", "context", "refused", "empty", "looping", "repeated"]
-
-
-@dataclass(frozen=True)
-class DropRules:
-    """Which answers to drop: truncated (`drop_truncated`) and looping (`drop_looping`) ones.
-
-    Refused and blank answers are always dropped; there is nothing to train on.
-    """
-
-    drop_truncated: bool = True
-    drop_looping: bool = True
-
-    def drop_reason(self, answer: Answer) -> DropReason | None:
-        """Return why `answer` is dropped, or None if it is kept."""
-        if answer.finish_reason == "refused":
-            return "refused"
-        if self.drop_looping and is_looping(answer.text):  # before "length": a loop often ends there
-            return "looping"
-        if answer.finish_reason != "stop" and self.drop_truncated:
-            return answer.finish_reason
-        if not answer.text.strip():
-            return "context" if answer.finish_reason == "context" else "empty"
-        return None
 
 
 @dataclass

@@ -21,17 +21,9 @@ from medusa_train.data.records import first_problems
 from medusa_train.data.sources import open_prompts
 from medusa_train.hub import hub_is_unreachable
 from medusa_train.progress import LoadingProgress, RunProgress, duration
+from medusa_train.selfdistill.answers import DropRules, Engine, Request
 from medusa_train.selfdistill.engines import model_name, resolve_model_paths, server_sampling
-from medusa_train.selfdistill.modes import (
-    ChatSteps,
-    DropRules,
-    Engine,
-    GeneratedChat,
-    Request,
-    question,
-    replay,
-    selftalk,
-)
+from medusa_train.selfdistill.modes import ChatSteps, GeneratedChat, question, replay, selftalk
 from medusa_train.selfdistill.output import OutputWriter
 from medusa_train.selfdistill.prompts import Prompt, Selection, Shard, read_prompts, select_prompts, short_name
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 
-from medusa_train.selfdistill.modes import Answer, ChatSteps, GeneratedChat, Request
+from medusa_train.selfdistill.answers import Answer, Request
+from medusa_train.selfdistill.modes import ChatSteps, GeneratedChat
 
 
 def said(text: str, reason: str = "stop") -> Answer:

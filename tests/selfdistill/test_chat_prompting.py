@@ -8,8 +8,8 @@ from transformers import PreTrainedTokenizerFast
 
 from medusa_train.data.conversation import Conversation, Message
 from medusa_train.data.tokenize import ChatEncoder
+from medusa_train.selfdistill.answers import Request
 from medusa_train.selfdistill.chat_prompting import ChatPrompting
-from medusa_train.selfdistill.modes import Request
 from tests.chat_templates import QWEN3, R1
 
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|User|>", "<|Assistant|>"]

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from medusa_train.data.conversation import Message
-from medusa_train.selfdistill.modes import Answer, DropRules, GeneratedChat, question, replay, selftalk, turn_seed
+from medusa_train.selfdistill.answers import Answer, DropRules
+from medusa_train.selfdistill.modes import GeneratedChat, question, replay, selftalk, turn_seed
 from medusa_train.selfdistill.output import OutputWriter
 from medusa_train.selfdistill.prompts import Prompt, read_prompts
 from medusa_train.selfdistill.run import distill, summary
@@ -28,8 +29,7 @@ def contents(done: GeneratedChat) -> list[str]:
 
 
 def test_own_answers_are_the_history() -> None:
-    engine = FakeEngine()
-    done = run(engine)
+    done = run(engine := FakeEngine())
     assert contents(done) == ["one", "answer to one", "two", "answer to two", "three", "answer to three"]
     assert [message.role for message in done.messages] == ["user", "assistant"] * 3
     third_prompt = [message.content for message in engine.asked[2].messages]
@@ -40,16 +40,14 @@ def test_own_answers_are_the_history() -> None:
 
 
 def test_a_system_prompt_leads() -> None:
-    engine = FakeEngine()
-    done = run(engine, Prompt("s", ("one",), system="be brief"))
+    done = run(engine := FakeEngine(), Prompt("s", ("one",), system="be brief"))
     assert contents(done) == ["be brief", "one", "answer to one"]
     assert engine.asked[0].messages[0].as_dict() == {"role": "system", "content": "be brief"}
 
 
 @pytest.mark.parametrize("reason", ["length", "context"])
 def test_a_cut_answer_is_dropped_with_all_later_turns_and_earlier_turns_stay(reason: str) -> None:
-    engine = FakeEngine({"two": said("cut off", reason)})
-    done = run(engine)
+    done = run(engine := FakeEngine({"two": said("cut off", reason)}))
     assert contents(done) == ["one", "answer to one"]
     assert (done.dropped, done.dropped_turns) == (reason, 2)
     assert len(engine.asked) == 2
@@ -72,8 +70,7 @@ def test_a_blank_answer_is_always_dropped(reason: str, why: str) -> None:
 
 @pytest.mark.parametrize("reason", ["stop", "length"])
 def test_a_looping_answer_is_dropped_or_counted(reason: str) -> None:
-    engine = FakeEngine({"two": said("a b c d e f g h " * 3, reason)})
-    dropped = run(engine)
+    dropped = run(engine := FakeEngine({"two": said("a b c d e f g h " * 3, reason)}))
     assert (dropped.turns, dropped.looping, dropped.dropped, dropped.dropped_turns) == (1, 1, "looping", 2)
     kept = run(engine, rules=DropRules(drop_truncated=False, drop_looping=False))
     assert (kept.turns, kept.looping, kept.dropped) == (3, 1, None)

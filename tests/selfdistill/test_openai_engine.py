@@ -11,7 +11,8 @@ import pytest
 
 from medusa_train.data.conversation import Message
 from medusa_train.errors import ServerError
-from medusa_train.selfdistill.modes import DropRules, Request, replay
+from medusa_train.selfdistill.answers import DropRules, Request
+from medusa_train.selfdistill.modes import replay
 from medusa_train.selfdistill.openai_engine import OpenAIEngine, ServerSampling
 from medusa_train.selfdistill.output import OutputWriter
 from medusa_train.selfdistill.prompts import Prompt

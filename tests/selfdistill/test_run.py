@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from medusa_train.data.records import read_conversations
-from medusa_train.selfdistill.modes import Answer, DropRules, Request, replay
+from medusa_train.selfdistill.answers import Answer, DropRules, Request
+from medusa_train.selfdistill.modes import replay
 from medusa_train.selfdistill.output import OutputWriter
 from medusa_train.selfdistill.prompts import Prompt
 from medusa_train.selfdistill.run import RunStats, distill, summary

@@ -14,7 +14,7 @@ import sentencepiece
 import torch
 from transformers import AutoTokenizer, LlamaConfig
 
-from medusa_train.data import encode as encode_module
+from medusa_train.data import tokenize_datasets as encode_module
 from medusa_train.errors import BackboneError, ConfigError, DataError
 from medusa_train.training.distributed import World
 from medusa_train.training.load_data import load_data, load_tokenizer

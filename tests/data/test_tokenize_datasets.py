@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from medusa_train.config.schema import TrainConfig
-from medusa_train.data import encode
+from medusa_train.data import tokenize_datasets
 from medusa_train.data.conversation import Conversation, Message
 from medusa_train.data.dataset import load_datasets
-from medusa_train.data.encode import cache_key, encode_conversations
 from medusa_train.data.examples import DataReport, EncodedExamples
 from medusa_train.data.tokenize import ChatEncoder, EncodedRow
+from medusa_train.data.tokenize_datasets import cache_key, encode_conversations
 from medusa_train.errors import DataError
 
 
@@ -56,8 +56,8 @@ def config(data: Path, tmp_path: Path) -> Callable[..., TrainConfig]:
 @pytest.fixture
 def encoded(monkeypatch: pytest.MonkeyPatch) -> Mock:
     """Count how often something is encoded."""
-    counted = Mock(side_effect=encode.encode_datasets)
-    monkeypatch.setattr(encode, "encode_datasets", counted)
+    counted = Mock(side_effect=tokenize_datasets.encode_datasets)
+    monkeypatch.setattr(tokenize_datasets, "encode_datasets", counted)
     return counted
 
 
@@ -88,7 +88,7 @@ def test_what_shapes_the_tokens_makes_another_key(
 ) -> None:
     def key(encoder: ChatEncoder, **changes: Any) -> str:
         cfg = config(**changes)
-        return cache_key(encode.open_datasets(cfg, encoder), cfg.sequence_len)
+        return cache_key(tokenize_datasets.open_datasets(cfg, encoder), cfg.sequence_len)
 
     keys = [key(ChatEncoder(make_tokenizer()))]
     assert key(ChatEncoder(make_tokenizer())) == keys[0]
@@ -167,8 +167,8 @@ def conversations(chat: Callable[..., Conversation]) -> list[Conversation]:
 @pytest.fixture
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two workers for 40 conversations, in chunks that differ and of which one has no example."""
-    monkeypatch.setattr(encode, "CONVERSATIONS_PER_WORKER", 20)
-    monkeypatch.setattr(encode, "CHUNK", 3)
+    monkeypatch.setattr(tokenize_datasets, "CONVERSATIONS_PER_WORKER", 20)
+    monkeypatch.setattr(tokenize_datasets, "CHUNK", 3)
 
 
 @pytest.mark.usefixtures("small_steps")
@@ -195,8 +195,8 @@ def test_two_processes_return_what_one_does_to_the_byte(
 def test_few_conversations_start_no_process(
     conversations: list[Conversation], make_tokenizer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(encode, "CONVERSATIONS_PER_WORKER", 21)
-    monkeypatch.delattr(encode, "ProcessPoolExecutor")
+    monkeypatch.setattr(tokenize_datasets, "CONVERSATIONS_PER_WORKER", 21)
+    monkeypatch.delattr(tokenize_datasets, "ProcessPoolExecutor")
     assert len(encode_conversations(conversations, ChatEncoder(make_tokenizer(TEMPLATE)), 60, 8).examples) == 24
     assert encode_conversations([], ChatEncoder(make_tokenizer(TEMPLATE)), 60) == EncodedExamples(DataReport(60))
 
