@@ -56,7 +56,7 @@ from medusa_train.models.precision import (  # noqa: E402
 )
 from medusa_train.training.backbone_recipe import build_backbone_recipe  # noqa: E402
 from medusa_train.training.estimate import Estimate  # noqa: E402
-from medusa_train.training.strategy import build_optimizer, parameter_groups  # noqa: E402
+from medusa_train.training.optimizer_step import build_optimizer, parameter_groups  # noqa: E402
 
 PARTS = ("loss", "shape7b")
 DECAY, LAMBDA0 = 0.8, 0.2  # c and lambda0 (Medusa, Training Strategies)

@@ -29,7 +29,7 @@ from medusa_train.losses.objective import ObjectiveOutput
 from medusa_train.models.partitioned import make_whole
 from medusa_train.training.deepspeed_config import search_path, stage_of
 from medusa_train.training.distributed import World
-from medusa_train.training.strategy import LossScale, Strategy
+from medusa_train.training.optimizer_step import LossScale, Strategy
 
 T = TypeVar("T")
 

@@ -19,7 +19,7 @@ from medusa_train.models.lora import read_adapter_config
 from medusa_train.training.backbone_recipe import find_initial_adapter, find_initial_heads
 from medusa_train.training.deepspeed_config import check_compiler, check_deepspeed, stage_of
 from medusa_train.training.estimate import ADAM, ADAM_8BIT, Estimate
-from medusa_train.training.strategy import EIGHT_BIT
+from medusa_train.training.optimizer_step import EIGHT_BIT
 
 
 def check_run(cfg: TrainConfig, processes: int) -> tuple[str, Any]:

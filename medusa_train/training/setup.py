@@ -41,15 +41,7 @@ from medusa_train.training.deepspeed_config import complete_config, loading_conf
 from medusa_train.training.distributed import SINGLE_PROCESS, World, init_distributed
 from medusa_train.training.hidden_states import open_hidden_states
 from medusa_train.training.load_data import TrainingData
-from medusa_train.training.process_info import ProcessInfo, free_port
-from medusa_train.training.snapshot import (
-    LoadedCheckpoint,
-    TrainState,
-    restore_state,
-    restore_weights,
-    rng_states,
-)
-from medusa_train.training.strategy import (
+from medusa_train.training.optimizer_step import (
     LocalStrategy,
     LossScale,
     Strategy,
@@ -57,6 +49,14 @@ from medusa_train.training.strategy import (
     build_scheduler,
     parameter_groups,
     warmup_warning,
+)
+from medusa_train.training.process_info import ProcessInfo, free_port
+from medusa_train.training.snapshot import (
+    LoadedCheckpoint,
+    TrainState,
+    restore_state,
+    restore_weights,
+    rng_states,
 )
 from medusa_train.training.trainer import Plan, Trainer
 

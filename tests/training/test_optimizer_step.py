@@ -9,7 +9,7 @@ from torch import nn
 
 from medusa_train.errors import BackboneError
 from medusa_train.models.loading import quantized_loading
-from medusa_train.training.strategy import (
+from medusa_train.training.optimizer_step import (
     LocalStrategy,
     LossScale,
     build_optimizer,
