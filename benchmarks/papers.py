@@ -144,6 +144,10 @@ class Plan:
         self.names: list[str] = args.runs or [name for name, run in experiment.runs.items() if run.shown]
         if unknown := set(self.names) - set(experiment.runs):
             raise ConfigError(f"--runs {' '.join(sorted(unknown))}: not in {', '.join(experiment.runs)}")
+        if args.counted:
+            self.names = [name for name in self.names if any(self.points(name))]
+            if not self.names:
+                raise ConfigError(f"--counted: everything that {experiment.name} measures depends on the clock")
 
     def stages(self, name: str) -> list[Stage]:
         """List the stages of a run's training, the one that is measured last; none for the backbone alone."""
@@ -153,10 +157,12 @@ class Plan:
         config = f"{args.configs}_{run.config}.yaml"
         before = [] if run.after is None else self.stages(run.after)
         words = [*self._length(run, config), *self.experiment.set, *args.set, *run.set]
-        if "{mlp}" in str(words) or "{linears}" in str(words):  # linears: as many weights as two square matrices
+        if "{" in str(run.set):
             shape = backbone_config(self.family)
-            sizes = str(shape.intermediate_size), str(2 * shape.hidden_size // 3)
-            words = [word.replace("{mlp}", sizes[0]).replace("{linears}", sizes[1]) for word in words]
+            last = [shape.num_hidden_layers - n for n in (3, 2, 1)]  # layers after which the draft reads states
+            linears = 2 * shape.hidden_size // 3  # an MLP with as many weights as two square matrices
+            for part, value in {"mlp": shape.intermediate_size, "linears": linears, "last": last}.items():
+                words = [word.replace(f"{{{part}}}", str(value)) for word in words]
         words += [f"lora_model_dir={before[-1].directory}"] if before else []
         return [*before, Stage(args.out / "runs" / f"{name}-{digest(config, words)}", config, tuple(words))]
 

@@ -58,6 +58,7 @@ class DraftConfig(BaseModel):
     exports: ClassVar[tuple[ExportTarget, ...]] = ()
     merges: ClassVar[bool] = True
     dynamic_trees: ClassVar[bool] = False
+    layers_key: ClassVar[str] = ""  # of `early_layers`
     lr_multiplier: ClassVar[float] = 1.0
 
     num_heads: Int
@@ -233,6 +234,7 @@ class KangarooConfig(DraftConfig):
 
     prefix = "kangaroo."
     title = "Kangaroo"
+    layers_key = "kangaroo.exit_layer"
     merges = False  # its guesses pass through the backbone's first layers while they are drafted
 
     num_heads: Int = key(6, "gamma: maximum number of tokens that are drafted per step, one after another", ge=1, le=32)
@@ -263,6 +265,7 @@ class Eagle3Config(DraftConfig):
 
     prefix = "eagle3."
     title = "EAGLE-3"
+    layers_key = "eagle3.layers"
     dynamic_trees = True
     exports = ("vllm", "sglang", "speculators")
     training_keys = frozenset({"decay_coefficient", "soft_targets"})

@@ -106,11 +106,11 @@ class LayerRunner:
         return states
 
 
-def check_exit_layer(layers: int, num_layers: int, name: str) -> None:
-    """Raise BackboneError unless the number of layers before an early exit is between 1 and `num_layers` - 1."""
+def check_exit_layer(layers: int, num_layers: int, name: str, key: str = "exit_layer") -> None:
+    """Raise BackboneError unless `layers`, the value of `key`, is between 1 and `num_layers` - 1."""
     if not 0 < layers < num_layers:
         raise BackboneError(
-            f"exit_layer {layers} is out of range: {name} has {num_layers} layers; use 1 to {num_layers - 1}"
+            f"{key} {layers} is out of range: {name} has {num_layers} layers; use 1 to {num_layers - 1}"
         )
 
 

@@ -44,7 +44,7 @@ def check_run(cfg: TrainConfig, processes: int) -> tuple[str, Any]:
             f"{cfg.base_model}; 0 trains the whole model"
         )
     for count in cfg.draft_config.early_layers(layers):
-        check_exit_layer(count, layers, cfg.base_model)
+        check_exit_layer(count, layers, cfg.base_model, cfg.draft_config.layers_key)
     return resolved, config
 
 

@@ -45,21 +45,22 @@ def benches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("benches")
 @pytest.mark.parametrize("name", NAMES)
 def test_every_experiment_is_a_sound_plan(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(papers, "backbone_config", lambda cfg: SimpleNamespace(intermediate_size=1536, hidden_size=576))
+    shape = SimpleNamespace(intermediate_size=1536, hidden_size=576, num_hidden_layers=6)
+    monkeypatch.setattr(papers, "backbone_config", lambda cfg: shape)
     for prefix in ("configs/tiny", "configs/smollm2", "configs/vicuna7b"):
         one = plan(name, "--configs", prefix)
         runs = [run for run in one.names if prefix != "configs/vicuna7b" or one.experiment.runs[run].config != "eagle3"]
         for run in runs:
             for stage in one.stages(run):
                 cfg = stage.load()  # every override is a key with a valid value
+                assert max(cfg.draft_config.early_layers(6), default=0) < 6
                 assert (cfg.recipe == "medusa2") == stage.config.endswith("m2.yaml")
             for point in one.points(run):
                 tree = str(point.keys.get("tree"))
                 if papers.TREE_NAME.fullmatch(tree):
                     assert named_tree(tree, 5, {int(tree[7:]): Tree.chain(1)} if "sparse" in tree else {}).size
                 counted = one.experiment.evaluations[point.evaluation].count
-                keys = {key: value for key, value in point.keys.items() if key != "tree"}
-                cfg = EvalConfig.model_validate(keys)
+                cfg = EvalConfig.model_validate({key: value for key, value in point.keys.items() if key != "tree"})
                 assert not counted or cfg.acceptance == "greedy"
                 assert not set(cfg.ignored) - {"prompt_lookup", "exactness", "epsilon", "delta"}
                 assert load_questions(cfg.bench).questions
@@ -91,8 +92,7 @@ def test_all_drafts_are_trained_on_the_same_tokens(name: str, prefix: str) -> No
             assert {key: getattr(cfg, key) for key in SAME} == expected
             assert cfg.micro_batch_size * cfg.gradient_accumulation_steps == 8
         assert len({stage.directory for stage in one.stages(run)}) == len(configs)
-        if len(configs) == 2:
-            assert configs[1].lora_model_dir == str(one.stages(run)[0].directory)
+        assert len(configs) < 2 or configs[1].lora_model_dir == str(one.stages(run)[0].directory)
 
 
 def test_keys_of_the_command_line_replace_swept_ones() -> None:
@@ -111,14 +111,18 @@ def test_runs_are_chosen_and_shared_by_their_settings() -> None:
         plan("drafts", "--runs", "nothing")
     assert plan("medusa_table1").stages("medusa2") == plan("medusa_table2").stages("medusa2")
     assert plan("medusa_table1", "--set", "seed=7").stages("medusa2") != plan("medusa_table2").stages("medusa2")
+    counted = plan("kangaroo_table2", "--counted")
+    assert counted.names == ["kangaroo", "head", "mlp", "mlp-only"]  # Medusa is only timed
+    assert [counted.experiment.evaluations[point.evaluation].count for point in counted.points("head")] == [True]
+    with pytest.raises(ConfigError, match="medusa_table1 measures depends on the clock"):
+        plan("medusa_table1", "--counted")
     with pytest.raises(ConfigError, match="no such file"):
         read_experiment("nothing")
 
 
 @pytest.mark.usefixtures("benches")
 def test_benches_of_some_categories_and_questions() -> None:
-    asked = [question.question_id for question in load_questions("specbench@qa+rag:1").questions]
-    assert asked == ["qa0", "rag0"]
+    assert [question.question_id for question in load_questions("specbench@qa+rag:1").questions] == ["qa0", "rag0"]
     assert len(load_questions("mtbench", 2).questions) == 2
     with pytest.raises(ConfigError, match="no questions; categories"):
         load_questions("mtbench@nothing")
@@ -142,9 +146,8 @@ def fake(calls: list[list[str]], command: str, words: Sequence[str]) -> None:
     """Write what the commands leave behind: two answers of five tokens, of which heads guess the first two."""
     calls.append([command, *words])
     if command == "train":
-        cfg_words = [word for word in words if not word.startswith("resume_from")]
-        cfg = load_config(TrainConfig, Path(cfg_words[0]), cfg_words[1:])
-        run = Path(cfg.output_dir)
+        config, *overrides = [word for word in words if not word.startswith("resume_from")]
+        run = Path(load_config(TrainConfig, Path(config), overrides).output_dir)
         run.mkdir(parents=True)
         (run / "config.yaml").write_text("base_model: data/tiny\ndatasets: [{path: data/selfdistill/tiny.jsonl}]\n")
         (run / "metrics.jsonl").write_text(json.dumps({"kind": "train", "tokens": 800}) + "\n")
@@ -188,12 +191,10 @@ def test_every_experiment_writes_its_page_and_repeats_nothing(
         assert f"*{row}, published*" in text
         assert all(str(cell) in text for cell in cells.values())
     assert any(cell is not None for cells in record["rows"].values() for cell in cells.values())
-    for command in text.split("`medusa-train ")[1:]:
-        assert command.startswith("configs/tiny_")
+    assert all(command.startswith("configs/tiny_") for command in text.split("`medusa-train ")[1:])
     if (tmp_path / "out" / f"{name}.svg").exists():
         ElementTree.parse(tmp_path / "out" / f"{name}.svg")
-    made = len(calls)
-    assert made >= len(experiment.evaluations)
+    assert (made := len(calls)) >= len(experiment.evaluations)
     assert papers.main(words) == 0
     assert len(calls) == made
 
@@ -203,10 +204,8 @@ def test_steps_are_simulated_along_the_answers(tmp_path: Path, calls: list[list[
     assert papers.main(["drafts", "--quick", "--runs", "medusa1", "amphista", "--out", str(tmp_path)]) == 0
     rows = json.loads((tmp_path / "drafts.json").read_text())["rows"]
     cells = rows["Medusa-1, tiny:1"]  # in place of both benches
-    assert cells["chain"] == 2.0  # four tokens after the prefill's, in two steps: two guesses are accepted, then none
-    assert cells["without loops"] == 2.0  # of one answer
-    assert cells["tokens trained on"] == 800
-    assert cells["over"] is None
+    # chain: four tokens after the prefill's, in two steps: two guesses are accepted, then none; one answer loops
+    assert [cells[key] for key in ("chain", "without loops", "tokens trained on", "over")] == [2.0, 2.0, 800, None]
     assert rows["Amphista, tiny:1"]["over"] == [1.0, 1.0, 1.0]
     assert len([words for words in calls if words[0] == "train"]) == 2
 

@@ -14,7 +14,7 @@ import sentencepiece
 import torch
 from transformers import AutoTokenizer, LlamaConfig
 
-from medusa_train.data import tokenize_datasets as encode_module
+from medusa_train.data import tokenize_datasets
 from medusa_train.errors import BackboneError, ConfigError, DataError
 from medusa_train.training.distributed import World
 from medusa_train.training.load_data import load_data, load_tokenizer
@@ -159,7 +159,7 @@ class ThreadWorld(World):
 @pytest.mark.parametrize(("prepared", "is_full"), [(False, False), (True, False), (False, True)])
 def test_one_process_of_each_machine_tokenizes(make_config, console, tmp_path, monkeypatch, prepared, is_full):
     encoded, directories = [], []
-    encode, replace = encode_module.encode_datasets, encode_module.replace_bytes
+    encode, replace = tokenize_datasets.encode_datasets, tokenize_datasets.replace_bytes
 
     def record(*args, **options):
         encoded.append(options)
@@ -171,8 +171,8 @@ def test_one_process_of_each_machine_tokenizes(make_config, console, tmp_path, m
             raise OSError(errno.ENOSPC, "No space left on device")
         replace(path, chunks)
 
-    monkeypatch.setattr(encode_module, "encode_datasets", record)
-    monkeypatch.setattr(encode_module, "replace_bytes", write)
+    monkeypatch.setattr(tokenize_datasets, "encode_datasets", record)
+    monkeypatch.setattr(tokenize_datasets, "replace_bytes", write)
     cfg = make_config(dataset_prepared_path=str(tmp_path / "prepared") if prepared else None)
     barrier, values = threading.Barrier(3), {}
     with ThreadPoolExecutor(3) as pool:

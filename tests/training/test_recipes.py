@@ -130,9 +130,10 @@ def test_a_run_starts_from_heads_of_its_own_kind_alone(kind, make_config, consol
         train(make_config(**wider, lora_model_dir=first, overwrite_output_dir=True), console)
 
 
-def test_an_exit_behind_the_last_layer_is_refused_before_anything_is_loaded(make_config, console, monkeypatch):
+@pytest.mark.parametrize(("kind", "keys"), [("kangaroo", {"exit_layer": 9}), ("eagle3", {"layers": [1, 1, 9]})])
+def test_a_layer_behind_the_last_is_refused_before_anything_is_loaded(make_config, console, monkeypatch, kind, keys):
     monkeypatch.setattr(setup, "load_backbone", None)
-    cfg = make_config(draft="kangaroo", kangaroo={"exit_layer": 9})
+    cfg = make_config(**{"draft": kind, kind: keys})
     for command in (train_stages, inspect_run):
-        with pytest.raises(BackboneError, match=r"exit_layer 9 is out of range: .* use 1 to"):
+        with pytest.raises(BackboneError, match=rf"{kind}\.{next(iter(keys))} 9 is out of range: .* use 1 to"):
             command(cfg, console, console)
