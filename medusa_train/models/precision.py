@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
+import os
 import platform
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -158,9 +161,21 @@ def catch_out_of_memory() -> Iterator[list[str]]:
 
 def release_memory() -> None:
     """Free the memory of objects without references, for the next model."""
-    gc.collect()
+    gc.collect()  # modules and hooks refer to each other
+    return_free_memory()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def limit_kernel_cache() -> None:
+    """Let oneDNN keep the kernels of few shapes; with their buffers those of 1,024, its default, take gigabytes."""
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
+
+
+def return_free_memory() -> None:
+    """Return to Linux what its C library keeps of freed tensors, which grows with every new shape of a batch."""
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)  # other C libraries than glibc have none
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from medusa_train.models.drafts import DRAFTS, draft_name
 from medusa_train.models.drafts.base import Draft
 from medusa_train.models.loading import choose_attention, load_backbone
 from medusa_train.models.partitioned import full_shape, gathered, gathering_modules, is_partitioned
-from medusa_train.models.precision import choose_precision
+from medusa_train.models.precision import choose_precision, limit_kernel_cache
 from medusa_train.progress import RunProgress
 from medusa_train.training.backbone_recipe import BackboneRecipe, build_backbone_recipe, find_initial_heads
 from medusa_train.training.deepspeed import DeepSpeedStrategy, partitioned_loading
@@ -66,6 +66,7 @@ def build_trainer(
 ) -> Trainer:
     """Build everything that trains, and restore the checkpoint that `resume_from_checkpoint` names."""
     console = progress.console
+    limit_kernel_cache()
     with progress.phase("loading the model", ticking=True):
         draft, recipe = world.run_on_all(lambda: _load_model(cfg, data, console, world))
         if cfg.cache_hidden_states and cfg.prepared_dir is not None:  # which the cache requires

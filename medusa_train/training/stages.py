@@ -5,12 +5,10 @@ Both stages train in the same processes, one after the other, so that every laun
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-import torch
 from rich.console import Console
 
 from medusa_train.checkpoint.resolve import find_heads
@@ -27,6 +25,7 @@ from medusa_train.config.load import stage_one_config
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.dataset import BatchLoader
 from medusa_train.errors import CheckpointError, ConfigError
+from medusa_train.models.precision import release_memory
 from medusa_train.progress import LoadingProgress, RunProgress
 from medusa_train.training.distributed import SINGLE_PROCESS, World
 from medusa_train.training.load_data import TrainingData, load_data
@@ -83,7 +82,7 @@ def train_stages(cfg: TrainConfig, console: Console, results: Console, world: Wo
         first = first.model_copy(update={"resume_from_checkpoint": cfg.resume_from_checkpoint and "latest"})
         if code := train(first, data[0], progress, results, world, whole_run=cfg.run_dir):
             return code
-        _free_memory()
+        release_memory()
         console.print(f"\n{TITLES[1]}", style="bold")
         progress.title, progress.seconds = TITLES[1], {"stage one": progress.total_seconds}
         return train(_as_started(cfg), data[1], progress, results, world)
@@ -154,10 +153,3 @@ def _as_started(cfg: TrainConfig) -> TrainConfig:
     if cfg.resume_from_checkpoint is not None and _has_checkpoint(cfg.run_dir):
         return cfg
     return cfg.model_copy(update={"resume_from_checkpoint": None, "overwrite_output_dir": True})
-
-
-def _free_memory() -> None:
-    """Free the model of stage one, whose modules and hooks refer to each other."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

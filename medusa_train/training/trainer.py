@@ -20,6 +20,7 @@ from medusa_train.losses.fused_losses import GraphCut
 from medusa_train.losses.objective import Objective, ObjectiveOutput
 from medusa_train.metrics_log import MetricLoggers
 from medusa_train.models.drafts.base import Draft
+from medusa_train.models.precision import return_free_memory
 from medusa_train.progress import Phase, RunProgress
 from medusa_train.training.backbone_recipe import BackboneRecipe
 from medusa_train.training.distributed import SINGLE_PROCESS, World
@@ -255,6 +256,7 @@ class Trainer:
 
     def _log(self, last_batch: Batch) -> None:
         """Log the means since the last log line and start the next window."""
+        return_free_memory()
         window, self.state.window = self.state.window, Window()
         if not window.steps:  # all of them were skipped
             return

@@ -188,16 +188,10 @@ def test_a_bench_of_programming_problems_needs_permission_to_run_code() -> None:
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["adapter=qlora", "load_in_4bit=true"],
         ["bf16=auto", "fp16=true"],
-        ["medusa_self_distillation=true", "adapter=lora"],
-        ["recipe=medusa1", "medusa_only_heads=true"],
-        ["load_in_4bit=true", "medusa_only_heads=true"],
         ["sequence_len=7", "medusa_num_heads=5"],
         ["resume_from_checkpoint=false", "overwrite_output_dir=true"],
-        ["medusa_share_lm_head=true"],
         SHARED_Q,
-        ["medusa_vocab_size=1024", "export=vllm"],
         ["medusa_vocab_size=1024", "export=[merged, vllm]", "adapter=lora"],
         ["medusa_markov_rank=8", "export=merged", "adapter=lora"],
     ],

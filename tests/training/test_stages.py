@@ -89,7 +89,7 @@ def test_stopped_in_either_stage_and_resumed_is_uninterrupted(
     assert_equal(out, whole)
 
 
-@pytest.mark.parametrize("place", ["_begin", "_free_memory"])
+@pytest.mark.parametrize("place", ["_begin", "release_memory"])
 def test_killed_before_or_between_the_stages(whole, two_stages, console, tmp_path, monkeypatch, place):
     out = tmp_path / "parts"
     real = getattr(stages, place)
@@ -106,7 +106,7 @@ def test_killed_before_or_between_the_stages(whole, two_stages, console, tmp_pat
         train(two_stages(output_dir=str(out)), console)
     resumed = load_config(TrainConfig, out / "config.yaml", ["resume_from_checkpoint=auto"])
     assert train(resumed, console) == 0
-    assert ("are finished" in console.file.getvalue()) == (place == "_free_memory")
+    assert ("are finished" in console.file.getvalue()) == (place == "release_memory")
     assert_equal(out, whole)
 
 

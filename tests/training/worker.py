@@ -128,7 +128,7 @@ def whole_run(case: dict[str, Any], out: Path, world: World = SINGLE_PROCESS) ->
     """
     cfg = TrainConfig(**case["keys"]).resolved()
     out.mkdir(parents=True, exist_ok=True)
-    step, compare, free = Trainer.train_step, Trainer.compute_loss, stages._free_memory
+    step, compare, free = Trainer.train_step, Trainer.compute_loss, stages.release_memory
     # DeepSpeed keeps the models of earlier ZeRO-3 cases of this process
     before = {id(thing) for thing in gc.get_objects() if issubclass(type(thing), PreTrainedModel)}
 
@@ -151,11 +151,11 @@ def whole_run(case: dict[str, Any], out: Path, world: World = SINGLE_PROCESS) ->
     if world.rank == world.size - 1:
         Trainer.train_step, Trainer.compute_loss = stopped, spoilt  # type: ignore[method-assign]
     console = Console(file=(out / f"console-{world.rank}").open("w"), width=200, quiet=not world.is_main)
-    stages._free_memory = freed
+    stages.release_memory = freed
     try:
         code = stages.train_stages(cfg, console, console, world)
     finally:
-        stages._free_memory = free
+        stages.release_memory = free
         Trainer.train_step, Trainer.compute_loss = step, compare  # type: ignore[method-assign]
     (out / f"code-{world.rank}").write_text(str(code))
 
