@@ -168,7 +168,10 @@ def release_memory() -> None:
 
 
 def limit_kernel_cache() -> None:
-    """Let oneDNN keep the kernels of few shapes; with their buffers those of 1,024, its default, take gigabytes."""
+    """Let oneDNN cache 64 kernels with their buffers; its default, 1,024, takes gigabytes where shapes vary.
+
+    It reads the variable once, when the process runs its first kernel.
+    """
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
 
 
