@@ -436,8 +436,8 @@ class EvalConfig(Config):
     rest: RestConfig | None = key(None, "settings of rest; required by it, for the datastore")
     threshold: Float | None = key(
         None,
-        "Kangaroo: drafting stops after a token whose probability is at most this; 0: never; on a GPU without CUDA "
-        "graphs; default: the run's, 0 with CUDA graphs",
+        "Kangaroo: drafting stops after a token whose probability is at most this; 0: never; if set, no CUDA graphs; "
+        "default: the run's, 0 with CUDA graphs",
         ge=0,
         le=1,
     )
