@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ Json = Mapping[str, Any]
 
 #: Keys of config.yaml that the card lists.
 SETTINGS = (
-    "recipe", "medusa_decay_coefficient", "medusa_heads_coefficient", "medusa_scheduler", "medusa_self_distillation",
-    "medusa_soft_targets", "adapter", "lora_r", "lora_alpha", "lora_dropout",
+    "recipe", "eagle3", "medusa_decay_coefficient", "medusa_heads_coefficient", "medusa_scheduler",
+    "medusa_self_distillation", "medusa_soft_targets", "adapter", "lora_r", "lora_alpha", "lora_dropout",
     "load_in_4bit", "load_in_8bit", "sequence_len", "num_epochs", "max_steps", "micro_batch_size",
     "gradient_accumulation_steps", "optimizer", "learning_rate", "medusa_lr_multiplier", "lr_scheduler",
     "warmup_steps", "weight_decay", "chat_template", "chat_template_kwargs", "seed",
@@ -57,9 +58,28 @@ _USE: dict[ExportTarget, str] = {
 
 
 def model_card(paths: ModelPaths, heads: HeadTensors, to: ExportTarget, licence: str | None) -> str:
-    """Return the card as Markdown with the hub's YAML header. Local paths are reduced to their last part.
+    """Return the card of Medusa heads, or of the backbone that was trained with them; see `card`."""
+    what = "Backbone trained with Medusa heads" if to == "merged" else "Medusa heads"
+    use = partial(_USE[to].format, heads=heads.num_heads)
+    return card(paths, what, _description(heads, to), use, heads.base_model, licence, served_by_vllm=to == "vllm")
 
-    `licence` is the one to name; None: the base model's.
+
+def card(
+    paths: ModelPaths,
+    what: str,
+    description: str,
+    use: Callable[..., str],
+    backbone: str | None,
+    licence: str | None,
+    *,
+    served_by_vllm: bool,
+    tag: str = "medusa",
+) -> str:
+    """Return a card as Markdown with the hub's YAML header. Local paths are reduced to their last part.
+
+    Args:
+        use: returns how to use it, given `backbone`, the one to serve, and `chain`: what a chain gives.
+        licence: the one to name; None: the base model's.
     """
     run = read_mapping(paths.home / "config.yaml")
     reports = [read_mapping(path) for path in sorted(paths.home.glob("eval/*/report.json"))]
@@ -67,26 +87,24 @@ def model_card(paths: ModelPaths, heads: HeadTensors, to: ExportTarget, licence:
     served = [read_mapping(path) for path in sorted(paths.home.glob("eval/served-*/served.json"))]
     served = [report for report in served if report.get("recommendation")]  # others measured one server alone
     base = str(run.get("base_model") or paths.base_model)
-    what = "Backbone trained with Medusa heads" if to == "merged" else "Medusa heads"
     parts = [
-        _header(base, run, licence or _licence_of(base)),
+        _header(base, run, licence or _licence_of(base), tag),
         f"# {what} for {_public(base)}",
-        _description(heads, to),
-        _USE[to].format(
-            heads=heads.num_heads,
+        description,
+        use(
+            backbone=backbone if _is_hub_name(backbone or "") else "BACKBONE",
             chain=_chain(reports, is_served=bool(served)),
-            backbone=heads.base_model if _is_hub_name(heads.base_model or "") else "BACKBONE",
         ),
         _training(run),
         _measured(reports),
-        _served(served) if served else NOT_MEASURED if to == "vllm" else "",
+        _served(served) if served else NOT_MEASURED if served_by_vllm else "",
         f"## Licence\n\n{licence or 'That of the base model applies to what was trained on it.'}",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _header(base: str, run: dict[str, Any], licence: str | None) -> str:
-    keys: dict[str, Any] = {"license": licence or "other", "tags": ["medusa", "speculative-decoding"]}
+def _header(base: str, run: dict[str, Any], licence: str | None, tag: str) -> str:
+    keys: dict[str, Any] = {"license": licence or "other", "tags": [tag, "speculative-decoding"]}
     if _is_hub_name(base):
         keys["base_model"] = base
     if data := [name for name in _data(run) if _is_hub_name(name)]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from medusa_train.checkpoint.server_layouts import for_target, to_eagle3
 from medusa_train.config.types import ExportTarget
 from medusa_train.data.builtin_templates import get_template
 from medusa_train.errors import BackboneError, CheckpointError
+from medusa_train.export.card import card
 from medusa_train.hub import hub_is_unreachable
 from medusa_train.io import WRITE_ERRORS, replace_text, write_failure
 from medusa_train.models.backbone import Backbone
@@ -162,27 +164,25 @@ def _trained_model(paths: ModelPaths) -> Path | None:
 
 # EAGLE-3
 
-EAGLE3_COMMANDS: dict[ExportTarget, str] = {
-    "vllm": '--speculative-config \'{{"method": "eagle3", "model": "{directory}", "num_speculative_tokens": 3}}\'',
-    "sglang": "--speculative-algorithm EAGLE3 --speculative-draft-model-path {directory}",
+_EAGLE3_COMMANDS: dict[ExportTarget, str] = {
+    "vllm": (
+        "vllm serve {backbone} --speculative-config "
+        '\'{{"method": "eagle3", "model": "{directory}", "num_speculative_tokens": 3}}\''
+    ),
+    "sglang": (
+        "python -m sglang.launch_server --model-path {backbone} --speculative-algorithm EAGLE3 "
+        "--speculative-draft-model-path {directory}"
+    ),
     "speculators": "vllm serve {directory}",
 }
-_CARD = """---
-license: {licence}
-tags: [eagle3, speculative-decoding]
----
-
-# EAGLE-3 draft for {base_model}
-
-One decoder layer that drafts the tokens after the next one (EAGLE-3, arXiv 2503.01840), from the backbone's states
-after {layers} layers. Draft vocabulary: {tokens:,} of {vocab_size:,} tokens. The server verifies every drafted token.
-
-```
-{command}
-```
-
-Measure your server under your load, with and without the draft: with many requests at a time it can be slower.
-"""
+_EAGLE3_DESCRIPTION = (
+    "One decoder layer that drafts the tokens after the next one (EAGLE-3, arXiv 2503.01840), from the backbone's "
+    "states after {layers} layers. Draft vocabulary: {tokens}. The server verifies every drafted token."
+)
+_EAGLE3_USE = (
+    "```bash\n%s\n```\n\nServers draft a chain of its first guesses, or a tree of their own. {chain}\n\n"
+    "Measure your server under your load, with and without the draft: with many requests at a time it can be slower."
+)
 
 
 def write_eagle3(
@@ -192,25 +192,27 @@ def write_eagle3(
 
     `base_model` is named in config.json, `licence` on the card.
     """
-    if to not in EAGLE3_COMMANDS:
-        raise CheckpointError(f"{heads}: an EAGLE-3 draft is exported --to {', '.join(EAGLE3_COMMANDS)}, not to {to}")
+    if to not in _EAGLE3_COMMANDS:
+        raise CheckpointError(f"{heads}: an EAGLE-3 draft is exported --to {', '.join(_EAGLE3_COMMANDS)}, not to {to}")
     state, settings = read_eagle3(heads)
     _, backbone = resolve_backbone(paths.base_model, trust_remote_code=paths.trust_remote_code)
     text_config = backbone.get_text_config()
     layer = layer_config(text_config, settings.get("layer")).to_dict()
     tensors, config = to_eagle3(state, settings, layer, text_config.vocab_size, base_model)
     tensors, config = for_target(tensors, config, to, min(3, settings.get("num_heads", 3)))
-    command = EAGLE3_COMMANDS[to].format(directory=target)
-    card = _CARD.format(
-        licence=licence or "other",
-        base_model=base_model,
-        layers=", ".join(map(str, settings["layers"])),
-        tokens=config["draft_vocab_size"],
-        vocab_size=text_config.vocab_size,
-        command=EAGLE3_COMMANDS[to].format(directory="THIS_DIRECTORY"),
+    drafted = f"{config['draft_vocab_size']:,} of {text_config.vocab_size:,} tokens"
+    text = card(
+        paths,
+        "EAGLE-3 draft",
+        _EAGLE3_DESCRIPTION.format(layers=", ".join(map(str, settings["layers"])), tokens=drafted),
+        partial((_EAGLE3_USE % _EAGLE3_COMMANDS[to]).format, directory="THIS_DIRECTORY"),
+        base_model,
+        licence,
+        served_by_vllm=to != "sglang",
+        tag="eagle3",
     )
     write_weights(target, VLLM_WEIGHTS, tensors, config)
-    replace_text(target / "README.md", card)
-    drafted = f"{config['draft_vocab_size']:,} of {text_config.vocab_size:,} tokens"
+    replace_text(target / "README.md", text)
     facts = [f"EAGLE-3, {drafted}; backbone {base_model}"]
+    command = _EAGLE3_COMMANDS[to].format(directory=target, backbone=base_model)
     return [*facts, f"serve it: {command}", "servers draft a chain, or a tree of their own; tree.json is not read"]

@@ -63,18 +63,18 @@ def test_an_export_read_back_drafts_the_same(to, reduced, backbone_dir, backbone
 def test_names_and_shapes_are_those_that_servers_read(backbone_dir, backbone, tmp_path: Path) -> None:
     draft = new_draft(backbone, vocab_size=len(VOCABULARY), token_map=VOCABULARY)
     paths = resolve_model(str(save_draft(draft, tmp_path / "heads", str(backbone_dir))), None, None)
+    (paths.home / "config.yaml").write_text("datasets: [{path: chats.jsonl}]\nlearning_rate: 0.5\n")
     export_run(paths, "vllm", tmp_path / "vllm")
+    card = (tmp_path / "vllm/README.md").read_text()
+    assert [text in card for text in ("chats.jsonl", "`learning_rate` | 0.5", str(backbone_dir))] == [True, True, False]
     tensors, config = (
         load_file(tmp_path / "vllm/model.safetensors"),
         json.loads((tmp_path / "vllm/config.json").read_text()),
     )
     d, layer = backbone.hidden_size, backbone.config
     assert config["architectures"] == ["LlamaForCausalLMEagle3"]
-    assert (config["num_hidden_layers"], config["draft_vocab_size"], config["vocab_size"]) == (
-        1,
-        16,
-        backbone.vocab_size,
-    )
+    sizes = [config[name] for name in ("num_hidden_layers", "draft_vocab_size", "vocab_size")]
+    assert sizes == [1, 16, backbone.vocab_size]
     assert config["eagle_aux_hidden_state_layer_ids"] == list(draft.layers)
     assert tensors["fc.weight"].shape == (d, 3 * d)
     assert tensors["midlayer.self_attn.q_proj.weight"].shape[1] == 2 * d
