@@ -69,11 +69,4 @@ SMOLLM2 = (
     "{% endfor %}" + _CHATML_PROMPT
 )
 
-TEMPLATES = {
-    "Qwen3": QWEN3,
-    "R1": R1,
-    "Llama 3.1": LLAMA_3_1,
-    "Gemma": GEMMA,
-    "Mistral": MISTRAL,
-    "SmolLM2": SMOLLM2,
-}
+TEMPLATES = {"Qwen3": QWEN3, "R1": R1, "Llama 3.1": LLAMA_3_1, "Gemma": GEMMA, "Mistral": MISTRAL, "SmolLM2": SMOLLM2}

@@ -64,12 +64,7 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "smollm3": ("SmolLM3Config", {"no_rope_layer_interval": 2, "tie_word_embeddings": True}),
     "granite": (
         "GraniteConfig",
-        {
-            "embedding_multiplier": 4.0,
-            "logits_scaling": 8.0,
-            "residual_multiplier": 0.22,
-            "attention_multiplier": 0.25,
-        },
+        {"embedding_multiplier": 4.0, "logits_scaling": 8.0, "residual_multiplier": 0.22, "attention_multiplier": 0.25},
     ),
     "gemma3": (
         "Gemma3TextConfig",

@@ -137,11 +137,7 @@ def _new_medusa(heads: HeadTensors, directory: Path, backbone: Backbone, dtype: 
 
 
 def write_heads(
-    heads: HeadTensors,
-    directory: Path | str,
-    *,
-    pickled: bool = False,
-    config: Mapping[str, Any] | None = None,
+    heads: HeadTensors, directory: Path | str, *, pickled: bool = False, config: Mapping[str, Any] | None = None
 ) -> Path:
     """Write Medusa heads in the public code's layout: medusa_lm_head.safetensors and config.json.
 
@@ -180,12 +176,7 @@ def write_vllm(heads: HeadTensors, directory: Path | str, lm_head: Tensor | None
 
 
 def write_weights(
-    directory: Path,
-    name: str,
-    tensors: Mapping[str, Tensor],
-    config: Mapping[str, Any],
-    *,
-    pickled: str | None = None,
+    directory: Path, name: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any], *, pickled: str | None = None
 ) -> None:
     """Write a file of weights and config.json, each atomically; the weights as the `.pt` file `pickled`, too."""
     try:

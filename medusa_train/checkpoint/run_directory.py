@@ -34,7 +34,7 @@ TREE = "tree.json"
 TREE_TRACES = "tree_traces.npz"
 CHECKPOINTS = "checkpoints"
 #: Results of a run, deleted only by overwrite_output_dir.
-RESULTS = (HEADS, ADAPTER, MODEL)
+RESULTS = (HEADS, ADAPTER, MODEL, "eval", "export")
 #: Everything that a run writes; nothing else in its directory is ever deleted.
 RUN_FILES = (
     *(CONFIG, METRICS, HEADS, ADAPTER, MODEL, TREE, TREE_TRACES, CHECKPOINTS),
@@ -71,6 +71,10 @@ def check_output_dir(cfg: TrainConfig) -> None:
     resume = cfg.resume_from_checkpoint
     checkpoint = named_checkpoint(resume, out)
     files = [name for name in RUN_FILES if os.path.exists(out / name)]
+    if cfg.overwrite_output_dir and cfg.initial_run is not None and cfg.initial_run.resolve() == out.resolve():
+        raise ConfigError(
+            "overwrite_output_dir: would delete the heads that lora_model_dir names; set another output_dir"
+        )
     if not files or cfg.overwrite_output_dir:
         return
     if resume is None:

@@ -153,12 +153,7 @@ def train_distributed(process: ProcessInfo, cfg: TrainConfig, console: Console, 
 
     If one process fails, it reports the error and the others exit as well.
     """
-    from medusa_train.training.distributed import (
-        PeerError,
-        init_distributed,
-        is_communication_error,
-        is_lost_peer,
-    )
+    from medusa_train.training.distributed import PeerError, init_distributed, is_communication_error, is_lost_peer
 
     try:
         world = init_distributed(process)

@@ -77,10 +77,7 @@ def _trains_lm_head(cfg: Any) -> bool:
     return not cfg.adapter or cfg.lora_target_linear or not targets or "lm_head" in (*targets, *modules_to_save)
 
 
-_RECIPE_KEYS = (
-    *("recipe", "medusa_only_heads", "adapter", "medusa_num_unfreeze_layers"),
-    "medusa_self_distillation",
-)
+_RECIPE_KEYS = (*("recipe", "medusa_only_heads", "adapter", "medusa_num_unfreeze_layers"), "medusa_self_distillation")
 
 
 def _exclusive(key: str, other: str) -> Constraint:
@@ -110,9 +107,7 @@ TRAIN_CONSTRAINTS: tuple[Constraint, ...] = (
         "qlora is an adapter on a 4-bit backbone; set load_in_4bit: true, or adapter: lora",
     ),
     Constraint(
-        ("bf16", "fp16"),
-        lambda cfg: cfg.bf16 is True and cfg.fp16,
-        "cannot be true together with fp16; choose one",
+        ("bf16", "fp16"), lambda cfg: cfg.bf16 is True and cfg.fp16, "cannot be true together with fp16; choose one"
     ),
     Constraint(
         ("medusa_num_layers", "medusa_share_lm_head"),

@@ -34,11 +34,7 @@ _LIMITS = {
 
 
 def load_config(
-    cls: type[C],
-    path: Path | None,
-    overrides: Iterable[str] = (),
-    *,
-    flags: Mapping[str, object] | None = None,
+    cls: type[C], path: Path | None, overrides: Iterable[str] = (), *, flags: Mapping[str, object] | None = None
 ) -> C:
     """Load the configuration at `path`, then apply `overrides` and then `flags`.
 

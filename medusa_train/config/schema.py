@@ -594,8 +594,7 @@ class SelfDistillConfig(Config):
 
     # Model or server
     engine: Literal["local", "openai"] | None = key(
-        None,
-        "local: run the model in this process; openai: use an OpenAI-compatible server; default: by server_url",
+        None, "local: run the model in this process; openai: use an OpenAI-compatible server; default: by server_url"
     )
     base_model: Text | None = key(
         None, "model: a Hugging Face directory, a hub name or a run; on a server, its name there; default: data/tiny"

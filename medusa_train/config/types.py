@@ -202,9 +202,7 @@ ExportTarget = Literal[
     "reference", "reference-v2", "tgi", "vllm", "sglang", "speculators", "trtllm", "transformers", "merged"
 ]
 ExportTargets = Annotated[
-    list[ExportTarget],
-    BeforeValidator(_as_list),
-    WithJsonSchema(_one_or_more({"enum": list(get_args(ExportTarget))})),
+    list[ExportTarget], BeforeValidator(_as_list), WithJsonSchema(_one_or_more({"enum": list(get_args(ExportTarget))}))
 ]
 #: "constant", "linear", "sine" or "sine_R".
 Schedule = Annotated[str, BeforeValidator(_as_schedule), WithJsonSchema({"type": "string", "pattern": SCHEDULES})]

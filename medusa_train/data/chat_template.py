@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,9 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from medusa_train.data.conversation import REASONING_TAGS, Message, ReasoningTags, Role
 
 Span = tuple[int, int]
+
+#: Written by templates that print today's date (`strftime_now`); the one that Llama 3 falls back to.
+DATE = datetime.date(2024, 7, 26)
 
 _CHANGED = "the chat template modifies message contents, so their positions in the text cannot be determined"
 
@@ -71,7 +75,7 @@ class ChatTemplate:
         try:
             texts, _ = render_jinja_template(
                 conversations=[[message.as_dict() for message in messages]],
-                chat_template=self.source,
+                chat_template=_without_today(self.source),
                 add_generation_prompt=prompt,
                 **{**self.special_tokens, **self.kwargs},
             )
@@ -127,17 +131,21 @@ class ChatTemplate:
         located = {index: _placeholder(index) for index, message in enumerate(messages) if message.role in roles}
         replaced = [Message(m.role, located.get(index, m.content)) for index, m in enumerate(messages)]
         text, outline = self.render(messages, prompt=True), self.render(replaced, prompt=True)
-        spans, position, read = {}, 0, 0
-        for index, placeholder in located.items():
+        if not located:
+            return {}
+        first, *following = re.split("|".join(located.values()), outline)
+        position, spans = len(first), {}
+        if len(following) != len(located) or not text.startswith(first):
+            raise ChatTemplateError(_CHANGED)
+        for index, after in zip(located, following, strict=True):
             content = messages[index].content
-            at = outline.find(placeholder, read)
-            start = position + at - read
-            content = content if text.startswith(content, start) else content.strip()
-            if at < 0 or text[position:start] != outline[read:at] or not text.startswith(content, start):
+            if not text.startswith(content + after, position):
+                content = content.strip()
+            if not text.startswith(content + after, position):
                 raise ChatTemplateError(_CHANGED)
-            position, read = start + len(content), at + len(placeholder)
-            spans[index] = (start, position)
-        if text[position:] != outline[read:]:
+            spans[index] = (position, position + len(content))
+            position += len(content + after)
+        if position != len(text):
             raise ChatTemplateError(_CHANGED)
         return spans
 
@@ -171,6 +179,12 @@ class ChatTemplate:
         closing = self.reasoning_tags[1]
         is_open = bool(self.opened_reasoning(prompt)) and closing not in content
         return f"\n{closing}\n\n{content}" if is_open else content
+
+
+@lru_cache(maxsize=8)
+def _without_today(source: str) -> str:
+    """Write `DATE` for today's, else the tokens would be others tomorrow and a run could not be resumed."""
+    return re.sub(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)", lambda call: repr(DATE.strftime(call[2])), source)
 
 
 def _rendered_answer(rendered: str, prompt: str, lead: str, content: str, end: str) -> str | None:

@@ -156,10 +156,7 @@ class DataReport:
             (counts["truncated"], f"truncated at the end of a turn to fit sequence_len {limit}"),
             (counts["too_long"], f"skipped: their first answer ends beyond sequence_len {limit}"),
             (counts["unsupervised"], "skipped: no answer to train on"),
-            (
-                counts["split"],
-                f"{became}: the chat template changes earlier turns in later prompts",
-            ),
+            (counts["split"], f"{became}: the chat template changes earlier turns in later prompts"),
         ]
         return [f"{count} {what}" for count, what in sentences if count] + self.notes
 

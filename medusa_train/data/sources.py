@@ -19,6 +19,7 @@ from medusa_train.hub import FETCHING, FetchError, fetch_dataset_file, hub_is_un
 #: Names a directory with `sharegpt.json`, for instance, that is searched before `data/seeds/`.
 SEED_DIR_VARIABLE = "MEDUSA_SEED_DIR"
 _SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", PARQUET)
+_BESIDE = (".settings.json", ".dropped.jsonl")  # written beside the data by self-distillation
 _UNSUPPORTED_SUFFIXES = (".csv", ".tsv", ".txt", ".arrow", ".gz", ".zip", ".zst")
 
 #: Receives the name of what is being done, and how much of it is done of how much; 0 of 0 where that is unknown.
@@ -85,6 +86,7 @@ def open_source(source: DatasetConfig, on_progress: OnProgress | None = None) ->
         )
     if path.is_dir():
         paths = tuple(sorted(file for file in path.iterdir() if file.name.endswith(_SUFFIXES) and file.is_file()))
+        paths = tuple(file for file in paths if not file.name.endswith(_BESIDE))
         if not paths:
             raise DataError(f"{path}: no {', '.join(_SUFFIXES[:-1])} or {_SUFFIXES[-1]} file in this directory")
         return LocalFiles(paths)
@@ -178,9 +180,7 @@ PUBLIC_DATASETS = {
         hub_file="ShareGPT_V4.3_unfiltered_cleaned_split.json",
     ),
     "ultrachat": PublicDataset(
-        ("data/seeds/ultrachat.jsonl", "data/seeds/ultrachat"),
-        "HuggingFaceH4/ultrachat_200k",
-        split="train_sft",
+        ("data/seeds/ultrachat.jsonl", "data/seeds/ultrachat"), "HuggingFaceH4/ultrachat_200k", split="train_sft"
     ),
 }
 

@@ -60,7 +60,8 @@ def measure_backbone_quality(paths: ModelPaths, dtype: str = "float32") -> dict[
     """
     if (cfg := run_config(paths)) is None or not has_trained_backbone(paths):
         return None
-    tokenizer = AutoTokenizer.from_pretrained(paths.base_model, local_files_only=hub_is_unreachable())
+    trusted, offline = paths.trust_remote_code, hub_is_unreachable()
+    tokenizer = AutoTokenizer.from_pretrained(paths.base_model, trust_remote_code=trusted, local_files_only=offline)
     chat = ChatEncoder(tokenizer, paths.chat_template, paths.chat_template_kwargs)
     if (validation := validation_conversations(cfg, chat)) is None:
         return None

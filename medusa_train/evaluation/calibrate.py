@@ -116,6 +116,16 @@ def refit_tree(
     return replace(model, tree=tree, dynamic=dynamic_size(paths, tree)), paths
 
 
+def resumed_tree(cfg: EvalConfig, paths: ModelPaths) -> ModelPaths:
+    """Take the tree that an interrupted evaluation fitted to these heads and left in `output_dir`, if there is one."""
+    tree = Path(cfg.output_dir or paths.home) / TREE
+    if cfg.output_dir is None or paths.tree != paths.home / TREE or not tree.is_file():
+        return paths
+    settings = DecodingSettings.load(tree)
+    fits = settings is not None and load_traces(tree.with_name(TREE_TRACES), weights_key(paths, settings)) is not None
+    return replace(paths, tree=tree) if fits else paths
+
+
 def refit_tokens(cfg: EvalConfig, bench_tokens: int) -> int:
     """Return how many tokens to answer for a tree that a bench needs: by default at most half of the bench's own."""
     if "calibration_tokens" in cfg.model_fields_set:

@@ -27,6 +27,8 @@ Interval = tuple[float, float]
 
 RESAMPLES, PAIRED_RESAMPLES = 2000, 10_000
 SEED = 20
+#: Least number of batches, or of a server's blocks, from which the spread of times can be told.
+LEAST_BATCHES, LEAST_BLOCKS = 5, 3
 
 
 def by_category(records: Sequence[TurnRecord]) -> dict[str, Figures]:
@@ -212,15 +214,27 @@ def resample(rows: Tensor, resamples: int = RESAMPLES, seed: int = SEED) -> Tens
 def speed_intervals(records: Sequence[TurnRecord]) -> dict[str, Interval | None]:
     """Compute 95 % percentile bootstrap intervals of the ratios in `summarize`, by the same names.
 
-    The unit of resampling is a question with all its turns, since the turns of a conversation are not independent.
-    Empty with fewer than two questions or without a tree.
+    The unit of resampling is a question with all its turns, since the turns of a conversation are not independent. The
+    questions of a batch share its time, so ratios of times are resampled by batch, and left out with fewer than
+    `LEAST_BATCHES`. Empty with fewer than two questions or without a tree.
     """
     questions: dict[int | str, list[TurnRecord]] = {}
     for record in records:
         questions.setdefault(record.question_id, []).append(record)
     if len(questions) < 2 or records[0].tree is None:
         return {}
-    sums = [_sums(turns) for turns in questions.values()]
+    result = _bootstrap(questions.values())
+    if any(record.plain.rows > 1 for record in records):
+        batches: dict[float, list[TurnRecord]] = {}
+        for turns in questions.values():
+            batches.setdefault(turns[0].plain.seconds, []).extend(turns)  # each has an equal share of its batch's time
+        timed = _bootstrap(batches.values()) if len(batches) >= LEAST_BATCHES else {}
+        result = {**timed, "acceleration_rate": result["acceleration_rate"]}
+    return result
+
+
+def _bootstrap(units: Iterable[Sequence[TurnRecord]]) -> dict[str, Interval | None]:
+    sums = [_sums(records) for records in units]
     rows = torch.cat([torch.stack([one[name] for one in sums]) for name in sums[0]], dim=1)
     drawn = dict(zip(sums[0], resample(rows).split(6, dim=1), strict=True))
     return {name: interval(samples) for name, samples in _ratios(drawn).items()}
@@ -259,3 +273,34 @@ def compare_rates(
     bounds = interval(ratio(resample(rows, resamples)))
     assert bounds is not None  # every question has steps
     return float(ratio(rows.sum(dim=0))), bounds
+
+
+def block_interval(first: Sequence[Counts], second: Sequence[Counts]) -> Interval | None:
+    """Return the 95 % interval of the ratio of rates in `compare_rates`, from the same blocks of both runs.
+
+    What is measured together shares the machine's speed of the moment, so blocks are the independent units; there are
+    few, so the interval is Student's, around the logarithm, with the jackknife's standard error. None with fewer than
+    `LEAST_BLOCKS` blocks.
+    """
+    count = len(first)
+    if count < LEAST_BLOCKS:
+        return None
+    rows = torch.tensor([[*one, *other] for one, other in zip(first, second, strict=True)], dtype=torch.float64)
+    whole = rows.sum(dim=0)
+    sums = torch.cat([whole[None], whole - rows])
+    logs = (sums[:, 2] / sums[:, 3] / (sums[:, 0] / sums[:, 1])).log()
+    error = ((count - 1) * logs[1:].var(correction=0)).sqrt()
+    low, high = (logs[0] + sign * student_quantile(count - 1) * error for sign in (-1, 1))
+    return float(low.exp()), float(high.exp())
+
+
+def student_quantile(freedom: int) -> float:
+    """Return the 97.5 % quantile of Student's t, to 1 % from 2 degrees of freedom on (Abramowitz, Stegun 26.7.5)."""
+    z = 1.959964
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return z + sum(term / freedom**power for power, term in enumerate(terms, start=1))

@@ -22,33 +22,17 @@ from medusa_train.errors import BackboneError
 from medusa_train.evaluation.answer_scores import require_code_execution, rouge_means, rouge_scorer, score_answers
 from medusa_train.evaluation.answerers import extra_baselines
 from medusa_train.evaluation.backbone_quality import has_trained_backbone, measure_backbone_quality
-from medusa_train.evaluation.calibrate import chooses_compilation, load_model, refit_tree
+from medusa_train.evaluation.calibrate import chooses_compilation, load_model, refit_tree, resumed_tree
 from medusa_train.evaluation.judge import Judge, grade
-from medusa_train.evaluation.output_equality import (
-    EQUALITY_DTYPES,
-    compare_regenerated_answers,
-    compare_timed_answers,
-)
+from medusa_train.evaluation.output_equality import EQUALITY_DTYPES, compare_regenerated_answers, compare_timed_answers
 from medusa_train.evaluation.questions import Bench
-from medusa_train.evaluation.records import (
-    MeasurementLog,
-    SkippedTurn,
-    Turn,
-    TurnRecord,
-    completed_turns,
-    turn_log,
-)
+from medusa_train.evaluation.records import MeasurementLog, SkippedTurn, Turn, TurnRecord, completed_turns, turn_log
 from medusa_train.evaluation.report import Report, model_id, terminal_report, write_report
 from medusa_train.evaluation.run_metadata import collect_metadata, measurement_settings
 from medusa_train.evaluation.timing import SpeedTest
 from medusa_train.inference.decoding_settings import DecodingMode
 from medusa_train.inference.detokenize import token_pieces
-from medusa_train.models.precision import (
-    WeightMemory,
-    catch_out_of_memory,
-    emulates_bf16,
-    release_memory,
-)
+from medusa_train.models.precision import WeightMemory, catch_out_of_memory, emulates_bf16, release_memory
 from medusa_train.progress import RunProgress
 from medusa_train.servers.client import OpenAIClient
 from medusa_train.tree_search.traces import trace_answer
@@ -83,6 +67,7 @@ def evaluate(
     mode = DecodingMode.from_config(cfg)
     name = mode.directory_name(bench.name, *_drafting(cfg, paths))
     directory = Path(cfg.output_dir) if cfg.output_dir else paths.home / "eval" / name
+    paths = resumed_tree(cfg, paths)
     log = open_log(directory / "turns.jsonl", cfg, bench, paths, progress)
     dtype = log.header.get("dtype", cfg.dtype)
     if dtype == "auto":
@@ -337,12 +322,7 @@ def _backbone_quality(paths: ModelPaths, progress: RunProgress) -> dict[str, Any
 
 
 def _judge(
-    cfg: EvalConfig,
-    bench: Bench,
-    records: Sequence[TurnRecord],
-    model: str,
-    directory: Path,
-    progress: RunProgress,
+    cfg: EvalConfig, bench: Bench, records: Sequence[TurnRecord], model: str, directory: Path, progress: RunProgress
 ) -> dict[str, Any] | None:
     """Have the judge grade the answers; None without a judge."""
     if cfg.judge_base_url is None or cfg.judge_model is None:

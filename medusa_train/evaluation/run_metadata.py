@@ -27,6 +27,7 @@ from medusa_train.inference.static.drafts import has_fixed_shape
 from medusa_train.models.drafts.lookup import RestDraft
 from medusa_train.models.precision import device_name
 from medusa_train.models.prepack import is_prepacked
+from medusa_train.trees.tree import Tree
 
 
 def collect_metadata(
@@ -104,7 +105,7 @@ def measurement_settings(cfg: EvalConfig, bench: Bench, paths: ModelPaths) -> di
         **bench_settings(bench),
         **model_settings(paths),
         "draft": None if paths.lookup is None else paths.lookup.describe(),
-        "tree": None if paths.tree is None else paths.tree.read_text(encoding="utf-8"),
+        "tree": None if paths.tree is None else Tree.load(paths.tree).record()["medusa_choices"],
         **({"dynamic": paths.dynamic} if paths.dynamic else {}),
         **({} if paths.threshold is None else {"threshold": paths.threshold}),
         "backbone": paths.backbone_form,

@@ -173,10 +173,7 @@ class SpeedTest:
         return len(prompt) + self._max_new_tokens <= self._backbone.max_context
 
     def _measure(
-        self,
-        asked: Sequence[_Asked],
-        rotation: int,
-        on_answer: Callable[[TimedAnswer], None],
+        self, asked: Sequence[_Asked], rotation: int, on_answer: Callable[[TimedAnswer], None]
     ) -> list[TurnRecord]:
         """Let every decoder answer the same prompts, in an order that starts at `rotation`."""
         names = self.names

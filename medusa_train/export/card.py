@@ -27,6 +27,9 @@ SETTINGS = (
     "warmup_steps", "weight_decay", "chat_template", "chat_template_kwargs", "seed",
 )  # fmt: skip
 
+#: Of the card's title: by it a merged backbone is known, which may be replaced.
+MERGED_CARD = "Backbone trained with Medusa heads"
+
 _USE: dict[ExportTarget, str] = {
     "reference": "The public Medusa code reads `medusa_lm_head.pt`.",
     "reference-v2": 'The heads share the backbone\'s lm_head ("version 2").',
@@ -59,7 +62,7 @@ _USE: dict[ExportTarget, str] = {
 
 def model_card(paths: ModelPaths, heads: HeadTensors, to: ExportTarget, licence: str | None) -> str:
     """Return the card of Medusa heads, or of the backbone that was trained with them; see `card`."""
-    what = "Backbone trained with Medusa heads" if to == "merged" else "Medusa heads"
+    what = MERGED_CARD if to == "merged" else "Medusa heads"
     use = partial(_USE[to].format, heads=heads.num_heads)
     return card(paths, what, _description(heads, to), use, heads.base_model, licence, served_by_vllm=to == "vllm")
 

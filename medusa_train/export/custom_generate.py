@@ -144,7 +144,8 @@ class Heads:
         self.matrices = [(tensors[f"{n}.weight"], tensors.get(f"{n}.bias")) for n in names if f"{n}.weight" in tensors]
         vocabulary, hidden_size = lm_head.weight.shape
         rows = vocabulary if self.token_map is None else len(self.token_map)
-        if self.blocks[0][0][0].shape[0] != hidden_size or any(len(weight) != rows for weight, _ in self.matrices):
+        width = (self.blocks[0][0] if blocks else self.matrices[0])[0].shape[1]
+        if width != hidden_size or any(len(weight) != rows for weight, _ in self.matrices):
             raise refusal(
                 f"{source}: not the heads of this model, of hidden size {hidden_size} and {vocabulary} tokens"
             )
@@ -159,7 +160,7 @@ class Heads:
         Scale and soft cap, which some models apply to logits, do not change the order of tokens.
         """
         best = []
-        hidden = hidden.to(self.blocks[0][0][0].device)  # a model may be spread over several devices
+        hidden = hidden.to((self.blocks[0] or self.matrices)[0][0].device)  # a model may be spread over several devices
         for head in range(tree.depth):
             state = hidden
             for weight, bias in self.blocks[head]:

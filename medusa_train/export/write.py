@@ -12,12 +12,12 @@ from torch import Tensor
 
 from medusa_train.checkpoint.heads import VLLM_WEIGHTS, read_heads, write_heads, write_vllm
 from medusa_train.checkpoint.reference_layout import HeadTensors, shared_block_warning
-from medusa_train.checkpoint.resolve import ModelPaths, heads_kind
+from medusa_train.checkpoint.resolve import ModelPaths, find_heads, heads_kind
 from medusa_train.checkpoint.serialize import read_json
 from medusa_train.checkpoint.server_layouts import copy_lm_head, method_in_path
 from medusa_train.config.types import ExportTarget
 from medusa_train.errors import CheckpointError, ConfigError, MedusaError
-from medusa_train.export.card import model_card
+from medusa_train.export.card import MERGED_CARD, model_card
 from medusa_train.export.targets import (
     MERGED,
     backbone_was_trained,
@@ -72,6 +72,8 @@ def export_run(
     if paths.heads is None:
         raise CheckpointError(f"{paths.home}: holds no heads to export")
     exported = Exported(target or paths.home / "export" / to)
+    if target is not None:
+        _check_target(paths, to, target)
     if heads_kind(paths.heads) == "eagle3" and to != MERGED:
         base = base_model or _backbone_name(paths)
         exported.facts += write_eagle3(paths, paths.heads, to, exported.target, base, licence)
@@ -94,6 +96,22 @@ def export_run(
     except WRITE_ERRORS as error:
         raise CheckpointError(write_failure(CARD, exported.target, error)) from error
     return exported
+
+
+def _check_target(paths: ModelPaths, to: ExportTarget, target: Path) -> None:
+    """Refuse to write over files of other programs, of the user, or of the run itself."""
+    if target.exists() and not target.is_dir():
+        raise CheckpointError(f"output_dir: {target} is a file, not a directory")
+    own = [path.resolve() for path in (paths.home, paths.heads) if path is not None]
+    if to == MERGED:  # replaces the whole directory
+        card = target / CARD
+        foreign = target.exists() and any(target.iterdir()) and not (card.is_file() and MERGED_CARD in card.read_text())
+    else:
+        foreign = (target / "config.json").is_file() and find_heads(target).layout in (None, "model")
+    if foreign or target.resolve() in own:
+        raise CheckpointError(
+            f"output_dir: {target} holds other files, which would be overwritten; name a new directory"
+        )
 
 
 def _check_layout(paths: ModelPaths, heads: HeadTensors, to: ExportTarget) -> None:

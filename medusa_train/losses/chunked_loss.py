@@ -87,12 +87,7 @@ class ChunkedLoss:
     """
 
     def __init__(
-        self,
-        inputs: LossInputs,
-        hidden: Tensor,
-        z: Tensor | None,
-        grads: Gradients = NO_GRADIENTS,
-        scale: float = 1.0,
+        self, inputs: LossInputs, hidden: Tensor, z: Tensor | None, grads: Gradients = NO_GRADIENTS, scale: float = 1.0
     ) -> None:
         """Compute the sums from states [N, d] and z [M, r], and add `scale` times the loss's gradients to `grads`."""
         self.inputs = inputs

@@ -69,12 +69,7 @@ def folded_head_forward(
 
 
 def folded_head_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None = None, dropout: float = 0.0
 ) -> Tensor:
     """Compute grouped-query attention, [B, H, q, d] -> [B, H, q, d_v].
 

@@ -8,10 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from medusa_train.errors import BackboneError
 from medusa_train.models.backbone import Backbone

@@ -202,13 +202,7 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, dr
         # torch's only kernel for GPUs that takes groups in float32 stores all scores (never run)
         key, value = repeat_kv(key, groups), repeat_kv(value, groups)
     return scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        dropout_p=dropout,
-        is_causal=True,
-        scale=scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
+        query, key, value, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
     )
 
 

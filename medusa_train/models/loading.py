@@ -179,10 +179,7 @@ def quantized_loading(quantization: Quantization | None, dtype: torch.dtype, dev
 
     if quantization == "nf4":
         config = BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_compute_dtype=dtype,
-            bnb_4bit_use_double_quant=True,
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype, bnb_4bit_use_double_quant=True
         )
     else:
         config = BitsAndBytesConfig(load_in_8bit=True)

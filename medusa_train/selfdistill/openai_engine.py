@@ -57,11 +57,7 @@ class OpenAIEngine:
     """
 
     def __init__(
-        self,
-        server: OpenAIClient,
-        model: str,
-        sampling: ServerSampling,
-        reasoning_tags: ReasoningTags = REASONING_TAGS,
+        self, server: OpenAIClient, model: str, sampling: ServerSampling, reasoning_tags: ReasoningTags = REASONING_TAGS
     ) -> None:
         self.server = server
         self.model = model

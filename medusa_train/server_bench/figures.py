@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from medusa_train.errors import DataError
-from medusa_train.evaluation.figures import Counts, compare_rates
+from medusa_train.evaluation.figures import Counts, block_interval
 from medusa_train.server_bench.measure import ALONE, PLAIN, Block, DraftCounts, Measurement, ServedAnswer
 
 #: If none of this many greedy answers is equal, the reason is neither chance nor rounding.
@@ -28,6 +26,7 @@ class Cell:
     concurrency: int
     answers: Mapping[TurnKey, ServedAnswer]
     seconds: Mapping[TurnKey, float]  # each answer's share of the time in which the server was busy, see `busy_shares`
+    blocks: Mapping[TurnKey, int]  # number of the block in which each was asked
     drafts: DraftCounts | None  # difference of the server's counters; None if it has none
     skipped: int  # number of turns whose prompts do not fit into the context
 
@@ -51,14 +50,16 @@ def collect_cells(blocks: Mapping[Block, Mapping[str, Measurement]], planned: Ma
 def _cell(server: str, session: str, concurrency: int, measurements: Sequence[Measurement]) -> Cell:
     answers: dict[TurnKey, ServedAnswer] = {}
     seconds: dict[TurnKey, float] = {}
+    blocks: dict[TurnKey, int] = {}
     drafts: DraftCounts | None = DraftCounts(0, 0, ())
-    for measurement in measurements:
+    for number, measurement in enumerate(measurements):
         keys = [(answer.question_id, answer.turn, answer.repeat) for answer in measurement.answers]
         answers.update(zip(keys, measurement.answers, strict=True))
+        blocks.update(dict.fromkeys(keys, number))
         seconds.update(zip(keys, busy_shares(measurement.answers), strict=True))
         drafts = drafts and measurement.drafts and drafts + measurement.drafts
     skipped = sum(len(measurement.skipped) for measurement in measurements)
-    return Cell(server, session, concurrency, answers, seconds, drafts, skipped)
+    return Cell(server, session, concurrency, answers, seconds, blocks, drafts, skipped)
 
 
 def busy_shares(answers: Sequence[ServedAnswer]) -> list[float]:
@@ -82,17 +83,15 @@ def compare_cells(heads: Cell, plain: Cell, *, greedy: bool) -> dict[str, Any] |
 
     Returns:
         `ratio`: tokens per second over those without heads, on the turns that both answered; `ratio_interval`: its 95 %
-        bootstrap interval over questions (None with fewer than two of them); `verdict`: "wins" or "loses" where the
+        interval over blocks (None with fewer than three of them); `verdict`: "wins" or "loses" where the
         whole interval is above or below 1, else "undecided"; `equal_answers` and `compared_answers` (None for samples).
     """
     common = [key for key in heads.answers if key in plain.answers]
-    without, with_heads = _by_question(plain, common), _by_question(heads, common)
+    without, with_heads = _by_block(plain, heads.blocks, common), _by_block(heads, heads.blocks, common)
     if not _rate(without):
         return None
-    bounds, verdict = None, "undecided"
-    with contextlib.suppress(DataError):  # fewer than two questions
-        _, bounds = compare_rates(without, with_heads)
-        verdict = "wins" if bounds[0] > 1 else "loses" if bounds[1] < 1 else verdict
+    bounds = block_interval(list(without.values()), list(with_heads.values()))
+    verdict = "undecided" if bounds is None else "wins" if bounds[0] > 1 else "loses" if bounds[1] < 1 else "undecided"
     equal, compared = _count_equal(heads, plain, common) if greedy else (None, None)
     return {
         "ratio": _rate(with_heads) / _rate(without),
@@ -103,17 +102,17 @@ def compare_cells(heads: Cell, plain: Cell, *, greedy: bool) -> dict[str, Any] |
     }
 
 
-def _rate(questions: Mapping[str, Counts]) -> float:
+def _rate(blocks: Mapping[int, Counts]) -> float:
     """Return tokens per second; 0 without answers."""
-    seconds = sum(counts.steps for counts in questions.values())
-    return sum(counts.tokens for counts in questions.values()) / seconds if seconds else 0.0
+    seconds = sum(counts.steps for counts in blocks.values())
+    return sum(counts.tokens for counts in blocks.values()) / seconds if seconds else 0.0
 
 
-def _by_question(cell: Cell, keys: Iterable[TurnKey]) -> dict[str, Counts]:
-    sums: dict[str, Counts] = {}
+def _by_block(cell: Cell, blocks: Mapping[TurnKey, int], keys: Iterable[TurnKey]) -> dict[int, Counts]:
+    sums: dict[int, Counts] = {}
     for key in keys:
-        tokens, seconds = sums.get(str(key[0]), Counts(0, 0))
-        sums[str(key[0])] = Counts(tokens + cell.answers[key].tokens, seconds + cell.seconds[key])
+        tokens, seconds = sums.get(blocks[key], Counts(0, 0))
+        sums[blocks[key]] = Counts(tokens + cell.answers[key].tokens, seconds + cell.seconds[key])
     return sums
 
 

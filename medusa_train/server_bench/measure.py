@@ -125,7 +125,7 @@ BLOCK_ENTRY: TypeAdapter[BlockEntry] = TypeAdapter(BlockEntry)
 
 WARM_UP_TOKENS = 32
 #: Least number of conversations per concurrent one, in a block and in all; shorter blocks are mostly ramp-up and tail.
-BLOCK_LENGTH, LEAST_CONVERSATIONS = 2, 4
+BLOCK_LENGTH, LEAST_CONVERSATIONS = 2, 10
 
 #: Names of servers: without heads, with heads, and one that is measured alone.
 PLAIN, HEADS, ALONE = "plain", "heads", "server"

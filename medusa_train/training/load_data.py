@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,10 +17,11 @@ from medusa_train.config.paths import resolve_path
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.conversation import NOTABLE_LOOPING, Message
 from medusa_train.data.dataset import EncodedDataset, load_datasets
+from medusa_train.data.examples import Example
 from medusa_train.data.record_files import settings_path
 from medusa_train.data.sources import OnProgress
 from medusa_train.data.tokenize import ChatEncoder
-from medusa_train.errors import BackboneError
+from medusa_train.errors import BackboneError, DataError
 from medusa_train.hub import hub_is_unreachable
 from medusa_train.models.hf_config import context_length
 from medusa_train.training.distributed import SINGLE_PROCESS, World
@@ -38,12 +39,14 @@ class TrainingData:
         train, validation: supervised tokens as configured (`roles_to_train`, `train_on_inputs`).
         prompts: conversations to choose the tree on: the validation set, or the training set without one, with only
             the assistant's tokens supervised.
+        sequence_len: as configured, or the model's context length if that is less.
         chat_template: as configured, or the default that was used; None: the tokenizer's.
     """
 
     train: EncodedDataset
     validation: EncodedDataset
     prompts: EncodedDataset
+    sequence_len: int
     chat_template: str | None = None
 
 
@@ -112,7 +115,19 @@ def _load_data(
     if cfg.train_on_inputs or cfg.roles_to_train != ["assistant"]:
         answers_only = {"train_on_inputs": False, "roles_to_train": ["assistant"]}
         prompts = load_datasets(cfg.model_copy(update=answers_only), encoder, on_progress)
-    return TrainingData(train, validation, prompts[1] if len(validation) else prompts[0], cfg.chat_template)
+    _check_tokens([*train, *validation], config.get_text_config().vocab_size, tokenizer)
+    answers = prompts[1] if len(validation) else prompts[0]
+    return TrainingData(train, validation, answers, cfg.sequence_len, cfg.chat_template)
+
+
+def _check_tokens(examples: Iterable[Example], vocab_size: int, tokenizer: Any) -> None:
+    """Refuse tokens for which the backbone has no embedding, such as those that were added to the tokenizer alone."""
+    for example in examples:
+        if (token := int(example.tokens.max())) >= vocab_size:
+            raise DataError(
+                f"{example.source}: token {token} ({tokenizer.convert_ids_to_tokens(token)}) has no embedding, since "
+                f"the model has {vocab_size:,}: resize its embeddings, or set another chat_template"
+            )
 
 
 def load_tokenizer(resolved: str, *, trust_remote_code: bool) -> Any:

@@ -236,11 +236,7 @@ def _load_paged(optimizer: Any, saved: dict[str, Any]) -> None:
 ParameterGroup = dict[str, Any]
 
 #: Optimizer name -> class in bitsandbytes.
-EIGHT_BIT = {
-    "adamw_bnb_8bit": "AdamW8bit",
-    "adamw_8bit": "AdamW8bit",
-    "paged_adamw_8bit": "PagedAdamW8bit",
-}
+EIGHT_BIT = {"adamw_bnb_8bit": "AdamW8bit", "adamw_8bit": "AdamW8bit", "paged_adamw_8bit": "PagedAdamW8bit"}
 
 
 def parameter_groups(

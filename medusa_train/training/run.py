@@ -180,7 +180,7 @@ def _restore_best(trainer: Trainer, console: Console) -> int:
     step = trainer.restore_best()
     console.print(
         f"stopped early: no lower validation loss in {trainer.patience} evaluations "
-        f"(lowest {state.best_loss:.4f} at step {state.best_step}); using the weights of step {step}"
+        f"({state.best}); using the weights of step {step}"
     )
     return step
 
@@ -277,7 +277,7 @@ def summary(cfg: TrainConfig, trainer: Trainer, step: int, choice: TreeChoice | 
         f"{duration(state.seconds)} ({speed:,.0f} tokens/s)",
     )
     if validation is not None:
-        lowest = f" (lowest {state.best_loss:.4f} at step {state.best_step})" if state.best_step != step else ""
+        lowest = f" ({state.best})" if state.best_step != step else ""
         saved = f", as of step {step}" if step != state.step else ""
         objective = "held-out loss" if validation.lm_loss is None else "held-out objective (backbone + lambda0 x heads)"
         table.add_row(objective, f"{validation.objective:.4f}{saved}{lowest}")

@@ -51,13 +51,7 @@ from medusa_train.training.optimizer_step import (
     warmup_warning,
 )
 from medusa_train.training.process_info import ProcessInfo, free_port
-from medusa_train.training.snapshot import (
-    LoadedCheckpoint,
-    TrainState,
-    restore_state,
-    restore_weights,
-    rng_states,
-)
+from medusa_train.training.snapshot import LoadedCheckpoint, TrainState, restore_state, restore_weights, rng_states
 from medusa_train.training.trainer import Plan, Trainer
 
 
@@ -87,7 +81,8 @@ def build_trainer(
     if not world.is_main:
         torch.manual_seed(hash((cfg.seed, world.rank)))  # other dropout masks per process, now that weights are equal
     state = TrainState() if checkpoint is None else _resume(checkpoint, strategy, loader, plan, world, console)
-    loggers = _open_loggers(cfg, data.chat_template, state, plan, progress, world)
+    used = {"chat_template": data.chat_template, "sequence_len": data.sequence_len}
+    loggers = _open_loggers(cfg.model_copy(update=used), state, plan, progress, world)
     return Trainer(
         recipe=recipe,
         draft=draft,
@@ -287,14 +282,14 @@ def _resume(
 
 
 def _open_loggers(
-    cfg: TrainConfig, template: str | None, state: TrainState, plan: Plan, progress: RunProgress, world: World
+    cfg: TrainConfig, state: TrainState, plan: Plan, progress: RunProgress, world: World
 ) -> MetricLoggers:
-    """Prepare the run directory and open its logs; only rank 0 has any."""
+    """Prepare the run directory, write the configuration as it was used, and open the logs; only rank 0 has any."""
     out, console = cfg.run_dir, progress.console
     world.run_on_main(lambda: prepare_output_dir(out, state.step, cfg.initial_run))
     if not world.is_main:
         return MetricLoggers([])
-    write_config(cfg.model_copy(update={"chat_template": template}), out)
+    write_config(cfg, out)
     dashboards = [tensorboard(console, out, state.step)] if cfg.use_tensorboard else []
     if cfg.wandb_project is not None:
         dashboards.append(wandb(console, out, cfg.wandb_project, cfg.wandb_entity, cfg.wandb_run_id))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -51,11 +52,16 @@ class TrainState:
     def record_eval(self, objective: float) -> bool:
         """Record an evaluation at the current step; return whether its objective is the lowest so far."""
         self.evaluated = self.step
-        if self.best_loss is not None and objective >= self.best_loss:
+        if not math.isfinite(objective) or (self.best_loss is not None and objective >= self.best_loss):
             self.evals_since_best += 1
             return False
         self.best_loss, self.best_step, self.evals_since_best = objective, self.step, 0
         return True
+
+    @property
+    def best(self) -> str:
+        """The best evaluation, in words."""
+        return "none was finite" if self.best_loss is None else f"lowest {self.best_loss:.4f} at step {self.best_step}"
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> TrainState:
@@ -75,11 +81,7 @@ def take_weights(draft: Draft, recipe: BackboneRecipe, world: World = SINGLE_PRO
 
 
 def take_snapshot(
-    draft: Draft,
-    recipe: BackboneRecipe,
-    strategy: Strategy,
-    state: TrainState,
-    world: World = SINGLE_PROCESS,
+    draft: Draft, recipe: BackboneRecipe, strategy: Strategy, state: TrainState, world: World = SINGLE_PROCESS
 ) -> dict[str, Any]:
     """Collect a checkpoint's content, complete in rank 0; its tensors change while training goes on."""
     main, *others = world.gather(rng_state())

@@ -26,13 +26,7 @@ from medusa_train.training.backbone_recipe import BackboneRecipe
 from medusa_train.training.distributed import SINGLE_PROCESS, World
 from medusa_train.training.optimizer_step import Strategy
 from medusa_train.training.signals import StopRequest
-from medusa_train.training.snapshot import (
-    LoadedCheckpoint,
-    TrainState,
-    restore_weights,
-    take_snapshot,
-    take_weights,
-)
+from medusa_train.training.snapshot import LoadedCheckpoint, TrainState, restore_weights, take_snapshot, take_weights
 from medusa_train.training.step_metrics import MicroBatchResult, StepTotals, Window
 from medusa_train.training.validation import ValidationResult, validate
 

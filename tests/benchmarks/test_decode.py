@@ -11,12 +11,7 @@ import pytest
 import torch
 from decode import likely_tree
 from decode_steps import Context, StaticContext
-from shapes import (
-    Rates,
-    llama_config,
-    quantize_nf4,
-    random_model,
-)
+from shapes import Rates, llama_config, quantize_nf4, random_model
 
 from medusa_train.inference.accept import accept
 from medusa_train.inference.static.graphs import StepRunner

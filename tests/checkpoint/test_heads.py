@@ -13,15 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from medusa_train.checkpoint.heads import (
-    CONFIG,
-    PICKLED,
-    SAFETENSORS,
-    load_draft,
-    read_heads,
-    save_draft,
-    write_heads,
-)
+from medusa_train.checkpoint.heads import CONFIG, PICKLED, SAFETENSORS, load_draft, read_heads, save_draft, write_heads
 from medusa_train.checkpoint.reference_layout import to_reference
 from medusa_train.checkpoint.resolve import find_heads
 from medusa_train.errors import CheckpointError

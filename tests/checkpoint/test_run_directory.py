@@ -45,10 +45,7 @@ def test_a_name_that_no_directory_can_have_is_a_message(tmp_path: Path) -> None:
 
 def test_a_failed_write_of_the_config_leaves_the_earlier_one(tmp_path: Path) -> None:
     write_config(config(tmp_path, seed=7), tmp_path)
-    with (
-        full_disk(100),
-        pytest.raises(CheckpointError, match=r"could not write run files .*: File too large .* free"),
-    ):
+    with full_disk(100), pytest.raises(CheckpointError, match=r"could not write run files .*: File too large .* free"):
         write_config(config(tmp_path, seed=8), tmp_path)
     assert load_config(TrainConfig, tmp_path / "config.yaml", []).seed == 7
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]

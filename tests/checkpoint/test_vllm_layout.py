@@ -13,12 +13,7 @@ from torch import Tensor
 
 from medusa_train.checkpoint.heads import read_heads, write_heads, write_vllm
 from medusa_train.checkpoint.reference_layout import from_reference, to_reference
-from medusa_train.checkpoint.server_layouts import (
-    copy_lm_head,
-    from_vllm,
-    method_in_path,
-    to_vllm,
-)
+from medusa_train.checkpoint.server_layouts import copy_lm_head, from_vllm, method_in_path, to_vllm
 from medusa_train.errors import CheckpointError
 from tests.checkpoint.others import D, V, reference_tensors, vllm_config, vllm_tensors, write
 from tests.checkpoint.vllm_rules import loader_problems

@@ -11,12 +11,7 @@ import pytest
 import torch
 from rich.table import Table
 
-from medusa_train.cli.common import (
-    output_console,
-    quiet_libraries,
-    run_command,
-    split_arguments,
-)
+from medusa_train.cli.common import output_console, quiet_libraries, run_command, split_arguments
 from medusa_train.config.paths import PROJECT_ROOT
 from medusa_train.errors import ConfigError, DataError, Terminated
 

@@ -82,11 +82,7 @@ def test_a_failed_upload_is_reported_after_the_export(tmp_path: Path, monkeypatc
 
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
-    [
-        (["nowhere/at-all"], 1, "nowhere/at-all"),
-        (["--to", "nonsense", "x"], 2, "nonsense"),
-        (["tto=tgi"], 2, "tto"),
-    ],
+    [(["nowhere/at-all"], 1, "nowhere/at-all"), (["--to", "nonsense", "x"], 2, "nonsense"), (["tto=tgi"], 2, "tto")],
 )
 def test_wrong_arguments_give_messages(tmp_path: Path, arguments: list[str], code: int, words: str) -> None:
     found, output = call(*arguments)

@@ -62,13 +62,7 @@ def test_seeds_are_answered_and_a_second_run_goes_on(at_work: Path) -> None:
     last = json.loads(out.read_text(encoding="utf-8").splitlines()[-1])
     assert last["model"] == "backbone"
     assert [message["role"] for message in last["messages"]] == ["user", "assistant", "user", "assistant"]
-    assert last["sampling"] == {
-        "temperature": 0.0,
-        "top_p": 1.0,
-        "max_new_tokens": 6,
-        "seed": 42,
-        "dtype": "float32",
-    }
+    assert last["sampling"] == {"temperature": 0.0, "top_p": 1.0, "max_new_tokens": 6, "seed": 42, "dtype": "float32"}
 
     result = runner.invoke(app, [*flags, "seed=1", "--chat-template", "zephyr"])
     assert result.exit_code == 2

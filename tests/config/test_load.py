@@ -70,10 +70,7 @@ def test_duplicates_are_refused_beside_what_they_hold(tmp_path: Path) -> None:
         ("val_set_size: 1.5", "val_set_size: must be less than 1, got 1.5"),
         ("learning_rate: 0", "learning_rate: must be more than 0, got 0"),
         ("medusa_decay_coefficient: 2", "medusa_decay_coefficient: must be 1 or less, got 2"),
-        (
-            "lr_scheduler: cosin",
-            "lr_scheduler: must be cosine, linear, constant or constant_with_warmup, got 'cosin'",
-        ),
+        ("lr_scheduler: cosin", "lr_scheduler: must be cosine, linear, constant or constant_with_warmup, got 'cosin'"),
         ("roles_to_train: []", "roles_to_train: needs 1 or more items, got a list"),
         ("roles_to_train: assistant", "roles_to_train: expected a list, got 'assistant'"),
         ("lora_target_modules: [1.5]", "lora_target_modules[0]: expected text (put it in quotes), got 1.5"),

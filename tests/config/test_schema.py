@@ -7,12 +7,7 @@ import pytest
 
 from medusa_train.config.load import dump_config, load_config
 from medusa_train.config.paths import PROJECT_ROOT
-from medusa_train.config.schema import (
-    EvalConfig,
-    ExportConfig,
-    SelfDistillConfig,
-    TrainConfig,
-)
+from medusa_train.config.schema import EvalConfig, ExportConfig, SelfDistillConfig, TrainConfig
 from medusa_train.config.types import Config
 from medusa_train.errors import ConfigError
 

@@ -124,10 +124,7 @@ def test_sharegpt_is_found_locally_before_the_hub_is_asked(tmp_path: Path, monke
 @pytest.mark.parametrize(
     ("name", "advice"),
     [
-        (
-            "sharegpt",
-            f"{SHAREGPT_FILE} of the data set {SHAREGPT_REPO} and put it at data/seeds/sharegpt.json (one ",
-        ),
+        ("sharegpt", f"{SHAREGPT_FILE} of the data set {SHAREGPT_REPO} and put it at data/seeds/sharegpt.json (one "),
         ("ultrachat", "the parquet files of the split train_sft of the data set HuggingFaceH4/ultrachat_200k and put "),
     ],
 )

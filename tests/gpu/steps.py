@@ -89,10 +89,7 @@ def measure(keys: dict[str, Any]) -> Measured:
     peak = before + peak_allocated(lambda: trainer.train_step(iter(batches[-1:])))
     rows, width = batches[-1].tokens.shape
     estimate = Estimate(cfg, trainer.recipe.backbone.config).memory(
-        rows=rows,
-        width=width,
-        dtype=trainer.recipe.precision.dtype,
-        device=trainer.recipe.precision.device.type,
+        rows=rows, width=width, dtype=trainer.recipe.precision.dtype, device=trainer.recipe.precision.device.type
     )
     losses = [record["loss"] for record in metrics(trainer.output_dir) if record["kind"] == "train"]
     return Measured(trainer, console.file.getvalue(), losses, peak, estimate.total, (rows, width))

@@ -26,16 +26,7 @@ from tests.families import random_backbone
 from tests.inference.tape import TapeRunner
 from tests.inference.test_batch import streamed
 from tests.inference.test_drafts import KINDS, PROMPTS, TREE, random_draft
-from tests.inference.test_refill import (
-    OTHERS,
-    QUEUE,
-    SCHEDULES,
-    answers_alone,
-    ends,
-    generator,
-    make_draft,
-    results,
-)
+from tests.inference.test_refill import OTHERS, QUEUE, SCHEDULES, answers_alone, ends, generator, make_draft, results
 
 BLOCK = 16  # of the cache: batches cross several of its borders
 ALL_KINDS = ["plain", *KINDS]

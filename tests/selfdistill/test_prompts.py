@@ -38,10 +38,7 @@ def test_an_array_is_read_too_records_without_a_user_are_left_out_and_ids_get_nu
     talk = {"id": "same", "conversations": [{"from": "human", "value": "hello\u2028there"}]}
     silent = {"id": "x", "conversations": [{"from": "gpt", "value": "only me"}, {"from": "human", "value": "  "}]}
     path.write_text(json.dumps([talk, silent, talk]), encoding="utf-8")
-    assert [(seed.id, seed.source) for seed in read_prompts(path)] == [
-        ("same", f"{path}:1"),
-        ("same~2", f"{path}:1"),
-    ]
+    assert [(seed.id, seed.source) for seed in read_prompts(path)] == [("same", f"{path}:1"), ("same~2", f"{path}:1")]
 
 
 def test_ids_are_made_of_the_text_where_there_are_none(tmp_path: Path) -> None:
@@ -70,10 +67,7 @@ def test_broken_records_are_told_together_with_their_lines(tmp_path: Path) -> No
     assert "skip_bad_records" in message
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [("", "no user message"), ('[{"turns": ["a"]},', ":1: not valid JSON")],
-)
+@pytest.mark.parametrize(("text", "message"), [("", "no user message"), ('[{"turns": ["a"]},', ":1: not valid JSON")])
 def test_a_file_without_seeds_is_refused(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "seeds.jsonl"
     path.write_text(text, encoding="utf-8")

@@ -22,9 +22,9 @@ def answer(
     return ServedAnswer(question, turn, repeat, text, tokens, started, seconds / 4, seconds)
 
 
-def cell(server: str, answers: list[ServedAnswer], session: str = "s", concurrency: int = 1) -> Cell:
-    block = Block(session, concurrency, 0)
-    (made,) = collect_cells({block: {server: Measurement(tuple(answers))}}, {concurrency: 1})
+def cell(server: str, answers: list[ServedAnswer], session: str = "s", concurrency: int = 1, blocks: int = 1) -> Cell:
+    parts = {Block(session, concurrency, n): {server: Measurement(tuple(answers[n::blocks]))} for n in range(blocks)}
+    (made,) = collect_cells(parts, {concurrency: blocks})
     return made
 
 
@@ -67,8 +67,8 @@ def test_incomplete_cells_are_left_out_and_blocks_joined() -> None:
 def test_a_ratio_wins_only_with_its_whole_interval(
     seconds: list[float], ratio: float, interval: object, verdict: str, equal: int
 ) -> None:
-    plain = cell("plain", [answer(n, n * 10, 2) for n in range(8)])
-    heads = cell("k=1", [answer(n, n * 10, one) for n, one in enumerate(seconds)])
+    plain = cell("plain", [answer(n, n * 10, 2) for n in range(8)], blocks=8)
+    heads = cell("k=1", [answer(n, n * 10, one) for n, one in enumerate(seconds)], blocks=len(seconds))
     compared = compare_cells(heads, plain, greedy=True)
     assert compared is not None
     assert (compared["ratio"], compared["verdict"]) == (pytest.approx(ratio), verdict)
@@ -88,10 +88,10 @@ def test_answers_after_a_differing_one_are_not_compared() -> None:
 
 
 def test_heads_measured_alone_have_to_beat_the_faster_plain_measurement() -> None:
-    first = cell("plain", [answer(n, n * 10, 2) for n in range(4)], "plain, first")
-    last = cell("plain", [answer(n, n * 10, 1) for n in range(4)], "plain, last")
-    heads = cell("k=1", [answer(n, n * 10, 1.5) for n in range(4)], "k=1")
-    together = cell("plain", [answer(n, n * 10, 9) for n in range(4)], "k=1")
+    first = cell("plain", [answer(n, n * 10, 2) for n in range(4)], "plain, first", blocks=4)
+    last = cell("plain", [answer(n, n * 10, 1) for n in range(4)], "plain, last", blocks=4)
+    heads = cell("k=1", [answer(n, n * 10, 1.5) for n in range(4)], "k=1", blocks=4)
+    together = cell("plain", [answer(n, n * 10, 9) for n in range(4)], "k=1", blocks=4)
     assert reference_of(heads, [first, heads, last]) is last
     assert reference_of(heads, [first, heads, last, together]) is together
     summary = summarize([first, heads, last], greedy=True)

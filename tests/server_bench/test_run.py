@@ -28,6 +28,11 @@ def pair() -> Iterator[tuple[BenchServer, BenchServer]]:
         yield heads, plain
 
 
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("medusa_train.server_bench.measure.LEAST_CONVERSATIONS", 4)
+
+
 def measure(tmp_path: Path, *overrides: str) -> tuple[dict[str, Any], str]:
     """Measure with two concurrencies; returns served.json and what was printed."""
     questions = write_questions(tmp_path / "few.jsonl")

@@ -149,11 +149,7 @@ FIGURES = ("loss", "grad_norm", "objective", "head_top1", "tokens", "targets", "
 @pytest.fixture(scope="module")
 def run_keys(keys):
     """Keys of whole runs: dropout on, four steps, evaluated and saved in between."""
-    return {
-        **keys,
-        **LORA,
-        "warmup_steps": 1,
-    }
+    return {**keys, **LORA, "warmup_steps": 1}
 
 
 #: Cases whose tests run without `-m slow`; every other one is slow.

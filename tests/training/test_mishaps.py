@@ -16,14 +16,7 @@ from tests.training.mishap import Mishap, command, fill_the_disk, forks, medusa_
 pytestmark = forks
 
 #: Dropout and the teacher on; log lines over several steps, evaluations between checkpoints.
-KEYS = {
-    **LORA,
-    "max_steps": 12,
-    "logging_steps": 2,
-    "eval_steps": 3,
-    "save_steps": 4,
-    "save_total_limit": 2,
-}
+KEYS = {**LORA, "max_steps": 12, "logging_steps": 2, "eval_steps": 3, "save_steps": 4, "save_total_limit": 2}
 TRAINER = "medusa_train.training.trainer:"
 RESUME = "resume_from_checkpoint=auto"
 

@@ -13,11 +13,7 @@ import torch
 
 from medusa_train.checkpoint.store import CheckpointStore
 from medusa_train.training.setup import seed_all
-from medusa_train.training.snapshot import (
-    TrainState,
-    rng_state,
-    set_rng_state,
-)
+from medusa_train.training.snapshot import TrainState, rng_state, set_rng_state
 from medusa_train.training.step_metrics import Window
 from medusa_train.training.trainer import Plan
 

@@ -226,8 +226,7 @@ def test_every_draft_gets_the_gradients_of_the_formula(backbone, kind):
     gradients = torch.autograd.grad(wanted, parameters, materialize_grads=True)
     counts = objective.target_counts(batch)
     found = accumulated(
-        lambda: objective.loss(feats, batch, counts, teacher=(states, lm_head), grad_scale=1.0),
-        parameters,
+        lambda: objective.loss(feats, batch, counts, teacher=(states, lm_head), grad_scale=1.0), parameters
     )
     for mine, other in zip(found, gradients, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)

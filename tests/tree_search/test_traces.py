@@ -19,10 +19,7 @@ from medusa_train.trees.tree import Tree
 from tests.families import random_backbone
 
 # an answer of six tokens, three heads
-TRACE = Trace(
-    [[0, 1, -1], [0, 0, 2], [-1, 0, 0], [1, 0, -1], [0, -1, -1], [-1, -1, -1]],
-    [3, 3, 3, 2, 1, 0],
-)
+TRACE = Trace([[0, 1, -1], [0, 0, 2], [-1, 0, 0], [1, 0, -1], [0, -1, -1], [-1, -1, -1]], [3, 3, 3, 2, 1, 0])
 
 
 def test_paths_end_at_the_first_miss() -> None:

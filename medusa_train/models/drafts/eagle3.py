@@ -427,12 +427,7 @@ class _StepAttention:
         return attended
 
     def _block(
-        self,
-        attention: LlamaAttention,
-        query: Tensor,
-        start: int,
-        keys: tuple[Tensor, ...],
-        values: tuple[Tensor, ...],
+        self, attention: LlamaAttention, query: Tensor, start: int, keys: tuple[Tensor, ...], values: tuple[Tensor, ...]
     ) -> Tensor:
         """Attend from the positions `start` .. of a block [B, heads, q, head_dim], in a step after the first."""
         size = query.shape[2]

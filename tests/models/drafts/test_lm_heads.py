@@ -128,8 +128,7 @@ def test_value_and_gradients_of_the_loss(kind: str, share: float) -> None:
     assert bool((ours.head_in_vocab < ours.head_counts).all())
     theirs = torch.autograd.grad(wanted, parameters, materialize_grads=True)
     at_once = accumulated(
-        lambda: objective.loss(feats, batch, counts, teacher=(feats.hidden, teacher), grad_scale=1.0),
-        parameters,
+        lambda: objective.loss(feats, batch, counts, teacher=(feats.hidden, teacher), grad_scale=1.0), parameters
     )
     for mine, other in zip(at_once, theirs, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-8)  # norms of stock layers are float32
