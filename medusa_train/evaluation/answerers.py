@@ -74,12 +74,17 @@ class LoopAnswerer:
             for one in outputs
         ]
 
-    def capture(self, rows: int, shortest: int, longest: int) -> None:
-        """Capture the steps of `rows` prompts with answers of up to `longest` tokens, see `BatchDecoder.capture`."""
+    @property
+    def tree_size(self) -> int:
+        """Number of draft tokens in a step's tree."""
+        return self._decoder.tree.size
+
+    def capture(self, rows: int, positions: int) -> None:
+        """Capture the steps of `rows` rows with up to `positions` tokens, see `BatchDecoder.capture`."""
         if isinstance(self._decoder, Decoder):
-            self._decoder.capture(longest)
+            self._decoder.capture(positions)
         else:
-            self._decoder.capture(rows, shortest, longest)
+            self._decoder.capture(rows, positions)
 
 
 class PassLog(BaseStreamer):

@@ -63,7 +63,7 @@ def collect_metadata(
         "packed": is_prepacked(model.backbone.model),
         "attention": model.backbone.attention,
         "compiled": model.backbone.compiled is not None,
-        "cuda_graphs": model.backbone.step_runner is not None,
+        "cuda_graphs": getattr(model.backbone.step_runner, "works", model.backbone.step_runner is not None),
         "draft": None if paths.lookup is None else paths.lookup.describe(),
         "datastore": model.lookup.datastore.describe() if isinstance(model.lookup, RestDraft) else None,
         "heads": None if draft is None else draft.num_heads,

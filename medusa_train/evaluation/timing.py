@@ -27,8 +27,11 @@ from medusa_train.evaluation.questions import Question
 from medusa_train.evaluation.records import SkippedTurn, TimedAnswer, TurnRecord
 from medusa_train.inference.batch import BatchDecoder
 from medusa_train.inference.decoding_settings import DecodingMode
-from medusa_train.inference.generate import Decoder
-from medusa_train.inference.static.cache import KEY_BLOCK
+from medusa_train.inference.generate import Decoder, effective_draft
+from medusa_train.inference.static.cache import KEY_BLOCK, StaticCache
+from medusa_train.inference.static.steps import supports_static_steps
+from medusa_train.models.drafts.base import Proposer
+from medusa_train.trees.tree import Tree
 
 WARM_UP_TOKENS = 64
 
@@ -63,11 +66,11 @@ class SpeedTest:
         self._chat = chat
         self._max_new_tokens = max_new_tokens
         self._batch_size = mode.batch_size
-        decoder = Decoder if mode.batch_size == 1 else BatchDecoder
+        self._shared: StaticCache | None = None
         if mode.batch_size > 1 and not BatchDecoder(model.backbone).can_batch:
             raise BackboneError("longrope models can't decode in batches; set batch_size: 1")
         self._answerers: dict[str, Answerer] = {
-            PLAIN: LoopAnswerer(decoder(model.backbone), mode, mode.baseline_rule),
+            PLAIN: LoopAnswerer(self._decoder(), mode, mode.baseline_rule),
             **({GENERATE: GenerateAnswerer(model.backbone, mode)} if generate else {}),
             **(extra or {}),
         }
@@ -75,7 +78,16 @@ class SpeedTest:
         if model.proposer is not None:
             proposers[TREE] = (model.proposer, model.tree)
         for name, (proposer, tree) in proposers.items():
-            self._answerers[name] = LoopAnswerer(decoder(model.backbone, proposer, tree), mode, mode.rule)
+            self._answerers[name] = LoopAnswerer(self._decoder(proposer, tree), mode, mode.rule)
+
+    def _decoder(self, proposer: Proposer | None = None, tree: Tree | None = None) -> Decoder | BatchDecoder:
+        """Return a decoder; those of single rows that need fixed memory share it, since they answer in turns."""
+        if self._batch_size > 1:
+            return BatchDecoder(self._backbone, proposer, tree)
+        if supports_static_steps(self._backbone, effective_draft(proposer, tree or Tree.empty())):
+            self._shared = self._shared or StaticCache.for_backbone(self._backbone, 0)
+            return Decoder(self._backbone, proposer, tree, self._shared)
+        return Decoder(self._backbone, proposer, tree)
 
     @property
     def names(self) -> list[str]:
@@ -99,19 +111,16 @@ class SpeedTest:
 
         Takes a moment for each multiple of `KEY_BLOCK` positions.
         """
-        shortest = longest = 0
+        longest = 0
         for question in questions:
             messages = [Message("user", question.turns[0])]
-            first = len(self._chat.prompt(messages)) + self._max_new_tokens
             for turn in question.turns[1:]:
                 messages += [Message("assistant", "."), Message("user", turn)]
-            last = len(self._chat.prompt(messages)) + len(question.turns) * self._max_new_tokens
-            shortest, longest = min(shortest or first, first), max(longest, last)
+            longest = max(longest, len(self._chat.prompt(messages)) + len(question.turns) * self._max_new_tokens)
         longest += KEY_BLOCK  # an answer may have more tokens where it is part of the next prompt
-        shortest, longest = (min(length, self._backbone.max_context) for length in (shortest, longest))
-        for answerer in self._answerers.values():
-            if isinstance(answerer, LoopAnswerer):
-                answerer.capture(self._batch_size, shortest, longest)
+        loops = [one for one in self._answerers.values() if isinstance(one, LoopAnswerer)]
+        for answerer in sorted(loops, key=lambda one: -one.tree_size):  # the largest first, since they share memory
+            answerer.capture(self._batch_size, min(longest, self._backbone.max_context))
 
     def run(
         self,

@@ -97,21 +97,14 @@ class BatchDecoder:
         return Batch(self, max_new_tokens, frozenset(self.backbone.eos_ids if eos_ids is None else eos_ids), rule)
 
     @torch.inference_mode()
-    def capture(self, rows: int, shortest: int, longest: int) -> None:
-        """After a first batch, capture the steps of further ones.
-
-        Args:
-            rows: of a batch. shortest, longest: tokens of the longest row of a batch, its prompt's included.
-        """
+    def capture(self, rows: int, positions: int) -> None:
+        """After a first batch, capture the steps of all with `rows` rows of `positions` tokens, prompts included."""
         if (steps := self._idle_steps) is None:
             return
-        beyond = self.limits.size + 1
-        longest, reserved = min(longest + beyond, steps.cache.capacity), 0
-        while reserved < longest:  # a batch reserves memory for its longest row
-            reserved = steps.cache.bucket_length(max(shortest + beyond, reserved + 1))
-            steps.reset()
-            steps.make_room(rows, reserved)
-            steps.capture(rows, min(reserved, longest))
+        positions = min(positions + self.limits.size + 1, steps.cache.capacity)
+        steps.reset()
+        steps.make_room(rows, positions)
+        steps.capture(rows, positions)
 
     @property
     def can_batch(self) -> bool:

@@ -56,7 +56,7 @@ class DecodingSettings:
             device=backbone.device.type,
             device_name=device_name(backbone.device),
             threads=torch.get_num_threads() if backbone.device.type == "cpu" else None,
-            graphs=backbone.step_runner is not None,
+            graphs=getattr(backbone.step_runner, "works", backbone.step_runner is not None),
         )
 
     @classmethod

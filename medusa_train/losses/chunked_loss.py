@@ -245,8 +245,11 @@ def chunk_rows(vocab: int, device: str, itemsize: int = 4, free: int = 0) -> int
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the memory of a GPU that no process has taken; 0 on a CPU, whose chunks fit its caches."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+    """Return the memory of a GPU that no tensor has taken; 0 on a CPU, whose chunks fit its caches."""
+    if device.type != "cuda":
+        return 0
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + cached
 
 
 def block_rows(vocab: int, device: str) -> int:

@@ -124,6 +124,11 @@ class DeepSpeedStrategy(Strategy):
             self._deepspeed.zero.GatheredParameters(list(self._root.parameters())).__enter__()
         self._engine.destroy()
         self.optimizer.state.clear()
+        for group in self.optimizer.param_groups:  # flat copies of the weights
+            group["params"] = []
+        if self._stage == 3:
+            _forget_module(self._root)
+        self._engine = None
 
     def step(self) -> float:
         """Clip by the global norm, step optimizer and schedule, drop the gradients; return the norm before clipping."""
@@ -283,6 +288,19 @@ def partitioned_loading(config: Mapping[str, Any] | None) -> Iterator[None]:
         yield
     finally:
         del partitioning  # transformers has a weak reference to it, and partitions as long as it lives
+
+
+def _forget_module(root: nn.Module) -> None:
+    """Drop what DeepSpeed's globals keep of a model whose engine was destroyed, with all of its memory (ZeRO-3)."""
+    from deepspeed.runtime.zero import parameter_offload, partitioned_param_coordinator
+
+    stack = getattr(parameter_offload, "FWD_MODULE_STACK", [])
+    if root in stack:
+        stack.remove(root)
+    for method in vars(partitioned_param_coordinator.PartitionedParameterCoordinator).values():
+        for cell in getattr(method, "__closure__", None) or ():  # of a decorator around `functools.lru_cache`
+            if hasattr(cell.cell_contents, "cache_clear"):
+                cell.cell_contents.cache_clear()
 
 
 def unlink_shared_buffer(world: World, directory: Path = Path("/dev/shm")) -> None:

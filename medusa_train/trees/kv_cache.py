@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any
@@ -377,8 +378,12 @@ class _Layer(CacheLayerMixin):
 
     def __init__(self, cache: TreeCache, index: int) -> None:
         super().__init__()
-        self._cache = cache
+        self._reference = weakref.ref(cache)  # in a circle, the memory would stay until Python looks for circles
         self._index = index
+
+    @property
+    def _cache(self) -> Any:
+        return self._reference()
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self._cache.allocate(key_states, value_states)

@@ -123,7 +123,7 @@ def test_steps_have_few_shapes(kind: str) -> None:
     assert runner.keys[0][0] == 6
     assert {key[1] for key in runner.keys} <= {16, 32, 48}
     # one bucket from the start, which holds the longest prompt and answer
-    assert {key[2] for key in runner.keys} == {65 if draft else 33}
+    assert {key[2] for key in runner.keys} == {49 if draft else 33}
 
 
 @pytest.mark.parametrize("kind", ["plain", "medusa", "hydra++", "amphista", "kangaroo"])

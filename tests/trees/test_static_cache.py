@@ -61,12 +61,12 @@ def test_rows_join_move_and_get_more_memory() -> None:
     cache.make_room(2, 20)
     first = write(cache, 0, [5, 3])
     storage = cache.storage(1)
-    assert storage.shape == (LAYERS, 2, 2, HEADS, 32 + 1, DIM)  # room was made before
+    assert storage.shape == (LAYERS, 2, 2, HEADS, 24 + 1, DIM)  # room was made before
     cache.make_room(3, 10)
     assert cache.rows == 3
     joined = write(cache, 2, [7])
     storage = cache.storage(1)
-    assert storage.shape == (LAYERS, 2, 3, HEADS, 32 + 1, DIM)
+    assert storage.shape == (LAYERS, 2, 3, HEADS, 24 + 1, DIM)
     assert torch.equal(storage[:, 0, :2, :, :5], first)
     assert torch.equal(storage[:, 0, 2, :, :7], joined[:, 0])
     cache.copy_row(2, 0, 7)
@@ -74,10 +74,13 @@ def test_rows_join_move_and_get_more_memory() -> None:
     assert torch.equal(storage[:, 0, 1, :, :5], first[:, 1])
     cache.make_room(3, 40)
     larger = cache.storage(1)
-    assert larger.shape == (LAYERS, 2, 3, HEADS, 56 + 1, DIM)
-    assert torch.equal(larger[:, :, :, :, :33], storage)
+    assert larger.shape == (LAYERS, 2, 3, HEADS, 40 + 1, DIM)
+    assert torch.equal(larger[:, :, :, :, :25], storage)
     cache.reset()
     assert cache.storage(1).data_ptr() == storage.data_ptr()
+    cache.settle(35)
+    cache.reset()
+    assert cache.storage(1).data_ptr() == larger.data_ptr()  # the only one that is left
 
 
 def test_what_passes_read_grows_by_blocks() -> None:

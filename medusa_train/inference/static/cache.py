@@ -87,6 +87,12 @@ class StaticCache:
         if self._buckets:
             self._storage = self._buckets[min(self._buckets)]
 
+    def settle(self, positions: int) -> None:
+        """Keep one bucket, with room for `positions`, for all that follows: smaller ones would only take memory."""
+        self._reserved = max(self._reserved, positions)
+        storage = self.storage(positions)
+        self._buckets = {storage.shape[4] - 1: storage}
+
     def copy_row(self, source: int, target: int, positions: int) -> None:
         """Copy the first `positions` positions of row `source` to row `target`."""
         if self._storage is not None:
@@ -124,10 +130,13 @@ class StaticCache:
         return like.new_zeros(layers, two, self.rows, heads, columns, dim)
 
     def bucket_length(self, positions: int) -> int:
-        """Return the columns of the bucket for `positions`."""
+        """Return the columns of the bucket for `positions`: a power of two, or 5 to 8 eighths if they are reserved."""
         length = self.block
         while length < positions:
             length *= 2
+        if positions == self._reserved:  # no larger one follows, and half of it would be empty
+            step = max(self.block, length // 8)
+            length = -(-positions // step) * step
         return min(length, self.capacity)
 
 

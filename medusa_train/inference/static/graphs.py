@@ -10,12 +10,13 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Hashable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.hf_config import has_experts
+from medusa_train.models.precision import is_out_of_memory
 
 _log = logging.getLogger(__name__)
 
@@ -28,6 +29,12 @@ class Replayable(Protocol):
 
     def replay(self) -> None:
         """Repeat the step."""
+
+
+class _AsItIs(NamedTuple):
+    """A step that is run, not replayed."""
+
+    replay: Step
 
 
 class StepRunner:
@@ -63,6 +70,9 @@ class GraphRunner(StepRunner):
         try:
             graphs[key] = self._capture(step)
         except RuntimeError as error:
+            if is_out_of_memory(error):  # this step alone goes on without a graph
+                graphs[key] = _AsItIs(step)
+                return
             self.works = False
             reason = str(error).strip().partition("\n")[0]
             _log.warning("CUDA graphs: capture failed, decoding goes on without graphs: %s", reason)

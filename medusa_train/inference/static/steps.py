@@ -176,6 +176,9 @@ class StaticSteps:
         if not all(cache.is_allocated for cache in self._caches):
             return
         nodes, end = self._tree.size + 1, min(self.cache.key_length(positions), self.cache.capacity)
+        for cache in self._caches:
+            cache.settle(end)
+        self._graphs.clear()  # of the other buckets
         counts = {min(1 << power, rows) for power in range(min(rows - 1, 1), rows.bit_length() + 1)}
         for count in counts:
             for key_length in range(self.cache.key_length(nodes + 1), end + 1, self.cache.block):
