@@ -34,6 +34,14 @@ def test_a_directory_without_permission_is_named_before_anything_loads(
     assert asked == [tmp_path]  # the nearest one that is there
 
 
+def test_resuming_without_a_checkpoint_and_overwriting_delete_no_results(tmp_path: Path) -> None:
+    (tmp_path / "eval").mkdir()
+    with pytest.raises(CheckpointError, match=r"no checkpoint to resume from: .* holds eval/"):
+        check_output_dir(config(tmp_path, resume_from_checkpoint="auto"))
+    with pytest.raises(ConfigError, match="would delete the heads that lora_model_dir names"):
+        check_output_dir(config(tmp_path, overwrite_output_dir=True, lora_model_dir=str(tmp_path)))
+
+
 def test_a_name_that_no_directory_can_have_is_a_message(tmp_path: Path) -> None:
     cfg = config(tmp_path / ("a" * 300))
     check_output_dir(cfg)

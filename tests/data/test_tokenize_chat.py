@@ -115,6 +115,18 @@ def test_spaces_at_the_borders_belong_to_their_side(trim: bool, make_tokenizer: 
     assert masked(encoder, chat("1 ", "2 ", "3", " 4")) == text
 
 
+@pytest.mark.parametrize("name", ["llama-2", "zephyr"])
+@pytest.mark.parametrize("user", ["Ask ", "Ask\n", " Ask"])
+def test_spaces_around_a_trained_user_turn_may_be_stripped(name: str, user: str, tokenizer: Any, chat: Chat) -> None:
+    encoder = ChatEncoder(tokenizer, name).with_settings(roles=["user", "assistant"])
+    assert f"[[{user.strip()}" in masked(encoder, chat(user, "B")).replace(f"[[{user}", f"[[{user.strip()}")
+
+
+def test_today_s_date_is_a_fixed_one(make_tokenizer: Make, chat: Chat) -> None:
+    source = "{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    assert ChatEncoder(make_tokenizer(source)).template.render(chat("Ask").messages) == "26 Jul 2024Ask"
+
+
 def test_words_that_look_like_headers_or_end_tokens(make_tokenizer: Make, chat: Chat) -> None:
     source = "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + '</s>\n' }}{% endfor %}"
     source += "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"

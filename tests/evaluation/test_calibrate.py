@@ -1,5 +1,6 @@
 import io
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from medusa_train.checkpoint.load_model import LoadedModel
 from medusa_train.checkpoint.resolve import ModelPaths, resolve_model
 from medusa_train.config.schema import EvalConfig
 from medusa_train.errors import CheckpointError, MedusaError
-from medusa_train.evaluation.calibrate import calibrate, load_model, refit_tokens, refit_tree
+from medusa_train.evaluation.calibrate import calibrate, load_model, refit_tokens, refit_tree, resumed_tree
 from medusa_train.evaluation.questions import load_bench
 from medusa_train.inference.decoding_settings import DecodingSettings
 from medusa_train.progress import RunProgress
@@ -120,6 +121,11 @@ def test_a_tree_that_was_fitted_to_another_form_is_fitted_again(tmp_path: Path) 
     assert DecodingSettings.load(tree) == form
     assert tree.read_bytes() != before
     assert refit(directory)[0] is None  # now it fits
+    other = Path(shutil.copytree(directory, tmp_path / "elsewhere"))
+    cfg = EvalConfig(bench="tiny", output_dir=str(other))
+    assert resumed_tree(cfg, paths).tree == other / "tree.json"
+    (other / "tree_traces.npz").unlink()
+    assert resumed_tree(cfg, paths) is paths
 
     traces = (directory / "tree_traces.npz").read_bytes()
     (tmp_path / "chats.jsonl").unlink()  # nothing is answered again

@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -7,6 +8,7 @@ from medusa_train.errors import DataError
 from medusa_train.evaluation.figures import (
     Counts,
     accepted_lengths,
+    block_interval,
     chain_rates,
     compare_rates,
     ctar,
@@ -222,6 +224,24 @@ def test_the_turns_of_a_question_are_drawn_together() -> None:
     # one turn of each question is fast, the other slow: whole questions are all alike
     records = [turn(question, seconds, place) for question in range(6) for place, seconds in ((1, 1.0), (2, 3.0))]
     assert speed_intervals(records)["speedup"] == pytest.approx((1.0, 1.0))
+
+
+def test_times_of_batches_are_drawn_by_batch() -> None:
+    alone = [turn(n, 1.0 + 0.2 * (n // 4)) for n in range(24)]
+    shared = [replace(one, plain=replace(one.plain, rows=4, seconds=2 + n // 4 / 99)) for n, one in enumerate(alone)]
+    widths = [high - low for low, high in (speed_intervals(each)["speedup"] or (0, 0) for each in (alone, shared))]
+    assert widths[1] > 1.5 * widths[0] > 0
+    assert set(speed_intervals(shared[:16])) == {"acceleration_rate"}  # four batches do not tell
+
+
+def test_equal_servers_differ_once_in_twenty_times() -> None:
+    draw, apart = torch.Generator().manual_seed(3), 0
+    for _ in range(300):
+        plain, heads = ([Counts(9, math.exp(one)) for one in torch.randn(5, generator=draw) / 20] for _ in range(2))
+        low, high = block_interval(plain, heads) or (0, 0)
+        apart += not low <= 1 <= high
+    assert 5 <= apart <= 30
+    assert block_interval(plain[:2], heads[:2]) is None
 
 
 def test_one_question_or_no_tree_has_no_interval() -> None:

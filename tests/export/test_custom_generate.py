@@ -147,16 +147,16 @@ def test_every_family(tmp_path: Path, family: str, attention: str) -> None:
     assert passes(model, lambda: with_heads(model, directory, max_new_tokens=count)) < count
 
 
-@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(("shared", "layers"), [(False, 2), (False, 0), (True, 2)])
 @pytest.mark.parametrize("reduced", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-def test_forms_of_heads(tmp_path: Path, shared: bool, reduced: bool, bias: bool) -> None:
-    """Matrices of their own or the shared lm_head, with the whole or a reduced vocabulary, two blocks."""
+def test_forms_of_heads(tmp_path: Path, shared: bool, layers: int, reduced: bool, bias: bool) -> None:
+    """Matrices of their own or the shared lm_head, with the whole or a reduced vocabulary, two blocks or none."""
     backbone = random_backbone("llama")
     if bias:
         backbone.output_embeddings.bias = torch.nn.Parameter(torch.randn(61, dtype=torch.float64))
     tokens = {"vocab_size": 40, "token_map": torch.randperm(61)[:40]} if reduced else {}
-    draft = trained_like(backbone, num_layers=2, share_lm_head=shared, **tokens)
+    draft = trained_like(backbone, num_layers=layers, share_lm_head=shared, **tokens)
     model, directory = model_of(backbone), write(tmp_path, draft, BUSHY)
     assert torch.equal(with_heads(model, directory), plain(model))
     steps = Decoder(backbone, draft, BUSHY).generate(PROMPT, LENGTH, ()).steps

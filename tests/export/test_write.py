@@ -96,6 +96,21 @@ def test_what_the_target_would_not_load_is_refused(make_run: Callable[..., Path]
         export_run(paths, "reference-v2")
 
 
+@pytest.mark.parametrize(("to", "held"), [("merged", "thesis.txt"), ("tgi", "config.json"), ("merged", None)])
+def test_only_an_earlier_export_is_written_over(to, held, make_run, tmp_path):
+    run = make_run()
+    target = run if held is None else tmp_path
+    before = sorted(run.rglob("*"))
+    if held is not None:
+        (tmp_path / held).write_text('{"architectures": ["LlamaForCausalLM"]}')
+    with pytest.raises(CheckpointError, match="holds other files, which would be overwritten"):
+        export_run(resolve_model(str(run), None, None), to, target)
+    assert sorted(run.rglob("*")) == before
+    assert held is None or "Llama" in (tmp_path / held).read_text()
+    for _ in range(2):
+        export_run(resolve_model(str(run), None, None), "tgi", tmp_path / "again")
+
+
 def test_tensorrt_gets_the_backbone_s_config_and_the_tree(make_run: Callable[..., Path], backbone_dir: Path) -> None:
     run = make_run()
     done = export_run(resolve_model(str(run), None, None), "trtllm")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Sequence
 
 import pytest
@@ -16,6 +18,7 @@ from medusa_train.inference.sampling import Sampling
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Proposal
 from medusa_train.models.drafts.medusa import MedusaDraft, MedusaState
+from medusa_train.trees.kv_cache import TreeCache
 from medusa_train.trees.tree import Tree
 from tests.families import FAMILIES, random_backbone
 
@@ -217,3 +220,20 @@ def test_the_last_row_of_a_batch_does_not_use_passes_compiled_for_a_single_row()
     backbone.compiled = compiled  # type: ignore[assignment]
     assert [out.tokens for out in BatchDecoder(backbone).generate_batch(PROMPTS[:2], 12, eos)] == expected
     assert compiled.calls == 0
+
+
+def test_caches_go_with_their_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without Python's search for circles, which the allocator of a GPU does not start."""
+    alive, init = [], TreeCache.__init__
+
+    def noted(self: TreeCache, *args: int) -> None:
+        alive.append(weakref.ref(self))
+        init(self, *args)
+
+    monkeypatch.setattr(TreeCache, "__init__", noted)
+    gc.disable()
+    try:
+        BatchDecoder(random_backbone("llama")).generate_batch([[1, 2], [3, 4, 5]], 4)
+        assert [cache() for cache in alive] == [None] * len(alive) != []
+    finally:
+        gc.enable()

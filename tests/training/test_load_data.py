@@ -45,8 +45,8 @@ def test_held_out_conversations_are_not_trained_on_and_give_the_prompts(make_con
 
 
 def test_the_prompts_are_those_trained_on_where_nothing_is_held_out(make_config, console):
-    data = load_data(make_config(val_set_size=0), console)
-    assert len(data.validation) == 0
+    data = load_data(make_config(val_set_size=0, sequence_len=99_999), console)
+    assert (len(data.validation), data.sequence_len < 99_999) == (0, True)
     assert data.prompts is data.train
 
 
@@ -114,6 +114,15 @@ def test_a_backbone_that_names_no_context_is_refused(make_config, console, bare)
     path.write_text(json.dumps({"model_type": "mpt", "architectures": ["MptForCausalLM"], "d_model": 32}))
     with pytest.raises(BackboneError, match="max_position_embeddings"):
         load_data(make_config(base_model=bare), console)
+
+
+def test_tokens_without_an_embedding_are_named(make_config, console, backbone_dir, tmp_path):
+    where = Path(shutil.copytree(backbone_dir, tmp_path / "added"))
+    tokenizer = AutoTokenizer.from_pretrained(where)
+    tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"])
+    tokenizer.save_pretrained(where)
+    with pytest.raises(DataError, match=r"token 301 \(<\|im_end\|>\) has no embedding, since the model has 300"):
+        load_data(make_config(base_model=str(where), chat_template="chatml"), console)
 
 
 def test_more_unfrozen_layers_than_the_backbone_has_are_refused(make_config, console):

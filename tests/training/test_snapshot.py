@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from dataclasses import asdict
 from pathlib import Path
@@ -27,11 +28,13 @@ def test_round_trip_through_json_keeps_every_bit():
 
 def test_best_and_patience():
     state = TrainState(step=1)
+    assert not state.record_eval(math.nan)
+    assert state.best == "none was finite"
     assert state.record_eval(2.0)
     state.step = 2
     assert not state.record_eval(2.0)
     state.step = 3
-    assert not state.record_eval(2.5)
+    assert not state.record_eval(math.nan)
     assert (state.best_loss, state.best_step, state.evals_since_best, state.evaluated) == (2.0, 1, 2, 3)
     assert state.record_eval(1.5)
     assert (state.best_step, state.evals_since_best) == (3, 0)
