@@ -51,6 +51,7 @@ def llama_config(
 @torch.no_grad()
 def random_model(config: LlamaConfig, dtype: torch.dtype, device: torch.device) -> Any:
     """Create a model with random weights directly in `dtype` on `device`."""
+    torch.backends.cuda.enable_cudnn_sdp(False)  # as `load_backbone` does on a GPU
     with torch.device("meta"):
         model = LlamaForCausalLM._from_config(config, dtype=dtype, attn_implementation="sdpa")
     model.to_empty(device=device)

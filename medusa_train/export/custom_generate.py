@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -29,6 +30,7 @@ from weakref import WeakKeyDictionary
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import linear, silu
 from transformers import (
     DynamicCache,
@@ -47,6 +49,8 @@ from transformers.utils import cached_file
 PROCESSORS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)
 MODEL_INPUTS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position"}
 OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+# On a GPU, without cuDNN's kernel, which builds a plan for each new length, that is in every step.
+KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only")
 
 # Heads of each model, with the directory, dtype and device that they were loaded for.
@@ -257,7 +261,8 @@ def forward(model: Any, lm_head: Any, tokens: Tensor, **arguments: Any) -> tuple
     inputs: list[Tensor] = []
     hook = lm_head.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
     try:
-        logits = model(tokens, use_cache=True, **arguments).logits
+        with sdpa_kernel(KERNELS) if tokens.is_cuda else nullcontext():
+            logits = model(tokens, use_cache=True, **arguments).logits
     finally:
         hook.remove()
     return inputs[0], logits
