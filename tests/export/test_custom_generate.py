@@ -352,7 +352,7 @@ def test_the_exported_file_is_this_source_and_needs_only_what_it_requires(direct
     nodes = list(ast.walk(ast.parse(written)))
     imported = {node.module or "." for node in nodes if isinstance(node, ast.ImportFrom)}
     imported |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    standard = {"__future__", "functools", "json", "sys", "typing", "weakref"}
+    standard = {"__future__", "contextlib", "functools", "json", "sys", "typing", "weakref"}
     assert {name.split(".")[0] for name in imported} - standard == {"torch", "transformers", "safetensors"}
     pyproject = (PROJECT_ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert all(f'"{line}' in pyproject for line in CUSTOM_GENERATE_REQUIREMENTS.splitlines())
