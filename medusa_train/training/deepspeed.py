@@ -84,7 +84,7 @@ class DeepSpeedStrategy(Strategy):
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
         if self._stage == 0:  # DeepSpeed does not report the norm at this stage, so gradients are clipped here
             config = {**config, "gradient_clipping": 0.0}
-        self._root = _Root(draft, backbone)
+        self._root: Any = _Root(draft, backbone)
         with _quiet():
             import deepspeed
 
@@ -128,7 +128,7 @@ class DeepSpeedStrategy(Strategy):
             group["params"] = []
         if self._stage == 3:
             _forget_module(self._root)
-        self._engine = None
+        self._engine = self._root = None  # the engine's hooks refer to both
 
     def step(self) -> float:
         """Clip by the global norm, step optimizer and schedule, drop the gradients; return the norm before clipping."""
