@@ -129,7 +129,6 @@ def whole_run(case: dict[str, Any], out: Path, world: World = SINGLE_PROCESS) ->
     cfg = TrainConfig(**case["keys"]).resolved()
     out.mkdir(parents=True, exist_ok=True)
     step, compare, free = Trainer.train_step, Trainer.compute_loss, stages.release_memory
-    # DeepSpeed keeps the models of earlier ZeRO-3 cases of this process
     before = {id(thing) for thing in gc.get_objects() if issubclass(type(thing), PreTrainedModel)}
 
     def freed() -> None:
