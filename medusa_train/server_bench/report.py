@@ -20,8 +20,8 @@ Json = Mapping[str, Any]
 
 HOW = [
     "tokens/s: tokens of all answers over the time in which at least one was under way.",
-    "over plain: tokens/s over those of the server without heads on the same questions; in brackets its 95 % bootstrap "
-    "interval over questions.",
+    "over plain: tokens/s over those of the server without heads on the same questions; in brackets its 95 % "
+    "interval over blocks (Student's t).",
     "first token, per token: medians over the answers, in milliseconds.",
     "tokens per step, accepted: from vLLM's counters at /metrics; accepted is the share of drafts whose token at "
     "position 1, 2, ... was accepted.",
@@ -170,7 +170,9 @@ def _figures(report: Json, servers: Sequence[str]) -> list[Figure]:
     drawn = []
     if compared := [row for row in rows if row.get("ratio") is not None]:
         drawing = bars(groups(compared, "ratio", "ratio_interval"), "ratio", unit="x", reference=1.0)
-        caption = "Tokens per second with heads over those without, by concurrency. Whiskers: 95 % bootstrap intervals."
+        caption = (
+            "Tokens per second with heads over those without, by concurrency. Whiskers: 95 % intervals over blocks."
+        )
         drawn.append(Figure("Speed over plain", drawing, caption))
     drawing = bars(groups(rows, "tokens_per_s"), "Tokens per second", digits=0)
     drawn.append(Figure("Tokens per second", drawing, "Of all concurrent answers together, by concurrency."))
