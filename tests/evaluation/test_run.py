@@ -116,7 +116,7 @@ def test_dynamic_trees_are_timed_beside_the_fixed_one(
         baseline = report["baselines"][name]
         assert baseline["tokens_per_step"] >= 1.0
         assert baseline["equal_to_plain"] == 4
-        assert len(baseline["speedup_interval"]) == 2
+        assert (baseline["speedup_interval"] is None) == (batch_size > 1)  # one batch does not tell
     assert meta["baselines"]["fixed_tree"].endswith("tree of 6 nodes in every step")
     assert not draft or meta["baselines"]["heads_alone"].endswith("heads alone, dynamic trees")
     assert meta["tree_nodes"] == "dynamic"
