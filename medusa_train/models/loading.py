@@ -12,7 +12,6 @@ import torch
 from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.utils import is_flash_attn_2_available
 
 from medusa_train.config.paths import looks_like_path, nearest_path, resolve_path
@@ -67,7 +66,7 @@ def load_backbone(
             attn_implementation="eager" if capped else "sdpa",
             trust_remote_code=trust_remote_code,
             local_files_only=offline,
-            **placement(quantization, dtype, device),
+            **quantized_loading(quantization, dtype, device),
         )
     except (OSError, ValueError, ImportError) as error:
         reason = describe_hub_error(error, name, "model") or error
@@ -166,14 +165,14 @@ def quantization_of(model: Any) -> str | None:
     return str(getattr(config.quant_method, "value", config.quant_method))
 
 
-def placement(quantization: Quantization | None, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """Return the arguments for `from_pretrained` that place the weights on a device, and quantize them if asked to.
+def quantized_loading(quantization: Quantization | None, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """Return the arguments for `from_pretrained` that quantize while loading; empty without `quantization`.
 
     NF4 uses double quantization (QLoRA, "QLoRA Finetuning"); `dtype` is that of the products. lm_head is not quantized.
     Raises BackboneError if bitsandbytes cannot be used.
     """
-    if quantization is None:  # straight to the GPU, or several processes would need as many copies in the host's memory
-        return {"device_map": {"": device}} if device.type == "cuda" and not is_deepspeed_zero3_enabled() else {}
+    if quantization is None:
+        return {}
     if (obstacle := bitsandbytes_obstacle(device)) is not None:
         raise BackboneError(f"load_in_4bit and load_in_8bit need bitsandbytes: {obstacle}")
     from transformers import BitsAndBytesConfig

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from medusa_train.errors import BackboneError
-from medusa_train.models.loading import placement
+from medusa_train.models.loading import quantized_loading
 from medusa_train.training.optimizer_step import (
     LocalStrategy,
     LossScale,
@@ -238,7 +238,7 @@ def test_eight_bits_where_they_cannot_run_fall_back_with_one_line(device, reason
     assert reason in notice
     assert notice.endswith("; using adamw_torch")
     with pytest.raises(BackboneError, match=r"load_in_4bit.*has no library for CUDA"):
-        placement("nf4", torch.bfloat16, torch.device("cuda"))
+        quantized_loading("nf4", torch.bfloat16, torch.device("cuda"))
 
 
 def rates(name, warmup, total, lowest=0.0):

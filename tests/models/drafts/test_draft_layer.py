@@ -18,7 +18,7 @@ from medusa_train.models.drafts.draft_layer import DraftLayer, init_from_layer
 from medusa_train.models.drafts.kangaroo import KangarooDraft
 from medusa_train.models.drafts.layer_cache import LayerCache, gather_paths
 from medusa_train.models.features import Rows
-from medusa_train.models.loading import keep_trainable_kernels, placement
+from medusa_train.models.loading import keep_trainable_kernels, quantized_loading
 from medusa_train.trees.kv_cache import BatchCache, RowPaths, TreeCache
 from tests.families import FAMILIES, NoTokenizer, random_backbone
 
@@ -92,7 +92,7 @@ def test_quantised_weights_are_dequantised(tmp_path: Path) -> None:
     functional = pytest.importorskip("bitsandbytes.functional")
     random_backbone("llama", dtype=torch.float32).model.save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(
-        tmp_path, dtype=torch.float32, **placement("nf4", torch.float32, torch.device("cpu"))
+        tmp_path, dtype=torch.float32, **quantized_loading("nf4", torch.float32, torch.device("cpu"))
     )
     keep_trainable_kernels(model)
     backbone = Backbone(model, NoTokenizer(), "four bits")
