@@ -105,7 +105,8 @@ def _check_target(paths: ModelPaths, to: ExportTarget, target: Path) -> None:
     own = [path.resolve() for path in (paths.home, paths.heads) if path is not None]
     if to == MERGED:  # replaces the whole directory
         card = target / CARD
-        foreign = target.exists() and any(target.iterdir()) and not (card.is_file() and MERGED_CARD in card.read_text())
+        earlier = card.is_file() and MERGED_CARD in card.read_text(encoding="utf-8", errors="replace")
+        foreign = target.exists() and any(target.iterdir()) and not earlier
     else:
         foreign = (target / "config.json").is_file() and find_heads(target).layout in (None, "model")
     if foreign or target.resolve() in own:

@@ -67,10 +67,8 @@ def test_names_and_shapes_are_those_that_servers_read(backbone_dir, backbone, tm
     export_run(paths, "vllm", tmp_path / "vllm")
     card = (tmp_path / "vllm/README.md").read_text()
     assert [text in card for text in ("chats.jsonl", "`learning_rate` | 0.5", str(backbone_dir))] == [True, True, False]
-    tensors, config = (
-        load_file(tmp_path / "vllm/model.safetensors"),
-        json.loads((tmp_path / "vllm/config.json").read_text()),
-    )
+    tensors = load_file(tmp_path / "vllm/model.safetensors")
+    config = json.loads((tmp_path / "vllm/config.json").read_text())
     d, layer = backbone.hidden_size, backbone.config
     assert config["architectures"] == ["LlamaForCausalLMEagle3"]
     sizes = [config[name] for name in ("num_hidden_layers", "draft_vocab_size", "vocab_size")]

@@ -120,14 +120,14 @@ def test_a_decoder_allocates_its_own_cache_and_a_larger_one_where_needed() -> No
 class FailingRunner(GraphRunner):
     """Its captures fail as those of an operation that waits for the device."""
 
-    warm_ups = 0
+    warm_ups, failure = 0, "operation not permitted when stream is capturing\nCompile with ..."
 
     def _warm_up(self, step: Step) -> None:
         self.warm_ups += 1
         step()
 
     def _capture(self, step: Step) -> Replayable:
-        raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nCompile with ...")
+        raise RuntimeError(f"CUDA error: {self.failure}")
 
 
 def test_where_capture_fails_steps_run_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
@@ -140,6 +140,10 @@ def test_where_capture_fails_steps_run_as_they_are(caplog: pytest.LogCaptureFixt
     assert runner.warm_ups == 1
     assert caplog.text.count("capture failed") == 1
     assert "not permitted when stream is capturing" in caplog.text
+    runner = backbone.step_runner = FailingRunner()
+    runner.failure = "out of memory"  # each capture is tried, and each step runs
+    assert paths(answers(backbone, draft, TREE)) == paths(expected)
+    assert (runner.works, runner.warm_ups > 1) == (True, True)
 
 
 def test_a_failed_capture_closes_the_allocators_pool(monkeypatch: pytest.MonkeyPatch) -> None:
