@@ -145,7 +145,7 @@ def run_worker(process: ProcessInfo, arguments: Sequence[str], flags: Mapping[st
         return error.exit_code
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     quiet = Console(quiet=True)
-    return train_distributed(process, cfg, quiet, quiet)
+    exit_now(train_distributed(process, cfg, quiet, quiet))
 
 
 def train_distributed(process: ProcessInfo, cfg: TrainConfig, console: Console, results: Console) -> int:
@@ -162,7 +162,7 @@ def train_distributed(process: ProcessInfo, cfg: TrainConfig, console: Console, 
         code = train_stages(cfg, console, results, world)
         world.destroy()
         if code:
-            _exit_now(code)
+            exit_now(code)
         return code
     except PeerError as error:
         return error.exit_code
@@ -182,10 +182,12 @@ def train_distributed(process: ProcessInfo, cfg: TrainConfig, console: Console, 
         return 1
 
 
-def _exit_now(code: int) -> NoReturn:
-    """Exit without cleanup after an interrupted run has saved.
+def exit_now(code: int) -> NoReturn:
+    """Exit without Python's cleanup, after a run has written everything.
 
-    The launcher kills processes that are still cleaning up when the first one has exited, and reports a failure.
+    Threads of gloo may still hold tensors, which DeepSpeed's reference to the process group outlives; dropping one
+    while Python shuts down aborts the process (pytorch issue 190489). And the launcher kills processes that are still
+    cleaning up when the first one has exited after an interruption, and reports a failure.
     """
     sys.stdout.flush()
     sys.stderr.flush()

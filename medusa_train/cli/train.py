@@ -16,7 +16,7 @@ from medusa_train.cli.common import (
     table_console,
     with_keys,
 )
-from medusa_train.cli.launch import check_and_launch, run_worker, train_distributed
+from medusa_train.cli.launch import check_and_launch, exit_now, run_worker, train_distributed
 from medusa_train.config.docs import TITLE, format_config, schema_text
 from medusa_train.config.load import stage_one_config
 from medusa_train.config.schema import TrainConfig
@@ -137,6 +137,8 @@ def train(
         from medusa_train.cli.export import export_after_training
 
         export_after_training(cfg.output_dir, cfg.export, results)
+    if process is not None:
+        exit_now(code)
     return code
 
 

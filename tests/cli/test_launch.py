@@ -157,6 +157,18 @@ def test_one_process_that_fails_ends_all_and_says_which(config_file, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_of_several_exits_without_python_s_cleanup(rank, config_file, monkeypatch):
+    """Which gloo's threads abort where they still hold tensors."""
+    info, exits = ProcessInfo(rank, 2, rank, "127.0.0.1", 1), Mock(side_effect=SystemExit)
+    monkeypatch.setattr("medusa_train.cli.launch.os._exit", exits)
+    monkeypatch.setattr("medusa_train.cli.train.process_info_from_env", lambda: info)
+    for module in ("launch", "train"):
+        monkeypatch.setattr(f"medusa_train.cli.{module}.train_distributed", Mock(return_value=0))
+    CliRunner().invoke(app, [str(config_file)])
+    exits.assert_called_once_with(0)
+
+
 @pytest.mark.slow
 @needs_compiler
 def test_two_processes_by_one_command(config_file, tmp_path):
