@@ -18,8 +18,7 @@ def test_drafts_without_training_decode_in_place_of_heads() -> None:
     options = {"base_model": "data/tiny", "dtype": "float32"}
     plain = medusa_train.load(**options).generate("Write the word yes three times.", 24)
     drafted = medusa_train.load(**options, draft="prompt_lookup", draft_settings={"nodes": 4})
-    reply = drafted.reply("Write the word yes three times.", 24)
-    assert reply.read() == plain
+    assert drafted.reply("Write the word yes three times.", 24).read() == plain
     rest = medusa_train.load(**options, draft="rest", draft_settings={"datastore": "data/selfdistill/tiny.jsonl"})
     assert rest.generate("Write the word yes three times.", 24) == plain
     lookahead = medusa_train.load(**options, draft="lookahead", draft_settings={"window": 3})

@@ -84,5 +84,4 @@ def test_heads_of_different_depth_are_refused() -> None:
     ("blocks", "same", "warns"), [(0, False, False), (1, False, False), (2, False, True), (2, True, False)]
 )
 def test_distinct_blocks_give_a_warning(blocks: int, same: bool, warns: bool) -> None:
-    warning = shared_block_warning(from_reference(reference(2, blocks, same=same)))
-    assert (warning is not None) == warns
+    assert (shared_block_warning(from_reference(reference(2, blocks, same=same))) is not None) == warns

@@ -125,8 +125,7 @@ def test_retention_keeps_the_checkpoint_just_written(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     store.save(10, {"run": {}})
     store.save(20, {"run": {}})
-    path = CheckpointStore(tmp_path, 1).save(5, {"run": {"step": 5}})
-    assert store.load(path)["run"] == {"step": 5}
+    assert store.load(CheckpointStore(tmp_path, 1).save(5, {"run": {"step": 5}}))["run"] == {"step": 5}
 
 
 @pytest.mark.parametrize("after", [0, 100, 4096])

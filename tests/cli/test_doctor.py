@@ -35,8 +35,7 @@ def test_this_machine_and_a_configuration() -> None:
 
 
 def test_a_wrong_configuration_is_an_error_after_the_page() -> None:
-    text = page("configs/tiny_m1.yaml", "optimizers=adam", code=2)
-    assert "Python: " in text
+    assert "Python: " in page("configs/tiny_m1.yaml", "optimizers=adam", code=2)
 
 
 def test_a_machine_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -198,8 +198,7 @@ def test_the_model_writes_questions_for_a_second_run(at_work: Path) -> None:
     assert {record["sampling"]["temperature"] for record in records} == {1.0}
     assert len({record["messages"][0]["content"] for record in records}) > 1
     succeed(["--prompts", "asked.jsonl", "--model", "backbone", *SHORT, "--output", "all.jsonl"])
-    preview = runner.invoke(app, [*flags, "--dry-run"])
-    assert "question-000000 (by the model), 1 turn" in preview.output
+    assert "question-000000 (by the model), 1 turn" in runner.invoke(app, [*flags, "--dry-run"]).output
 
 
 def test_a_run_answers_with_its_backbone_and_its_heads_speculate(at_work: Path) -> None:

@@ -125,8 +125,7 @@ def test_variables_that_the_template_does_not_have_are_named(make: Make) -> None
 
 
 def test_an_answer_without_reasoning_closes_the_one_that_the_prompt_opens(make: Make, chat: Chat) -> None:
-    text = "<s><|User|>A<|Assistant|><think>\n[[\n</think>\n\nfour</s>]]"
-    assert rows(make(R1), chat("A", "four")) == [text]
+    assert rows(make(R1), chat("A", "four")) == ["<s><|User|>A<|Assistant|><think>\n[[\n</think>\n\nfour</s>]]"]
     unfinished = rows(make(R1), chat("A", "<think>add"))  # cut at the length limit
     assert unfinished == ["<s><|User|>A<|Assistant|><think>\n[[add</s>]]"]
 

@@ -23,8 +23,7 @@ def write(path: Path, text: str | bytes) -> Path:
 
 def test_three_formats_give_the_same_chat() -> None:
     expected = [("system", "s"), ("user", "q"), ("assistant", "a")]
-    sharegpt = [{"from": "system", "value": "s"}, *GOOD["conversations"]]
-    assert turns({"conversations": sharegpt}) == expected
+    assert turns({"conversations": [{"from": "system", "value": "s"}, *GOOD["conversations"]]}) == expected
     continued = [{"from": "gpt", "value": "the end of a longer chat"}, *GOOD["conversations"]]
     assert turns({"conversations": continued}) == turns(GOOD)  # as in FastChat
     assert turns({"system": "s", **GOOD}) == expected
@@ -132,8 +131,7 @@ def test_a_list_on_the_first_line_is_a_bad_record_and_no_array(tmp_path: Path) -
     with pytest.raises(DataError, match=r"1 invalid record\n  .*d\.jsonl:1: a record must be a JSON object, .* a list"):
         read_conversations(path)
     assert [c.source for c in read_conversations(path, skip_bad=True).conversations] == [f"{path}:2"]
-    array = write(tmp_path / "d.json", f" [{json.dumps(GOOD)}] \n\n")
-    assert len(read_conversations(array).conversations) == 1
+    assert len(read_conversations(write(tmp_path / "d.json", f" [{json.dumps(GOOD)}] \n\n")).conversations) == 1
 
 
 @pytest.mark.parametrize("skip_bad", [True, False])
@@ -210,8 +208,7 @@ def test_prompts_keep_the_system_message_beside_the_turns() -> None:
 def test_reasoning_beside_the_content_is_joined_with_it(key: str) -> None:
     record = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", key: "r"}]}
     assert turns(record) == [("user", "q"), ("assistant", "<think>\nr\n</think>\n\na")]
-    message = parse_record(record, tags=("[T]", "[/T]")).messages[1]
-    assert message.content == "[T]\nr\n[/T]\n\na"
+    assert parse_record(record, tags=("[T]", "[/T]")).messages[1].content == "[T]\nr\n[/T]\n\na"
     record["messages"][1] |= {key: "\nr\n", "content": "\n\na"}  # as generated
     assert turns(record)[1][1] == "<think>\nr\n</think>\n\na"
     record["messages"][1] |= {key: None, "content": "a"}

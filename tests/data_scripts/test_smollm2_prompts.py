@@ -38,8 +38,7 @@ def test_prompts_are_reproducible_complete_and_not_in_the_bench(
     records = run(script, monkeypatch, tmp_path / "a.jsonl")
     run(script, monkeypatch, tmp_path / "b.jsonl")
     assert (tmp_path / "a.jsonl").read_bytes() == (tmp_path / "b.jsonl").read_bytes()
-    first = [record["conversations"][0]["value"] for record in records]
-    assert len(set(first)) == len(records) == 900
+    assert len({record["conversations"][0]["value"] for record in records}) == len(records) == 900
     assert Counter(len(record["conversations"]) for record in records) == {1: 603, 2: 297}
     assert set(Counter(record["category"] for record in records).values()) == {100}
     bench = {gram for turn in bench_turns() for gram in ngrams(turn)}

@@ -142,8 +142,7 @@ def test_every_family(tmp_path: Path, family: str, attention: str) -> None:
     model = model_of(backbone, "eager" if family == "gemma2" else attention)
     count = 20 - len(PROMPT) if family == "phi3-longrope" else LENGTH
     directory = write(tmp_path, trained_like(backbone), BUSHY)
-    expected = plain(model, max_new_tokens=count)
-    assert torch.equal(with_heads(model, directory, max_new_tokens=count), expected)
+    assert torch.equal(with_heads(model, directory, max_new_tokens=count), plain(model, max_new_tokens=count))
     assert passes(model, lambda: with_heads(model, directory, max_new_tokens=count)) < count
 
 

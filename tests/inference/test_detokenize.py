@@ -114,8 +114,7 @@ def test_the_beginning_of_a_stop_string_is_held_back() -> None:
 
 def test_token_pieces_include_special_tokens_and_never_split_a_character() -> None:
     tokenizer = _byte_level()
-    tokens = [*_ids(tokenizer, "Größe"), 0]
-    assert token_pieces(tokenizer, tokens) == ("G", "r", "", "ö", "", "ß", "e", "<eos>")
+    assert token_pieces(tokenizer, [*_ids(tokenizer, "Größe"), 0]) == ("G", "r", "", "ö", "", "ß", "e", "<eos>")
 
 
 def test_token_pieces_of_an_unfinished_character() -> None:

@@ -106,8 +106,7 @@ def test_tree_decoding_equals_plain_decoding(family: str, tree: str) -> None:
     backbone = random_backbone(family)
     prompt = [3, 14, 15, 9, 2, 6, 5, 35, 8, 9]
     plain = Decoder(backbone).generate(prompt, 40)
-    medusa = Decoder(backbone, _trained_like(backbone), TREES[tree]).generate(prompt, 40)
-    assert medusa.tokens == plain.tokens
+    assert Decoder(backbone, _trained_like(backbone), TREES[tree]).generate(prompt, 40).tokens == plain.tokens
     oracle = OracleDraft(prompt, plain.tokens, backbone.vocab_size, wrong_every=5)
     guided = Decoder(backbone, oracle, TREES[tree]).generate(prompt, 40)
     assert guided.tokens == plain.tokens

@@ -34,8 +34,7 @@ def test_warping_is_that_of_transformers(temperature: float, top_k: int, top_p: 
         expected = TopKLogitsWarper(top_k)(IDS, expected)
     if top_p < 1:
         expected = TopPLogitsWarper(top_p)(IDS, expected)
-    ours = Sampling(temperature, top_k, top_p).warp(logits)
-    assert torch.equal(ours, expected)
+    assert torch.equal(Sampling(temperature, top_k, top_p).warp(logits), expected)
     assert torch.equal(Sampling(temperature, top_k, top_p).warp(logits.view(4, 5, 50)).view(20, 50), expected)
 
 
@@ -83,8 +82,7 @@ def test_only_rows_that_need_it_are_sorted(monkeypatch: pytest.MonkeyPatch) -> N
         return keep_nucleus_by_sorting(logits, top_p)
 
     monkeypatch.setattr("medusa_train.inference.sampling.keep_nucleus_by_sorting", sorting)
-    kept = Sampling(top_p=0.9).warp(logits).isfinite().sum(-1).tolist()
-    assert kept[:2] == [8, 1]
+    assert Sampling(top_p=0.9).warp(logits).isfinite().sum(-1).tolist()[:2] == [8, 1]
     assert rows == [1]
     logits[2, : 2 * FEW_CANDIDATES] = 30.0  # more than are looked at first, few enough to need no sorting
     assert Sampling(top_p=0.9).warp(logits).isfinite().sum(-1).tolist() == [8, 1, 231]

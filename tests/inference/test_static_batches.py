@@ -89,8 +89,7 @@ def test_rows_that_end_and_join_get_what_they_get_alone(kind: str, family: str) 
         assert details(answers) == details(expected)
         assert len(runner.keys) == sum(size > 0 for size in sizes)  # every step is one on fixed memory
         assert max(sizes) == 3
-    whole = decoder.generate_batch(QUEUE, 14, eos)
-    assert details(whole) == details(expected)
+    assert details(decoder.generate_batch(QUEUE, 14, eos)) == details(expected)
 
 
 @pytest.mark.parametrize(("kind", "family"), [("plain", "gemma3"), *((kind, "llama") for kind in KINDS)])

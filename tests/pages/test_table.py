@@ -35,8 +35,7 @@ def test_the_terminal_shows_intervals_below_their_values_and_groups_rows() -> No
     assert [line for line in shown(TABLE) if "─" not in line] == [
         *["speed", "category up name", "a|b 1.27x k=1", "(1.20-1.34)", "", "all - k=2"]
     ]
-    grouped = Table(["n", "x"], [["1", "2"], ["1", "3"], ["2", "4"]])
-    assert shown(grouped)[2:] == ["1 2", "1 3", "", "2 4"]
+    assert shown(Table(["n", "x"], [["1", "2"], ["1", "3"], ["2", "4"]]))[2:] == ["1 2", "1 3", "", "2 4"]
     long = Table(["category", "speed"], [["a very long name of a category", "123456.7x"]])
     assert "123456.7x" in "".join(shown(long, 20))  # the name gives way
 

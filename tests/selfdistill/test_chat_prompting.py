@@ -52,5 +52,4 @@ def test_an_answer_is_written_as_training_takes_it_apart(
     assert answer.text == text
     if text.strip():
         chat = Conversation("", (*messages, Message("assistant", answer.text)), "")
-        row = ChatEncoder(fast, None, kwargs).encode(chat)[-1]
-        assert row.ids == [*prompting.prompt(request), *tokens]
+        assert ChatEncoder(fast, None, kwargs).encode(chat)[-1].ids == [*prompting.prompt(request), *tokens]

@@ -186,8 +186,7 @@ def test_500_seeds_survive_a_server_that_is_killed_and_restarted(tmp_path: Path)
         for server in servers:
             server.kill()
     assert sorted(ids(out)) == sorted(seed.id for seed in seeds(500))
-    texts = {json.dumps(json.loads(line)["messages"]) for line in out.read_text().splitlines()}
-    assert len(texts) == 500
+    assert len({json.dumps(json.loads(line)["messages"]) for line in out.read_text().splitlines()}) == 500
     assert asking.server.retries > 0
     assert stats.written == 500
 

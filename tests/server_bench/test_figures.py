@@ -129,8 +129,7 @@ PAGE = METRICS.format(drafts=10, draft_tokens=20.0, accepted=8.0, first=6.0, sec
 
 def test_counters_are_read_and_summed_over_engines() -> None:
     assert parse_metrics(PAGE) == DraftCounts(10, 20, (6, 2))
-    other = PAGE.replace('engine="0"', 'engine="1"')
-    assert parse_metrics(PAGE + other) == DraftCounts(20, 40, (12, 4))
+    assert parse_metrics(PAGE + PAGE.replace('engine="0"', 'engine="1"')) == DraftCounts(20, 40, (12, 4))
 
 
 def test_a_server_without_heads_counts_no_drafts() -> None:

@@ -95,8 +95,7 @@ def test_what_joint_training_trains() -> None:
     assert (part.trained, part.frozen) == (heads + last, everything - last)
     assert part.parts["backbone, trained"] == 4 * last
     assert part.parts["backbone, frozen"] == 2 * (everything - last)
-    shared = estimate(medusa_share_lm_head=True)
-    assert heads - shared.trained == 3 * model.lm_head.weight.numel()
+    assert heads - estimate(medusa_share_lm_head=True).trained == 3 * model.lm_head.weight.numel()
 
 
 def test_activations_follow_the_settings() -> None:

@@ -25,8 +25,7 @@ def held_out(run):
 
 
 def test_a_run_leaves_heads_config_metrics_and_a_tree(make_config, console, tmp_path, backbone_dir):
-    cfg = make_config(calibration_tokens=120, max_steps=30)
-    assert train(cfg, console) == 0
+    assert train(make_config(calibration_tokens=120, max_steps=30), console) == 0
     out = tmp_path / "run"
     tensors = load_file(out / "heads" / "medusa_lm_head.safetensors")
     assert set(tensors) == {
@@ -44,8 +43,7 @@ def test_a_run_leaves_heads_config_metrics_and_a_tree(make_config, console, tmp_
     assert math.isfinite(loss)
     assert len(top) == 3
     assert all(len(shares) == 10 and shares == sorted(shares) for shares in top)
-    tree = json.loads((out / "tree.json").read_text())
-    assert "medusa_choices" in tree
+    assert "medusa_choices" in json.loads((out / "tree.json").read_text())
     text = console.file.getvalue()
     assert f"medusa-eval --bench mtbench --model {out}" in text
     assert "greedy continuations" in text

@@ -43,8 +43,7 @@ def test_every_key_of_the_optimisation_arrives(make_config, console):
 
 def test_a_constant_schedule_has_no_warmup(make_config, console):
     cfg = make_config(lr_scheduler="constant", warmup_steps=5, learning_rate=1e-3)
-    trainer = build_trainer(cfg, load_data(cfg, console), RunProgress(console))
-    assert trainer.strategy.lr == pytest.approx(1e-3)
+    assert build_trainer(cfg, load_data(cfg, console), RunProgress(console)).strategy.lr == pytest.approx(1e-3)
     assert "after 0 warmup steps, constant schedule" in " ".join(console.file.getvalue().split())
 
 

@@ -80,8 +80,7 @@ def test_stopped_in_either_stage_and_resumed_is_uninterrupted(
         stop_after(patch, step, number)  # stage one has four steps, stage two six
         assert train(two_stages(output_dir=str(out)), console) == 128 + number
     assert CheckpointStore(out / stage if stage else out).steps()[-1] == step
-    command = f"medusa-train {out}/config.yaml resume_from_checkpoint=auto"
-    assert command in console.file.getvalue()
+    assert f"medusa-train {out}/config.yaml resume_from_checkpoint=auto" in console.file.getvalue()
     resumed = load_config(TrainConfig, out / "config.yaml", ["resume_from_checkpoint=auto"])
     assert train(resumed, console) == 0
     assert_equal(out, whole)
@@ -104,8 +103,7 @@ def test_killed_before_or_between_the_stages(whole, two_stages, console, tmp_pat
             train(two_stages(output_dir=str(out)), console)
     with pytest.raises(ConfigError, match=r"already holds a run \(config.yaml"):
         train(two_stages(output_dir=str(out)), console)
-    resumed = load_config(TrainConfig, out / "config.yaml", ["resume_from_checkpoint=auto"])
-    assert train(resumed, console) == 0
+    assert train(load_config(TrainConfig, out / "config.yaml", ["resume_from_checkpoint=auto"]), console) == 0
     assert ("are finished" in console.file.getvalue()) == (place == "release_memory")
     assert_equal(out, whole)
 

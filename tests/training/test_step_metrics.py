@@ -27,8 +27,7 @@ def test_rows_add_up_to_the_step():
 
 
 def test_counts_beyond_float32_stay_whole():
-    totals = StepTotals.reduce([micro(1.0, [2**40 + 1], [2**41 + 1])], SINGLE_PROCESS)
-    assert totals.counts == [2**41 + 1]
+    assert StepTotals.reduce([micro(1.0, [2**40 + 1], [2**41 + 1])], SINGLE_PROCESS).counts == [2**41 + 1]
 
 
 def test_window_adds_per_head():

@@ -76,8 +76,7 @@ def test_cutting_against_plain_loops(seed: int) -> None:
 def test_what_holds_in_one_half_alone_brings_nothing() -> None:
     """Fitted and judged on the same text, the tree would seem to accept every guess."""
     good, bad = torch.full((20, 1), 4, dtype=torch.int8), torch.full((20, 1), 7, dtype=torch.int8)
-    found = simulate([[good], [bad], [good], [bad]], nodes=1)
-    assert found == 1.0
+    assert simulate([[good], [bad], [good], [bad]], nodes=1) == 1.0
 
 
 def test_too_few_conversations_give_nothing() -> None:

@@ -65,8 +65,7 @@ def test_a_refit_is_taken_only_where_held_out_steps_agree() -> None:
     assert fit_tree([trace], [trace], 2) == naive
     # another ending, in which the recounted paths win: after (0,) was accepted, (2, 2) always follows
     fit = Trace([[0, -1] if i % 2 == 0 else [1, -1] for i in range(20)] + [[2, 2]] * 9, [2] * 29)
-    refit = fit_tree([fit], [Trace([[2, 2]] * 30, [2] * 30)], 3)
-    assert (2, 2) in refit.paths
+    assert (2, 2) in fit_tree([fit], [Trace([[2, 2]] * 30, [2] * 30)], 3).paths
 
 
 HEADS = 4

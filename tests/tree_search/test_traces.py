@@ -128,8 +128,7 @@ def test_simulated_decoding_is_what_the_loop_does(tree: Tree) -> None:
     for prompt in ([3, 1, 4], [9], [20, 30, 40, 50]):
         plain = Decoder(backbone).generate(prompt, 40).tokens
         real = Decoder(backbone, draft, tree).generate(prompt, 40)
-        starts = trace_answer(backbone, draft, prompt, plain).simulate(tree)
-        assert len(starts) == real.steps
+        assert len(trace_answer(backbone, draft, prompt, plain).simulate(tree)) == real.steps
 
 
 def test_tied_logits_have_the_places_that_proposals_give_them() -> None:

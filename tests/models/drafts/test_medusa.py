@@ -39,8 +39,7 @@ def test_the_formula_with_trained_weights() -> None:
     x = h
     for j in range(2):
         x = x + silu(linear(x, state[f"blocks.1.{j}.linear.weight"], state[f"blocks.1.{j}.linear.bias"]))
-    expected = linear(x, state["lm_heads.1.weight"])
-    assert torch.allclose(draft.head_logits(h, 2), expected, atol=1e-12)
+    assert torch.allclose(draft.head_logits(h, 2), linear(x, state["lm_heads.1.weight"]), atol=1e-12)
 
 
 def test_no_two_heads_or_blocks_share_a_tensor() -> None:
