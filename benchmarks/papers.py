@@ -377,8 +377,8 @@ def read_report(directory: Path, tree: Tree | None, threshold: float = 0.0) -> R
 
 
 def read_lines(path: Path) -> list[str]:
-    """Return the lines of a file."""
-    return path.read_text(encoding="utf-8").splitlines()
+    """Return the lines of a file; text within them may hold other line separators."""
+    return path.read_text(encoding="utf-8").rstrip("\n").split("\n")
 
 
 def environment() -> dict[str, str]:

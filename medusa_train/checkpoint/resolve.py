@@ -230,7 +230,10 @@ def _modified(heads: Path) -> float:
 def _resolve(model: str | None, base_model: str | None, tree: Path | None) -> ModelPaths:
     if model is None and base_model is not None:
         base = _local_or_hub(base_model)
-        return ModelPaths(runs_directory() / "baselines" / Path(base).name, base, None, None, None)
+        name = Path(base).name
+        if name == "merged":  # RUN/export/merged, which every run may have
+            name = "-".join(Path(base).resolve().parts[-3:])
+        return ModelPaths(runs_directory() / "baselines" / name, base, None, None, None)
     directory = newest_run(runs_directory()) if model is None else _existing_directory(model)
     if directory.name == "heads" and find_heads(directory).layout and (directory.parent / "config.yaml").is_file():
         directory = directory.parent  # RUN/heads means RUN

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from unicodedata import category
 
 from rich.console import Console
@@ -23,11 +23,12 @@ _HELP = "/new starts a new chat, /temperature 0.7 samples (0: greedy), /exit or 
 class Chat:
     """A chat with a model: reads a line, streams the answer, marks its accepted draft tokens."""
 
-    def __init__(self, model: Model, console: Console, max_new_tokens: int) -> None:
+    def __init__(self, model: Model, console: Console, max_new_tokens: int, **options: Any) -> None:
+        """`options` are those of `Model.reply`."""
         self._model = model
         self._console = console
         self._max_new_tokens = max_new_tokens
-        self._temperature = 0.0
+        self._options = options
         self._history: list[Message] = []
 
     def run(self) -> None:
@@ -58,7 +59,7 @@ class Chat:
             return
         if name == "/temperature":
             try:
-                self._temperature = max(0.0, float(value))
+                self._options["temperature"] = max(0.0, float(value))
                 return
             except ValueError:
                 pass
@@ -68,7 +69,7 @@ class Chat:
         from medusa_train.data.conversation import Message
 
         messages = [*self._history, Message("user", line)]
-        reply = self._model.reply(messages, self._max_new_tokens, temperature=self._temperature)
+        reply = self._model.reply(messages, self._max_new_tokens, **self._options)
         try:
             for piece in reply:
                 shown = Text(printable(piece.text), style=DRAFTED if piece.drafted else "")

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -158,7 +158,10 @@ def _chat(cfg: EvalConfig, paths: ModelPaths, console: Console) -> None:
     from medusa_train.api import open_model
     from medusa_train.cli.chat import Chat
 
-    Chat(open_model(paths, cfg.dtype, compiled=cfg.compile is True), console, cfg.max_new_tokens).run()
+    options: dict[str, Any] = {"typical": cfg.acceptance == "typical", "temperature": cfg.resolved().temperature or 0.0}
+    if cfg.acceptance == "sampling":
+        options |= {"top_p": cfg.top_p, "top_k": cfg.top_k or 0}
+    Chat(open_model(paths, cfg.dtype, compiled=cfg.compile is True), console, cfg.max_new_tokens, **options).run()
 
 
 def _compare(names: list[str], bench: str | None, output_dir: str | None) -> None:

@@ -145,7 +145,7 @@ def run_worker(process: ProcessInfo, arguments: Sequence[str], flags: Mapping[st
         return error.exit_code
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     quiet = Console(quiet=True)
-    exit_now(train_distributed(process, cfg, quiet, quiet))
+    return train_distributed(process, cfg, quiet, quiet)
 
 
 def train_distributed(process: ProcessInfo, cfg: TrainConfig, console: Console, results: Console) -> int:

@@ -102,7 +102,9 @@ def train(
     flags["resume_from_checkpoint"] = resume
     process, only_print = process_info_from_env(), inspect or print_config
     if process is not None and process.rank > 0:
-        return 0 if only_print else run_worker(process, arguments or [], flags)
+        if not only_print:
+            exit_now(run_worker(process, arguments or [], flags))
+        return 0
     if process is None and not only_print and (hostfile is not None or num_gpus not in (None, 1)):
         return check_and_launch(arguments or [], flags, num_gpus, hostfile)
     cfg = read_arguments(TrainConfig, arguments or [], flags=flags)

@@ -17,7 +17,7 @@ REASONING_TAGS: ReasoningTags = ("<think>", "</think>")
 #: Share of looping answers above which the user is warned.
 NOTABLE_LOOPING = 0.05
 
-_SURROGATES = re.compile("[\ud800-\udfff]")
+SURROGATES = re.compile("[\ud800-\udfff]")
 # Words, runs of other symbols (a ruled line is one), and single characters in scripts without spaces.
 _WORDS = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|\w+|[^\w\s]+")
 
@@ -83,7 +83,7 @@ def problem_with(messages: tuple[Message, ...]) -> str | None:
     for number, message in enumerate(messages, start=1):
         if not message.content.strip():
             return f"turn {number} ({message.role}) is empty"
-        if _SURROGATES.search(message.content):
+        if SURROGATES.search(message.content):
             return f"turn {number} ({message.role}) contains a lone surrogate, which UTF-8 cannot encode"
         if message.role == "system":
             if number > 1:
@@ -126,7 +126,16 @@ def without_reasoning(text: str) -> str:
 
 
 def is_looping(text: str | Sequence[Hashable], length: int = 8, times: int = 3) -> bool:
-    """Return whether some n-gram of `length` words and symbols, or tokens, occurs `times` times, overlaps included."""
+    """Return whether some n-gram of `length` words and symbols, or tokens, occurs `times` times, overlaps included.
+
+    N-grams of a text without any letter count from four times as often: ruled tables and lists of zeros are no loops.
+    """
     tokens = _WORDS.findall(text) if isinstance(text, str) else text
     ngrams = Counter(zip(*(tokens[start:] for start in range(length)), strict=False))
-    return max(ngrams.values(), default=0) >= times
+    if max(ngrams.values(), default=0) < times or not isinstance(text, str):
+        return max(ngrams.values(), default=0) >= times
+    return any(n >= times * (1 if any(map(_has_letter, ngram)) else 4) for ngram, n in ngrams.items())
+
+
+def _has_letter(word: str) -> bool:
+    return any(map(str.isalpha, word))

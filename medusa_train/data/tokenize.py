@@ -143,6 +143,10 @@ class ChatEncoder:
         except ChatTemplateError as error:
             raise DataError(str(error)) from None
 
+    def opened_reasoning(self, messages: Sequence[Message]) -> str:
+        """Return the reasoning tag that the prompt of a chat ends with, or ''; see `ChatTemplate.opened_reasoning`."""
+        return self.template.opened_reasoning(self.template.render(messages, prompt=True))
+
     def _encode_rows(self, answers: list[RenderedAnswer], messages: Sequence[Message], first: int) -> list[EncodedRow]:
         """Tokenize answers whose texts are prefixes of each other; messages before `first` are trained elsewhere."""
         last = answers[-1]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import re
+import textwrap
 from collections.abc import Callable, Sequence
 from decimal import Decimal
 from statistics import fmean
@@ -34,6 +35,7 @@ _LATEX = (("{,}", ","), ("\\,", ""), ("\\!", ""), ("\\$", "$"))
 
 _PYTHON_BLOCK = re.compile(r"```[ \t]*(?:python3?|py)[ \t]*\n(.*?)(?:^[ \t]*```|\Z)", re.S | re.M | re.I)
 _BLOCK = re.compile(r"```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.S | re.M)
+_FUTURE = re.compile(r"^from __future__ import .*$", re.M)
 #: The first characters of lines of a module: the keywords before a definition, decorators, comments, brackets.
 _TOP_LEVEL = re.compile(r"(import|from|def|class|async)\b|[@#)\]}]")
 
@@ -89,7 +91,7 @@ def score_answers(
             if answer.tokens not in scores:
                 # Not record.text, which is stripped: a continuation begins with its indentation.
                 text = str(tokenizer.decode(list(answer.tokens), skip_special_tokens=True))
-                scores[answer.tokens] = score_text(target, without_reasoning(text))
+                scores[answer.tokens] = score_text(target, without_reasoning(record.opened + text))
             record.scores[name] = scores[answer.tokens]
         on_answer()
 
@@ -119,13 +121,16 @@ def extract_number(text: str) -> Decimal | None:
 def build_program(test: FunctionTest, text: str) -> str:
     """Return a program that raises an exception unless the function in an answer passes its test."""
     function = extract_function(test, text)
-    return f"{function}\n\n{test.test}\n\ncheck({test.entry_point})\n"
+    future = _FUTURE.findall(function)  # stands at the beginning of a program, so before the prompt's imports
+    return "\n".join([*future, _FUTURE.sub("", function), "", test.test, "", f"check({test.entry_point})", ""])
 
 
 def extract_function(test: FunctionTest, text: str) -> str:
     """Return the code of an answer, with the imports and helper functions of its prompt."""
     header = re.compile(rf"^(async )?def {test.entry_point}\b", re.MULTILINE)
     blocks = _PYTHON_BLOCK.findall(text) or _BLOCK.findall(text)
+    level = [textwrap.dedent(block) for block in blocks]  # a block of a list item is indented, and so is a body alone
+    blocks = [one if header.search(one) else block for one, block in zip(level, blocks, strict=True)]
     code = next((block for block in blocks if header.search(block)), blocks[0] if blocks else text)
     start = header.search(code)
     if start is None:  # the body alone
@@ -170,7 +175,7 @@ def rouge_scorer(questions: Sequence[Question]) -> Any:
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError:
         raise ConfigError("rouge: requires the package rouge-score; pip install 'medusa-train[rouge]'") from None
-    if not any(question.reference for question in questions):
+    if not any(any(question.reference) for question in questions):
         raise ConfigError("rouge: no question of this bench has a `reference`; remove it, or choose another bench")
     return RougeScorer(list(ROUGE), use_stemmer=True)
 
@@ -187,9 +192,9 @@ def rouge_means(
     for record in records:
         reference = references.get((record.question_id, record.turn))
         for name, answer in (("tree", record.tree), ("plain", record.plain)):
-            if reference is not None and answer is not None:
+            if reference and answer is not None:
                 text = str(tokenizer.decode(list(answer.tokens), skip_special_tokens=True))
-                scored.setdefault(name, []).append(scorer.score(reference, without_reasoning(text)))
+                scored.setdefault(name, []).append(scorer.score(reference, without_reasoning(record.opened + text)))
     if not scored:
         return None
     means = {

@@ -67,10 +67,9 @@ class LoopAnswerer:
             passes = decoder.passes - before
         count = len(outputs)
         seconds = (time.perf_counter() - started) / count
+        prefill = max(one.prefill_seconds for one in outputs) / count  # decoding begins once all prompts are read
         return [
-            TimedAnswer(
-                tuple(one.tokens), seconds, one.prefill_seconds / count, one.steps, tuple(one.accepted), count, passes
-            )
+            TimedAnswer(tuple(one.tokens), seconds, prefill, one.steps, tuple(one.accepted), count, passes)
             for one in outputs
         ]
 

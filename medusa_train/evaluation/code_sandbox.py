@@ -227,7 +227,7 @@ def _execute(program: str, writer: int) -> None:
     null = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1, 2):
         os.dup2(null, standard)
-    names: dict[str, object] = {"__name__": "__main__"}
+    names: dict[str, object] = {}  # not "__main__": an answer may end in a call that this guards
     try:
         exec(compile(program, "<program>", "exec"), names)
     except BaseException as error:  # SystemExit and KeyboardInterrupt as well: only the end of the program passes

@@ -23,6 +23,7 @@ CONDITIONS = {
     "bench": "bench",
     "questions": "number of questions",
     "max_new_tokens": "max_new_tokens",
+    "chat_template": "chat_template",
     "chat_template_kwargs": "variables of the chat template (chat_template_kwargs)",
     "dtype": "dtype",
     "compiled": "compile",

@@ -127,7 +127,7 @@ def _means(lines: Sequence[Mapping[str, Any]], categories: Mapping[int | str, st
 
 def parse_grade(reply: str) -> float:
     """Return the last grade from 1 to 10 in a reply; -1 if there is none."""
-    grades = [float(match) for match in _GRADE.findall(reply)]
+    grades = [float(match) for match in _GRADE.findall(without_reasoning(reply))]
     return next((value for value in reversed(grades) if 1 <= value <= 10), NO_SCORE)
 
 
@@ -143,15 +143,19 @@ def _prompts(records: Sequence[TurnRecord], questions: Sequence[Question]) -> li
 
 
 def _prompt(question: Question, before: Sequence[TurnRecord], record: TurnRecord) -> list[dict[str, str]]:
-    """Build the judge's prompt for one turn: the conversation up to it, with reference answers where there are any."""
+    """Build the judge's prompt for one turn: the conversation up to it, with reference answers where there are any.
+
+    Earlier answers are the plain ones, which the model has seen.
+    """
     references = question.reference[: record.turn]
-    task = _TASK.format(which="last" if before else "only", reference=_BY_REFERENCE if references else "")
+    task = _TASK.format(which="last" if before else "only", reference=_BY_REFERENCE if any(references) else "")
     parts = []
     for number, turn in enumerate([*before, record]):
         parts.append(f"### User, message {number + 1}\n{question.turns[turn.turn - 1]}")
-        if number < len(references):
+        if number < len(references) and references[number]:
             parts.append(f"### Reference answer {number + 1}\n{references[number]}")
-        parts.append(f"### Assistant, answer {number + 1}\n{without_reasoning(turn.text)}")
+        answer = turn.text if turn is record else turn.opened + turn.history
+        parts.append(f"### Assistant, answer {number + 1}\n{without_reasoning(answer)}")
     return [{"role": "system", "content": task}, {"role": "user", "content": "\n\n".join(parts)}]
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from medusa_train.config.paths import PROJECT_ROOT, resolve_path
+from medusa_train.data.conversation import SURROGATES
 from medusa_train.data.record_files import RawRecord, read_file
 from medusa_train.data.sources import PublicDataset
 from medusa_train.errors import DataError
@@ -51,7 +52,7 @@ class Question:
     category: str
     turns: tuple[str, ...]  # the user's messages
     source: str  # where it was read, as `file:line`
-    reference: tuple[str, ...] = ()  # reference answers, one per turn as far as there are any
+    reference: tuple[str, ...] = ()  # reference answers, one per turn; '' where there is none
     expected: Decimal | FunctionTest | None = None  # the correct number or function; None if answers are not scored
 
 
@@ -242,12 +243,15 @@ def _parse(raw: RawRecord) -> Question:
     for position, turn in enumerate(turns, start=1):
         if not isinstance(turn, str) or not turn.strip():
             raise ValueError(f"turn {position} is empty or not text")
+        if SURROGATES.search(turn):
+            raise ValueError(f"turn {position} contains half a surrogate pair, which no UTF-8 text can hold")
     category = record.get("category", "general")
     if not isinstance(category, str) or not category.strip():
         raise ValueError("category is empty or not text")
     reference = record.get("reference")
     answers = [reference] if isinstance(reference, str) else reference if isinstance(reference, list) else []
-    texts = tuple(answer for answer in answers if isinstance(answer, str))
+    texts = tuple(answer if isinstance(answer, str) else "" for answer in answers)
+    category = SURROGATES.sub("\N{REPLACEMENT CHARACTER}", category)
     return Question(question_id, " ".join(category.split()), tuple(turns), source, texts)
 
 

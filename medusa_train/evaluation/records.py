@@ -69,7 +69,9 @@ class TurnRecord:
     tree: TimedAnswer | None  # None in a baseline-only run
     plain: TimedAnswer
     generate: TimedAnswer | None  # None where nothing is compared (tree: none)
-    text: str = ""  # of the reported answer
+    text: str = ""  # of the reported answer, with the reasoning tag that the prompt opened
+    history: str = ""  # the plain answer, which later turns were asked after
+    opened: str = ""  # the reasoning tag at the end of the prompt
     exact: dict[str, Verdict] = field(default_factory=dict)  # the tree's and the plain answer, by dtypes that were run
     scores: dict[str, Score] = field(default_factory=dict)  # of `tree` and `plain`, on benches with correct answers
     others: dict[str, TimedAnswer] = field(default_factory=dict)  # of further baselines

@@ -15,6 +15,7 @@ import torch
 from medusa_train.checkpoint.load_model import LoadedModel
 from medusa_train.checkpoint.resolve import NO_TREE, ModelPaths, names_tree_file
 from medusa_train.choose_decoding import choose_dtype, compile_if_repaid, compile_or_report
+from medusa_train.config.drafts import LookupChoice
 from medusa_train.config.schema import EvalConfig
 from medusa_train.data.conversation import Message
 from medusa_train.data.tokenize import ChatEncoder
@@ -138,6 +139,9 @@ def _drafting(cfg: EvalConfig, paths: ModelPaths) -> Iterator[str]:
     """Name what drafts, as far as it is not the run's own, for the report's directory."""
     if cfg.draft is not None:
         yield cfg.draft
+    choice = cfg.lookup_choice
+    if choice is not None and choice != LookupChoice.from_keys(choice.name, None):
+        yield f"{zlib.crc32(repr(choice.settings).encode()):08x}"
     if paths.dynamic:
         yield paths.dynamic.replace(":", "-")
     elif names_tree_file(cfg.tree) and paths.tree is not None:

@@ -43,6 +43,7 @@ class _Asked(NamedTuple):
     question: Question
     turn: int
     prompt: list[int]
+    opened: str
 
 
 class SpeedTest:
@@ -154,7 +155,7 @@ class SpeedTest:
                     history.append(Message("user", question.turns[turn - 1]))
                     prompt = self._chat.prompt(history)
                     if self._fits(prompt):
-                        asked[index] = _Asked(question, turn, prompt)
+                        asked[index] = _Asked(question, turn, prompt, self._chat.opened_reasoning(history))
                         continue
                     del histories[index]
                     for later in range(turn, len(question.turns) + 1):
@@ -165,7 +166,7 @@ class SpeedTest:
                 for index, record in zip(asked, self._measure(list(asked.values()), rotation, on_answer), strict=True):
                     measured[index].append(record)
                     on_turn(record)
-                    histories[index].append(Message("assistant", self._text(record.plain.tokens)))
+                    histories[index].append(Message("assistant", record.history))
                 rotation += 1
         records = [turn for turns in measured for turn in turns if isinstance(turn, TurnRecord)]
         skipped = [turn for turns in measured for turn in turns if isinstance(turn, SkippedTurn)]
@@ -201,7 +202,9 @@ class SpeedTest:
                 timed[TREE][row] if TREE in timed else None,
                 timed[PLAIN][row],
                 timed[GENERATE][row] if GENERATE in timed else None,
-                text=self._text(timed.get(TREE, timed[PLAIN])[row].tokens),
+                text=one.opened + self._text(timed.get(TREE, timed[PLAIN])[row].tokens),
+                history=self._text(timed[PLAIN][row].tokens),
+                opened=one.opened,
                 others={name: rows[row] for name, rows in timed.items() if name not in (TREE, PLAIN, GENERATE)},
                 asked=one.question.turns[one.turn - 1],
             )

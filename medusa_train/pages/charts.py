@@ -111,6 +111,8 @@ def bars(
     width: float = 560,
 ) -> str:
     """Draw horizontal bars in named groups, with intervals as whiskers and a dashed line at `reference`."""
+    longest = int(width / 2 / _LETTER)
+    groups = [(name if len(name) <= longest else f"{name[: longest - 1]}…", group) for name, group in groups]
     left = 14 + _LETTER * max(len(name) for name, _ in groups)
     right = width - 14 - _LETTER * (digits + 4 + len(unit))
     ends = [bar.interval[1] if bar.interval else bar.value or 0.0 for _, group in groups for bar in group]

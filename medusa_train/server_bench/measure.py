@@ -267,18 +267,19 @@ class ServerBench:
         for turn, asked in enumerate(question.turns, start=1):
             messages += (Message("user", asked),)
             seed = zlib.crc32(f"{question.question_id} {turn} {repeat}".encode(), self._options.seed & 0xFFFFFFFF)
-            answer, timing = self._ask(messages, seed, self._options.sampling, salt)
-            started, first = timing["started"], timing["first_token"]
+            answer, content = self._ask(messages, seed, self._options.sampling, salt)
+            started, first = content["timing"]["started"], content["timing"]["first_token"]
+            cut_off = content["choices"][0]["message"]["reasoning_content"]  # reasoning that has no answer
             answers.append(
                 ServedAnswer(
                     question.question_id,
                     turn,
                     repeat,
-                    answer.text,
+                    answer.text or cut_off,
                     answer.completion_tokens,
                     started - began,
                     None if first is None else first - started,
-                    timing["finished"] - started,
+                    content["timing"]["finished"] - started,
                 )
             )
             messages += (Message("assistant", answer.text),)
@@ -286,7 +287,7 @@ class ServerBench:
     def _ask(
         self, messages: tuple[Message, ...], seed: int, sampling: ServerSampling, salt: str
     ) -> tuple[Answer, dict[str, Any]]:
-        """Return one streamed answer, and its `timing` (see `read_completion`)."""
+        """Return one streamed answer, parsed and as `read_completion` returns it."""
         body = sampling.body(self.target.model, Request(messages, seed))
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         if self.target.is_vllm:
@@ -294,7 +295,7 @@ class ServerBench:
         content = self._client.complete(body)
         answer = parse_answer(content, REASONING_TAGS, sampling.max_new_tokens)
         wrong = None
-        if answer.text and not answer.completion_tokens:
+        if content["timing"]["first_token"] is not None and not answer.completion_tokens:
             wrong = "does not report the length of streamed answers (`usage`), so tokens per second cannot be measured"
         elif answer.completion_tokens > sampling.max_new_tokens:
             wrong = (
@@ -303,7 +304,7 @@ class ServerBench:
             )
         if wrong is not None:
             raise ServerError(f"server {self.target.url}: {wrong}")
-        return answer, content["timing"]
+        return answer, content
 
 
 def open_server(url: str, options: RequestOptions) -> OpenAIServer:

@@ -15,6 +15,7 @@ from typing import Any
 from medusa_train.checkpoint.resolve import ModelPaths, runs_directory
 from medusa_train.config.paths import public_name
 from medusa_train.config.schema import EvalConfig
+from medusa_train.data.builtin_templates import get_template
 from medusa_train.errors import ConfigError, MedusaError, ServerError
 from medusa_train.evaluation.questions import Bench
 from medusa_train.evaluation.records import MeasurementLog
@@ -308,7 +309,9 @@ def settings(
     }
     if served is None or paths is None:
         return {**values, "servers": [[target.name, target.url, target.model] for target in targets]}
-    return {**values, **model_settings(paths), "vllm": served.version, "arguments": list(served.options)}
+    template = None if paths.chat_template is None else get_template(paths.chat_template).source  # served from a file
+    serving = {"vllm": served.version, "arguments": list(served.options), "chat_template": template}
+    return {**values, **model_settings(paths), **serving}
 
 
 def metadata(

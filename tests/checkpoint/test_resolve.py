@@ -167,6 +167,9 @@ def test_a_draft_without_training_takes_the_place_of_the_heads_or_joins_them(tmp
     assert (alone.heads, alone.tree, alone.chat_template, alone.has_draft) == (None, None, "chatml", True)
     assert resolve("medusa+prompt_lookup").heads == run / "heads"
     assert resolve("prompt_lookup", None).home.name == "model"
+    (tmp_path / "a" / "export" / "merged").mkdir(parents=True)
+    merged = resolve_model(None, str(tmp_path / "a" / "export" / "merged"), None)
+    assert merged.home.name == "a-export-merged"
     with pytest.raises(CheckpointError, match=r"are medusa; set draft: medusa\+prompt_lookup"):
         resolve("hydra+prompt_lookup")
     with pytest.raises(CheckpointError, match="some/model has no heads"):

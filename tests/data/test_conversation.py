@@ -44,6 +44,8 @@ SENTENCE = "one two three four five six seven eight "
         ("ja ja ja ja ja ja ja ja ja", False),  # nine words: a sequence of eight comes twice
         ("-" * 80 + "\n" + "=" * 80, False),
         ("| a | b |\n| --- | --- |\n| 1 | 2 |\n| 3 | 4 |\n| 5 | 6 |", False),
+        ("| --- " * 8 + "|\n" + str([0] * 11), False),  # without a letter: from twelve times
+        ("0 " * 19, True),
         ("\u54c8" * 12, True),
         ("", False),
         (list(range(8)) * 3, True),  # tokens

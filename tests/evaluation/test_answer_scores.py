@@ -1,4 +1,5 @@
 import sys
+from dataclasses import replace
 from decimal import Decimal
 from typing import Any
 
@@ -70,10 +71,13 @@ WHOLE = "def root(x):\n    return helper(sqrt(x))\n"
         "    return helper(sqrt(x))",
         "    return helper(sqrt(x))\n\n\nprint(root('a'))\nI hope this helps.",
         "```python\n    return helper(sqrt(x))\n```",
+        "1. So:\n   ```python\n   def root(x):\n       return sqrt(x)\n   ```",
+        f"```python\nfrom __future__ import annotations\n{WHOLE}```",
+        f"```python\n{WHOLE}\nif __name__ == '__main__':\n    raise SystemExit\n```",
     ],
 )
 def test_the_function_of_an_answer_passes_its_test(answer: str) -> None:
-    exec(build_program(TEST, answer), {"__name__": "__main__"})
+    exec(build_program(TEST, answer), {})
 
 
 @pytest.mark.parametrize("answer", ["    return x", "I cannot do that.", "```python\ndef root(x):\n    return 4\n```"])
@@ -122,16 +126,17 @@ def test_both_decoders_are_scored_where_the_question_has_an_answer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "correct"),
+    ("opened", "text", "correct"),
     [
-        ("<think>\n#### 5\n</think>\n\n#### 4", True),
-        ("#### 5\n</think>\n\n4", True),  # the prompt opens the reasoning
-        ("<think>\n#### 4\n</think>\n\nIt is 5.", False),
-        ("<think>\n#### 4", False),  # cut off
+        ("", "<think>\n#### 5\n</think>\n\n#### 4", True),
+        ("<think>\n", "#### 5\n</think>\n\n4", True),  # the prompt opens the reasoning
+        ("", "<think>\n#### 4\n</think>\n\nIt is 5.", False),
+        ("", "<think>\n#### 4", False),  # cut off
+        ("<think>\n", "#### 4", False),
     ],
 )
-def test_reasoning_is_not_scored(text: str, correct: bool) -> None:
-    records = [turn(1, None, (0,))]
+def test_reasoning_is_not_scored(opened: str, text: str, correct: bool) -> None:
+    records = [replace(turn(1, None, (0,)), opened=opened)]
     score_answers(records, QUESTIONS, Words(text))
     assert records[0].scores["plain"].correct is correct
     summary = summarize_scores(records)
@@ -141,7 +146,8 @@ def test_reasoning_is_not_scored(text: str, correct: bool) -> None:
 
 def test_rouge_is_that_of_counts_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("rouge_score")
-    questions = [Question(1, "summarization", ("?",), "f:1", ("The cats sat on the mat.",)), *QUESTIONS[1:]]
+    one, none = ("The cats sat on the mat.",), ("",)
+    questions = [Question(1, "summarization", ("?",), "f:1", one), Question(2, "gsm8k", ("?",), "f:2", none)]
     records = [turn(1, (0, 1, 2), (0, 2)), turn(2, (0,), (0,))]
     means = rouge_means(records, questions, Words("the ", "cat ", "sat "), rouge_scorer(questions))
     assert means is not None

@@ -41,7 +41,7 @@ QUESTIONS = [
 def records(text: str = "Roses.") -> list[TurnRecord]:
     answer = TimedAnswer((1,), 1.0)
     return [
-        TurnRecord(81, "writing", 1, (1,), answer, answer, answer, text),
+        TurnRecord(81, "writing", 1, (1,), answer, answer, answer, text, history=text),
         TurnRecord(81, "writing", 2, (1,), answer, answer, answer, "Rose."),
         TurnRecord(111, "math", 1, (1,), answer, answer, answer, "4"),
     ]
@@ -56,6 +56,7 @@ def records(text: str = "Roses.") -> list[TurnRecord]:
         ("It deserves 8.", NO_SCORE),
         ("[[0]] or [[11]]", NO_SCORE),
         ("", NO_SCORE),
+        ("<think>[[3]] would be harsh</think>Rating: 8", NO_SCORE),
     ],
 )
 def test_the_grade_is_the_last_one_in_double_brackets(reply: str, score: float) -> None:
@@ -84,10 +85,14 @@ def test_judgements_are_kept_in_fastchats_form_and_averaged(server: FakeServer, 
 
 def test_the_judge_sees_earlier_turns_and_reference_answers(server: FakeServer, tmp_path: Path) -> None:
     answer = "<think>\nFlowers rhyme.\n</think>\n\nRoses."
-    grade(records(answer), QUESTIONS, "mine", judge(server), tmp_path / "j.jsonl", concurrency=1)
+    asked = records(answer)
+    asked[0].text = "Tulips."  # the second turn was asked after the plain answer
+    grade(asked, QUESTIONS, "mine", judge(server), tmp_path / "j.jsonl", concurrency=1)
     first, second, third = (body["messages"][1]["content"] for body in server.bodies)
     assert "Now shorter." not in first
+    assert "Tulips." in first
     assert "Flowers rhyme." not in first + second
+    assert "Tulips." not in second
     assert second.index("Write a poem.") < second.index("Roses.") < second.index("Now shorter.") < second.index("Rose.")
     assert "It is 4." in third
     assert "reference answer" in server.bodies[2]["messages"][0]["content"]

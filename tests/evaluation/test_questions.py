@@ -95,8 +95,9 @@ def test_a_download_that_is_no_question_file_is_not_kept(nothing_here: Path, mon
 
 
 def test_reads_the_hub_copy_of_mt_bench(tmp_path: Path) -> None:
-    path = write(tmp_path / "q.jsonl", {"prompt_id": 5, "category": "math", "prompt": ["One?", "Two?"]})
-    assert read_questions(path)[0].turns == ("One?", "Two?")
+    record = {"prompt_id": 5, "category": "math", "prompt": ["One?", "Two?"], "reference": [None, "2"]}
+    question = read_questions(write(tmp_path / "q.jsonl", record))[0]
+    assert (question.turns, question.reference) == (("One?", "Two?"), ("", "2"))
 
 
 @pytest.mark.parametrize(
@@ -109,6 +110,7 @@ def test_reads_the_hub_copy_of_mt_bench(tmp_path: Path) -> None:
         ({"question_id": 1, "turns": "a"}, "turns is missing"),
         ({"question_id": 1, "turns": ["a", "  "]}, "turn 2 is empty"),
         ({"question_id": 1, "turns": ["a"], "category": 3}, "category"),
+        ({"question_id": 1, "turns": ["\ud83d"]}, "turn 1 contains half a surrogate pair"),
         (GOOD, "used before"),
         ({**GSM8K, "answer": "4"}, "answer does not end in #### and a number"),
         ({**GSM8K, "answer": "#### many"}, "answer does not end in #### and a number"),
