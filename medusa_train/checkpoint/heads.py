@@ -55,6 +55,8 @@ def load_draft(directory: Path | str, backbone: Backbone, dtype: torch.dtype | N
         heads = _medusa_tensors(found, tensors, config)
         return _new_medusa(heads, found.directory, backbone, dtype)
     draft = _new_draft(config, found.directory, tensors, backbone, dtype)
+    if found.layout == "eagle3" and (bias := draft.state_dict().get("lm_heads.0.bias")) is not None:
+        tensors["lm_heads.0.bias"] = torch.zeros_like(bias)  # these layouts have none
     try:
         draft.load_state_dict(tensors)
     except RuntimeError as error:

@@ -285,8 +285,16 @@ def _resolve_heads(heads: Path, base_model: str | None, tree: Path | None) -> Mo
     if base_model is None and find_heads(heads).layout == "model":
         base = str(heads)  # a Medusa-2 full model holds its backbone
     if not isinstance(base, str) or not base:
-        raise CheckpointError(f"{heads}: its config.json names no base model; give it with --base-model NAME")
+        raise CheckpointError(f"{heads}: its config.json names no base model; give it by base_model=NAME")
     return ModelPaths(heads, _local_or_hub(base), heads, _resolve_tree(tree, heads), None)
+
+
+def names_no_backbone(model: str) -> bool:
+    """Return whether `model` is a directory of heads whose config.json names no backbone, as of published ones."""
+    path = resolve_path(model)
+    if path is None or find_heads(path).layout in (None, "model"):
+        return False
+    return not read_mapping(path / CONFIG).get("base_model_name_or_path")
 
 
 def _local_or_hub(name: str) -> str:

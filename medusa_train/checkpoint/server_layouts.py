@@ -34,6 +34,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import LlamaConfig
 
 from medusa_train.checkpoint.reference_layout import TOKEN_MAP, HeadTensors, checked_heads
 from medusa_train.checkpoint.resolve import EAGLE3
@@ -260,6 +261,9 @@ def from_eagle3(
     The depth is not in the files, so `num_heads` keeps its default. Without d2t the draft has all tokens.
     """
     layer = config.get("transformer_layer_config") or config
+    # servers read it so: what is missing has Llama's defaults, not the backbone's values
+    named = {key: layer[key] for key in (*LAYER_KEYS, "rope_theta", "rope_scaling") if layer.get(key) is not None}
+    whole = LlamaConfig(**named).to_dict()
     state = {}
     for name, tensor in tensors.items():
         plain = name.removeprefix("model.")
@@ -271,11 +275,8 @@ def from_eagle3(
     settings: dict[str, Any] = {
         "layers": config.get(_STATES),
         "norm_before_residual": bool(config.get("norm_before_residual")),
-        "layer": {key: layer[key] for key in LAYER_KEYS if layer.get(key) is not None},
+        "layer": {key: whole[key] for key in LAYER_KEYS if whole.get(key) is not None},
     }
-    if "rope_parameters" not in layer and "rope_theta" in layer:
-        rope = {"rope_type": "default", **(layer.get("rope_scaling") or {}), "rope_theta": layer["rope_theta"]}
-        settings["layer"]["rope_parameters"] = rope
     if (eagle := config.get("eagle_config")) and eagle.get(_STATES):
         settings["layers"] = [layers + 1 for layers in eagle[_STATES]]
     rows = len(state[_LM_HEAD])

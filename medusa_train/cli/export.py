@@ -63,9 +63,10 @@ def export(
     """Read the arguments, export, and print what was written."""
     cfg = _read_config(arguments or [], flags)
 
-    from medusa_train.checkpoint.resolve import resolve_model
+    from medusa_train.checkpoint.resolve import names_no_backbone, resolve_model
 
-    paths = resolve_model(cfg.run, None, None, needs_backbone=False)
+    base_model = cfg.base_model if cfg.run is not None and names_no_backbone(cfg.run) else None
+    paths = resolve_model(cfg.run, base_model, None, needs_backbone=False)
 
     from medusa_train.export.write import (  # imports torch, so only after the paths are checked
         export_run,

@@ -17,6 +17,7 @@ from medusa_train.checkpoint.load_model import load_tree
 from medusa_train.checkpoint.resolve import ModelPaths
 from medusa_train.checkpoint.serialize import read_json
 from medusa_train.checkpoint.server_layouts import for_target, to_eagle3
+from medusa_train.config.drafts import default_layers
 from medusa_train.config.types import ExportTarget
 from medusa_train.data.builtin_templates import get_template
 from medusa_train.errors import BackboneError, CheckpointError
@@ -197,6 +198,7 @@ def write_eagle3(
     state, settings = read_eagle3(heads)
     _, backbone = resolve_backbone(paths.base_model, trust_remote_code=paths.trust_remote_code)
     text_config = backbone.get_text_config()
+    settings["layers"] = settings.get("layers") or default_layers(text_config.num_hidden_layers)
     layer = layer_config(text_config, settings.get("layer")).to_dict()
     tensors, config = to_eagle3(state, settings, layer, text_config.vocab_size, base_model)
     tensors, config = for_target(tensors, config, to, min(3, settings.get("num_heads", 3)))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from medusa_train.checkpoint.heads import VLLM_WEIGHTS, read_heads, write_heads, write_vllm
+from medusa_train.checkpoint.heads import VLLM_WEIGHTS, read_eagle3, read_heads, write_heads, write_vllm
 from medusa_train.checkpoint.reference_layout import HeadTensors, shared_block_warning
 from medusa_train.checkpoint.resolve import ModelPaths, find_heads, heads_kind
 from medusa_train.checkpoint.serialize import read_json
@@ -77,6 +77,8 @@ def export_run(
     if heads_kind(paths.heads) == "eagle3" and to != MERGED:
         base = base_model or _backbone_name(paths)
         exported.facts += write_eagle3(paths, paths.heads, to, exported.target, base, licence)
+        if "lm_heads.0.bias" in read_eagle3(paths.heads)[0]:
+            exported.warnings.append(BIAS_IGNORED)
         return exported
     if to in ("sglang", "speculators"):
         raise CheckpointError(f"{paths.heads}: {to} reads EAGLE-3 drafts only; export --to vllm, tgi or transformers")

@@ -149,15 +149,18 @@ class Decoder:
         (root,) = session.prefill([prompt], generators)
         yield Step([root], 0)
 
-        count = 1
-        while root not in stops and count < limit:
+        text, end = [*prompt, root], len(prompt) + limit
+        while root not in stops and len(text) < end:
             if answer != self._answers:
                 raise MedusaError("another answer was started on this decoder; it holds one at a time")
-            if count == 1:
-                session.start_draft()
-            ((path, tokens),) = session.step([root], generators)
-            tokens = truncate_at_stop(tokens[1:], stops, limit - count)
-            count += len(tokens)
+            if len(text) - 1 == self.backbone.rope_switch:
+                path, tokens = [0], [root, session.read_again(text, generators)]
+            else:
+                if len(text) == len(prompt) + 1:
+                    session.start_draft()
+                ((path, tokens),) = session.step([root], generators)
+            tokens = truncate_at_stop(tokens[1:], stops, end - len(text))
+            text += tokens
             root = tokens[-1]
             yield Step(tokens, min(len(path) - 1, len(tokens)))
 
@@ -231,6 +234,16 @@ class DecodingSession:
         logits = self._backbone.logits(at_positions(feats.hidden, [length - 1 for length in lengths]))
         accepted = accept(self._rule, last, logits[:, None], Tree.empty(), generators)
         return [tokens[-1] for _, tokens in accepted]
+
+    def read_again(self, text: list[int], generators: Sequence[torch.Generator] | None = None) -> int:
+        """Read the text of the only row from its beginning, and return the next token; the draft begins anew, too.
+
+        For longrope where it switches: all keys get the angles of long texts, as in transformers' `generate`.
+        """
+        self.cache.reset()
+        (token,) = self.prefill([text], generators)
+        self.start_draft()
+        return token
 
     def start_draft(self) -> None:
         """Give the draft the prompts. Apart from `prefill`, so that the first token does not wait for it."""

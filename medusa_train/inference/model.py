@@ -148,10 +148,13 @@ class Model:
             generator.seed()
         else:
             generator.manual_seed(seed)
+        texts, tokenizer = [stop] if isinstance(stop, str) else stop, self.backbone.tokenizer
         stops = frozenset(self.backbone.eos_ids if eos_ids is None else eos_ids)
+        special = {str(token): n for n, token in tokenizer.added_tokens_decoder.items() if token.special}
+        stops |= {special[text] for text in texts if text in special}  # the text is decoded without them
         return Reply(
             self._decoder.stream(self._ids(prompt, raw), max_new_tokens, stops, rule, generator),
-            TextStream(self.backbone.tokenizer, [stop] if isinstance(stop, str) else stop),
+            TextStream(tokenizer, texts),
             stops,
             max_new_tokens,
         )

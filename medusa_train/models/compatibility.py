@@ -88,6 +88,8 @@ def _config_problems(config: Any) -> Iterator[str]:
         yield "ALiBi attention: distances within the row are wrong between the branches of a tree"
     if getattr(text, "use_bidirectional_attention", False):
         yield "bidirectional attention: a position attends to later tokens"
+    if (size := _value(text, "global_head_dim")) and size != _value(text, "head_dim"):
+        yield "layers with heads of different sizes do not fit the cache"
     if unsupported := sorted(set(getattr(text, "layer_types", None) or ()) - SUPPORTED_LAYER_TYPES):
         yield f"layers of type {', '.join(unsupported)} do not support tree attention"
     # loading takes sdpa, except for capped scores

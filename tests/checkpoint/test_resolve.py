@@ -80,7 +80,7 @@ def test_heads_are_measured_over_the_backbone_that_they_were_trained_over(
 
 def test_heads_alone_name_their_backbone_in_config_json(tmp_path: Path) -> None:
     (tmp_path / "medusa_lm_head.pt").write_bytes(b"")
-    with pytest.raises(CheckpointError, match="--base-model"):
+    with pytest.raises(CheckpointError, match="base_model=NAME"):
         resolve_model(str(tmp_path), None, None)
     (tmp_path / "config.json").write_text(json.dumps({"base_model_name_or_path": "some/model"}))
     paths = resolve_model(str(tmp_path), None, None)

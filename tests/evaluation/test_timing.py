@@ -60,6 +60,9 @@ class StubChat:
     def prompt(self, messages: Any) -> list[int]:
         return [1] * sum(len(message.content) for message in messages)
 
+    def opened_reasoning(self, messages: Any) -> str:
+        return ""
+
 
 def stub_test(context: int, order: list[str], names: tuple[str, ...]) -> SpeedTest:
     class Stub:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import torch
 import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from medusa_train.checkpoint.heads import save_draft
 from medusa_train.models.drafts import DRAFTS
 from medusa_train.models.loading import load_backbone
 from medusa_train.trees.tree import Tree
+from tests.families import random_model
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}"
@@ -37,25 +37,8 @@ def write_tokenizer(directory: Path) -> None:
 
 
 def write_backbone(directory: Path) -> Path:
-    config = LlamaConfig(
-        vocab_size=300,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=CONTEXT,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        tie_word_embeddings=False,
-    )
-    torch.manual_seed(3)
-    model = LlamaForCausalLM(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0, 0.2)  # large enough that greedy text varies
+    shape = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "eos_token_id": 2}
+    model = random_model("llama", 3, 0.2, max_position_embeddings=CONTEXT, **shape)
     model.generation_config.repetition_penalty = 1.7  # must not reach the baseline
     model.save_pretrained(directory)
     write_tokenizer(directory)

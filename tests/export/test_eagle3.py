@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
 from medusa_train.checkpoint.heads import load_draft, save_draft
 from medusa_train.checkpoint.resolve import resolve_model
+from medusa_train.cli.export import app
 from medusa_train.errors import CheckpointError
 from medusa_train.export.write import export_run
 from medusa_train.models.backbone import Backbone
@@ -89,19 +91,28 @@ def test_names_and_shapes_are_those_that_servers_read(backbone_dir, backbone, tm
     assert "layers.0.mlp.up_proj.weight" in load_file(tmp_path / "speculators/model.safetensors")
     with pytest.raises(CheckpointError, match="exported --to vllm, sglang, speculators"):
         export_run(paths, "tgi", tmp_path / "tgi")
+    for key in ("eagle_aux_hidden_state_layer_ids", "base_model_name_or_path"):  # published drafts may lack them
+        del config[key]
+    (tmp_path / "vllm/config.json").write_text(json.dumps(config))
+    keys = [f"base_model={backbone_dir}", f"output_dir={tmp_path / 'again'}"]
+    assert CliRunner().invoke(app, [str(tmp_path / "vllm"), "--to", "vllm", *keys]).exit_code == 0
+    again = json.loads((tmp_path / "again/config.json").read_text())
+    assert again["eagle_aux_hidden_state_layer_ids"] == list(draft.layers)
 
 
 def test_a_published_draft_of_another_shape_loads(tmp_path: Path) -> None:
     """Its layer is wider than the backbone's, its residual normalised, and it has its own copy of the embeddings."""
-    backbone = random_backbone("llama", dtype=torch.float32)
+    angles = {"rope_type": "default", "rope_theta": 5e5}  # not the draft's, whose config.json leaves out Llama's default
+    backbone = random_backbone("llama", dtype=torch.float32, rope_parameters=angles)
     layer = {"intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
-    draft = new_draft(backbone, layer=layer, norm_before_residual=True)
+    rope = {"rope_parameters": {**angles, "rope_theta": 1e4}}
+    draft = new_draft(backbone, layer={**layer, **rope}, norm_before_residual=True)
     tensors = {name: tensor.contiguous() for name, tensor in draft.state_dict().items()}
     tensors["lm_head.weight"] = tensors.pop("lm_heads.0.weight")
     tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
     tensors["embed_tokens.weight"] = torch.randn(61, 32)
     save_file(tensors, tmp_path / "model.safetensors")
-    sizes = {"hidden_size": 32, "rope_theta": 10000.0, "max_position_embeddings": 128, "vocab_size": 61, **layer}
+    sizes = {"hidden_size": 32, "max_position_embeddings": 128, "vocab_size": 61, **layer}
     config = {"speculators_model_type": "eagle3", "norm_before_residual": True, "transformer_layer_config": sizes}
     (tmp_path / "config.json").write_text(json.dumps(config))
     loaded = load_draft(tmp_path, backbone)

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from medusa_train.inference.batch import BatchDecoder
 from medusa_train.inference.sampling import Sampling
 from medusa_train.models.backbone import Backbone
-from tests.families import NoTokenizer
+from tests.families import random_backbone
 
 
 def p_value(counts: Tensor, probabilities: Tensor) -> float:
@@ -33,21 +32,9 @@ def p_value(counts: Tensor, probabilities: Tensor) -> float:
 
 def five_token_backbone() -> Backbone:
     """A real model with a vocabulary of five tokens, so that all texts of three tokens can be counted."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=5,
-        hidden_size=8,
-        intermediate_size=8,
-        num_hidden_layers=2,
-        num_attention_heads=1,
-        max_position_embeddings=16,
-    )
-    model = LlamaForCausalLM(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0, 0.6)
-    return Backbone(model, NoTokenizer(), "five")
+    shape = {"vocab_size": 5, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "eos_token_id": 2}
+    heads = {"num_attention_heads": 1, "num_key_value_heads": 1}
+    return random_backbone("llama", dtype=torch.float32, std=0.6, max_position_embeddings=16, **shape, **heads)
 
 
 def check_lossless(

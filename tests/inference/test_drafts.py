@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from medusa_train.checkpoint.heads import load_draft, save_draft
 from medusa_train.errors import CheckpointError
@@ -20,7 +19,7 @@ from medusa_train.models.features import Rows
 from medusa_train.tree_search.fit import AcceptedLength
 from medusa_train.tree_search.traces import trace_answer, trace_conversations
 from medusa_train.trees.tree import Tree
-from tests.families import NoTokenizer, random_backbone
+from tests.families import random_backbone
 from tests.inference.chi_square import check_lossless, five_token_backbone
 from tests.inference.equality import check_equals_plain
 
@@ -177,17 +176,4 @@ def test_saved_drafts_load_unchanged_and_without_backbone_weights(kind: str, tmp
     size = sum(path.stat().st_size for path in (tmp_path / "heads").glob("*.safetensors"))
     assert size < 4 * trainable + 20_000
     with pytest.raises(CheckpointError, match="somebody/model"):
-        load_draft(tmp_path / "heads", wider_backbone())
-
-
-def wider_backbone() -> Backbone:
-    """A backbone of another hidden size."""
-    config = LlamaConfig(
-        vocab_size=61,
-        hidden_size=48,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        eos_token_id=None,
-    )
-    return Backbone(LlamaForCausalLM(config), NoTokenizer(), "wider")
+        load_draft(tmp_path / "heads", random_backbone("llama", hidden_size=48))

@@ -78,10 +78,7 @@ def _trained_like(backbone: Backbone, seed: int = 1) -> MedusaDraft:
 
 
 def _plain(backbone: Backbone, prompt: list[int], count: int) -> list[int]:
-    """Greedy decoding by whole forward passes of the stock model, without a cache.
-
-    (A longrope model changes the angles of all positions where it switches, which no cached decoding follows.)
-    """
+    """Greedy decoding by whole forward passes of the stock model, without a cache."""
     ids = list(prompt)
     with torch.no_grad():
         for _ in range(count):
@@ -90,7 +87,7 @@ def _plain(backbone: Backbone, prompt: list[int], count: int) -> list[int]:
     return ids[len(prompt) :]
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "phi3-longrope"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_the_empty_tree_is_the_stock_models_greedy_decoding(family: str) -> None:
     backbone = random_backbone(family)
     prompt = [3, 14, 15, 9, 2, 6, 5, 35]

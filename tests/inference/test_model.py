@@ -49,6 +49,10 @@ def test_a_stop_string_ends_the_answer(model: Model) -> None:
     other = model.reply("Hi?", 40, eos_ids=[reply.tokens[5], reply.tokens[3]])
     other.read()
     assert (other.finish, other.tokens) == ("eos", reply.tokens[:4])
+    special = model.reply("x", 60, eos_ids=[], stop="<eos>")  # which the text leaves out
+    special.read()
+    assert 2 not in special.tokens[:-1]
+    assert (special.tokens[-1], special.finish) == (2, "eos")
 
 
 def test_sampling_is_seeded(model: Model) -> None:

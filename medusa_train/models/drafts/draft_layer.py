@@ -58,6 +58,7 @@ class DraftLayer(nn.Module):
                 config.intermediate_size = mlp_size
             body: Any = type(backbone.body)(config)
             del body.embed_tokens
+            _ = body.norm  # raises AttributeError where the final norm has another name
             if not final_norm:
                 body.norm = nn.Identity()
             if mlp_size == 0:

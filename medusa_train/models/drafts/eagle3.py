@@ -22,7 +22,7 @@ from transformers.models.llama.modeling_llama import (
 
 from medusa_train.config.drafts import default_layers
 from medusa_train.data.batch import IGNORE_INDEX, shift_labels
-from medusa_train.errors import MedusaError
+from medusa_train.errors import BackboneError, MedusaError
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.compiled import SlotCache
 from medusa_train.models.drafts.base import Limits, Proposal
@@ -115,6 +115,8 @@ class Eagle3Draft(LMHeadsDraft):
     @torch.no_grad()
     def _init_from(self, backbone: Backbone) -> None:
         size = backbone.hidden_size
+        if not hasattr(backbone.body, "norm"):
+            raise BackboneError(f"an EAGLE-3 draft can't begin as {type(backbone.body).__name__}: it has no `norm`")
         nn.init.zeros_(self.fc.weight)
         nn.init.eye_(self.fc.weight[:, -size:])
         source = backbone.layer(backbone.num_layers - 1)
@@ -473,8 +475,9 @@ def layer_config(config: Any, layer: Mapping[str, Any] | None = None) -> LlamaCo
     """
     size, heads, kv_heads, head_dim = _attention_shape(config)
     rope = getattr(config, "rope_parameters", None) or {}
-    rope = dict(rope.get("full_attention", rope))  # some families have angles for each layer type
-    rope.pop("partial_rotary_factor", None)
+    rope = dict(rope.get("full_attention", rope) or {})  # some families have angles for each layer type
+    if rope.pop("partial_rotary_factor", 1.0) != 1.0 and rope.get("rope_type") == "longrope":
+        rope = {"rope_type": "default", "rope_theta": rope["rope_theta"]}  # its factors are for fewer dimensions
     entries = {
         "vocab_size": 1,
         "hidden_size": size,
@@ -483,7 +486,7 @@ def layer_config(config: Any, layer: Mapping[str, Any] | None = None) -> LlamaCo
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
-        "rms_norm_eps": getattr(config, "rms_norm_eps", 1e-6),
+        "rms_norm_eps": getattr(config, "rms_norm_eps", None) or 1e-6,
         "max_position_embeddings": config.max_position_embeddings,
         "rope_parameters": rope or None,
         **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
