@@ -117,7 +117,10 @@ class JsonLinesFile:
     def flush(self) -> None:
         """Write what an earlier `append` could not."""
         while self._pending:
-            self._pending = self._pending[self._file.write(self._pending) :]
+            try:
+                self._pending = self._pending[self._file.write(self._pending) :]
+            except OSError as error:  # of a write, which names no file
+                raise OSError(error.errno, error.strerror, str(self.path)) from error
         if self._fsync_every is not None and self._unsynced >= self._fsync_every:
             self._sync()
 

@@ -243,7 +243,9 @@ class Dashboard(MetricLogger):
             return None
 
 
-def wandb(console: Console, run_dir: Path, project: str, entity: str | None, run_id: str | None) -> Dashboard:
+def wandb(
+    console: Console, run_dir: Path, project: str, entity: str | None, run_id: str | None, name: str | None = None
+) -> Dashboard:
     """Start or resume a run of Weights & Biases, with its files in `run_dir`/wandb. WANDB_MODE applies."""
 
     def start() -> tuple[Send, Callable[[], None]]:
@@ -255,7 +257,7 @@ def wandb(console: Console, run_dir: Path, project: str, entity: str | None, run
             id=run_id,
             resume="allow" if run_id else None,
             dir=str(run_dir),
-            name=run_dir.name,
+            name=name or run_dir.name,
             mode=_wandb_mode(),
             settings=wandb.Settings(silent=True),
         )

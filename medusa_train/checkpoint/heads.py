@@ -52,8 +52,7 @@ def load_draft(directory: Path | str, backbone: Backbone, dtype: torch.dtype | N
     found = find_heads(Path(directory))
     tensors, config = _read_files(found)
     if found.layout not in ("draft", "eagle3"):
-        heads = _medusa_tensors(found, tensors, config)
-        return _new_medusa(heads, found.directory, backbone, dtype)
+        return _new_medusa(_medusa_tensors(found, tensors, config), found.directory, backbone, dtype)
     draft = _new_draft(config, found.directory, tensors, backbone, dtype)
     if found.layout == "eagle3" and (bias := draft.state_dict().get("lm_heads.0.bias")) is not None:
         tensors["lm_heads.0.bias"] = torch.zeros_like(bias)  # these layouts have none

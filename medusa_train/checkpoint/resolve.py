@@ -181,8 +181,8 @@ def newest_run(runs: Path) -> Path:
     if not trained:
         raise CheckpointError(
             f"no model given, and no trained run under {runs}.\n"
-            "Run `make demo` or `medusa-train CONFIG.yaml` first, or name a run with --model RUN_DIR "
-            "(or --base-model NAME for the baselines alone)."
+            "Run `make demo` or `medusa-train CONFIG.yaml` first, or name a run (or, to measure the baselines alone, a "
+            "base_model)."
         )
     return max(trained, key=lambda directory: (_modified(directory / "heads"), directory.name))
 

@@ -44,14 +44,8 @@ RUN_FILES = (
 NEWEST = ("latest", "auto")
 #: Keys on which the trained weights and the optimizer depend, beside base_model and the draft's own.
 _WEIGHT_KEYS = (
-    "recipe",
-    "adapter",
-    "lora_r",
-    "lora_target_modules",
-    "lora_target_linear",
-    "lora_modules_to_save",
-    "medusa_num_unfreeze_layers",
-    "optimizer",
+    *("recipe", "adapter", "lora_r", "lora_target_modules", "lora_target_linear", "lora_modules_to_save"),
+    *("medusa_num_unfreeze_layers", "optimizer"),
 )
 
 
@@ -75,6 +69,13 @@ def check_output_dir(cfg: TrainConfig) -> None:
         raise ConfigError(
             "overwrite_output_dir: would delete the heads that lora_model_dir names; set another output_dir"
         )
+    base = resolve_path(cfg.base_model)
+    if (
+        cfg.overwrite_output_dir
+        and base
+        and any(base.resolve().is_relative_to((out / name).resolve()) for name in files)
+    ):
+        raise ConfigError("overwrite_output_dir: would delete the backbone, base_model; set another output_dir")
     if not files or cfg.overwrite_output_dir:
         return
     if resume is None:

@@ -18,6 +18,7 @@ from medusa_train.cli.common import (
     with_keys,
 )
 from medusa_train.config.schema import SelfDistillConfig
+from medusa_train.errors import DataError
 from medusa_train.progress import RunProgress
 
 if TYPE_CHECKING:
@@ -138,6 +139,8 @@ def _generate(cfg: SelfDistillConfig, prompts: list[Prompt], out: Path, part: Sh
     if stats is None:
         error_console().print(f"interrupted; run the same command again to resume {target}")
         return EXIT_INTERRUPTED
+    if not target.is_file():
+        raise DataError(f"{target}: no answer was kept, so nothing was written; see the dropped turns above")
     console.print(f"output: {target}")
     if part is not None:
         console.print(f"run the same command with --merge to merge all {part.count} shards")

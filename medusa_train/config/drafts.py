@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
 from pydantic_core import PydanticCustomError
 
 from medusa_train.config.types import Bool, ExportTarget, Float, Int, Text, format_value, key
@@ -260,6 +260,12 @@ class KangarooConfig(DraftConfig):
         return f"Kangaroo, early exit after {_layers(self.exit_layer)}, drafting up to {self.num_heads} tokens"
 
 
+def _ascending(layers: tuple[int, int, int]) -> tuple[int, int, int]:
+    if not layers[0] < layers[1] < layers[2]:
+        raise PydanticCustomError("config_type", "must be three different numbers in ascending order")
+    return layers
+
+
 class Eagle3Config(DraftConfig):
     """Keys of `eagle3`: one decoder layer over the states of three layers, trained on its own outputs (EAGLE-3)."""
 
@@ -278,7 +284,7 @@ class Eagle3Config(DraftConfig):
         ge=1,
         le=16,
     )
-    layers: tuple[Int, Int, Int] | None = key(
+    layers: Annotated[tuple[Int, Int, Int], AfterValidator(_ascending)] | None = key(
         None, "after how many of the backbone's layers the draft reads states; default: 2, half, all but 3"
     )
     vocab_size: Int | None = key(

@@ -90,6 +90,9 @@ def _read(path: Path) -> YamlSource:
     if resolved.is_dir():
         raise ConfigError(f"{path}: is a directory, not a YAML file{_nearby_files(resolved / 'config.yaml')}")
     source = read_yaml_file(resolved, str(path))
+    run = resolved.parent
+    if resolved.name == "config.yaml" and any((run / name).exists() for name in ("metrics.jsonl", STAGE_ONE)):
+        source.values["output_dir"] = str(run)  # a run's own file names its directory, wherever it is read from
     stage = source.values.get(STAGE_ONE)
     values, key = (stage, "config") if isinstance(stage, dict) else (source.values, STAGE_ONE)
     name = values.get(key)
@@ -248,7 +251,9 @@ def _violations(cfg: Config, given: set[str], invalid: set[str], source: YamlSou
 
 
 def _unknown(name: str, owner: type[BaseModel]) -> str:
-    nearest = difflib.get_close_matches(name.lower(), owner.model_fields, n=1, cutoff=0.55)
+    if name in (hints := getattr(owner, "axolotl_hints", {})):
+        return str(hints[name])
+    nearest = difflib.get_close_matches(name.lower(), owner.model_fields, n=1, cutoff=0.65)
     return f"unknown key; did you mean {nearest[0]}?" if nearest else "unknown key; see docs/configuration.md"
 
 

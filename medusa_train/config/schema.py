@@ -6,10 +6,11 @@ paper's settings. An empty key (null) means the default.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 from medusa_train.config.constraints import (
     EVAL_CONSTRAINTS,
@@ -71,7 +72,9 @@ IGNORED_AXOLOTL_KEYS = frozenset(
         *("wandb_log_model", "ddp_find_unused_parameters", "push_dataset_to_hub"),
         *("hub_model_id", "torchdistx_path", "gptq", "tokens", "eval_table_size"),
         *("shuffle_merged_datasets", "model_type", "tokenizer_type", "base_model_config"),
-        *("pad_to_sequence_len", "special_tokens"),
+        *("pad_to_sequence_len", "special_tokens", "eval_sample_packing", "eval_max_new_tokens"),
+        *("plugins", "liger_rope", "liger_rms_norm", "liger_glu_activation", "liger_fused_linear_cross_entropy"),
+        *("s2_attention", "flash_attn_cross_entropy", "lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel"),
     )
 )
 
@@ -91,8 +94,18 @@ SHARED_WITH_STAGE_ONE = (
 #: Keys that stage one does not have: the configuration that names it decides for both.
 NOT_IN_STAGE_ONE = (
     *("stage_one", "output_dir", "overwrite_output_dir", "resume_from_checkpoint", "export"),
-    "wandb_run_id",
+    *("wandb_name", "wandb_run_id"),
 )
+
+
+def _record_format(value: object) -> object:
+    return "auto" if value == "chat_template" else value
+
+
+def _datasets(value: object) -> object:
+    """Let a path, or a list with paths, name datasets."""
+    entries = [value] if isinstance(value, str) else value
+    return [{"path": one} if isinstance(one, str) else one for one in entries] if isinstance(entries, list) else entries
 
 
 class DatasetConfig(BaseModel):
@@ -100,13 +113,25 @@ class DatasetConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
+    #: Keys of Axolotl's datasets, with what to do instead.
+    axolotl_hints: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(
+            ("field_messages", "message_property_mappings", "message_field_role", "message_field_content", "roles"),
+            "is not needed: chats are recognized by their own keys (role and content, or from and value); remove it",
+        ),
+        **dict.fromkeys(("train_on_eos", "train_on_eot"), "the end of every answer is trained; remove it"),
+        "data_files": "name the file or directory as `path`",
+        "ds_type": "follows from the file's name; remove it",
+        "roles_to_train": "applies to all datasets: set it beside `datasets`",
+    }
+
     path: Text = key(
         ...,
         "file (JSONL or JSON, also gzipped, or Parquet), directory of files, name of a dataset on the hub, "
         "or sharegpt, ultrachat or tiny",
     )
-    type: Literal["auto", "sharegpt", "messages", "alpaca"] = key(
-        "auto", "format of the records; auto: detected from their keys"
+    type: Annotated[Literal["auto", "sharegpt", "messages", "alpaca"], BeforeValidator(_record_format)] = key(
+        "auto", "format of the records; auto, and Axolotl's chat_template: detected from their keys"
     )
     conversation: Text | None = key(
         None, "name of the chat template of this dataset (vicuna_v1.1, zephyr, ...), or a .jinja file"
@@ -190,7 +215,7 @@ class TrainConfig(Config):
     )
 
     # Data
-    datasets: list[DatasetConfig] = key(..., "training data", min_length=1)
+    datasets: Annotated[list[DatasetConfig], BeforeValidator(_datasets)] = key(..., "training data", min_length=1)
     dataset_prepared_path: Text | None = key(None, "directory to cache tokenized data in")
     cache_hidden_states: Bool = key(
         False,
@@ -222,7 +247,7 @@ class TrainConfig(Config):
     val_set_size: Float = key(
         0.05, "fraction of the conversations held out for evaluation, if test_datasets is not set", ge=0, lt=1
     )
-    test_datasets: list[DatasetConfig] | None = key(
+    test_datasets: Annotated[list[DatasetConfig] | None, BeforeValidator(_datasets)] = key(
         None,
         "data for evaluation and to fit the tree, of which nothing is trained on; default: held out by val_set_size",
         min_length=1,
@@ -291,6 +316,7 @@ class TrainConfig(Config):
     use_tensorboard: Bool = key(False, "write TensorBoard event files to output_dir/tensorboard")
     wandb_project: Text | None = key(None, "Weights & Biases project to log to")
     wandb_entity: Text | None = key(None, "Weights & Biases entity (team or user)")
+    wandb_name: Text | None = key(None, "Weights & Biases name of the run; default: its directory's")
     wandb_run_id: Text | None = key(None, "Weights & Biases run to resume")
 
     ignored_axolotl_keys: ClassVar[frozenset[str]] = IGNORED_AXOLOTL_KEYS

@@ -92,8 +92,7 @@ def shift_labels(labels: Tensor, k: int, segments: Tensor | None = None) -> Tens
         return out
     target = labels[:, ahead:]
     if segments is not None:
-        same = segments[:, ahead:] == segments[:, :-ahead]
-        target = torch.where(same, target, IGNORE_INDEX)
+        target = torch.where(segments[:, ahead:] == segments[:, :-ahead], target, IGNORE_INDEX)
     out[:, :-ahead] = target
     return out
 

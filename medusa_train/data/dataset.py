@@ -136,6 +136,10 @@ def load_datasets(
     validation: list[Example] = []
     for example in encoded.examples:
         (validation if example.key in validation_keys else train).append(example)
+    if not train:
+        raise DataError("no conversation left to train on: test_datasets have all of them")
+    if not (test or validation) and cfg.early_stopping_patience is not None:
+        raise DataError("early_stopping_patience: no conversation is left for validation; set test_datasets")
     row_len = cfg.sequence_len if cfg.sample_packing else None
     return (
         EncodedDataset(train, encoder.pad_id, report, row_len),

@@ -117,7 +117,7 @@ def _read_array(path: Path, data: bytes) -> Iterator[RawRecord]:
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise DataError(f"{path}:{line}: not UTF-8 text") from None
-    decoder = json.JSONDecoder()
+    decoder, one_line = json.JSONDecoder(), "\n" not in text.strip()
     position = _skip_space(text, text.index("[") + 1)
     line, counted, number = 1, 0, 0
     while text[position : position + 1] != "]":
@@ -127,7 +127,7 @@ def _read_array(path: Path, data: bytes) -> Iterator[RawRecord]:
         except (ValueError, RecursionError) as error:
             raise DataError(f"{path}:{getattr(error, 'lineno', line)}: {_reason(error)}") from None
         number += 1
-        yield RawRecord(f"{path}:{line}", number, value)
+        yield RawRecord(f"{path}:{f'record {number}' if one_line else line}", number, value)
         position = _skip_space(text, position)
         if text[position : position + 1] == ",":
             position = _skip_space(text, position + 1)

@@ -25,15 +25,10 @@ from medusa_train.errors import DataError
 MAX_SHOWN_PROBLEMS = 5
 
 _ROLES: dict[str, Role] = {
-    "system": "system",
-    "developer": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "model": "assistant",
-    "assistant": "assistant",
-}
+    "system": "system", "developer": "system", "human": "user", "user": "user",
+    "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "assistant": "assistant",
+}  # fmt: skip
+_TOOL_ROLES = ("tool", "function", "function_call", "observation", "ipython")
 #: The keys that identify each format, in the order in which `auto` tries them.
 _CHAT_FORMATS = {"sharegpt": ("conversations",), "messages": ("messages",), "alpaca": ("instruction", "output")}
 #: The keys of a record's turns, and of the role and the text of a turn.
@@ -43,13 +38,8 @@ _PROMPT_FORMATS = {**_CHAT_FORMATS, "alpaca": ("instruction",), "mt_bench": ("tu
 REASONING_KEYS = ("reasoning_content", "reasoning")
 _PROMPT_ROLES: tuple[Role, ...] = ("user", "system")
 _JSON_TYPES: dict[type, str] = {
-    bool: "a boolean",
-    int: "a number",
-    float: "a number",
-    str: "a string",
-    list: "a list",
-    dict: "an object",
-}
+    bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "a list", dict: "an object",
+}  # fmt: skip
 
 
 class RecordError(ValueError):
@@ -129,7 +119,7 @@ def parse_record(
         RecordError: the record is not a valid chat.
     """
     record, type = _detect_format(record, type, _CHAT_FORMATS)
-    messages = _alpaca_chat(record) if type == "alpaca" else _parse_turns(record, *_TURN_KEYS[type], tags)
+    messages = _alpaca_chat(record) if type == "alpaca" else _parse_turns(record, *_turn_keys(record, type), tags)
     if type == "sharegpt":
         if messages[0].role == "assistant":  # continues a longer chat; FastChat's `preprocess` skips it as well
             messages = messages[1:]
@@ -162,7 +152,7 @@ def parse_user_turns(record: object, type: str = "auto") -> tuple[list[str], str
         messages = [*_parse_turns({"turns": turns}, "turns", "role", "content", REASONING_TAGS, _PROMPT_ROLES)]
     else:
         system_beside = _system_of(record) if type == "sharegpt" else ()
-        messages = [*system_beside, *_parse_turns(record, *_TURN_KEYS[type], REASONING_TAGS, _PROMPT_ROLES)]
+        messages = [*system_beside, *_parse_turns(record, *_turn_keys(record, type), REASONING_TAGS, _PROMPT_ROLES)]
     texts = [(message.role, message.content.encode("utf-8", "replace").decode()) for message in messages]
     user = [text for role, text in texts if role == "user" and text.strip()]
     system = [text for role, text in texts if role == "system" and text.strip()]
@@ -184,6 +174,15 @@ def _detect_format(record: object, type: str, formats: Mapping[str, tuple[str, .
     expected = ", ".join(f"{' and '.join(map(repr, keys))} ({name})" for name, keys in formats.items())
     present = ", ".join(sorted(map(str, record))) or "none"
     raise RecordError(f"unknown record format, expected the keys {expected}; its keys: {present}")
+
+
+def _turn_keys(record: Mapping[str, Any], type: str) -> tuple[str, str, str]:
+    """Return the keys of the turns, of a role and of a text; `conversations` may have the keys of `messages`."""
+    keys = _TURN_KEYS[type]
+    turns = record.get(keys[0])
+    if isinstance(turns, list) and turns and isinstance(turns[0], Mapping) and "role" in turns[0]:
+        return keys[0], "role", "content"
+    return keys
 
 
 def _system_of(record: Mapping[str, Any]) -> tuple[Message, ...]:
@@ -238,6 +237,8 @@ def _parse_turns(
         role = _ROLES.get(name) if isinstance(name, str) else None
         if roles is not None and role not in roles:
             continue
+        if name in _TOOL_ROLES or turn.get("tool_calls"):
+            raise RecordError(f"turn {number} is a tool call or its result, which is not supported")
         if role is None:
             raise RecordError(f"turn {number}: unknown '{role_key}': {name!r}, expected one of {', '.join(_ROLES)}")
         content = _content(turn.get(content_key), number, content_key)

@@ -42,11 +42,6 @@ class Quality:
     loss_after: float
     kl: float  # of the trained one from the original: KL(before || after)
 
-    @property
-    def perplexity_change(self) -> float:
-        """Relative change of the perplexity: 0.01 is 1 % worse."""
-        return math.expm1(self.loss_after - self.loss_before)
-
 
 def has_trained_backbone(paths: ModelPaths) -> bool:
     """Return whether the run trained its backbone (Medusa-2), by an adapter or in full."""

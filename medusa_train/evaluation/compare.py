@@ -20,18 +20,14 @@ from medusa_train.pages.page import Section, Table, number, render_page, write_f
 
 #: Keys of `meta` that must be equal for speeds to be comparable, with their labels.
 CONDITIONS = {
-    "bench": "bench",
+    **{key: key for key in ("bench", "max_new_tokens", "chat_template", "dtype")},
     "questions": "number of questions",
-    "max_new_tokens": "max_new_tokens",
-    "chat_template": "chat_template",
     "chat_template_kwargs": "variables of the chat template (chat_template_kwargs)",
-    "dtype": "dtype",
     "compiled": "compile",
     "packed": "weight prepacking",
     "attention": "attention implementation",
     "backbone": "form of the backbone (quantization, adapter)",
-    "torch": "version of torch",
-    "transformers": "version of transformers",
+    **{key: f"version of {key}" for key in ("torch", "transformers")},
     "device": "device",
     "threads": "number of threads",
 }

@@ -7,6 +7,7 @@ import os
 import shutil
 from functools import partial
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import torch
@@ -216,5 +217,6 @@ def write_eagle3(
     write_weights(target, VLLM_WEIGHTS, tensors, config)
     replace_text(target / "README.md", text)
     facts = [f"EAGLE-3, {drafted}; backbone {base_model}"]
-    command = _EAGLE3_COMMANDS[to].format(directory=target, backbone=base_model)
+    directory = str(target) if to == "vllm" else quote(str(target))  # there it stands within quotes
+    command = _EAGLE3_COMMANDS[to].format(directory=directory, backbone=quote(base_model))
     return [*facts, f"serve it: {command}", "servers draft a chain, or a tree of their own; tree.json is not read"]

@@ -121,16 +121,8 @@ class DecodingMode:
     def from_config(cls, cfg: EvalConfig) -> DecodingMode:
         """Return the mode that the keys describe."""
         cfg = cfg.resolved()
-        return cls(
-            cfg.acceptance,
-            cfg.temperature or 0.0,
-            cfg.top_p,
-            cfg.top_k or 0,
-            cfg.epsilon,
-            cfg.delta,
-            cfg.batch_size,
-            cfg.seed,
-        )
+        sampling = (cfg.temperature or 0.0, cfg.top_p, cfg.top_k or 0)
+        return cls(cfg.acceptance, *sampling, cfg.epsilon, cfg.delta, cfg.batch_size, cfg.seed)
 
     @property
     def rule(self) -> Rule:

@@ -163,18 +163,8 @@ def _by_kernel(joined: list[Tensor], bounds: Tensor, longest: int, window: int |
     query, key, value = (states.transpose(0, 1) for states in joined)
     # the kernel counts the positions before a query, a window in transformers the query as well
     before = -1 if window is None else window - 1
-    out: Tensor = kernel(
-        query,
-        key,
-        value,
-        bounds,
-        bounds,
-        longest,
-        longest,
-        scale=scaling,
-        window_size=(before, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
+    options = {"scale": scaling, "window_size": (before, 0), "enable_gqa": query.shape[1] != key.shape[1]}
+    out: Tensor = kernel(query, key, value, bounds, bounds, longest, longest, **options)
     return out
 
 

@@ -136,8 +136,7 @@ class Adapter:
 
         config = self.peft.peft_config["default"]
         weights = get_peft_model_state_dict(self.peft, save_embedding_layers=False)
-        dequantized = self.peft.unload().dequantize()
-        self.peft = get_peft_model(dequantized, config)
+        self.peft = get_peft_model(self.peft.unload().dequantize(), config)
         set_peft_model_state_dict(self.peft, weights)
 
 

@@ -18,6 +18,8 @@ from typing import Literal
 import torch
 from torch import nn
 
+from medusa_train.errors import MedusaError
+
 
 def default_device() -> torch.device:
     """Return the current GPU, or the CPU without one."""
@@ -77,7 +79,10 @@ def parse_dtype(dtype: str | torch.dtype, device: torch.device | None = None) ->
     """Return the torch dtype of a name such as "bfloat16" or "auto" (see `auto_dtype`)."""
     if isinstance(dtype, torch.dtype):
         return dtype
-    return getattr(torch, auto_dtype(device) if dtype == "auto" else dtype)
+    found = getattr(torch, auto_dtype(device) if dtype == "auto" else dtype, None)
+    if not isinstance(found, torch.dtype):
+        raise MedusaError(f"dtype: must be auto, float32, bfloat16 or float16, got {dtype!r}")
+    return found
 
 
 @contextmanager

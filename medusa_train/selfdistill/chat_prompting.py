@@ -91,8 +91,7 @@ class ChatPrompting:
 
     def _around_user(self, request: Request) -> tuple[str, str]:
         """Return the text that the template renders before and after the content of the next user message."""
-        rendered = self._render((*request.messages, Message("user", _MARK)))
-        before, mark, after = rendered.rpartition(_MARK)
+        before, mark, after = self._render((*request.messages, Message("user", _MARK))).rpartition(_MARK)
         if not mark:
             raise ConfigError(
                 "the chat template does not render user messages verbatim, which self-talk needs; "

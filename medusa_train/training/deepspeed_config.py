@@ -123,6 +123,9 @@ def _contradictions(config: Mapping[str, Any], cfg: TrainConfig, size: int) -> I
     for name, value, reason in (*expected, clipping):
         if (actual := config.get(name, AUTO)) not in (AUTO, value):
             yield f'{name}: {actual}, but {reason}; set it to "auto"'
+    for name, key in (("optimizer", "lr"), ("scheduler", "warmup_max_lr")):
+        if (lr := (config.get(name, {}).get("params") or {}).get(key, AUTO)) not in (AUTO, cfg.learning_rate):
+            yield f'{name}.params.{key}: {lr}, but learning_rate is {cfg.learning_rate:g}; set it to "auto"'
     for name, wanted in (("fp16", cfg.fp16), ("bf16", cfg.bf16)):
         actual = config.get(name, {}).get("enabled", AUTO)
         if actual is True and (wanted is False or (name == "bf16" and cfg.fp16)):

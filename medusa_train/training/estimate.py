@@ -126,8 +126,7 @@ class Estimate:
             return body * (min(epochs, 1) if cfg.cache_hidden_states else epochs) + soft * epochs + in_heads
         backward = 1 if cfg.adapter else 2
         in_body = body * (1 + self._has_teacher + cfg.gradient_checkpointing + backward)
-        in_lm_head = 2 * lm_head * supervised * (1 + self._has_teacher + backward)
-        return (in_body + in_lm_head) * epochs + in_heads
+        return (in_body + 2 * lm_head * supervised * (1 + self._has_teacher + backward)) * epochs + in_heads
 
     def _count_heads(self, **changes: Any) -> int:
         return DRAFTS[self._cfg.draft].count_parameters(self._model, **{**self._settings, **changes})

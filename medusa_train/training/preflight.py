@@ -97,13 +97,13 @@ def _check_adapter(cfg: TrainConfig, directory: Path) -> None:
         "lora_alpha": saved.get("lora_alpha"),
         "lora_dropout": saved.get("lora_dropout"),
         "lora_target_modules": [targets] if isinstance(targets, str) else sorted(targets),
+        "lora_modules_to_save": sorted(saved.get("modules_to_save") or ()),
     }
     configured = {key: getattr(cfg, key) for key in stored if key in cfg.model_fields_set}
     configured = {key: value for key, value in configured.items() if value is not None}
-    if "lora_target_modules" in configured:
-        configured["lora_target_modules"] = sorted(configured["lora_target_modules"])
-        if cfg.lora_target_linear:  # which overrides them
-            del configured["lora_target_modules"]
+    configured |= {key: sorted(value) for key, value in configured.items() if isinstance(value, list)}
+    if cfg.lora_target_linear:  # which overrides them
+        configured.pop("lora_target_modules", None)
     if different := [key for key in configured if configured[key] != stored[key]]:
         trained, wanted = (", ".join(f"{key}: {of[key]}" for key in different) for of in (stored, configured))
         raise ConfigError(

@@ -205,6 +205,9 @@ def fit_tree(
     """
     recipe.train(False)
     draft.eval()
+    for name, parameter in recipe.parameters.items():
+        if ".modules_to_save." in name:  # trained in float32; decoding has no autocast
+            parameter.data = parameter.data.to(recipe.backbone.dtype)
     if recipe.adapter is not None and not getattr(recipe.backbone.model, "is_quantized", False):
         recipe.adapter.merge()
     with progress.phase("prepacking weights for decoding", ticking=True):  # as medusa-eval does

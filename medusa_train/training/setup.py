@@ -81,7 +81,10 @@ def build_trainer(
     if not world.is_main:
         torch.manual_seed(hash((cfg.seed, world.rank)))  # other dropout masks per process, now that weights are equal
     state = TrainState() if checkpoint is None else _resume(checkpoint, strategy, loader, plan, world, console)
-    used = {"chat_template": data.chat_template, "sequence_len": data.sequence_len}
+    used: dict[str, Any] = {"chat_template": data.chat_template, "sequence_len": data.sequence_len}
+    if recipe.adapter is not None:  # which may have come with lora_model_dir
+        lora = recipe.adapter.peft.peft_config["default"]
+        used |= {"lora_r": lora.r, "lora_alpha": lora.lora_alpha, "lora_dropout": lora.lora_dropout}
     loggers = _open_loggers(cfg.model_copy(update=used), state, plan, progress, world)
     return Trainer(
         recipe=recipe,
@@ -292,7 +295,7 @@ def _open_loggers(
     write_config(cfg, out)
     dashboards = [tensorboard(console, out, state.step)] if cfg.use_tensorboard else []
     if cfg.wandb_project is not None:
-        dashboards.append(wandb(console, out, cfg.wandb_project, cfg.wandb_entity, cfg.wandb_run_id))
+        dashboards.append(wandb(console, out, cfg.wandb_project, cfg.wandb_entity, cfg.wandb_run_id, cfg.wandb_name))
     with writing(out):
         return open_metric_loggers(
             out, console, plan.total_steps, state.step, dashboards, state.evaluated, progress.title

@@ -15,6 +15,7 @@ from medusa_train.checkpoint.resolve import find_heads
 from medusa_train.checkpoint.run_directory import (
     CHECKPOINTS,
     HEADS,
+    NEWEST,
     changed_weight_keys,
     check_output_dir,
     named_checkpoint,
@@ -131,7 +132,7 @@ def _is_finished(cfg: TrainConfig, first: TrainConfig) -> bool:
             f"resume_from_checkpoint: {named} is a checkpoint of stage one; resume_from_checkpoint=auto continues "
             "stage one from its newest checkpoint"
         )
-    if _has_checkpoint(cfg.run_dir):
+    if named is not None or _has_checkpoint(cfg.run_dir):
         return True
     # weights and config.json are written one after the other
     if find_heads(run / HEADS).layout is None or not (run / HEADS / "config.json").is_file():
@@ -150,6 +151,7 @@ def _has_checkpoint(run: Path) -> bool:
 
 def _as_started(cfg: TrainConfig) -> TrainConfig:
     """Let stage two begin in the directory that holds stage one, unless there is a checkpoint of it to resume from."""
-    if cfg.resume_from_checkpoint is not None and _has_checkpoint(cfg.run_dir):
+    resume = cfg.resume_from_checkpoint
+    if resume is not None and (resume not in NEWEST or _has_checkpoint(cfg.run_dir)):
         return cfg
     return cfg.model_copy(update={"resume_from_checkpoint": None, "overwrite_output_dir": True})

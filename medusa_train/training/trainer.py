@@ -255,6 +255,8 @@ class Trainer:
         if not window.steps:  # all of them were skipped
             return
         record = {"epoch": round(self.state.epoch, 4), **window.means(), "tokens": self.state.tokens}
+        if not self.objective.teacher_weight:
+            record.pop("lm_kl", None)
         if self.state.skipped:
             record["skipped_steps"] = self.state.skipped
         if self.top_k_in_log and (result := self.evaluate([last_batch])) is not None:

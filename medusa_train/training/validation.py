@@ -154,8 +154,7 @@ def validation_objective(objective: Objective, heads: float, ce: float | None, k
     if objective.lm is None:
         return heads
     rho = objective.teacher_weight
-    lm_loss = (1.0 - rho) * (ce or 0.0) + rho * (kl or 0.0)
-    return lm_loss + objective.heads_coefficient * heads
+    return (1.0 - rho) * (ce or 0.0) + rho * (kl or 0.0) + objective.heads_coefficient * heads
 
 
 def _head_sums(draft: Draft, batch: Batch, feats: Features) -> tuple[Tensor, Tensor]:

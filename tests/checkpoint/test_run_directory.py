@@ -15,7 +15,7 @@ from tests.full_disk import full_disk
 
 
 def config(out: Path, **keys: object) -> TrainConfig:
-    return TrainConfig(base_model="m", datasets=[{"path": "d.jsonl"}], output_dir=str(out), **keys).resolved()
+    return TrainConfig(**{"base_model": "m", "datasets": [{"path": "d.jsonl"}], "output_dir": str(out), **keys}).resolved()
 
 
 def test_a_file_in_the_way_is_named_before_anything_loads(tmp_path: Path) -> None:
@@ -38,6 +38,9 @@ def test_resuming_without_a_checkpoint_and_overwriting_delete_no_results(tmp_pat
     (tmp_path / "eval").mkdir()
     with pytest.raises(CheckpointError, match=r"no checkpoint to resume from: .* holds eval/"):
         check_output_dir(config(tmp_path, resume_from_checkpoint="auto"))
+    (tmp_path / "model").mkdir()
+    with pytest.raises(ConfigError, match="would delete the backbone, base_model"):
+        check_output_dir(config(tmp_path, base_model=str(tmp_path / "model"), overwrite_output_dir=True))
     with pytest.raises(ConfigError, match="would delete the heads that lora_model_dir names"):
         check_output_dir(config(tmp_path, overwrite_output_dir=True, lora_model_dir=str(tmp_path)))
 

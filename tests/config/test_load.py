@@ -45,14 +45,22 @@ def test_missing_keys_show_beside_other_mistakes(tmp_path: Path) -> None:
 
 
 def test_nested_mistakes_have_lines_and_nearest_keys(tmp_path: Path) -> None:
-    path = write(tmp_path, "base_model: m\ndatasets:\n  - pth: a\n    type: sharegtp\n  - just-a-name\n  -\n")
+    path = write(tmp_path, "base_model: m\ndatasets:\n  - pth: a\n    type: sharegtp\n  - just-a-path\n  -\n")
     assert problems(path) == [
         "x.yaml:3: datasets[0].path: is missing",
         "x.yaml:3: datasets[0].pth: unknown key; did you mean path?",
         "x.yaml:4: datasets[0].type: must be auto, sharegpt, messages or alpaca, got 'sharegtp'",
-        "x.yaml:5: datasets[1]: expected `key: value` lines, got 'just-a-name'",
         "x.yaml:6: datasets[2]: expected `key: value` lines, got null",
     ]
+    recent = write(tmp_path, GOOD + "datasets: [{path: a, type: chat_template, field_messages: m}]\nplugins: [x]\n")
+    assert "field_messages: is not needed: chats are recognized" in problems(recent)[-1]
+
+
+def test_a_run_s_own_file_names_its_directory(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "config.yaml").write_text(GOOD + "output_dir: elsewhere\n")
+    assert load_config(TrainConfig, tmp_path / "config.yaml").output_dir == str(tmp_path)
+    assert load_config(TrainConfig, tmp_path / "config.yaml", ["output_dir=other"]).output_dir == "other"
 
 
 def test_duplicates_are_refused_beside_what_they_hold(tmp_path: Path) -> None:

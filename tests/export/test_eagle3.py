@@ -102,7 +102,10 @@ def test_names_and_shapes_are_those_that_servers_read(backbone_dir, backbone, tm
 
 def test_a_published_draft_of_another_shape_loads(tmp_path: Path) -> None:
     """Its layer is wider than the backbone's, its residual normalised, and it has its own copy of the embeddings."""
-    angles = {"rope_type": "default", "rope_theta": 5e5}  # not the draft's, whose config.json leaves out Llama's default
+    angles = {
+        "rope_type": "default",
+        "rope_theta": 5e5,
+    }  # the draft has Llama's, which its config.json omits
     backbone = random_backbone("llama", dtype=torch.float32, rope_parameters=angles)
     layer = {"intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
     rope = {"rope_parameters": {**angles, "rope_theta": 1e4}}

@@ -38,7 +38,8 @@ def test_an_array_is_read_too_records_without_a_user_are_left_out_and_ids_get_nu
     talk = {"id": "same", "conversations": [{"from": "human", "value": "hello\u2028there"}]}
     silent = {"id": "x", "conversations": [{"from": "gpt", "value": "only me"}, {"from": "human", "value": "  "}]}
     path.write_text(json.dumps([talk, silent, talk]), encoding="utf-8")
-    assert [(seed.id, seed.source) for seed in read_prompts(path)] == [("same", f"{path}:1"), ("same~2", f"{path}:1")]
+    sources = [("same", f"{path}:record 1"), ("same~2", f"{path}:record 3")]
+    assert [(seed.id, seed.source) for seed in read_prompts(path)] == sources
 
 
 def test_ids_are_made_of_the_text_where_there_are_none(tmp_path: Path) -> None:

@@ -75,13 +75,15 @@ def test_zero_3_loads_weights_in_their_dtype():
 
 
 def test_contradictions_are_listed_all_at_once():
-    found = problems({"train_batch_size": 64, "gradient_clipping": 0.5, "fp16": {"enabled": True}})
-    assert len(found) == 3
+    theirs = {"type": "AdamW", "params": {"lr": 1e-6, "weight_decay": "auto"}}
+    keys = {"train_batch_size": 64, "gradient_clipping": 0.5, "optimizer": theirs, "fp16": {"enabled": True}}
+    *found, lr, half = problems(keys)
+    assert "optimizer.params.lr: 1e-06, but learning_rate is 0.0" in lr
     assert (
         "train_batch_size: 64, but micro_batch_size x gradient_accumulation_steps x processes are 4 x 2 x 2" in found[0]
     )
     assert "max_grad_norm is 1" in found[1]
-    assert "fp16: true" in found[2]
+    assert "fp16: true" in half
 
 
 def test_what_can_not_work_is_refused():

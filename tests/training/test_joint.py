@@ -10,6 +10,8 @@ from safetensors.torch import load_file
 
 from medusa_train.checkpoint.load_model import load_with_draft
 from medusa_train.checkpoint.resolve import resolve_model
+from medusa_train.config.load import load_config
+from medusa_train.config.schema import TrainConfig
 from medusa_train.errors import CheckpointError, ConfigError
 from medusa_train.inference.decoding_settings import DecodingSettings
 from tests.training.conftest import LORA, metrics, train
@@ -74,8 +76,11 @@ def test_an_adapter_is_trained_on_as_it_was_made(make_config, console, tmp_path)
     with pytest.raises(ConfigError, match=r"sets lora_target_modules: \['q_proj', 'v_proj'\]"):
         train(make_config(**narrow, lora_model_dir=joint), console)
     unsaid = {key: value for key, value in LORA.items() if key not in ("lora_r", "lora_dropout")}
+    with pytest.raises(ConfigError, match=r"sets lora_modules_to_save: \['lm_head'\]"):
+        train(make_config(**unsaid, lora_model_dir=joint, lora_modules_to_save=["lm_head"]), console)
     assert train(make_config(**unsaid, lora_model_dir=joint, max_steps=1), console) == 0
     assert json.loads((tmp_path / "run" / "adapter" / "adapter_config.json").read_text())["r"] == 4
+    assert load_config(TrainConfig, tmp_path / "run" / "config.yaml").lora_r == 4  # not its default: it resumes
 
 
 def test_the_best_evaluation_is_that_of_the_whole_objective(make_config, console, tmp_path):
@@ -104,6 +109,7 @@ def test_only_the_freed_layers_learn(make_config, console, tmp_path, backbone_di
     assert changed == {
         name for name in before if "layers.1." in name or name in ("model.norm.weight", "lm_head.weight")
     }
+    assert not any("lm_kl" in record for record in metrics(tmp_path / "run"))  # nothing to diverge from is kept
     subject = load_with_draft(resolve_model(str(tmp_path / "run"), None, None), "float32")
     assert torch.equal(subject.backbone.output_embeddings.weight, after["lm_head.weight"])
 
@@ -111,7 +117,8 @@ def test_only_the_freed_layers_learn(make_config, console, tmp_path, backbone_di
 def test_the_tree_records_the_form_that_it_was_fitted_to(make_config, console, tmp_path):
     """With QLoRA that is not the form that decodes, which is merged: medusa-eval fits the tree again."""
     pytest.importorskip("bitsandbytes")
-    quantized = {**LORA, "adapter": "qlora", "load_in_4bit": True}
+    whole = {"lora_modules_to_save": ["lm_head"], "bf16": True}  # trained in float32, decoded in bfloat16
+    quantized = {**LORA, "adapter": "qlora", "load_in_4bit": True, **whole}
     assert train(make_config(**quantized, max_steps=2, calibration_tokens=80), console) == 0
     fitted = DecodingSettings.load(tmp_path / "run" / "tree.json")
     assert fitted is not None

@@ -135,8 +135,7 @@ class AmphistaDraft(LMHeadsDraft):
         config = model.config.get_text_config()
         attention = 4 * d * config.num_attention_heads * head_dim(config)
         positions = num_heads * d if auto_blocks and position_encoding else 0
-        auto = positions + auto_blocks * (attention + d)
-        return heads + adaptation_layers * layer + fcs + auto
+        return heads + adaptation_layers * layer + fcs + positions + auto_blocks * (attention + d)
 
     # Training
 
