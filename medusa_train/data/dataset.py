@@ -124,6 +124,7 @@ def load_datasets(
     test = None
     if cfg.test_datasets is not None:
         keys = {"datasets": cfg.test_datasets, "test_datasets": None, "val_set_size": 0.0}
+        keys["early_stopping_patience"] = None
         test, _ = load_datasets(cfg.model_copy(update=keys), encoder, on_progress)
     whole = [example.key for example in encoded.examples if example.row == 0]  # the split is by conversation
     if test is not None:
