@@ -15,7 +15,9 @@ from tests.full_disk import full_disk
 
 
 def config(out: Path, **keys: object) -> TrainConfig:
-    return TrainConfig(**{"base_model": "m", "datasets": [{"path": "d.jsonl"}], "output_dir": str(out), **keys}).resolved()
+    return TrainConfig(
+        **{"base_model": "m", "datasets": [{"path": "d.jsonl"}], "output_dir": str(out), **keys}
+    ).resolved()
 
 
 def test_a_file_in_the_way_is_named_before_anything_loads(tmp_path: Path) -> None:

@@ -98,13 +98,18 @@ def test_nothing_left_is_an_error(tmp_path: Path, encoder: ChatEncoder) -> None:
     path = write(tmp_path / "d.jsonl", record("A", "B" * 100), record("A"))
     with pytest.raises(DataError, match="no conversation left to train on: 1 skipped: their first answer"):
         load_datasets(config(path, sequence_len=20), encoder)
+    one = write(tmp_path / "one.jsonl", record("A", "B"))
+    with pytest.raises(DataError, match="early_stopping_patience: no conversation is left for validation"):
+        load_datasets(config(one, val_set_size=0.5, early_stopping_patience=1), encoder)
+    with pytest.raises(DataError, match="left to train on: test_datasets have all of them"):
+        load_datasets(config(one, test_datasets=[{"path": str(one)}]), encoder)
 
 
 def test_test_datasets_are_the_validation_set_and_not_trained_on(tmp_path: Path, encoder: ChatEncoder) -> None:
     train_path = write(tmp_path / "train.jsonl", *(record(f"q{n}", "B") for n in range(9)))
     test_path = tmp_path / "test.jsonl.gz"
     test_path.write_bytes(gzip.compress("".join(json.dumps(record(f"q{n}", "B")) + "\n" for n in (8, 9)).encode()))
-    keys = {"test_datasets": [{"path": str(test_path)}], "sample_packing": True}
+    keys = {"test_datasets": [{"path": str(test_path)}], "sample_packing": True, "early_stopping_patience": 1}
     train, held_out = load_datasets(config(train_path, **keys), encoder)
     assert [example.source for example in held_out] == [f"{test_path}:1", f"{test_path}:2"]
     assert held_out.row_len == train.row_len
@@ -118,11 +123,8 @@ def test_looping_and_cut_answers_are_counted_also_from_the_cache(tmp_path: Path,
     cfg = config(path, val_set_size=0, sequence_len=300, dataset_prepared_path=str(tmp_path / "cache"))
     for _ in range(2):
         report = load_datasets(cfg, encoder)[0].report
-        assert [report.counts[name] for name in ("answers", "looping", "cut")] == [
-            10,
-            1,
-            1,
-        ]  # not of the last, which is too long
+        counts = [report.counts[name] for name in ("answers", "looping", "cut")]
+        assert counts == [10, 1, 1]  # not of the last, which is too long
         assert report.describe_looping().startswith("1 of 10 answers (10%) loop")
     assert "loaded tokenized data" in report.notes[0]
 

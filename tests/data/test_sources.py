@@ -36,7 +36,11 @@ def test_a_file_and_a_directory_of_files(tmp_path: Path) -> None:
     one = read_source(DatasetConfig(path=str(tmp_path / "b.jsonl")))
     assert [c.source for c in one.conversations] == [f"{tmp_path}/b.jsonl:1", f"{tmp_path}/b.jsonl:2"]
     all_of_them = read_source(DatasetConfig(path=str(tmp_path)))
-    assert [c.source.rpartition("/")[2] for c in all_of_them.conversations] == ["a.json:record 1", "b.jsonl:1", "b.jsonl:2"]
+    assert [c.source.rpartition("/")[2] for c in all_of_them.conversations] == [
+        "a.json:record 1",
+        "b.jsonl:1",
+        "b.jsonl:2",
+    ]
     (tmp_path / "a.json").write_text("x\n" + LINE)
     (tmp_path / "b.jsonl").write_text(LINE + "y\n")
     result = read_source(DatasetConfig(path=str(tmp_path)), skip_bad=True)
