@@ -142,7 +142,6 @@ def test_a_backbone_path_that_does_not_exist_is_refused_where_the_backbone_is_ne
     ],
 )
 def test_a_wrong_path_is_refused_before_torch_is_imported(code: str, message: str) -> None:
-    """A wrong path is refused before torch is imported, which takes seconds."""
     program = f"""
 import sys
 try:

@@ -27,7 +27,6 @@ from medusa_train.errors import CheckpointError
 
 
 def same(left: Any, right: Any) -> bool:
-    """Equal in structure, types and bits."""
     if isinstance(left, Tensor):
         return isinstance(right, Tensor) and left.dtype == right.dtype and torch.equal(left, right)
     if isinstance(left, dict):

@@ -20,7 +20,6 @@ from tests.checkpoint.vllm_rules import loader_problems
 
 
 def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
-    """Equal names, dtypes and bits."""
     return set(left) == set(right) and all(
         left[name].dtype == right[name].dtype and torch.equal(left[name], right[name]) for name in left
     )
