@@ -261,8 +261,8 @@ class KangarooConfig(DraftConfig):
 
 
 def _ascending(layers: tuple[int, int, int]) -> tuple[int, int, int]:
-    if not layers[0] < layers[1] < layers[2]:
-        raise PydanticCustomError("config_type", "must be three different numbers in ascending order")
+    if list(layers) != sorted(layers):
+        raise PydanticCustomError("config_type", "must be in ascending order")
     return layers
 
 

@@ -149,18 +149,15 @@ class Decoder:
         (root,) = session.prefill([prompt], generators)
         yield Step([root], 0)
 
-        text, end = [*prompt, root], len(prompt) + limit
-        while root not in stops and len(text) < end:
+        count = 1
+        while root not in stops and count < limit:
             if answer != self._answers:
                 raise MedusaError("another answer was started on this decoder; it holds one at a time")
-            if len(text) - 1 == self.backbone.rope_switch:
-                path, tokens = [0], [root, session.read_again(text, generators)]
-            else:
-                if len(text) == len(prompt) + 1:
-                    session.start_draft()
-                ((path, tokens),) = session.step([root], generators)
-            tokens = truncate_at_stop(tokens[1:], stops, end - len(text))
-            text += tokens
+            if count == 1:
+                session.start_draft()
+            ((path, tokens),) = session.step([root], generators)
+            tokens = truncate_at_stop(tokens[1:], stops, limit - count)
+            count += len(tokens)
             root = tokens[-1]
             yield Step(tokens, min(len(path) - 1, len(tokens)))
 
@@ -220,9 +217,11 @@ class DecodingSession:
         self._steps = steps
         self._prompts: tuple[Features, Tensor, list[int]] | None = None
         self._draft_state: Any = None
+        self._text: list[int] | None = None  # that the cache holds, where longrope allows a single row
 
     def prefill(self, prompts: Sequence[list[int]], generators: Sequence[torch.Generator] | None = None) -> list[int]:
         """Run the prompts in one causal pass, padded behind, and return the first token of each answer."""
+        self._text = None if self._backbone.rope_switch is None else list(prompts[0])
         lengths = [len(prompt) for prompt in prompts]
         padded = [prompt + [0] * (max(lengths) - len(prompt)) for prompt in prompts]
         tokens = torch.tensor(padded, device=self._backbone.device)
@@ -234,16 +233,6 @@ class DecodingSession:
         logits = self._backbone.logits(at_positions(feats.hidden, [length - 1 for length in lengths]))
         accepted = accept(self._rule, last, logits[:, None], Tree.empty(), generators)
         return [tokens[-1] for _, tokens in accepted]
-
-    def read_again(self, text: list[int], generators: Sequence[torch.Generator] | None = None) -> int:
-        """Read the text of the only row from its beginning, and return the next token; the draft begins anew, too.
-
-        For longrope where it switches: all keys get the angles of long texts, as in transformers' `generate`.
-        """
-        self.cache.reset()
-        (token,) = self.prefill([text], generators)
-        self.start_draft()
-        return token
 
     def start_draft(self) -> None:
         """Give the draft the prompts. Apart from `prefill`, so that the first token does not wait for it."""
@@ -258,6 +247,12 @@ class DecodingSession:
         """Propose a tree below each row's root, verify it in one pass, accept a path, and commit it."""
         if self._steps is not None:
             return self._steps.step(roots, self._rule, generators)
+        if self._text is not None and len(self._text) == self._backbone.rope_switch:
+            # the root is the first with longrope's other angles: all keys get them, as in transformers' `generate`
+            self.cache.reset()
+            following = self.prefill([[*self._text, *roots]], generators)
+            self.start_draft()
+            return [Accepted([0], [*roots, *following])]
         proposal = self._propose(roots)
         feats, logits = self._verify(proposal)
         if proposal.branch is not None and self._draft is not None:  # the draft gets the logits of its branch tokens
@@ -269,6 +264,8 @@ class DecodingSession:
         self.cache.keep_rows(paths)
         if self._draft is not None:
             self._draft_state = self._draft.advance(self._draft_state, feats, proposal, paths)
+        if self._text is not None:
+            self._text += accepted[0].tokens[:-1]
         return accepted
 
     def select_rows(self, rows: Sequence[int]) -> None:

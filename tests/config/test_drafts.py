@@ -109,7 +109,7 @@ def test_the_loss_of_the_heads(overrides: list[str], loss: HeadsLoss, described:
         (["draft=hydra", "export=[vllm]"], r"export: .*no program reads hydra"),
         (["draft=eagle3", "export=[tgi]"], r"draft: eagle3 is exported to vllm, sglang, speculators"),
         (["draft=eagle3", "eagle3.layers=[1, 2]"], r"eagle3.layers"),
-        (["draft=eagle3", "eagle3.layers=[3, 3, 1]"], "must be three different numbers in ascending order"),
+        (["draft=eagle3", "eagle3.layers=[3, 3, 1]"], "must be in ascending order"),
         (["draft=eagle"], r"medusa.*hydra.*amphista.*kangaroo"),
     ],
 )
