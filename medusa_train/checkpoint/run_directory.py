@@ -69,12 +69,8 @@ def check_output_dir(cfg: TrainConfig) -> None:
         raise ConfigError(
             "overwrite_output_dir: would delete the heads that lora_model_dir names; set another output_dir"
         )
-    base = resolve_path(cfg.base_model)
-    if (
-        cfg.overwrite_output_dir
-        and base
-        and any(base.resolve().is_relative_to((out / name).resolve()) for name in files)
-    ):
+    base, own = resolve_path(cfg.base_model), [(out / name).resolve() for name in files]
+    if cfg.overwrite_output_dir and base is not None and any(map(base.resolve().is_relative_to, own)):
         raise ConfigError("overwrite_output_dir: would delete the backbone, base_model; set another output_dir")
     if not files or cfg.overwrite_output_dir:
         return

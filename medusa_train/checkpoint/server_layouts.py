@@ -258,12 +258,16 @@ def from_eagle3(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the state dict and the settings of an `Eagle3Draft`, of files in one of these layouts.
 
-    The depth is not in the files, so `num_heads` keeps its default. Without d2t the draft has all tokens.
+    The depth is not in the files, so `num_heads` keeps its default. Without d2t the draft has all tokens. Raises
+    CheckpointError if tensors are missing or config.json describes no layer.
     """
     layer = config.get("transformer_layer_config") or config
     # servers read it so: what is missing has Llama's defaults, not the backbone's values
     named = {key: layer[key] for key in (*LAYER_KEYS, "rope_theta", "rope_scaling") if layer.get(key) is not None}
-    whole = LlamaConfig(**named).to_dict()
+    try:
+        whole = LlamaConfig(**named).to_dict()
+    except Exception as error:  # of several kinds, as each check of transformers raises its own
+        raise CheckpointError(f"{source}: not a valid configuration of an EAGLE-3 layer: {error}") from error
     state = {}
     for name, tensor in tensors.items():
         plain = name.removeprefix("model.")

@@ -139,7 +139,7 @@ def _generate(cfg: SelfDistillConfig, prompts: list[Prompt], out: Path, part: Sh
     if stats is None:
         error_console().print(f"interrupted; run the same command again to resume {target}")
         return EXIT_INTERRUPTED
-    if not target.is_file():
+    if part is None and not target.is_file():
         raise DataError(f"{target}: no answer was kept, so nothing was written; see the dropped turns above")
     console.print(f"output: {target}")
     if part is not None:

@@ -20,13 +20,8 @@ def train(*overrides: str) -> TrainConfig:
 
 def test_medusas_flat_keys_are_its_section() -> None:
     section = train("medusa_num_heads=3", "medusa_soft_targets=0.5").draft_config
-    assert section.settings == {
-        "num_heads": 3,
-        "num_layers": 1,
-        "share_lm_head": False,
-        "vocab_size": None,
-        "markov_rank": 0,
-    }
+    settings = {"num_heads": 3, "num_layers": 1, "share_lm_head": False, "vocab_size": None, "markov_rank": 0}
+    assert section.settings == settings
     assert section.heads_loss == HeadsLoss(0.8, 0.5)
     section = train("medusa_vocab_size=1024", "medusa_markov_rank=8").draft_config
     assert (section.settings["vocab_size"], section.settings["markov_rank"]) == (1024, 8)
@@ -48,14 +43,8 @@ def test_a_draft_without_a_section_has_its_defaults(kind: str, tmp_path) -> None
 
 def test_the_papers_settings() -> None:
     hydra = train("draft=hydra", "hydra.num_heads=3").draft_config
-    assert hydra.settings == {
-        "num_heads": 3,
-        "num_layers": 4,
-        "prefix_layer": True,
-        "normalize_embeddings": True,
-        "dropout": 0.2,
-        "vocab_size": None,
-    }
+    layers = {"num_heads": 3, "num_layers": 4, "prefix_layer": True, "normalize_embeddings": True}
+    assert hydra.settings == {**layers, "dropout": 0.2, "vocab_size": None}
     assert hydra.describe() == "3 Hydra++ heads x 4 layers"
     kangaroo = train("draft=kangaroo").draft_config
     settings = {"num_heads": 6, "exit_layer": 2, "threshold": 0.6, "mlp_size": 0}

@@ -1,13 +1,14 @@
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
 from medusa_train.checkpoint.load_model import LoadedModel, load_with_draft
 from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.errors import BackboneError
-from medusa_train.evaluation.answerers import GenerateAnswerer, extra_baselines
-from medusa_train.inference.generate import Decoder
+from medusa_train.evaluation.answerers import GenerateAnswerer, LoopAnswerer, extra_baselines
+from medusa_train.inference.generate import Decoder, Generation
 from tests.evaluation.tiny_model import write_backbone
 
 
@@ -81,3 +82,10 @@ def test_a_draft_model_with_another_tokenizer_is_an_error(subject: LoadedModel, 
     (other / "tokenizer.json").write_text(text, encoding="utf-8")
     with pytest.raises(BackboneError, match="its tokenizer differs"):
         extra_baselines(subject.backbone, str(other), prompt_lookup=False, note=print)
+
+
+def test_rows_of_a_batch_decode_once_all_prompts_are_read() -> None:
+    outputs = [Generation([1], prefill_seconds=seconds) for seconds in (1.0, 3.0)]  # read in two groups
+    decoder = Mock(passes=0, generate_batch=lambda *args, **options: outputs)
+    answers = LoopAnswerer(decoder).answer([[1], [2]], 4)
+    assert [answer.prefill_seconds for answer in answers] == [1.5, 1.5]  # each row's share

@@ -124,3 +124,6 @@ def test_a_published_draft_of_another_shape_loads(tmp_path: Path) -> None:
         assert torch.equal(mine, theirs)
     again = load_draft(save_draft(loaded, tmp_path / "again", "somebody/model"), backbone)
     assert again.settings == loaded.settings
+    (tmp_path / "config.json").write_text(json.dumps({**config, "transformer_layer_config": {"hidden_size": "x"}}))
+    with pytest.raises(CheckpointError, match="not a valid configuration of an EAGLE-3 layer"):
+        load_draft(tmp_path, backbone)

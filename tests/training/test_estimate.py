@@ -232,15 +232,8 @@ LM_HEAD = 2 * VOCAB * HIDDEN * 600
 
 
 def small(*, tied: bool = False, **keys: Any) -> Estimate:
-    shape = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        intermediate_size=INNER,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=tied,
-    )
+    sizes = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": INNER, "num_hidden_layers": LAYERS}
+    shape = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=tied)
     return Estimate(config(**{"medusa_num_heads": 2, **keys}), shape)
 
 
