@@ -69,9 +69,9 @@ def test_seeds_are_answered_and_a_second_run_goes_on(at_work: Path) -> None:
     assert "seed: 42 in the file, 1 now" in result.output
     assert "chat_template: None in the file, 'zephyr' now" in result.output
 
-    result = runner.invoke(app, [*flags, "--output", "none.jsonl", "drop_truncated=true", "max_new_tokens=1"])
+    result = runner.invoke(app, [*flags, "--output", "nothing.jsonl", "drop_truncated=true", "max_new_tokens=1"])
     assert result.exit_code == 1
-    assert "none.jsonl: no answer was kept" in result.output
+    assert "nothing.jsonl: no answer was kept" in result.output
 
 
 def test_broken_records_are_named_and_skipped_on_request(at_work: Path) -> None:
