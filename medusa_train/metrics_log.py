@@ -189,9 +189,7 @@ def describe(record: Record) -> str:
         records = ", ".join(record["records"])
         return f"step {record['step']} skipped ({count}): {record['reason']}. Records in it: {records}"
     heads = " ".join(_share(x) for x in record["head_top1"])
-    joint = "".join(
-        f" | {name} {record[key]:.4f}" for name, key in (("lm", "lm_loss"), ("kl", "lm_kl")) if key in record
-    )
+    joint = "".join(f" | {loss} {record[k]:.4f}" for loss, k in (("lm", "lm_loss"), ("kl", "lm_kl")) if k in record)
     if record["kind"] == "eval":
         if (length := record.get("acceptance_length")) is not None:
             joint += f" | {length:.2f} tokens per step"

@@ -307,9 +307,7 @@ def _resolve_tree(tree: Path | None, home: Path) -> Path | None:
         return home / "tree.json" if (home / "tree.json").is_file() else None
     path = resolve_path(tree)
     if path is None:
-        raise CheckpointError(
-            f"tree {str(tree)!r}: no such file, and not {FIXED}, {NO_TREE}, dynamic or dynamic:NODESxDEPTH"
-        )
+        raise CheckpointError(f"tree {str(tree)!r}: no such file, nor {FIXED}, {NO_TREE}, dynamic, dynamic:NODESxDEPTH")
     return path
 
 

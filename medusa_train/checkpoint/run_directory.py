@@ -66,9 +66,7 @@ def check_output_dir(cfg: TrainConfig) -> None:
     checkpoint = named_checkpoint(resume, out)
     files = [name for name in RUN_FILES if os.path.exists(out / name)]
     if cfg.overwrite_output_dir and cfg.initial_run is not None and cfg.initial_run.resolve() == out.resolve():
-        raise ConfigError(
-            "overwrite_output_dir: would delete the heads that lora_model_dir names; set another output_dir"
-        )
+        raise ConfigError("overwrite_output_dir: would delete the heads of lora_model_dir; set another output_dir")
     base, own = resolve_path(cfg.base_model), [(out / name).resolve() for name in files]
     if cfg.overwrite_output_dir and base is not None and any(map(base.resolve().is_relative_to, own)):
         raise ConfigError("overwrite_output_dir: would delete the backbone, base_model; set another output_dir")

@@ -88,10 +88,8 @@ def with_keys(cls: type[Config], *names: str, **options: str) -> Callable[[Calla
             kind = bool if field.annotation is bool else str
             default = field.default if kind is str else None
             described = (field.description or "") + ("" if default is None else f"; default: {default}")
-            annotation = Annotated[kind | None, typer.Option(*option.split(), help=described)]  # type: ignore[valid-type]
-            parameters.append(
-                inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-            )
+            hint = Annotated[kind | None, typer.Option(*option.split(), help=described)]  # type: ignore[valid-type]
+            parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hint))
         wrapper.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         return wrapper
 

@@ -69,9 +69,7 @@ def evaluate(
     ] = None,
     calibrate: Annotated[
         bool,
-        typer.Option(
-            "--calibrate", help="Fit tree.json again: the tree with the most tokens per second on this machine."
-        ),
+        typer.Option("--calibrate", help="Fit tree.json again: the tree with the most tokens per second here."),
     ] = False,
     compare: Annotated[
         bool, typer.Option("--compare", help="Compare evaluated runs: medusa-eval --compare RUN_A RUN_B ...")

@@ -184,10 +184,9 @@ def _merge(cfg: SelfDistillConfig, prompts: list[Prompt], out: Path, console: Co
     from medusa_train.selfdistill.output import merge
     from medusa_train.selfdistill.run import output_settings
 
-    merged = merge(out, output_settings(cfg, resolve_dtype(cfg)), [prompt.id for prompt in prompts])
-    console.print(
-        f"{out}: {merged.conversations:,} conversations from {merged.parts} files, {merged.dropped:,} dropped"
-    )
+    dtype = None if cfg.dtype == "auto" else resolve_dtype(cfg)
+    merged = merge(out, output_settings(cfg, dtype), [prompt.id for prompt in prompts])
+    console.print(f"{out}: {merged.conversations:,} conversations of {merged.parts} files, {merged.dropped:,} dropped")
     if merged.missing:
         error_console().print(
             f"{merged.missing:,} prompts are not answered yet; run the same command without --merge to answer them"

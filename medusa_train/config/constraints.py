@@ -106,9 +106,7 @@ TRAIN_CONSTRAINTS: tuple[Constraint, ...] = (
         lambda cfg: cfg.adapter == "qlora" and not cfg.load_in_4bit,
         "qlora is an adapter on a 4-bit backbone; set load_in_4bit: true, or adapter: lora",
     ),
-    Constraint(
-        ("bf16", "fp16"), lambda cfg: cfg.bf16 is True and cfg.fp16, "cannot be true together with fp16; choose one"
-    ),
+    Constraint(("bf16", "fp16"), lambda cfg: cfg.bf16 is True and cfg.fp16, "excludes fp16: choose one"),
     Constraint(
         ("medusa_num_layers", "medusa_share_lm_head"),
         lambda cfg: cfg.medusa_num_layers == 0 and cfg.medusa_share_lm_head,

@@ -189,9 +189,7 @@ class AmphistaConfig(DraftConfig):
     title = "Amphista"
     training_keys = frozenset({"alignment_weight", "label_weight", "decay_coefficient"})
 
-    num_heads: Int = key(
-        4, "number of heads; head k predicts the k-th token after the next one, all in one pass", ge=1, le=32
-    )
+    num_heads: Int = key(4, "heads; head k predicts the k-th token after the next one, all in one pass", ge=1, le=32)
     auto_blocks: Int = key(1, "self-attention blocks over the heads; 2: the alpha variant, 0: none", ge=0, le=8)
     position_encoding: Bool = key(True, "learned position of every head before these blocks")
     adaptation_layers: Int = key(
@@ -239,9 +237,7 @@ class KangarooConfig(DraftConfig):
 
     num_heads: Int = key(6, "gamma: maximum number of tokens that are drafted per step, one after another", ge=1, le=32)
     exit_layer: Int = key(2, "l: number of backbone layers before the early exit; the adapter reads their output", ge=1)
-    threshold: Float = key(
-        0.6, "eta: drafting stops after a token whose probability is at most this; 0: never", ge=0, le=1
-    )
+    threshold: Float = key(0.6, "eta: drafting stops after a token of at most this probability; 0: never", ge=0, le=1)
     mlp_size: Int = key(0, "intermediate size of an MLP after the adapter's attention; 0: no MLP, as published", ge=0)
     attention: Bool = key(True, "false: an MLP alone (Kangaroo, The Architecture of the Adapter Module: MLP Only)")
     share_lm_head: Bool = key(True, "false: train an lm_head of the draft's own (the same table: Kangaroo + Head)")
@@ -366,9 +362,7 @@ class RestConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    datastore: Text = key(
-        ..., "file to copy from: the assistant's turns of chats (JSONL, JSON, Parquet), or any text file"
-    )
+    datastore: Text = key(..., "text to copy from: the assistant's turns of chats (JSONL, JSON, Parquet), or any file")
     max_ngram: Int = key(16, "longest n-gram that is looked up; shorter ones where it does not occur", ge=1, le=64)
     max_tokens: Int = key(10, "maximum number of tokens that are copied per step", ge=1, le=128)
     nodes: Int = key(16, "maximum number of nodes, where several continuations are copied as a tree", ge=1, le=256)

@@ -37,9 +37,7 @@ def expand_user(name: str | Path) -> Path:
     try:
         return Path(name).expanduser()
     except RuntimeError:
-        raise ConfigError(
-            f"{name}: the home directory of {Path(name).parts[0]} is not known; write the whole path"
-        ) from None
+        raise ConfigError(f"{name}: the home of {Path(name).parts[0]} is not known; write the whole path") from None
 
 
 def public_name(name: str) -> str:

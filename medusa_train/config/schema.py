@@ -191,9 +191,7 @@ class TrainConfig(Config):
         ge=0,
         le=1024,
     )
-    calibration_tokens: Int = key(
-        6000, "number of tokens to generate on held-out prompts to fit tree.json; 0: no tree", ge=0
-    )
+    calibration_tokens: Int = key(6000, "tokens to generate on held-out prompts to fit tree.json; 0: no tree", ge=0)
 
     # Adapter
     adapter: Literal["lora", "qlora"] | None = key(None, "train the backbone through a LoRA adapter (medusa2 only)")
@@ -211,7 +209,7 @@ class TrainConfig(Config):
         "two-stage training in one run: configuration that trains the heads first, in output_dir/stage_one; a YAML "
         "file, or a mapping of `config: FILE` and keys that override it (stage_one.max_steps=100). Model, heads, data, "
         "precision, optimizer, deepspeed, seed and dashboards that are set here hold for it, too; batch size, learning "
-        "rate, length and quantization are its own",
+        "rate, epochs and quantization are its own",
     )
 
     # Data
@@ -225,9 +223,7 @@ class TrainConfig(Config):
     dataset_processes: Int | None = key(
         None, "maximum number of processes that tokenize; default: the CPU cores, 16 at most; small data: 1", ge=1
     )
-    sequence_len: Int = key(
-        2048, "maximum length in tokens; longer conversations are truncated at the end of a turn", ge=4
-    )
+    sequence_len: Int = key(2048, "maximum length in tokens; longer conversations are cut at the end of a turn", ge=4)
     sample_packing: Bool = key(False, "pack several conversations into one row of sequence_len tokens")
     chat_template: Text | None = key(
         None,
@@ -235,7 +231,7 @@ class TrainConfig(Config):
         "default: the datasets' `conversation` if all are equal, else the tokenizer's",
     )
     chat_template_kwargs: TemplateKwargs | None = key(
-        None, "variables of the chat template, such as {enable_thinking: false}"
+        None, "variables of the template, such as {enable_thinking: false}"
     )
     reasoning_tags: ReasoningTags = key(
         ("<think>", "</think>"), "tags around the reasoning part of an answer; join `reasoning_content` and `content`"
@@ -259,15 +255,11 @@ class TrainConfig(Config):
     gradient_accumulation_steps: Int = key(1, "forward passes per optimizer step", ge=1)
     num_epochs: Float = key(2, "number of epochs", gt=0)
     max_steps: Int | None = key(None, "maximum number of optimizer steps; overrides num_epochs", ge=1)
-    optimizer: Optimizer = key(
-        "adamw_torch", "optimizer; 8-bit ones need bitsandbytes, and ZeRO stage 0 in several processes"
-    )
+    optimizer: Optimizer = key("adamw_torch", "8-bit ones need bitsandbytes, and ZeRO stage 0 in several processes")
     lr_scheduler: Literal["cosine", "linear", "constant", "constant_with_warmup"] = key(
         "cosine", "learning rate schedule; constant has no warm-up"
     )
-    cosine_min_lr_ratio: Float = key(
-        0.0, "final learning rate of the cosine schedule, relative to the peak", ge=0, lt=1
-    )
+    cosine_min_lr_ratio: Float = key(0.0, "final learning rate of cosine, relative to the peak", ge=0, lt=1)
     learning_rate: Float = key(
         5e-4, "peak learning rate of the backbone; the draft's is multiplied by medusa_lr_multiplier", gt=0
     )
@@ -299,20 +291,14 @@ class TrainConfig(Config):
     resume_from_checkpoint: Resume = key(None, "true or auto: resume from the newest checkpoint; or the path of one")
     logging_steps: Int = key(10, "log metrics every N optimizer steps", ge=1)
     eval_steps: Interval | None = key(None, "evaluate every N optimizer steps (below 1: fraction of the run)")
-    evals_per_epoch: Int | None = key(
-        None, "number of evaluations per epoch; default: 1 if eval_steps is not set", ge=1
-    )
+    evals_per_epoch: Int | None = key(None, "evaluations per epoch; default: 1 if eval_steps is not set", ge=1)
     save_steps: Interval | None = key(None, "save a checkpoint every N optimizer steps (below 1: fraction of the run)")
-    saves_per_epoch: Int | None = key(
-        None, "number of checkpoints per epoch; default: 1 if save_steps is not set", ge=1
-    )
+    saves_per_epoch: Int | None = key(None, "checkpoints per epoch; default: 1 if save_steps is not set", ge=1)
     save_total_limit: Int = key(2, "number of newest checkpoints to keep, beside the weights of the best one", ge=1)
     early_stopping_patience: Int | None = key(
         None, "stop after this many evaluations without improvement, and use the weights of the best one", ge=1
     )
-    export: ExportTargets | None = key(
-        None, "layouts to export to output_dir/export after training (see medusa-export)"
-    )
+    export: ExportTargets | None = key(None, "layouts to export to output_dir/export after training")
     use_tensorboard: Bool = key(False, "write TensorBoard event files to output_dir/tensorboard")
     wandb_project: Text | None = key(None, "Weights & Biases project to log to")
     wandb_entity: Text | None = key(None, "Weights & Biases entity (team or user)")
@@ -443,7 +429,7 @@ class EvalConfig(Config):
         None, "name of the chat template, or a .jinja file; default: the run's, else the tokenizer's"
     )
     chat_template_kwargs: TemplateKwargs | None = key(
-        None, "variables of the chat template, such as {enable_thinking: false}; default: the run's"
+        None, "variables of the template, such as {enable_thinking: false}; default: the run's"
     )
     tree: Text | None = key(
         None,
@@ -506,9 +492,7 @@ class EvalConfig(Config):
     assistant_model: Text | None = key(
         None, "small model with the same tokenizer; also measure transformers' assisted generation with it"
     )
-    judge_base_url: Text | None = key(
-        None, "URL of an OpenAI-compatible server that grades the answers with judge_model"
-    )
+    judge_base_url: Text | None = key(None, "URL of an OpenAI-compatible server that grades with judge_model")
     judge_model: Text | None = key(None, "name of the judge model; default: answers are not judged")
     judge_concurrency: Int = key(4, "number of concurrent judge requests", ge=1)
     allow_code_execution: Bool = key(
@@ -595,9 +579,7 @@ class SelfDistillConfig(Config):
     max_chars: Int | None = key(None, "maximum length of a conversation's user turns in characters", ge=1)
     sample: Int | None = key(None, "number of conversations to sample at random; default: all", ge=1)
     sample_seed: Int = key(42, "random seed of sample", ge=0)
-    limit: Int | None = key(
-        None, "use only the first N conversations; mode questions: number of questions to write", ge=1
-    )
+    limit: Int | None = key(None, "use only the first N prompts; mode questions: questions to write", ge=1)
 
     # Conversations
     mode: Literal["replay", "selftalk", "questions"] = key(
@@ -613,9 +595,7 @@ class SelfDistillConfig(Config):
     top_k: Int | None = key(None, "sample from the k most probable tokens; default: all", ge=1)
     max_new_tokens: Int = key(2048, "maximum length of an answer in tokens", ge=1)
     drop_truncated: Bool = key(True, "drop answers that reached max_new_tokens, and the turns after them")
-    drop_looping: Bool = key(
-        True, "drop answers that repeat a sequence of eight words three times, and the turns after them"
-    )
+    drop_looping: Bool = key(True, "drop answers that repeat eight words three times, and the turns after them")
     seed: Int = key(42, "random seed of sampling", ge=0)
 
     # Model or server
@@ -628,14 +608,12 @@ class SelfDistillConfig(Config):
     trust_remote_code: Bool = key(False, "allow Python code from the model's repository")
     chat_template: Text | None = key(None, "name of the chat template, or a .jinja file; default: the tokenizer's")
     chat_template_kwargs: TemplateKwargs | None = key(
-        None, "variables of the chat template, such as {enable_thinking: false}; sent to a server as they are"
+        None, "variables of the template, such as {enable_thinking: false}; sent to a server as they are"
     )
     reasoning_tags: ReasoningTags = key(
         ("<think>", "</think>"), "tags around the reasoning part of an answer; join `reasoning_content` and `content`"
     )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
-        "auto", "data type; auto: the fastest on this device"
-    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = key("auto", "auto: the fastest on this device")
     batch_size: Int | None = key(
         None, "conversations per batch (engine: local); default: 16, or 1 in float32 and with heads", ge=1
     )
@@ -646,7 +624,7 @@ class SelfDistillConfig(Config):
         "answers are reproducible",
     )
     heads: Text | None = key(
-        None, "run or directory of heads for speculative decoding; also sets the default of base_model"
+        None, "run or directory of heads for speculative decoding; its backbone is the default model"
     )
     server_url: TextList | None = key(
         None, "URL of the server, http://HOST:PORT/v1, or a list of servers with the same model", min_length=1

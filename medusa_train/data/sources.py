@@ -200,9 +200,7 @@ def open_public(source: DatasetConfig, on_progress: OnProgress | None = None) ->
         if public.hub_file is None:
             split = source.split or public.split
             return _load_split(source.model_copy(update={"path": public.hub_repo, "split": split}), on_progress)
-        on_bytes = (
-            None if on_progress is None else partial(on_progress, f"{FETCHING} {source.path} from {public.hub_repo}")
-        )
+        on_bytes = on_progress and partial(on_progress, f"{FETCHING} {source.path} from {public.hub_repo}")
         file = str(fetch_dataset_file(public.hub_repo, public.hub_file, on_bytes))
     except FetchError as error:
         reason = str(error)

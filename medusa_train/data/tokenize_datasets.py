@@ -136,9 +136,7 @@ def cache_key(readers: Sequence[DatasetReader], max_length: int) -> str:
     package = Path(__file__).parent
     inputs = {
         "sequence_len": max_length,
-        "sources": [
-            [one.config.type, one.skip_bad, one.source.fingerprint(), one.encoder.fingerprint()] for one in readers
-        ],
+        "sources": [[r.config.type, r.skip_bad, r.source.fingerprint(), r.encoder.fingerprint()] for r in readers],
         "code": [hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(package.glob("*.py"))],
         "libraries": [metadata.version(name) for name in _LIBRARIES],
     }

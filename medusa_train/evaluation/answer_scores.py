@@ -197,9 +197,7 @@ def rouge_means(
                 scored.setdefault(name, []).append(scorer.score(reference, without_reasoning(record.opened + text)))
     if not scored:
         return None
-    means = {
-        name: {kind: 100 * fmean(one[kind].fmeasure for one in ours) for kind in ROUGE} for name, ours in scored.items()
-    }
+    means = {name: {k: 100 * fmean(one[k].fmeasure for one in ours) for k in ROUGE} for name, ours in scored.items()}
     return {"answers": len(scored["plain"]), **means}
 
 

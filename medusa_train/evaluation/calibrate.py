@@ -95,9 +95,7 @@ def refit_tree(
     kept = traced = load_traces(home / TREE_TRACES, weights_key(paths, settings))
     try:
         if traced is not None:
-            progress.print(
-                f"{reason}: choosing it again from the {traced.tokens:,} tokens kept with it, timing steps only"
-            )
+            progress.print(f"{reason}: choosing it again from the {traced.tokens:,} kept tokens, timing steps only")
         else:
             chat = ChatEncoder(model.backbone.tokenizer, paths.chat_template, paths.chat_template_kwargs)
             budget = refit_tokens(cfg, bench_tokens)

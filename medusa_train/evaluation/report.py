@@ -306,9 +306,7 @@ def _quality(report: Report) -> str:
         if scores is None and rouge is None:
             parts.append("not judged")
     elif judged["score"] is None:
-        parts.append(
-            f"{judged['model']} graded none of the answers ({judged.get('reason', 'no grade in its replies')})"
-        )
+        parts.append(f"{judged['model']} graded no answer ({judged.get('reason', 'no grade in its replies')})")
     else:
         missing = judged["without_grade"] + judged["failed"]
         graded = f"{judged['graded']} answers" + (f", {missing} without a grade" if missing else "")

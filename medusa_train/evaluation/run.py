@@ -234,9 +234,7 @@ def time_bench(
     try:
         # Not ticking: no thread may run beside the decoders.
         with progress.phase(f"timing in {dtype}", turns * len(test.names), "answers") as timing:
-            return test.run(
-                bench.questions, on_turn, completed, lambda answer: timing.advance(tokens=len(answer.tokens))
-            )
+            return test.run(bench.questions, on_turn, completed, lambda one: timing.advance(tokens=len(one.tokens)))
     except KeyboardInterrupt:
         progress.print(f"the turns measured so far are in {log.path}; the same command resumes")
         raise

@@ -150,9 +150,7 @@ class Heads:
         rows = vocabulary if self.token_map is None else len(self.token_map)
         width = (self.blocks[0][0] if blocks else self.matrices[0])[0].shape[1]
         if width != hidden_size or any(len(weight) != rows for weight, _ in self.matrices):
-            raise refusal(
-                f"{source}: not the heads of this model, of hidden size {hidden_size} and {vocabulary} tokens"
-            )
+            raise refusal(f"{source}: not the heads of this model (hidden size {hidden_size}, {vocabulary} tokens)")
         if self.token_map is not None and not self.matrices:
             bias = getattr(lm_head, "bias", None)
             restricted = lm_head.weight[self.token_map], None if bias is None else bias[self.token_map]

@@ -112,9 +112,7 @@ def _check_target(paths: ModelPaths, to: ExportTarget, target: Path) -> None:
     else:
         foreign = (target / "config.json").is_file() and find_heads(target).layout in (None, "model")
     if foreign or target.resolve() in own:
-        raise CheckpointError(
-            f"output_dir: {target} holds other files, which would be overwritten; name a new directory"
-        )
+        raise CheckpointError(f"output_dir: {target} holds other files that would be overwritten; name a new directory")
 
 
 def _check_layout(paths: ModelPaths, heads: HeadTensors, to: ExportTarget) -> None:

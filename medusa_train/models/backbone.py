@@ -194,9 +194,7 @@ class Backbone:
         """Return decoder layer `index`, from 0; raises BackboneError if there is none."""
         layers = self.layers
         if not 0 <= index < len(layers):
-            raise BackboneError(
-                f"layer {index + 1} does not exist: {self.name or 'the backbone'} has {len(layers)} layers"
-            )
+            raise BackboneError(f"no layer {index + 1}: {self.name or 'the backbone'} has {len(layers)} layers")
         return layers[index]
 
     def new_cache(self, capacity: int) -> TreeCache:

@@ -225,9 +225,7 @@ def tree_drawing(paths: Sequence[Sequence[int]], accepted: Sequence[float], widt
     step = max(_MIN_STEP, min(70.0, (width - _MARGIN - 20) / leaves))
     at = {path: (_MARGIN + step * (column + 0.5), 26 + _ROW * len(path)) for path, column in positions.items()}
     depth = max((len(path) for path in nodes), default=0)
-    parts = [
-        text(4, 30 + _ROW * level, f"head {level}" if level else "backbone", cls="tick") for level in range(depth + 1)
-    ]
+    parts = [text(4, 30 + _ROW * k, f"head {k}" if k else "backbone", cls="tick") for k in range(depth + 1)]
     for path in nodes:
         (x1, y1), (x2, y2) = at[path[:-1]], at[path]
         middle = (y1 + y2) / 2

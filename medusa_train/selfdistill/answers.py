@@ -11,8 +11,9 @@ from typing import Literal, Protocol
 
 from medusa_train.data.conversation import Message, is_looping
 
-#: End token, max_new_tokens, context is full (no text if the prompt alone exceeds it), rejected by template or server.
-AnswerFinishReason = Literal["stop", "length", "context", "refused"]
+#: End token, max_new_tokens, context is full (no text if the prompt alone exceeds it), rejected by template or server,
+#: no answer of the server within the time for retries.
+AnswerFinishReason = Literal["stop", "length", "context", "refused", "failed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +56,14 @@ class Engine(Protocol):
         """Release resources; pending requests are cancelled."""
 
 
-DropReason = Literal["length", "context", "refused", "empty", "looping", "repeated"]
+DropReason = Literal["length", "context", "refused", "failed", "empty", "looping", "repeated"]
 
 
 @dataclass(frozen=True)
 class DropRules:
     """Which answers to drop: truncated (`drop_truncated`) and looping (`drop_looping`) ones.
 
-    Refused and blank answers are always dropped; there is nothing to train on.
+    Refused, failed and blank answers are always dropped; there is nothing to train on.
     """
 
     drop_truncated: bool = True
@@ -70,8 +71,8 @@ class DropRules:
 
     def drop_reason(self, answer: Answer) -> DropReason | None:
         """Return why `answer` is dropped, or None if it is kept."""
-        if answer.finish_reason == "refused":
-            return "refused"
+        if answer.finish_reason in ("refused", "failed"):
+            return answer.finish_reason
         if self.drop_looping and is_looping(answer.text):  # before "length": a loop often ends there
             return "looping"
         if answer.finish_reason != "stop" and self.drop_truncated:

@@ -56,6 +56,19 @@ def model_name(cfg: SelfDistillConfig) -> str:
     return public_name(str(paths.home) if trained else paths.base_model)
 
 
+def weights_digest(cfg: SelfDistillConfig) -> str | None:
+    """Return a hash of the weights of a model or heads of which only the last part of the path is in the output.
+
+    `a/merged` and `b/merged` have the same name there. None for other names, and for servers.
+    """
+    from medusa_train.tree_search.traces import digest_files
+
+    paths = [Path(name).expanduser() for name in (cfg.base_model, cfg.heads) if name and cfg.engine != "openai"]
+    shortened = [path for path in paths if path.is_absolute() and public_name(str(path)) == path.name]
+    kinds = [f"{folder}*.{suffix}" for folder in ("", "adapter/", "heads/") for suffix in ("safetensors", "bin")]
+    return digest_files(file for path in shortened for kind in kinds for file in path.glob(kind)) if shortened else None
+
+
 def resolve_dtype(cfg: SelfDistillConfig) -> str | None:
     """Return the model's dtype; None for a server."""
     if cfg.engine == "openai":

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from medusa_train.data.conversation import REASONING_TAGS, ReasoningTags, join_reasoning
+from medusa_train.data.conversation import REASONING_TAGS, Message, ReasoningTags, join_reasoning
 from medusa_train.data.records import reasoning_part
 from medusa_train.errors import ServerError
 from medusa_train.selfdistill.answers import Answer, AnswerFinishReason, Request
@@ -23,7 +23,7 @@ _Outcome = Answer | BaseException
 
 @dataclass(frozen=True)
 class ServerSampling:
-    """Parameters of every request; those with these defaults are not sent, since not every server supports them."""
+    """Parameters of every request; the last two, which not every server supports, are sent if set."""
 
     temperature: float
     max_new_tokens: int
@@ -37,11 +37,10 @@ class ServerSampling:
             "model": model,
             "messages": [message.as_dict() for message in request.messages],
             "temperature": self.temperature,
+            "top_p": self.top_p,
             "max_tokens": self.max_new_tokens,
             "seed": request.seed % 2**31,
         }
-        if self.top_p < 1:
-            body["top_p"] = self.top_p
         if self.top_k is not None:
             body["top_k"] = self.top_k
         if self.chat_template_kwargs:
@@ -65,7 +64,7 @@ class OpenAIEngine:
         self.reasoning_tags = reasoning_tags
         self._finished: queue.SimpleQueue[tuple[int, _Outcome]] = queue.SimpleQueue()
         self._open = 0  # requests submitted and not returned yet
-        self._held: deque[int] = deque()  # request ids of refused requests that are not returned yet
+        self._held: deque[tuple[int, Answer]] = deque()  # ids of refused requests that are not returned yet
         self._refusals: list[str] = []  # reasons since the last answer
         self._takes_some = False  # whether there was any answer
 
@@ -83,12 +82,16 @@ class OpenAIEngine:
     def next(self) -> tuple[int, Answer]:
         """Return the next answer; a refusal counts as one, unless the server refuses every request."""
         while not (self._held and self._takes_some):
-            self._check_refusals()
+            if len(self._refusals) >= _MAX_REJECTIONS:
+                raise self._refuses_all()
+            if self._held and len(self._held) == self._open:
+                self._greet()
+                continue
             request_id, outcome = self._finished.get()
             if isinstance(outcome, RequestRejected) and not outcome.too_long:
                 # Held until another request is answered, which shows that the server does not refuse every request:
                 # a run whose requests are all refused must end without recording prompts as done.
-                self._held.append(request_id)
+                self._held.append((request_id, Answer("", "failed" if outcome.failed else "refused", 0, 0)))
                 self._refusals.append(str(outcome))
                 continue
             if isinstance(outcome, BaseException) and not isinstance(outcome, RequestRejected):
@@ -100,15 +103,19 @@ class OpenAIEngine:
             self._refusals.clear()
             return request_id, outcome
         self._open -= 1
-        return self._held.popleft(), Answer("", "refused", 0, 0)
+        return self._held.popleft()
 
-    def _check_refusals(self) -> None:
-        nothing_else = not self._takes_some and len(self._held) == self._open
-        if self._refusals and (nothing_else or len(self._refusals) >= _MAX_REJECTIONS):
-            raise ServerError(
-                f"{self.server.name}: refused {len(self._refusals)} requests and answered none in between; "
-                f"last: {self._refusals[-1]}"
-            )
+    def _greet(self) -> None:
+        """Find out by a greeting whether the server refuses every request, since no other request is under way."""
+        try:
+            self.server.complete(self.sampling.body(self.model, Request((Message("user", "Hello"),), 0)))
+        except RequestRejected:
+            raise self._refuses_all() from None
+        self._takes_some = True
+
+    def _refuses_all(self) -> ServerError:
+        count = f"refused {len(self._refusals)} requests and answered none in between"
+        return ServerError(f"{self.server.name}: {count}; last: {self._refusals[-1]}")
 
     def stats(self) -> Mapping[str, str]:
         """Return the number of requests that were sent again."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -22,18 +22,16 @@ from medusa_train.selfdistill.prompts import Shard
 FSYNC_EVERY = 16  # lines; a crash of the machine, not of the process, can lose that many
 
 
-def _read_lines(path: Path) -> dict[str, bytes]:
-    """Return the lines of a file of conversations by id, of equal ones the first; raises DataError if one has none."""
-    lines: dict[str, bytes] = {}
+def _read_lines(path: Path) -> Iterator[tuple[str, bytes]]:
+    """Yield the id and the line of every conversation of a file; raises DataError if one has no id."""
     for number, (_, line) in enumerate(complete_lines(path), start=1):
         try:
-            lines.setdefault(str(json.loads(line)["id"]), line)
+            yield str(json.loads(line)["id"]), line
         except (ValueError, TypeError, KeyError):
             raise DataError(
                 f"{path}:{number}: not a conversation (a JSON object with an id); "
                 "fix or delete the file, or choose another output"
             ) from None
-    return lines
 
 
 class OutputWriter:
@@ -54,7 +52,7 @@ class OutputWriter:
                 write_settings(output, settings)
             self.dropped = JsonLinesFile(dropped_path(output), exclusive=True, fsync_every=FSYNC_EVERY)
             try:
-                self.done = {*_read_lines(self.lines.path), *_read_lines(self.dropped.path)}
+                self.done = {name for file in (self.lines, self.dropped) for name, _ in _read_lines(file.path)}
             except BaseException:
                 self.dropped.close()
                 raise
@@ -106,20 +104,25 @@ def write_settings(output: Path, settings: Mapping[str, Any]) -> None:
     replace_text(settings_path(output), json.dumps(dict(settings), indent=2, ensure_ascii=False) + "\n")
 
 
+def _read_settings(output: Path) -> dict[str, Any] | None:
+    path = settings_path(output)
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError):
+        raise ConfigError(f"{path}: not valid JSON; fix it, or choose another output") from None
+
+
 def _check_settings(output: Path, settings: Mapping[str, Any]) -> bool:
     """Check `settings` against the stored ones; return whether these exist and are equal."""
     if output.suffix != ".jsonl":
         raise ConfigError(f"output {output}: the file name has to end with .jsonl")
-    path = settings_path(output)
-    try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        stored = None
-    except ValueError:
-        raise ConfigError(f"{path}: not valid JSON; fix it, or choose another output") from None
+    stored = _read_settings(output)
     generated = has_conversations(output)
     if generated and stored is None:
-        raise ConfigError(f"output {output}: the file exists without its settings {path.name}; choose another output")
+        name = settings_path(output).name
+        raise ConfigError(f"output {output}: the file exists without its settings {name}; choose another output")
     if stored is None:
         return False
     # a missing setting equals None
@@ -158,11 +161,13 @@ def merge(output: Path, settings: Mapping[str, Any], seed_ids: Sequence[str]) ->
     """Merge the outputs of all shards, and `output` itself, into `output`, in the order of the prompts.
 
     Duplicates are written once. Shards are kept, so that they can be resumed and merged again; a run without a shard
-    generates what is missing.
+    generates what is missing. Without a dtype in `settings` it is that of the first part: other machines may merge.
     """
     parts = [*_shards_of(output), *([output] if has_conversations(output) else [])]
     if not parts:
         raise DataError(f"{output}: nothing to merge, no file such as {shard_output(output, Shard(1, 2)).name}")
+    dtype = settings.get("dtype") or (_read_settings(parts[0]) or {}).get("dtype")
+    settings = {**settings, **({"dtype": dtype} if dtype else {})}
     with ExitStack() as stack:
         writers = [stack.enter_context(OutputWriter(part, settings)) for part in parts]
         written = _merged(writer.lines.path for writer in writers)
@@ -188,7 +193,8 @@ def _merged(files: Iterable[Path]) -> dict[str, bytes]:
     """Return the lines of all files by id; of duplicates, the first."""
     lines: dict[str, bytes] = {}
     for path in files:
-        lines = _read_lines(path) | lines
+        for name, line in _read_lines(path):
+            lines.setdefault(name, line)
     return lines
 
 

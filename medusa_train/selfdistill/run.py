@@ -19,10 +19,11 @@ from medusa_train.config.schema import SelfDistillConfig
 from medusa_train.data.conversation import NOTABLE_LOOPING, Message
 from medusa_train.data.records import first_problems
 from medusa_train.data.sources import open_prompts
+from medusa_train.errors import DataError
 from medusa_train.hub import hub_is_unreachable
 from medusa_train.progress import LoadingProgress, RunProgress, duration
 from medusa_train.selfdistill.answers import DropRules, Engine, Request
-from medusa_train.selfdistill.engines import model_name, resolve_model_paths, server_sampling
+from medusa_train.selfdistill.engines import model_name, resolve_model_paths, server_sampling, weights_digest
 from medusa_train.selfdistill.modes import ChatSteps, GeneratedChat, question, replay, selftalk
 from medusa_train.selfdistill.output import OutputWriter
 from medusa_train.selfdistill.prompts import Prompt, Selection, Shard, read_prompts, select_prompts, short_name
@@ -91,7 +92,10 @@ def preview(cfg: SelfDistillConfig, prompts: Sequence[Prompt]) -> Iterator[tuple
     )
     prompting = ChatPrompting(tokenizer, paths.chat_template, paths.chat_template_kwargs)
     for prompt, request in requests:
-        yield f"{_title(prompt)}, {len(prompting.prompt(request))} tokens", prompting.text(request)
+        try:
+            yield f"{_title(prompt)}, {len(prompting.prompt(request))} tokens", prompting.text(request)
+        except DataError as error:  # counted as refused by the run
+            yield _title(prompt), str(error)
 
 
 def _title(prompt: Prompt) -> str:
@@ -124,6 +128,7 @@ def output_settings(cfg: SelfDistillConfig, dtype: str | None) -> dict[str, Any]
         split=cfg.split,
         max_turns=cfg.max_turns,
         heads=None if cfg.heads is None else public_name(cfg.heads),
+        weights=weights_digest(cfg),
         drop_looping=cfg.drop_looping or None,
         engine="openai" if cfg.engine == "openai" else None,
         chat_template_kwargs=cfg.chat_template_kwargs,
@@ -200,11 +205,15 @@ def distill(
 
 
 def write_chat(chat: GeneratedChat, writer: OutputWriter, metadata: dict[str, Any]) -> None:
-    """Append a conversation to the output, or its id to the dropped ones if nothing in it is kept."""
+    """Append a conversation to the output, or its id to the dropped ones if nothing in it is kept.
+
+    One that has only failed is in neither, so that a further run tries it again.
+    """
     identity = {"id": chat.prompt.id, "seed_id": chat.prompt.id}
     dropped = {"dropped": {"reason": chat.dropped, "turns": chat.dropped_turns}} if chat.dropped else {}
     if chat.is_empty:
-        writer.drop({**identity, **dropped})
+        if chat.dropped != "failed":
+            writer.drop({**identity, **dropped})
         return
     metadata = dict(metadata)
     counts = {"prompt": chat.prompt_tokens, "completion": chat.completion_tokens}
@@ -298,6 +307,8 @@ def summary(stats: RunStats, engine_stats: Mapping[str, str]) -> Table:
     rows = {name: f"{count:,}" for name, count in counts.items() if count or name in always}
     if stats.dropped["length"]:
         rows["to keep such answers"] = "raise max_new_tokens, or set drop_truncated: false"
+    if stats.dropped["failed"]:
+        rows["to try failed ones again"] = "run the same command"
     rows |= {"tokens generated": f"{stats.tokens:,}", "time": duration(stats.seconds)}
     rows |= {"tokens per second": stats.rate, **engine_stats}
     table = Table("name", title="self-distillation", title_justify="left", show_header=False)

@@ -42,9 +42,7 @@ def collect_cells(blocks: Mapping[Block, Mapping[str, Measurement]], planned: Ma
     for block, measured in sorted(blocks.items()):
         for server, measurement in measured.items():
             found.setdefault((server, block.session, block.concurrency), []).append(measurement)
-    return [
-        _cell(*key, measurements) for key, measurements in found.items() if len(measurements) == planned.get(key[2])
-    ]
+    return [_cell(*key, measured) for key, measured in found.items() if len(measured) == planned.get(key[2])]
 
 
 def _cell(server: str, session: str, concurrency: int, measurements: Sequence[Measurement]) -> Cell:

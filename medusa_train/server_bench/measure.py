@@ -282,7 +282,7 @@ class ServerBench:
                     content["timing"]["finished"] - started,
                 )
             )
-            messages += (Message("assistant", answer.text),)
+            messages += (Message("assistant", answer.text or cut_off),)  # empty ones may be refused
 
     def _ask(
         self, messages: tuple[Message, ...], seed: int, sampling: ServerSampling, salt: str

@@ -170,9 +170,7 @@ def _figures(report: Json, servers: Sequence[str]) -> list[Figure]:
     drawn = []
     if compared := [row for row in rows if row.get("ratio") is not None]:
         drawing = bars(groups(compared, "ratio", "ratio_interval"), "ratio", unit="x", reference=1.0)
-        caption = (
-            "Tokens per second with heads over those without, by concurrency. Whiskers: 95 % intervals over blocks."
-        )
+        caption = "Tokens per second with heads over without, by concurrency. Whiskers: 95 % intervals over blocks."
         drawn.append(Figure("Speed over plain", drawing, caption))
     drawing = bars(groups(rows, "tokens_per_s"), "Tokens per second", digits=0)
     drawn.append(Figure("Tokens per second", drawing, "Of all concurrent answers together, by concurrency."))

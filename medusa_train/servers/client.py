@@ -158,7 +158,8 @@ class OpenAIClient:
                 continue  # the server's slots say when it gets requests again
             if deadline <= now < self._gives_up_at:
                 waited = f"{self._retry_seconds:g} s"
-                raise RequestRejected(f"failed for {waited} while other requests were answered: {outcome.reason}")
+                reason = f"failed for {waited} while other requests were answered: {outcome.reason}"
+                raise RequestRejected(reason, failed=True)
             # this request alone may be at fault: the others do not wait
             self._closed.wait(min(backoff.next(), max(deadline - now, 0.0)))
 

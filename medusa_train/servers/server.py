@@ -10,7 +10,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import Any, Literal
@@ -21,12 +21,13 @@ import httpx
 from medusa_train.errors import ConfigError, ServerError
 
 _TOO_LONG = re.compile(
-    r"context[ _](?:length|window|size)|too long|too many tokens|max_model_len|maximum.{0,20}length", re.IGNORECASE
+    r"context[ _](?:length|window|size)|too long|too many tokens|max_model_len|maximum.{0,20}length|must have less",
+    re.IGNORECASE,
 )
-#: The context length: vLLM, SGLang, OpenAI, llama.cpp; then TGI's two limits.
+#: The context length: vLLM, SGLang, OpenAI, llama.cpp; then TGI, whose other limit is one of the prompt alone.
 _CONTEXT = re.compile(
     r"(?:context (?:length|window|size)|maximum (?:model|sequence) length|maximum allowed (?:input )?length"
-    r"|max_model_len|\"n_ctx\"|tokens \+ `?max_new_tokens`? must be <=|must have less than)[^\d.;]{0,25}(\d+)",
+    r"|max_model_len|\"n_ctx\"|tokens \+ `?max_new_tokens`? must be <=)[^\d.;]{0,25}(\d+)",
     re.IGNORECASE,
 )
 #: The length of the prompt, in the same servers' messages.
@@ -65,11 +66,14 @@ def _number(pattern: re.Pattern[str], text: str) -> int | None:
 
 
 class RequestRejected(Exception):
-    """The server rejected this request; other requests may succeed. See `parse_rejection` for `limit`."""
+    """The server rejected this request; other requests may succeed. See `parse_rejection` for `limit`.
 
-    def __init__(self, message: str, limit: ContextLimit | None = None) -> None:
+    `failed`: it did not reject it, but all attempts failed; another run may get an answer.
+    """
+
+    def __init__(self, message: str, limit: ContextLimit | None = None, *, failed: bool = False) -> None:
         super().__init__(message)
-        self.limit = limit
+        self.limit, self.failed = limit, failed
 
     @property
     def too_long(self) -> bool:
@@ -87,6 +91,8 @@ class Fault:
 
 
 # Answers and other contents of responses
+
+ABORTED = "abort"  # the finish reason of vLLM and SGLang for answers that shutting down ended
 
 
 class StreamError(Exception):
@@ -129,13 +135,22 @@ def read_completion(
             if first_token is None and (content or reasoning):
                 first_token = now
             finish_reason = choice.get("finish_reason") or finish_reason
-    if finish_reason is None:
+    if finish_reason in (None, ABORTED):
         raise StreamError("the server closed the stream before the end of the answer")
     return {
         "choices": [{"index": 0, "message": {"role": "assistant", **message}, "finish_reason": finish_reason}],
         "usage": usage,
         "timing": {"started": started, "first_token": first_token, "finished": clock()},
     }
+
+
+def _lines(chunks: Iterable[bytes]) -> Iterator[str]:
+    """Split at newlines only: JSON may hold other line separators (U+2028), at which `iter_lines` splits."""
+    rest = b""
+    for chunk in chunks:
+        *lines, rest = (rest + chunk).split(b"\n")
+        yield from (line.decode("utf-8", "replace") for line in lines)
+    yield rest.decode("utf-8", "replace")
 
 
 def _parse(data: str) -> dict[str, Any]:
@@ -159,10 +174,12 @@ def parse_models(response: httpx.Response) -> dict[str, dict[str, Any]]:
 
 
 def usable_answer(response: httpx.Response) -> dict[str, Any] | None:
-    """Return the response's JSON if it contains a text message; else None (a proxy's error page, a truncated body)."""
+    """Return the response's JSON if it holds a text message; else None (an error page, a truncated body, `ABORTED`)."""
     try:
         answer = response.json()
         content = answer["choices"][0]["message"].get("content")
+        if answer["choices"][0].get("finish_reason") == ABORTED:
+            return None
     except (ValueError, KeyError, IndexError, TypeError, AttributeError):
         return None
     return answer if isinstance(answer, dict) and isinstance(content, str | None) else None
@@ -214,6 +231,8 @@ class OpenAIServer:
         self._can_tokenize = True
         self._key_variable = key_variable
         self._key = os.environ.get(key_variable, "").strip()
+        if not self._key.isascii():
+            raise ConfigError(f"{key_variable}: the API key contains a character that is not ASCII; copy it again")
         self._models_lock = threading.Lock()
         self._models_read = False
         self._timeout = timeout
@@ -295,7 +314,7 @@ class OpenAIServer:
                 response.read()
                 return self._fault(response)
             try:
-                return read_completion(response.iter_lines(), started, check)
+                return read_completion(_lines(response.iter_bytes()), started, check)
             except StreamError as error:
                 return Fault(str(error), "failed")
 

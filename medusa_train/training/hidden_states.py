@@ -83,9 +83,7 @@ class HiddenStateCache:
     def describe(self) -> str:
         """Return what this process read and computed, in one sentence."""
         damaged = f"; {self.store.damaged} entries were damaged" if self.store.damaged else ""
-        return (
-            f"states of {self.read:,} documents read, of {self.computed:,} computed{damaged} ({self.store.directory})"
-        )
+        return f"states of {self.read:,} documents read, {self.computed:,} computed{damaged} ({self.store.directory})"
 
     def _documents(self, batch: Batch) -> Iterator[_Document]:
         assert batch.documents is not None
@@ -113,9 +111,7 @@ class HiddenStateCache:
                 states[:, document.row, document.part] = values
         if self.store.damaged and not self._warned:
             self._warned = True
-            self.warn(
-                f"cache_hidden_states: damaged entries in {self.store.directory}; their states are computed again"
-            )
+            self.warn(f"cache_hidden_states: damaged entries in {self.store.directory} are computed again")
         return states, missing
 
     def _write(self, documents: list[_Document], computed: list[Tensor]) -> None:

@@ -92,9 +92,7 @@ def _load_data(
     resolved, config = check_run(cfg, processes)
     context = context_length(config.get_text_config())
     if cfg.sequence_len > context:
-        console.print(
-            f"sequence_len: {cfg.sequence_len} exceeds the context length of {cfg.base_model}; using {context}"
-        )
+        console.print(f"sequence_len: {cfg.sequence_len} exceeds the context of {cfg.base_model}; using {context}")
         cfg = cfg.model_copy(update={"sequence_len": context})
     tokenizer = load_tokenizer(resolved, trust_remote_code=cfg.trust_remote_code)
     sharegpt = all(entry.type == "sharegpt" for entry in cfg.all_datasets)

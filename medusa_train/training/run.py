@@ -230,9 +230,7 @@ def fit_tree(
         return None
     except torch.OutOfMemoryError:
         again = shlex.join(["medusa-eval", "--calibrate", "--model", str(out)])
-        progress.print(
-            f"no tree was chosen: not enough memory beside the training. To choose it: {again}", style="yellow"
-        )
+        progress.print(f"no tree was chosen: not enough memory beside training. To choose it: {again}", style="yellow")
         return None
     save_traces(out / TREE_TRACES, traced, weights_key(resolve_model(str(out), None, None), choice.settings))
     choice.save(out / TREE)
@@ -291,9 +289,7 @@ def summary(cfg: TrainConfig, trainer: Trainer, step: int, choice: TreeChoice | 
                 "(comparable between evaluations and runs)",
             )
     if choice is not None:
-        held_out = (
-            "" if validation is not None else "; no data are held out: it was chosen on prompts of the training set"
-        )
+        held_out = "" if validation is not None else "; no data are held out: chosen on prompts of the training set"
         table.add_row("tree", choice.describe() + held_out)
     if trainer.recipe.cache is not None:
         table.add_row("hidden states", Text(trainer.recipe.cache.describe()))

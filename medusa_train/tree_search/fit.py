@@ -108,9 +108,7 @@ def head_accuracy(traces: Sequence[Trace]) -> list[list[float]]:
     heads = len(traces[0].ranks[0]) if traces else 0
     table = []
     for k in range(heads):
-        ranks = [
-            row[k] for trace in traces for row, targets in zip(trace.ranks, trace.targets, strict=True) if targets > k
-        ]
+        ranks = [row[k] for trace in traces for row, known in zip(trace.ranks, trace.targets, strict=True) if known > k]
         table.append([sum(0 <= rank < top for rank in ranks) / max(len(ranks), 1) for top in range(1, MAX_RANK + 1)])
     return table
 

@@ -194,15 +194,18 @@ def weights_key(paths: ModelPaths, settings: DecodingSettings) -> Key:
     backbone = model_directory(paths.base_model)
     adapter = () if paths.adapter is None else paths.adapter.glob("*")
     return {
-        "heads": None if paths.heads is None else _digest(find_heads(paths.heads).files),
-        "adapter": _digest(adapter),
-        "backbone": _digest([*backbone.glob("config.json"), *backbone.glob("*.safetensors"), *backbone.glob("*.bin")]),
+        "heads": None if paths.heads is None else digest_files(find_heads(paths.heads).files),
+        "adapter": digest_files(adapter),
+        "backbone": digest_files(
+            [*backbone.glob("config.json"), *backbone.glob("*.safetensors"), *backbone.glob("*.bin")]
+        ),
         "quantization": settings.quantization,
         "merged": settings.merged,
     }
 
 
-def _digest(files: Iterable[Path]) -> str:
+def digest_files(files: Iterable[Path]) -> str:
+    """Return a hash of the names, sizes and parts of files."""
     digest = hashlib.sha256()
     for path in sorted(files):
         size = path.stat().st_size

@@ -90,9 +90,7 @@ class Tree(Nodes):
     def cartesian(cls, choices: Sequence[int]) -> Tree:
         """Build the dense tree with the top `choices[k]` candidates of head k + 1 under every node of depth k."""
         levels = range(1, len(choices) + 1)
-        return cls.from_paths(
-            path for level in levels for path in itertools.product(*(range(s) for s in choices[:level]))
-        )
+        return cls.from_paths(path for n in levels for path in itertools.product(*(range(s) for s in choices[:n])))
 
     @classmethod
     def chain(cls, length: int) -> Tree:

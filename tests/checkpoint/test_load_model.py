@@ -63,6 +63,4 @@ def test_dynamic_trees_take_the_place_of_the_fixed_one(run_dir: Path, tmp_path: 
         assert (loaded.proposer.dynamic, loaded.draft.dynamic, loaded.fixed_proposer) == (size, None, loaded.draft)
     prompts = ("Say ay.", "Say oh.")
     fixed, chosen = load(run, dtype="float32"), load(run, tree="dynamic", dtype="float32")
-    assert [chosen.generate(one, 24, raw=True) for one in prompts] == [
-        fixed.generate(one, 24, raw=True) for one in prompts
-    ]
+    assert [chosen.generate(p, 24, raw=True) for p in prompts] == [fixed.generate(p, 24, raw=True) for p in prompts]

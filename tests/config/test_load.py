@@ -169,7 +169,7 @@ def test_a_missing_file_names_its_neighbours(tmp_path: Path, monkeypatch: pytest
         "configs/tiny-m1.yml: no such file; did you mean configs/tiny_m1.yaml? configs/ contains "
     )
     (message,) = problems(Path("x"))
-    assert message.startswith("x: no such file; configs/ contains ")
+    assert message.startswith("x: no such file; configs/ contains")
     write(tmp_path, GOOD)
     with pytest.raises(ConfigError, match=r"is a directory, not a YAML file; .* contains x\.yaml"):
         load_config(TrainConfig, tmp_path)

@@ -24,7 +24,7 @@ def test_a_name_that_no_file_can_have_does_not_exist(name: str) -> None:
 
 
 def test_the_home_of_an_unknown_user_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="~nosuchuser/x: the home directory of ~nosuchuser is not known"):
+    with pytest.raises(ConfigError, match="~nosuchuser/x: the home of ~nosuchuser is not known"):
         resolve_path("~nosuchuser/x")
 
 

@@ -138,7 +138,7 @@ SHARED_Q = ["medusa_share_lm_head=true", "adapter=lora", "lora_target_modules=[q
     [
         (["load_in_4bit=true", "load_in_8bit=true"], "load_in_4bit: true: cannot be true together"),
         (["adapter=qlora"], "set load_in_4bit: true"),
-        (["bf16=true", "fp16=true"], "bf16: true: cannot be true together with fp16"),
+        (["bf16=true", "fp16=true"], "bf16: true: excludes fp16"),
         (
             ["medusa_self_distillation=true"],
             "medusa_self_distillation: true: the teacher is the backbone with its adapter disabled",

@@ -50,9 +50,7 @@ def dataset(corpus: str, encoder: ChatEncoder) -> EncodedDataset:
 
 def same(left: Batch, right: Batch) -> bool:
     names = ("tokens", "labels", "positions", "segments")
-    return left.records == right.records and all(
-        torch.equal(getattr(left, name), getattr(right, name)) for name in names
-    )
+    return left.records == right.records and all(torch.equal(getattr(left, n), getattr(right, n)) for n in names)
 
 
 # -- loading --------------------------------------------------------------------------------------------------

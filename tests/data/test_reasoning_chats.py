@@ -71,9 +71,7 @@ def test_prompts_equal_those_of_decoding_and_each_answer_is_trained_once(
     assert trained == indices
 
 
-@pytest.mark.parametrize(
-    "template", [LLAMA_3_1, GEMMA, MISTRAL, SMOLLM2], ids=["Llama 3.1", "Gemma", "Mistral", "SmolLM2"]
-)
+@pytest.mark.parametrize("template", [LLAMA_3_1, GEMMA, MISTRAL, SMOLLM2], ids=["Llama", "Gemma", "Mistral", "SmolLM2"])
 def test_a_template_that_keeps_earlier_turns_gives_one_row(template: str, make: Make, chat: Chat) -> None:
     encoder = make(template)
     conversation = chat("two + two?", "four", "plus one?", "five")
@@ -224,9 +222,7 @@ def test_all_rows_of_a_conversation_are_on_one_side_of_the_split(cached: bool, t
     with path.open("w") as file:
         for n in range(20):
             turns = [("user", f"q{n}"), ("assistant", "four"), ("user", "B"), ("assistant", "five")]
-            messages = [
-                {"role": role, "content": text, "reasoning_content": "add"} for role, text in turns[: 2 + n % 3]
-            ]
+            messages = [{"role": by, "content": text, "reasoning_content": "add"} for by, text in turns[: 2 + n % 3]]
             for message in messages:
                 if message["role"] == "user":
                     del message["reasoning_content"]

@@ -29,9 +29,7 @@ def test_three_formats_give_the_same_chat() -> None:
     assert turns({"system": "s", **GOOD}) == expected
     named = [("developer", "s"), ("user", "q"), ("assistant", "a")]
     assert turns({"messages": [{"role": r, "content": c} for r, c in named]}) == expected
-    assert turns({"messages": [{"role": "system", "content": " "}, {"role": "user", "content": "q"}]}) == [
-        ("user", "q")
-    ]
+    assert turns({"messages": [{"role": "user", "content": " "}, {"role": "user", "content": "q"}]}) == [("user", "q")]
     assert turns({"system": "s", "instruction": "q", "input": "", "output": "a"}) == expected
     assert turns({"instruction": "add", "input": "1 2", "output": "3"})[0] == ("user", "add\n\n1 2")
     with pytest.raises(RecordError, match="'messages' must be a list of turns, it is missing"):

@@ -91,9 +91,7 @@ def plain(before: Backbone, after: Backbone) -> tuple[int, float, float, float]:
     """Tokens, cross-entropy before and after, KL: from all logits of one document after the other."""
     count, old_loss, new_loss, kl = 0, 0.0, 0.0, 0.0
     for tokens, labels in documents():
-        old, new = (
-            model.model(tokens).logits[0, :-1].detach()[labels[1:] != IGNORE_INDEX] for model in (before, after)
-        )
+        old, new = (m.model(tokens).logits[0, :-1].detach()[labels[1:] != IGNORE_INDEX] for m in (before, after))
         wanted = labels[1:][labels[1:] != IGNORE_INDEX]
         count += len(wanted)
         old_loss += float(cross_entropy(old, wanted, reduction="sum"))

@@ -90,7 +90,7 @@ def test_quality_is_reported_where_they_are_known() -> None:
     for extra, expected in (
         ({}, "Quality: not judged."),
         ({"judge": graded}, "6.25 of 10 by judge-1 (2 answers, 1 without a grade)"),
-        ({"judge": failed}, "graded none of the answers (HTTP 401)"),
+        ({"judge": failed}, "graded no answer (HTTP 401)"),
         (
             {"rouge": rouge},
             "Quality: ROUGE-1/2/L 40.00/8.44/12.60, plain decoding 1.00/2.00/3.00 (F1 in % of 2 answers",

@@ -312,7 +312,7 @@ def test_texts_that_may_get_too_long_are_refused(tmp_path: Path, family: str, ch
 
 def test_heads_and_trees_that_do_not_fit_are_refused(model: Any, llama: Backbone, tmp_path: Path) -> None:
     other = random_backbone("llama", vocab_size=50)
-    with pytest.raises(ValueError, match=r"not the heads of this model, of hidden size 32 and 61 tokens"):
+    with pytest.raises(ValueError, match=r"not the heads of this model \(hidden size 32, 61 tokens"):
         with_heads(model, write(tmp_path / "other", trained_like(other), BUSHY))
     directory = write(tmp_path, trained_like(llama), BUSHY)
     for choices, message in (([[0], [1, 0]], "each path its parent"), ([[0] * i for i in range(1, 5)], "is 4 deep")):
@@ -358,7 +358,5 @@ def test_the_exported_file_is_this_source_and_needs_only_what_it_requires(direct
 
 
 def test_heads_that_no_argument_names_are_asked_for() -> None:
-    with pytest.raises(
-        ValueError, match="with Medusa heads: pass the directory of the heads as medusa_heads=DIRECTORY"
-    ):
+    with pytest.raises(ValueError, match="with Medusa heads: pass the directory of the heads as medusa_heads="):
         custom_generate._requested_directory(sys._getframe())

@@ -164,9 +164,7 @@ def test_a_failed_capture_closes_the_allocators_pool(monkeypatch: pytest.MonkeyP
     closed.assert_called_once_with(3, (0, 7))
 
 
-@pytest.mark.parametrize(
-    ("family", "obstacle"), [("llama", None), ("gemma3", None), ("phi3-longrope", "rotary angles")]
-)
+@pytest.mark.parametrize(("family", "obstacle"), [("llama", None), ("gemma3", None), ("phi3-longrope", "rotary")])
 def test_models_that_cannot_be_captured(family: str, obstacle: str | None, caplog: pytest.LogCaptureFixture) -> None:
     backbone = random_backbone(family)
     found = graph_obstacle(backbone.model)

@@ -182,9 +182,7 @@ def test_a_model_decodes_the_same_tokens(family: str, monkeypatch: pytest.Monkey
     prompts, trees = [[5, 9, 11, 3], [7, 2, 30, 31, 32, 8, 19]], (None, Tree.cartesian([3, 2]))
     lengths: set[int] = set()
     original = attention.folded_head_attention
-    monkeypatch.setattr(
-        attention, "folded_head_attention", lambda *args: (lengths.add(args[0].shape[2]), original(*args))[1]
-    )
+    monkeypatch.setattr(attention, "folded_head_attention", lambda *a: (lengths.add(a[0].shape[2]), original(*a))[1])
 
     def answers(backbone: Backbone) -> list[list[int]]:
         draft = MedusaDraft.from_backbone(backbone, 3)

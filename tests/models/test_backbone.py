@@ -116,7 +116,7 @@ def test_early_states_and_embeddings_are_the_models(family: str) -> None:
         assert torch.allclose(backbone.embedding()(tokens), expected[0], rtol=1e-6)
     assert backbone.run(tokens).early is None
     assert hooks == [(len(layer._forward_hooks), len(layer._forward_pre_hooks)) for layer in backbone.body.layers]
-    with pytest.raises(BackboneError, match="layer 4 does not exist"):
+    with pytest.raises(BackboneError, match="no layer 4: "):
         backbone.run(tokens, need=FeatureSpec(early=(4,)))
 
 

@@ -117,9 +117,11 @@ def test_reasoning_is_joined_to_the_answer_and_template_variables_are_sent() -> 
             assert asking.next()[1].text == expected
         asking.close()
         assert all(body["chat_template_kwargs"] == {"enable_thinking": True} for body in server.bodies)
+        assert all(body["top_p"] == 1 for body in server.bodies)  # vLLM's default is the model's
 
 
-def test_chats_that_are_refused_or_too_long_are_dropped_and_the_others_go_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("concurrency", [1, 2])  # with 1 the first, which is refused, has no other request beside it
+def test_chats_that_are_refused_or_too_long_are_dropped_and_the_others_go_on(tmp_path: Path, concurrency: int) -> None:
     def script(number: int, body: dict) -> fake_server.Reply:
         asked = body["messages"][-1]["content"]
         if asked in ("question 0.0", "question 3.0"):
@@ -127,9 +129,27 @@ def test_chats_that_are_refused_or_too_long_are_dropped_and_the_others_go_on(tmp
         return error(400, "maximum context length is 10") if asked == "question 4.0" else None
 
     with serving(script) as server:
-        stats = run(tmp_path / "out.jsonl", seeds(6), engine(server.url, concurrency=2))
+        stats = run(tmp_path / "out.jsonl", seeds(6), engine(server.url, concurrency=concurrency))
     assert sorted(ids(tmp_path / "out.jsonl")) == ["s1", "s2", "s5"]
     assert dict(stats.dropped) == {"refused": 2, "context": 1}
+
+
+def test_an_answer_that_failed_is_asked_for_again_by_the_next_run(tmp_path: Path) -> None:
+    def script(number: int, body: dict) -> fake_server.Reply:
+        if body["messages"][-1]["content"] == "question 1.0":
+            return error(500, "out of memory")
+        # a server that shuts down ends its answers
+        aborted = body["messages"][-1]["content"] == "question 0.0" and not ended.append(number) and len(ended) == 1
+        return (200, {}, json.dumps(completion(body, "abort")).encode()) if aborted else None
+
+    out, ended = tmp_path / "out.jsonl", list[int]()
+    with serving(script) as server:
+        server.seconds = 0.1
+        stats = run(out, seeds(12), engine(server.url, concurrency=2, retry_seconds=0.3))
+        assert (stats.written, dict(stats.dropped)) == (11, {"failed": 1})
+        assert [body["messages"][-1]["content"] for body in server.bodies].count("question 0.0") == 2
+    with serving() as server:
+        assert run(out, seeds(12), engine(server.url)).written == 1
 
 
 @pytest.mark.parametrize(("length", "reason"), [(64, "length"), (63, "context")])

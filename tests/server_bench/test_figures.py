@@ -115,9 +115,7 @@ def test_nothing_is_recommended_that_does_not_win() -> None:
         *[(8, 2, 1.1, "undecided"), (8, 3, 0.8, "loses")],
     ]
     names = ("concurrency", "num_speculative_tokens", "ratio", "verdict")
-    advice = recommend(
-        [{"server": "", "ratio_interval": None, **dict(zip(names, one, strict=True))} for one in measured]
-    )
+    advice = recommend([{"server": "", "ratio_interval": None, **dict(zip(names, m, strict=True))} for m in measured])
     chosen = [(one["concurrency"], one["use"], one["num_speculative_tokens"]) for one in advice]
     assert chosen == [(1, True, 3), (8, False, 2)]
 

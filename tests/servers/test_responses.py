@@ -50,6 +50,7 @@ def test_an_empty_answer_has_no_first_token() -> None:
     ("content", "message"),
     [
         (lines(delta(content="a")), "before the end of the answer"),
+        (lines(delta("abort", content="a")), "before the end of the answer"),
         ([], "before the end of the answer"),
         (lines(delta(content="a"), {"error": {"message": "EngineCore\ndied", "code": 500}}), "EngineCore died"),
         (lines({"error": "no"}), "error within the stream: no"),
@@ -73,11 +74,16 @@ def test_a_cut_stream_is_asked_again() -> None:
         cut = stream(body, end=None)
         assert cut is not None
         replies = [cut, (200, {"content_length": str(len(cut[2]) + 100)}, cut[2]), error(503, "busy")]
-        return replies[number] if number < len(replies) else None
+        status, headers, content = stream(body, "a\u2028b")
+        return (
+            replies[number]
+            if number < len(replies)
+            else (status, headers, content.replace(b"\\u2028", b"\xe2\x80\xa8"))
+        )
 
     with serving(script) as fake:
         client = OpenAIClient(fake.url, key_variable="NONE", timeout=0.5, retry_seconds=20, concurrency=1)
-        assert ask(client)["choices"][0]["message"]["content"] == "answer to x"
+        assert ask(client)["choices"][0]["message"]["content"] == "a\u2028b"
         assert client.retries == 3
         assert "503" in client.last_fault
         client.close()
@@ -86,12 +92,12 @@ def test_a_cut_stream_is_asked_again() -> None:
 def test_a_stream_that_never_ends_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     server = OpenAIServer("http://127.0.0.1:9/v1", key_variable="NONE", timeout=0.2, connections=1)
 
-    def endless() -> Iterator[str]:
+    def endless() -> Iterator[bytes]:
         while True:
             time.sleep(0.01)
-            yield ": keep-alive"
+            yield b": keep-alive\n"
 
-    response = SimpleNamespace(status_code=200, iter_lines=endless)
+    response = SimpleNamespace(status_code=200, iter_bytes=endless)
     monkeypatch.setattr(server, "_models_read", True)
     monkeypatch.setattr(server._client, "stream", lambda *args, **keys: nullcontext(response))
     fault = server.send({"stream": True})
@@ -145,7 +151,7 @@ CASES = [
         "1000 `max_new_tokens`",
         (2048, 1244),
     ),
-    ("Input validation error: `inputs` must have less than 1024 tokens. Given: 1168", (1024, 1168)),
+    ("Input validation error: `inputs` must have less than 1024 tokens. Given: 1168", (None, 1168)),
     # llama.cpp
     ("request (1407 tokens) exceeds the available context size (256 tokens), try increasing it", (256, 1407)),
     ('"available context size","type":"exceed_context_size_error","n_prompt_tokens":1407,"n_ctx":256', (256, 1407)),

@@ -311,9 +311,7 @@ def assert_equal_runs(ours: Path, theirs: Path, steps: list[int]) -> None:
     whole, parts = figures(ours), figures(theirs)
     assert [record["step"] for record in whole if record["kind"] == "train"] == steps
     assert parts == whole
-    names = [
-        str(path.relative_to(ours)) for part in ("heads", "adapter") for path in (ours / part).glob("*.safetensors")
-    ]
+    names = [str(p.relative_to(ours)) for part in ("heads", "adapter") for p in (ours / part).glob("*.safetensors")]
     assert names
     for name in names:
         first, second = load_file(ours / name), load_file(theirs / name)
@@ -381,7 +379,7 @@ def test_hidden_states_are_shared_by_the_processes(two, run_keys, strategy, tmp_
     # rank 0's half: 16 and 4 computed; 32 read in two epochs, 4 in each of the evaluations after the first
     evaluations = sum(record["kind"] == "eval" for record in metrics(run / "run"))
     text = " ".join((run / "console-0").read_text().split())
-    assert f"states of {32 + 4 * (evaluations - 1)} documents read, of 20 computed (" in text
+    assert f"states of {32 + 4 * (evaluations - 1)} documents read, 20 computed (" in text
     alone_keys = given({**alone(run_keys), **CACHED, "cache_hidden_states": None, "output_dir": str(tmp_path / "run")})
     whole_run({"keys": alone_keys}, tmp_path)
     ours, theirs = ([r for r in metrics(path / "run") if r["kind"] == "eval"] for path in (run, tmp_path))

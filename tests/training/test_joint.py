@@ -106,9 +106,7 @@ def test_only_the_freed_layers_learn(make_config, console, tmp_path, backbone_di
     before = load_file(backbone_dir / "model.safetensors")
     after = load_file(tmp_path / "run" / "model" / "model.safetensors")
     changed = {name for name in before if not torch.equal(before[name], after[name])}
-    assert changed == {
-        name for name in before if "layers.1." in name or name in ("model.norm.weight", "lm_head.weight")
-    }
+    assert changed == {n for n in before if "layers.1." in n or n in ("model.norm.weight", "lm_head.weight")}
     assert not any("lm_kl" in record for record in metrics(tmp_path / "run"))  # nothing to diverge from is kept
     subject = load_with_draft(resolve_model(str(tmp_path / "run"), None, None), "float32")
     assert torch.equal(subject.backbone.output_embeddings.weight, after["lm_head.weight"])

@@ -28,9 +28,7 @@ def test_a_run_leaves_heads_config_metrics_and_a_tree(make_config, console, tmp_
     assert train(make_config(calibration_tokens=120, max_steps=30), console) == 0
     out = tmp_path / "run"
     tensors = load_file(out / "heads" / "medusa_lm_head.safetensors")
-    assert set(tensors) == {
-        f"{i}.{name}" for i in range(3) for name in ("0.linear.weight", "0.linear.bias", "1.weight")
-    }
+    assert set(tensors) == {f"{i}.{n}" for i in range(3) for n in ("0.linear.weight", "0.linear.bias", "1.weight")}
     assert tensors["2.1.weight"].shape == (300, 32)
     saved = yaml.safe_load((out / "config.yaml").read_text())
     assert saved["base_model"] == str(backbone_dir)

@@ -25,10 +25,8 @@ def test_every_key_of_the_optimisation_arrives(make_config, console):
         seed=7,
     )
     trainer = build_trainer(cfg, load_data(cfg, console), RunProgress(console))
-    groups = [
-        (g["lr"], g["weight_decay"], {p.ndim for p in g["params"]}) for g in trainer.strategy.optimizer.param_groups
-    ]
-    assert groups == [
+    got = [(g["lr"], g["weight_decay"], {p.ndim for p in g["params"]}) for g in trainer.strategy.optimizer.param_groups]
+    assert got == [
         (pytest.approx(3e-3), 0.1, {2}),
         (pytest.approx(3e-3), 0.0, {1}),
         (pytest.approx(1e-3), 0.1, {2}),

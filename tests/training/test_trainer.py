@@ -81,9 +81,7 @@ def test_a_skipped_step_changes_nothing_and_is_counted(make_config, console, tmp
     half = len(skipped["records"]) <= 4  # of a loss the micro-batch to blame, of a gradient all of the step
     assert half == (what == "loss")
     assert all(record.startswith(str(make_config().datasets[0].path)) for record in skipped["records"])
-    line = next(
-        line for line in console.file.getvalue().splitlines() if line.startswith("step 3 skipped (1 of at most")
-    )
+    line = next(x for x in console.file.getvalue().splitlines() if x.startswith("step 3 skipped (1 of at most"))
     assert all(record in line for record in skipped["records"])
     assert ("its gradient is not finite" in line) == (what == "gradient")
 

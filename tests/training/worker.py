@@ -133,9 +133,7 @@ def whole_run(case: dict[str, Any], out: Path, world: World = SINGLE_PROCESS) ->
 
     def freed() -> None:
         free()
-        left = [
-            thing for thing in gc.get_objects() if issubclass(type(thing), PreTrainedModel) and id(thing) not in before
-        ]
+        left = [x for x in gc.get_objects() if issubclass(type(x), PreTrainedModel) and id(x) not in before]
         (out / f"left-{world.rank}").write_text(str(len(left)))
 
     def stopped(trainer: Trainer, batches: Any) -> None:

@@ -81,9 +81,7 @@ class LookupDraft(Proposer):
 
     def draft_trees(self, state: LookupState, roots: Sequence[int]) -> list[TokenTree]:
         """Return a tree of draft tokens below each row's root, possibly without any."""
-        return [
-            text.draft_tree(root, self.num_heads, self.nodes) for text, root in zip(state.texts, roots, strict=True)
-        ]
+        return [one.draft_tree(root, self.num_heads, self.nodes) for one, root in zip(state.texts, roots, strict=True)]
 
     def lookahead_branch(self, state: LookupState) -> LookaheadBranch | None:
         """Return the tokens that the draft runs through the backbone beside its tree; None if there are none."""

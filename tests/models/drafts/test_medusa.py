@@ -67,14 +67,12 @@ def _check_proposals(backbone: Backbone, draft: MedusaDraft) -> None:
     padded = torch.tensor([prompt + [0] * (5 - len(prompt)) for prompt in prompts])
     feats = backbone.run(padded)
     tree = Tree.from_paths([(0,), (2,), (0, 4), (2, 0), (0, 4, 1)])
-    proposal = draft.propose(
-        draft.start(feats, padded, [5, 2, 3], backbone.new_cache(1)), torch.tensor([42, 43, 44]), tree
-    )
+    made = draft.propose(draft.start(feats, padded, [5, 2, 3], backbone.new_cache(1)), torch.tensor([42, 43, 44]), tree)
     for row, prompt in enumerate(prompts):
         last = feats.hidden[row, len(prompt) - 1]
         best = [draft.head_logits(last, k).argsort(descending=True) for k in (1, 2, 3)]
         expected = [42 + row, best[0][0], best[0][2], best[1][4], best[1][0], best[2][1]]
-        assert proposal.tokens[row].tolist() == [int(token) for token in expected]
+        assert made.tokens[row].tolist() == [int(token) for token in expected]
 
 
 @pytest.mark.parametrize("share", [False, True])
