@@ -1,7 +1,5 @@
 """Record the largest tensor that operations allocate."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 `python fake_server.py PORT [SECONDS_PER_ANSWER]` runs it as a process, so that a test can kill it.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys

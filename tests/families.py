@@ -1,7 +1,5 @@
 """Small random backbones of the supported families."""
 
-from __future__ import annotations
-
 import torch
 import transformers
 from transformers import AutoModelForCausalLM

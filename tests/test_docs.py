@@ -1,7 +1,5 @@
 """The README and docs/ are true: paths and links exist, commands are valid, Python blocks run."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Each supported family, small and random, through train -> export -> import -> decode."""
 
-from __future__ import annotations
-
 import io
 import json
 import random

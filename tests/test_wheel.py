@@ -1,7 +1,5 @@
 """What a wheel holds and asks for; building, installing and using one takes minutes and is marked slow."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

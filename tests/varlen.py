@@ -1,7 +1,5 @@
 """Attention implementations that take the bounds of documents, in place of flash-attn's kernels on a CPU."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 

@@ -241,9 +241,10 @@ def missing_inputs(cfg: TrainConfig) -> list[str]:
         missing.append(f"base_model: {cfg.base_model}: no such directory")
     elif backbone is not None and not (backbone / "config.json").is_file():
         missing.append(f"base_model: {cfg.base_model}: not a model directory (no config.json)")
-    for entry in cfg.all_datasets:
-        if resolve_path(entry.path) is None and is_data_file_name(entry.path):
-            missing.append(f"datasets: {entry.path}: no such file or directory")
+    for key, entries in (("datasets", cfg.datasets), ("test_datasets", cfg.test_datasets or ())):
+        for entry in entries:
+            if resolve_path(entry.path) is None and is_data_file_name(entry.path):
+                missing.append(f"{key}: {entry.path}: no such file or directory")
     if cfg.lora_model_dir is not None and resolve_path(cfg.lora_model_dir) is None:
         advice = "train these heads first, or leave lora_model_dir empty to start with new ones"
         missing.append(f"lora_model_dir: {cfg.lora_model_dir}: no such directory; {advice}")

@@ -73,9 +73,7 @@ def to_vllm(heads: HeadTensors, lm_head: Tensor | None = None) -> tuple[dict[str
         if heads.shared:
             tensors[_SHARED] = tensors[_SHARED][heads.token_map]
         elif heads.vocab_size is None:
-            raise CheckpointError(
-                "the heads have a token_map, but config.json has no vocab_size (size of the full vocabulary)"
-            )
+            raise CheckpointError("the heads have a token_map, but config.json has no vocab_size (of all tokens)")
         else:
             vocab_size = heads.vocab_size
         for name in [name for name in tensors if _HEAD.fullmatch(name)]:

@@ -189,7 +189,7 @@ def _merge(cfg: SelfDistillConfig, prompts: list[Prompt], out: Path, console: Co
     console.print(f"{out}: {merged.conversations:,} conversations of {merged.parts} files, {merged.dropped:,} dropped")
     if merged.missing:
         error_console().print(
-            f"{merged.missing:,} prompts are not answered yet; run the same command without --merge to answer them"
+            f"{merged.missing:,} prompts are not answered yet; to answer them, run it without --merge"
         )
     return 0
 

@@ -50,6 +50,8 @@ def find_ineffective_keys(cfg: Any) -> Iterator[str]:
         yield from (name for name in ("warmup_steps", "warmup_ratio") if getattr(cfg, name))
     if cfg.lora_model_dir is not None:
         yield "stage_one"
+    if cfg.train_on_inputs:
+        yield "roles_to_train"
     if not _has_validation(cfg):
         yield from ("eval_steps", "evals_per_epoch")
     if cfg.wandb_project is None:
@@ -105,6 +107,11 @@ TRAIN_CONSTRAINTS: tuple[Constraint, ...] = (
         ("adapter", "load_in_4bit"),
         lambda cfg: cfg.adapter == "qlora" and not cfg.load_in_4bit,
         "qlora is an adapter on a 4-bit backbone; set load_in_4bit: true, or adapter: lora",
+    ),
+    Constraint(
+        ("chat_template", "datasets"),
+        lambda cfg: cfg.chat_template and all(d.conversation not in (None, cfg.chat_template) for d in cfg.datasets),
+        "no data set has this template, since each sets another `conversation`; remove one of the two",
     ),
     Constraint(("bf16", "fp16"), lambda cfg: cfg.bf16 is True and cfg.fp16, "excludes fp16: choose one"),
     Constraint(

@@ -288,7 +288,7 @@ class Eagle3Config(DraftConfig):
     )
     decay_coefficient: Float = key(0.8, "c: weight of step k's loss is c**k", gt=0, le=1)
     soft_targets: Float = key(
-        1.0, "weight of the backbone's distribution in the targets; the data's token has the rest", ge=0, le=1
+        1.0, "weight of the backbone's distribution in the targets; the token has the rest", ge=0, le=1
     )
 
     @property
@@ -381,7 +381,7 @@ class LookaheadConfig(BaseModel):
         le=16,
     )
     guesses: Int = key(
-        5, "G: maximum number of n-grams to verify per step, the latest that begin with the last token", ge=1, le=64
+        5, "G: n-grams to verify per step at most, the latest that begin with the last token", ge=1, le=64
     )
     pool_from_prompt: Bool = key(True, "also verify n-grams of the prompt and the answer; false: only of the window")
 

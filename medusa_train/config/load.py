@@ -164,7 +164,7 @@ def _child(target: Any, part: str | int) -> Any:
 def _load_stage_one(cfg: TrainConfig, outer: YamlSource, invalid: set[str]) -> tuple[TrainConfig, list[str]]:
     """Build the configuration of stage one: its file, then the keys that it shares with `cfg`, then its overrides."""
     written, location = outer.values[STAGE_ONE], outer.location((STAGE_ONE,))
-    overrides = {"config": written} if isinstance(written, str) else dict(written)
+    overrides = dict(written) if isinstance(written, dict) else {"config": str(written)}
     file = overrides.pop("config", None)
     try:
         source = YamlSource(location) if file is None else _read(Path(str(file)))

@@ -133,9 +133,7 @@ class DatasetConfig(BaseModel):
     type: Annotated[Literal["auto", "sharegpt", "messages", "alpaca"], BeforeValidator(_record_format)] = key(
         "auto", "format of the records; auto, and Axolotl's chat_template: detected from their keys"
     )
-    conversation: Text | None = key(
-        None, "name of the chat template of this dataset (vicuna_v1.1, zephyr, ...), or a .jinja file"
-    )
+    conversation: Text | None = key(None, "chat template of this dataset (vicuna_v1.1, zephyr, ...), or a .jinja file")
     split: Text | None = key(None, "split of a hub dataset; default: train")
     name: Text | None = key(None, "configuration name of a hub dataset")
 
@@ -171,7 +169,7 @@ class TrainConfig(Config):
         None, "learning rate of the draft relative to learning_rate; default: 4 for medusa, else 1", gt=0
     )
     medusa_self_distillation: Bool = key(
-        False, "LM loss is the KL divergence from the backbone without its adapter (medusa2 only)"
+        False, "LM loss is the KL from the backbone without its adapter (medusa2 only)"
     )
     medusa_distillation_regularization: Float = key(
         0.0, "rho: weight of the teacher's distribution in the LM target (medusa2 only)", ge=0, le=1
@@ -230,9 +228,7 @@ class TrainConfig(Config):
         "name of the chat template, or a .jinja file; "
         "default: the datasets' `conversation` if all are equal, else the tokenizer's",
     )
-    chat_template_kwargs: TemplateKwargs | None = key(
-        None, "variables of the template, such as {enable_thinking: false}"
-    )
+    chat_template_kwargs: TemplateKwargs | None = key(None, "variables of the template: {enable_thinking: false}")
     reasoning_tags: ReasoningTags = key(
         ("<think>", "</think>"), "tags around the reasoning part of an answer; join `reasoning_content` and `content`"
     )
@@ -240,9 +236,7 @@ class TrainConfig(Config):
         ["assistant"], "roles whose turns are training targets", min_length=1
     )
     train_on_inputs: Bool = key(False, "train on all tokens, including prompts")
-    val_set_size: Float = key(
-        0.05, "fraction of the conversations held out for evaluation, if test_datasets is not set", ge=0, lt=1
-    )
+    val_set_size: Float = key(0.05, "share of the conversations to hold out, if test_datasets is not set", ge=0, lt=1)
     test_datasets: Annotated[list[DatasetConfig] | None, BeforeValidator(_datasets)] = key(
         None,
         "data for evaluation and to fit the tree, of which nothing is trained on; default: held out by val_set_size",
@@ -260,9 +254,7 @@ class TrainConfig(Config):
         "cosine", "learning rate schedule; constant has no warm-up"
     )
     cosine_min_lr_ratio: Float = key(0.0, "final learning rate of cosine, relative to the peak", ge=0, lt=1)
-    learning_rate: Float = key(
-        5e-4, "peak learning rate of the backbone; the draft's is multiplied by medusa_lr_multiplier", gt=0
-    )
+    learning_rate: Float = key(5e-4, "peak of the backbone; the draft's is multiplied by medusa_lr_multiplier", gt=0)
     warmup_steps: Int | None = key(None, "linear warm-up in optimizer steps", ge=0)
     warmup_ratio: Float | None = key(None, "linear warm-up as a fraction of the run", ge=0, lt=1)
     weight_decay: Float = key(0.0, "weight decay, applied to matrices only", ge=0)
@@ -282,7 +274,7 @@ class TrainConfig(Config):
         False, "run the frozen backbone's layers compiled by torch.compile (medusa1 only); the first steps take longer"
     )
     deepspeed: TextOrMapping | None = key(
-        None, "DeepSpeed configuration: a JSON file (configs/deepspeed/zero2.json) or a mapping"
+        None, "configuration: a JSON file (configs/deepspeed/zero2.json) or a mapping"
     )
 
     # Run
@@ -425,9 +417,7 @@ class EvalConfig(Config):
         "the server, default: the only one that it lists",
     )
     trust_remote_code: Bool = key(False, "allow Python code from the backbone's repository")
-    chat_template: Text | None = key(
-        None, "name of the chat template, or a .jinja file; default: the run's, else the tokenizer's"
-    )
+    chat_template: Text | None = key(None, "chat template, or a .jinja file; default: the run's, else the tokenizer's")
     chat_template_kwargs: TemplateKwargs | None = key(
         None, "variables of the template, such as {enable_thinking: false}; default: the run's"
     )
@@ -467,12 +457,8 @@ class EvalConfig(Config):
         "greedy: plain decoding's tokens; sampling: samples of the model's distribution (lossless); typical: any "
         "plausible draft token, which changes the distribution",
     )
-    temperature: Float | None = key(
-        None, "temperature of sampling, typical acceptance and their baselines; default: 0.7", ge=0
-    )
-    top_p: Float = key(
-        1.0, "sample from the smallest set of tokens with this total probability (nucleus sampling)", gt=0, le=1
-    )
+    temperature: Float | None = key(None, "temperature of sampling and typical acceptance; default: 0.7", ge=0)
+    top_p: Float = key(1.0, "sample from the fewest tokens with this total probability", gt=0, le=1)
     top_k: Int | None = key(None, "sample from the k most probable tokens; default: all", ge=1)
     epsilon: Float = key(0.09, "typical acceptance: probability above which a token is always accepted", gt=0)
     delta: Float = key(0.3, "typical acceptance: factor of exp(-entropy), the threshold at uncertain positions", gt=0)
@@ -503,12 +489,8 @@ class EvalConfig(Config):
     seed: Int = key(42, "random seed", ge=0)
 
     # Servers
-    server_url: Text | None = key(
-        None, "URL of an OpenAI-compatible server, http://HOST:PORT/v1; the bench is measured through it"
-    )
-    against: Text | None = key(
-        None, "URL of a server of the same model without heads; it and server_url are measured in turns"
-    )
+    server_url: Text | None = key(None, "OpenAI-compatible server to measure, http://HOST:PORT/v1")
+    against: Text | None = key(None, "server of the same model without heads; it and server_url are measured in turns")
     serve: Bool = key(
         False,
         "start and stop vLLM servers for the model, without heads and with them, and measure them; environment "
@@ -528,9 +510,7 @@ class EvalConfig(Config):
         None, 'further arguments of the vLLM servers, such as ["--max-model-len", "4096"]', min_length=1
     )
     serve_start_seconds: Float = key(900.0, "timeout in seconds for a server of `serve` to become ready", gt=0)
-    concurrency: IntList = key(
-        [1, 2, 4, 8, 16, 32], "numbers of concurrent conversations to measure a server with", min_length=1
-    )
+    concurrency: IntList = key([1, 2, 4, 8, 16, 32], "numbers of concurrent conversations to measure", min_length=1)
     request_timeout: Float = key(600.0, "timeout of a request to a server in seconds", gt=0)
     retry_seconds: Float = key(120.0, "failed requests are retried for up to this many seconds", ge=0)
     api_key_env: Text = key("OPENAI_API_KEY", "environment variable that holds the API key of the servers")
@@ -569,9 +549,7 @@ class SelfDistillConfig(Config):
     seed_dataset: Text = key(
         "tiny", "prompts: tiny, sharegpt, ultrachat, a file or directory of conversations, or the name of a hub dataset"
     )
-    type: Literal["auto", "sharegpt", "messages", "alpaca"] = key(
-        "auto", "format of the records; auto: detected from their keys"
-    )
+    type: Literal["auto", "sharegpt", "messages", "alpaca"] = key("auto", "record format; auto: by its keys")
     split: Text | None = key(None, "split of a hub dataset; default: train")
     skip_bad_records: Bool = key(False, "skip invalid records instead of failing")
     max_turns: Int | None = key(None, "use only the first N user turns of each conversation", ge=1)
@@ -589,9 +567,7 @@ class SelfDistillConfig(Config):
     )
     rounds: Int = key(5, "maximum number of answers per conversation in selftalk", ge=1)
     temperature: Float = key(0.3, "sampling temperature; 0: greedy; default in mode questions: 1.0", ge=0)
-    top_p: Float = key(
-        1.0, "sample from the smallest set of tokens with this total probability (nucleus sampling)", gt=0, le=1
-    )
+    top_p: Float = key(1.0, "sample from the fewest tokens with this total probability", gt=0, le=1)
     top_k: Int | None = key(None, "sample from the k most probable tokens; default: all", ge=1)
     max_new_tokens: Int = key(2048, "maximum length of an answer in tokens", ge=1)
     drop_truncated: Bool = key(True, "drop answers that reached max_new_tokens, and the turns after them")
@@ -615,7 +591,7 @@ class SelfDistillConfig(Config):
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = key("auto", "auto: the fastest on this device")
     batch_size: Int | None = key(
-        None, "conversations per batch (engine: local); default: 16, or 1 in float32 and with heads", ge=1
+        None, "conversations per batch (engine: local); default: 16, 1 in float32 or with heads", ge=1
     )
     compile: BoolOrAuto = key(
         False,
@@ -623,9 +599,7 @@ class SelfDistillConfig(Config):
         "start-up time; auto: if that is expected to save time in all, and never for single rows in float32, whose "
         "answers are reproducible",
     )
-    heads: Text | None = key(
-        None, "run or directory of heads for speculative decoding; its backbone is the default model"
-    )
+    heads: Text | None = key(None, "run or directory of heads to decode with; its backbone is the default model")
     server_url: TextList | None = key(
         None, "URL of the server, http://HOST:PORT/v1, or a list of servers with the same model", min_length=1
     )

@@ -145,7 +145,11 @@ def _as_template_kwargs(value: object) -> object:
 
 
 def _as_reasoning_tags(value: object) -> object:
-    if isinstance(value, (list, tuple)) and len(value) == 2 and all(isinstance(tag, str) and tag for tag in value):
+    if (
+        isinstance(value, (list, tuple))
+        and len(value) == 2
+        and all(isinstance(tag, str) and tag.strip() for tag in value)
+    ):
         return tuple(tag.strip() for tag in value)
     raise _type_error("two tags such as [<think>, </think>]", value)
 

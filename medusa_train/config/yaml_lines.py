@@ -5,6 +5,7 @@ PyYAML's loader drops line numbers and silently keeps the last of two equal keys
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,14 @@ StringDateLoader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
+
+
+def _plain_integer(loader: StringDateLoader, node: yaml.ScalarNode) -> int | str:
+    """Read only decimal literals as numbers: 0123, 1_000, 12:30 and 0x1F may be names (numeric keys parse text)."""
+    return int(node.value) if re.fullmatch(r"[-+]?(0|[1-9][0-9]*)", node.value) else str(node.value)
+
+
+StringDateLoader.add_constructor("tag:yaml.org,2002:int", _plain_integer)
 
 #: Path to a value in nested mappings and lists: ("datasets", 0, "path").
 KeyPath = tuple[str | int, ...]
@@ -116,7 +125,7 @@ class _NodeReader:
     def _scalar(self, node: yaml.Node, path: KeyPath) -> Any:
         try:
             return self.loader.construct_object(node)
-        except ValueError:  # matches YAML's pattern of a number but isn't one: 0b_, or thousands of digits
+        except (ValueError, KeyError, AttributeError):  # 0b_, thousands of digits, !!bool maybe, !!timestamp x
             raise ConfigError(f"{self._location(node)}: {format_path(path)}: cannot be read as a value") from None
 
     def _item(self, node: yaml.Node, path: KeyPath) -> Any:

@@ -126,11 +126,14 @@ def get_template(name: str) -> Template:
         return TEMPLATES[name]
     if name.endswith(TEMPLATE_SUFFIX):
         try:
-            return Template((resolve_path(name) or Path(name)).read_text(encoding="utf-8"), answer_end="")
+            source = (resolve_path(name) or Path(name)).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"chat template '{name}': cannot be read ({error})") from None
+        if not source.strip():
+            raise ConfigError(f"chat template '{name}': the file is empty")
+        return Template(source, answer_end="")
     near = difflib.get_close_matches(name, TEMPLATES, n=1)
     hint = f"did you mean '{near[0]}'? " if near else ""
     raise ConfigError(
-        f"chat template '{name}' is unknown; {hint}choose one of {', '.join(TEMPLATES)}, or a {TEMPLATE_SUFFIX} file"
+        f"chat template '{name}' is unknown; {hint}choose {', '.join(TEMPLATES)}, or a {TEMPLATE_SUFFIX} file"
     )

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, TemplateSyntaxError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from medusa_train.data.conversation import REASONING_TAGS, Message, ReasoningTags, Role
+from medusa_train.errors import ConfigError
 
 Span = tuple[int, int]
 
@@ -79,7 +80,9 @@ class ChatTemplate:
                 add_generation_prompt=prompt,
                 **{**self.special_tokens, **self.kwargs},
             )
-        except TemplateError as error:
+        except TemplateSyntaxError as error:
+            raise ConfigError(f"chat template, line {error.lineno}: {error}") from None
+        except (TemplateError, TypeError, ValueError, AttributeError) as error:
             raise ChatTemplateError(f"the chat template rejects the chat: {error}") from None
         return str(texts[0])
 

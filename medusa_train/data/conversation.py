@@ -27,13 +27,14 @@ class Message:
     """One message of a chat.
 
     `token_ids` are the tokens of a generated answer whose content tokenizes otherwise, without the end token. `is_cut`:
-    a generated answer reached the length limit, so that it has no end token.
+    a generated answer reached the length limit, so that it has no end token. `is_target`: the answer is trained.
     """
 
     role: Role
     content: str
     token_ids: tuple[int, ...] | None = None
     is_cut: bool = False
+    is_target: bool = True
 
     def as_dict(self) -> dict[str, str]:
         """Return the message in the format of chat templates, `{"role", "content"}`."""

@@ -120,7 +120,8 @@ def load_datasets(
         encoded = load_or_encode(readers, cfg.prepared_dir, cfg.sequence_len, **options)
     report = encoded.report
     if not encoded.examples:
-        raise DataError("no conversation left to train on: " + "; ".join(report.describe()))
+        names = ", ".join(entry.path for entry in cfg.datasets)
+        raise DataError(f"{names}: no conversation left: " + "; ".join(report.describe()))
     test = None
     if cfg.test_datasets is not None:
         keys = {"datasets": cfg.test_datasets, "test_datasets": None, "val_set_size": 0.0}

@@ -67,7 +67,9 @@ def describe_vocabulary(token_map: Tensor, train: EncodedDataset, validation: En
     """Describe in one line how much of the training and validation targets the draft vocabulary covers."""
     counts = token_counts(train, vocab_size)
     distinct = int((counts > 0).sum())
-    line = f"{len(token_map):,} of {vocab_size:,} tokens, covering {coverage(counts, token_map):.2%} of the targets"
+    line = (
+        f"{len(token_map):,} of {vocab_size:,} tokens, covering {coverage(counts, token_map):.2%} of training targets"
+    )
     if len(validation):
         line += f" and {coverage(token_counts(validation, vocab_size), token_map):.2%} of validation targets"
     line += f"; {distinct:,} distinct tokens occur in training targets"

@@ -28,8 +28,8 @@ class Example:
     Attributes:
         tokens: int32 [T].
         supervised: bool [T], the loss mask; the last is always true.
-        key: `content_key` of the kept messages, so that conversations which differ only in the truncated part count
-            as duplicates; the same for all rows of a conversation.
+        key: `content_key` up to the first trained answer, which neither `sequence_len` nor supervision changes: chats
+            that begin alike are on the same side of the split; the same for all rows of a conversation.
         id, source: of the record.
         row: index among the rows of its conversation.
     """
@@ -69,7 +69,7 @@ def encode_examples(conversation: Conversation, encoder: ChatEncoder, max_length
     kept = [part for part in fitting if part.ids]
     if not kept:
         return [], "unsupervised"
-    key = conversation.first(kept[-1].ends[-1][0]).content_key
+    key = conversation.first(kept[0].ends[0][0]).content_key
     examples = [
         Example(
             torch.tensor(part.ids, dtype=torch.int32),

@@ -64,13 +64,16 @@ def read_conversations(path: Path | str, type: str = "auto", *, skip_bad: bool =
     Raises:
         DataError: the file does not exist, has no valid record, or has invalid ones (unless `skip_bad`).
     """
-    return parse_records(read_file(Path(path)), type, name=str(path), skip_bad=skip_bad)
+    return with_some(parse_records(read_file(Path(path)), type, name=str(path), skip_bad=skip_bad), str(path))
 
 
 def parse_records(
     records: Iterable[RawRecord], type: str, *, name: str, skip_bad: bool, tags: ReasoningTags = REASONING_TAGS
 ) -> ReadResult:
-    """Parse the records of a file or split called `name`; raises as `read_conversations`, for all records at once."""
+    """Parse the records of a file or split called `name`; raises as `read_conversations`, for all records at once.
+
+    With `skip_bad` all records may be invalid; `with_some` raises then.
+    """
     conversations: list[Conversation] = []
     problems: list[str] = []
     for raw in records:
@@ -82,10 +85,17 @@ def parse_records(
             problems.append(f"{raw.source}: {error}")
     if problems and not skip_bad:
         raise DataError(describe_problems(problems, name))
-    if not conversations:
-        reason = f"all {len(problems)} records are invalid; the first: {problems[0]}" if problems else "no records"
-        raise DataError(f"{name}: no conversation to read: {reason}")
+    if not conversations and not problems:
+        raise DataError(f"{name}: no conversation to read: no records")
     return ReadResult(conversations, problems)
+
+
+def with_some(result: ReadResult, name: str) -> ReadResult:
+    """Return `result`; raises DataError if it has no conversation."""
+    if not result.conversations:
+        reason = f"all {len(result.skipped)} records are invalid; the first: {result.skipped[0]}"
+        raise DataError(f"{name}: no conversation to read: {reason}")
+    return result
 
 
 def describe_problems(problems: Sequence[str], name: str) -> str:
@@ -111,7 +121,7 @@ def parse_record(
         record: a JSON object: ShareGPT `{"conversations": [{"from", "value"}]}`, OpenAI
             `{"messages": [{"role", "content"}]}` or alpaca `{"instruction", "input", "output"}`. Turns may have their
             reasoning apart, as `reasoning_content`, which `tags` join with the content. Output of self-distillation
-            may have `token_ids` beside an answer's content, and `finish_reasons`.
+            may have `token_ids` beside an answer's content, and `finish_reasons`. Answers of `weight` 0 are no targets.
         type: which of the three, or "auto" to detect it by the keys.
         source: `file:line`, stored in the conversation.
 
@@ -120,10 +130,10 @@ def parse_record(
     """
     record, type = _detect_format(record, type, _CHAT_FORMATS)
     messages = _alpaca_chat(record) if type == "alpaca" else _parse_turns(record, *_turn_keys(record, type), tags)
-    if type == "sharegpt":
-        if messages[0].role == "assistant":  # continues a longer chat; FastChat's `preprocess` skips it as well
-            messages = messages[1:]
-        messages = messages if messages[:1] and messages[0].role == "system" else (*_system_of(record), *messages)
+    if type == "sharegpt" and messages[0].role == "assistant":
+        messages = messages[1:]  # continues a longer chat; FastChat's `preprocess` skips it as well
+    if type != "alpaca" and not (messages and messages[0].role == "system"):
+        messages = (*_system_of(record), *messages)
     if messages and messages[0].role == "system" and not messages[0].content.strip():
         messages = messages[1:]  # many data sets always have the field, and leave it empty for "none"
     if problem := problem_with(messages):
@@ -151,8 +161,8 @@ def parse_user_turns(record: object, type: str = "auto") -> tuple[list[str], str
         turns = [{"role": "user", "content": text} for text in _as_list(record, "turns")]
         messages = [*_parse_turns({"turns": turns}, "turns", "role", "content", REASONING_TAGS, _PROMPT_ROLES)]
     else:
-        system_beside = _system_of(record) if type == "sharegpt" else ()
-        messages = [*system_beside, *_parse_turns(record, *_turn_keys(record, type), REASONING_TAGS, _PROMPT_ROLES)]
+        read = _parse_turns(record, *_turn_keys(record, type), REASONING_TAGS, _PROMPT_ROLES)
+        messages = [*_system_of(record), *read]
     texts = [(message.role, message.content.encode("utf-8", "replace").decode()) for message in messages]
     user = [text for role, text in texts if role == "user" and text.strip()]
     system = [text for role, text in texts if role == "system" and text.strip()]
@@ -168,20 +178,22 @@ def _detect_format(record: object, type: str, formats: Mapping[str, tuple[str, .
     """Return the record, which has to be an object, and its format: `type`, or the one that has its keys."""
     if not isinstance(record, Mapping):
         raise RecordError(f"a record must be a JSON object, this is {_json_type(record)}")
-    for name, keys in formats.items():
-        if type == name or (type == "auto" and all(key in record for key in keys)):
-            return record, name
+    filled = [key for key, value in record.items() if value is not None]  # tables have null in the other's columns
+    for known in (filled, list(record)):
+        for name, keys in formats.items():
+            if type == name or (type == "auto" and all(key in known for key in keys)):
+                return record, name
     expected = ", ".join(f"{' and '.join(map(repr, keys))} ({name})" for name, keys in formats.items())
     present = ", ".join(sorted(map(str, record))) or "none"
     raise RecordError(f"unknown record format, expected the keys {expected}; its keys: {present}")
 
 
 def _turn_keys(record: Mapping[str, Any], type: str) -> tuple[str, str, str]:
-    """Return the keys of the turns, of a role and of a text; `conversations` may have the keys of `messages`."""
+    """Return the keys of the turns, of a role and of a text; a format's turns may have the keys of the other."""
     keys = _TURN_KEYS[type]
     turns = record.get(keys[0])
-    if isinstance(turns, list) and turns and isinstance(turns[0], Mapping) and "role" in turns[0]:
-        return keys[0], "role", "content"
+    if isinstance(turns, list) and turns and isinstance(turns[0], Mapping):
+        keys = next(((keys[0], *one[1:]) for one in _TURN_KEYS.values() if one[1] in turns[0]), keys)
     return keys
 
 
@@ -197,6 +209,8 @@ def _alpaca_chat(record: Mapping[str, Any]) -> tuple[Message, ...]:
 
 
 def _alpaca_prompt(record: Mapping[str, Any]) -> str:
+    if record.get("history"):
+        raise RecordError("'history' is not supported; write the chat as 'messages'")
     instruction, extra = _field(record, "instruction"), _field(record, "input", required=False)
     return "\n\n".join(part for part in (instruction, extra) if part.strip()) or instruction
 
@@ -243,7 +257,8 @@ def _parse_turns(
             raise RecordError(f"turn {number}: unknown '{role_key}': {name!r}, expected one of {', '.join(_ROLES)}")
         content = _content(turn.get(content_key), number, content_key)
         ids = _token_ids(turn.get("token_ids"), number) if role == "assistant" else None
-        messages.append(Message(role, join_reasoning(reasoning_part(turn), content, tags), ids))
+        text, is_target = join_reasoning(reasoning_part(turn), content, tags), turn.get("weight") != 0
+        messages.append(Message(role, text, ids, is_target=is_target))
     return _with_finish_reasons(messages, record.get("finish_reasons"))
 
 
@@ -251,7 +266,7 @@ def _token_ids(ids: object, number: int) -> tuple[int, ...] | None:
     """Return the tokens that self-distillation stores beside an answer."""
     if ids is None:
         return None
-    if isinstance(ids, (list, tuple)) and all(type(one) is int and one >= 0 for one in ids):
+    if isinstance(ids, (list, tuple)) and all(type(one) is int and 0 <= one < 1 << 31 for one in ids):
         return tuple(ids)
     raise RecordError(f"turn {number}: 'token_ids' must be a list of token ids")
 

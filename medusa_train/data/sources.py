@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -46,7 +47,7 @@ class LocalFiles:
         digest = hashlib.sha256()
         for path in self.paths:
             try:
-                digest.update(f"{path}\0{path.stat().st_size}\0".encode())
+                digest.update(os.fsencode(path) + f"\0{path.stat().st_size}\0".encode())
                 with path.open("rb") as file:
                     while block := file.read(1 << 20):
                         digest.update(block)
@@ -86,14 +87,16 @@ def open_source(source: DatasetConfig, on_progress: OnProgress | None = None) ->
         )
     if path.is_dir():
         paths = tuple(sorted(file for file in path.iterdir() if file.name.endswith(_SUFFIXES) and file.is_file()))
-        paths = tuple(file for file in paths if not file.name.endswith(_BESIDE))
+        names = {file.name for file in paths}  # shards whose merged file is there hold the same conversations
+        whole = {name: re.sub(r"\.shard-\d+-of-\d+", "", name) for name in names}
+        paths = tuple(
+            file for file in paths if not file.name.endswith(_BESIDE) and whole[file.name] not in names - {file.name}
+        )
         if not paths:
             raise DataError(f"{path}: no {', '.join(_SUFFIXES[:-1])} or {_SUFFIXES[-1]} file in this directory")
         return LocalFiles(paths)
     if path.suffix in _UNSUPPORTED_SUFFIXES and not path.name.endswith(_SUFFIXES):
-        raise DataError(
-            f"{path}: unsupported file format, only JSON and JSONL (also gzipped) and parquet are; convert it first"
-        )
+        raise DataError(f"{path}: only JSON and JSONL (also gzipped) and parquet are supported; convert it first")
     return LocalFiles((path,))
 
 

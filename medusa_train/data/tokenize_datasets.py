@@ -28,7 +28,7 @@ import torch
 from medusa_train.config.schema import DatasetConfig, TrainConfig
 from medusa_train.data.conversation import Conversation
 from medusa_train.data.examples import CorruptDataError, DataReport, EncodedExamples, encode_examples
-from medusa_train.data.records import ReadResult, describe_problems, parse_records
+from medusa_train.data.records import ReadResult, describe_problems, parse_records, with_some
 from medusa_train.data.sources import HubSplit, LocalFiles, OnProgress, open_source
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import DataError
@@ -55,13 +55,13 @@ class DatasetReader:
     skip_bad: bool
 
     def read(self) -> ReadResult:
-        """Read all conversations; every file must hold at least one."""
+        """Read all conversations; every file must hold records, and one of them a conversation."""
         result, tags = ReadResult([], []), self.encoder.template.reasoning_tags
         for name, records in self.source.parts():
             part = parse_records(records, self.config.type, name=name, skip_bad=self.skip_bad, tags=tags)
             result.conversations.extend(part.conversations)
             result.skipped.extend(part.skipped)
-        return result
+        return with_some(result, self.source.name)
 
 
 def open_datasets(cfg: TrainConfig, encoder: ChatEncoder, on_progress: OnProgress | None = None) -> list[DatasetReader]:

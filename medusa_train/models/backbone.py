@@ -288,9 +288,7 @@ class Backbone:
                 self.model.set_attn_implementation(self.attention)
                 self.varlen = False
         if not separate:
-            raise BackboneError(
-                f"{type(self.model).__name__} with {implementation} lets packed documents attend to each other"
-            )
+            raise BackboneError(f"{type(self.model).__name__} with {implementation} mixes packed documents")
 
     @contextmanager
     def masked_attention(self, *, enabled: bool) -> Iterator[None]:

@@ -169,7 +169,7 @@ def _target_modules(backbone: Backbone, targets: Sequence[str] | None) -> list[s
         return [name for name in names if not (tied and name == LM_HEAD)]
     if unknown := [name for name in targets if name not in names]:
         raise BackboneError(
-            f"lora_target_modules: {', '.join(unknown)}: no such linear layer; this backbone has {', '.join(names)}"
+            f"lora_target_modules: {', '.join(unknown)}: no such layer; the backbone has {', '.join(names)}"
         )
     if tied and LM_HEAD in targets:
         raise BackboneError(

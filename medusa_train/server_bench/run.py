@@ -256,9 +256,7 @@ def _target(name: str, url: str, model: str | None, options: RequestOptions, *, 
         server.close()
     listed = ", ".join(models)
     if model is None and len(models) != 1:
-        problem = (
-            f"lists several models ({listed})" if models else "does not list its models (does the URL end with /v1?)"
-        )
+        problem = f"lists several models ({listed})" if models else "lists no models (does the URL end with /v1?)"
         raise ConfigError(f"server {server.url}: {problem}; set base_model to the name of the one to measure")
     if model is not None and models and model not in models:
         raise ConfigError(f"server {server.url}: does not serve {model}; its models: {listed} (set base_model)")

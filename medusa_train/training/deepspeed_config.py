@@ -103,9 +103,7 @@ def check_deepspeed(cfg: TrainConfig, size: int) -> Mapping[str, Any]:
     if stage_of(config) == 3 and cfg.quantization is not None:
         problems.append("stage 3 cannot partition a quantized backbone; use stage 2")
     if stage_of(config) == 3 and cfg.torch_compile:
-        problems.append(
-            "stage 3 gathers weights while layers run, so they cannot be compiled; use stage 2, or torch_compile: false"
-        )
+        problems.append("stage 3 gathers weights while layers run; use stage 2, or torch_compile: false")
     for name in OFFLOADS:
         if (config.get("zero_optimization", {}).get(name) or {}).get("device") == "nvme":
             problems.append(f"zero_optimization.{name}.device: nvme is not supported; use cpu")

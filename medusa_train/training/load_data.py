@@ -141,10 +141,11 @@ def load_tokenizer(resolved: str, *, trust_remote_code: bool) -> Any:
 def chat_encoder(cfg: TrainConfig, tokenizer: Any) -> ChatEncoder:
     """Build the encoder from which every data set derives its own.
 
-    If every data set sets `conversation`, the tokenizer needs no template: any of theirs is used.
+    If every data set sets the same `conversation`, or the tokenizer has no template, theirs is used.
     """
     templates = [entry.conversation for entry in cfg.datasets]
-    template = cfg.chat_template or (templates[0] if all(templates) else None)
+    is_theirs = all(templates) and (len(set(templates)) == 1 or not tokenizer.chat_template)
+    template = cfg.chat_template or (templates[0] if is_theirs else None)
     return ChatEncoder(tokenizer, template, cfg.chat_template_kwargs)
 
 

@@ -106,6 +106,4 @@ def _check_adapter(cfg: TrainConfig, directory: Path) -> None:
         configured.pop("lora_target_modules", None)
     if different := [key for key in configured if configured[key] != stored[key]]:
         trained, wanted = (", ".join(f"{key}: {of[key]}" for key in different) for of in (stored, configured))
-        raise ConfigError(
-            f"lora_model_dir: the adapter in {directory} was trained with {trained}, the configuration sets {wanted}"
-        )
+        raise ConfigError(f"lora_model_dir: the adapter in {directory} has {trained}, the configuration {wanted}")

@@ -168,9 +168,7 @@ def build_heads(cfg: TrainConfig, data: TrainingData, backbone: Backbone, consol
             ", ".join(f"{section.prefix}{key}: {values[key]}" for key in different)
             for values in (draft.settings, configured)
         )
-        raise ConfigError(
-            f"lora_model_dir: the heads in {initial} were trained with {trained}, the configuration sets {wanted}"
-        )
+        raise ConfigError(f"lora_model_dir: the heads in {initial} have {trained}, the configuration {wanted}")
     console.print(f"initializing the heads from {initial}", highlight=False, soft_wrap=True)
     return draft
 

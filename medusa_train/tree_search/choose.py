@@ -122,9 +122,7 @@ def choose_tree(
     """
     conversations = traced.conversations
     if len(conversations) < MIN_CONVERSATIONS:
-        raise MedusaError(
-            f"choosing a tree needs {MIN_CONVERSATIONS} or more conversations with an answer, got {len(conversations)}"
-        )
+        raise MedusaError(f"choosing a tree needs {MIN_CONVERSATIONS} or more answered chats, got {len(conversations)}")
     traces = traced.traces
     longest = min(QUICK_PROMPT if quick else len(traced.prompt), backbone.max_context - TIMED_TOKENS)
     prompt, effort = traced.prompt[-max(longest, 1) :], QUICK if quick else THOROUGH

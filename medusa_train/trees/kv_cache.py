@@ -66,9 +66,7 @@ class RowPaths(list[Sequence[int]]):
 def check_shapes(keys: Tensor, values: Tensor) -> None:
     """Raise `MedusaError` unless keys and values, which share one tensor, have the same shape."""
     if keys.shape != values.shape:
-        raise MedusaError(
-            f"keys and values of different shapes are not supported: {list(keys.shape)} and {list(values.shape)}"
-        )
+        raise MedusaError(f"keys and values differ in shape: {list(keys.shape)} and {list(values.shape)}")
 
 
 class TreeCache(Cache):

@@ -1,7 +1,5 @@
 """Decoding steps against their floor: arithmetic by hand, passes that leave the cache unchanged, the page."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

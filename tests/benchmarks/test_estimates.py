@@ -1,7 +1,5 @@
 """The table of docs/training.md is what the code estimates."""
 
-from __future__ import annotations
-
 import estimates
 
 

@@ -1,7 +1,5 @@
 """The plan for a GPU: limits, checks that find mistakes, resuming, steps that fail, and the page."""
 
-from __future__ import annotations
-
 import json
 import time
 from dataclasses import replace

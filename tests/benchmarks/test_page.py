@@ -1,7 +1,5 @@
 """Result pages answer their question first: their form, and the pictures that are drawn from their JSON."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Experiments of the papers: every YAML file is a sound plan, nothing is trained or measured twice, and the page."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

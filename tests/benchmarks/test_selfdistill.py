@@ -1,7 +1,5 @@
 """The bench of self-distillation, beside a program in vLLM's place."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Training costs: both methods compute one loss, steps train, what does not fit is a result, and the tables add up."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Heads as other programs write them, and run directories without weights, as files."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Directories of heads: bit-exact round trips, other people's files, hostile ones."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Heads with a Markov bias on disk: saved, read back, and files that do not fit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

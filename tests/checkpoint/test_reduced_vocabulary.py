@@ -1,7 +1,5 @@
 """Heads over a reduced vocabulary on disk: ours, vLLM's, and what is no such thing."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The reference's names for Medusa heads: maps there and back, and files that don't belong together."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Paths from what a user names, and layouts from file names."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

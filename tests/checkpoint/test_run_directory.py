@@ -1,7 +1,5 @@
 """The run directory: where one may be, and what a failed write leaves of it. (Whole runs: test_run.py.)"""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Nested states split into tensors and JSON, and put together again: equal to the bit."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

@@ -1,7 +1,5 @@
 """Checkpoints are whole or not there: interrupted, failing and damaged writes, retention."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """vLLM's layout: names, config, what its loader would do, and round trips that keep every bit."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

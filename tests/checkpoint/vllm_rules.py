@@ -1,7 +1,5 @@
 """What vLLM 0.32's loader does with Medusa heads, without vLLM; tests/serving compares it with the real one."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

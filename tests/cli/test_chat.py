@@ -1,7 +1,5 @@
 """The chat in the terminal: history, commands, colours and figures."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`medusa-train --doctor`: a page on every machine, also where parts are missing or broken."""
 
-from __future__ import annotations
-
 import builtins
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`medusa-export` as typed: files, config, warnings, messages."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

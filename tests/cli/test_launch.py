@@ -1,7 +1,5 @@
 """`medusa-train` in several processes: the launcher's command line, and real runs through it."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """The whole way on a small random model: seeds -> its own answers -> heads -> a measured report."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -45,12 +45,14 @@ def test_the_first_lines_name_draft_backbone_data_and_output(config_file, tmp_pa
 @pytest.mark.parametrize("flags", [(), ("--inspect",), ("--num-gpus", "2")])
 def test_all_missing_inputs_are_reported_at_once_and_before_torch(config_file, tmp_path, flags):
     arguments = [str(config_file), "deepspeed=absent/z.json", f"lora_model_dir={tmp_path / 'absent-run'}", *flags]
+    arguments.append("test_datasets=[{path: absent/t.jsonl}]")
     done = run_alone(*arguments)
     assert done.stdout.split() == ["exit", "1", "False"]
     assert done.stderr[done.stderr.index("error: ") :].splitlines() == [
-        "error: 4 inputs are missing:",
+        "error: 5 inputs are missing:",
         f"  base_model: {tmp_path / 'absent-model'}: no such directory",
         f"  datasets: {tmp_path / 'absent.jsonl'}: no such file or directory",
+        "  test_datasets: absent/t.jsonl: no such file or directory",
         f"  lora_model_dir: {tmp_path / 'absent-run'}: no such directory; train these heads first, or leave "
         "lora_model_dir empty to start with new ones",
         "  deepspeed: absent/z.json: no such file",

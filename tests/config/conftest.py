@@ -1,7 +1,5 @@
 """A backbone whose tokenizer names no chat template, as those of Vicuna and of many base models."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

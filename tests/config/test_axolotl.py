@@ -1,7 +1,5 @@
 """Configurations as they are written for the Medusa fork of Axolotl: every key with or without a value, unchanged."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

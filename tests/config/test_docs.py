@@ -1,7 +1,5 @@
 """The JSON Schema takes what the command takes and refuses what it refuses, as far as a schema can tell."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

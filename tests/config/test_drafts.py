@@ -1,7 +1,5 @@
 """The sections of drafts: defaults, mistakes, and what the rest of the program reads of them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

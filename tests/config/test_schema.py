@@ -105,7 +105,8 @@ def test_the_chat_template_is_that_of_all_datasets() -> None:
 
     vicuna, zephyr = "{path: a, conversation: vicuna_v1.1}", "{path: b, conversation: zephyr}"
     assert template(f"datasets=[{vicuna}, {vicuna}]") == "vicuna_v1.1"
-    assert template(f"datasets=[{vicuna}]", "chat_template=zephyr") == "zephyr"
+    with pytest.raises(ConfigError, match="no data set has this template"):
+        template(f"datasets=[{vicuna}]", "chat_template=zephyr")
     assert template(f"datasets=[{vicuna}, {zephyr}]") is None
     assert template(f"datasets=[{vicuna}, {{path: c}}]") is None
     assert "chat_template: zephyr" in dump_config(

@@ -1,7 +1,5 @@
 """The configuration of stage one: what it takes from the run, what it keeps, and what cannot go together."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -92,6 +90,7 @@ def test_all_problems_of_both_stages_are_reported_at_once(files: Path) -> None:
     files.write_text(TWO.replace("datasets:", "dataset:").replace("sequence_len: 100", "sequence_len: many"))
     keys = [problem.partition(": ")[2].partition(":")[0] for problem in problems(files)]
     assert keys == ["dataset", "sequence_len", "datasets", "micro_batch_size"]
+    assert "override 'stage_one=5': stage_one: 5: no such file" in problems(files, "stage_one=5")[-1]
 
 
 @pytest.mark.parametrize(

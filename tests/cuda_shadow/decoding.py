@@ -3,8 +3,6 @@
 Run by `test_cuda_shadow.py`. Greedy text is compared between the loops; values are those of the CPU's tests.
 """
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable, Hashable
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """The package on a pretend CUDA device, in processes of their own: no mixed devices, and no more waits than named."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

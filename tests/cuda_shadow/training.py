@@ -3,8 +3,6 @@
 Run by `test_cuda_shadow.py`. Packed rows take one sdpa call per document in place of the GPU's kernels.
 """
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 from typing import Any

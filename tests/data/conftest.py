@@ -45,9 +45,7 @@ def make_tokenizer() -> Callable[..., Any]:
             tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
         tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
         tokens = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
-        fast = PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer, **{name: token for name, token in tokens.items() if token in special}
-        )
+        fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **{n: t for n, t in tokens.items() if t in special})
         fast.chat_template = template
         return fast
 

@@ -1,7 +1,5 @@
 """Datastores: lookups against a plain search, sampling, and files."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The draft vocabulary: what occurs most among the supervised tokens, and every end of a turn."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

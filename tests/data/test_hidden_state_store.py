@@ -1,7 +1,5 @@
 """Hidden states on disk: entries, shards of several processes, torn tails and damaged values."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -26,10 +26,11 @@ def test_three_formats_give_the_same_chat() -> None:
     assert turns({"conversations": [{"from": "system", "value": "s"}, *GOOD["conversations"]]}) == expected
     continued = [{"from": "gpt", "value": "the end of a longer chat"}, *GOOD["conversations"]]
     assert turns({"conversations": continued}) == turns(GOOD)  # as in FastChat
-    assert turns({"system": "s", **GOOD}) == expected
+    assert turns({"system": "s", **GOOD}) == turns({"system": "s", "messages": GOOD["conversations"]}) == expected
+    assert turns({"conversations": None, "messages": GOOD["conversations"]}) == turns(GOOD)  # a table's null column
     named = [("developer", "s"), ("user", "q"), ("assistant", "a")]
     assert turns({"messages": [{"role": r, "content": c} for r, c in named]}) == expected
-    assert turns({"messages": [{"role": "user", "content": " "}, {"role": "user", "content": "q"}]}) == [("user", "q")]
+    assert turns({"messages": [{"role": "system", "content": ""}, {"role": "user", "content": "q"}]}) == [("user", "q")]
     assert turns({"system": "s", "instruction": "q", "input": "", "output": "a"}) == expected
     assert turns({"instruction": "add", "input": "1 2", "output": "3"})[0] == ("user", "add\n\n1 2")
     with pytest.raises(RecordError, match="'messages' must be a list of turns, it is missing"):
@@ -68,6 +69,7 @@ def test_identity_is_the_records_or_the_contents() -> None:
         ({"messages": [{"role": "assistant", "content": "x"}]}, "turn 1 has the role assistant"),
         ({"instruction": "x", "output": ""}, r"turn 2 \(assistant\) is empty"),
         ({"instruction": "x", "output": None}, "'output' must be a string"),
+        ({"instruction": "x", "output": "y", "history": [["a", "b"]]}, "'history' is not supported"),
     ],
 )
 def test_bad_records_say_why(record: object, reason: str) -> None:

@@ -45,6 +45,11 @@ def test_a_file_and_a_directory_of_files(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_text(LINE + "y\n")
     result = read_source(DatasetConfig(path=str(tmp_path)), skip_bad=True)
     assert (len(result.conversations), len(result.skipped)) == (2, 2)
+    (tmp_path / "dataset_info.json").write_text('{"a": 1}')
+    for name in ("c.shard-1-of-2.jsonl", "b.shard-1-of-2.jsonl"):  # b is merged
+        (tmp_path / name).write_text(LINE)
+    result = read_source(DatasetConfig(path=str(tmp_path)), skip_bad=True)
+    assert (len(result.conversations), len(result.skipped)) == (3, 3)
     (tmp_path / "empty.jsonl").write_text("")
     with pytest.raises(DataError, match=r"/empty\.jsonl: no conversation to read"):
         read_source(DatasetConfig(path=str(tmp_path)), skip_bad=True)

@@ -9,6 +9,7 @@ import pytest
 from medusa_train.data.builtin_templates import TEMPLATES
 from medusa_train.data.chat_template import ChatTemplate, ChatTemplateError
 from medusa_train.data.conversation import Conversation, Message
+from medusa_train.data.records import parse_record
 from medusa_train.data.tokenize import ChatEncoder, EncodedRow
 from medusa_train.errors import ConfigError, DataError
 
@@ -150,6 +151,12 @@ def test_everything_and_other_roles(tokenizer: Any, chat: Chat) -> None:
     assert base.with_settings(template="chatml").with_settings().template_name == "chatml"
 
 
+def test_an_answer_of_weight_0_is_not_supervised(tokenizer: Any) -> None:
+    turns = [{"role": ("user", "assistant")[n % 2], "content": "ABCD"[n], "weight": int(n != 1)} for n in range(4)]
+    (row,) = ChatEncoder(tokenizer).encode(parse_record({"messages": turns}))
+    assert masked_row(ChatEncoder(tokenizer), row).endswith("A</s><|assistant|>B</s><user>C</s><|assistant|>[[D</s>]]")
+
+
 def test_templates_that_cannot_be_followed_say_so(make_tokenizer: Make, chat: Chat) -> None:
     loud = ChatEncoder(make_tokenizer("{% for m in messages %}{{ m['content'] | upper }}{% endfor %}"))
     assert masked(loud, chat("Ask", "b")) == "ASK[[b]]"  # generated after this prompt, whatever history makes of it
@@ -164,7 +171,9 @@ def test_templates_that_cannot_be_followed_say_so(make_tokenizer: Make, chat: Ch
         encoder.encode(chat("S: be", "Ask", "B"))
     with pytest.raises(DataError, match="no system, please"):
         encoder.prompt([Message("system", "S"), Message("user", "Ask")])
-    with pytest.raises(ChatTemplateError):
+    with pytest.raises(ChatTemplateError, match="concatenate"):
+        ChatTemplate("{{ messages[0].content + 1 }}").render([Message("user", "Ask")])
+    with pytest.raises(ConfigError, match="chat template, line 1: "):
         ChatTemplate("{% broken").render([Message("user", "Ask")])
 
 

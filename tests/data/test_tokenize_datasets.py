@@ -179,9 +179,7 @@ def test_two_processes_return_what_one_does_to_the_byte(
     # one worker is still at the first chunk when the other has finished its next ones
     conversations[2] = replace(conversations[2], messages=(Message("user", "q"), Message("assistant", "a " * 400_000)))
     progress: list[tuple[int, int]] = []
-    one, two = (
-        encode_conversations(conversations, encoder, 60, count, lambda *now: progress.append(now)) for count in (1, 2)
-    )
+    one, two = (encode_conversations(conversations, encoder, 60, n, lambda *now: progress.append(now)) for n in (1, 2))
     assert one.to_bytes() == two.to_bytes()
     assert one.report == two.report
     counts = {"complete": 16, "too_long": 8, "unsupervised": 8, "split": 8, "rows": 16, "answers": 24}

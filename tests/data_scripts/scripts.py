@@ -1,7 +1,5 @@
 """Load the scripts of data/ that are not importable by name, and compare texts by their n-grams."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from types import ModuleType

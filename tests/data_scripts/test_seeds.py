@@ -1,7 +1,5 @@
 """Tests of data/seeds/make_tiny.py: it reproduces the shipped prompts, which share nothing with the tiny bench."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """Check the wheel that SmolLM2 is converted from. The conversion itself needs the wheel: `make smollm2-model`."""
 
-from __future__ import annotations
-
 import hashlib
 import sys
 import zipfile

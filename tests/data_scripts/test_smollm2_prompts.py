@@ -1,7 +1,5 @@
 """Prompts for SmolLM2: the same on every run, complete sentences, and none of the bench."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """The text of SmolLM2: which prompts a run answers, and what is selected of the answers."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests of data/tiny/corpus.py and chats.py: reading the sources, wordings, chats, tokenizer and chat template."""
 
-from __future__ import annotations
-
 import hashlib
 
 import chats

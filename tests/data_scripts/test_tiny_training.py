@@ -1,7 +1,5 @@
 """Tests of data/tiny: the shapes of the shipped model, and a whole build in miniature."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -160,7 +160,7 @@ def quiet() -> RunProgress:
 def test_calibration_errors(
     run_dir: Path, backbone_dir: Path, bench_file: Path, questions: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(MedusaError, match="conversations with an answer, got 2"):
+    with pytest.raises(MedusaError, match="answered chats, got 2"):
         run(run_dir, bench_file, tmp_path)
     alone = resolve_model(None, str(backbone_dir), None)
     with pytest.raises(CheckpointError, match="chooses a tree for heads"):

@@ -1,7 +1,5 @@
 """`dtype: auto` and `compile: auto`: what is measured, and what is chosen by it."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable
 from dataclasses import replace

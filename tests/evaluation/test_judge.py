@@ -1,7 +1,5 @@
 """Grading against a server of our own on the loopback interface."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A random two-layer Llama with a byte-level tokenizer and untrained heads, as a run directory."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Run directories of every kind over a random Llama that can be loaded."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The model card: header for the hub, settings, data, figures, licence; nothing of this machine's directories."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

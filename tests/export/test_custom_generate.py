@@ -1,7 +1,5 @@
 """`generate(custom_generate=DIRECTORY)` of transformers: the same tokens as plain `generate` and as our own loop."""
 
-from __future__ import annotations
-
 import ast
 import json
 import sys

@@ -1,7 +1,5 @@
 """EAGLE-3 drafts in the layouts of vLLM, SGLang and speculators: names, shapes, and reading back."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Merged backbones: what a joint run decodes with is what plain transformers loads."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Exports of a run, layout by layout: files, reading them back, warnings, uploads."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The device of a test: the CPU, or a GPU for tests marked `gpu`."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

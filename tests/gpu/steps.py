@@ -3,8 +3,6 @@
 Everything here runs on a CPU as well, where a profiler counts what torch's allocator holds.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import random

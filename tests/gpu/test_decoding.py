@@ -1,7 +1,5 @@
 """Decoding on a GPU: the greedy text in float64 is plain decoding's, and memory does not grow from step to step."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from shapes import Sizes, llama_config, random_model
@@ -42,9 +40,7 @@ def test_greedy_text_equals_plain_decoding(device: torch.device, kind: str, fami
 def test_the_text_of_a_gpu_is_the_text_of_a_cpu(cuda: torch.device) -> None:
     """Weights large enough that no two logits are as close as float64 rounds."""
     cpu, gpu = (Decoder(on(where, "qwen3")) for where in (torch.device("cpu"), cuda))
-    assert [gpu.generate(prompt, 24).tokens for prompt in PROMPTS] == [
-        cpu.generate(prompt, 24).tokens for prompt in PROMPTS
-    ]
+    assert [gpu.generate(p, 24).tokens for p in PROMPTS] == [cpu.generate(p, 24).tokens for p in PROMPTS]
 
 
 @pytest.mark.gpu

@@ -1,7 +1,5 @@
 """Steps captured as CUDA graphs give the tokens of the same steps run as they are; replaying allocates nothing."""
 
-from __future__ import annotations
-
 import decode
 import pytest
 import torch

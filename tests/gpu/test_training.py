@@ -3,8 +3,6 @@
 A machine without a GPU runs the same steps on a small model, where it can.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import subprocess

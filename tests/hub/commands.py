@@ -1,7 +1,5 @@
 """Commands in processes of their own that are forked from one that has imported everything: a second each, not ten."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

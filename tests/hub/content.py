@@ -1,7 +1,5 @@
 """What the stand-in hub holds: tiny random models under the names of configs/, chats and questions of ours."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

@@ -3,8 +3,6 @@
 It serves the files below `root/models/OWNER/NAME` and `root/datasets/OWNER/NAME`; `HF_ENDPOINT` names it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import threading

@@ -4,8 +4,6 @@ Overridden are only `max_steps` and `output_dir`. What a CPU lacks falls back by
 data that self-distillation would write, and the model of `make smollm2-model`, lie in the working directory.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

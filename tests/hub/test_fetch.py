@@ -1,7 +1,5 @@
 """Files and models of a stand-in hub: fetched once, whole or not at all, and refused with a sentence that helps."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

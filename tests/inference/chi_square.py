@@ -1,7 +1,5 @@
 """Test that sampled text follows the backbone's distribution: Pearson's chi-square test on a model of five tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

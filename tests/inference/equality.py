@@ -1,7 +1,5 @@
 """What holds for every draft: greedy text is plain decoding's, alone and in batches, and rows are independent."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from medusa_train.inference.batch import BatchDecoder

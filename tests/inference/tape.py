@@ -3,8 +3,6 @@
 As in a graph, nothing that the host computed is computed again: shapes, addresses and numbers stay as they were.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ The backbone of this test is a table: the logits of the first, second and third 
 distribution of three tokens is known exactly, and 20,000 rows at a time are decoded by the rule under test.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Callable, Sequence

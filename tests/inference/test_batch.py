@@ -1,7 +1,5 @@
 """Rows of a batch get the tokens that they get alone: in float64 exactly, for every family, length and ending."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Sequence

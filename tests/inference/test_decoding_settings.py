@@ -1,7 +1,5 @@
 """The settings of a backbone with their record in tree.json, and the decoding that the keys describe."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

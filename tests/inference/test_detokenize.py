@@ -1,7 +1,5 @@
 """Incremental decoding: whole characters, the same text in total, nothing of a stop string."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

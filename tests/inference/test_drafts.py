@@ -1,7 +1,5 @@
 """Every draft: output equality, greedy and sampled, alone and in batches; simulation; training states; files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

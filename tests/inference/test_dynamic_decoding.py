@@ -1,7 +1,5 @@
 """Dynamic trees of EAGLE-3: the nodes against an enumeration of all paths, equal output, lossless sampling."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

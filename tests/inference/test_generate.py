@@ -1,7 +1,5 @@
 """Tree decoding equals plain decoding: in float64 exactly, for every family, tree shape and edge case."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

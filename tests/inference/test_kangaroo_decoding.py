@@ -1,7 +1,5 @@
 """Early-exit drafting: plain decoding's tokens, first layers run once per token, the paper's chains and their ends."""
 
-from __future__ import annotations
-
 from io import StringIO
 from itertools import count
 from typing import Any

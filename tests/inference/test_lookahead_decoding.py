@@ -1,7 +1,5 @@
 """Lookahead decoding: output equality, losslessness of sampling, and a plain reference of window and pool."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

@@ -1,7 +1,5 @@
 """Drafts without training, alone and merged with heads: output equality, losslessness of sampling, and their trees."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Text in, text out: the decoder's answer, whole or streamed, stop strings, sampling, limits."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Rows that join a running batch with a draft: the tokens and guesses that they get alone, in fewer passes."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 
 import pytest

@@ -1,7 +1,5 @@
 """The sampling distribution equals that of transformers, and draws follow it."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

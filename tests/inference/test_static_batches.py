@@ -1,7 +1,5 @@
 """Batches on fixed memory give the tokens and accepted paths of each row alone; replayed as well as run."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Steps on fixed memory give the tokens and accepted paths of the loop; replayed as well as run."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from contextlib import nullcontext

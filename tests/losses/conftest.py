@@ -1,7 +1,5 @@
 """A batch with everything that masks a target."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The objective's terms target by target, with autograd and all logits at once."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

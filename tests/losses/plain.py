@@ -1,7 +1,5 @@
 """The losses as a textbook writes them, in float64 with all logits at once, and instruments for the chunked ones."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 

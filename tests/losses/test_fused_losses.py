@@ -1,7 +1,5 @@
 """Chunked cross-entropy and divergences against the formulas on full logits: value, gradients, products, memory."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Gradients computed with the loss: where they go, what is trained, and how much memory they need."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """The objective of heads with a Markov bias against plain loops, with the offsets of its tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """The heads' objective against plain loops: value, gradients, targets, accumulation; and the schedules of lambda0."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

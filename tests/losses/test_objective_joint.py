@@ -1,7 +1,5 @@
 """Joint training's objective against its formula in plain loops: value, gradients, alignment, micro-batches."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Grouped-query attention with folded heads."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The backbone: finding models, rejecting unsupported ones, masks with sliding windows, and early states."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Supported architectures pass; others are rejected with the reasons."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

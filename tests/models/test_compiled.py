@@ -1,7 +1,5 @@
 """Compiled decoding passes return the tokens of uncompiled ones; unsupported models are rejected."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass

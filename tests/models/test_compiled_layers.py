@@ -1,7 +1,5 @@
 """Compiled layers of a frozen backbone compute what the layers do, by few programs, and in no other pass."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

@@ -1,7 +1,5 @@
 """Packed documents separated by their bounds: values, gradients, memory and the choice of the kernel."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
@@ -92,7 +90,7 @@ def test_an_attention_that_lets_documents_leak_is_rejected() -> None:
     batch = collate(documents(), 0)
     with torch.no_grad():
         masked = states(backbone, batch)
-        with pytest.raises(BackboneError, match=r"LlamaForCausalLM with .* lets packed documents attend to each other"):
+        with pytest.raises(BackboneError, match=r"LlamaForCausalLM with .* mixes packed documents"):
             backbone.use_varlen(LEAKING)
         assert not backbone.varlen
         assert torch.equal(states(backbone, batch), masked)

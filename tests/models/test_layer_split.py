@@ -1,7 +1,5 @@
 """Layers run in two parts give the states of the whole model on a tree, up to float64 rounding."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

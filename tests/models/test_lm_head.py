@@ -1,7 +1,5 @@
 """lm_head restricted to a reduced vocabulary, and the rows of its tokens."""
 
-from __future__ import annotations
-
 import torch
 
 from medusa_train.models.lm_head import LMHead, LowRank

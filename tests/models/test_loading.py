@@ -1,7 +1,5 @@
 """Files of a model that were not copied or downloaded completely."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

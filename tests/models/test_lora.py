@@ -1,7 +1,5 @@
 """LoRA adapters: teacher, tied lm_head, saving and merging, and 4-bit backbones."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Weights that are not partitioned are used as they are; partitioned ones: tests/training/test_distributed.py."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """The dtype that `auto` stands for, by device, and the memory that is left."""
 
-from __future__ import annotations
-
 import sys
 
 import psutil

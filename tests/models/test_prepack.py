@@ -1,7 +1,5 @@
 """Prepacked weights give the same products, and are not used for gradients or after a conversion."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """An engine that answers from a script, for tests of everything around engines."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Mapping
 

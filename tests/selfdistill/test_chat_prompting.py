@@ -1,7 +1,5 @@
 """Prompts and answers of reasoning models: what is written is what training reads."""
 
-from __future__ import annotations
-
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast

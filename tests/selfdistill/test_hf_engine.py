@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any
@@ -248,9 +246,7 @@ def test_passes_are_compiled_where_the_answers_repay_it(
 ) -> None:
     """Single rows in float32 must be reproducible."""
     steps: list[int] = []
-    monkeypatch.setattr(
-        choose_decoding, "compile_if_repaid", lambda backbone, paths, count, *given, **options: steps.append(count)
-    )
+    monkeypatch.setattr(choose_decoding, "compile_if_repaid", lambda model, paths, n, *_, **keys: steps.append(n))
     cfg = SelfDistillConfig(max_new_tokens=4, compile="auto", batch_size=batch_size)
     open_hf_engine(cfg, resolve_model(None, str(directory), None), dtype, 500 * batch_size, print)
     assert steps == ([1000] if asked else [])

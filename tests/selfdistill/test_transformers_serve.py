@@ -1,7 +1,5 @@
 """The server engine against a real server: `transformers serve` on a small random model, on loopback."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -5,8 +5,6 @@ is measured, for want of memory). Starts after the last word are ok. Command lin
 `.log`, and process ids to its `.pids`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Fake servers with a model list, streams and vLLM's counters, for the measurement of servers."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

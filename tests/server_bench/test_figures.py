@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from medusa_train.server_bench.figures import (

@@ -1,7 +1,5 @@
 """Servers that stream, lie, fail, die and come back: messages, and nothing measured is lost."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time
@@ -166,7 +164,7 @@ def test_a_server_that_dies_keeps_what_was_measured_and_is_resumed(
     [
         ({}, ["base_model=other"], ConfigError, "does not serve other; its models: m"),
         ({"models": [{"id": "a"}, {"id": "b"}]}, [], ConfigError, r"lists several models \(a, b\); set base_model"),
-        ({"models": []}, [], ConfigError, "does not list its models; set base_model"),
+        ({"models": []}, [], ConfigError, "set base_model"),
         ({"tokens": -1}, [], ServerError, "does not report the length of streamed answers"),
         ({"tokens": 9000}, [], ServerError, "reports 9000 tokens for an answer of at most 8"),
         ({"reply": error(400, "no streams here")}, [], ServerError, "rejects requests: 400 .*no streams here"),

@@ -1,7 +1,5 @@
 """`--serve` with a program in vLLM's place: it is started, measured, stopped, and its end is explained."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

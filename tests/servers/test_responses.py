@@ -1,7 +1,5 @@
 """Streamed answers with the times of their tokens, and rejections in the wordings of servers (numbers shortened)."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """`max_tokens` is shortened to what fits beside the prompt."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Heads trained briefly on the embedded backbone, exported in every way that vLLM loads, and decoded by a real vLLM."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

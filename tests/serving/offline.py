@@ -8,8 +8,6 @@ RESULTS.json: by name {"answers": [[token id]], "drafts": n, "accepted": [n per 
 engine does not start.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import sys

@@ -1,7 +1,5 @@
 """`vllm serve` with exported heads, on loopback: its answers, and the drafts that it counts at /metrics."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Exports in a real vLLM: they load, change no greedy answer, and are accepted as often as our own chain of guesses."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A small random Llama with a tokenizer, chats to train on, and configurations of short runs."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

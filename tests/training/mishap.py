@@ -3,8 +3,6 @@
 The processes are forked from one that has imported everything and computed nothing: a second each instead of ten.
 """
 
-from __future__ import annotations
-
 import importlib
 import multiprocessing
 import os

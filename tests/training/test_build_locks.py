@@ -1,7 +1,5 @@
 """Locks of torch's C++ extensions: what a killed build leaves is removed, what a running build holds is kept."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -10,8 +10,6 @@ up the gradients of the states in another order of the heads (2^-9, 2e-3, each):
 asked for.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

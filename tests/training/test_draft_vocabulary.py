@@ -1,7 +1,5 @@
 """Runs with a reduced vocabulary, which is the text's, or a Markov bias: chosen, exported, resumed, evaluated."""
 
-from __future__ import annotations
-
 import io
 import json
 
@@ -79,7 +77,7 @@ def test_stage_two_goes_on_with_the_heads_of_stage_one(make_config, console, tmp
     train(make_config(**options, output_dir=str(tmp_path / "one")), console)
     start = {**LORA, "lora_model_dir": str(tmp_path / "one"), "output_dir": str(tmp_path / "two")}
     ((key, value),) = options.items()
-    with pytest.raises(ConfigError, match=f"{key}: {value}, the configuration sets {key}: {default}"):
+    with pytest.raises(ConfigError, match=f"{key}: {value}, the configuration {key}: {default}"):
         train(make_config(**start), console)
     train(make_config(**{**start, **options, "max_steps": 1, "learning_rate": 1e-6}), console)
     first, second = heads(tmp_path / "one"), heads(tmp_path / "two")

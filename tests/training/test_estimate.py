@@ -1,7 +1,5 @@
 """What a run costs: memory against modules built for it, arithmetic and bytes per step by hand for a small model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Runs whose hidden states come from the disk: the same as without, and no pass of the backbone in later epochs."""
 
-from __future__ import annotations
-
 import errno
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The page of `--inspect`: from a directory that holds no weights at all."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Medusa-2: adapters, free layers, the teacher, two stages, and going on after a stop."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -45,7 +43,7 @@ def test_stage_two_starts_from_stage_one(make_config, console, tmp_path):
     heads = begins["loss"] / 0.2  # lambda0; the KL is 0 in the first step
     assert abs(heads - ends) < abs(heads - fresh)
     assert begins["step"] == 1  # counters start at zero
-    differing = r"trained with medusa_num_heads: 3, the configuration sets medusa_num_heads: 2"
+    differing = r"have medusa_num_heads: 3, the configuration medusa_num_heads: 2"
     with pytest.raises(ConfigError, match=differing):
         train(make_config(**LORA, medusa_num_heads=2, lora_model_dir=str(tmp_path / "m1"),
                           output_dir=str(tmp_path / "m3")), console)  # fmt: skip
@@ -69,14 +67,14 @@ def test_an_adapter_is_trained_on_as_it_was_made(make_config, console, tmp_path)
     joint = str(tmp_path / "joint")
     train(make_config(**LORA, max_steps=1, output_dir=joint), console)
     other = {**LORA, "lora_r": 8, "lora_alpha": 16, "lora_dropout": 0.0}
-    differing = r"trained with lora_r: 4, lora_dropout: 0.2, the configuration sets lora_r: 8, lora_dropout: 0.0"
+    differing = r"has lora_r: 4, lora_dropout: 0.2, the configuration lora_r: 8, lora_dropout: 0.0"
     with pytest.raises(ConfigError, match=differing):
         train(make_config(**other, lora_model_dir=joint), console)
     narrow = {**LORA, "lora_target_linear": False, "lora_target_modules": ["q_proj", "v_proj"]}
-    with pytest.raises(ConfigError, match=r"sets lora_target_modules: \['q_proj', 'v_proj'\]"):
+    with pytest.raises(ConfigError, match=r"configuration lora_target_modules: \['q_proj', 'v_proj'\]"):
         train(make_config(**narrow, lora_model_dir=joint), console)
     unsaid = {key: value for key, value in LORA.items() if key not in ("lora_r", "lora_dropout")}
-    with pytest.raises(ConfigError, match=r"sets lora_modules_to_save: \['lm_head'\]"):
+    with pytest.raises(ConfigError, match=r"configuration lora_modules_to_save: \['lm_head'\]"):
         train(make_config(**unsaid, lora_model_dir=joint, lora_modules_to_save=["lm_head"]), console)
     assert train(make_config(**unsaid, lora_model_dir=joint, max_steps=1), console) == 0
     assert json.loads((tmp_path / "run" / "adapter" / "adapter_config.json").read_text())["r"] == 4

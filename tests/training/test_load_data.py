@@ -1,7 +1,5 @@
 """Tokenizer, chat template, and the data of a run."""
 
-from __future__ import annotations
-
 import errno
 import json
 import shutil

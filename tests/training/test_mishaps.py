@@ -1,7 +1,5 @@
 """The real command, killed, terminated or out of disk at awkward moments: nothing is lost, and nothing changes."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 from typing import Any

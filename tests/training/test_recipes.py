@@ -1,7 +1,5 @@
 """Runs of every kind: trained, published, estimated, decoded with, stopped and resumed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """When a run saves (what it keeps of it: test_run.py), and that dashboards can't stop it."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A trainer is built from every key."""
 
-from __future__ import annotations
-
 import pytest
 
 from medusa_train.progress import RunProgress

@@ -1,7 +1,5 @@
 """Counters, random generators and the plan of a run."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

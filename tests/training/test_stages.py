@@ -1,7 +1,5 @@
 """Two stages in one run: the same as two runs, wherever it is stopped, and the first one's model leaves the memory."""
 
-from __future__ import annotations
-
 import gc
 import signal
 import weakref

@@ -1,7 +1,5 @@
 """Sums of a step over micro-batches and processes, and the means of a log line."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Training over compiled layers of a frozen backbone: the losses and gradients of training without."""
 
-from __future__ import annotations
-
 import shutil
 from typing import Any
 
@@ -55,9 +53,7 @@ def test_losses_are_those_without(case: str, make_config, console, tmp_path, mon
     assert len(entered) >= 8  # two micro-batches in each step, and the validation set
     assert (tmp_path / "compiled" / "tree.json").is_file()
     for kind, name in (("train", "loss"), ("train", "grad_norm"), ("eval", "loss")):
-        plain, compiled = (
-            [one[name] for one in metrics(tmp_path / run) if one["kind"] == kind] for run in ("plain", "compiled")
-        )
+        plain, compiled = ([x[name] for x in metrics(tmp_path / r) if x["kind"] == kind] for r in ("plain", "compiled"))
         assert plain
         assert compiled == pytest.approx(plain, rel=1e-4)
 

@@ -1,7 +1,5 @@
 """Steps whose loss or gradient is not finite: skipped while that is allowed, then the end."""
 
-from __future__ import annotations
-
 import dataclasses
 import signal
 from pathlib import Path

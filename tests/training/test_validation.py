@@ -1,7 +1,5 @@
 """The acceptance length on held-out text, against plain loops."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -4,8 +4,6 @@ The plan names cases that run one after the other, for starting processes costs 
 finds is written beside the plan, for the test to compare with what one process finds with the same functions.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os

@@ -1,7 +1,5 @@
 """Which trees are timed, how, and which of them is chosen and written."""
 
-from __future__ import annotations
-
 import io
 import json
 import random
@@ -134,7 +132,7 @@ def test_a_tree_is_chosen_and_written(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert {name: record[name] for name in ("tokens_per_step", "step_ms")}.items() <= chosen.items()
     assert record["form"]["dtype"] == "float32"
     assert [len(row) for row in record["head_accuracy"]] == [10] * 3
-    with pytest.raises(MedusaError, match="3 or more conversations with an answer, got 2"):
+    with pytest.raises(MedusaError, match="3 or more answered chats, got 2"):
         choose_tree(backbone, draft, TracedAnswers(traced.conversations[:2], [1]), quiet())
 
 

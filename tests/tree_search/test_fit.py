@@ -1,7 +1,5 @@
 """Path counts, fitted trees, and what they are worth on new text."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

@@ -1,7 +1,5 @@
 """Traces are read as they were written, and only for the weights that they are of."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Ranks of guesses along an answer, and simulated decoding."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

@@ -1,7 +1,5 @@
 """Key-value caches: pending and committed positions, compaction in place, rows of different lengths, bounds."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

@@ -1,7 +1,5 @@
 """Masks: packed rows give the states of single documents, and tree nodes attend to their ancestors."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

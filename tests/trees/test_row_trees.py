@@ -1,7 +1,5 @@
 """Trees of rows against fixed trees of the same shape, padding, and trees that grow by continuations."""
 
-from __future__ import annotations
-
 import torch
 
 from medusa_train.trees.row_trees import RowTrees, TokenTree

@@ -1,7 +1,5 @@
 """Caches at fixed addresses keep their content through buckets; masks by lookup equal those built by columns."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

@@ -1,7 +1,5 @@
 """Trees: order, parents, ancestor masks, files and levels."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

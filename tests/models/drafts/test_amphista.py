@@ -1,7 +1,5 @@
 """Amphista heads: untrained they equal the backbone; trained they follow the paper's equations, whole or stepwise."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -160,9 +158,7 @@ def test_a_head_reads_the_sampled_token_and_none_after_it(variant: str) -> None:
     feats = backbone.run(TOKENS)
     other = TOKENS.clone()
     other[:, 6] = 11
-    before, after = (
-        torch.stack(list(draft.head_states(feats, Rows.from_tokens(tokens)))) for tokens in (TOKENS, other)
-    )
+    before, after = (torch.stack(list(draft.head_states(feats, Rows.from_tokens(t)))) for t in (TOKENS, other))
     assert torch.equal(before[:, :, :5], after[:, :, :5])
     changed = (before[:, :, 5] != after[:, :, 5]).any(-1)
     assert bool(changed.all()) == bool(changed.any()) == draft.sampled_token

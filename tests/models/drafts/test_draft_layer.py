@@ -1,7 +1,5 @@
 """Draft layers: initialisation from the backbone's layer, packed documents, caches, parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """EAGLE-3 against its formula, position by position; initialisation, packed documents, and drafting as in training."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

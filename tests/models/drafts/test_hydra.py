@@ -1,7 +1,5 @@
 """Hydra: heads that follow the path, compared with plain loops in training and node by node in decoding."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """The early exit in training: values and gradients of a plain reference, packed documents, parameters."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Heads over a reduced vocabulary: rows of the backbone's lm_head, the loss, and guesses of its tokens."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

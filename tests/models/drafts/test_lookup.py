@@ -1,7 +1,5 @@
 """Prompt lookup: the estimated probability of copies, and which of them are verified."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

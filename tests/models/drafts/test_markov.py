@@ -1,7 +1,5 @@
 """Medusa heads with a Markov bias: untrained they are plain heads, and guesses depend on their parent's token."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

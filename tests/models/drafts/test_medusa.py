@@ -1,7 +1,5 @@
 """Medusa heads: an untrained head equals the backbone, and heads share no weights."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

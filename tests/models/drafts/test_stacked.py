@@ -1,7 +1,5 @@
 """Parameters are moved into one storage unchanged, and viewed as one tensor only if they are adjacent."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn
