@@ -45,7 +45,7 @@ NEWEST = ("latest", "auto")
 #: Keys on which the trained weights and the optimizer depend, beside base_model and the draft's own.
 _WEIGHT_KEYS = (
     *("recipe", "adapter", "lora_r", "lora_target_modules", "lora_target_linear", "lora_modules_to_save"),
-    *("medusa_num_unfreeze_layers", "optimizer"),
+    *("medusa_num_unfreeze_layers", "optimizer", "lora_alpha"),
 )
 
 
@@ -70,6 +70,8 @@ def check_output_dir(cfg: TrainConfig) -> None:
     base, own = resolve_path(cfg.base_model), [(out / name).resolve() for name in files]
     if cfg.overwrite_output_dir and base is not None and any(map(base.resolve().is_relative_to, own)):
         raise ConfigError("overwrite_output_dir: would delete the backbone, base_model; set another output_dir")
+    if cfg.overwrite_output_dir and files and not any((out / name).exists() for name in (CONFIG, HEADS, STAGE_ONE)):
+        raise ConfigError(f"overwrite_output_dir: {out} holds {', '.join(files)}, but no run; set another output_dir")
     if not files or cfg.overwrite_output_dir:
         return
     if resume is None:

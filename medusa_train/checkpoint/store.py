@@ -3,7 +3,6 @@
 OUTPUT_DIR/checkpoints/step-N/manifest.json       format, step, size and CRC-32 of each other file
                               state.json          the state without tensors
                               PART.safetensors    the tensors of each top-level entry
-                              NAME                JSON for other programs, not part of the state (the run's tree.json)
                        best-N/                    likewise: the weights alone, of the best evaluation
 """
 
@@ -178,9 +177,7 @@ class CheckpointStore:
 
     def _last_good(self) -> str:
         steps = self.steps()
-        return (
-            f"The last good checkpoint is {self.root / f'step-{steps[-1]}'}." if steps else "There is no earlier one."
-        )
+        return f"The last good one is {self.root / f'step-{steps[-1]}'}." if steps else "There is no earlier one."
 
     def _others(self, path: Path) -> str:
         others = [f"step-{step}" for step in self.steps() if self.root / f"step-{step}" != path]

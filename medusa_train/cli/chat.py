@@ -33,9 +33,7 @@ class Chat:
 
     def run(self) -> None:
         """Chat until the input ends, `/exit`, or Ctrl-C at the prompt; Ctrl-C within an answer stops the answer."""
-        self._console.print(
-            Text.assemble("accepted draft tokens are ", (DRAFTED, DRAFTED), f". {_HELP}"), soft_wrap=True
-        )
+        self._console.print(Text.assemble("accepted drafts are ", (DRAFTED, DRAFTED), f". {_HELP}"), soft_wrap=True)
         for line in self._lines():
             if line == "/exit":
                 break

@@ -36,7 +36,7 @@ PIPE_WIDTH = 120
 #: Errors of a write to an open file, which names no file: no space, quota exceeded, file too large, device failed.
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
-_OVERRIDE = re.compile(r"[A-Za-z_][\w.\[\]]*=")
+OVERRIDE = re.compile(r"[A-Za-z_][\w.\[\]]*=")
 _QUIET = {
     "TRANSFORMERS_VERBOSITY": "error",
     "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
@@ -163,7 +163,7 @@ def split_arguments(arguments: Iterable[str]) -> tuple[Path | None, list[str]]:
     overrides: list[str] = []
     paths: list[str] = []
     for argument in arguments:
-        (overrides if _OVERRIDE.match(argument) else paths).append(argument)
+        (overrides if OVERRIDE.match(argument) else paths).append(argument)
     if len(paths) > 1:
         raise ConfigError(
             f"expected one configuration file, got {' and '.join(paths)}; overrides are written key=value, "

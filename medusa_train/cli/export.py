@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from medusa_train.cli.common import error_console, join_lines, output_console, read_arguments, run_command, with_keys
+from medusa_train.cli.common import (
+    OVERRIDE,
+    error_console,
+    join_lines,
+    output_console,
+    read_arguments,
+    run_command,
+    with_keys,
+)
 from medusa_train.config.schema import ExportConfig
 from medusa_train.config.types import ExportTarget
 
@@ -92,7 +100,7 @@ def export(
 
 def _read_config(arguments: list[str], flags: dict[str, str | None]) -> ExportConfig:
     """Read the configuration from the command line; an argument that is neither YAML file nor key=value is the run."""
-    run = next((a for a in arguments if "=" not in a and not a.endswith((".yaml", ".yml"))), None)
+    run = next((a for a in arguments if not OVERRIDE.match(a) and not a.endswith((".yaml", ".yml"))), None)
     rest = list(arguments)
     if run is not None:
         rest.remove(run)

@@ -148,9 +148,7 @@ def _download(name: str, bench: PublicDataset, note: Callable[[str], None]) -> P
     """Return the file from the hub or its cache, or from the bench's URL; raises FetchError if it is in neither."""
     if bench.hub_repo is not None and bench.hub_file is not None:
         fetched = f"bench {name}: fetched {bench.hub_file} of {bench.hub_repo}"
-        return fetch_dataset_file(
-            bench.hub_repo, bench.hub_file, lambda done, total: note(fetched) if done == total else None
-        )
+        return fetch_dataset_file(bench.hub_repo, bench.hub_file, lambda n, of: note(fetched) if n == of else None)
     url = bench.url
     if url is None:
         raise FetchError("it ships with this project")

@@ -118,10 +118,9 @@ def _header(base: str, run: dict[str, Any], licence: str | None, tag: str) -> st
 def _description(heads: HeadTensors, to: ExportTarget) -> str:
     if to == "merged":
         return "The backbone of a joint (Medusa-2) run, adapter merged."
-    matrix = "the backbone's lm_head, shared" if heads.shared else f"{heads.vocab_size:,} tokens"
-    if heads.token_map is not None:
-        reduced = f"the {len(heads.token_map):,} most frequent tokens"
-        matrix = f"{matrix}, {reduced}" if heads.shared else reduced
+    reduced = None if heads.token_map is None else f"the {len(heads.token_map):,} most frequent tokens"
+    matrix = "the backbone's lm_head, shared" if heads.shared else reduced or f"{heads.vocab_size:,} tokens"
+    matrix += f", {reduced}" if heads.shared and reduced else ""
     layers = f"{heads.num_layers} residual block{'' if heads.num_layers == 1 else 's'}"
     return (
         f"{heads.num_heads} draft heads with {layers} each (hidden size {heads.hidden_size:,}, {matrix}). Head k "
@@ -149,9 +148,7 @@ def _chain(reports: Sequence[Json], *, is_served: bool) -> str:
         if chain := overall.get("chain_rates"):
             by_length = ", ".join(f"{rate:.2f} with N = {k}" for k, rate in enumerate(chain, start=1))
             tree = overall.get("acceleration_rate")
-            rates.append(
-                f"on {report['meta']['bench']} {by_length}" + ("" if tree is None else f" (the tree: {tree:.2f})")
-            )
+            rates.append(f"on {report['meta']['bench']} {by_length}" + ("" if tree is None else f" (tree: {tree:.2f})"))
     if not rates:
         return "What that chain gives was not measured here."
     speed = "speed in a server is below" if is_served else "speed in vLLM was not measured here"

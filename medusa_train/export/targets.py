@@ -11,6 +11,7 @@ from shlex import quote
 from typing import Any
 
 import torch
+from transformers import AutoTokenizer
 from transformers.utils import cached_file
 
 from medusa_train.checkpoint.heads import VLLM_WEIGHTS, read_eagle3, write_weights
@@ -134,6 +135,13 @@ def write_merged(paths: ModelPaths, target: Path) -> str:
             content = f"copy of {model}: the backbone itself was trained"
         else:
             content = _save_merged_adapter(paths, temporary)
+        if paths.chat_template is not None:  # the one that the run was trained with
+            tokenizer = AutoTokenizer.from_pretrained(temporary, trust_remote_code=paths.trust_remote_code)
+            if not tokenizer.chat_template:
+                tokenizer.chat_template = get_template(paths.chat_template).source
+                tokenizer.save_pretrained(temporary)
+            elif tokenizer.chat_template != get_template(paths.chat_template).source:
+                content += f"; the tokenizer keeps its own chat template, not {paths.chat_template} of the run"
         if target.exists():
             shutil.rmtree(target)
         temporary.rename(target)
@@ -150,10 +158,7 @@ def _save_merged_adapter(paths: ModelPaths, directory: Path) -> str:
     # transformers imports DeepSpeed in save_pretrained, which prints a warning if it has to guess the accelerator
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     backbone.model.save_pretrained(directory, safe_serialization=True)
-    tokenizer, template = backbone.tokenizer, paths.chat_template
-    if template is not None and not getattr(tokenizer, "chat_template", None):
-        tokenizer.chat_template = get_template(template).source  # the one that the run was trained with
-    tokenizer.save_pretrained(directory)
+    backbone.tokenizer.save_pretrained(directory)
     dequantised = f"dequantised from {paths.quantization}, " if paths.quantization else ""
     return f"{paths.base_model}, {dequantised}adapter merged, {str(backbone.dtype).removeprefix('torch.')}"
 

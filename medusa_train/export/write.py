@@ -13,6 +13,7 @@ from torch import Tensor
 from medusa_train.checkpoint.heads import VLLM_WEIGHTS, read_eagle3, read_heads, write_heads, write_vllm
 from medusa_train.checkpoint.reference_layout import HeadTensors, shared_block_warning
 from medusa_train.checkpoint.resolve import ModelPaths, find_heads, heads_kind
+from medusa_train.checkpoint.run_directory import CONFIG, HEADS
 from medusa_train.checkpoint.serialize import read_json
 from medusa_train.checkpoint.server_layouts import copy_lm_head, method_in_path
 from medusa_train.config.types import ExportTarget
@@ -110,7 +111,8 @@ def _check_target(paths: ModelPaths, to: ExportTarget, target: Path) -> None:
         earlier = card.is_file() and MERGED_CARD in card.read_text(encoding="utf-8", errors="replace")
         foreign = target.exists() and any(target.iterdir()) and not earlier
     else:
-        foreign = (target / "config.json").is_file() and find_heads(target).layout in (None, "model")
+        foreign = target.is_dir() and any(target.iterdir()) and find_heads(target).layout in (None, "model")
+        foreign = foreign or (target.name == HEADS and (target.parent / CONFIG).is_file())  # another run's
     if foreign or target.resolve() in own:
         raise CheckpointError(f"output_dir: {target} holds other files that would be overwritten; name a new directory")
 
@@ -299,9 +301,9 @@ def push(directory: Path, repo: str, *, private: bool, api: Any = None) -> str:
         api = HfApi()
     try:
         url = api.create_repo(repo, repo_type="model", private=private, exist_ok=True)
-        # evaluations of the export itself lie in it, with paths of this machine
+        # evaluations of the export lie in it, with paths of this machine
         api.upload_folder(
-            repo_id=url.repo_id, folder_path=str(directory), repo_type="model", ignore_patterns=["eval/*"]
+            repo_id=url.repo_id, folder_path=str(directory), repo_type="model", ignore_patterns=["eval/*", "compiled/*"]
         )
     except Exception as error:  # the client raises a dozen unrelated types: no token, no permission, no network
         raise MedusaError(

@@ -301,7 +301,7 @@ class CompiledLayers:
         # functions with code of their own, since the limit of programs that torch.compile keeps is one for each code
         programs = {kind: torch.compile(with_unique_code(_run_layer)) for kind in dict.fromkeys(kinds)}
         self._forwards = [
-            (layer, partial(_run_marked, programs[kind], layer)) for layer, kind in zip(layers, kinds, strict=True)
+            (layer, partial(_run_marked, programs[k], layer)) for layer, k in zip(layers, kinds, strict=True)
         ]
 
     @contextmanager

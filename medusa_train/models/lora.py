@@ -82,13 +82,14 @@ class Adapter:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # the path of the backbone may differ from the one in training
+                warnings.filterwarnings("error", message="Found missing adapter keys")
                 peft = PeftModel.from_pretrained(
                     backbone.model, directory, is_trainable=trainable, use_safetensors=True, local_files_only=True
                 )
         except SafetensorError as error:
             path = directory / "adapter_model.safetensors"
             raise CheckpointError(f"{path}: cannot be read as safetensors: {error}") from error
-        except (OSError, ValueError, RuntimeError) as error:
+        except (OSError, ValueError, RuntimeError, KeyError, UserWarning) as error:
             raise CheckpointError(f"{directory}: cannot load this adapter into {backbone.name}: {error}") from error
         adapter = cls(backbone, _trainable_in_float32(peft))
         backbone.model.eval()
@@ -149,6 +150,8 @@ def read_adapter_config(directory: Path) -> dict[str, Any]:
         config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise CheckpointError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(config, dict) or "peft_type" not in config:
+        raise CheckpointError(f"{path}: not the configuration of an adapter (no peft_type)")
     return config
 
 

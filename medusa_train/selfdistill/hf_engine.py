@@ -147,10 +147,8 @@ class HFEngine:
         free = self.batch_size - len(batch.active)
         if self._waiting and free * REFILL_FRACTION >= self.batch_size:
             joining = self._pick(free)
-            generators = [self._generator(asked) if self.sampling else None for asked in joining]
-            batch.add_requests(
-                [PendingRequest(a.request_id, a.prompt, g) for a, g in zip(joining, generators, strict=True)]
-            )
+            rngs = [self._generator(asked) if self.sampling else None for asked in joining]
+            batch.add_requests([PendingRequest(a.request_id, a.prompt, g) for a, g in zip(joining, rngs, strict=True)])
             self._underway.update((asked.request_id, asked) for asked in joining)
         done = batch.step()
         if self._stop_looping:

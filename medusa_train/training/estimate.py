@@ -91,9 +91,7 @@ class Estimate:
             "activations (estimate)": self._activations(rows, width, dtype.itemsize, device),
         }
         weights = self.trained * _TRAINED
-        return Memory(
-            {name: size for name, size in parts.items() if size}, frozen, self.trained, weights, weights + states
-        )
+        return Memory({k: v for k, v in parts.items() if v}, frozen, self.trained, weights, weights + states)
 
     @cached_property
     def trained(self) -> int:

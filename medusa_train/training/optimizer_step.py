@@ -198,7 +198,14 @@ class LossScale:
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Load an optimizer's `state_dict`, keeping this run's learning rates and weight decay."""
+    """Load an optimizer's `state_dict`, keeping this run's learning rates and weight decay.
+
+    Raises:
+        ValueError: it is another optimizer's, which has other names for its moments.
+    """
+    entry = next(iter(saved["state"].values()), None)
+    if entry and ("exp_avg" in entry) != isinstance(optimizer, torch.optim.AdamW):
+        raise ValueError("the state of another optimizer")
     kept = [{name: group[name] for name in _NOT_RESTORED} for group in optimizer.param_groups]
     if getattr(optimizer, "is_paged", False):
         _load_paged(optimizer, saved)

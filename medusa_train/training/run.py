@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -123,7 +124,9 @@ def _finish(
 def resume_command(trainer: Trainer) -> str:
     """Return the command that resumes a stopped run, relative to the directory that it was started in."""
     processes = trainer.world.size
-    num_gpus = ["--num-gpus", str(processes)] if processes > 1 else []
+    on_one = os.environ.get("SLURM_NNODES", "1") == "1"  # else started again as it was, by srun or torchrun
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", processes if on_one else 0))
+    num_gpus = ["--num-gpus", str(processes)] if processes > 1 and local == processes else []
     config = (trainer.whole_run or trainer.output_dir) / CONFIG
     return shlex.join(["medusa-train", str(config), "resume_from_checkpoint=auto", *num_gpus])
 

@@ -268,6 +268,8 @@ def _resume(
     state = restore_state(checkpoint, strategy, world)
     loader.load_state_dict(state.data)
     console.print(f"resuming after step {state.step}, from {checkpoint.path}", soft_wrap=True)
+    for line in checkpoint.changed:
+        console.print(f"warning: changed since that checkpoint: {line}", style="yellow", soft_wrap=True)
     if (before := len(rng_states(checkpoint.snapshot))) != world.size:
         now = "1 process" if world.size == 1 else f"{world.size} processes"
         console.print(f"note: resuming on {now} (was {before}): dropout masks will differ")

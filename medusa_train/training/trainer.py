@@ -225,10 +225,11 @@ class Trainer:
 
         It is the current one where that checkpoint no longer exists (it was deleted, or left in another directory).
         """
-        path = self.store.best(self.state.best_step)
+        path = self.world.run_on_main(lambda: self.store.best(self.state.best_step))
         if path is None:
             return self.state.step
-        restore_weights(LoadedCheckpoint(path, self.store.load(path)), self.draft, self.recipe)
+        snapshot = self.world.run_on_all(lambda: self.store.load(path))
+        restore_weights(LoadedCheckpoint(path, snapshot), self.draft, self.recipe)
         self.last_validation = None
         return self.state.best_step
 

@@ -186,7 +186,7 @@ def test_dynamic_trees_need_an_eagle3_draft(tmp_path: Path) -> None:
     for tree, dynamic in (("dynamic", "dynamic"), ("dynamic:9x3", "dynamic:9x3"), ("fixed", None), (None, None)):
         paths = resolve_model(str(run), None, tree)
         assert (paths.tree, paths.dynamic) == (run / "tree.json", dynamic)
-    with pytest.raises(CheckpointError, match="'dynamic:0x3': no such file, and not fixed, none, dynamic or"):
+    with pytest.raises(CheckpointError, match="'dynamic:0x3': no such file, nor fixed, none, dynamic, "):
         resolve_model(str(run), None, "dynamic:0x3")
 
 

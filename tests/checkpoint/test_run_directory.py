@@ -39,9 +39,12 @@ def test_resuming_without_a_checkpoint_and_overwriting_delete_no_results(tmp_pat
     with pytest.raises(CheckpointError, match=r"no checkpoint to resume from: .* holds eval/"):
         check_output_dir(config(tmp_path, resume_from_checkpoint="auto"))
     (tmp_path / "model").mkdir()
+    with pytest.raises(ConfigError, match=r"holds model, eval, but no run"):
+        check_output_dir(config(tmp_path, overwrite_output_dir=True))
+    (tmp_path / "config.yaml").touch()
     with pytest.raises(ConfigError, match="would delete the backbone, base_model"):
         check_output_dir(config(tmp_path, base_model=str(tmp_path / "model"), overwrite_output_dir=True))
-    with pytest.raises(ConfigError, match="would delete the heads that lora_model_dir names"):
+    with pytest.raises(ConfigError, match="would delete the heads of lora_model_dir"):
         check_output_dir(config(tmp_path, overwrite_output_dir=True, lora_model_dir=str(tmp_path)))
 
 
@@ -50,7 +53,7 @@ def test_a_name_that_no_directory_can_have_is_a_message(tmp_path: Path) -> None:
     check_output_dir(cfg)
     with pytest.raises(CheckpointError, match="File name too long"):
         prepare_output_dir(cfg.run_dir, 0)
-    with pytest.raises(ConfigError, match="home directory of ~nosuchuser"):
+    with pytest.raises(ConfigError, match="home of ~nosuchuser"):
         check_output_dir(config(Path("~nosuchuser/x")))
 
 

@@ -38,7 +38,7 @@ def call(*arguments: str) -> tuple[int, str]:
 
 
 def test_a_run_becomes_a_directory_for_others(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run")
+    run = make_run(tmp_path / "lr=1e-3")
     code, output = call(str(run), "--to", "tgi")
     assert code == 0, output
     target = run / "export" / "tgi"

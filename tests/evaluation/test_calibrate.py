@@ -130,7 +130,7 @@ def test_a_tree_that_was_fitted_to_another_form_is_fitted_again(tmp_path: Path) 
     traces = (directory / "tree_traces.npz").read_bytes()
     (tmp_path / "chats.jsonl").unlink()  # nothing is answered again
     result, shown = refit(directory, dtype="bfloat16")
-    assert "(dtype float32, now bfloat16): choosing it again from the 144 tokens kept" in shown
+    assert "(dtype float32, now bfloat16): choosing it again from the 144 kept tokens" in shown
     assert result is not None
     assert DecodingSettings.load(tree) == replace(form, dtype="bfloat16")
     assert (directory / "tree_traces.npz").read_bytes() == traces

@@ -30,7 +30,7 @@ def test_the_card_lists_settings_data_and_measurements(make_run: Callable[..., P
         "python -m vllm.entrypoints.openai.api_server --model BACKBONE --speculative-config",
         '"num_speculative_tokens": N}',
         "N (1 to 5) is fixed",
-        "on mtbench 1.81 with N = 1 (the tree: 2.35). Counted on greedy answers outside vLLM; speed in vLLM was not",
+        "on mtbench 1.81 with N = 1 (tree: 2.35). Counted on greedy answers outside vLLM; speed in vLLM was not",
         "Nothing was measured through a server yet, so no N is recommended. `medusa-eval --serve --model RUN",
         "| `learning_rate` | 0.0005 |",
         "| `recipe` | medusa1 |",

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from medusa_train.checkpoint.load_model import load_with_draft
 from medusa_train.checkpoint.resolve import resolve_model
+from medusa_train.data.builtin_templates import TEMPLATES
 from medusa_train.errors import CheckpointError
 from medusa_train.export.write import export_run
 
@@ -47,6 +49,7 @@ def test_plain_transformers_loads_what_the_run_decodes_with(
     assert ("dequantised from nf4" in done.facts[0]) == load_in_4bit
     tokenizer = AutoTokenizer.from_pretrained(done.target)
     assert tokenizer.chat_template == AutoTokenizer.from_pretrained(backbone_dir).chat_template  # its own stays
+    assert "keeps its own chat template, not zephyr" in done.facts[0]
 
 
 def test_heads_of_a_joint_run_name_the_merged_backbone_once_there_is_one(make_run: Callable[..., Path]) -> None:
@@ -70,9 +73,14 @@ def test_a_backbone_that_was_trained_itself_is_copied(make_run: Callable[..., Pa
     with pytest.raises(CheckpointError, match="nothing to merge"):
         export_run(resolve_model(str(run), None, None), "merged")
     shutil.copytree(backbone_dir, run / "model")
-    done = export_run(resolve_model(str(run), None, None), "merged")
+    tokenizer = AutoTokenizer.from_pretrained(backbone_dir)
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(run / "model")
+    (run / "model" / "chat_template.jinja").unlink(missing_ok=True)
+    done = export_run(replace(resolve_model(str(run), None, None), chat_template="zephyr"), "merged")
     assert torch.equal(logits(done.target), logits(backbone_dir))
     assert "trained" in done.facts[0]
+    assert AutoTokenizer.from_pretrained(done.target).chat_template == TEMPLATES["zephyr"].source  # the run's
     again = export_run(resolve_model(str(run), None, None), "merged")  # over an earlier one
     assert again.target == done.target
 

@@ -94,19 +94,23 @@ def test_what_the_target_would_not_load_is_refused(make_run: Callable[..., Path]
         export_run(paths, "reference-v2")
 
 
-@pytest.mark.parametrize(("to", "held"), [("merged", "thesis.txt"), ("tgi", "config.json"), ("merged", None)])
+@pytest.mark.parametrize(
+    ("to", "held"), [("merged", "thesis.txt"), ("tgi", "config.json"), ("tgi", ".env"), ("merged", None)]
+)
 def test_only_an_earlier_export_is_written_over(to, held, make_run, tmp_path):
     run = make_run()
     target = run if held is None else tmp_path
     before = sorted(run.rglob("*"))
     if held is not None:
         (tmp_path / held).write_text('{"architectures": ["LlamaForCausalLM"]}')
-    with pytest.raises(CheckpointError, match="holds other files, which would be overwritten"):
+    with pytest.raises(CheckpointError, match="holds other files that would be overwritten"):
         export_run(resolve_model(str(run), None, None), to, target)
     assert sorted(run.rglob("*")) == before
     assert held is None or "Llama" in (tmp_path / held).read_text()
     for _ in range(2):
         export_run(resolve_model(str(run), None, None), "tgi", tmp_path / "again")
+    with pytest.raises(CheckpointError, match="holds other files"):  # another run's
+        export_run(resolve_model(str(tmp_path / "again"), None, None), "tgi", run / "heads")
 
 
 def test_tensorrt_gets_the_backbone_s_config_and_the_tree(make_run: Callable[..., Path], backbone_dir: Path) -> None:
@@ -185,7 +189,7 @@ def test_a_directory_becomes_a_repository(tmp_path: Path) -> None:
     uploaded = {"repo_id": "me/llama-medusa", "folder_path": str(tmp_path), "repo_type": "model"}
     assert hub.asked == [
         ("llama-medusa", {"repo_type": "model", "private": True, "exist_ok": True}),
-        {**uploaded, "ignore_patterns": ["eval/*"]},
+        {**uploaded, "ignore_patterns": ["eval/*", "compiled/*"]},
     ]
 
 

@@ -1,10 +1,12 @@
 """LoRA adapters: teacher, tied lm_head, saving and merging, and 4-bit backbones."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from medusa_train.errors import BackboneError, CheckpointError
 from medusa_train.models.backbone import Backbone
@@ -54,7 +56,7 @@ def test_the_teacher_is_exactly_the_original_backbone_with_dropout_on(family: st
 
 def test_logits_of_an_adapted_lm_head_are_the_models() -> None:
     backbone = random_backbone("gemma2", dtype=torch.float32)
-    with pytest.raises(BackboneError, match="no such linear layer"):
+    with pytest.raises(BackboneError, match="no such layer"):
         Adapter.attach(backbone, LoraSpec(targets=("q_proj", "query")))
     adapter = Adapter.attach(backbone, LoraSpec(r=4, dropout=0.0, targets=("lm_head",)))
     _randomize(adapter)
@@ -100,6 +102,16 @@ def test_adapters_are_saved_without_the_backbone_loaded_frozen_and_merged(tmp_pa
     adapter.save(tmp_path / "adapter")
     with safe_open(tmp_path / "adapter" / "adapter_model.safetensors", "pt") as file:
         assert all("lora_" in name for name in file.keys())  # noqa: SIM118
+
+    tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    shutil.copytree(tmp_path / "adapter", tmp_path / "part")
+    save_file({n: t for n, t in tensors.items() if "layers.1." not in n}, tmp_path / "part/adapter_model.safetensors")
+    with pytest.raises(CheckpointError, match="missing adapter keys"):
+        Adapter.load(random_backbone("llama", dtype=torch.float32), tmp_path / "part")
+    for content in ("[]", "{}"):
+        (tmp_path / "part" / "adapter_config.json").write_text(content)
+        with pytest.raises(CheckpointError, match="not the configuration of an adapter"):
+            Adapter.load(backbone, tmp_path / "part")
 
     again = random_backbone("llama", dtype=torch.float32)
     loaded = Adapter.load(again, tmp_path / "adapter")

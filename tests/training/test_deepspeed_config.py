@@ -90,7 +90,7 @@ def test_what_can_not_work_is_refused():
     (found,) = problems({"zero_optimization": {"stage": 3}}, load_in_4bit=True)
     assert "stage 2" in found
     (found,) = problems({"zero_optimization": {"stage": 3}}, torch_compile=True)
-    assert "stage 3 gathers weights while layers run, so they cannot be compiled" in found
+    assert "stage 3 gathers weights while layers run" in found
     check_deepspeed(config(deepspeed={"zero_optimization": {"stage": 2}}, torch_compile=True), 2)
     (found,) = problems({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}})
     assert "offload_param" in found

@@ -79,6 +79,9 @@ def test_an_adapter_is_trained_on_as_it_was_made(make_config, console, tmp_path)
     assert train(make_config(**unsaid, lora_model_dir=joint, max_steps=1), console) == 0
     assert json.loads((tmp_path / "run" / "adapter" / "adapter_config.json").read_text())["r"] == 4
     assert load_config(TrainConfig, tmp_path / "run" / "config.yaml").lora_r == 4  # not its default: it resumes
+    keys = {**LORA, "lora_alpha": 99, "max_steps": 2, "output_dir": joint, "resume_from_checkpoint": "auto"}
+    assert train(make_config(**keys), console) == 0
+    assert "warning: changed since that checkpoint: lora_alpha: was 16, now 99" in console.file.getvalue()
 
 
 def test_the_best_evaluation_is_that_of_the_whole_objective(make_config, console, tmp_path):

@@ -14,6 +14,7 @@ from medusa_train.training.optimizer_step import (
     LossScale,
     build_optimizer,
     build_scheduler,
+    load_optimizer,
     parameter_groups,
     warmup_warning,
 )
@@ -112,6 +113,13 @@ def test_a_resumed_run_has_its_own_learning_rate_and_weight_decay():
     assert settings(resumed) == settings(wanted)  # the schedule continues from there
     moments = [next(iter(strategy.optimizer.state.values()))["exp_avg"] for strategy in (before, resumed)]
     assert torch.equal(*moments)
+
+
+def test_the_state_of_another_optimizer_is_refused():
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))])
+    saved = {**optimizer.state_dict(), "state": {0: {"state1": torch.zeros(2), "step": 1}}}
+    with pytest.raises(ValueError, match="another optimizer"):
+        load_optimizer(optimizer, saved)
 
 
 def test_the_scale_falls_at_an_overflow_and_grows_after_a_while():

@@ -46,7 +46,7 @@ def test_a_longer_text_moves_to_the_next_bucket_and_addresses_stay() -> None:
         cache.storage(57)
     with pytest.raises(MedusaError, match="holds 0 positions"):
         StaticCache(LAYERS, 50).storage(1)
-    with pytest.raises(MedusaError, match="different shapes"):
+    with pytest.raises(MedusaError, match="differ in shape"):
         cache.prompt_cache(0, 1).write(0, torch.zeros(1, HEADS, 2, DIM), torch.zeros(1, HEADS, 2, DIM + 1))
     prompt = cache.prompt_cache(0, 1)
     with pytest.raises(MedusaError, match="holds 56 positions, 60 are needed"):
