@@ -70,9 +70,7 @@ def choose_dtype(question: str, paths: ModelPaths, progress: RunProgress) -> str
             progress.print(f"dtype {dtype}: not enough memory; left out")
         release_memory()
     if not seconds:
-        raise BackboneError(
-            f"base_model {paths.base_model}: not enough memory for it in any dtype; free some, or use a larger device"
-        )
+        raise BackboneError(f"base_model {paths.base_model}: not enough memory in any dtype; free some")
     stored, fastest = next(iter(seconds)), min(seconds, key=lambda dtype: seconds[dtype])
     best = fastest if seconds[stored] > CLEARLY_FASTER * seconds[fastest] else stored
     reason = "the fastest for plain decoding here" if best == fastest else "the checkpoint's, since none is 10 % faster"

@@ -67,7 +67,11 @@ class Chat:
         from medusa_train.data.conversation import Message
 
         messages = [*self._history, Message("user", line)]
-        reply = self._model.reply(messages, self._max_new_tokens, **self._options)
+        try:
+            reply = self._model.reply(messages, self._max_new_tokens, **self._options)
+        except MedusaError as error:
+            self._note(f"{error}\n/new starts a new chat")
+            return
         try:
             for piece in reply:
                 shown = Text(printable(piece.text), style=DRAFTED if piece.drafted else "")

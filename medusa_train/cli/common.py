@@ -163,7 +163,7 @@ def split_arguments(arguments: Iterable[str]) -> tuple[Path | None, list[str]]:
     overrides: list[str] = []
     paths: list[str] = []
     for argument in arguments:
-        (overrides if OVERRIDE.match(argument) else paths).append(argument)
+        (overrides if OVERRIDE.match(argument) and not Path(argument).is_file() else paths).append(argument)
     if len(paths) > 1:
         raise ConfigError(
             f"expected one configuration file, got {' and '.join(paths)}; overrides are written key=value, "

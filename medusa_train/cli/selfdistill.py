@@ -188,9 +188,7 @@ def _merge(cfg: SelfDistillConfig, prompts: list[Prompt], out: Path, console: Co
     merged = merge(out, output_settings(cfg, dtype), [prompt.id for prompt in prompts])
     console.print(f"{out}: {merged.conversations:,} conversations of {merged.parts} files, {merged.dropped:,} dropped")
     if merged.missing:
-        error_console().print(
-            f"{merged.missing:,} prompts are not answered yet; to answer them, run it without --merge"
-        )
+        error_console().print(f"{merged.missing:,} prompts are not answered yet: run it without --merge")
     return 0
 
 

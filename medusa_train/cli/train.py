@@ -72,7 +72,7 @@ def train(
         None, "--resume", help="Resume from the newest checkpoint (key resume_from_checkpoint).", show_default=False
     ),
     print_config: bool = typer.Option(
-        False, "--print-config", help="Print every value and where it was set, then exit."
+        False, "--print-config", help="Print all values and where they are set, then exit."
     ),
     schema: bool = typer.Option(False, "--schema", help="Print a JSON Schema of the keys, for editors, then exit."),
     inspect: bool = typer.Option(

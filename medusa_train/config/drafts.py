@@ -207,7 +207,7 @@ class AmphistaConfig(DraftConfig):
         ge=0,
     )
     label_weight: Float = key(
-        0.5, "lambda_2: weight of the cross-entropy against the data's tokens (default not from the paper)", ge=0
+        0.5, "lambda_2: weight of the loss against the data's tokens (not the paper's default)", ge=0
     )
     decay_coefficient: Float = _decay_key()
 
@@ -288,7 +288,7 @@ class Eagle3Config(DraftConfig):
     )
     decay_coefficient: Float = key(0.8, "c: weight of step k's loss is c**k", gt=0, le=1)
     soft_targets: Float = key(
-        1.0, "weight of the backbone's distribution in the targets; the token has the rest", ge=0, le=1
+        1.0, "weight of the backbone's distribution in the targets; the rest: the token", ge=0, le=1
     )
 
     @property
@@ -380,9 +380,7 @@ class LookaheadConfig(BaseModel):
         ge=3,
         le=16,
     )
-    guesses: Int = key(
-        5, "G: n-grams to verify per step at most, the latest that begin with the last token", ge=1, le=64
-    )
+    guesses: Int = key(5, "G: most n-grams to verify per step, the latest that begin with the last token", ge=1, le=64)
     pool_from_prompt: Bool = key(True, "also verify n-grams of the prompt and the answer; false: only of the window")
 
 

@@ -226,9 +226,7 @@ def _validate(cls: type[C], source: YamlSource) -> tuple[C, list[tuple[KeyPath, 
 
 def _origin(source: YamlSource, name: str) -> tuple[str, ...]:
     """Return the location of a key and those of overrides within its value."""
-    overrides = (
-        location for path, location in source.locations.items() if path[0] == name and location.startswith("override ")
-    )
+    overrides = (where for path, where in source.locations.items() if path[0] == name and where.startswith("override "))
     return tuple(dict.fromkeys([source.location((name,)), *overrides]))
 
 

@@ -168,9 +168,7 @@ class TrainConfig(Config):
     medusa_lr_multiplier: Float | None = key(
         None, "learning rate of the draft relative to learning_rate; default: 4 for medusa, else 1", gt=0
     )
-    medusa_self_distillation: Bool = key(
-        False, "LM loss is the KL from the backbone without its adapter (medusa2 only)"
-    )
+    medusa_self_distillation: Bool = key(False, "LM loss is the KL from the backbone without adapter (medusa2 only)")
     medusa_distillation_regularization: Float = key(
         0.0, "rho: weight of the teacher's distribution in the LM target (medusa2 only)", ge=0, le=1
     )
@@ -273,9 +271,7 @@ class TrainConfig(Config):
     torch_compile: Bool = key(
         False, "run the frozen backbone's layers compiled by torch.compile (medusa1 only); the first steps take longer"
     )
-    deepspeed: TextOrMapping | None = key(
-        None, "configuration: a JSON file (configs/deepspeed/zero2.json) or a mapping"
-    )
+    deepspeed: TextOrMapping | None = key(None, "a JSON file (configs/deepspeed/zero2.json), or a mapping")
 
     # Run
     output_dir: Text = key("runs/medusa", "output directory of the run")
@@ -467,9 +463,7 @@ class EvalConfig(Config):
     output_dir: Text | None = key(
         None, "directory of the report; default: eval/BENCH in the run directory, eval/served-BENCH for a server"
     )
-    warmup: Int = key(
-        2, "number of questions to answer untimed for warm-up; a server gets at least as many as run concurrently", ge=0
-    )
+    warmup: Int = key(2, "questions to answer untimed before; a server gets at least as many as run concurrently", ge=0)
     exactness: Bool = key(
         True,
         "also compare greedy answers with plain decoding's in float32 and bfloat16, not only in the measured dtype",
@@ -507,7 +501,7 @@ class EvalConfig(Config):
         "at a time, the one without heads first and last; auto: true without a GPU",
     )
     serve_args: TextList | None = key(
-        None, 'further arguments of the vLLM servers, such as ["--max-model-len", "4096"]', min_length=1
+        None, 'further arguments of vLLM, such as ["--max-model-len", "4096"]', min_length=1
     )
     serve_start_seconds: Float = key(900.0, "timeout in seconds for a server of `serve` to become ready", gt=0)
     concurrency: IntList = key([1, 2, 4, 8, 16, 32], "numbers of concurrent conversations to measure", min_length=1)
@@ -590,9 +584,7 @@ class SelfDistillConfig(Config):
         ("<think>", "</think>"), "tags around the reasoning part of an answer; join `reasoning_content` and `content`"
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = key("auto", "auto: the fastest on this device")
-    batch_size: Int | None = key(
-        None, "conversations per batch (engine: local); default: 16, 1 in float32 or with heads", ge=1
-    )
+    batch_size: Int | None = key(None, "rows of a batch (engine: local); default: 16, 1 in float32 or with heads", ge=1)
     compile: BoolOrAuto = key(
         False,
         "compile decoding with torch.compile (engine: local): faster steps, one to several minutes of additional "

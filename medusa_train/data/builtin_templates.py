@@ -134,6 +134,4 @@ def get_template(name: str) -> Template:
         return Template(source, answer_end="")
     near = difflib.get_close_matches(name, TEMPLATES, n=1)
     hint = f"did you mean '{near[0]}'? " if near else ""
-    raise ConfigError(
-        f"chat template '{name}' is unknown; {hint}choose {', '.join(TEMPLATES)}, or a {TEMPLATE_SUFFIX} file"
-    )
+    raise ConfigError(f"chat template '{name}' is unknown; {hint}choose {', '.join(TEMPLATES)}, or a .jinja file")

@@ -89,9 +89,7 @@ def open_source(source: DatasetConfig, on_progress: OnProgress | None = None) ->
         paths = tuple(sorted(file for file in path.iterdir() if file.name.endswith(_SUFFIXES) and file.is_file()))
         names = {file.name for file in paths}  # shards whose merged file is there hold the same conversations
         whole = {name: re.sub(r"\.shard-\d+-of-\d+", "", name) for name in names}
-        paths = tuple(
-            file for file in paths if not file.name.endswith(_BESIDE) and whole[file.name] not in names - {file.name}
-        )
+        paths = tuple(f for f in paths if not f.name.endswith(_BESIDE) and whole[f.name] not in names - {f.name})
         if not paths:
             raise DataError(f"{path}: no {', '.join(_SUFFIXES[:-1])} or {_SUFFIXES[-1]} file in this directory")
         return LocalFiles(paths)

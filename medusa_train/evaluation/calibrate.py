@@ -155,7 +155,7 @@ def trace(
             model.backbone,
             model.draft,
             conversations,
-            max_new_tokens=cfg.max_new_tokens,
+            max_new_tokens=min(cfg.max_new_tokens, max(8, token_budget // 8)),  # as after training
             token_budget=token_budget,
             on_answer=phase.advance,
         )

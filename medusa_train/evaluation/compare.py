@@ -21,9 +21,9 @@ from medusa_train.pages.page import Section, Table, number, render_page, write_f
 #: Keys of `meta` that must be equal for speeds to be comparable, with their labels.
 CONDITIONS = {
     **{key: key for key in ("bench", "max_new_tokens", "chat_template", "dtype")},
-    "questions": "number of questions",
+    **{"base_model": "model", "bench_file": "question file", "questions": "number of questions"},
     "chat_template_kwargs": "variables of the chat template (chat_template_kwargs)",
-    "compiled": "compile",
+    **{"compiled": "compile", "cuda_graphs": "CUDA graphs"},
     "packed": "weight prepacking",
     "attention": "attention implementation",
     "backbone": "form of the backbone (quantization, adapter)",
@@ -145,7 +145,9 @@ def categories_table(evaluated: Sequence[Evaluated]) -> Table:
 
 def show(evaluated: Sequence[Evaluated]) -> Group:
     """Return both tables for the terminal, and the conditions that differ."""
-    tables = [table.terminal() for table in (runs_table(evaluated), categories_table(evaluated))]
+    runs = runs_table(evaluated)
+    titles, *rows = (list(row) for row in zip(runs.titles, *runs.rows, strict=True))  # a run per column: it has many
+    tables = [table.terminal() for table in (Table(titles, rows), categories_table(evaluated))]
     return Group(*tables, *(Text(line, style="yellow") for line in differences(evaluated)))
 
 

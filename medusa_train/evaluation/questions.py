@@ -249,8 +249,11 @@ def _parse(raw: RawRecord) -> Question:
     reference = record.get("reference")
     answers = [reference] if isinstance(reference, str) else reference if isinstance(reference, list) else []
     texts = tuple(answer if isinstance(answer, str) else "" for answer in answers)
-    category = SURROGATES.sub("\N{REPLACEMENT CHARACTER}", category)
-    return Question(question_id, " ".join(category.split()), tuple(turns), source, texts)
+    category = " ".join(SURROGATES.sub("\N{REPLACEMENT CHARACTER}", category).split())
+    if isinstance(question_id, str):
+        question_id = SURROGATES.sub("\N{REPLACEMENT CHARACTER}", question_id)
+    category += " (category)" if category == "overall" else ""  # the reports' name for all of them
+    return Question(question_id, category, tuple(turns), source, texts)
 
 
 def _parse_humaneval(record: dict[str, Any], source: str) -> Question:

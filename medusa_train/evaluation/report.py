@@ -103,7 +103,7 @@ def write_report(
 
 def model_id(meta: Mapping[str, Any]) -> str:
     """Return a short name of the model for file names and other tools."""
-    return Path(meta["model"] or meta["base_model"]).name
+    return Path(meta["model"] or meta["base_model"]).resolve().name
 
 
 def _answer_line(record: TurnRecord) -> dict[str, Any]:

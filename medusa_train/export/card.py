@@ -207,9 +207,7 @@ def _is_hub_name(name: str) -> bool:
 
 def _public(name: str) -> str:
     """Return a hub name unchanged, and of a local path only the last part."""
-    return (
-        name if _is_hub_name(name) else f"`{Path(name).name}` (a local {'file' if Path(name).suffix else 'directory'})"
-    )
+    return name if _is_hub_name(name) else f"`{Path(name).name}` (a local {'file' if Path(name).suffix else 'folder'})"
 
 
 def _licence_of(base: str) -> str | None:

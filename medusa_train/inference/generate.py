@@ -369,10 +369,13 @@ def max_answer_length(backbone: Backbone, prompt: list[int], max_new_tokens: int
     """Return how many tokens fit: the last one is never read, so it may lie one position past the context.
 
     Raises:
-        MedusaError: the prompt is empty or longer than the model's context, or `max_new_tokens` is below 1.
+        MedusaError: the prompt is empty, longer than the model's context or has an unknown token, or `max_new_tokens`
+            is below 1.
     """
     if not prompt:
         raise MedusaError("the prompt is empty; decoding needs at least one token")
+    if max(prompt) >= backbone.vocab_size:
+        raise MedusaError(f"the prompt has the token {max(prompt)}, but the model only {backbone.vocab_size} tokens")
     if max_new_tokens < 1:
         raise MedusaError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
     limit = backbone.max_context - len(prompt) + 1

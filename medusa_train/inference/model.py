@@ -56,7 +56,13 @@ class Reply:
         """Acceleration rate; 1.0 for plain decoding."""
         return (len(self.tokens) - 1) / self.steps if self.steps else 1.0
 
+    def __post_init__(self) -> None:
+        self._pieces = self._generate()
+
     def __iter__(self) -> Iterator[Piece]:
+        return self._pieces  # the same one: a loop that is left and begun again loses nothing
+
+    def _generate(self) -> Iterator[Piece]:
         started = time.perf_counter()
         for step in self._steps:
             self.steps += bool(self.tokens)
@@ -166,7 +172,8 @@ class Model:
             prompt = [Message("user", prompt)]
         if self._chat is None:
             self._chat = ChatEncoder(self.backbone.tokenizer, self._template, self._template_kwargs)
-        return self._chat.prompt([turn if isinstance(turn, Message) else Message(**turn) for turn in prompt])  # type: ignore[arg-type]
+        turns = [t if isinstance(t, Message) else Message(t["role"], t["content"]) for t in prompt]  # type: ignore[arg-type]
+        return self._chat.prompt(turns)
 
 
 def _rule(temperature: float, top_p: float, top_k: int, typical: bool) -> Rule:

@@ -20,7 +20,7 @@ class Sampling:
     """The sampling distribution, with the options applied in the order of transformers' logits warpers.
 
     Attributes:
-        temperature: divides the logits; above 0 (greedy decoding is a rule of its own).
+        temperature: divides the logits; at least 1e-6 (greedy decoding is a rule of its own).
         top_k: keep only the k most probable tokens; 0 keeps all.
         top_p: keep only the smallest set of most probable tokens with this total probability (Holtzman et al. 2020,
             Nucleus Sampling); 1 keeps all.
@@ -35,8 +35,8 @@ class Sampling:
 
     def __post_init__(self) -> None:
         problems = []
-        if not self.temperature > 0:
-            problems.append(f"temperature must be above 0 for sampling, got {self.temperature}")
+        if not self.temperature >= 1e-6:  # logits would overflow
+            problems.append(f"temperature must be at least 1e-6 for sampling, got {self.temperature}")
         if self.top_k < 0:
             problems.append(f"top_k must be 0 (all tokens) or more, got {self.top_k}")
         if not 0 < self.top_p <= 1:

@@ -41,10 +41,8 @@ def low_rank_of(module: Any) -> LowRank | None:
     """Return the LoRA branch of a linear layer with an active PEFT adapter, else None."""
     if not getattr(module, "lora_A", None) or module.disable_adapters or not module.active_adapters:
         return None
-    (name,) = module.active_adapters
-    return LowRank(
-        module.lora_A[name].weight, module.lora_B[name].weight, module.scaling[name], module.lora_dropout[name]
-    )
+    (key,) = module.active_adapters
+    return LowRank(module.lora_A[key].weight, module.lora_B[key].weight, module.scaling[key], module.lora_dropout[key])
 
 
 @dataclass(frozen=True)

@@ -171,9 +171,7 @@ def _target_modules(backbone: Backbone, targets: Sequence[str] | None) -> list[s
     if targets is None:
         return [name for name in names if not (tied and name == LM_HEAD)]
     if unknown := [name for name in targets if name not in names]:
-        raise BackboneError(
-            f"lora_target_modules: {', '.join(unknown)}: no such layer; the backbone has {', '.join(names)}"
-        )
+        raise BackboneError(f"lora_target_modules: {', '.join(unknown)}: no such layer; there are {', '.join(names)}")
     if tied and LM_HEAD in targets:
         raise BackboneError(
             "lora_target_modules: lm_head is tied to the input embeddings, which merging would corrupt; leave lm_head "

@@ -60,7 +60,9 @@ class Table:
                 table.add_column(title, overflow="fold")
             else:
                 width = max(len(word) for cell in cells for word in cell.split(" "))
-                table.add_column(title.replace(" ", "\n"), justify="right", overflow="fold", min_width=width)
+                table.add_column(
+                    title.replace(" ", "\n"), justify="right", overflow="fold", min_width=width, no_wrap=True
+                )
         grouped = len({row[0] for row in self.rows}) < len(self.rows)
         for number, row in enumerate(self.rows):
             is_overall = self.overall and number == len(self.rows) - 1

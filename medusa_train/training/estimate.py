@@ -75,7 +75,7 @@ class Estimate:
             dtype: compute dtype, also of the backbone's unquantized weights.
         """
         optimizer, joint = self._cfg.optimizer, self._unfrozen
-        states = round(self.trained * (ADAM_8BIT if "8bit" in optimizer else ADAM))
+        states = round(self.trained * (ADAM_8BIT if "8bit" in optimizer and device != "cpu" else ADAM))
         frozen = _count(self._model.parameters()) - joint
         shared_rows = 0  # of lm_head, which heads with a reduced vocabulary copy once and share
         if self._settings.get("share_lm_head") and self._settings.get("vocab_size"):
@@ -103,7 +103,8 @@ class Estimate:
 
         A matrix product takes two operations per weight and token. A pass forward through the backbone is one of them,
         a backward pass two, or one where the weights themselves are not trained. Heads count six per supervised token
-        and weight, and four for an lm_head that they read without training it; with D-PACE's weights two more.
+        and weight, and four for an lm_head that they read without training it; EAGLE-3's in each
+        step of its training-time test. Soft targets take the backbone's logits once per head or step.
 
         Args:
             tokens, supervised: of an epoch. epochs: their number.
@@ -118,9 +119,11 @@ class Estimate:
         if rank:  # the embeddings of a Markov bias are looked up
             multiplied = self._count_heads(markov_rank=0) + self._section.num_heads * rank * self._draft_vocab
         shared = self._section.shared_lm_heads * self._draft_vocab * text.hidden_size
-        in_heads = (6 * multiplied + 4 * shared) * supervised * epochs
+        steps = 1 if self._section.blocks_per_head else self._section.layer_passes  # of EAGLE-3
+        in_heads = (6 * multiplied * steps + 4 * shared) * supervised * epochs
         if cfg.recipe == "medusa1":
-            soft = 2 * lm_head * supervised if self._section.heads_loss.soft_targets else 0
+            heads = {"eagle3": steps, "kangaroo": 1}.get(cfg.draft, self._section.num_heads)
+            soft = 2 * lm_head * supervised * heads if self._section.heads_loss.soft_targets else 0
             return body * (min(epochs, 1) if cfg.cache_hidden_states else epochs) + soft * epochs + in_heads
         backward = 1 if cfg.adapter else 2
         in_body = body * (1 + self._has_teacher + cfg.gradient_checkpointing + backward)

@@ -293,13 +293,11 @@ def _open_loggers(
     if not world.is_main:
         return MetricLoggers([])
     write_config(cfg, out)
-    dashboards = [tensorboard(console, out, state.step)] if cfg.use_tensorboard else []
+    boards = [tensorboard(console, out, state.step)] if cfg.use_tensorboard else []
     if cfg.wandb_project is not None:
-        dashboards.append(wandb(console, out, cfg.wandb_project, cfg.wandb_entity, cfg.wandb_run_id, cfg.wandb_name))
+        boards.append(wandb(console, out, cfg.wandb_project, cfg.wandb_entity, cfg.wandb_run_id, cfg.wandb_name))
     with writing(out):
-        return open_metric_loggers(
-            out, console, plan.total_steps, state.step, dashboards, state.evaluated, progress.title
-        )
+        return open_metric_loggers(out, console, plan.total_steps, state.step, boards, state.evaluated, progress.title)
 
 
 # What is printed

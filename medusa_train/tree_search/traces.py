@@ -6,6 +6,7 @@ import hashlib
 import json
 import random
 import zipfile
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
@@ -245,7 +246,7 @@ def load_traces(path: Path, key: Key) -> TracedAnswers | None:
                 return None
             ranks, tokens, answers = arrays["ranks"], arrays["tokens"], arrays["answers"]
             prompt = arrays["prompt"].tolist()
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile):
+    except (OSError, EOFError, ValueError, KeyError, NotImplementedError, zlib.error, zipfile.BadZipFile):
         return None
     heads, traces = ranks.shape[1], []
     for start, end in pairwise([0, *np.cumsum(tokens).tolist()]):

@@ -79,6 +79,12 @@ def test_mistakes_do_not_end_the_chat(model: Model, monkeypatch: pytest.MonkeyPa
     assert "the model's context is 256" in out
     assert out.count("/exit or Ctrl-D quits") == 3
     assert out.count("tokens per step") == 1
+    once = "{% if messages|length > 1 %}{{ raise_exception('one turn only') }}{% endif %}{{ messages[0].content }}"
+    backbone = model.backbone
+    monkeypatch.setattr(backbone.tokenizer, "chat_template", once)
+    out = _talk(Model(backbone), monkeypatch, "Hi?", "And?", "/new", "Hi?")
+    assert out.count("one turn only\n/new starts a new chat") == 1
+    assert out.count("tokens per step") == 2
 
 
 def test_control_characters_are_replaced() -> None:

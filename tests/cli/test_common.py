@@ -126,8 +126,13 @@ def test_names_and_paths_are_printed_as_they_are() -> None:
         (["./a=b.yaml"], Path("./a=b.yaml"), []),
     ],
 )
-def test_arguments_are_a_file_and_overrides(arguments: list[str], path: Path | None, overrides: list[str]) -> None:
+def test_arguments_are_a_file_and_overrides(
+    arguments: list[str], path: Path | None, overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert split_arguments(arguments) == (path, overrides)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lr=1.yaml").touch()
+    assert split_arguments(["lr=1.yaml", "lr=2.yaml"]) == (Path("lr=1.yaml"), ["lr=2.yaml"])
     with pytest.raises(ConfigError, match=r"expected one configuration file, got a\.yaml and seed; overrides"):
         split_arguments(["a.yaml", "seed", "x=1"])
 

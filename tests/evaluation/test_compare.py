@@ -21,7 +21,7 @@ def write_run(run: Path, bench: str = "tiny", categories: tuple[str, ...] = ("ma
     return run
 
 
-def test_runs_stand_side_by_side_with_their_figures(tmp_path: Path) -> None:
+def test_runs_stand_side_by_side_with_their_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b", categories=("math", "law"), heads=3)
     evaluated = load_reports([str(a), str(b)], None)
     table = runs_table(evaluated)
@@ -35,6 +35,10 @@ def test_runs_stand_side_by_side_with_their_figures(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=200)
     console.print(show(evaluated))
     assert "different" not in console.file.getvalue()  # type: ignore[attr-defined]
+    narrow = Console(file=io.StringIO(), width=80)
+    monkeypatch.chdir(tmp_path)
+    narrow.print(show(load_reports(["a", "b"], None)))
+    assert all(title.split()[0] in narrow.file.getvalue() for title in runs_table(evaluated).titles)  # type: ignore[attr-defined]
 
 
 def test_conditions_that_differ_are_named(tmp_path: Path) -> None:

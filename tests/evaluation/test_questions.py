@@ -98,6 +98,9 @@ def test_reads_the_hub_copy_of_mt_bench(tmp_path: Path) -> None:
     record = {"prompt_id": 5, "category": "math", "prompt": ["One?", "Two?"], "reference": [None, "2"]}
     question = read_questions(write(tmp_path / "q.jsonl", record))[0]
     assert (question.turns, question.reference) == (("One?", "Two?"), ("", "2"))
+    odd = {"question_id": "a\ud83d", "category": "overall", "turns": ["One?"]}
+    (question,) = read_questions(write(tmp_path / "odd.jsonl", odd))
+    assert (question.question_id, question.category) == ("a\ufffd", "overall (category)")  # reports have that name
 
 
 @pytest.mark.parametrize(

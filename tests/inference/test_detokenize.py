@@ -88,6 +88,9 @@ def test_an_unfinished_character_comes_at_the_end() -> None:
     ids = _ids(tokenizer, "a世")[:-1]
     pieces, _ = _stream(tokenizer, ids)
     assert pieces == ["a", "", "", "\ufffd"]
+    tokenizer = _sentence_pieces()  # which decode a whole run of bytes at once
+    run = [tokenizer.convert_tokens_to_ids(f"<0x{byte:02X}>") for byte in "世".encode()]
+    assert _stream(tokenizer, [*run, run[0]])[0] == ["", "", "世", "", "\ufffd"]
 
 
 @pytest.mark.parametrize(

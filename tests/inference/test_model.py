@@ -24,7 +24,9 @@ def test_the_answer_is_the_loops_own(model: Model) -> None:
     tokens = Decoder(model.backbone).generate(prompt, 40).tokens
     text = tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     assert model.generate("Hi?", 40) == text
-    assert model.generate([{"role": "user", "content": "Hi?"}], 40) == text
+    assert model.generate([{"role": "user", "content": "Hi?", "name": "Ann"}], 40) == text
+    stopped = model.reply("Hi?", 40)
+    assert next(iter(stopped)).text + "".join(piece.text for piece in stopped) == stopped.read() == text
     assert model.generate([Message("user", "Hi?")], 40) == text
     assert model.generate("<bos><user>Hi?<assistant>", 40, raw=True) == text
     reply = model.reply("Hi?", 40)
@@ -68,6 +70,10 @@ def test_limits(model: Model) -> None:
         model.generate("x" * CONTEXT)
     with pytest.raises(MedusaError, match=r"top_p.*got 2"):
         model.generate("Hi?", temperature=1.0, top_p=2)
+    with pytest.raises(MedusaError, match="temperature must be at least 1e-6"):
+        model.generate("Hi?", temperature=1e-40)
+    with pytest.raises(MedusaError, match="the prompt has the token 99999, but the model only"):
+        Decoder(model.backbone).generate([1, 99999], 5)
     begun = iter(model.reply("Hi?", 30, raw=True))
     next(begun)
     model.generate("Hi?", 5)

@@ -38,6 +38,8 @@ def test_the_terminal_shows_intervals_below_their_values_and_groups_rows() -> No
     assert shown(Table(["n", "x"], [["1", "2"], ["1", "3"], ["2", "4"]]))[2:] == ["1 2", "1 3", "", "2 4"]
     long = Table(["category", "speed"], [["a very long name of a category", "123456.7x"]])
     assert "123456.7x" in "".join(shown(long, 20))  # the name gives way
+    wide = Table(["category", *(f"{n} equal" for n in range(8))], [["a long category", *(["140/160"] * 8)]])
+    assert " ".join(shown(wide, 80)).count("140/160") == 8
 
 
 def test_a_number_has_its_digits_unit_and_interval() -> None:

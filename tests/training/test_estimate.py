@@ -25,9 +25,9 @@ def config(**keys: Any) -> TrainConfig:
     return TrainConfig.model_validate({**values, **keys}).resolved()
 
 
-def estimate(family: str = "llama", vocab: int = 61, **keys: Any) -> Memory:
+def estimate(family: str = "llama", vocab: int = 61, device: str = "cpu", **keys: Any) -> Memory:
     model_config = random_backbone(family, vocab_size=vocab).config
-    return Estimate(config(**keys), model_config).memory(rows=2, width=64, dtype=torch.bfloat16, device="cpu")
+    return Estimate(config(**keys), model_config).memory(rows=2, width=64, dtype=torch.bfloat16, device=device)
 
 
 @pytest.mark.parametrize("family", ["llama-bias-tied", "gemma2"])
@@ -51,7 +51,11 @@ def test_adamw_holds_the_states_that_are_counted() -> None:
     optimizer.step()
     held = sum(t.nbytes for state in optimizer.state.values() for t in state.values() if t.numel() > 1)
     assert estimate(optimizer="adamw_torch").parts["optimizer states (adamw_torch)"] == held
-    assert estimate(optimizer="adamw_bnb_8bit").parts["optimizer states (adamw_bnb_8bit)"] < 0.26 * held
+    states = {
+        device: estimate(device=device, optimizer="adamw_bnb_8bit").parts["optimizer states (adamw_bnb_8bit)"]
+        for device in ("cpu", "cuda")
+    }
+    assert states["cuda"] < 0.26 * held < states["cpu"] == held  # there adamw_torch is taken
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-bias-tied"])  # a tied lm_head gets no adapter
@@ -267,6 +271,9 @@ def test_a_shared_lm_head_is_multiplied_with_but_not_trained() -> None:
     assert kangaroo == pytest.approx(PASS + LM_HEAD + (6 * adapter + shared) * 600)
     own = {"mlp_size": 24, "attention": False, "share_lm_head": False}
     trained = 3 * 24 * HIDDEN + 2 * HIDDEN + VOCAB * HIDDEN
+    once, four = (operations(draft="eagle3", eagle3={"train_steps": n, "num_heads": 4}) for n in (1, 4))
+    assert four - PASS == pytest.approx(4 * (once - PASS))  # steps of the training-time test, each with soft targets
+    assert operations(medusa_soft_targets=1) - operations() == pytest.approx(2 * LM_HEAD)  # two heads
     assert operations(draft="kangaroo", kangaroo=own) == pytest.approx(PASS + LM_HEAD + 6 * trained * 600)
 
 

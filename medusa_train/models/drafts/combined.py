@@ -40,9 +40,7 @@ class MergedDraft(Proposer):
 
     def __init__(self, heads: Proposer, lookup: LookupDraft) -> None:
         if heads.runs_backbone:
-            raise MedusaError(
-                "Kangaroo runs its guesses through the backbone's first layers itself, so no other guesses can be added"
-            )
+            raise MedusaError("Kangaroo's guesses pass the backbone's first layers, so no others can be added")
         self.heads = heads
         self.lookup = lookup
         self.needs = heads.needs

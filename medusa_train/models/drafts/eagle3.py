@@ -151,13 +151,11 @@ class Eagle3Draft(LMHeadsDraft):
         layer: Mapping[str, Any] | None = None,
         **without_weights: Any,
     ) -> int:
-        """fc, the attention over `2 d`, the MLP, four norms, and an lm_head."""
+        """fc, the attn over `2 d`, the MLP, four norms, and an lm_head."""
         config = layer_config(model.config.get_text_config(), layer)
         d, heads, kv_heads, head_dim = _attention_shape(config)
-        attention = 2 * d * head_dim * (heads + 2 * kv_heads) + d * heads * head_dim
-        return (
-            NUM_STATES * d * d + attention + 3 * d * config.intermediate_size + 4 * d + count_lm_head(model, vocab_size)
-        )
+        attn = 2 * d * head_dim * (heads + 2 * kv_heads) + d * heads * head_dim
+        return NUM_STATES * d * d + attn + 3 * d * config.intermediate_size + 4 * d + count_lm_head(model, vocab_size)
 
     @property
     def trained_heads(self) -> int:
@@ -481,7 +479,7 @@ def layer_config(config: Any, layer: Mapping[str, Any] | None = None) -> LlamaCo
     entries = {
         "vocab_size": 1,
         "hidden_size": size,
-        "intermediate_size": config.intermediate_size,
+        "intermediate_size": getattr(config, "intermediate_size", None) or 4 * size,  # experts may have their own
         "num_hidden_layers": 1,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
