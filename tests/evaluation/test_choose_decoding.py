@@ -81,7 +81,7 @@ def test_a_dtype_without_enough_memory_is_left_out_and_other_errors_propagate(
     assert lines[0] == "dtype float32: not enough memory; left out"
     assert "float32" not in lines[1]
     fails({"float32", "bfloat16"}, MemoryError())
-    with pytest.raises(BackboneError, match="not enough memory for it in any dtype"):
+    with pytest.raises(BackboneError, match="not enough memory in any dtype"):
         choose(paths)
     fails({"bfloat16"}, RuntimeError("a bug"))
     with pytest.raises(RuntimeError, match="a bug"):
