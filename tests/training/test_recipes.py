@@ -124,7 +124,7 @@ def test_a_run_starts_from_heads_of_its_own_kind_alone(kind, make_config, consol
     with pytest.raises(ConfigError, match=f"holds a {kind} draft; set draft: {kind}"):
         train(make_config(lora_model_dir=first, overwrite_output_dir=True), console)
     wider = {"draft": kind, kind: {**RECIPES[kind][kind], "num_heads": 3}}
-    with pytest.raises(ConfigError, match=rf"with {kind}\.num_heads: 2, .* sets {kind}\.num_heads: 3"):
+    with pytest.raises(ConfigError, match=rf"have {kind}\.num_heads: 2, .* configuration {kind}\.num_heads: 3"):
         train(make_config(**wider, lora_model_dir=first, overwrite_output_dir=True), console)
 
 
