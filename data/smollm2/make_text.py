@@ -7,7 +7,8 @@
 
 - a file of each run, as medusa-selfdistill writes it. Looping answers are dropped, those cut by the limit are kept.
 - text.jsonl.gz: all conversations without near-duplicates, in random order.
-- smollm2.jsonl.gz: the first of these, as many as --tokens says: data/selfdistill/smollm2.jsonl.gz.
+- smollm2.jsonl.gz: the first of these, as many as --tokens says: data/selfdistill/smollm2.jsonl.gz. Its second part,
+  smollm2_more.jsonl.gz, has answers of later runs (templates from the 3,000th on, further questions of the model).
 - smollm2_validation.jsonl.gz: answers to the validation prompts: data/selfdistill/smollm2_validation.jsonl.gz.
 """
 
