@@ -1,6 +1,7 @@
 """Ranks of guesses along an answer, and simulated decoding."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,14 @@ from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.models.lm_head import LMHead
 from medusa_train.tree_search import traces as traces_module
 from medusa_train.tree_search.fit import MAX_RANK, Trace, head_accuracy, tokens_per_step
-from medusa_train.tree_search.traces import greedy_answers, rank_of, trace_answer
+from medusa_train.tree_search.traces import (
+    TracedAnswers,
+    greedy_answers,
+    load_traces,
+    rank_of,
+    save_traces,
+    trace_answer,
+)
 from medusa_train.trees.tree import Tree
 from tests.families import random_backbone
 
@@ -136,3 +144,19 @@ def test_tied_logits_have_the_places_that_proposals_give_them() -> None:
     for position, token in enumerate(order):
         assert int(rank_of(guesses, torch.tensor([token]))) == position
     assert int(rank_of(guesses, torch.tensor([24]))) == -1
+
+
+def test_damaged_traces_are_none(tmp_path: Path) -> None:
+    path, key = tmp_path / "tree_traces.npz", {"heads": "x"}
+    save_traces(path, TracedAnswers([[TRACE]], [1, 2]), key)
+    whole = path.read_bytes()
+    assert load_traces(path, key) is not None
+    for content in (
+        b"",
+        whole[:-40],
+        *(bytes([*whole[:at], whole[at] ^ 255, *whole[at + 1 :]]) for at in (60, 70, 90)),
+    ):
+        path.write_bytes(content)
+        load_traces(path, key)  # whatever it returns, it does not raise
+    path.write_bytes(b"")
+    assert load_traces(path, key) is None
