@@ -70,7 +70,7 @@ def check_output_dir(cfg: TrainConfig) -> None:
     base, own = resolve_path(cfg.base_model), [(out / name).resolve() for name in files]
     if cfg.overwrite_output_dir and base is not None and any(map(base.resolve().is_relative_to, own)):
         raise ConfigError("overwrite_output_dir: would delete the backbone, base_model; set another output_dir")
-    if cfg.overwrite_output_dir and files and not any((out / name).exists() for name in (CONFIG, HEADS, STAGE_ONE)):
+    if cfg.overwrite_output_dir and files and not {CONFIG, METRICS, HEADS, CHECKPOINTS, STAGE_ONE}.intersection(files):
         raise ConfigError(f"overwrite_output_dir: {out} holds {', '.join(files)}, but no run; set another output_dir")
     if not files or cfg.overwrite_output_dir:
         return

@@ -108,7 +108,8 @@ class OpenAIEngine:
     def _greet(self) -> None:
         """Find out by a greeting whether the server refuses every request, since no other request is under way."""
         try:
-            self.server.complete(self.sampling.body(self.model, Request((Message("user", "Hello"),), 0)))
+            greeting = self.sampling.body(self.model, Request((Message("user", "Hello"),), 0))
+            self.server.complete({**greeting, "max_tokens": min(16, self.sampling.max_new_tokens)})
         except RequestRejected:
             raise self._refuses_all() from None
         self._takes_some = True

@@ -103,8 +103,8 @@ class Estimate:
 
         A matrix product takes two operations per weight and token. A pass forward through the backbone is one of them,
         a backward pass two, or one where the weights themselves are not trained. Heads count six per supervised token
-        and weight, and four for an lm_head that they read without training it; EAGLE-3's in each
-        step of its training-time test. Soft targets take the backbone's logits once per head or step.
+        and weight, and four for an lm_head that they read without training it. EAGLE-3 does so in each step of its
+        training-time test. Soft targets take the backbone's logits once per head or step.
 
         Args:
             tokens, supervised: of an epoch. epochs: their number.

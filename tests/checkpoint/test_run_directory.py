@@ -41,7 +41,8 @@ def test_resuming_without_a_checkpoint_and_overwriting_delete_no_results(tmp_pat
     (tmp_path / "model").mkdir()
     with pytest.raises(ConfigError, match=r"holds model, eval, but no run"):
         check_output_dir(config(tmp_path, overwrite_output_dir=True))
-    (tmp_path / "config.yaml").touch()
+    (tmp_path / "checkpoints").mkdir()  # which a run that was killed at once leaves
+    check_output_dir(config(tmp_path, overwrite_output_dir=True))
     with pytest.raises(ConfigError, match="would delete the backbone, base_model"):
         check_output_dir(config(tmp_path, base_model=str(tmp_path / "model"), overwrite_output_dir=True))
     with pytest.raises(ConfigError, match="would delete the heads of lora_model_dir"):
