@@ -45,7 +45,7 @@ def load(
         chat_template_kwargs: variables of the chat template, such as `{"enable_thinking": False}`; defaults to the
             run's.
         trust_remote_code: allow Python code that the backbone's repository ships.
-        compile: compile the decoding passes with torch.compile: up to a minute more to start, faster steps.
+        compile: compile the decoding passes with torch.compile: one to several minutes more to start, faster steps.
         draft: a draft without training: "prompt_lookup", "lookahead" or "rest" in place of the heads, or beside them
             ("medusa+prompt_lookup").
         draft_settings: its settings, such as `{"max_ngram": 3, "nodes": 10}` (docs/configuration.md); "rest" needs

@@ -202,13 +202,9 @@ class AmphistaConfig(DraftConfig):
     normalize_embeddings: Bool = _normalize_embeddings_key()
     vocab_size: Int | None = _vocab_size_key()
     alignment_weight: Float = key(
-        0.5,
-        "lambda_1: weight of the cross-entropy against the backbone's distribution (default not from the paper)",
-        ge=0,
+        0.5, "lambda_1: weight of the cross-entropy against the backbone's distribution (default: ours)", ge=0
     )
-    label_weight: Float = key(
-        0.5, "lambda_2: weight of the loss against the data's tokens (not the paper's default)", ge=0
-    )
+    label_weight: Float = key(0.5, "lambda_2: weight of the loss against the data's tokens (default: ours)", ge=0)
     decay_coefficient: Float = _decay_key()
 
     @property
@@ -275,8 +271,7 @@ class Eagle3Config(DraftConfig):
     num_heads: Int = key(7, "maximum number of tokens that are drafted one after another", ge=1, le=32)
     train_steps: Int = key(
         4,
-        "steps of the training-time test: how many tokens in a row are drafted in training; 7 as published, which pays "
-        "on GPUs",
+        "steps of the training-time test: how many tokens in a row are drafted in training; 7 as published",
         ge=1,
         le=16,
     )
@@ -287,9 +282,7 @@ class Eagle3Config(DraftConfig):
         None, "N: the draft predicts only the N most frequent tokens of the training data; default: all tokens", ge=16
     )
     decay_coefficient: Float = key(0.8, "c: weight of step k's loss is c**k", gt=0, le=1)
-    soft_targets: Float = key(
-        1.0, "weight of the backbone's distribution in the targets; the rest: the token", ge=0, le=1
-    )
+    soft_targets: Float = key(1.0, "weight of the backbone's distribution in the targets; rest: the token", ge=0, le=1)
 
     @property
     def blocks_per_head(self) -> int:

@@ -500,9 +500,7 @@ class EvalConfig(Config):
         "keep the server without heads running beside the one with heads, and measure them in turns; false: one server "
         "at a time, the one without heads first and last; auto: true without a GPU",
     )
-    serve_args: TextList | None = key(
-        None, 'further arguments of vLLM, such as ["--max-model-len", "4096"]', min_length=1
-    )
+    serve_args: TextList | None = key(None, 'more arguments of vLLM, such as ["--max-model-len", "4096"]', min_length=1)
     serve_start_seconds: Float = key(900.0, "timeout in seconds for a server of `serve` to become ready", gt=0)
     concurrency: IntList = key([1, 2, 4, 8, 16, 32], "numbers of concurrent conversations to measure", min_length=1)
     request_timeout: Float = key(600.0, "timeout of a request to a server in seconds", gt=0)

@@ -174,7 +174,7 @@ def rouge_scorer(questions: Sequence[Question]) -> Any:
     try:
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError:
-        raise ConfigError("rouge: requires the package rouge-score; pip install 'medusa-train[rouge]'") from None
+        raise ConfigError("rouge: requires the package rouge-score; pip install rouge-score") from None
     if not any(any(question.reference) for question in questions):
         raise ConfigError("rouge: no question of this bench has a `reference`; remove it, or choose another bench")
     return RougeScorer(list(ROUGE), use_stemmer=True)

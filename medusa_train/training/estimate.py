@@ -102,9 +102,8 @@ class Estimate:
         """Estimate the floating-point operations of a run.
 
         A matrix product takes two operations per weight and token. A pass forward through the backbone is one of them,
-        a backward pass two, or one where the weights themselves are not trained. Heads count six per supervised token
-        and weight, and four for an lm_head that they read without training it. EAGLE-3 does so in each step of its
-        training-time test. Soft targets take the backbone's logits once per head or step.
+        a backward pass two, or one where the weights themselves are not trained. Heads run on all tokens, their
+        lm_heads on supervised ones, and soft targets take the backbone's logits there, of the draft's vocabulary.
 
         Args:
             tokens, supervised: of an epoch. epochs: their number.
@@ -115,19 +114,29 @@ class Estimate:
         layers = _count(max(lists, key=len).parameters())  # `layers`, Falcon's `h`
         attention = 4 * text.num_hidden_layers * text.num_attention_heads * head_dim(text) * width / 2
         body = tokens * (2 * layers + attention)  # one pass forward
-        multiplied, rank = self._heads, self._settings.get("markov_rank", 0)
-        if rank:  # the embeddings of a Markov bias are looked up
-            multiplied = self._count_heads(markov_rank=0) + self._section.num_heads * rank * self._draft_vocab
-        shared = self._section.shared_lm_heads * self._draft_vocab * text.hidden_size
-        steps = 1 if self._section.blocks_per_head else self._section.layer_passes  # of EAGLE-3
-        in_heads = (6 * multiplied * steps + 4 * shared) * supervised * epochs
+        in_heads = self._heads_operations(tokens, supervised, attention / text.num_hidden_layers) * epochs
         if cfg.recipe == "medusa1":
-            heads = {"eagle3": steps, "kangaroo": 1}.get(cfg.draft, self._section.num_heads)
-            soft = 2 * lm_head * supervised * heads if self._section.heads_loss.soft_targets else 0
-            return body * (min(epochs, 1) if cfg.cache_hidden_states else epochs) + soft * epochs + in_heads
+            return body * (min(epochs, 1) if cfg.cache_hidden_states else epochs) + in_heads
         backward = 1 if cfg.adapter else 2
         in_body = body * (1 + self._has_teacher + cfg.gradient_checkpointing + backward)
         return (in_body + 2 * lm_head * supervised * (1 + self._has_teacher + backward)) * epochs + in_heads
+
+    def _heads_operations(self, tokens: int, supervised: int, attention: float) -> float:
+        """Estimate the operations of an epoch in the draft; `attention` is what a layer's takes per token."""
+        section, hidden = self._section, self._text.hidden_size
+        rank = self._settings.get("markov_rank", 0)
+        shared, outputs = section.shared_lm_heads, {"eagle3": 1, "kangaroo": 1}.get(self._cfg.draft, section.num_heads)
+        # the embeddings of a Markov bias are looked up
+        weights = self._count_heads(markov_rank=0) if rank else self._heads
+        weights -= (outputs - shared) * self._draft_vocab * hidden
+        if self._cfg.draft == "eagle3":  # its layer and lm_head run once a step, and `fc` once
+            outputs = section.layer_passes
+            weights = outputs * weights - (outputs - 1) * 3 * hidden**2
+        if blocks := self._settings.get("auto_blocks"):  # of Amphista, over the vectors of all heads
+            weights += (outputs - 1) * blocks * 4 * hidden * self._text.num_attention_heads * head_dim(self._text)
+        states = (6 * weights + 3 * section.layer_passes * attention) * tokens
+        each = (4 if shared else 6) * (hidden + rank) + (2 * hidden if section.heads_loss.soft_targets else 0)
+        return states + outputs * each * self._draft_vocab * supervised
 
     def _count_heads(self, **changes: Any) -> int:
         return DRAFTS[self._cfg.draft].count_parameters(self._model, **{**self._settings, **changes})
