@@ -56,6 +56,7 @@ from medusa_train.models.precision import (  # noqa: E402
     is_out_of_memory,
     release_memory,
 )
+from medusa_train.models.prepack import prepack_linears  # noqa: E402
 from medusa_train.trees.tree import Ranks, Tree  # noqa: E402
 
 SETTINGS = ("stock", "prepacked", "static", "compiled")
@@ -153,7 +154,7 @@ class Shape:
         with device:  # or large heads would be created on the CPU first
             draft = MedusaDraft.from_backbone(backbone, HEADS)
         if setting == "prepacked":
-            if not any([backbone.prepack_weights(), draft.prepack_weights()]):
+            if not any([prepack_linears(backbone.model), prepack_linears(draft)]):
                 raise Unsupported("not prepacked: no faster here, dtype not supported, or too little memory")
         elif setting == "static":
             backbone.step_runner = StepRunner() if device.type == "cpu" else graph_runner(device, backbone.model)
@@ -166,7 +167,7 @@ class Shape:
             except BackboneError as error:
                 reason = str(error).splitlines()[0].removeprefix("compile: ").removesuffix("; leave the key out")
                 raise Unsupported(f"not compiled: {reason}") from error
-            draft.prepack_weights()
+            prepack_linears(draft)
         return Loaded(backbone, draft)
 
 

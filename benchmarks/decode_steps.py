@@ -71,7 +71,7 @@ class Context:
                 mask = mask_of_slots(cache, block, round_up_to_block(cache.length + tree.size + 1))
                 _, logits = compiled(tokens, positions, mask, cache.pending_columns(backbone.device), storage)
             (accepted,) = accept(None, tokens, logits, tree)
-            cache.keep(accepted.path)
+            cache.keep_rows([accepted.path])
             cache.length = self.length
 
         return run

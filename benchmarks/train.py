@@ -278,7 +278,7 @@ class Step:
     def __call__(self, batch: Batch) -> float:
         """Train on `batch` and return its loss."""
         feats = self.student.features(batch)
-        lm_head = self.student.lm_head() if self.student.joint else None
+        lm_head = self.student.backbone.lm_head() if self.student.joint else None
         cut, counts = GraphCut(), self.objective.target_counts(batch)
         feats = replace(feats, hidden=cut.detach(feats.hidden))
         with self.student.precision.autocast():

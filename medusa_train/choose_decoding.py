@@ -23,6 +23,7 @@ from medusa_train.models.precision import (
     emulates_bf16,
     release_memory,
 )
+from medusa_train.models.prepack import prepack_linears
 from medusa_train.progress import RunProgress
 
 PHASE = "choosing the dtype"
@@ -91,7 +92,7 @@ def _time_dtype(question: str, paths: ModelPaths, dtype: str, progress: RunProgr
     """Load the backbone as for decoding and return the seconds of a plain step; it is released on return."""
     with progress.phase(PHASE, ticking=True):
         backbone = load_base_model(paths, dtype)
-        backbone.prepack_weights()
+        prepack_linears(backbone.model)
         use_cuda_graphs(backbone)
     chat = ChatEncoder(backbone.tokenizer, paths.chat_template, paths.chat_template_kwargs)
     prompt = chat.prompt([Message("user", question)])

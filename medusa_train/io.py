@@ -10,8 +10,7 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO
 
 from safetensors import SafetensorError
 
@@ -64,9 +63,6 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-_JsonLinesFile = TypeVar("_JsonLinesFile", bound="JsonLinesFile")
 
 
 class JsonLinesFile:
@@ -134,10 +130,10 @@ class JsonLinesFile:
         finally:
             self._file.close()
 
-    def __enter__(self: _JsonLinesFile) -> _JsonLinesFile:
+    def __enter__(self) -> JsonLinesFile:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _sync(self) -> None:

@@ -12,7 +12,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, TypeVar, cast
 
 from rich.console import Console
@@ -63,29 +62,9 @@ class MetricLoggers:
     def __enter__(self) -> MetricLoggers:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         for logger in self._loggers:
             logger.close()
-
-
-def open_metric_loggers(
-    run_dir: Path,
-    console: Console,
-    total_steps: int,
-    step: int = 0,
-    extra: Sequence[MetricLogger] = (),
-    evaluated: int = 0,
-    title: str = "",
-) -> MetricLoggers:
-    """Open metrics.jsonl in `run_dir`, the console's bar or lines, and the `extra` loggers.
-
-    Args:
-        step: the optimizer step that a resumed run continues after; 0 for a new run.
-        evaluated: the last step of the resumed run whose validation is part of its checkpoint.
-        title: of the bar, see `RunProgress`.
-    """
-    shown = ConsoleLogger(console, total_steps, step, title)
-    return MetricLoggers([MetricsFile(run_dir / "metrics.jsonl", step, evaluated, shown.warn), shown, *extra])
 
 
 class MetricsFile(MetricLogger):

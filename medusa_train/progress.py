@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import math
 import time
-from types import TracebackType
 from typing import Any
 
 import rich.progress as rich_progress
@@ -175,7 +174,7 @@ class Phase:
         self.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
     def advance(self, units: int = 1, *, tokens: int = 0, detail: str | None = None) -> None:

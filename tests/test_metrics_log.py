@@ -12,7 +12,15 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from medusa_train.metrics_log import MetricsFile, flat_figures, open_metric_loggers, tensorboard, truncate_log, wandb
+from medusa_train.metrics_log import (
+    ConsoleLogger,
+    MetricLoggers,
+    MetricsFile,
+    flat_figures,
+    tensorboard,
+    truncate_log,
+    wandb,
+)
 from tests.full_disk import full_disk
 
 TRAIN = {
@@ -89,7 +97,7 @@ def test_lines_that_could_not_be_written_are_counted(tmp_path):
 @pytest.mark.parametrize("terminal", [True, False])
 def test_bar_or_lines_show_the_metrics(tmp_path, terminal):
     shown = console_with(terminal)
-    with open_metric_loggers(tmp_path, shown, total_steps=20) as tracker:
+    with MetricLoggers([MetricsFile(tmp_path / "metrics.jsonl"), ConsoleLogger(shown, 20)]) as tracker:
         tracker.advance(10)
         tracker.log("train", 10, TRAIN)
         tracker.log("eval", 10, EVAL)

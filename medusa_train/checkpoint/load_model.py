@@ -22,6 +22,7 @@ from medusa_train.models.drafts.lookahead import LookaheadDraft
 from medusa_train.models.drafts.lookup import LookupDraft, PromptLookupDraft, RestDraft
 from medusa_train.models.loading import load_backbone
 from medusa_train.models.lora import Adapter
+from medusa_train.models.prepack import prepack_linears
 from medusa_train.trees.tree import Tree
 
 
@@ -78,7 +79,7 @@ def load_with_draft(
     else:
         backbone = _load_merged(paths, paths.adapter, dtype)
     if prepack:
-        backbone.prepack_weights()
+        prepack_linears(backbone.model)
     if paths.threshold is None:  # a graph fills the whole tree: its host would wait at every level to stop early
         use_cuda_graphs(backbone)
     draft = None if paths.heads is None else load_draft(paths.heads, backbone, backbone.dtype)
@@ -87,7 +88,7 @@ def load_with_draft(
         if paths.threshold is not None:
             draft.threshold = paths.threshold
         if prepack:
-            draft.prepack_weights()
+            prepack_linears(draft)
     if compiled:
         compile_backbone(backbone, paths, rows=rows, trees=paths.has_draft)
     lookup = None if paths.lookup is None else load_lookup(paths.lookup, backbone.tokenizer)

@@ -74,6 +74,17 @@ class ModelPaths:
         """Whether there is anything to decode with beside the backbone."""
         return self.heads is not None or self.lookup is not None
 
+    @property
+    def trained_model(self) -> Path | None:
+        """The full backbone that the run trained; None where it trained none."""
+        model = self.home / "model"
+        return model if (model / "config.json").is_file() else None
+
+    @property
+    def trained_backbone(self) -> bool:
+        """Whether the run trained its backbone (Medusa-2), by an adapter or in full."""
+        return self.adapter is not None or self.trained_model is not None
+
     def with_lookup(self, lookup: LookupChoice | None) -> ModelPaths:
         """Return the paths with a lookup draft in place of the heads, or beside them if it names their kind."""
         if lookup is None:
@@ -184,7 +195,7 @@ def newest_run(runs: Path) -> Path:
             "Run `make demo` or `medusa-train CONFIG.yaml` first, or name a run (or, to measure the baselines alone, a "
             "base_model)."
         )
-    return max(trained, key=lambda directory: (_modified(directory / "heads"), directory.name))
+    return max(trained, key=lambda run: (max(one.stat().st_mtime for one in find_heads(run / "heads").files), run.name))
 
 
 class HeadFiles(NamedTuple):
@@ -221,10 +232,6 @@ def _advice(kind: str, lookup: LookupChoice) -> str:
     if not DRAFT_CONFIGS.get(kind, DraftConfig).merges:
         return f"no other guesses can be added to these; set draft: {lookup.kind}, or remove draft"
     return f"set draft: {kind}+{lookup.kind}"
-
-
-def _modified(heads: Path) -> float:
-    return max(path.stat().st_mtime for path in find_heads(heads).files)
 
 
 def _resolve(model: str | None, base_model: str | None, tree: Path | None) -> ModelPaths:

@@ -97,7 +97,8 @@ class CheckpointStore:
         temporary = self.root / f".tmp-{name}"
         try:
             self._restore_replaced()
-            self.remove_unfinished()
+            for stale in self.root.glob(".tmp-*-*"):  # what a killed process had not written completely
+                shutil.rmtree(stale)
             temporary.mkdir(parents=True)
             _write(temporary, step, parts, linked)
             self._publish(temporary, self.root / name)
@@ -109,11 +110,6 @@ class CheckpointStore:
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
         return self.root / name
-
-    def remove_unfinished(self) -> None:
-        """Remove what a killed process had not written completely."""
-        for stale in self.root.glob(".tmp-*-*"):
-            shutil.rmtree(stale)
 
     def steps(self) -> list[int]:
         """List the steps of complete checkpoints in ascending order."""

@@ -131,10 +131,6 @@ def _as_interval(value: object) -> object:
     raise _type_error("a number of steps (1 or more), or a share of the run below 1", value)
 
 
-def _as_text_or_mapping(value: object) -> object:
-    return value if isinstance(value, dict) else _as_text(value)
-
-
 def _as_template_kwargs(value: object) -> object:
     if not isinstance(value, dict):
         raise _type_error("a mapping such as {enable_thinking: false}", value)
@@ -190,7 +186,7 @@ IntList = Annotated[
     BeforeValidator(_as_list),
     WithJsonSchema(_one_or_more({"type": "integer", "minimum": 1})),
 ]
-TextOrMapping = Annotated[str | dict[str, Any], BeforeValidator(_as_text_or_mapping)]
+TextOrMapping = Annotated[str | dict[str, Any], BeforeValidator(lambda x: x if isinstance(x, dict) else _as_text(x))]
 #: Variables of a chat template, by name.
 TemplateKwargs = Annotated[dict[str, Any], BeforeValidator(_as_template_kwargs)]
 #: The tags before and after the reasoning part of an answer.

@@ -135,8 +135,4 @@ def is_looping(text: str | Sequence[Hashable], length: int = 8, times: int = 3) 
     ngrams = Counter(zip(*(tokens[start:] for start in range(length)), strict=False))
     if max(ngrams.values(), default=0) < times or not isinstance(text, str):
         return max(ngrams.values(), default=0) >= times
-    return any(n >= times * (1 if any(map(_has_letter, ngram)) else 4) for ngram, n in ngrams.items())
-
-
-def _has_letter(word: str) -> bool:
-    return any(map(str.isalpha, word))
+    return any(n >= times * (1 if any(map(str.isalpha, "".join(ngram))) else 4) for ngram, n in ngrams.items())

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, __version__
 from transformers.generation.streamers import BaseStreamer
 
 from medusa_train.checkpoint.load_model import LoadedModel
@@ -227,12 +227,12 @@ def _load_assistant(name: str, backbone: Backbone, mode: DecodingMode) -> torch.
     return assistant.model
 
 
-def describe_baseline(name: str, version: str, assistant_model: str | None, mode: DecodingMode = GREEDY) -> str:
-    """Describe a baseline of transformers `version` for the report."""
+def describe_baseline(name: str, assistant_model: str | None, mode: DecodingMode = GREEDY) -> str:
+    """Describe a baseline of transformers for the report."""
     how = "greedy" if mode.baseline_rule is None else f"sampling at temperature {mode.temperature:g}"
     descriptions = {
         GENERATE: f"generate, {how}, with its own cache",
         PROMPT_LOOKUP: f"prompt-lookup decoding, {how}, up to {LOOKUP_TOKENS} tokens copied per step",
         ASSISTED: f"assisted generation, {how}, with {assistant_model}",
     }
-    return f"transformers {version} {descriptions[name]}"
+    return f"transformers {__version__} {descriptions[name]}"

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer
 
 from medusa_train.checkpoint.resolve import ModelPaths
 from medusa_train.config.load import load_config
@@ -19,12 +18,11 @@ from medusa_train.data.batch import IGNORE_INDEX, Batch, shift_labels
 from medusa_train.data.dataset import EncodedDataset, load_datasets
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import MedusaError
-from medusa_train.hub import hub_is_unreachable
 from medusa_train.losses.chunked_loss import Teacher
 from medusa_train.losses.fused_losses import linear_loss
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.lm_head import LMHead
-from medusa_train.models.loading import load_backbone
+from medusa_train.models.loading import load_backbone, load_tokenizer
 from medusa_train.models.lora import Adapter
 
 QUALITY_TOKENS = 20_000  # supervised tokens to measure on
@@ -43,20 +41,14 @@ class Quality:
     kl: float  # of the trained one from the original: KL(before || after)
 
 
-def has_trained_backbone(paths: ModelPaths) -> bool:
-    """Return whether the run trained its backbone (Medusa-2), by an adapter or in full."""
-    return paths.adapter is not None or (paths.home / "model" / "config.json").is_file()
-
-
 def measure_backbone_quality(paths: ModelPaths, dtype: str = "float32") -> dict[str, Any] | None:
     """Return perplexity before and after joint training, and KL(before || after) in nats per token, for the report.
 
     None if the run did not train its backbone, or its data are gone.
     """
-    if (cfg := run_config(paths)) is None or not has_trained_backbone(paths):
+    if (cfg := run_config(paths)) is None or not paths.trained_backbone:
         return None
-    trusted, offline = paths.trust_remote_code, hub_is_unreachable()
-    tokenizer = AutoTokenizer.from_pretrained(paths.base_model, trust_remote_code=trusted, local_files_only=offline)
+    tokenizer = load_tokenizer(paths.base_model, trust_remote_code=paths.trust_remote_code)
     chat = ChatEncoder(tokenizer, paths.chat_template, paths.chat_template_kwargs)
     if (validation := validation_conversations(cfg, chat)) is None:
         return None

@@ -63,11 +63,6 @@ class Report:
         """False for a baseline-only run."""
         return self.overall["tokens_per_s"] is not None
 
-    @property
-    def is_greedy(self) -> bool:
-        """Whether answers of different decoders should be equal."""
-        return bool(settings_of(self.meta)["acceptance"] == "greedy")
-
 
 def write_report(
     report: Report, records: Sequence[TurnRecord], skipped: Sequence[SkippedTurn], directory: Path
@@ -205,7 +200,7 @@ def decoders_table(report: Report) -> Table:
         "tokens per step": [number(one["tokens_per_step"]) for one in figures],
         "tree's speedup over it": [number(one["speedup"], 2, "x", one["speedup_interval"]) for one in figures],
     }
-    if report.is_greedy:  # other answers are samples
+    if settings_of(report.meta)["acceptance"] == "greedy":  # other answers are samples
         columns["answers equal to plain ones"] = [number(one.get("equal_to_plain"), 0) for one in figures]
     return Table.of_columns(columns)
 

@@ -22,7 +22,7 @@ from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import BackboneError
 from medusa_train.evaluation.answer_scores import require_code_execution, rouge_means, rouge_scorer, score_answers
 from medusa_train.evaluation.answerers import extra_baselines
-from medusa_train.evaluation.backbone_quality import has_trained_backbone, measure_backbone_quality
+from medusa_train.evaluation.backbone_quality import measure_backbone_quality
 from medusa_train.evaluation.calibrate import chooses_compilation, load_model, refit_tree, resumed_tree
 from medusa_train.evaluation.judge import Judge, grade
 from medusa_train.evaluation.output_equality import EQUALITY_DTYPES, compare_regenerated_answers, compare_timed_answers
@@ -122,7 +122,7 @@ def evaluate(
                     _compare_again(cfg, records, paths, other, memory, meta["exactness"], progress)
         else:
             del model, refitted
-        if has_trained_backbone(paths):
+        if paths.trained_backbone:
             extra["joint"] = _backbone_quality(paths, progress)
         extra["judge"] = _judge(cfg, bench, records, model_id(meta), directory, progress)
     except KeyboardInterrupt:

@@ -74,14 +74,10 @@ def collect_metadata(
         "tree_file": None if paths.tree is None else public_name(str(paths.tree)),
         "baselines": {
             "baseline_tokens_per_s": "the same decoding loop with the empty tree",
-            **(
-                {"generate_tokens_per_s": describe_baseline(GENERATE, transformers.__version__, None, mode)}
-                if pairs
-                else {}
-            ),
+            **({"generate_tokens_per_s": describe_baseline(GENERATE, None, mode)} if pairs else {}),
             **{name: one.description for name, one in references.items()},
             **{
-                name: describe_baseline(name, transformers.__version__, cfg.assistant_model, mode)
+                name: describe_baseline(name, cfg.assistant_model, mode)
                 for name in extra_baselines
                 if name not in references
             },

@@ -34,7 +34,6 @@ from medusa_train.trees.tree import Tree
 
 MAX_NODES = 63  # of a --medusa_choices tree in TensorRT-LLM
 MERGED = "merged"
-MODEL = "model"
 CUSTOM_GENERATE_REQUIREMENTS = "torch>=2.9\ntransformers>=5.16\n"
 
 
@@ -99,11 +98,6 @@ def write_custom_generate(paths: ModelPaths, num_heads: int, directory: Path) ->
     return f'decode with model.generate(..., custom_generate="{directory}", trust_remote_code=True)'
 
 
-def backbone_was_trained(paths: ModelPaths) -> bool:
-    """Whether the run trained the backbone, as an adapter or in full."""
-    return paths.adapter is not None or _trained_model(paths) is not None
-
-
 def load_trained_backbone(paths: ModelPaths) -> Backbone:
     """Load the backbone that the heads were trained with, unquantised, in its stored dtype, on the CPU.
 
@@ -130,7 +124,7 @@ def write_merged(paths: ModelPaths, target: Path) -> str:
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
-        if (model := _trained_model(paths)) is not None:
+        if (model := paths.trained_model) is not None:
             shutil.copytree(model, temporary, dirs_exist_ok=True)
             content = f"copy of {model}: the backbone itself was trained"
         else:
@@ -161,12 +155,6 @@ def _save_merged_adapter(paths: ModelPaths, directory: Path) -> str:
     backbone.tokenizer.save_pretrained(directory)
     dequantised = f"dequantised from {paths.quantization}, " if paths.quantization else ""
     return f"{paths.base_model}, {dequantised}adapter merged, {str(backbone.dtype).removeprefix('torch.')}"
-
-
-def _trained_model(paths: ModelPaths) -> Path | None:
-    """Return the full backbone that the run trained; None where it trained none."""
-    model = paths.home / MODEL
-    return model if (model / "config.json").is_file() else None
 
 
 # EAGLE-3

@@ -21,7 +21,6 @@ from medusa_train.errors import CheckpointError, ConfigError, MedusaError
 from medusa_train.export.card import MERGED_CARD, model_card
 from medusa_train.export.targets import (
     MERGED,
-    backbone_was_trained,
     check_vllm_directory,
     load_trained_backbone,
     medusa_choices,
@@ -264,7 +263,7 @@ def _write_transformers(paths: ModelPaths, heads: HeadTensors, exported: Exporte
 
 
 def _write_merged(paths: ModelPaths, heads: HeadTensors, exported: Exported) -> None:
-    if not backbone_was_trained(paths):
+    if not paths.trained_backbone:
         raise CheckpointError(
             f"{paths.home}: this run did not train the backbone, so there is nothing to merge: use {paths.base_model}"
         )

@@ -56,11 +56,6 @@ class Generation:
     prefill_seconds: float = 0.0
     finish: FinishReason = "length"
 
-    @property
-    def acceleration_rate(self) -> float:
-        """Tokens per decoding step; 1.0 for plain decoding (Medusa, Experiments, "acceleration rate")."""
-        return (len(self.tokens) - 1) / self.steps if self.steps else 1.0
-
 
 class Decoder:
     """Generate answers one prompt at a time; `BatchDecoder` takes several at once.

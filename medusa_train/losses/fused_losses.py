@@ -21,8 +21,9 @@ from torch.autograd.function import once_differentiable
 
 from medusa_train.data.batch import IGNORE_INDEX
 from medusa_train.losses.chunked_loss import ChunkedLoss, Gradients, LossInputs, Teacher
-from medusa_train.losses.logits import autocast_dtype, low_rank_input, low_rank_matrix
+from medusa_train.losses.logits import low_rank_input, low_rank_matrix
 from medusa_train.models.lm_head import LMHead
+from medusa_train.models.precision import autocast_dtype
 
 
 class LossSums(NamedTuple):

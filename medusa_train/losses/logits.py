@@ -8,11 +8,6 @@ from torch import Tensor
 from medusa_train.models.lm_head import LMHead
 
 
-def autocast_dtype(device: str) -> torch.dtype | None:
-    """Return the dtype of products under the autocast that is active on a type of device, or None."""
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-
-
 def product_dtype(matrix: Tensor, autocast: torch.dtype | None) -> torch.dtype:
     """Return the dtype in which products with a matrix run: autocast's, if any, else the matrix's."""
     return matrix.dtype if autocast is None or matrix.dtype == torch.float64 else autocast

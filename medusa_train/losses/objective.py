@@ -105,10 +105,6 @@ class Objective:
         """Whether `loss` needs a teacher."""
         return self.teacher_weight > 0.0 or self.soft_heads > 0.0
 
-    def heads_weight(self, progress: float) -> float:
-        """Return the factor on the heads' loss at `progress`, the completed fraction of the run."""
-        return self.weight if self.lm is None else self.heads_coefficient * lambda0(self.schedule, progress)
-
     def head_weight(self, k: int) -> float:
         """Return the weight of head k's mean loss."""
         return self.decay**k
@@ -156,9 +152,9 @@ class Objective:
         terms: list[LossSums] = []
         if self.lm is not None:
             assert lm_head is not None
-            target = _targets(batch, 0)
+            target = _targets(batch, 0).flatten()
             theirs = _teacher(teacher, 0, self.teacher_weight, divergence=self.lm == "kl")
-            terms.append(_linear_loss(feats.hidden, lm_head, target, theirs, scales[0]))
+            terms.append(linear_loss(feats.hidden.flatten(0, -2), lm_head, target, theirs, grad_scale=scales[0]))
         heads = self._head_terms(feats, batch, teacher, scales[len(terms) :])
         counts = self.target_counts(batch)
         lm = LMSums(terms[0].ce_sum, terms[0].kl_sum, counts[0]) if terms else None
@@ -184,13 +180,14 @@ class Objective:
             scale = scales[k - 1]
             student = states if scale is None or self.draft.independent_heads else cut.detach(states)
             theirs = _teacher(teacher, k, self.soft_heads)
-            terms.append(_linear_loss(student, self.draft.lm_head(k), self._target_rows(batch, k), theirs, scale))
+            student, target = student.flatten(0, -2), self._target_rows(batch, k).flatten()
+            terms.append(linear_loss(student, self.draft.lm_head(k), target, theirs, grad_scale=scale))
         cut.backward()
         return terms
 
     def _factors(self, totals: Tensor, progress: float) -> list[float]:
         """Return the factor on each term's sum in L: its weight over its number of targets."""
-        scale = self.heads_weight(progress)
+        scale = self.weight if self.lm is None else self.heads_coefficient * lambda0(self.schedule, progress)
         weights = [scale * self.head_weight(k) for k in range(1, self.draft.trained_heads + 1)]
         if self.lm is not None:
             weights.insert(0, 1.0)
@@ -240,10 +237,3 @@ def _teacher(
     if teacher is None or not weight:
         return None
     return Teacher(teacher[0].flatten(0, -2), teacher[1], k, weight, divergence)
-
-
-def _linear_loss(
-    states: Tensor, lm_head: LMHead, target: Tensor, teacher: Teacher | None, grad_scale: float | None
-) -> LossSums:
-    """Return the sums of a predictor with states [B, T, d] and targets [B, T]."""
-    return linear_loss(states.flatten(0, -2), lm_head, target.flatten(), teacher, grad_scale=grad_scale)

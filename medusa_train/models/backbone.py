@@ -20,7 +20,6 @@ from medusa_train.models.layer_split import LayerRunner, LayerSplit, check_exit_
 from medusa_train.models.lm_head import Embedding, LMHead, low_rank_of
 from medusa_train.models.partitioned import full_shape
 from medusa_train.models.precision import exact_buffers, parse_dtype
-from medusa_train.models.prepack import prepack_linears
 from medusa_train.trees.kv_cache import TreeCache
 from medusa_train.trees.masks import additive_mask, document_mask, layer_masks, mask_with_prefix
 from medusa_train.trees.tree import Tree
@@ -305,10 +304,6 @@ class Backbone:
             self.config._attn_implementation = varlen
 
     # Faster decoding
-
-    def prepack_weights(self) -> bool:
-        """Prepack weights for few tokens on a CPU if that is faster there, which rounds sums in another order."""
-        return prepack_linears(self.model)
 
     @property
     def compile_obstacle(self) -> str | None:

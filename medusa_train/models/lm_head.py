@@ -28,10 +28,6 @@ class LowRank:
     scaling: float
     dropout: Callable[[Tensor], Tensor]
 
-    def select_rows(self, rows: Tensor) -> LowRank:
-        """Return the branch for these rows of the matrix."""
-        return replace(self, b=self.b[rows])
-
     def project_down(self, hidden: Tensor) -> Tensor:
         """Compute `scaling * A dropout(h)`, the input of B, [..., d] -> [..., r]."""
         return linear(self.dropout(hidden).to(self.a.dtype), self.a) * self.scaling
@@ -124,7 +120,7 @@ class LMHead:
             self,
             weight=self.weight[rows],
             bias=None if self.bias is None else self.bias[rows],
-            low_rank=None if self.low_rank is None else self.low_rank.select_rows(rows),
+            low_rank=None if self.low_rank is None else replace(self.low_rank, b=self.low_rank.b[rows]),
             token_map=rows if self.token_map is None else self.token_map[rows],
             token_bias=None if self.token_bias is None else self.token_bias[rows],
         )

@@ -88,6 +88,16 @@ def load_backbone(
     return backbone
 
 
+def load_tokenizer(resolved: str, *, trust_remote_code: bool) -> Any:
+    """Load the backbone's tokenizer from `resolved`, the path or hub name returned by `resolve_backbone`."""
+    try:
+        return AutoTokenizer.from_pretrained(
+            resolved, trust_remote_code=trust_remote_code, local_files_only=hub_is_unreachable()
+        )
+    except (OSError, ValueError, ImportError) as error:
+        raise BackboneError(f"base_model {resolved}: cannot load its tokenizer: {error}") from error
+
+
 def model_directory(source: str) -> Path:
     """Return the directory of a model that is named by it, or by its name in the hub's cache."""
     directory = Path(source)

@@ -26,6 +26,11 @@ def default_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def autocast_dtype(device: str) -> torch.dtype | None:
+    """Return the dtype of products under the autocast that is active on a type of device, or None."""
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
 def device_name(device: torch.device) -> str:
     """Return the name of a GPU, or of the processor."""
     if device.type == "cuda":

@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from medusa_train.data.record_files import settings_path
@@ -79,7 +78,7 @@ class OutputWriter:
     def __enter__(self) -> OutputWriter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.lines.close()
         self.dropped.close()
         if not self.done:  # nothing was generated

@@ -20,7 +20,6 @@ from medusa_train.data.conversation import NOTABLE_LOOPING, Message
 from medusa_train.data.records import first_problems
 from medusa_train.data.sources import open_prompts
 from medusa_train.errors import DataError
-from medusa_train.hub import hub_is_unreachable
 from medusa_train.progress import LoadingProgress, RunProgress, duration
 from medusa_train.selfdistill.answers import DropRules, Engine, Request
 from medusa_train.selfdistill.engines import model_name, resolve_model_paths, server_sampling, weights_digest
@@ -80,16 +79,12 @@ def preview(cfg: SelfDistillConfig, prompts: Sequence[Prompt]) -> Iterator[tuple
             body = server_sampling(cfg).body(model_name(cfg), request)
             yield _title(prompt), json.dumps(body, indent=2, ensure_ascii=False)
         return
-    from transformers import AutoTokenizer
-
-    from medusa_train.models.loading import resolve_backbone
+    from medusa_train.models.loading import load_tokenizer, resolve_backbone
     from medusa_train.selfdistill.chat_prompting import ChatPrompting
 
     paths = resolve_model_paths(cfg)
     where, _ = resolve_backbone(paths.base_model, trust_remote_code=paths.trust_remote_code)
-    tokenizer = AutoTokenizer.from_pretrained(
-        where, trust_remote_code=paths.trust_remote_code, local_files_only=hub_is_unreachable()
-    )
+    tokenizer = load_tokenizer(where, trust_remote_code=paths.trust_remote_code)
     prompting = ChatPrompting(tokenizer, paths.chat_template, paths.chat_template_kwargs)
     for prompt, request in requests:
         try:

@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import httpx
@@ -311,7 +310,7 @@ class ServerPool:
     def __enter__(self) -> ServerPool:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self._keep(())
 
     def targets(self, session: Session) -> list[Target]:

@@ -66,21 +66,17 @@ class BackboneRecipe:
         with torch.set_grad_enabled(self.joint and torch.is_grad_enabled()), self._autocast(), programs:
             return self.backbone.run(batch.tokens, positions=batch.positions, segments=batch.segments, need=need)
 
-    def lm_head(self) -> LMHead:
-        """Return lm_head with its current weights, LoRA branch included."""
-        return self.backbone.lm_head()
-
     def teacher(self, batch: Batch, feats: Features) -> tuple[Tensor, LMHead]:
         """Return hidden states [B, T, d] and lm_head of the teacher: the backbone with its adapter disabled.
 
         A frozen backbone is its own teacher, with the features `feats`.
         """
         if self.adapter is None:
-            return feats.hidden.detach(), self.lm_head()
+            return feats.hidden.detach(), self.backbone.lm_head()
         with self.adapter.teacher():
             with self._autocast():
                 teacher = self.backbone.run(batch.tokens, positions=batch.positions, segments=batch.segments)
-            return teacher.hidden, self.lm_head()
+            return teacher.hidden, self.backbone.lm_head()
 
     @property
     def saved(self) -> list[nn.Parameter]:

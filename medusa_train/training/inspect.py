@@ -20,13 +20,13 @@ from medusa_train.data.examples import Example
 from medusa_train.data.hidden_state_store import StateFormat
 from medusa_train.io import describe_size
 from medusa_train.models.features import FeatureSpec
-from medusa_train.models.loading import resolve_backbone
+from medusa_train.models.loading import load_tokenizer, resolve_backbone
 from medusa_train.models.precision import choose_precision, default_device
 from medusa_train.progress import LoadingProgress, RunProgress, duration
 from medusa_train.training.distributed import SINGLE_PROCESS
 from medusa_train.training.estimate import GPUS, UTILIZATION, Estimate, estimate_hours
 from medusa_train.training.hidden_states import describe_states, distinct_documents
-from medusa_train.training.load_data import TrainingData, load_tokenizer
+from medusa_train.training.load_data import TrainingData
 from medusa_train.training.setup import make_plan
 from medusa_train.training.stages import TITLES, load_stages
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.console import Console
-from transformers import AutoTokenizer
 
 from medusa_train.config.paths import resolve_path
 from medusa_train.config.schema import TrainConfig
@@ -21,9 +20,9 @@ from medusa_train.data.examples import Example
 from medusa_train.data.record_files import settings_path
 from medusa_train.data.sources import OnProgress
 from medusa_train.data.tokenize import ChatEncoder
-from medusa_train.errors import BackboneError, DataError
-from medusa_train.hub import hub_is_unreachable
+from medusa_train.errors import DataError
 from medusa_train.models.hf_config import context_length
+from medusa_train.models.loading import load_tokenizer
 from medusa_train.training.distributed import SINGLE_PROCESS, World
 from medusa_train.training.preflight import check_run
 
@@ -126,16 +125,6 @@ def _check_tokens(examples: Iterable[Example], vocab_size: int, tokenizer: Any) 
                 f"{example.source}: token {token} ({tokenizer.convert_ids_to_tokens(token)}) has no embedding, since "
                 f"the model has {vocab_size:,}: resize its embeddings, or set another chat_template"
             )
-
-
-def load_tokenizer(resolved: str, *, trust_remote_code: bool) -> Any:
-    """Load the backbone's tokenizer from `resolved`, the path or hub name returned by `resolve_backbone`."""
-    try:
-        return AutoTokenizer.from_pretrained(
-            resolved, trust_remote_code=trust_remote_code, local_files_only=hub_is_unreachable()
-        )
-    except (OSError, ValueError, ImportError) as error:
-        raise BackboneError(f"base_model {resolved}: cannot load its tokenizer: {error}") from error
 
 
 def chat_encoder(cfg: TrainConfig, tokenizer: Any) -> ChatEncoder:

@@ -21,6 +21,7 @@ from medusa_train.config.schema import TrainConfig
 from medusa_train.errors import CheckpointError, MedusaError, signal_exit_code
 from medusa_train.inference.static.graphs import use_cuda_graphs
 from medusa_train.models.drafts.base import Draft
+from medusa_train.models.prepack import prepack_linears
 from medusa_train.progress import RunProgress, duration
 from medusa_train.training.backbone_recipe import BackboneRecipe
 from medusa_train.training.distributed import SINGLE_PROCESS, World
@@ -214,9 +215,9 @@ def fit_tree(
     if recipe.adapter is not None and not getattr(recipe.backbone.model, "is_quantized", False):
         recipe.adapter.merge()
     with progress.phase("prepacking weights for decoding", ticking=True):  # as medusa-eval does
-        recipe.backbone.prepack_weights()
+        prepack_linears(recipe.backbone.model)
         use_cuda_graphs(recipe.backbone)
-        draft.prepack_weights()
+        prepack_linears(draft)
     try:
         with progress.phase("answering for the tree", token_budget, "tokens") as phase:
             traced = trace_conversations(

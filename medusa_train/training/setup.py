@@ -27,7 +27,7 @@ from medusa_train.data.dataset import BatchLoader, validation_batches
 from medusa_train.data.draft_vocabulary import choose_draft_vocabulary, describe_vocabulary
 from medusa_train.errors import ConfigError
 from medusa_train.losses.objective import Objective
-from medusa_train.metrics_log import MetricLoggers, open_metric_loggers, tensorboard, wandb
+from medusa_train.metrics_log import ConsoleLogger, MetricLoggers, MetricsFile, tensorboard, wandb
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts import DRAFTS, draft_name
 from medusa_train.models.drafts.base import Draft
@@ -297,7 +297,9 @@ def _open_loggers(
     if cfg.wandb_project is not None:
         boards.append(wandb(console, out, cfg.wandb_project, cfg.wandb_entity, cfg.wandb_run_id, cfg.wandb_name))
     with writing(out):
-        return open_metric_loggers(out, console, plan.total_steps, state.step, boards, state.evaluated, progress.title)
+        shown = ConsoleLogger(console, plan.total_steps, state.step, progress.title)
+        file = MetricsFile(out / "metrics.jsonl", state.step, state.evaluated, shown.warn)
+        return MetricLoggers([file, shown, *boards])
 
 
 # What is printed

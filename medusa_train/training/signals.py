@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from medusa_train.errors import Terminated
@@ -68,7 +68,7 @@ class StopRequest:
             self._previous = {number: signal.signal(number, self._handle) for number in SIGNALS}
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous = {}

@@ -205,7 +205,7 @@ class Trainer:
                 batch,
                 counts,
                 progress=self.state.step / self.plan.total_steps,
-                lm_head=self.recipe.lm_head() if self.recipe.joint else None,
+                lm_head=self.recipe.backbone.lm_head() if self.recipe.joint else None,
                 teacher=teacher,
                 grad_scale=grad_scale,
             )

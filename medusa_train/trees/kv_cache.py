@@ -73,7 +73,7 @@ class TreeCache(Cache):
     """Keys and values of all layers in one tensor `[layers, 2, batch, kv_heads, capacity, head_dim]`.
 
     A forward pass writes its q positions after the committed ones, where they are *pending*: `length` does not change.
-    Afterwards `commit(q)` commits all of them (prefill), or `keep(nodes)` commits the accepted nodes and drops the
+    Afterwards `commit(q)` commits all of them (prefill), or `keep_rows` commits the accepted nodes and drops the
     others. With one tensor for all layers the compaction is one small copy instead of two per layer.
 
     Args:
@@ -151,12 +151,8 @@ class TreeCache(Cache):
         self.length += count
         self._pending = 0
 
-    def keep(self, nodes: Sequence[int]) -> None:
-        """Commit the pending positions `nodes` (increasing), compacted in place, and drop the others."""
-        self.keep_rows([nodes])
-
     def keep_rows(self, paths: Sequence[Sequence[int]]) -> None:
-        """`keep` for the single row, see `BatchCache.keep_rows`."""
+        """Commit the pending positions `paths[0]` (increasing), compacted in place, and drop the others."""
         nodes = paths[0]
         count = len(nodes)
         if count and nodes[-1] >= self._pending:

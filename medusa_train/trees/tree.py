@@ -102,11 +102,6 @@ class Tree(Nodes):
         """Build the tree without nodes below the root: plain decoding."""
         return cls(())
 
-    @property
-    def size(self) -> int:
-        """Number of nodes without the root."""
-        return len(self.paths)
-
     @cached_property
     def max_depth(self) -> int:
         """Depth of the deepest node, which is the number of heads used; 0 for the empty tree."""

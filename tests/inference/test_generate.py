@@ -91,7 +91,7 @@ def test_the_empty_tree_is_the_stock_models_greedy_decoding(family: str) -> None
     prompt = [3, 14, 15, 9, 2, 6, 5, 35]
     out = Decoder(backbone).generate(prompt, 24)
     assert out.tokens == _plain(backbone, prompt, 24)
-    assert (out.steps, out.acceleration_rate, out.finish) == (23, 1.0, "length")
+    assert (out.steps, out.finish) == (23, "length")
     assert len(set(out.tokens)) > 4  # the text varies, so that the comparison can fail
 
 
@@ -118,7 +118,6 @@ def test_a_right_draft_is_accepted_to_the_full_depth() -> None:
     out = Decoder(backbone, oracle, chain).generate(prompt, 31)
     assert out.tokens == plain.tokens[:31]
     assert out.accepted == [4] * 6
-    assert out.acceleration_rate == 5.0
 
 
 def test_nothing_leaks_past_an_eos_inside_an_accepted_path() -> None:

@@ -270,7 +270,7 @@ def test_steps_without_a_proposal() -> None:
         for root in text[10:13]:
             roots = torch.tensor([[root]])
             feats = backbone.run(roots, positions=torch.tensor([[cache.length]]), cache=cache, need=draft.needs)
-            cache.keep([0])
+            cache.keep_rows([[0]])
             state = draft.advance(state, feats, Proposal(roots, Tree.empty()), [[0]])
         draft.propose(state, torch.tensor(text[-1:]), Tree.chain(2))
         rows = Rows.from_tokens(torch.tensor([text]))

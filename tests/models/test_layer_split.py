@@ -51,7 +51,7 @@ def test_the_first_layers_by_level_and_then_the_rest_give_the_whole_model(family
     assert torch.allclose(early, expected.early, atol=1e-11)
     assert torch.allclose(split.run_rest(early, inputs, split_cache).hidden, expected.hidden, atol=1e-11)
     for cache in (whole, split_cache):
-        cache.keep([0, 2, 5])
+        cache.keep_rows([[0, 2, 5]])
     one, other = (backbone.run(torch.tensor([[33, 34]]), cache=cache).hidden for cache in (whole, split_cache))
     assert torch.allclose(one, other, atol=1e-11)
 

@@ -144,7 +144,7 @@ def test_a_batch_without_targets_reaches_every_parameter(make_config, backbone_d
         feats,
         batch,
         torch.tensor([5, 5, 5, 5]),  # of other processes
-        lm_head=recipe.lm_head(),
+        lm_head=recipe.backbone.lm_head(),
         teacher=teacher,
     )
     assert float(out.loss.detach()) == 0.0

@@ -38,7 +38,7 @@ def test_keep_compacts_accepted_nodes_in_every_layer(kept: list[int]) -> None:
     cache.commit(3)
     write(cache, [10, 11, 12, 13, 14])
     assert cache.get_seq_length() == 3  # pending nodes do not count
-    cache.keep(kept)
+    cache.keep_rows([kept])
     check_contents(cache, [1, 2, 3, *(10 + node for node in kept)])
 
 
@@ -56,7 +56,7 @@ def test_a_tree_can_be_written_level_by_level(kept: list[int]) -> None:
     for layer in range(1, LAYERS):
         states = keys_of([[10, 11, 12, 13, 14]])
         cache.update(states + 100 * layer, -states - 100 * layer, layer)
-    cache.keep(kept)
+    cache.keep_rows([kept])
     check_contents(cache, [1, 2, 3, *(10 + node for node in kept)])
 
 
@@ -66,7 +66,7 @@ def test_bounds_are_checked() -> None:
     with pytest.raises(MedusaError, match="only 3 are pending"):
         cache.commit(4)
     with pytest.raises(MedusaError, match="node 3 to keep"):
-        cache.keep([0, 3])
+        cache.keep_rows([[0, 3]])
     cache.commit(3)
     with pytest.raises(MedusaError, match="holds 4 positions, 5 are needed"):
         write(cache, [4, 5])

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from medusa_train.models.features import PLAIN, Features, FeatureSpec, TokenRows
 from medusa_train.models.lm_head import LMHead
-from medusa_train.models.prepack import prepack_linears
 from medusa_train.trees.kv_cache import RowPaths, TreeCache
 from medusa_train.trees.row_trees import LookaheadBranch, RowTrees, TreeAndBranch
 from medusa_train.trees.tree import Tree
@@ -220,12 +219,6 @@ class Draft(Proposer, nn.Module):
     @abstractmethod
     def lm_head(self, k: int) -> LMHead:
         """Return the matrix and logit transform of head k = 1..K."""
-
-    # Decoding
-
-    def prepack_weights(self) -> bool:
-        """Prepack the weights for decoding on a CPU where that is faster; return whether it was done."""
-        return prepack_linears(self)
 
 
 def at_last_nodes(values: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:

@@ -15,7 +15,7 @@ from medusa_train.models.compiled import SlotCache
 from medusa_train.models.document_attention import document_bounds, register_document_attention, separates_documents
 from medusa_train.models.features import capture_inputs
 from medusa_train.models.partitioned import gathered
-from medusa_train.models.precision import exact_buffers
+from medusa_train.models.precision import autocast_dtype, exact_buffers
 from medusa_train.trees.kv_cache import TreeCache
 from medusa_train.trees.masks import apply_sliding_window, document_mask
 
@@ -92,7 +92,7 @@ class DraftLayer(nn.Module):
         """
         if self._documents is not None and (self.window is not None or int(segments.max()) > 0):
             return self._run(states, positions, bounds=document_bounds(segments))
-        mask = document_mask(segments, _compute_dtype(states))
+        mask = document_mask(segments, autocast_dtype(states.device.type) or states.dtype)
         if mask is not None:
             mask = apply_sliding_window(mask, positions, 0, self.window)
         return self._run(states, positions, mask)
@@ -180,12 +180,6 @@ def _single_layer_config(backbone: Backbone) -> tuple[Any, int | None]:
         config.embedding_multiplier = 1.0
     config._attn_implementation = backbone.attention
     return config, backbone.window if layer_type == "sliding_attention" else None
-
-
-def _compute_dtype(states: Tensor) -> torch.dtype:
-    """The dtype of attention inputs: autocast's where it is on."""
-    device = states.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states.dtype
 
 
 class _NoMLP(nn.Module):

@@ -29,9 +29,10 @@ from medusa_train.models.drafts.base import Limits, Proposal
 from medusa_train.models.drafts.layer_cache import LayerCache, UnreadRows
 from medusa_train.models.drafts.lm_heads import LMHeadsDraft, count_lm_head
 from medusa_train.models.features import Features, FeatureSpec, TokenRows
+from medusa_train.models.hf_config import head_dim, key_value_heads
 from medusa_train.models.lm_head import LMHead
 from medusa_train.models.partitioned import gathered
-from medusa_train.models.precision import exact_buffers
+from medusa_train.models.precision import autocast_dtype, exact_buffers
 from medusa_train.trees.kv_cache import RowPaths, TreeCache
 from medusa_train.trees.masks import additive_mask, document_mask, mask_with_prefix
 from medusa_train.trees.row_trees import RowTrees
@@ -153,8 +154,8 @@ class Eagle3Draft(LMHeadsDraft):
     ) -> int:
         """fc, the attn over `2 d`, the MLP, four norms, and an lm_head."""
         config = layer_config(model.config.get_text_config(), layer)
-        d, heads, kv_heads, head_dim = _attention_shape(config)
-        attn = 2 * d * head_dim * (heads + 2 * kv_heads) + d * heads * head_dim
+        d, heads, size = config.hidden_size, config.num_attention_heads, head_dim(config)
+        attn = 2 * d * size * (heads + 2 * key_value_heads(config)) + d * heads * size
         return NUM_STATES * d * d + attn + 3 * d * config.intermediate_size + 4 * d + count_lm_head(model, vocab_size)
 
     @property
@@ -178,7 +179,7 @@ class Eagle3Draft(LMHeadsDraft):
 
     def _steps(self, feats: Features, batch: TokenRows, steps: int) -> Iterator[Tensor]:
         states = self.inputs(feats)
-        attention = _StepAttention(document_mask(batch.segments, _compute_dtype(states)))
+        attention = _StepAttention(document_mask(batch.segments, autocast_dtype(states.device.type) or states.dtype))
         for k in range(1, steps + 1):
             tokens = shift_labels(batch.tokens, k - 1, batch.segments)
             past_end = tokens == IGNORE_INDEX
@@ -452,38 +453,24 @@ class _StepAttention:
         )
 
 
-def _compute_dtype(states: Tensor) -> torch.dtype:
-    """The dtype of attention inputs: autocast's where it is on."""
-    device = states.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states.dtype
-
-
-def _attention_shape(config: Any) -> tuple[int, int, int, int]:
-    """d, the heads, key heads and head size of the backbone's layers."""
-    heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    return config.hidden_size, heads, kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
-
-
 def layer_config(config: Any, layer: Mapping[str, Any] | None = None) -> LlamaConfig:
     """Return the configuration of a Llama layer with the sizes and rotary angles of a backbone's.
 
     Args:
         config: of the backbone's text model. layer: entries that replace these.
     """
-    size, heads, kv_heads, head_dim = _attention_shape(config)
     rope = getattr(config, "rope_parameters", None) or {}
     rope = dict(rope.get("full_attention", rope) or {})  # some families have angles for each layer type
     if rope.pop("partial_rotary_factor", 1.0) != 1.0 and rope.get("rope_type") == "longrope":
         rope = {"rope_type": "default", "rope_theta": rope["rope_theta"]}  # its factors are for fewer dimensions
     entries = {
         "vocab_size": 1,
-        "hidden_size": size,
-        "intermediate_size": getattr(config, "intermediate_size", None) or 4 * size,  # experts may have their own
+        "hidden_size": config.hidden_size,
+        "intermediate_size": getattr(config, "intermediate_size", None) or 4 * config.hidden_size,  # experts may differ
         "num_hidden_layers": 1,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": key_value_heads(config),
+        "head_dim": head_dim(config),
         "rms_norm_eps": getattr(config, "rms_norm_eps", None) or 1e-6,
         "max_position_embeddings": config.max_position_embeddings,
         "rope_parameters": rope or None,

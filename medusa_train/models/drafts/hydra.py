@@ -15,6 +15,7 @@ from medusa_train.models.drafts.base import Proposal, at_last_nodes
 from medusa_train.models.drafts.draft_layer import DraftLayer, layer_to_copy
 from medusa_train.models.drafts.layer_cache import LayerCache, gather_paths
 from medusa_train.models.drafts.lm_heads import LMHeadsDraft, count_lm_head
+from medusa_train.models.drafts.medusa import ResBlock
 from medusa_train.models.features import Features, TokenRows
 from medusa_train.trees.kv_cache import RowPaths, TreeCache
 from medusa_train.trees.tree import Tree
@@ -77,7 +78,7 @@ class HydraDraft(LMHeadsDraft):
         self.prefix = DraftLayer(backbone, dtype=dtype) if prefix_layer else None
         self.blocks = nn.ModuleList(
             nn.Sequential(
-                _First(size, k + 1, dropout, dtype), *(_Block(size, dropout, dtype) for _ in range(num_layers - 1))
+                _First(size, k + 1, dropout, dtype), *(ResBlock(size, dtype, dropout) for _ in range(num_layers - 1))
             )
             for k in range(1, num_heads + 1)
         )
@@ -207,18 +208,3 @@ class _First(nn.Module):
         """[..., (k + 1) d] -> [..., d]."""
         projected, branch = self.linear(x).chunk(2, dim=-1)
         return projected + self.dropout(silu(branch))
-
-
-class _Block(nn.Module):
-    """`x + SiLU(W x + b)`; initially the identity, with W = 0 and b = 0."""
-
-    def __init__(self, hidden_size: int, dropout: float, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.linear = nn.Linear(hidden_size, hidden_size, dtype=dtype)
-        self.dropout = nn.Dropout(dropout)
-        nn.init.zeros_(self.linear.weight)
-        nn.init.zeros_(self.linear.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., d] -> [..., d]."""
-        return x + self.dropout(silu(self.linear(x)))

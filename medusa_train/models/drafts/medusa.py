@@ -279,17 +279,18 @@ class MedusaDraft(Draft):
 
 
 class ResBlock(nn.Module):
-    """`x + SiLU(W1 x + b1)`; initially the identity, with W1 = 0 and b1 = 0."""
+    """`x + SiLU(W1 x + b1)`; initially the identity, with W1 = 0 and b1 = 0. Dropout acts on what it adds."""
 
-    def __init__(self, hidden_size: int, dtype: torch.dtype) -> None:
+    def __init__(self, hidden_size: int, dtype: torch.dtype, dropout: float = 0.0) -> None:
         super().__init__()
         self.linear = nn.Linear(hidden_size, hidden_size, dtype=dtype)
+        self.dropout = nn.Dropout(dropout)
         nn.init.zeros_(self.linear.weight)
         nn.init.zeros_(self.linear.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., d] -> [..., d]."""
-        return x + silu(self.linear(x))
+        return x + self.dropout(silu(self.linear(x)))
 
 
 class Stacked(NamedTuple):
