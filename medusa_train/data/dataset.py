@@ -99,9 +99,12 @@ class EncodedDataset(Sequence[Example]):
 
 
 def load_datasets(
-    cfg: TrainConfig, encoder: ChatEncoder, on_progress: OnProgress | None = None
+    cfg: TrainConfig,
+    encoder: ChatEncoder,
+    on_progress: OnProgress | None = None,
+    held_out: set[str] | None = None,
 ) -> tuple[EncodedDataset, EncodedDataset]:
-    """Read, tokenize and split the configured data sets.
+    """Read, tokenize and split the configured data sets; `held_out`: an earlier split's validation keys.
 
     Tokens come from `dataset_prepared_path` if they are cached there. With `sample_packing` rows hold several
     conversations. See `encode_examples` for long conversations and `select_validation` for the split. `on_progress` is
@@ -132,6 +135,8 @@ def load_datasets(
         validation_keys = {example.key for example in test}
         if repeated := sum(key in validation_keys for key in whole):
             report.notes.append(f"{repeated} conversations not trained on, since test_datasets have them")
+    elif held_out is not None:
+        validation_keys = held_out
     else:
         validation_keys = select_validation(whole, cfg.val_set_size, cfg.seed)
     train: list[Example] = []

@@ -87,6 +87,7 @@ def open_source(source: DatasetConfig, on_progress: OnProgress | None = None) ->
         )
     if path.is_dir():
         paths = tuple(sorted(file for file in path.iterdir() if file.name.endswith(_SUFFIXES) and file.is_file()))
+        paths = tuple(file for file in paths if not file.name.startswith("."))  # macOS writes ._NAME beside NAME
         names = {file.name for file in paths}  # shards whose merged file is there hold the same conversations
         whole = {name: re.sub(r"\.shard-\d+-of-\d+", "", name) for name in names}
         paths = tuple(f for f in paths if not f.name.endswith(_BESIDE) and whole[f.name] not in names - {f.name})

@@ -11,7 +11,6 @@ from medusa_train.checkpoint.resolve import ModelPaths, names_tree_file
 from medusa_train.checkpoint.run_directory import TREE, TREE_TRACES
 from medusa_train.choose_decoding import choose_dtype
 from medusa_train.config.schema import EvalConfig
-from medusa_train.data.conversation import Message
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import CheckpointError, MedusaError
 from medusa_train.evaluation.backbone_quality import run_config, validation_conversations
@@ -54,7 +53,7 @@ def calibrate(cfg: EvalConfig, bench: Bench, paths: ModelPaths, progress: RunPro
     conversations = validation_prompts(paths, chat, cfg.seed, cfg.calibration_tokens)
     source = "validation prompts of the run"
     if conversations is None:
-        conversations = [[chat.prompt([Message("user", question.turns[0])])] for question in bench.questions]
+        conversations = [[chat.prompt(question.opening)] for question in bench.questions]
         source = f"questions of bench {bench.name}: evaluate on another one"
     traced = trace(cfg, model, conversations, cfg.calibration_tokens, source, progress)
     assert model.draft is not None

@@ -149,7 +149,7 @@ def _prompt(question: Question, before: Sequence[TurnRecord], record: TurnRecord
     """
     references = question.reference[: record.turn]
     task = _TASK.format(which="last" if before else "only", reference=_BY_REFERENCE if any(references) else "")
-    parts = []
+    parts = [f"### System message\n{question.system}"] if question.system is not None else []
     for number, turn in enumerate([*before, record]):
         parts.append(f"### User, message {number + 1}\n{question.turns[turn.turn - 1]}")
         if number < len(references) and references[number]:

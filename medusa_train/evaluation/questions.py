@@ -1,8 +1,8 @@
-"""Find and read a bench: its question file in MT-Bench's, HumanEval's or GSM8K's format.
+"""Find and read a bench: its question file in MT-Bench's, HumanEval's or GSM8K's format, or chats.
 
 MT-Bench's format has one JSON object per line: `question_id` (number or text), `category` (text, optional), `turns`
 (the user's messages, asked one after the other) and `reference` (reference answers, optional). Questions in HumanEval's
-and GSM8K's formats also say what a correct answer is; `answer_scores` checks it.
+and GSM8K's formats also say what a correct answer is; `answer_scores` checks it. Of chats users' messages are asked.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from medusa_train.config.paths import PROJECT_ROOT, resolve_path
-from medusa_train.data.conversation import SURROGATES
+from medusa_train.data.conversation import SURROGATES, Message
 from medusa_train.data.record_files import RawRecord, read_file
+from medusa_train.data.records import parse_user_turns
 from medusa_train.data.sources import PublicDataset
 from medusa_train.errors import DataError
 from medusa_train.hub import FetchError, fetch_dataset_file, hub_is_unreachable
@@ -54,6 +55,12 @@ class Question:
     source: str  # where it was read, as `file:line`
     reference: tuple[str, ...] = ()  # reference answers, one per turn; '' where there is none
     expected: Decimal | FunctionTest | None = None  # the correct number or function; None if answers are not scored
+    system: str | None = None  # the system message
+
+    @property
+    def opening(self) -> list[Message]:
+        """The messages before the first answer: the system message, if there is one, and the first turn."""
+        return [*([] if self.system is None else [Message("system", self.system)]), Message("user", self.turns[0])]
 
 
 @dataclass(frozen=True)
@@ -213,7 +220,7 @@ def read_questions(path: Path) -> tuple[Question, ...]:
     if problems:
         more = len(problems) - MAX_REPORTED_PROBLEMS
         shown = problems[:MAX_REPORTED_PROBLEMS] + ([f"... and {more} more invalid records"] if more > 0 else [])
-        expected = "Expected: question_id and turns, a list of the user's messages; or HumanEval's or GSM8K's keys"
+        expected = "Expected: question_id and turns, a list of the user's messages; HumanEval's or GSM8K's keys; chats"
         raise DataError("\n".join([*shown, f"{expected} (docs/evaluation.md)"]))
     if not questions:
         raise DataError(f"{path}: holds no questions; one JSON object per line is expected")
@@ -231,6 +238,11 @@ def _parse(raw: RawRecord) -> Question:
         return _parse_humaneval(record, source)
     if isinstance(record.get("question"), str) and isinstance(record.get("answer"), str):
         return _parse_gsm8k(record, source, raw.number)
+    if "turns" not in record and ("messages" in record or "conversations" in record):
+        said, system = parse_user_turns(record)
+        if not said:
+            raise ValueError("the chat has no message of the user")
+        return Question(raw.number, "general", tuple(said), source, system=system)
     # The hub's copy of MT-Bench calls the turns `prompt` and, in its parquet form, the id `prompt_id`.
     question_id = record.get("question_id", record.get("prompt_id"))
     if isinstance(question_id, bool) or not isinstance(question_id, (int, str)):

@@ -17,7 +17,6 @@ from medusa_train.checkpoint.resolve import NO_TREE, ModelPaths, names_tree_file
 from medusa_train.choose_decoding import choose_dtype, compile_if_repaid, compile_or_report
 from medusa_train.config.drafts import LookupChoice
 from medusa_train.config.schema import EvalConfig
-from medusa_train.data.conversation import Message
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import BackboneError
 from medusa_train.evaluation.answer_scores import require_code_execution, rouge_means, rouge_scorer, score_answers
@@ -172,7 +171,7 @@ def _choose_compile(
             backbone,
             paths,
             cfg.max_new_tokens * -(-turns // rows),
-            chat.prompt([Message("user", bench.questions[0].turns[0])]),
+            chat.prompt(bench.questions[0].opening),
             progress.print,
             rows=rows,
             trees=trees,
@@ -218,9 +217,9 @@ def time_bench(
         test.warm_up(warm_up, phase.advance)
     if model.backbone.step_runner is not None:
         with progress.phase("capturing steps of all lengths", ticking=True):
-            try:
+            with catch_out_of_memory() as full:
                 test.capture(bench.questions)
-            except torch.OutOfMemoryError:  # most answers are shorter than the longest that may be given
+            if full:  # most answers are shorter than the longest that may be given
                 progress.print("memory does not suffice for the longest answers: their steps are captured when needed")
     kept = [turn for turns in completed.values() for turn in turns]
     log.start(kept, dtype=dtype, compiled=model.backbone.compiled is not None)

@@ -123,8 +123,8 @@ def measurement_settings(cfg: EvalConfig, bench: Bench, paths: ModelPaths) -> di
 
 def bench_settings(bench: Bench) -> dict[str, Any]:
     """Return what identifies the questions of a bench."""
-    questions = json.dumps([[question.question_id, *question.turns] for question in bench.questions])
-    return {"bench": bench.name, "questions": hashlib.sha256(questions.encode()).hexdigest()}
+    asked = [[q.question_id, *(one.content for one in q.opening), *q.turns[1:]] for q in bench.questions]
+    return {"bench": bench.name, "questions": hashlib.sha256(json.dumps(asked).encode()).hexdigest()}
 
 
 def model_settings(paths: ModelPaths) -> dict[str, Any]:

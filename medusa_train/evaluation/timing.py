@@ -99,8 +99,10 @@ class SpeedTest:
         """Answer the first turn of every question with every decoder, untimed; calls `on_answer` after each."""
         tokens = min(WARM_UP_TOKENS, self._max_new_tokens)
         for wave in _waves(questions, self._batch_size):
-            prompts = [self._chat.prompt([Message("user", question.turns[0])]) for question in wave]
+            prompts = [self._chat.prompt(question.opening) for question in wave]
             fitting = [prompt for prompt in prompts if self._fits(prompt)]
+            if len(fitting) == 1 and self._batch_size > 1:
+                fitting *= 2  # one alone would warm up the decoder of single rows
             for name in self.names:
                 if fitting:
                     self._answerers[name].answer(fitting, tokens)
@@ -114,7 +116,7 @@ class SpeedTest:
         """
         longest = 0
         for question in questions:
-            messages = [Message("user", question.turns[0])]
+            messages = question.opening
             for turn in question.turns[1:]:
                 messages += [Message("assistant", "."), Message("user", turn)]
             longest = max(longest, len(self._chat.prompt(messages)) + len(question.turns) * self._max_new_tokens)
@@ -147,7 +149,7 @@ class SpeedTest:
         remaining = [index for index, turns in enumerate(measured) if not turns]
         rotation = sum(isinstance(turn, TurnRecord) for turns in measured for turn in turns)
         for wave in _waves(remaining, self._batch_size):
-            histories: dict[int, list[Message]] = {index: [] for index in wave}
+            histories = {index: questions[index].opening[:-1] for index in wave}
             for turn in range(1, 1 + max(len(questions[index].turns) for index in wave)):
                 asked: dict[int, _Asked] = {}
                 for index in [index for index in histories if turn <= len(questions[index].turns)]:

@@ -83,7 +83,7 @@ class BatchDecoder:
         if generators is not None and len(generators) != len(prompts):
             raise ValueError(f"got {len(generators)} generators for {len(prompts)} prompts")
         row_generators: Sequence[torch.Generator | None] = generators or [None] * len(prompts)
-        if len(prompts) < 2 or not self.can_batch:
+        if not self.can_batch or (len(prompts) < 2 and self._idle_steps is None):
             return self._one_by_one(prompts, max_new_tokens, eos_ids, rule, row_generators)
         batch = self.begin(max_new_tokens, eos_ids, rule)
         batch.add_requests([PendingRequest(i, prompt, row_generators[i]) for i, prompt in enumerate(prompts)])

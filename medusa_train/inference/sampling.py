@@ -113,7 +113,8 @@ def draw(logits: Tensor, u: Tensor) -> Tensor:
     Args:
         logits: [..., V] in float32 (or float64, for tests), -inf for excluded tokens. u: float64 [...], in [0, 1).
     """
-    cumulative = logits.softmax(-1).cumsum_(-1)  # in place: a vocabulary per row is a large allocation
+    # float32 sums would lose tokens below 3e-8; in place, since a vocabulary per row is a large allocation
+    cumulative = logits.softmax(-1).double().cumsum_(-1)
     total = cumulative[..., -1:]
     # below the total even where u * total rounds up to it, so that the last token with any mass is drawn then
     place = torch.minimum((u[..., None] * total).to(total.dtype), total.nextafter(torch.zeros_like(total)))

@@ -207,7 +207,7 @@ class ServerBench:
 
         def ask(question: Question) -> None:
             try:
-                self._ask((Message("user", question.turns[0]),), 0, short, secrets.token_hex(8))
+                self._ask(tuple(question.opening), 0, short, secrets.token_hex(8))
             except RequestRejected as rejected:
                 if not rejected.too_long:
                     raise ServerError(f"server {self.target.url}: rejects requests: {rejected}") from None
@@ -263,7 +263,7 @@ class ServerBench:
         """Ask all turns of a question, with the server's own answers as history; they are appended to `answers`."""
         question, repeat = conversation
         salt = secrets.token_hex(8)  # later turns may find their history in the prefix cache, other conversations not
-        messages: tuple[Message, ...] = ()
+        messages = tuple(question.opening[:-1])
         for turn, asked in enumerate(question.turns, start=1):
             messages += (Message("user", asked),)
             seed = zlib.crc32(f"{question.question_id} {turn} {repeat}".encode(), self._options.seed & 0xFFFFFFFF)

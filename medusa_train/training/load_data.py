@@ -21,7 +21,7 @@ from medusa_train.data.record_files import settings_path
 from medusa_train.data.sources import OnProgress
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import DataError
-from medusa_train.models.hf_config import context_length
+from medusa_train.models.hf_config import context_length, rope_switch
 from medusa_train.models.loading import load_tokenizer
 from medusa_train.training.distributed import SINGLE_PROCESS, World
 from medusa_train.training.preflight import check_run
@@ -93,6 +93,13 @@ def _load_data(
     if cfg.sequence_len > context:
         console.print(f"sequence_len: {cfg.sequence_len} exceeds the context of {cfg.base_model}; using {context}")
         cfg = cfg.model_copy(update={"sequence_len": context})
+    switch = rope_switch(config.get_text_config())
+    if switch is not None and cfg.sequence_len > switch and (cfg.sample_packing or cfg.micro_batch_size > 1):
+        console.print(
+            f"sequence_len: using {switch}, since beyond it the longest row of a batch would change the rotary angles "
+            "of all; for longer ones set micro_batch_size: 1 and sample_packing: false"
+        )
+        cfg = cfg.model_copy(update={"sequence_len": switch})
     tokenizer = load_tokenizer(resolved, trust_remote_code=cfg.trust_remote_code)
     sharegpt = all(entry.type == "sharegpt" for entry in cfg.all_datasets)
     if sharegpt and not (cfg.chat_template or tokenizer.chat_template):
@@ -111,7 +118,8 @@ def _load_data(
     prompts = (train, validation)
     if cfg.train_on_inputs or cfg.roles_to_train != ["assistant"]:
         answers_only = {"train_on_inputs": False, "roles_to_train": ["assistant"]}
-        prompts = load_datasets(cfg.model_copy(update=answers_only), encoder, on_progress)
+        held_out = None if cfg.test_datasets else {example.key for example in validation}
+        prompts = load_datasets(cfg.model_copy(update=answers_only), encoder, on_progress, held_out)
     _check_tokens([*train, *validation], config.get_text_config().vocab_size, tokenizer)
     answers = prompts[1] if len(validation) else prompts[0]
     return TrainingData(train, validation, answers, cfg.sequence_len, cfg.chat_template)

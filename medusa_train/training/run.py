@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -21,6 +20,7 @@ from medusa_train.config.schema import TrainConfig
 from medusa_train.errors import CheckpointError, MedusaError, signal_exit_code
 from medusa_train.inference.static.graphs import use_cuda_graphs
 from medusa_train.models.drafts.base import Draft
+from medusa_train.models.precision import is_out_of_memory
 from medusa_train.models.prepack import prepack_linears
 from medusa_train.progress import RunProgress, duration
 from medusa_train.training.backbone_recipe import BackboneRecipe
@@ -146,7 +146,9 @@ def _explain_out_of_memory(cfg: TrainConfig) -> Iterator[None]:
     """Say which keys take less of a GPU's memory where it does not suffice."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
         fewer = f"micro_batch_size: {max(1, cfg.micro_batch_size // 2)} with more gradient_accumulation_steps"
         advice = {
             fewer: cfg.micro_batch_size > 1,
@@ -157,7 +159,7 @@ def _explain_out_of_memory(cfg: TrainConfig) -> Iterator[None]:
             "medusa_share_lm_head: true or a medusa_vocab_size": "share_lm_head" in cfg.draft_config.settings,
         }
         raise MedusaError(
-            f"not enough GPU memory for this run ({str(error).partition('. ')[0]}).\n"
+            f"not enough memory for this run ({str(error).partition('. ')[0]}).\n"
             f"Less takes: {'; '.join(name for name, applies in advice.items() if applies)}.\n"
             "--inspect estimates the parts. Where torch reports much memory as reserved but unallocated, set "
             "PYTORCH_ALLOC_CONF=expandable_segments:True."
@@ -232,7 +234,9 @@ def fit_tree(
     except MedusaError as error:
         progress.print(f"no tree was chosen: {error}", style="yellow")
         return None
-    except torch.OutOfMemoryError:
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
         again = shlex.join(["medusa-eval", "--calibrate", "--model", str(out)])
         progress.print(f"no tree was chosen: not enough memory beside training. To choose it: {again}", style="yellow")
         return None

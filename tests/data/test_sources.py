@@ -31,7 +31,7 @@ def read_source(source: DatasetConfig, *, skip_bad: bool = False) -> ReadResult:
 def test_a_file_and_a_directory_of_files(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_text(LINE * 2)
     (tmp_path / "a.json").write_text(json.dumps([RECORD]))
-    for name in ("notes.md", "b.settings.json", "b.dropped.jsonl"):
+    for name in ("notes.md", "b.settings.json", "b.dropped.jsonl", "._b.jsonl"):
         (tmp_path / name).write_text("not read")
     one = read_source(DatasetConfig(path=str(tmp_path / "b.jsonl")))
     assert [c.source for c in one.conversations] == [f"{tmp_path}/b.jsonl:1", f"{tmp_path}/b.jsonl:2"]

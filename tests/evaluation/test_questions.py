@@ -10,6 +10,7 @@ import pyarrow.parquet
 import pytest
 
 from medusa_train.config.paths import PROJECT_ROOT
+from medusa_train.data.conversation import Message
 from medusa_train.errors import DataError
 from medusa_train.evaluation import questions as benches
 from medusa_train.evaluation.questions import Bench, FunctionTest, Question, find_bench, load_bench, read_questions
@@ -47,6 +48,20 @@ def test_reads_humaneval_and_gsm8k(tmp_path: Path) -> None:
     assert second.turns == ("How few?" + benches.GSM8K_INSTRUCTION,)
     assert second.reference == (GSM8K["answer"],)
     assert second.expected == Decimal(1100)
+
+
+def test_the_users_messages_of_chats_are_asked(tmp_path: Path) -> None:
+    said = [{"role": "user", "content": text} for text in ("One?", "Two?")]
+    answer = {"role": "assistant", "content": "1"}
+    sharegpt = {"system": "Be brief.", "conversations": [{"from": "human", "value": "Three?"}]}
+    first, second = read_questions(
+        write(tmp_path / "chats.jsonl", {"id": "a", "messages": [said[0], answer, said[1]]}, sharegpt)
+    )
+    assert (first.question_id, first.turns, first.system) == (1, ("One?", "Two?"), None)
+    assert first.opening == [Message("user", "One?")]
+    assert second.opening == [Message("system", "Be brief."), Message("user", "Three?")]
+    with pytest.raises(DataError, match=r"chats.jsonl:1: the chat has no message of the user"):
+        read_questions(write(tmp_path / "chats.jsonl", {"messages": [answer]}))
 
 
 def test_reads_gzip_and_parquet(tmp_path: Path) -> None:

@@ -54,6 +54,12 @@ def test_the_plain_first_answer_is_the_history_of_the_second_turn(subject: Loade
     assert first.text == answer
 
 
+def test_a_system_message_begins_every_prompt_of_its_chat() -> None:
+    question = Question(1, "c", ("ab", "c"), "", system="xyz")
+    records = stub_test(99, [], ("plain", "tree")).run([question], lambda turn: None)[0]
+    assert [len(record.prompt_ids) for record in records] == [5, 5 + 1 + len(records[0].history)]
+
+
 class StubChat:
     """A prompt of one token per character."""
 
@@ -156,11 +162,11 @@ def test_batches_give_the_answers_of_single_rows_and_share_their_time(
         assert len({answer.seconds for answer in tree}) == 1
 
 
-@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize(("rows", "warm"), [(1, 1), (2, 2), (3, 1)])
 def test_no_graph_is_captured_while_answers_are_timed(
-    rows: int, subject: LoadedModel, monkeypatch: pytest.MonkeyPatch
+    rows: int, warm: int, subject: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The warm-up's answers are shorter, and its prompts those of the first turns."""
+    """The warm-up's answers are shorter, its prompts those of the first turns; batches of three leave a last one."""
     backbone, runner = subject.backbone, TapeRunner()
     monkeypatch.setattr(backbone, "step_runner", runner)
     context = backbone.max_context + 16
@@ -172,7 +178,7 @@ def test_no_graph_is_captured_while_answers_are_timed(
     questions = bench_questions(4)
     alone = speed_test(subject, 24).run(questions, lambda turn: None)[0]
     test = mode_test(subject, DecodingMode(batch_size=rows))
-    test.warm_up(questions[:rows])
+    test.warm_up(questions[:warm])
     test.capture(questions)
     before = runner.captures
     records = test.run(questions, lambda turn: None)[0]

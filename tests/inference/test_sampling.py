@@ -98,6 +98,14 @@ def test_draws_by_inversion_are_literal() -> None:
     assert draw(edges.expand(3, -1), torch.tensor([0.0, 0.5, 1 - 2**-53], dtype=torch.float64)).tolist() == [1, 2, 2]
 
 
+def test_a_token_of_tiny_probability_can_be_drawn() -> None:
+    """Its share is below the spacing of float32 numbers near 1, and so is that of many tokens of a large vocabulary."""
+    logits = torch.tensor([0.7, 1e-9, 0.3]).log()
+    shares = logits.softmax(-1).double()
+    u = (shares[0] + shares[1] * torch.tensor([-0.5, 0.5, 1.5], dtype=torch.float64)) / shares.sum()
+    assert draw(logits.expand(3, -1), u).tolist() == [0, 1, 2]
+
+
 def test_a_row_draws_no_numbers_for_padding() -> None:
     """Its generator goes on as if it were alone."""
     together, alone = ([torch.Generator().manual_seed(seed) for seed in (1, 2)] for _ in range(2))

@@ -133,7 +133,8 @@ def test_memory_grows_with_rows_and_with_lengths(kind: str) -> None:
         expected = [Decoder(backbone, draft, tree).generate(prompt, 40, ()) for prompt in prompts]
     for runner in (CountingRunner(), TapeRunner()):
         backbone.step_runner = runner
-        batch = BatchDecoder(backbone, draft, tree).begin(40, ())
+        decoder = BatchDecoder(backbone, draft, tree)
+        batch = decoder.begin(40, ())
         answers: dict[int, Generation] = {}
         for n, prompt in enumerate(prompts):
             batch.add_requests([PendingRequest(n, prompt)])
@@ -144,6 +145,8 @@ def test_memory_grows_with_rows_and_with_lengths(kind: str) -> None:
         if isinstance(runner, CountingRunner):
             assert {key[0] for key in runner.keys} == {1, 2, 4, 8}
             assert len({key[2] for key in runner.keys}) > 1
+        assert decoder._idle_steps is not None
+        assert len(decoder._idle_steps.cache._buckets) == 1  # what the batch outgrew is freed
 
 
 @pytest.mark.parametrize(

@@ -177,3 +177,5 @@ def test_models_that_cannot_be_captured(family: str, obstacle: str | None, caplo
     backbone.config.num_experts = None
     backbone.model.is_quantized = True
     assert graph_obstacle(backbone.model) is not None
+    backbone.model.config.quantization_config = Mock(load_in_4bit=True)
+    assert graph_obstacle(backbone.model) == found

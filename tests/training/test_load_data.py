@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import sentencepiece
 import torch
-from transformers import AutoTokenizer, LlamaConfig
+from transformers import AutoTokenizer, LlamaConfig, Phi3Config
 
 from medusa_train.data import tokenize_datasets
 from medusa_train.errors import BackboneError, ConfigError, DataError
@@ -47,6 +47,35 @@ def test_the_prompts_are_those_trained_on_where_nothing_is_held_out(make_config,
     data = load_data(make_config(val_set_size=0, sequence_len=99_999), console)
     assert (len(data.validation), data.sequence_len < 99_999) == (0, True)
     assert data.prompts is data.train
+
+
+def test_answers_that_fit_alone_do_not_move_the_split(make_config, console, tmp_path):
+    """With `roles_to_train: [user]` chats are trained on whose first answer is too long to be a target."""
+    path = tmp_path / "long.jsonl"
+    chats = [
+        [{"role": "user", "content": f"one {n}"}, {"role": "assistant", "content": "two " * (3 if n % 2 else 90)}]
+        for n in range(80)
+    ]
+    path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    keys = {"datasets": [{"path": str(path), "type": "messages"}], "sequence_len": 64, "val_set_size": 0.2}
+    data = load_data(make_config(**keys, roles_to_train=["user"]), console)
+    assert 0 < len(data.prompts) < len(data.validation) == 16
+    assert {example.key for example in data.prompts} < {example.key for example in data.validation}
+
+
+@pytest.mark.parametrize(("rows", "packed", "longest"), [(1, False, 700), (2, False, 600), (1, True, 600)])
+def test_rows_of_longrope_models_end_where_the_angles_change(make_config, console, bare, rows, packed, longest):
+    """The longest row of a batch sets the angles of all."""
+    path = Path(bare) / "config.json"
+    factors = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    sizes = {"max_position_embeddings": 800, "original_max_position_embeddings": 600, "pad_token_id": 0}
+    vocab = json.loads(path.read_text())["vocab_size"]
+    shape = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": vocab}
+    Phi3Config(**sizes, **shape, rope_parameters=factors, architectures=["Phi3ForCausalLM"]).save_pretrained(bare)
+    keys = {"sequence_len": 700, "micro_batch_size": rows, "sample_packing": packed}
+    data = load_data(make_config(base_model=bare, chat_template="vicuna_v1.1", **keys), console)
+    assert data.sequence_len == longest
+    assert ("micro_batch_size: 1" in console.file.getvalue()) is (longest == 600)
 
 
 def test_training_on_looping_answers_is_warned_of_in_one_line(make_config, console, tmp_path):

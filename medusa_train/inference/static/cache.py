@@ -122,6 +122,8 @@ class StaticCache:
             self._buckets[length] = self._new_bucket(self._storage, length + 1)
         self._buckets[length][:, :, :, :, :columns] = self._storage
         self._storage = self._buckets[length]
+        if positions == self._reserved:  # of a batch, which never returns to the smaller ones
+            self._buckets = {length: self._storage}
         return self._storage
 
     def _new_bucket(self, like: Tensor, columns: int) -> Tensor:
@@ -156,6 +158,7 @@ class _PromptCache(TreeCache):
     def commit_rows(self, lengths: Sequence[int]) -> None:
         """Commit the longest prompt; the padding of the others is masked later, and overwritten."""
         self.commit(max(lengths))
+        self._storage = None  # the session lives on, and would keep a bucket that the batch outgrows
 
 
 def move_columns(storage: Tensor, starts: Tensor, path: Tensor) -> None:

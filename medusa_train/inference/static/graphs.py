@@ -143,4 +143,6 @@ def graph_obstacle(model: Any) -> str | None:
         return f"changes its rotary angles with the length ({rope_type})"
     if has_experts(config):
         return "routes tokens to experts"
-    return "is quantized" if getattr(model, "is_quantized", False) else None
+    # products in 8 bits look for outliers on the host, those in 4 bits wait for nothing
+    four_bit = getattr(getattr(model.config, "quantization_config", None), "load_in_4bit", False)
+    return "is quantized in 8 bits" if getattr(model, "is_quantized", False) and not four_bit else None
