@@ -131,6 +131,7 @@ def _generate(cfg: SelfDistillConfig, prompts: list[Prompt], out: Path, part: Sh
     dtype = resolve_dtype(cfg)
     with OutputWriter(target, output_settings(cfg, dtype)) as writer:
         if writer.done:
+            writer.check_prompts(prompts)
             console.print(f"{target}: resuming after {len(writer.done)} conversations")
         if all(prompt.id in writer.done for prompt in prompts):  # before a model is loaded
             console.print(f"{target} is complete, nothing to do")

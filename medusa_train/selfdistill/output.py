@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from medusa_train.data.record_files import settings_path
 from medusa_train.errors import ConfigError, DataError
 from medusa_train.io import JsonLinesFile, complete_lines, replace_bytes, replace_text
-from medusa_train.selfdistill.prompts import Shard
+from medusa_train.selfdistill.prompts import Prompt, Shard
 
 FSYNC_EVERY = 16  # lines; a crash of the machine, not of the process, can lose that many
 
@@ -58,6 +58,17 @@ class OutputWriter:
         except BaseException:
             self.lines.close()
             raise
+
+    def check_prompts(self, prompts: Iterable[Prompt]) -> None:
+        """Raise ConfigError if the file has a conversation with the id of one of `prompts` and another question."""
+        asked = {prompt.id: prompt.turns[0] for prompt in prompts if prompt.turns}
+        for name, line in _read_lines(self.lines.path):
+            said = [one["content"] for one in json.loads(line).get("messages", ()) if one["role"] == "user"]
+            if said and asked.get(name, said[0]) != said[0]:
+                raise ConfigError(
+                    f"output {self.output}: it answers other prompts with the same ids; {name} asks {said[0][:60]!r}, "
+                    f"and now {asked[name][:60]!r}. Choose another output=FILE.jsonl"
+                )
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append a conversation; `record["id"]` must be new."""
