@@ -77,7 +77,7 @@ def _train_and_finish(
     cfg: TrainConfig, data: TrainingData, trainer: Trainer, progress: RunProgress, results: Console
 ) -> int:
     console, world, state = progress.console, trainer.world, trainer.state
-    seconds_before = state.seconds  # of the run that is resumed
+    seconds_before, first = state.seconds, state.step  # of the run that is resumed
     echo = ECHO_SECONDS if world.size > 1 else 0.0
     with trainer.loggers, StopRequest(lambda line: console.print(line, style="yellow"), echo) as stop:
         outcome = trainer.run(stop)
@@ -97,26 +97,41 @@ def _train_and_finish(
     try:
         if world.is_main:  # the remaining work needs no other process
             with writing(trainer.output_dir):
-                _finish(cfg, data, trainer, step, progress, results)
+                is_fitted = first == state.step and _has_tree_of_its_heads(trainer.output_dir)
+                _finish(cfg, data, trainer, step, progress, results, is_fitted)
     finally:
         world.gather(None)  # the others wait, since NCCL's connections must be closed together
     return 0
 
 
 def _finish(
-    cfg: TrainConfig, data: TrainingData, trainer: Trainer, step: int, progress: RunProgress, results: Console
+    cfg: TrainConfig,
+    data: TrainingData,
+    trainer: Trainer,
+    step: int,
+    progress: RunProgress,
+    results: Console,
+    is_fitted: bool,
 ) -> None:
     """Save the weights of `step`, which the trainer holds, choose the tree and print the closing tables."""
     out, draft, validation = trainer.output_dir, trainer.draft, trainer.last_validation
     trainer.recipe.save_trained(out)
     save_draft(draft.to(trainer.recipe.precision.dtype), out / HEADS, cfg.base_model)  # checkpoints keep float32
     choice = None
-    if cfg.calibration_tokens and not trainer.strategy.partitioned:
+    if is_fitted:
+        progress.print(f"{out / TREE} is kept; medusa-eval --calibrate chooses the tree again")
+    elif cfg.calibration_tokens and not trainer.strategy.partitioned:
         prompts = prompts_by_conversation(data.prompts, cfg.calibration_tokens, cfg.seed)
         choice = fit_tree(trainer.recipe, draft, prompts, cfg.calibration_tokens, out, progress)
     if (table := heads_table(validation, choice)) is not None:
         results.print(table)
     results.print(summary(cfg, trainer, step, choice, progress))
+
+
+def _has_tree_of_its_heads(run: Path) -> bool:
+    """Return whether a run was finished before: its tree is written after its heads."""
+    tree, heads = run / TREE, run / HEADS
+    return tree.is_file() and heads.is_dir() and tree.stat().st_mtime >= heads.stat().st_mtime
 
 
 # Stopping and resuming
