@@ -1,8 +1,8 @@
 """Find and read a bench: its question file in MT-Bench's, HumanEval's or GSM8K's format, or chats.
 
-MT-Bench's format has one JSON object per line: `question_id` (number or text), `category` (text, optional), `turns`
-(the user's messages, asked one after the other) and `reference` (reference answers, optional). Questions in HumanEval's
-and GSM8K's formats also say what a correct answer is; `answer_scores` checks it. Of chats users' messages are asked.
+MT-Bench's format has one JSON object per line: `question_id` (number or text), `turns` (the user's messages, asked one
+after the other), and optionally `category`, `system` (a message) and `reference` (answers). Questions in HumanEval's
+and GSM8K's formats also say what a correct answer is; `answer_scores` checks it. Chats' user messages are asked.
 """
 
 from __future__ import annotations
@@ -265,7 +265,9 @@ def _parse(raw: RawRecord) -> Question:
     if isinstance(question_id, str):
         question_id = SURROGATES.sub("\N{REPLACEMENT CHARACTER}", question_id)
     category += " (category)" if category == "overall" else ""  # the reports' name for all of them
-    return Question(question_id, category, tuple(turns), source, texts)
+    system = record.get("system")
+    system = system if isinstance(system, str) and system.strip() else None
+    return Question(question_id, category, tuple(turns), source, texts, system=system)
 
 
 def _parse_humaneval(record: dict[str, Any], source: str) -> Question:

@@ -26,11 +26,12 @@ def write(path: Path, *lines: object) -> Path:
 
 
 def test_reads_questions_with_turns_category_and_source(tmp_path: Path) -> None:
-    second = {"question_id": "x", "category": "of\ntwo lines", "turns": ["Only one."], "reference": ["So."]}
+    second = {"question_id": "x", "category": "of\ntwo lines", "turns": ["Only one."]}
+    second |= {"reference": ["So."], "system": "Be brief."}
     path = write(tmp_path / "question.jsonl", GOOD, "", second)
     first, other = read_questions(path)
     assert first == Question(81, "writing", ("Say something.", "Say it again."), f"{path}:1")
-    assert other == Question("x", "of two lines", ("Only one.",), f"{path}:3", ("So.",))
+    assert other == Question("x", "of two lines", ("Only one.",), f"{path}:3", ("So.",), system="Be brief.")
 
 
 TEST = "def check(candidate):\n    assert candidate() == 1\n"
