@@ -6,10 +6,12 @@ import torch
 from decode import Setup, Shape
 from shapes import Rates, Sizes, llama_config
 
+from medusa_train.config.paths import PROJECT_ROOT
 from medusa_train.inference.batch import BatchDecoder, PendingRequest
 from medusa_train.inference.generate import Decoder
 from medusa_train.inference.static.graphs import CudaGraphRunner, StepRunner, use_cuda_graphs
 from medusa_train.models.backbone import Backbone
+from medusa_train.models.loading import load_backbone
 from medusa_train.trees.tree import Tree
 from tests.families import random_backbone
 from tests.inference.test_batch import streamed
@@ -60,6 +62,17 @@ def test_graphs_are_captured_after_all_earlier_ones_are_gone() -> None:
     torch.cuda.empty_cache()
     assert paths(answers(backbone)) == paths(first)
     assert runner.works
+
+
+def test_a_model_in_four_bits_is_captured() -> None:
+    backbone = load_backbone(str(PROJECT_ROOT / "data" / "tiny"), dtype="bfloat16", quantization="nf4")
+    backbone.step_runner = StepRunner()
+    expected = answers(backbone)
+    backbone.step_runner = None
+    use_cuda_graphs(backbone)
+    assert isinstance(backbone.step_runner, CudaGraphRunner)
+    assert paths(answers(backbone)) == paths(expected)
+    assert backbone.step_runner.works
 
 
 @pytest.mark.parametrize("rows", [1, 4])
