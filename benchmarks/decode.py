@@ -16,7 +16,6 @@ whichever takes longer. Writes decode.md and decode.json to `--out` after every 
 from __future__ import annotations
 
 import argparse
-import heapq
 import itertools
 import os
 import sys
@@ -57,7 +56,8 @@ from medusa_train.models.precision import (  # noqa: E402
     release_memory,
 )
 from medusa_train.models.prepack import prepack_linears  # noqa: E402
-from medusa_train.trees.tree import Ranks, Tree  # noqa: E402
+from medusa_train.tree_search.fit import paths_by_product  # noqa: E402
+from medusa_train.trees.tree import Tree  # noqa: E402
 
 SETTINGS = ("stock", "prepacked", "static", "compiled")
 HEADS = 5
@@ -204,10 +204,6 @@ class Setup:
     setting: str
 
 
-def nothing() -> None:
-    """Prepare a call that needs no preparation."""
-
-
 @dataclass
 class Timed:
     """One figure: a call to be timed, what to do before it untimed, its floor and its measured seconds.
@@ -218,27 +214,17 @@ class Timed:
     setup: Setup
     name: str
     call: Callable[[], object]
-    prepare: Callable[[], None] = nothing
+    prepare: Callable[[], None] = lambda: None
     floor: float = 0.0
     how: Callable[[], str] = lambda: PASSES
     seconds: list[float] = field(default_factory=list)
     obstacle: str = ""
 
 
-def likely_tree(nodes: int, depth: int = HEADS, width: int = 10) -> Tree:
-    """Build the tree of exactly `nodes` nodes that is best if rank r of any head is right with 0.6 x 0.4^r."""
-    queue: list[tuple[float, Ranks]] = [(-(0.6 * 0.4**rank), (rank,)) for rank in range(width)]
-    heapq.heapify(queue)
-    paths: list[Ranks] = []
-    while len(paths) < nodes:
-        if not queue:
-            raise ValueError(f"a tree of depth {depth} and width {width} has fewer than {nodes} nodes")
-        likelihood, path = heapq.heappop(queue)
-        paths.append(path)
-        if len(path) < depth:
-            for rank in range(width):
-                heapq.heappush(queue, (likelihood * 0.6 * 0.4**rank, (*path, rank)))
-    return Tree.from_paths(paths)
+def likely_tree(nodes: int, depth: int = HEADS) -> Tree:
+    """Build the tree of `nodes` nodes that is best if rank r of any head is right with 0.6 x 0.4^r."""
+    paths = paths_by_product([[0.6 * 0.4**rank for rank in range(10)]] * depth)
+    return Tree.from_paths([path for _, path in itertools.islice(paths, nodes)])
 
 
 def timed_calls(one: Loaded, shape: Shape, setup: Setup, nodes: Sequence[int], rates: Rates) -> Iterator[Timed]:
@@ -260,7 +246,7 @@ def timed_calls(one: Loaded, shape: Shape, setup: Setup, nodes: Sequence[int], r
     for count, tree in trees.items():
         least = floor(read, sizes.step_operations(count + 1, setup.context, 1))
         name, step = f"tree {count}" if count else "plain", context.step(tree)
-        prepare = step.prepare if isinstance(step, StaticStep) else nothing
+        prepare = step.prepare if isinstance(step, StaticStep) else lambda: None
         yield Timed(setup, name, step, prepare, least, how)
     largest = trees[max(trees)]
     depth = largest.max_depth

@@ -64,7 +64,10 @@ def estimate_row(name: str, shape: PretrainedConfig, overrides: list[str], gpu: 
     memory = estimate.memory(rows=cfg.micro_batch_size, width=width, dtype=torch.bfloat16, device="cuda")
     disk = (cfg.save_total_limit + 1) * memory.checkpoint + 2 * memory.weights
     operations = estimate.operations(
-        tokens=TOKENS, supervised=round(SUPERVISED * TOKENS), width=width, epochs=cfg.num_epochs
+        tokens=TOKENS,
+        supervised=round(SUPERVISED * TOKENS),
+        width=width if cfg.sample_packing else 1000,
+        epochs=cfg.num_epochs,
     )
     hours = estimate_hours(operations, GPUS[gpu])
     cells: list[Any] = [f"`{name}`", " ".join(f"`{one}`" for one in overrides) or "as it is", gpu]

@@ -157,8 +157,8 @@ def run(steps: Sequence[Step], args: argparse.Namespace, arguments: Sequence[str
     succeeded = True
     for step in todo:
         print(f"{step.name}: about {step.expected} s, at most {step.limit} s ...", end=" ", flush=True)
-        one = {"part": step.part, "words": list(step.words), **run_step(step, ROOT / args.work / f"{step.name}.log")}
-        one |= results_of(step)
+        one = {"part": step.part, "device": record["machine"]["device"], "words": list(step.words)}
+        one |= run_step(step, ROOT / args.work / f"{step.name}.log") | results_of(step)
         print(f"{one['status']} after {one['seconds']} s {one.get('reason', '')}".rstrip(), flush=True)
         record["steps"][step.name] = one
         record["goals"] = goals(record["steps"])
@@ -217,6 +217,8 @@ def markdown(steps: Sequence[Step], record: Record) -> str:
         said = one.get("reason", "")
         if "passed" in (figures := one.get("figures", {})):
             said = f"{figures['passed']} passed, {len(figures['failed'])} failed, {figures['skipped']} skipped {said}"
+        if one.get("device") not in (None, record["machine"]["device"]):
+            said += f" on {one['device']}"
         rows.append([step.name, str(step.part), one["status"], f"{one['seconds']}", f"{step.limit}", said])
     parts.append(table(["step", "part", "result", "seconds", "limit", ""], rows, 3))
     if record["goals"]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from page import draw
 from pydantic import BaseModel, ConfigDict
-from shared import backbone_note, rounded, table, with_interval, write_page
+from shared import backbone_note, rounded, table, write_page
 
 from medusa_train.errors import DataError
 from medusa_train.evaluation.figures import Counts, compare_rates
@@ -104,13 +104,12 @@ def keys_of_columns(experiment: Experiment) -> set[str]:
     return {name for column in experiment.columns for name in column.where}
 
 
-def row_title(experiment: Experiment, point: Point) -> str:
-    """Name the row of a point: run, evaluation, and the swept values that no column fixes."""
+def row_title(experiment: Experiment, point: Point, several: bool) -> str:
+    """Name the row of a point: run (if there are several), evaluation, and the swept values that no column fixes."""
     evaluation = experiment.evaluations[point.evaluation]
     fixed = keys_of_columns(experiment)
     leading = [next(iter(entry)) for entry in evaluation.sweep]
-    several = sum(run.shown for run in experiment.runs.values()) > 1 or not evaluation.title
-    parts = [experiment.runs[point.run].title] if several else []
+    parts = [experiment.runs[point.run].title] if several or not evaluation.title else []
     parts += [evaluation.title] if evaluation.title else []
     for name in leading:
         if name not in fixed:
@@ -138,14 +137,15 @@ def first_of(cell: Any) -> Any:
 def pivot(experiment: Experiment, figures: Sequence[tuple[Point, Record]]) -> dict[str, Record]:
     """Return the cells by row and column title."""
     rows: dict[str, Record] = {}
+    several = len({point.run for point, _ in figures}) > 1 or sum(run.shown for run in experiment.runs.values()) > 1
     reference = {(point.evaluation, str(point.swept)): record for point, record in reversed(figures)}
     for point, record in figures:
-        cells, first = rows.setdefault(row_title(experiment, point), {}), reference[point.evaluation, str(point.swept)]
+        first = reference[point.evaluation, str(point.swept)]
+        cells = rows.setdefault(row_title(experiment, point, several), {})
         for column in experiment.columns:
             if column.figure and all(point.swept.get(key) == value for key, value in column.where.items()):
-                cells[column.title] = (
-                    ratio(first, record) if column.figure == "over" else look_up(record, column.figure)
-                )
+                over = column.figure == "over"
+                cells[column.title] = ratio(first, record) if over else look_up(record, column.figure)
     for cells in rows.values():
         for column in experiment.columns:
             values = [first_of(cells.get(title)) for title in column.mean_of]
@@ -169,7 +169,8 @@ def ratio(first: Record, second: Record) -> list[float] | None:
 def cell_text(cell: Any, column: Column) -> str:
     """Format a cell: [value, low, high], a number or text."""
     if isinstance(cell, list):
-        return with_interval((cell[0], cell[1:]), f".{column.digits}f")
+        value, low, high = (f"{one:.{column.digits}f}" for one in cell)
+        return f"{value}{column.unit} [{low}, {high}]"
     if isinstance(cell, float):
         return f"{cell:.{column.digits}f}{column.unit}"
     return "-" if cell is None else f"{cell:,}" if isinstance(cell, int) else str(cell)
@@ -212,6 +213,7 @@ def write_experiment(
     parts += [
         experiment.source,
         f"Backbone: `{record['base_model']}`. Brackets: 95 %. {backbone_note(record['base_model'])}",
+        "Speedups are over the same loop without a draft.",
     ]
     drawn = " In the picture ours are blue." if chart.get("published") else ""
     parts += [f"*published*: {published.where}.{drawn}"] if published.where else []

@@ -29,6 +29,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -49,7 +50,9 @@ from medusa_train.checkpoint.resolve import find_heads, resolve_model  # noqa: E
 from medusa_train.checkpoint.run_directory import TREE, TREE_TRACES  # noqa: E402
 from medusa_train.cli.common import quiet_libraries, split_arguments  # noqa: E402
 from medusa_train.config.load import load_config  # noqa: E402
+from medusa_train.config.paths import resolve_path  # noqa: E402
 from medusa_train.config.schema import TrainConfig  # noqa: E402
+from medusa_train.data.sources import open_source  # noqa: E402
 from medusa_train.errors import CheckpointError, ConfigError, MedusaError  # noqa: E402
 from medusa_train.evaluation.questions import Bench, load_bench  # noqa: E402
 from medusa_train.inference.decoding_settings import DecodingSettings  # noqa: E402
@@ -141,13 +144,19 @@ class Plan:
 
     def __init__(self, args: argparse.Namespace, experiment: Experiment) -> None:
         self.args, self.experiment = args, experiment
-        self.names: list[str] = args.runs or [name for name, run in experiment.runs.items() if run.shown]
+        configs = {name: f"{args.configs}_{run.config}.yaml" for name, run in experiment.runs.items() if run.shown}
+        lacking = [name for name, path in configs.items() if experiment.runs[name].config and not resolve_path(path)]
+        self.names: list[str] = args.runs or [name for name in configs if name not in lacking]
+        if lacking and not args.runs:
+            print(f"{experiment.name}: without {', '.join(lacking)}, for which there is no {args.configs}_*.yaml")
         if unknown := set(self.names) - set(experiment.runs):
             raise ConfigError(f"--runs {' '.join(sorted(unknown))}: not in {', '.join(experiment.runs)}")
-        if args.counted:
-            self.names = [name for name in self.names if any(self.points(name))]
-            if not self.names:
-                raise ConfigError(f"--counted: everything that {experiment.name} measures depends on the clock")
+        self.names = [name for name in self.names if any(self.points(name))]
+        if not self.names:
+            clock = f"--counted: everything that {experiment.name} measures depends on the clock"
+            raise ConfigError(clock if args.counted else f"--eval: no column of {experiment.name} has these values")
+        for name in self.names:
+            self.stages(name)  # raises ConfigError before anything is trained
 
     def stages(self, name: str) -> list[Stage]:
         """List the stages of a run's training, the one that is measured last; none for the backbone alone."""
@@ -156,7 +165,7 @@ class Plan:
             return []
         config = f"{args.configs}_{run.config}.yaml"
         before = [] if run.after is None else self.stages(run.after)
-        words = [*self._length(run, config), *self.experiment.set, *args.set, *run.set]
+        words = [*self.experiment.set, *self._length(run, config), *args.set, *run.set]
         if "{" in str(run.set):
             shape = backbone_config(self.family)
             last = [shape.num_hidden_layers - n for n in (3, 2, 1)]  # layers after which the draft reads states
@@ -164,7 +173,9 @@ class Plan:
             for part, value in {"mlp": shape.intermediate_size, "linears": linears, "last": last}.items():
                 words = [word.replace(f"{{{part}}}", str(value)) for word in words]
         words += [f"lora_model_dir={before[-1].directory}"] if before else []
-        return [*before, Stage(args.out / "runs" / f"{name}-{digest(config, words)}", config, tuple(words))]
+        stage = Stage(Path(), config, tuple(words))
+        settings = stage.load().model_dump(mode="json", exclude_unset=True)
+        return [*before, replace(stage, directory=args.out / "runs" / f"{name}-{digest(settings)}")]
 
     def _length(self, run: Run, config: str) -> list[str]:
         if self.args.quick:
@@ -191,8 +202,8 @@ class Plan:
 
     def points(self, name: str) -> Iterator[Point]:
         """List what is measured of a run; values of one entry of `sweep` go together, those of several are combined."""
-        words = [word.partition("=") for word in self.args.eval]
-        common = {**(QUICK_EVAL if self.args.quick else {}), **{key: yaml.safe_load(text) for key, _, text in words}}
+        given = {key: yaml.safe_load(text) for key, _, text in (word.partition("=") for word in self.args.eval)}
+        common = {**(QUICK_EVAL if self.args.quick else {}), **given}
         replaced = common.keys() - keys_of_columns(self.experiment)
         for number, one in enumerate(self.experiment.evaluations):
             if self.args.counted and not one.count:
@@ -206,9 +217,9 @@ class Plan:
             names = [key for entry in one.sweep for key in entry]
             for chosen in itertools.product(*parts) if name in (one.runs or [name]) else ():
                 swept = dict(zip(names, itertools.chain(*chosen), strict=True))
-                keys = {**one.keys, **swept, **self.experiment.runs[name].eval, **common}
-                text = json.dumps(keys).replace("{data}", self.family.datasets[0].path)
-                yield Point(name, number, swept, json.loads(text))
+                named = given.keys() & swept.keys() - replaced
+                if all(str(given[key]).startswith(str(swept[key])) for key in named):  # else its columns name another
+                    yield Point(name, number, swept, {**one.keys, **swept, **self.experiment.runs[name].eval, **common})
 
 
 def backbone_config(cfg: TrainConfig) -> Any:
@@ -222,7 +233,7 @@ def backbone_config(cfg: TrainConfig) -> Any:
         return llama_config(*SHAPES[size[0].upper()])
 
 
-def load_questions(text: str, limit: int | None = None) -> Bench:
+def load_questions(text: str) -> Bench:
     """Load BENCH[@CATEGORY+...][:N], the bench with these categories alone and N questions of each."""
     name, colon, count = text.rpartition(":")
     name, each = (name, int(count)) if colon and count.isdigit() else (text, sys.maxsize)
@@ -235,7 +246,7 @@ def load_questions(text: str, limit: int | None = None) -> Bench:
             kept.append(question)
     if not kept:
         raise ConfigError(f"bench {text}: no questions; categories: {', '.join({q.category for q in bench.questions})}")
-    return replace(bench, questions=tuple(kept)).limited(limit)
+    return replace(bench, questions=tuple(kept))
 
 
 def named_tree(name: str, num_heads: int, fitted: Mapping[int, Tree]) -> Tree:
@@ -283,7 +294,7 @@ class Measurement:
                 threshold = keys.pop("threshold", 0.0)
                 if threshold and not str(point.keys["tree"]).startswith("chain"):
                     raise ConfigError(f"count: true has a threshold in chains alone, got tree: {point.keys['tree']}")
-                keys = {"batch_size": COUNTED_ROWS, **keys, "tree": "none"}
+                keys = {"batch_size": COUNTED_ROWS, "dtype": "bfloat16", **keys, "tree": "none"}
             elif tree is not None:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 tree.save(Path(keys["tree"]))
@@ -299,9 +310,9 @@ class Measurement:
     def _sparse(self) -> dict[int, Tree]:
         """The best trees of the sizes that are asked for, on the answers that the run's own tree was fitted to."""
         directory = self.stages[-1].directory
-        settings = DecodingSettings.load(directory / TREE)
-        assert settings is not None
-        kept = load_traces(directory / TREE_TRACES, weights_key(resolve_model(str(directory), None, None), settings))
+        settings = DecodingSettings.load(directory / TREE) if (directory / TREE).is_file() else None
+        key = None if settings is None else weights_key(resolve_model(str(directory), None, None), settings)
+        kept = None if key is None else load_traces(directory / TREE_TRACES, key)
         if kept is None:
             raise CheckpointError(f"{directory}: no traces for sparse trees; train with calibration_tokens above 0")
         names = {str(point.keys.get("tree")) for point in self.points}
@@ -310,6 +321,9 @@ class Measurement:
     def _evaluate(self, keys: Record) -> Path:
         """Run `medusa-eval` unless its report is complete; return the directory of the report."""
         bench = load_questions(keys["bench"])
+        if "{data}" in str(keys):
+            source = open_source(self.plan.family.datasets[0])
+            keys = json.loads(json.dumps(keys).replace("{data}", source.name))
         if re.search(r"@|:\d+$", keys["bench"]):
             rows = [{**asdict(question), "expected": None} for question in bench.questions]
             path = self.args.out / "benches" / f"{re.sub(r'[^A-Za-z0-9_-]', '-', keys['bench'])}.jsonl"
@@ -321,7 +335,7 @@ class Measurement:
         else:
             family = self.plan.family
             keys = {**keys, "base_model": family.base_model, "chat_template": family.chat_template}
-        out = self.folder / f"{bench.name}-{digest(keys)}"
+        out = self.folder / f"{bench.name}-{digest(keys, [one.turns for one in bench.questions])}"
         if not (out / "report.json").is_file() or (out / "turns.jsonl").is_file():
             call("evaluate", [*(f"{key}={json.dumps(value)}" for key, value in keys.items()), f"output_dir={out}"])
         return out
@@ -390,8 +404,12 @@ def call(command: str, words: Sequence[str]) -> None:
     """Run a command of the package; exits with its code if it fails."""
     words = [sys.executable, "-m", f"medusa_train.cli.{command}", *words]
     print("$", shlex.join(words), flush=True)
-    if code := subprocess.run(words, env=environment(), check=False).returncode:
-        raise SystemExit(code)
+    process = subprocess.Popen(words, env=environment())
+    while process.returncode is None:
+        with suppress(KeyboardInterrupt):  # the command gets it, too, and saves before it ends
+            process.wait()
+    if process.returncode:
+        raise SystemExit(process.returncode)
 
 
 def inspect(plan: Plan) -> None:

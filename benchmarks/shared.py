@@ -21,9 +21,7 @@ def backbone_note(base_model: str) -> str:
     """Return what must be said wherever drafts are compared on the tiny backbone; empty for other backbones."""
     if Path(base_model).name != "tiny":
         return ""
-    return (
-        "The tiny backbone was trained with Medusa-shaped lookahead heads: that flatters Medusa against other drafts."
-    )
+    return "The tiny backbone was trained with Medusa-shaped heads: that flatters Medusa against other drafts."
 
 
 def machine_facts(script: str, arguments: Sequence[str] | None) -> dict[str, Any]:
@@ -83,15 +81,6 @@ def table(titles: Sequence[str], rows: Sequence[Sequence[str]], text_columns: in
     """Format a Markdown table; columns after the first `text_columns` are right-aligned."""
     marks = ["---" if column < text_columns else "---:" for column in range(len(titles))]
     return "\n".join("| " + " | ".join(row) + " |" for row in (titles, marks, *rows))
-
-
-def with_interval(figure: Sequence[Any] | None, form: str = ".2f") -> str:
-    """Format a value and its interval (or None) as "1.25 [1.10, 1.40]"; "-" for None."""
-    if figure is None or figure[0] is None:
-        return "-"
-    value, interval = figure
-    ends = "" if interval is None else " [" + ", ".join(f"{end:{form}}" for end in interval) + "]"
-    return f"{value:{form}}{ends}"
 
 
 def rounded(value: Any, digits: int = 4) -> Any:

@@ -45,7 +45,7 @@ def read_lines(path: Path) -> list[Record]:
     """Return the records of a JSONL file in the order of their ids; none if there is no such file."""
     if not path.exists():
         return []
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    lines = [json.loads(line) for line in path.read_bytes().splitlines()]
     return sorted(lines, key=lambda record: record["id"])
 
 
@@ -178,7 +178,7 @@ def supervised_tokens(record: Record) -> int:
 def write_selection(out: Path, tokens: int) -> None:
     """Write the whole text, the shipped part and the validation text of what is generated so far."""
     validation = read_lines(out / "validation.jsonl")
-    records = [record for path in out.glob("[0-9][0-9]_*_t?.?.jsonl") for record in read_lines(path)]
+    records = [record for path in sorted(out.glob("[0-9][0-9]_*_t?.?.jsonl")) for record in read_lines(path)]
     records.sort(key=lambda record: hashlib.sha256(record["id"].encode()).digest())
     seen: set[int] = set()
     validation = list(select(validation, seen))

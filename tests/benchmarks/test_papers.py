@@ -47,8 +47,7 @@ def test_every_experiment_is_a_sound_plan(name: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(papers, "backbone_config", lambda cfg: shape)
     for prefix in ("configs/tiny", "configs/smollm2", "configs/vicuna7b"):
         one = plan(name, "--configs", prefix)
-        runs = [run for run in one.names if prefix != "configs/vicuna7b" or one.experiment.runs[run].config != "eagle3"]
-        for run in runs:
+        for run in one.names:
             for stage in one.stages(run):
                 cfg = stage.load()  # every override is a key with a valid value
                 assert max(cfg.draft_config.early_layers(6), default=0) < 6
@@ -121,7 +120,6 @@ def test_runs_are_chosen_and_shared_by_their_settings() -> None:
 @pytest.mark.usefixtures("benches")
 def test_benches_of_some_categories_and_questions() -> None:
     assert [question.question_id for question in load_questions("specbench@qa+rag:1").questions] == ["qa0", "rag0"]
-    assert len(load_questions("mtbench", 2).questions) == 2
     with pytest.raises(ConfigError, match="no questions; categories"):
         load_questions("mtbench@nothing")
     with pytest.raises(DataError):
