@@ -40,11 +40,16 @@ def benches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(questions.BENCH_DIR_VARIABLE, str(tmp_path / "benches"))
 
 
-@pytest.mark.usefixtures("benches")
+@pytest.fixture
+def shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sizes of a backbone that need not be on this machine."""
+    sizes = SimpleNamespace(intermediate_size=1536, hidden_size=576, num_hidden_layers=6)
+    monkeypatch.setattr(papers, "backbone_config", lambda cfg: sizes)
+
+
+@pytest.mark.usefixtures("benches", "shape")
 @pytest.mark.parametrize("name", NAMES)
-def test_every_experiment_is_a_sound_plan(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = SimpleNamespace(intermediate_size=1536, hidden_size=576, num_hidden_layers=6)
-    monkeypatch.setattr(papers, "backbone_config", lambda cfg: shape)
+def test_every_experiment_is_a_sound_plan(name: str) -> None:
     for prefix in ("configs/tiny", "configs/smollm2", "configs/vicuna7b"):
         one = plan(name, "--configs", prefix)
         for run in one.names:
@@ -76,6 +81,7 @@ def test_published_figures_stand_in_columns_of_the_table(name: str) -> None:
     assert f"| `{name}` |" in (papers.ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.usefixtures("shape")
 @pytest.mark.parametrize("prefix", ["configs/tiny", "configs/smollm2"])
 @pytest.mark.parametrize("name", ["drafts", "embeddings", "variants"])
 def test_all_drafts_are_trained_on_the_same_tokens(name: str, prefix: str) -> None:
@@ -92,6 +98,7 @@ def test_all_drafts_are_trained_on_the_same_tokens(name: str, prefix: str) -> No
         assert len(configs) < 2 or configs[1].lora_model_dir == str(one.stages(run)[0].directory)
 
 
+@pytest.mark.usefixtures("shape")
 def test_keys_of_the_command_line_replace_swept_ones() -> None:
     points = list(plan("medusa_fig7", "--eval", "epsilon=0.05", "bench=tiny").points("medusa2"))
     assert [point.keys.get("delta") for point in points[:4]] == [None, None, 0.1, 0.1414]
@@ -100,6 +107,24 @@ def test_keys_of_the_command_line_replace_swept_ones() -> None:
     assert len(list(plan("drafts", "--eval", "bench=tiny").points("medusa1"))) == 4  # three trees and one sampled
 
 
+def test_columns_of_other_values_stay_empty_and_edits_make_other_runs(tmp_path: Path) -> None:
+    one = plan("kangaroo_table1", "--runs", "medusa1", "--eval", "bench=mtbench:5")
+    assert [(point.swept["bench"], point.keys["bench"]) for point in one.points("medusa1")] == [
+        ("mtbench", "mtbench:5")
+    ]
+    with pytest.raises(ConfigError, match="--eval: no column of kangaroo_table1 has these values"):
+        plan("kangaroo_table1", "--runs", "medusa1", "--eval", "bench=tiny")
+    path, directories = tmp_path / "edited_m1.yaml", set()
+    for rate in (1e-3, 2e-3, 1e-3):
+        path.write_text(
+            f"base_model: data/tiny\ndatasets: [{{path: data/selfdistill/tiny.jsonl}}]\nlearning_rate: {rate}\n"
+        )
+        (stage,) = plan("drafts", "--runs", "medusa1", "--configs", str(tmp_path / "edited")).stages("medusa1")
+        directories.add(stage.directory)
+    assert len(directories) == 2
+
+
+@pytest.mark.usefixtures("shape")
 def test_runs_are_chosen_and_shared_by_their_settings() -> None:
     one = plan("drafts", "--runs", "kangaroo", "medusa2", "--epochs", "2")
     assert one.names == ["kangaroo", "medusa2"]

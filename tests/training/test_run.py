@@ -67,7 +67,7 @@ def test_without_memory_for_training_the_error_names_keys_that_take_less(make_co
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of")
 
     monkeypatch.setattr("medusa_train.training.optimizer_step.LocalStrategy.forward_backward", forward_backward)
-    with pytest.raises(MedusaError, match=r"GPU memory for this run \(CUDA out of memory\)") as caught:
+    with pytest.raises(MedusaError, match=r"not enough memory for this run \(CUDA out of memory\)") as caught:
         train(make_config(micro_batch_size=4, load_in_4bit=False), console)
     for key in ("micro_batch_size: 2 ", "optimizer: paged_adamw_8bit", "load_in_4bit: true", "--inspect"):
         assert key in str(caught.value)
