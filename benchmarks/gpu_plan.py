@@ -17,20 +17,9 @@ TIMED_SECONDS, CASE_SECONDS, START_SECONDS, LOAD_SECONDS, COMPILE_SECONDS, PROCE
 SMOLLM2 = "models/smollm2-135m-instruct/config.json"
 SMOLLM2_BENCH = "data/bench/smollm2/question.jsonl"
 #: What the steps import beyond PyTorch's image with transformers, and what that requires.
-WHEELS = (
-    "accelerate",
-    "annotated-types",
-    "bitsandbytes",
-    "certifi",
-    "deepspeed",
-    "einops",
-    "hjson",
-    "httpcore",
-    "httpx",
-    "iniconfig",
-)
-WHEELS += ("msgpack", "ninja", "peft", "pluggy", "psutil", "py-cpuinfo", "pydantic", "pydantic_core", "pytest")
-WHEELS += ("typing-inspection",)
+WHEELS = ("accelerate", "annotated-types", "bitsandbytes", "certifi", "deepspeed", "einops", "hjson", "httpcore")
+WHEELS += ("httpx", "iniconfig", "msgpack", "ninja", "peft", "pluggy", "psutil", "py-cpuinfo", "pydantic")
+WHEELS += ("pydantic_core", "pytest", "typing-inspection")
 #: Packages that PyPI has as source only: their wheels are built, and need torch for that.
 BUILT = ("deepspeed",)
 COMMANDS = {"train": "medusa_train.cli.train", "eval": "medusa_train.cli.evaluate"}

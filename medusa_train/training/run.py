@@ -119,6 +119,7 @@ def _finish(
     save_draft(draft.to(trainer.recipe.precision.dtype), out / HEADS, cfg.base_model)  # checkpoints keep float32
     choice = None
     if is_fitted:
+        os.utime(out / TREE)  # or it would be older than the heads, which were just saved again
         progress.print(f"{out / TREE} is kept; medusa-eval --calibrate chooses the tree again")
     elif cfg.calibration_tokens and not trainer.strategy.partitioned:
         prompts = prompts_by_conversation(data.prompts, cfg.calibration_tokens, cfg.seed)
