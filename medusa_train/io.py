@@ -9,18 +9,20 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from safetensors import SafetensorError
 
-from medusa_train.errors import DataError
+from medusa_train.errors import DataError, MedusaError
 
 WRITE_ERRORS = (OSError, SafetensorError)
 """Exceptions that writing raises when the disk is full; safetensors defines its own."""
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no space, quota exceeded, above the process's file size limit
 _SCAN_BYTES = 1 << 16
+BUSY = "another process is writing to it; wait for it, or choose another output"
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
@@ -89,18 +91,14 @@ class JsonLinesFile:
         self._file: BinaryIO = path.open("ab+", buffering=0)
         try:
             if exclusive:
-                _lock(self._file, path)
+                _lock(self._file.fileno(), DataError(f"{path}: {BUSY}"))
             self._file.truncate(_end_of_last_line(self._file))
         except BaseException:
             self._file.close()
             raise
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Write one record.
-
-        Raises:
-            OSError: the disk is full, for instance; the record is kept and written before the next one, or by `flush`.
-        """
+        """Write one record; after an OSError (disk full) it is kept and written before the next one, or by `flush`."""
         self._pending += json_line(record)
         self._unsynced += 1
         self.flush()
@@ -187,16 +185,30 @@ def _end_of_last_line(file: BinaryIO) -> int:
     return 0
 
 
-def _lock(file: BinaryIO, path: Path) -> None:
-    """Lock `file` against other processes; without locks (Windows, some network file systems) do nothing."""
+@contextmanager
+def locked(directory: Path, busy: MedusaError) -> Iterator[None]:
+    """Lock an existing directory against other processes that lock it; raises `busy` if one does."""
+    if os.name == "nt":  # directories cannot be opened, and there are no such locks
+        yield
+        return
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        _lock(handle, busy)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _lock(handle: int, busy: MedusaError) -> None:
+    """Lock an open file or directory; without locks (Windows, some network file systems) do nothing."""
     try:
         import fcntl
     except ImportError:
         return
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise DataError(f"{path}: another process is writing to it; wait for it, or choose another output") from None
+        raise busy from None
     except OSError:
         return  # the file system has no locks
 

@@ -7,12 +7,15 @@ figures. Every `MetricLogger` gets every record. A dashboard that fails is dropp
 from __future__ import annotations
 
 import json
+import netrc
 import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
+from urllib.parse import urlsplit
 
 from rich.console import Console
 
@@ -108,8 +111,8 @@ class MetricsFile(MetricLogger):
 def truncate_log(path: Path, step: int, evaluated: int) -> None:
     """Remove the lines that a run resumed after `step` will write again, and an incomplete last line.
 
-    Removed are records of later steps, and validations after step `evaluated`: one that was logged but not saved with
-    a checkpoint is repeated.
+    These are records of later steps, and validations after step `evaluated`: one that was logged but not saved with a
+    checkpoint is repeated.
     """
     replace_bytes(path, [line for _, line in complete_lines(path) if _keep(line, step, evaluated)])
 
@@ -274,9 +277,14 @@ def flat_figures(record: Record) -> dict[str, float]:
 
 
 def _wandb_mode() -> Literal["online", "offline", "disabled"]:
-    """Return WANDB_MODE; unset, "online" if there is an API key, else "offline", so that no run waits for a login."""
+    """Return WANDB_MODE; unset, "online" where wandb is logged in, else "offline", so that no run waits for a login."""
     mode = os.environ.get("WANDB_MODE", "")
     if mode in ("online", "offline", "disabled"):
         return cast(Literal["online", "offline", "disabled"], mode)
-    has_key = bool(os.environ.get("WANDB_API_KEY")) or (Path.home() / ".netrc").is_file()
-    return "online" if has_key else "offline"
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return "online"
+    with suppress(OSError, netrc.NetrcParseError):
+        host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").netloc
+        if netrc.netrc(os.environ.get("NETRC")).authenticators(host):
+            return "online"
+    return "offline"

@@ -21,7 +21,7 @@ from medusa_train.checkpoint.reference_layout import (
     from_reference,
     to_reference,
 )
-from medusa_train.checkpoint.resolve import CONFIG, DRAFT, PICKLED, PREFIXES, SAFETENSORS, HeadFiles, find_heads
+from medusa_train.checkpoint.resolve import DRAFT, HEADS_CONFIG, PICKLED, PREFIXES, SAFETENSORS, HeadFiles, find_heads
 from medusa_train.checkpoint.serialize import read_json, read_pickled_tensors, read_tensors, write_json, write_tensors
 from medusa_train.checkpoint.server_layouts import from_eagle3, from_vllm, to_vllm
 from medusa_train.errors import CheckpointError
@@ -32,6 +32,8 @@ from medusa_train.models.drafts.base import Draft
 from medusa_train.models.drafts.medusa import MedusaDraft
 
 VLLM_WEIGHTS = "model.safetensors"
+#: Entries of config.json that are no settings of a draft.
+_NOT_SETTINGS = ("draft", "base_model_name_or_path")
 
 
 def save_draft(draft: Draft, directory: Path | str, base_model: str) -> Path:
@@ -72,9 +74,6 @@ def read_eagle3(directory: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return tensors, {name: value for name, value in config.items() if name not in _NOT_SETTINGS}
 
 
-_NOT_SETTINGS = ("draft", "base_model_name_or_path")
-
-
 def _does_not_fit(path: Path, backbone: Backbone, problem: str, config: Mapping[str, Any]) -> CheckpointError:
     base_model = config.get("base_model_name_or_path")
     return CheckpointError(
@@ -87,7 +86,7 @@ def _new_draft(
     config: Any, directory: Path, tensors: Mapping[str, Tensor], backbone: Backbone, dtype: torch.dtype | None
 ) -> Draft:
     """Build an untrained draft with the settings of a config.json and the vocabulary of `tensors`."""
-    path = directory / CONFIG
+    path = directory / HEADS_CONFIG
     kind = config.get("draft") if isinstance(config, dict) else None
     if kind not in DRAFTS:
         raise CheckpointError(f"{path}: draft: {kind!r} is none of {', '.join(DRAFTS)}")
@@ -166,11 +165,7 @@ def write_heads(
 
 
 def write_vllm(heads: HeadTensors, directory: Path | str, lm_head: Tensor | None = None) -> Path:
-    """Write Medusa heads in vLLM's layout: model.safetensors and config.json.
-
-    Args:
-        lm_head: the backbone's lm_head weight [V, d], for heads that share it.
-    """
+    """Write Medusa heads in vLLM's layout; `lm_head`: the backbone's matrix [V, d], for heads that share it."""
     directory = Path(directory)
     write_weights(directory, VLLM_WEIGHTS, *to_vllm(heads, lm_head))
     return directory
@@ -185,7 +180,7 @@ def write_weights(
         if pickled is not None:
             plain = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
             replace_file(directory / pickled, lambda path: torch.save(plain, path))
-        replace_file(directory / CONFIG, lambda path: write_json(path, config))
+        replace_file(directory / HEADS_CONFIG, lambda path: write_json(path, config))
     except (*WRITE_ERRORS, RuntimeError) as error:  # torch.save's zip writer raises RuntimeError on a full disk
         size = sum(tensor.nbytes for tensor in tensors.values())
         raise CheckpointError(write_failure("the heads", directory, error, size)) from error
@@ -209,7 +204,7 @@ def _medusa_tensors(found: HeadFiles, tensors: dict[str, Tensor], config: Any) -
     """Rename the tensors of Medusa heads to a `MedusaDraft`'s."""
     directory, layout, files = found
     if not isinstance(config, dict):
-        raise CheckpointError(f"{directory / CONFIG}: expected a mapping of keys")
+        raise CheckpointError(f"{directory / HEADS_CONFIG}: expected a mapping of keys")
     source = str(files[0] if len(files) == 1 else directory)
     heads = from_vllm(tensors, config, source) if layout == "vllm" else from_reference(tensors, source)
     if heads.token_map is not None and isinstance(config.get("vocab_size"), int):
@@ -226,8 +221,8 @@ def _read_files(found: HeadFiles) -> tuple[dict[str, Tensor], Any]:
             f"{directory}: no Medusa heads here (neither {SAFETENSORS} nor {PICKLED}, no directory in vLLM's layout, "
             f"no model with {PREFIXES[0]}* weights)"
         )
-    without_config = layout in ("reference", "model") and not (directory / CONFIG).is_file()
-    config = {} if without_config else read_json(directory / CONFIG)
+    without_config = layout in ("reference", "model") and not (directory / HEADS_CONFIG).is_file()
+    config = {} if without_config else read_json(directory / HEADS_CONFIG)
     prefixes = PREFIXES if layout == "model" else ("",)  # the backbone's tensors are not read
     tensors: dict[str, Tensor] = {}
     for path in files:

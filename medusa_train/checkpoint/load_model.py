@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from medusa_train.checkpoint.heads import load_draft
-from medusa_train.checkpoint.resolve import NO_TREE, ModelPaths
+from medusa_train.checkpoint.resolve import FIXED, NO_TREE, ModelPaths
 from medusa_train.config.drafts import LookupChoice
 from medusa_train.config.paths import resolve_path
 from medusa_train.data.datastore import read_datastore
@@ -92,7 +92,7 @@ def load_with_draft(
     if compiled:
         compile_backbone(backbone, paths, rows=rows, trees=paths.has_draft)
     lookup = None if paths.lookup is None else load_lookup(paths.lookup, backbone.tokenizer)
-    if draft is None or paths.dynamic == NO_TREE:
+    if draft is None or paths.tree_mode == NO_TREE:
         return LoadedModel(backbone, draft, None, lookup)
     tree = load_tree(paths, draft.num_heads)
     model = LoadedModel(backbone, draft, tree, lookup, dynamic_size(paths, tree))
@@ -131,9 +131,9 @@ def load_tree(paths: ModelPaths, num_heads: int) -> Tree:
 
 def dynamic_size(paths: ModelPaths, tree: Tree) -> Limits | None:
     """Return the size of dynamic trees, by default that of the fixed `tree`; None for the fixed tree."""
-    if paths.dynamic is None:
+    if paths.tree_mode == FIXED:
         return None
-    size = paths.dynamic.partition(":")[2]
+    size = paths.tree_mode.partition(":")[2]
     return Limits(*map(int, size.split("x"))) if size else Limits(tree.size, tree.max_depth)
 
 

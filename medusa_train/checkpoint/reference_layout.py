@@ -29,6 +29,8 @@ _MARKOV = {_EMBEDDING, _OUTPUT}
 _PREFIX = re.compile(r"^medusa_heads?\.")
 _BLOCK = re.compile(r"(\d+)\.(\d+)\.linear\.(weight|bias)")
 _HEAD = re.compile(r"(\d+)\.(\d+)\.(weight|bias)")
+#: The first head's own lm_head; absent where all share the backbone's.
+LM_HEAD_0 = "lm_heads.0.weight"
 _OURS = re.compile(r"blocks\.(\d+)\.(\d+)\.linear\.(weight|bias)|lm_heads\.(\d+)\.(weight|bias)")
 
 
@@ -58,12 +60,12 @@ class HeadTensors:
     @property
     def shared(self) -> bool:
         """Whether the heads share the backbone's lm_head ("version 2")."""
-        return "lm_heads.0.weight" not in self.state
+        return LM_HEAD_0 not in self.state
 
     @property
     def hidden_size(self) -> int:
         """Hidden size, d."""
-        return self.state["blocks.0.0.linear.weight" if self.shared else "lm_heads.0.weight"].shape[1]
+        return self.state["blocks.0.0.linear.weight" if self.shared else LM_HEAD_0].shape[1]
 
     @property
     def vocab_size(self) -> int | None:
@@ -72,7 +74,7 @@ class HeadTensors:
             return self.state[_EMBEDDING].shape[0]
         if self.token_map is not None:
             return self.backbone_tokens
-        return None if self.shared else self.state["lm_heads.0.weight"].shape[0]
+        return None if self.shared else self.state[LM_HEAD_0].shape[0]
 
     @property
     def markov_rank(self) -> int:
@@ -172,7 +174,7 @@ def _check_tensors(heads: HeadTensors, source: str) -> None:
         raise CheckpointError(f"{source}: incomplete, {listed(missing)} missing")
     if extra := state.keys() - expected - {TOKEN_MAP}:
         raise CheckpointError(f"{source}: weights that belong to no head: {listed(extra)}")
-    first = "blocks.0.0.linear.weight" if heads.shared else "lm_heads.0.weight"
+    first = "blocks.0.0.linear.weight" if heads.shared else LM_HEAD_0
     if state[first].dim() != 2:
         raise CheckpointError(f"{source}: {listed({first})} is not a matrix: shape {list(state[first].shape)}")
     rows, width = state[first].shape
@@ -195,7 +197,7 @@ def checked_token_map(state: Mapping[str, Tensor], source: str) -> Tensor:
     tokens = tokens.long()
     if int(tokens.min()) < 0 or len(tokens.unique()) < len(tokens):
         raise CheckpointError(f"{source}: {TOKEN_MAP} has duplicate or negative token ids")
-    lm_head = state.get("lm_heads.0.weight")
+    lm_head = state.get(LM_HEAD_0)
     if lm_head is not None and len(lm_head) != len(tokens):
         raise CheckpointError(f"{source}: {TOKEN_MAP} has {len(tokens)} tokens for matrices of {len(lm_head)} rows")
     return tokens

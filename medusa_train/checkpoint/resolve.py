@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple, TypeGuard
 import yaml
 from safetensors import SafetensorError, safe_open
 
+from medusa_train.checkpoint.run_directory import ADAPTER, CONFIG, HEADS, MODEL, TREE
 from medusa_train.config.drafts import DRAFT_CONFIGS, DraftConfig, LookupChoice
 from medusa_train.config.paths import looks_like_path, resolve_path
 from medusa_train.config.types import Quantization
@@ -23,7 +24,7 @@ from medusa_train.errors import BackboneError, CheckpointError, DataError
 DRAFT = "draft.safetensors"
 SAFETENSORS = "medusa_lm_head.safetensors"
 PICKLED = "medusa_lm_head.pt"
-CONFIG = "config.json"
+HEADS_CONFIG = "config.json"
 MODEL_FILES = ("model.safetensors", "pytorch_model.bin")
 #: Values of the key `tree` that are no files: the tree of tree.json, none, or another in every step, of a given size.
 FIXED, NO_TREE, DYNAMIC = "fixed", "none", re.compile(r"dynamic(:[1-9]\d*x[1-9]\d*)?")
@@ -51,8 +52,8 @@ class ModelPaths:
         adapter: LoRA adapter of a joint run, merged into the backbone for decoding.
         quantization: how the backbone was loaded in training.
         lookup: a draft without training, alone (`heads is None`) or added to the heads.
-        dynamic: "dynamic", or with nodes and depth "dynamic:32x5", if the draft chooses another tree in every step;
-            "none" if nothing is drafted, and heads are only traced.
+        tree_mode: "fixed"; "dynamic" or, with nodes and depth, "dynamic:32x5": the draft chooses another tree in every
+            step; "none": nothing is drafted, and heads are only traced.
         threshold: confidence up to which drafting stops; None: the heads' own.
     """
 
@@ -66,7 +67,7 @@ class ModelPaths:
     trust_remote_code: bool = False
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     lookup: LookupChoice | None = None
-    dynamic: str | None = None
+    tree_mode: str = FIXED
     threshold: float | None = None
 
     @property
@@ -77,8 +78,8 @@ class ModelPaths:
     @property
     def trained_model(self) -> Path | None:
         """The full backbone that the run trained; None where it trained none."""
-        model = self.home / "model"
-        return model if (model / "config.json").is_file() else None
+        model = self.home / MODEL
+        return model if (model / HEADS_CONFIG).is_file() else None
 
     @property
     def trained_backbone(self) -> bool:
@@ -109,7 +110,7 @@ class ModelPaths:
         if not DRAFT_CONFIGS.get(kind := heads_kind(self.heads), DraftConfig).dynamic_trees:
             able = " or ".join(name for name, config in DRAFT_CONFIGS.items() if config.dynamic_trees)
             raise CheckpointError(f"tree {tree}: needs {able}, but {self.heads} is {kind}; use --tree {FIXED}")
-        return replace(self, dynamic=tree)
+        return replace(self, tree_mode=tree)
 
     def with_threshold(self, threshold: float | None) -> ModelPaths:
         """Return the paths with another threshold of drafting; raises CheckpointError for heads that have none."""
@@ -161,7 +162,7 @@ def resolve_model(
     paths = _resolve(model, base_model, Path(tree) if names_tree_file(tree) else None)
     if lookup is None or lookup.heads is not None:  # others choose their trees themselves
         if str(tree) == NO_TREE:
-            paths, lookup = replace(paths, tree=None, dynamic=NO_TREE), None
+            paths, lookup = replace(paths, tree=None, tree_mode=NO_TREE), None
         elif DYNAMIC.fullmatch(str(tree)):
             paths = paths.with_dynamic_trees(str(tree))
     paths = paths.with_lookup(lookup).with_threshold(threshold)
@@ -188,14 +189,14 @@ def runs_directory() -> Path:
 
 def newest_run(runs: Path) -> Path:
     """Return the run whose heads were written last."""
-    trained = [directory for directory in runs.glob("*") if find_heads(directory / "heads").layout]
+    trained = [directory for directory in runs.glob("*") if find_heads(directory / HEADS).layout]
     if not trained:
         raise CheckpointError(
             f"no model given, and no trained run under {runs}.\n"
             "Run `make demo` or `medusa-train CONFIG.yaml` first, or name a run (or, to measure the baselines alone, a "
             "base_model)."
         )
-    return max(trained, key=lambda run: (max(one.stat().st_mtime for one in find_heads(run / "heads").files), run.name))
+    return max(trained, key=lambda run: (max(one.stat().st_mtime for one in find_heads(run / HEADS).files), run.name))
 
 
 class HeadFiles(NamedTuple):
@@ -211,7 +212,7 @@ def find_heads(directory: Path) -> HeadFiles:
     for layout, names in _OWN_FILES.items():
         if files := [path for name in names if (path := directory / name).is_file()]:
             return HeadFiles(directory, layout, files[:1])
-    config, weights = read_mapping(directory / CONFIG), sorted(directory.glob("*.safetensors"))
+    config, weights = read_mapping(directory / HEADS_CONFIG), sorted(directory.glob("*.safetensors"))
     if config.get("model_type") == "medusa" and weights:
         return HeadFiles(directory, "vllm", weights)
     if EAGLE3 in (config.get("architectures") or ()) or config.get("speculators_model_type") == "eagle3":
@@ -225,7 +226,7 @@ def heads_kind(directory: Path) -> str:
     layout = find_heads(directory).layout
     if layout != "draft":
         return "eagle3" if layout == "eagle3" else "medusa"
-    return str(read_mapping(directory / CONFIG).get("draft"))
+    return str(read_mapping(directory / HEADS_CONFIG).get("draft"))
 
 
 def _advice(kind: str, lookup: LookupChoice) -> str:
@@ -235,6 +236,7 @@ def _advice(kind: str, lookup: LookupChoice) -> str:
 
 
 def _resolve(model: str | None, base_model: str | None, tree: Path | None) -> ModelPaths:
+    """Find out what `model` is: a run, heads alone, nothing but a backbone, or the newest run."""
     if model is None and base_model is not None:
         base = _local_or_hub(base_model)
         name = Path(base).name
@@ -242,9 +244,9 @@ def _resolve(model: str | None, base_model: str | None, tree: Path | None) -> Mo
             name = "-".join(Path(base).resolve().parts[-3:])
         return ModelPaths(runs_directory() / "baselines" / name, base, None, None, None)
     directory = newest_run(runs_directory()) if model is None else _existing_directory(model)
-    if directory.name == "heads" and find_heads(directory).layout and (directory.parent / "config.yaml").is_file():
+    if directory.name == HEADS and find_heads(directory).layout and (directory.parent / CONFIG).is_file():
         directory = directory.parent  # RUN/heads means RUN
-    if find_heads(directory / "heads").layout:
+    if find_heads(directory / HEADS).layout:
         return _resolve_run(directory, base_model, tree)
     if find_heads(directory).layout:
         return _resolve_heads(directory, base_model, tree)
@@ -263,32 +265,33 @@ def _existing_directory(name: str) -> Path:
 
 
 def _resolve_run(run: Path, base_model: str | None, tree: Path | None) -> ModelPaths:
-    config = _read_strictly(run / "config.yaml")
+    """Take the paths of a run from its config.yaml."""
+    config = _read_config(run / CONFIG)
     base = base_model or config.get("base_model")
     if not isinstance(base, str):
         raise CheckpointError(f"{run / 'config.yaml'}: names no base_model; give it with --base-model NAME")
     quantization: Quantization | None = None
-    if base_model is None and (run / "model" / "config.json").is_file():
-        base = str(run / "model")  # a joint run without an adapter trained the backbone itself
+    if base_model is None and (run / MODEL / HEADS_CONFIG).is_file():
+        base = str(run / MODEL)  # a joint run without an adapter trained the backbone itself
     elif config.get("load_in_4bit") or config.get("load_in_8bit"):
         # Heads over a quantised backbone were trained on its hidden states, not on those of the original.
         quantization = "nf4" if config.get("load_in_4bit") else "int8"
     template, template_kwargs = config.get("chat_template"), config.get("chat_template_kwargs")
     return ModelPaths(
-        run,
-        _local_or_hub(base),
-        run / "heads",
-        _resolve_tree(tree, run),
-        template if isinstance(template, str) else None,
-        run / "adapter" if (run / "adapter" / "adapter_config.json").is_file() else None,
-        quantization,
-        config.get("trust_remote_code") is True,
-        template_kwargs if isinstance(template_kwargs, dict) else {},
+        home=run,
+        base_model=_local_or_hub(base),
+        heads=run / HEADS,
+        tree=_resolve_tree(tree, run),
+        chat_template=template if isinstance(template, str) else None,
+        adapter=run / ADAPTER if (run / ADAPTER / "adapter_config.json").is_file() else None,
+        quantization=quantization,
+        trust_remote_code=config.get("trust_remote_code") is True,
+        chat_template_kwargs=template_kwargs if isinstance(template_kwargs, dict) else {},
     )
 
 
 def _resolve_heads(heads: Path, base_model: str | None, tree: Path | None) -> ModelPaths:
-    base = base_model or _read_strictly(heads / CONFIG).get("base_model_name_or_path")
+    base = base_model or _read_config(heads / HEADS_CONFIG).get("base_model_name_or_path")
     if base_model is None and find_heads(heads).layout == "model":
         base = str(heads)  # a Medusa-2 full model holds its backbone
     if not isinstance(base, str) or not base:
@@ -301,7 +304,7 @@ def names_no_backbone(model: str) -> bool:
     path = resolve_path(model)
     if path is None or find_heads(path).layout in (None, "model"):
         return False
-    return not read_mapping(path / CONFIG).get("base_model_name_or_path")
+    return not read_mapping(path / HEADS_CONFIG).get("base_model_name_or_path")
 
 
 def _local_or_hub(name: str) -> str:
@@ -311,7 +314,7 @@ def _local_or_hub(name: str) -> str:
 
 def _resolve_tree(tree: Path | None, home: Path) -> Path | None:
     if tree is None:
-        return home / "tree.json" if (home / "tree.json").is_file() else None
+        return home / TREE if (home / TREE).is_file() else None
     path = resolve_path(tree)
     if path is None:
         raise CheckpointError(f"tree {str(tree)!r}: no such file, nor {FIXED}, {NO_TREE}, dynamic, dynamic:NODESxDEPTH")
@@ -329,7 +332,7 @@ def _shards_with_heads(directory: Path) -> Iterator[Path]:
             if path.suffix == ".safetensors":
                 has_heads = any(key.startswith(PREFIXES) for key in _safetensors_names(path))
             else:
-                has_heads = "medusa_num_heads" in read_mapping(directory / CONFIG)  # pickles are not opened here
+                has_heads = "medusa_num_heads" in read_mapping(directory / HEADS_CONFIG)  # pickles are not opened here
             if has_heads:
                 yield path
             return
@@ -347,13 +350,13 @@ def _safetensors_names(path: Path) -> list[str]:
 def read_mapping(path: Path) -> dict[str, Any]:
     """Read a YAML or JSON mapping; empty if the file is missing or anything else."""
     try:
-        return _read_strictly(path)
+        return _read_config(path)
     except CheckpointError:
         return {}
 
 
-def _read_strictly(path: Path) -> dict[str, Any]:
-    """Likewise; raises CheckpointError for a file that is anything else."""
+def _read_config(path: Path) -> dict[str, Any]:
+    """Read a YAML or JSON mapping; empty if there is no file. Raises CheckpointError if it is anything else."""
     if not path.is_file():
         return {}
     try:

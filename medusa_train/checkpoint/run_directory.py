@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from medusa_train.config.types import STAGE_ONE
 from medusa_train.data.builtin_templates import TEMPLATE_SUFFIX
 from medusa_train.data.sources import is_data_file_name
 from medusa_train.errors import CheckpointError, ConfigError, MedusaError
-from medusa_train.io import WRITE_ERRORS, replace_text, write_failure
+from medusa_train.io import WRITE_ERRORS, locked, replace_text, write_failure
 
 CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
@@ -195,6 +195,20 @@ def writing(out: Path) -> Iterator[None]:
         yield
     except WRITE_ERRORS as error:
         raise CheckpointError(write_failure("run files", out, error)) from error
+
+
+@contextmanager
+def only_writer(out: Path) -> Iterator[None]:
+    """Refuse to run beside another process that trains in `out`: each would delete files of the other."""
+    with writing(out):
+        out.mkdir(parents=True, exist_ok=True)
+    busy = CheckpointError(f"output_dir: another process is training in {out}; wait for it, or set another directory")
+    try:
+        with locked(out, busy):
+            yield
+    finally:
+        with suppress(OSError):  # not empty
+            out.rmdir()
 
 
 def _absolute(name: str) -> str:

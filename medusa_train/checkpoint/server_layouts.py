@@ -36,15 +36,14 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
-from medusa_train.checkpoint.reference_layout import TOKEN_MAP, HeadTensors, checked_heads
+from medusa_train.checkpoint.reference_layout import LM_HEAD_0, TOKEN_MAP, HeadTensors, checked_heads
 from medusa_train.checkpoint.resolve import EAGLE3
 from medusa_train.config.types import ExportTarget
 from medusa_train.errors import CheckpointError
 
 _BLOCK = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)")
 _HEAD = re.compile(r"lm_heads\.(\d+)\.(weight|bias)")
-_OURS = re.compile(r"blocks\.(\d+)\.(\d+)\.linear\.(weight|bias)")
-_SHARED = "lm_heads.0.weight"
+_OUR_BLOCK = re.compile(r"blocks\.(\d+)\.(\d+)\.linear\.(weight|bias)")
 _REDUCED = "medusa_vocab_size"
 _OTHER_METHODS = {"eagle-": "eagle", "eagle3": "eagle3", "dflash": "dflash", "dspark": "dspark"}
 """Words in the path of a draft model by which vLLM chooses another method than the one that it was given."""
@@ -60,18 +59,18 @@ def to_vllm(heads: HeadTensors, lm_head: Tensor | None = None) -> tuple[dict[str
     """
     tensors = {}
     for name, tensor in heads.state.items():
-        if match := _OURS.fullmatch(name):
+        if match := _OUR_BLOCK.fullmatch(name):
             tensors[f"blocks.{match[1]}.layers.{match[2]}.{match[3]}"] = tensor
         elif name.endswith(".weight") or name == TOKEN_MAP:
             tensors[name] = tensor
     if heads.shared:
         if lm_head is None:
             raise CheckpointError("the heads share the backbone's lm_head, which vLLM's layout contains")
-        tensors[_SHARED] = lm_head
-    vocab_size = tensors[_SHARED].shape[0]
+        tensors[LM_HEAD_0] = lm_head
+    vocab_size = tensors[LM_HEAD_0].shape[0]
     if heads.token_map is not None:
         if heads.shared:
-            tensors[_SHARED] = tensors[_SHARED][heads.token_map]
+            tensors[LM_HEAD_0] = tensors[LM_HEAD_0][heads.token_map]
         elif heads.vocab_size is None:
             raise CheckpointError("the heads have a token_map, but config.json has no vocab_size (of all tokens)")
         else:
@@ -126,7 +125,7 @@ def from_vllm(tensors: Mapping[str, Tensor], config: Mapping[str, Any], source: 
         else:
             raise CheckpointError(f"{source}: {full_name} is not a weight of Medusa heads in vLLM's layout")
     if config.get("original_lm_head") is True:
-        state.pop(_SHARED, None)
+        state.pop(LM_HEAD_0, None)
     _apply_token_map(state, config, source)
     if not config.get("medusa_fc_bias", False):
         weights = [name for name in state if name.startswith("blocks.") and name.endswith(".weight")]
@@ -161,7 +160,7 @@ def method_in_path(path: str) -> str | None:
     return next((method for word, method in _OTHER_METHODS.items() if word in path.lower()), None)
 
 
-def copy_lm_head(heads: HeadTensors, lm_head: Tensor, bias: Tensor | None) -> HeadTensors:
+def with_own_lm_heads(heads: HeadTensors, lm_head: Tensor, bias: Tensor | None) -> HeadTensors:
     """Give each head a copy of the shared lm_head (weight [V, d], bias [V]), for formats that cannot share it."""
     state = dict(heads.state)
     for i in range(heads.num_heads):
@@ -174,7 +173,6 @@ def copy_lm_head(heads: HeadTensors, lm_head: Tensor, bias: Tensor | None) -> He
 # EAGLE-3
 
 _LAYER, _SPECULATORS_LAYER = "midlayer.", "layers.0."
-_LM_HEAD = "lm_heads.0.weight"
 _STATES = "eagle_aux_hidden_state_layer_ids"
 #: Entries of the layer's config.json.
 LAYER_KEYS = (
@@ -197,7 +195,7 @@ def to_eagle3(
     tokens = state.get(TOKEN_MAP)
     tokens = torch.arange(vocab_size) if tokens is None else tokens.cpu()
     ordered, rows = tokens.sort()
-    tensors["lm_head.weight"] = state[_LM_HEAD].cpu()[rows]
+    tensors["lm_head.weight"] = state[LM_HEAD_0].cpu()[rows]
     if len(ordered) < vocab_size:  # vLLM refuses them for a draft that has all tokens
         tensors["d2t"] = ordered - torch.arange(len(ordered))
         tensors["t2d"] = torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, ordered, True)
@@ -273,7 +271,7 @@ def from_eagle3(
             state[plain.replace(_SPECULATORS_LAYER, _LAYER, 1)] = tensor
     if "lm_head.weight" not in tensors:
         raise CheckpointError(f"{source}: lm_head.weight is missing")
-    state[_LM_HEAD] = tensors["lm_head.weight"]
+    state[LM_HEAD_0] = tensors["lm_head.weight"]
     settings: dict[str, Any] = {
         "layers": config.get(_STATES),
         "norm_before_residual": bool(config.get("norm_before_residual")),
@@ -281,7 +279,7 @@ def from_eagle3(
     }
     if (eagle := config.get("eagle_config")) and eagle.get(_STATES):
         settings["layers"] = [layers + 1 for layers in eagle[_STATES]]
-    rows = len(state[_LM_HEAD])
+    rows = len(state[LM_HEAD_0])
     if "d2t" in tensors and rows < int(layer.get("vocab_size", 0)):
         if len(tensors["d2t"]) != rows:
             raise CheckpointError(f"{source}: d2t has {len(tensors['d2t'])} tokens, lm_head {rows} rows")

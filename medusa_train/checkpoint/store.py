@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
+from medusa_train.checkpoint.run_directory import CHECKPOINTS
 from medusa_train.checkpoint.serialize import (
     checksum,
     join_tensors,
@@ -51,7 +52,7 @@ class CheckpointStore:
     """
 
     def __init__(self, output_dir: Path | str, save_total_limit: int | None = None) -> None:
-        self.root = Path(output_dir) / "checkpoints"
+        self.root = Path(output_dir) / CHECKPOINTS
         self.limit = save_total_limit or None
 
     def save(self, step: int, state: Mapping[str, Any], best: int | None = None) -> Path:

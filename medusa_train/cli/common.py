@@ -36,7 +36,7 @@ PIPE_WIDTH = 120
 #: Errors of a write to an open file, which names no file: no space, quota exceeded, file too large, device failed.
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
-OVERRIDE = re.compile(r"[A-Za-z_][\w.\[\]]*=")
+OVERRIDE = re.compile(r"[A-Za-z_][\w.\[\]-]*=")
 _QUIET = {
     "TRANSFORMERS_VERBOSITY": "error",
     "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
@@ -67,14 +67,13 @@ def join_lines(text: str) -> str:
     return re.sub(r"(?<=\S)\n(?=\S)", " ", text)
 
 
-def with_keys(cls: type[Config], *names: str, **options: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def with_keys(cls: type[Config], *names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorate a command so that keys of `cls` have options, described as in the schema; it gets them as `flags`.
 
     Args:
-        names: keys whose option has their name: `max_new_tokens` is --max-new-tokens.
-        options: other options by key: `base_model="--model"`.
+        names: keys; see `Config.option_of` for the names of their options.
     """
-    keys = {**{name: f"--{name.replace('_', '-')}" for name in names}, **options}
+    keys = {name: cls.option_of(name) for name in names}
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(command)
@@ -163,7 +162,7 @@ def split_arguments(arguments: Iterable[str]) -> tuple[Path | None, list[str]]:
     overrides: list[str] = []
     paths: list[str] = []
     for argument in arguments:
-        (overrides if OVERRIDE.match(argument) and not Path(argument).is_file() else paths).append(argument)
+        (overrides if OVERRIDE.match(argument) and not os.path.isfile(argument) else paths).append(argument)
     if len(paths) > 1:
         raise ConfigError(
             f"expected one configuration file, got {' and '.join(paths)}; overrides are written key=value, "

@@ -18,7 +18,7 @@ from rich.console import Console
 from medusa_train.checkpoint.resolve import ModelPaths, resolve_model, runs_directory
 from medusa_train.checkpoint.run_directory import check_writable
 from medusa_train.cli.common import error_console, join_lines, read_arguments, run_command, table_console, with_keys
-from medusa_train.config.paths import looks_like_path, resolve_path
+from medusa_train.config.paths import expand_user, looks_like_path, resolve_path
 from medusa_train.config.schema import EvalConfig
 from medusa_train.errors import BackboneError, ConfigError
 from medusa_train.progress import RunProgress
@@ -94,7 +94,7 @@ def evaluate(
         raise ConfigError(f"--calibrate fits the tree of a run's heads; remove draft: {cfg.draft}")
     paths = _resolve_paths(cfg)
     if not interactive:
-        check_writable(Path(cfg.output_dir) if cfg.output_dir else paths.home / "eval")
+        check_writable(expand_user(cfg.output_dir) if cfg.output_dir else paths.home / "eval")
     console = table_console()
     progress = RunProgress(console, started)
     progress.print(_first_line(cfg, questions, paths))
@@ -159,6 +159,10 @@ def _chat(cfg: EvalConfig, paths: ModelPaths, console: Console) -> None:
     options: dict[str, Any] = {"typical": cfg.acceptance == "typical", "temperature": cfg.resolved().temperature or 0.0}
     if cfg.acceptance == "sampling":
         options |= {"top_p": cfg.top_p, "top_k": cfg.top_k or 0}
+    if cfg.acceptance == "typical":
+        options |= {"epsilon": cfg.epsilon, "delta": cfg.delta}
+    if "seed" in cfg.model_fields_set:
+        options["seed"] = cfg.seed
     Chat(open_model(paths, cfg.dtype, compiled=cfg.compile is True), console, cfg.max_new_tokens, **options).run()
 
 
@@ -168,7 +172,7 @@ def _compare(names: list[str], bench: str | None, output_dir: str | None) -> Non
     reports = load_reports(names, bench)
     console = table_console()
     console.print(show(reports))
-    _print_paths(console, write(reports, Path(output_dir) if output_dir else runs_directory() / "compare"))
+    _print_paths(console, write(reports, expand_user(output_dir) if output_dir else runs_directory() / "compare"))
 
 
 def _print_paths(console: Console, written: Sequence[Path]) -> None:

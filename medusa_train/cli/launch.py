@@ -22,6 +22,7 @@ from medusa_train.config.load import load_config
 from medusa_train.config.schema import TrainConfig
 from medusa_train.errors import ConfigError, MedusaError
 from medusa_train.training.process_info import ProcessInfo, free_port
+from medusa_train.training.signals import leave_terminal, stop_signals
 
 #: Exit codes of medusa-train; any other code of the launcher means failure.
 _EXIT_CODES = (0, 1, 2, 130, 143)
@@ -89,9 +90,11 @@ def _first_visible(visible: str, count: int) -> str:
 
 @contextlib.contextmanager
 def _forward_signals(process: subprocess.Popen[bytes], *, remote: bool) -> Iterator[None]:
-    """Forward SIGINT and SIGTERM to the training processes; the launcher would kill them instead."""
+    """Forward Ctrl-C, SIGTERM and SIGHUP to the training processes; the launcher would kill them instead."""
 
     def forward(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            leave_terminal()
         training = [] if remote else _training_processes(process.pid)
         for pid in training:
             with contextlib.suppress(ProcessLookupError):
@@ -100,7 +103,7 @@ def _forward_signals(process: subprocess.Popen[bytes], *, remote: bool) -> Itera
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, number)
 
-    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, forward) for number in stop_signals()}
     try:
         yield
     finally:

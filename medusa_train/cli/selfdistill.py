@@ -57,8 +57,7 @@ Exit codes: 0 success, 1 failure, 2 configuration error, 130 interrupted.
 @with_keys(
     SelfDistillConfig,
     *("output", "mode", "temperature", "max_new_tokens", "chat_template", "dtype", "limit"),
-    seed_dataset="--prompts --seed",
-    base_model="--model",
+    *("seed_dataset", "base_model"),
 )
 def selfdistill(
     flags: dict[str, object],
@@ -80,6 +79,7 @@ def selfdistill(
     flags["server_url"] = server_url or None
     cfg = read_arguments(SelfDistillConfig, arguments or [], flags=flags)
 
+    from medusa_train.data.builtin_templates import get_template
     from medusa_train.selfdistill.engines import resolve_model_paths
     from medusa_train.selfdistill.output import shard_output
     from medusa_train.selfdistill.run import load_prompts, output_path, resolve_shard
@@ -98,7 +98,9 @@ def selfdistill(
     if merge:
         return _merge(cfg, selected, out, console)
     if cfg.engine == "local":
-        resolve_model_paths(cfg)  # reports a wrong path before torch is imported
+        resolve_model_paths(cfg)  # reports a wrong path or template before torch is imported
+        if cfg.chat_template is not None:
+            get_template(cfg.chat_template)
     if dry_run:
         return _preview(cfg, selected, console)
     return _generate(cfg, selected, out, part, console)

@@ -41,6 +41,7 @@ datasets (chats in JSONL: ShareGPT, OpenAI messages or Alpaca format).
   medusa-train configs/tiny_m1.yaml resume_from_checkpoint=auto
 
   medusa-train configs/vicuna7b_m2.yaml --num-gpus 8 deepspeed=configs/deepspeed/zero2.json optimizer=adamw_torch
+  gradient_accumulation_steps=4 stage_one.gradient_accumulation_steps=2
 
   medusa-train configs/tiny_m1.yaml --inspect
 
@@ -59,7 +60,7 @@ Exit codes: 0 success, 1 failure, 2 configuration error, 130 interrupted, 143 te
 
 @app.command(help=join_lines(HELP), no_args_is_help=True)
 @run_command
-@with_keys(TrainConfig, "output_dir", overwrite_output_dir="--overwrite")
+@with_keys(TrainConfig, "output_dir", "overwrite_output_dir")
 def train(
     flags: dict[str, object],
     arguments: list[str] = typer.Argument(

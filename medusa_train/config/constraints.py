@@ -55,7 +55,7 @@ def find_ineffective_keys(cfg: Any) -> Iterator[str]:
     if not _has_validation(cfg):
         yield from ("eval_steps", "evals_per_epoch")
     if cfg.wandb_project is None:
-        yield from ("wandb_entity", "wandb_run_id")
+        yield from ("wandb_entity", "wandb_run_id", "wandb_name")
 
 
 def _has_validation(cfg: Any) -> bool:

@@ -52,7 +52,7 @@ def load_config(
         _apply_override(source, override)
     for name, value in (flags or {}).items():
         if value is not None:
-            _set_value(source, (name,), value, f"--{name.replace('_', '-')}")
+            _set_value(source, (name,), value, cls.option_of(name).split()[0])
     cfg, problems = _validate(cls, source)
     lines = _problem_lines(problems, source)
     if isinstance(cfg, TrainConfig) and cfg.trains_stage_one:
@@ -191,7 +191,7 @@ def _load_stage_one(cfg: TrainConfig, outer: YamlSource, invalid: set[str]) -> t
     problems = [(path, text) for path, text in problems if not path or path[0] not in unknown]
     if not unknown and not any(path and path[0] in SHARED_WITH_STAGE_ONE for path, _ in problems):
         first = first.resolved()
-        problems += [((*key.split("."),), message) for key, message in cfg.mismatches(first).items()]
+        problems += [((*key.split("."),), message) for key, message in cfg.stage_one_mismatches(first).items()]
     return first, _problem_lines(problems, source)
 
 

@@ -75,6 +75,7 @@ IGNORED_AXOLOTL_KEYS = frozenset(
         *("pad_to_sequence_len", "special_tokens", "eval_sample_packing", "eval_max_new_tokens"),
         *("plugins", "liger_rope", "liger_rms_norm", "liger_glu_activation", "liger_fused_linear_cross_entropy"),
         *("s2_attention", "flash_attn_cross_entropy", "lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel"),
+        "gradient_checkpointing_kwargs",
     )
 )
 
@@ -123,6 +124,7 @@ class DatasetConfig(BaseModel):
         "data_files": "name the file or directory as `path`",
         "ds_type": "follows from the file's name; remove it",
         "roles_to_train": "applies to all datasets: set it beside `datasets`",
+        "chat_template": "is named `conversation` here, or set it for all datasets beside `datasets`",
     }
 
     path: Text = key(
@@ -140,6 +142,19 @@ class DatasetConfig(BaseModel):
 
 class TrainConfig(Config):
     """Keys of `medusa-train`."""
+
+    #: Keys of Axolotl, with what to do instead.
+    axolotl_hints: ClassVar[Mapping[str, str]] = {
+        "attn_implementation": "is chosen by `flash_attention`; leave it out for the fastest that there is",
+        "batch_size": "is micro_batch_size x gradient_accumulation_steps; set these",
+        "eval_batch_size": "is micro_batch_size; remove it",
+        "train_on_eos": "the end of every answer is trained; remove it",
+        "wandb_mode": "set the environment variable WANDB_MODE",
+    }
+    options: ClassVar[Mapping[str, str]] = {
+        "overwrite_output_dir": "--overwrite",
+        "resume_from_checkpoint": "--resume",
+    }
 
     # Backbone
     base_model: Text = key(..., "the backbone: a Hugging Face model directory or a hub name")
@@ -302,6 +317,11 @@ class TrainConfig(Config):
         return bool(self.stage_one) and self.lora_model_dir is None
 
     @property
+    def mixes_rows(self) -> bool:
+        """Whether several conversations share a forward pass."""
+        return self.sample_packing or self.micro_batch_size > 1
+
+    @property
     def run_dir(self) -> Path:
         """The directory `output_dir`."""
         return expand_user(self.output_dir)
@@ -324,7 +344,7 @@ class TrainConfig(Config):
 
     @property
     def stage_one_values(self) -> dict[str, Any]:
-        """The directory of stage one, which needs no tree, and one way to hold data out where this run sets one."""
+        """Values that stage one always has: its directory, no tree, and the kind of held-out data of this run."""
         values: dict[str, Any] = {"output_dir": str(Path(self.output_dir) / STAGE_ONE), "calibration_tokens": 0}
         if self.test_datasets is not None:
             values["val_set_size"] = None
@@ -339,7 +359,7 @@ class TrainConfig(Config):
         settings = {f"{section.prefix}{name}": value for name, value in section.settings.items()}
         return {"base_model": self.base_model, "draft": self.draft, **settings}
 
-    def mismatches(self, first: TrainConfig) -> dict[str, str]:
+    def stage_one_mismatches(self, first: TrainConfig) -> dict[str, str]:
         """Compare the heads that `first` trains with those of this run; it must train nothing else."""
         theirs = first.heads_keys
         different = {
@@ -536,6 +556,8 @@ class EvalConfig(Config):
 
 class SelfDistillConfig(Config):
     """Keys of `medusa-selfdistill`."""
+
+    options: ClassVar[Mapping[str, str]] = {"base_model": "--model", "seed_dataset": "--prompts --seed"}
 
     # Prompts
     seed_dataset: Text = key(

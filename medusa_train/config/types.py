@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
@@ -245,17 +245,24 @@ class Config(BaseModel):
     #: Axolotl keys without a meaning here: accepted with any value, and listed as ignored.
     ignored_axolotl_keys: ClassVar[frozenset[str]] = frozenset()
     constraints: ClassVar[tuple[Constraint, ...]] = ()
+    #: Options of keys that are not named as the key is.
+    options: ClassVar[Mapping[str, str]] = {}
 
     _ignored: tuple[str, ...] = PrivateAttr(default=())
     _origins: dict[str, tuple[str, ...]] = PrivateAttr(default_factory=dict)
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """Keys that were set without effect; those that are off (false, 0, null) by default and as set have none."""
+        """Keys that the user set and that have no effect, but for those left at a default of false, 0 or null."""
         names = self.model_fields_set.intersection(self.ineffective_keys)
         fields = type(self).model_fields
         names = {name for name in names if getattr(self, name) or getattr(self, name) != fields[name].default}
         return tuple(sorted({*self._ignored, *names}))
+
+    @classmethod
+    def option_of(cls, name: str) -> str:
+        """Return a key's option, or several with spaces: `max_new_tokens` is --max-new-tokens, but for some keys."""
+        return cls.options.get(name, f"--{name.replace('_', '-')}")
 
     def origin(self, name: str) -> tuple[str, ...]:
         """Return where a key was set: locations in files, overrides, flags; empty if it was not set."""

@@ -42,7 +42,7 @@ class Batch:
         return replace(self, tokens=tokens, labels=labels, positions=positions, segments=segments)
 
 
-def collate(rows: Sequence[Sequence[Example]], pad_id: int) -> Batch:
+def collate(rows: Sequence[Sequence[Example]]) -> Batch:
     """Concatenate the documents of each row, and pad all rows to the longest.
 
     tokens      a b c d e .        (two documents of three and two tokens, and one padding position)
@@ -50,7 +50,7 @@ def collate(rows: Sequence[Sequence[Example]], pad_id: int) -> Batch:
     segments    0 0 0 1 1 -
     """
     shape = (len(rows), max(sum(len(example) for example in row) for row in rows))
-    tokens = torch.full(shape, pad_id, dtype=torch.long)
+    tokens = torch.zeros(shape, dtype=torch.long)  # padding is masked: any token with an embedding will do
     labels = torch.full(shape, IGNORE_INDEX, dtype=torch.long)
     positions = torch.zeros(shape, dtype=torch.long)
     segments = torch.full(shape, -1, dtype=torch.long)
@@ -67,7 +67,7 @@ def collate(rows: Sequence[Sequence[Example]], pad_id: int) -> Batch:
     return Batch(tokens, labels, positions, segments, sources, rows)
 
 
-def shift_labels(labels: Tensor, k: int, segments: Tensor | None = None) -> Tensor:
+def shift_labels(labels: Tensor, k: int, segments: Tensor) -> Tensor:
     """Align labels with the positions that predict them: `out[b, t] = labels[b, t + k + 1]`.
 
     k = 0 is next-token prediction by the language model; Medusa head k >= 1 predicts the token k + 1 positions ahead
@@ -81,19 +81,16 @@ def shift_labels(labels: Tensor, k: int, segments: Tensor | None = None) -> Tens
     Args:
         labels: [B, T] token ids, `IGNORE_INDEX` where unsupervised.
         k: offset beyond the next token, 0 or more.
-        segments: [B, T] document of each position, contiguous within a row (padding: -1); None for one per row.
+        segments: [B, T] document of each position, contiguous within a row (padding: -1).
 
     Returns:
         [B, T], `IGNORE_INDEX` where there is no target.
     """
-    ahead = k + 1
+    offset = k + 1
     out = torch.full_like(labels, IGNORE_INDEX)
-    if ahead >= labels.shape[1]:
-        return out
-    target = labels[:, ahead:]
-    if segments is not None:
-        target = torch.where(segments[:, ahead:] == segments[:, :-ahead], target, IGNORE_INDEX)
-    out[:, :-ahead] = target
+    if offset < labels.shape[1]:
+        same_document = segments[:, offset:] == segments[:, :-offset]
+        out[:, :-offset] = torch.where(same_document, labels[:, offset:], IGNORE_INDEX)
     return out
 
 

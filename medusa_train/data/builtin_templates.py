@@ -134,4 +134,7 @@ def get_template(name: str) -> Template:
         return Template(source, answer_end="")
     near = difflib.get_close_matches(name, TEMPLATES, n=1)
     hint = f"did you mean '{near[0]}'? " if near else ""
-    raise ConfigError(f"chat template '{name}' is unknown; {hint}choose {', '.join(TEMPLATES)}, or a .jinja file")
+    raise ConfigError(
+        f"chat template '{name}' is unknown; {hint}choose {', '.join(TEMPLATES)}, or a .jinja file, or leave it out "
+        "for the tokenizer's own"
+    )

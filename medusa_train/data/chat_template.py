@@ -68,11 +68,7 @@ class ChatTemplate:
     reasoning_tags: ReasoningTags = REASONING_TAGS
 
     def render(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
-        """Render the chat as text; with `prompt`, followed by the generation prompt.
-
-        Raises:
-            ChatTemplateError: the template rejects the chat, for example a system message that it does not support.
-        """
+        """Render the chat, with `prompt` plus the generation prompt; ChatTemplateError if the template rejects it."""
         try:
             texts, _ = render_jinja_template(
                 conversations=[[message.as_dict() for message in messages]],
@@ -186,7 +182,7 @@ class ChatTemplate:
 
 @lru_cache(maxsize=8)
 def _without_today(source: str) -> str:
-    """Write `DATE` for today's, else the tokens would be others tomorrow and a run could not be resumed."""
+    """Replace today's date by `DATE`, so that tokens do not change from day to day and a run can be resumed."""
     return re.sub(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)", lambda call: repr(DATE.strftime(call[2])), source)
 
 

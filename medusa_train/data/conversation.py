@@ -126,13 +126,13 @@ def without_reasoning(text: str) -> str:
     return "" if text.lstrip().startswith(opening) else text
 
 
-def is_looping(text: str | Sequence[Hashable], length: int = 8, times: int = 3) -> bool:
-    """Return whether some n-gram of `length` words and symbols, or tokens, occurs `times` times, overlaps included.
+def is_looping(text: str | Sequence[Hashable]) -> bool:
+    """Return whether some 8-gram of words and symbols, or tokens, occurs three times, overlaps included.
 
     N-grams of a text without any letter count from four times as often: ruled tables and lists of zeros are no loops.
     """
     tokens = _WORDS.findall(text) if isinstance(text, str) else text
-    ngrams = Counter(zip(*(tokens[start:] for start in range(length)), strict=False))
-    if max(ngrams.values(), default=0) < times or not isinstance(text, str):
-        return max(ngrams.values(), default=0) >= times
-    return any(n >= times * (1 if any(map(str.isalpha, "".join(ngram))) else 4) for ngram, n in ngrams.items())
+    ngrams = Counter(zip(*(tokens[start:] for start in range(8)), strict=False))
+    if max(ngrams.values(), default=0) < 3 or not isinstance(text, str):
+        return max(ngrams.values(), default=0) >= 3
+    return any(n >= (3 if any(map(str.isalpha, "".join(ngram))) else 12) for ngram, n in ngrams.items())

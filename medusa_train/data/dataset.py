@@ -27,12 +27,10 @@ class EncodedDataset(Sequence[Example]):
     """Tokenized conversations, those that became several rows as one example per row.
 
     Attributes:
-        pad_id: padding token.
         row_len: maximum tokens of a row in sample packing; None for one conversation per row.
     """
 
     examples: list[Example]
-    pad_id: int
     report: DataReport
     row_len: int | None = None
 
@@ -86,7 +84,7 @@ class EncodedDataset(Sequence[Example]):
 
     def batch(self, rows: Sequence[Sequence[int]]) -> Batch:
         """Collate rows of example indices."""
-        return collate([[self.examples[index] for index in row] for row in rows], self.pad_id)
+        return collate([[self.examples[index] for index in row] for row in rows])
 
     def fingerprint(self) -> str:
         """Return a digest of all tokens and loss masks, in order."""
@@ -149,8 +147,8 @@ def load_datasets(
         raise DataError("early_stopping_patience: no conversation is left for validation; set test_datasets")
     row_len = cfg.sequence_len if cfg.sample_packing else None
     return (
-        EncodedDataset(train, encoder.pad_id, report, row_len),
-        EncodedDataset(validation, encoder.pad_id, report, row_len) if test is None else test,
+        EncodedDataset(train, report, row_len),
+        EncodedDataset(validation, report, row_len) if test is None else test,
     )
 
 
@@ -190,7 +188,7 @@ class BatchLoader:
         self._fingerprint: str | None = None
 
     @property
-    def steps_per_epoch(self) -> int:
+    def batches_per_epoch(self) -> int:
         """Batches in an epoch."""
         return len(self._batches)
 
@@ -275,6 +273,6 @@ def validation_batches(validation: EncodedDataset, micro_batch_size: int) -> Cal
 
     def batches() -> Iterable[Batch]:
         loader = BatchLoader(validation, micro_batch_size, seed=0, shuffle=False)
-        return islice(loader, loader.steps_per_epoch)
+        return islice(loader, loader.batches_per_epoch)
 
     return batches

@@ -33,7 +33,7 @@ def choose_draft_vocabulary(
 
 
 def token_counts(dataset: EncodedDataset, vocab_size: int) -> Tensor:
-    """Count the supervised tokens of a data set, long [V]; every conversation counts once, whatever its weight."""
+    """Count the supervised tokens of a data set, long [V]."""
     counts = torch.zeros(vocab_size, dtype=torch.long)
     for example in dataset.examples:
         counts += torch.bincount(example.tokens[example.supervised], minlength=vocab_size)

@@ -104,11 +104,7 @@ class StateStore:
         return None
 
     def append(self, key: str, values: Tensor) -> None:
-        """Store the states of a document, a contiguous tensor [states, T, d] on the CPU, in the store's format.
-
-        Raises:
-            OSError: they cannot be written; entries stored earlier are unaffected.
-        """
+        """Store a document's states, contiguous [states, T, d] on the CPU; an OSError leaves earlier ones intact."""
         if self._shard is None:
             self.directory.mkdir(parents=True, exist_ok=True)
             self._shard = _ShardWriter(self.directory / f"{time.time_ns()}-{self._rank}-{os.getpid()}")

@@ -122,8 +122,8 @@ def _open_hub(source: DatasetConfig, on_progress: OnProgress | None) -> HubSplit
         return _load_split(source, on_progress)
     except FetchError as error:
         raise DataError(
-            f"{source.path}: no such file or directory, and the hub has no data set of that name: {error}\n"
-            "Check the name and the connection, or set it to the path of a JSONL file."
+            f"{source.path}: no such file or directory, and it cannot be loaded from the hub: {error}\n"
+            "Check its name, its `name` and `split` on the hub, and the connection, or set the path of a JSONL file."
         ) from None
 
 
@@ -138,7 +138,7 @@ def _load_split(source: DatasetConfig, on_progress: OnProgress | None) -> HubSpl
     try:
         rows: Any = datasets.load_dataset(source.path, source.name, split=split)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        raise FetchError(str(error).strip().split("\n")[0] or type(error).__name__) from None
+        raise FetchError(" ".join(str(error).split("\n")[:2]).strip() or type(error).__name__) from None
     return HubSplit(f"{source.path}[{split}]", rows)
 
 

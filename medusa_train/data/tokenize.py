@@ -94,14 +94,6 @@ class ChatEncoder:
         name = template if template is not None else self.template_name
         return ChatEncoder(self.tokenizer, name, self.template.kwargs, **settings)
 
-    @property
-    def pad_id(self) -> int:
-        """Padding token: pad, else eos, else 0. Padding is masked, so any token works."""
-        for token in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id):
-            if token is not None:
-                return int(token)
-        return 0
-
     def encode(self, conversation: Conversation) -> list[EncodedRow]:
         """Tokenize a chat into rows that end with an answer. Special tokens come from the template only.
 

@@ -14,7 +14,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from decimal import Decimal
 from statistics import fmean
-from typing import Any, Protocol
+from typing import Any
 
 from medusa_train.config.constraints import CODE_BENCH
 from medusa_train.data.conversation import without_reasoning
@@ -22,6 +22,7 @@ from medusa_train.errors import ConfigError
 from medusa_train.evaluation.code_sandbox import run_program
 from medusa_train.evaluation.questions import FunctionTest, Question, parse_number
 from medusa_train.evaluation.records import Score, TurnRecord
+from medusa_train.inference.detokenize import answer_text
 
 EXACT_MATCH, PASS_AT_1 = "exact match", "pass@1"
 
@@ -40,19 +41,8 @@ _FUTURE = re.compile(r"^from __future__ import .*$", re.M)
 _TOP_LEVEL = re.compile(r"(import|from|def|class|async)\b|[@#)\]}]")
 
 
-class TextDecoder(Protocol):
-    """The part of a tokenizer that turns tokens into text."""
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> Any:
-        """Return the text of `token_ids`."""
-
-
 def require_code_execution(allowed: bool, questions: Sequence[Question]) -> None:
-    """Check that code in the answers may be run (`allow_code_execution`) and isolated, if questions are scored by it.
-
-    Raises:
-        ConfigError: it may not, or it can't; the message says what is missing.
-    """
+    """Raise ConfigError if questions are scored by running code, unless that is allowed and can be isolated."""
     if not any(isinstance(question.expected, FunctionTest) for question in questions):
         return
     if not allowed:
@@ -69,15 +59,13 @@ def require_code_execution(allowed: bool, questions: Sequence[Question]) -> None
 def score_answers(
     records: Sequence[TurnRecord],
     questions: Sequence[Question],
-    tokenizer: TextDecoder,
+    tokenizer: Any,
     on_answer: Callable[[], None] = lambda: None,
 ) -> None:
     """Score the tree's and the plain answer of every turn whose question has `expected`; fills in `record.scores`.
 
     Runs code for questions of HumanEval: the caller has checked that this is allowed. Equal answers run once.
-
-    Args:
-        on_answer: called after each turn.
+    `on_answer` is called after each turn.
     """
     expected = {question.question_id: question.expected for question in questions}
     for record in records:
@@ -90,7 +78,7 @@ def score_answers(
                 continue
             if answer.tokens not in scores:
                 # Not record.text, which is stripped: a continuation begins with its indentation.
-                text = str(tokenizer.decode(list(answer.tokens), skip_special_tokens=True))
+                text = answer_text(tokenizer, answer.tokens)
                 scores[answer.tokens] = score_text(target, without_reasoning(record.opened + text))
             record.scores[name] = scores[answer.tokens]
         on_answer()
@@ -181,7 +169,7 @@ def rouge_scorer(questions: Sequence[Question]) -> Any:
 
 
 def rouge_means(
-    records: Sequence[TurnRecord], questions: Sequence[Question], tokenizer: TextDecoder, scorer: Any
+    records: Sequence[TurnRecord], questions: Sequence[Question], tokenizer: Any, scorer: Any
 ) -> dict[str, Any] | None:
     """Return mean F1 of ROUGE-1, -2 and -L in per cent, of the `tree`'s and the `plain` answers with a reference.
 
@@ -193,7 +181,7 @@ def rouge_means(
         reference = references.get((record.question_id, record.turn))
         for name, answer in (("tree", record.tree), ("plain", record.plain)):
             if reference and answer is not None:
-                text = str(tokenizer.decode(list(answer.tokens), skip_special_tokens=True))
+                text = answer_text(tokenizer, answer.tokens)
                 scored.setdefault(name, []).append(scorer.score(reference, without_reasoning(record.opened + text)))
     if not scored:
         return None

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from medusa_train.checkpoint.resolve import ModelPaths
+from medusa_train.checkpoint.run_directory import CONFIG
 from medusa_train.config.load import load_config
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.batch import IGNORE_INDEX, Batch, shift_labels
@@ -67,7 +68,7 @@ def measure_backbone_quality(paths: ModelPaths, dtype: str = "float32") -> dict[
 
 def run_config(paths: ModelPaths) -> TrainConfig | None:
     """Return the configuration of the run that `paths` belong to; None if it is no run, or its configuration broken."""
-    path = paths.home / "config.yaml"
+    path = paths.home / CONFIG
     if not path.is_file():
         return None
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from medusa_train.checkpoint.load_model import LoadedModel, dynamic_size, load_w
 from medusa_train.checkpoint.resolve import ModelPaths, names_tree_file
 from medusa_train.checkpoint.run_directory import TREE, TREE_TRACES
 from medusa_train.choose_decoding import choose_dtype
+from medusa_train.config.paths import expand_user
 from medusa_train.config.schema import EvalConfig
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import CheckpointError, MedusaError
@@ -18,16 +18,8 @@ from medusa_train.evaluation.questions import Bench
 from medusa_train.inference.decoding_settings import DecodingSettings
 from medusa_train.pages.page import Table, number
 from medusa_train.progress import RunProgress
-from medusa_train.tree_search.choose import TreeChoice, choose_tree
-from medusa_train.tree_search.traces import (
-    Prompts,
-    TracedAnswers,
-    load_traces,
-    prompts_by_conversation,
-    save_traces,
-    trace_conversations,
-    weights_key,
-)
+from medusa_train.tree_search.choose import TreeChoice, answer_prompts, choose_tree
+from medusa_train.tree_search.traces import Prompts, load_traces, prompts_by_conversation, weights_key
 
 LEAST_TOKENS = 2000  # to fit a tree to
 
@@ -55,13 +47,15 @@ def calibrate(cfg: EvalConfig, bench: Bench, paths: ModelPaths, progress: RunPro
     if conversations is None:
         conversations = [[chat.prompt(question.opening)] for question in bench.questions]
         source = f"questions of bench {bench.name}: evaluate on another one"
-    traced = trace(cfg, model, conversations, cfg.calibration_tokens, source, progress)
     assert model.draft is not None
+    budget = cfg.calibration_tokens
+    progress.print(f"calibrating on {budget:,} greedy tokens, {source}")
+    traced = answer_prompts(model.backbone, model.draft, conversations, budget, progress, cfg.max_new_tokens)
     choice = choose_tree(model.backbone, model.draft, traced, progress)
     progress.console.print(_sizes_table(choice).terminal())
     progress.print(f"chosen: {choice.describe()}")
     progress.console.print(progress.table())
-    return [save(choice, traced, cfg, paths)]
+    return [choice.save(_results_of(cfg, paths), traced, paths)]
 
 
 def refit_tree(
@@ -90,8 +84,7 @@ def refit_tree(
     if names_tree_file(cfg.tree):
         progress.print(f"{reason}; using it as named by tree")
         return None
-    home = paths.home if paths.tree is None else paths.tree.parent
-    kept = traced = load_traces(home / TREE_TRACES, weights_key(paths, settings))
+    kept = traced = load_traces(paths.tree.parent / TREE_TRACES, weights_key(paths, settings))
     try:
         if traced is not None:
             progress.print(f"{reason}: choosing it again from the {traced.tokens:,} kept tokens, timing steps only")
@@ -102,20 +95,25 @@ def refit_tree(
                 progress.print(f"{reason}; using it as it is, since the run's data to fit it again are not available")
                 return None
             progress.print(f"{reason}: fitting it again")
-            traced = trace(cfg, model, conversations, budget, "validation prompts of the run", progress)
+            progress.print(f"calibrating on {budget:,} greedy tokens, validation prompts of the run")
+            traced = answer_prompts(model.backbone, model.draft, conversations, budget, progress, cfg.max_new_tokens)
         choice = choose_tree(model.backbone, model.draft, traced, progress, quick=kept is not None)
     except MedusaError as error:
         progress.print(f"using the tree as it is: {error}")
         return None
     progress.print(f"chosen: {choice.describe()}")
-    paths = replace(paths, tree=save(choice, traced, cfg, paths))
+    paths = replace(paths, tree=choice.save(_results_of(cfg, paths), traced, paths))
     tree = choice.best.tree
     return replace(model, tree=tree, dynamic=dynamic_size(paths, tree)), paths
 
 
+def _results_of(cfg: EvalConfig, paths: ModelPaths) -> Path:
+    return expand_user(cfg.output_dir) if cfg.output_dir else paths.home
+
+
 def resumed_tree(cfg: EvalConfig, paths: ModelPaths) -> ModelPaths:
     """Take the tree that an interrupted evaluation fitted to these heads and left in `output_dir`, if there is one."""
-    tree = Path(cfg.output_dir or paths.home) / TREE
+    tree = expand_user(cfg.output_dir or paths.home) / TREE
     if cfg.output_dir is None or paths.tree != paths.home / TREE or not tree.is_file():
         return paths
     settings = DecodingSettings.load(tree)
@@ -138,41 +136,11 @@ def chooses_compilation(cfg: EvalConfig, paths: ModelPaths) -> bool:
     return fitted is not None and fitted.compiled
 
 
-def trace(
-    cfg: EvalConfig,
-    model: LoadedModel,
-    conversations: Sequence[Prompts],
-    token_budget: int,
-    source: str,
-    progress: RunProgress,
-) -> TracedAnswers:
-    """Let the backbone answer prompts, and trace the answers."""
-    assert model.draft is not None
-    progress.print(f"calibrating on {token_budget:,} greedy tokens, {source}")
-    with progress.phase("answering for the tree", token_budget, "tokens", ticking=True) as phase:
-        return trace_conversations(
-            model.backbone,
-            model.draft,
-            conversations,
-            max_new_tokens=min(cfg.max_new_tokens, max(8, token_budget // 8)),  # as after training
-            token_budget=token_budget,
-            on_answer=phase.advance,
-        )
-
-
 def validation_prompts(paths: ModelPaths, chat: ChatEncoder, seed: int, token_budget: int) -> list[Prompts] | None:
     """Return the prompts of the run's validation conversations, in random order; None if its data are gone."""
     cfg = run_config(paths)
     data = None if cfg is None else validation_conversations(cfg, chat)
     return None if data is None else prompts_by_conversation(data[0], token_budget, seed)
-
-
-def save(choice: TreeChoice, traced: TracedAnswers, cfg: EvalConfig, paths: ModelPaths) -> Path:
-    """Write tree.json, whose path is returned, and the traces to the run (or `output_dir`)."""
-    home = Path(cfg.output_dir) if cfg.output_dir else paths.home
-    save_traces(home / TREE_TRACES, traced, weights_key(paths, choice.settings))
-    choice.save(home / TREE)
-    return home / TREE
 
 
 def _sizes_table(choice: TreeChoice) -> Table:

@@ -15,7 +15,7 @@ from medusa_train.config.paths import resolve_path
 from medusa_train.errors import CheckpointError, ConfigError
 from medusa_train.evaluation.report import equal_cell
 from medusa_train.evaluation.report_page import speedup_figure
-from medusa_train.inference.decoding_settings import describe_settings, settings_of
+from medusa_train.inference.decoding_settings import describe_mode, mode_of
 from medusa_train.pages.page import Section, Table, number, render_page, write_files
 
 #: Keys of `meta` that must be equal for speeds to be comparable, with their labels.
@@ -42,16 +42,11 @@ class Evaluated:
 
 
 def load_reports(names: Sequence[str], bench: str | None) -> list[Evaluated]:
-    """Read the reports of runs.
-
-    Args:
-        names: run directories, directories with a report.json, or report.json files.
-        bench: which report of a run to read; None: the newest.
-    """
+    """Read the reports of runs, directories or report.json files; `bench`: which one of a run, default the newest."""
     if len(names) < 2:
         raise ConfigError("--compare needs two runs or more: medusa-eval --compare runs/a runs/b")
     reports = [_read(_find(name, bench)) for name in names]
-    modes = [describe_settings(settings_of(report["meta"])) for report in reports]
+    modes = [describe_mode(mode_of(report["meta"])) for report in reports]
     if len(set(modes)) > 1:
         measured = ", ".join(f"{name}: {mode}" for name, mode in zip(names, modes, strict=True))
         raise CheckpointError(

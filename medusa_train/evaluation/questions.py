@@ -105,11 +105,7 @@ FILES = ("question.jsonl", "test.jsonl", "HumanEval.jsonl", "HumanEval.jsonl.gz"
 
 
 def load_bench(name_or_file: str, note: Callable[[str], None] = lambda line: None) -> Bench:
-    """Find and read a bench; `note` is called with a line before a download.
-
-    Args:
-        name_or_file: a name of `NAMED_BENCHES`, the name of a folder of `MEDUSA_BENCH_DIR`, or a question file.
-    """
+    """Find and read a bench, by name or file (see `find_bench`); `note` is called with a line before a download."""
     path = find_bench(name_or_file, note)
     is_file = name_or_file not in NAMED_BENCHES and resolve_path(name_or_file) == path
     return Bench(_name_of_file(path) if is_file else name_or_file, path, read_questions(path))
@@ -199,11 +195,7 @@ def _name_of_file(path: Path) -> str:
 
 
 def read_questions(path: Path) -> tuple[Question, ...]:
-    """Read a question file.
-
-    Raises:
-        DataError: the file cannot be read, has no questions, or has invalid lines (the first few with `file:line`).
-    """
+    """Read a question file; DataError if it has no questions, or invalid lines, of which it names the first."""
     questions: list[Question] = []
     problems: list[str] = []
     first_seen: dict[int | str, str] = {}

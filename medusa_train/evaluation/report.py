@@ -16,7 +16,7 @@ from medusa_train.evaluation.figures import Figures, by_category, summarize
 from medusa_train.evaluation.judge import model_answers
 from medusa_train.evaluation.records import SkippedTurn, TurnRecord
 from medusa_train.evaluation.report_page import html_page, sections_of
-from medusa_train.inference.decoding_settings import describe_settings, settings_of
+from medusa_train.inference.decoding_settings import describe_mode, mode_of
 from medusa_train.pages.page import Table, markdown_page, number, write_files
 from medusa_train.tree_search.fit import node_acceptance
 from medusa_train.trees.tree import Tree
@@ -200,7 +200,7 @@ def decoders_table(report: Report) -> Table:
         "tokens per step": [number(one["tokens_per_step"]) for one in figures],
         "tree's speedup over it": [number(one["speedup"], 2, "x", one["speedup_interval"]) for one in figures],
     }
-    if settings_of(report.meta)["acceptance"] == "greedy":  # other answers are samples
+    if mode_of(report.meta)["acceptance"] == "greedy":  # other answers are samples
         columns["answers equal to plain ones"] = [number(one.get("equal_to_plain"), 0) for one in figures]
     return Table.of_columns(columns)
 
@@ -210,9 +210,9 @@ def decoders_table(report: Report) -> Table:
 
 def title_of(report: Report) -> str:
     """Return bench, model and dtype as a title, and the mode if it is not the default."""
-    meta, mode = report.meta, describe_settings(settings_of(report.meta))
+    meta, mode = report.meta, describe_mode(mode_of(report.meta))
     title = f"{meta['bench']}: {meta['model'] or meta['base_model']} in {meta['dtype']}"
-    return title if mode == describe_settings(settings_of({})) else f"{title}, {mode}"
+    return title if mode == describe_mode(mode_of({})) else f"{title}, {mode}"
 
 
 def summary_of(report: Report) -> list[str]:
@@ -246,7 +246,7 @@ def _draft(meta: Mapping[str, Any]) -> str:
 def _output_note(report: Report) -> str:
     """Say how the output relates to plain decoding's."""
     overall, outcomes = report.overall, report.meta.get("exactness") or {}
-    acceptance = settings_of(report.meta)["acceptance"]
+    acceptance = mode_of(report.meta)["acceptance"]
     if acceptance != "greedy":
         return f"Output: {_OUTPUT[acceptance]} Speed was measured in {report.meta['dtype']}."
     equal, ties, count = overall["equal_answers"], overall["tie_answers"] or 0, overall["answers"]

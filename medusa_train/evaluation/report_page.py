@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from medusa_train.inference.decoding_settings import describe_settings, settings_of
+from medusa_train.inference.decoding_settings import describe_mode, mode_of
 from medusa_train.pages.charts import Bar, Curve, bars, curves, tree_drawing
 from medusa_train.pages.page import AnswerGroup, Figure, Section, Table, number, percent, render_page
 
@@ -22,11 +22,7 @@ SPEEDUP_CAPTION = (
 def sections_of(
     report: Json, answers: Sequence[Json], tables: Sequence[Table], summary: Sequence[str]
 ) -> list[Section]:
-    """Return the parts of both pages of one evaluation, from the contents of report.json and answers.jsonl.
-
-    Args:
-        tables: of the figures. summary: sentences that say what was measured and how to read the figures.
-    """
+    """Return the parts of both pages of an evaluation; `summary`: what was measured and how to read the figures."""
     return [
         Section(lines=summary),
         Section("Speed", figures=_speed_figures(report), tables=tables, remarks=[TERMS]),
@@ -40,7 +36,7 @@ def html_page(report: Json, sections: Sequence[Section]) -> str:
     """Render report.html."""
     meta = report["meta"]
     setting = (
-        f"{describe_settings(settings_of(meta))}; {meta['dtype']} on {meta['device']}, threads: {meta['threads']}; "
+        f"{describe_mode(mode_of(meta))}; {meta['dtype']} on {meta['device']}, threads: {meta['threads']}; "
         f"questions: {meta['questions']}, at most {meta['max_new_tokens']} new tokens per answer; {meta['date']}"
     )
     return render_page(f"{meta['bench']}: {meta['model'] or meta['base_model']}", setting, sections, _tiles(report))

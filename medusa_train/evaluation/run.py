@@ -13,14 +13,14 @@ from typing import Any
 import torch
 
 from medusa_train.checkpoint.load_model import LoadedModel
-from medusa_train.checkpoint.resolve import NO_TREE, ModelPaths, names_tree_file
+from medusa_train.checkpoint.resolve import FIXED, NO_TREE, ModelPaths, names_tree_file
 from medusa_train.choose_decoding import choose_dtype, compile_if_repaid, compile_or_report
 from medusa_train.config.drafts import LookupChoice
+from medusa_train.config.paths import expand_user
 from medusa_train.config.schema import EvalConfig
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import BackboneError
 from medusa_train.evaluation.answer_scores import require_code_execution, rouge_means, rouge_scorer, score_answers
-from medusa_train.evaluation.answerers import extra_baselines
 from medusa_train.evaluation.backbone_quality import measure_backbone_quality
 from medusa_train.evaluation.calibrate import chooses_compilation, load_model, refit_tree, resumed_tree
 from medusa_train.evaluation.judge import Judge, grade
@@ -29,6 +29,7 @@ from medusa_train.evaluation.questions import Bench
 from medusa_train.evaluation.records import MeasurementLog, SkippedTurn, Turn, TurnRecord, completed_turns, turn_log
 from medusa_train.evaluation.report import Report, model_id, terminal_report, write_report
 from medusa_train.evaluation.run_metadata import collect_metadata, measurement_settings
+from medusa_train.evaluation.timed_decoders import extra_baselines
 from medusa_train.evaluation.timing import SpeedTest
 from medusa_train.inference.decoding_settings import DecodingMode
 from medusa_train.inference.detokenize import token_pieces
@@ -63,30 +64,12 @@ def evaluate(
     """
     require_code_execution(cfg.allow_code_execution, bench.questions)
     scorer = rouge_scorer(bench.questions) if cfg.rouge else None
+    judge = _judge(cfg, progress)
     torch.manual_seed(cfg.seed)
     mode = DecodingMode.from_config(cfg)
     name = mode.directory_name(bench.name, *_drafting(cfg, paths))
-    directory = Path(cfg.output_dir) if cfg.output_dir else paths.home / "eval" / name
-    paths = resumed_tree(cfg, paths)
-    log = open_log(directory / "turns.jsonl", cfg, bench, paths, progress)
-    dtype = log.header.get("dtype", cfg.dtype)
-    if dtype == "auto":
-        dtype = choose_dtype(bench.questions[0].turns[0], paths, progress)
-    most_tokens = cfg.max_new_tokens * sum(len(question.turns) for question in bench.questions)
-    with catch_out_of_memory() as caught:
-        model = load_model(paths, dtype, progress, compiled=cfg.compile is True, rows=cfg.batch_size)
-        if chooses_compilation(cfg, paths):
-            _choose_compile(cfg, bench, model, paths, log.header.get("compiled"), progress)
-        if (refitted := refit_tree(cfg, model, paths, most_tokens, progress)) is not None:
-            model, paths = refitted
-            log = open_log(directory / "turns.jsonl", cfg, bench, paths, progress)
-        records, skipped = time_bench(cfg, bench, model, paths, dtype, log, progress)
-    if caught:
-        raise BackboneError(
-            f"base_model {paths.base_model}: not enough memory to decode with it in {dtype}.\n"
-            "Set another dtype, a lower --max-new-tokens or a smaller --tree, or measure on a larger device."
-        )
-    trace_records(records, model, progress)
+    directory = expand_user(cfg.output_dir) if cfg.output_dir else paths.home / "eval" / name
+    model, paths, log, dtype, records, skipped = _load_and_time(cfg, bench, paths, directory, mode, progress)
 
     meta = collect_metadata(cfg, bench, model, paths, dtype, records, skipped, command)
     meta["resumed_turns"] = sum(len(turns) for turns in completed_turns(log.entries, bench.questions).values())
@@ -109,21 +92,20 @@ def evaluate(
         if scorer is not None:
             extra["rouge"] = rouge_means(records, bench.questions, model.backbone.tokenizer, scorer)
             write()
-        if model.proposer is not None:
-            memory = WeightMemory.of(model.backbone.model, model.backbone.device)
-            if mode.acceptance == "greedy" and dtype in EQUALITY_DTYPES:
-                with _comparing(records, dtype, meta["exactness"]):
-                    compare_timed_answers(records, model.backbone, dtype)
-                write()
-            del model, refitted  # a large backbone fits into memory once, not once per dtype
-            for other in EQUALITY_DTYPES if mode.acceptance == "greedy" and cfg.exactness else ():
-                if other != dtype:
-                    _compare_again(cfg, records, paths, other, memory, meta["exactness"], progress)
-        else:
-            del model, refitted
+        compares = model.proposer is not None and mode.acceptance == "greedy"
+        memory = WeightMemory.of(model.backbone.model, model.backbone.device)
+        if compares and dtype in EQUALITY_DTYPES:
+            with _comparing(records, dtype, meta["exactness"]):
+                compare_timed_answers(records, model.backbone, dtype)
+            write()
+        del model  # a large backbone fits into memory once, not once per dtype
+        for other in EQUALITY_DTYPES if compares and cfg.exactness else ():
+            if other != dtype:
+                _compare_again(cfg, records, paths, other, memory, meta["exactness"], progress)
         if paths.trained_backbone:
             extra["joint"] = _backbone_quality(paths, progress)
-        extra["judge"] = _judge(cfg, bench, records, model_id(meta), directory, progress)
+        graded = None if judge is None else _grade(judge, cfg, bench, records, model_id(meta), directory, progress)
+        extra["judge"] = graded
     except KeyboardInterrupt:
         progress.console.print(terminal_report(write()[0]))
         progress.print(f"interrupted after the timed part; its results are in {directory}")
@@ -134,6 +116,33 @@ def evaluate(
     return report, written
 
 
+def _load_and_time(
+    cfg: EvalConfig, bench: Bench, paths: ModelPaths, directory: Path, mode: DecodingMode, progress: RunProgress
+) -> tuple[LoadedModel, ModelPaths, MeasurementLog[Turn], str, list[TurnRecord], list[SkippedTurn]]:
+    """Load the model, choose what is not set (dtype, compilation, tree), time the bench and trace the answers."""
+    paths = resumed_tree(cfg, paths)
+    log = open_log(directory / "turns.jsonl", cfg, bench, paths, progress)
+    dtype = log.header.get("dtype", cfg.dtype)
+    if dtype == "auto":
+        dtype = choose_dtype(bench.questions[0].turns[0], paths, progress)
+    most_tokens = cfg.max_new_tokens * sum(len(question.turns) for question in bench.questions)
+    with catch_out_of_memory() as caught:
+        model = load_model(paths, dtype, progress, compiled=cfg.compile is True, rows=cfg.batch_size)
+        if chooses_compilation(cfg, paths):
+            _choose_compile(cfg, bench, model, paths, log.header.get("compiled"), progress)
+        if (refitted := refit_tree(cfg, model, paths, most_tokens, progress)) is not None:
+            model, paths = refitted
+            log = open_log(directory / "turns.jsonl", cfg, bench, paths, progress)
+        records, skipped = time_bench(cfg, bench, model, paths, dtype, log, mode, progress)
+    if caught:
+        raise BackboneError(
+            f"base_model {paths.base_model}: not enough memory to decode with it in {dtype}.\n"
+            "Set another dtype, a lower --max-new-tokens or a smaller --tree, or measure on a larger device."
+        )
+    trace_records(records, model, progress)
+    return model, paths, log, dtype, records, skipped
+
+
 def _drafting(cfg: EvalConfig, paths: ModelPaths) -> Iterator[str]:
     """Name what drafts, as far as it is not the run's own, for the report's directory."""
     if cfg.draft is not None:
@@ -141,8 +150,8 @@ def _drafting(cfg: EvalConfig, paths: ModelPaths) -> Iterator[str]:
     choice = cfg.lookup_choice
     if choice is not None and choice != LookupChoice.from_keys(choice.name, None):
         yield f"{zlib.crc32(repr(choice.settings).encode()):08x}"
-    if paths.dynamic:
-        yield paths.dynamic.replace(":", "-")
+    if paths.tree_mode != FIXED:
+        yield paths.tree_mode.replace(":", "-")
     elif names_tree_file(cfg.tree) and paths.tree is not None:
         yield f"{paths.tree.stem}-{zlib.crc32(paths.tree.read_bytes()):08x}"
     if paths.threshold is not None:
@@ -154,7 +163,7 @@ def _choose_compile(
 ) -> None:
     """Compile the decoding passes if the bench repays it, or if the interrupted evaluation did.
 
-    Expected is one answer of full length per turn, for plain decoding and the tree together: most answers of both end
+    It assumes one answer of full length per turn, for plain decoding and the tree together: most answers of both end
     earlier, and a tree needs fewer steps.
     """
     backbone, rows, trees = model.backbone, cfg.batch_size, model.proposer is not None
@@ -195,12 +204,12 @@ def time_bench(
     paths: ModelPaths,
     dtype: str,
     log: MeasurementLog[Turn],
+    mode: DecodingMode,
     progress: RunProgress,
 ) -> tuple[list[TurnRecord], list[SkippedTurn]]:
     """Time every decoder on every turn of the bench, and log each turn; returns the measured and the skipped ones."""
     completed = completed_turns(log.entries, bench.questions)
-    mode = DecodingMode.from_config(cfg)
-    compared = paths.dynamic != NO_TREE
+    compared = paths.tree_mode != NO_TREE
     extra = extra_baselines(
         model.backbone,
         cfg.assistant_model if compared else None,
@@ -220,7 +229,9 @@ def time_bench(
             with catch_out_of_memory() as full:
                 test.capture(bench.questions)
             if full:  # most answers are shorter than the longest that may be given
-                progress.print("memory does not suffice for the longest answers: their steps are captured when needed")
+                progress.print(
+                    "not enough memory to capture the longest answers' steps beforehand: they are captured when needed"
+                )
     kept = [turn for turns in completed.values() for turn in turns]
     log.start(kept, dtype=dtype, compiled=model.backbone.compiled is not None)
     turns = sum(len(question.turns) for question in bench.questions if question.question_id not in completed)
@@ -314,7 +325,7 @@ def _compare_again(
 
 
 def _backbone_quality(paths: ModelPaths, progress: RunProgress) -> dict[str, Any] | None:
-    """Return `measure_backbone_quality`, or None if memory does not suffice."""
+    """Return `measure_backbone_quality`, or None if memory runs out."""
     release_memory()
     with catch_out_of_memory(), progress.phase("perplexity before and after joint training", ticking=True):
         return measure_backbone_quality(paths)
@@ -322,27 +333,37 @@ def _backbone_quality(paths: ModelPaths, progress: RunProgress) -> dict[str, Any
     return None
 
 
-def _judge(
-    cfg: EvalConfig, bench: Bench, records: Sequence[TurnRecord], model: str, directory: Path, progress: RunProgress
-) -> dict[str, Any] | None:
-    """Have the judge grade the answers; None without a judge."""
+def _judge(cfg: EvalConfig, progress: RunProgress) -> Judge | None:
+    """Return the judge, whose address is checked here; None without one. Sends no request."""
     if cfg.judge_base_url is None or cfg.judge_model is None:
         return None
-    server = OpenAIClient(
+    client = OpenAIClient(
         cfg.judge_base_url,
         timeout=JUDGE_TIMEOUT,
         retry_seconds=JUDGE_RETRY_SECONDS,
         concurrency=cfg.judge_concurrency,
         note=progress.print,
     )
-    judge = Judge(server, cfg.judge_model)
-    name = re.sub(r"[^\w.-]+", "_", cfg.judge_model)
+    return Judge(client, cfg.judge_model)
+
+
+def _grade(
+    judge: Judge,
+    cfg: EvalConfig,
+    bench: Bench,
+    records: Sequence[TurnRecord],
+    model: str,
+    directory: Path,
+    progress: RunProgress,
+) -> dict[str, Any]:
+    """Have the judge grade the answers."""
+    name = re.sub(r"[^\w.-]+", "_", judge.model)
     path = directory / "model_judgment" / f"{name}_single.jsonl"
     try:
-        with progress.phase(f"grading by {cfg.judge_model}", len(records), "turns", ticking=True) as phase:
+        with progress.phase(f"grading by {judge.model}", len(records), "turns", ticking=True) as phase:
             return grade(records, bench.questions, model, judge, path, cfg.judge_concurrency, phase.advance)
     finally:
-        server.close()
+        judge.server.close()
 
 
 def _print_results(report: Report, skipped: Sequence[SkippedTurn], progress: RunProgress) -> None:

@@ -14,14 +14,14 @@ import torch
 import transformers
 
 from medusa_train.checkpoint.load_model import LoadedModel
-from medusa_train.checkpoint.resolve import ModelPaths
+from medusa_train.checkpoint.resolve import FIXED, ModelPaths
 from medusa_train.config.paths import public_name
 from medusa_train.config.schema import EvalConfig
-from medusa_train.evaluation.answerers import GENERATE, describe_baseline, reference_decoders
 from medusa_train.evaluation.figures import first_difference
 from medusa_train.evaluation.output_equality import EQUALITY_DTYPES
 from medusa_train.evaluation.questions import Bench
 from medusa_train.evaluation.records import SkippedTurn, TurnRecord
+from medusa_train.evaluation.timed_decoders import GENERATE, describe_baseline, reference_decoders
 from medusa_train.inference.decoding_settings import DecodingMode
 from medusa_train.inference.static.drafts import has_fixed_shape
 from medusa_train.models.drafts.lookup import RestDraft
@@ -57,7 +57,7 @@ def collect_metadata(
         "max_new_tokens": cfg.max_new_tokens,
         "chat_template": None if paths.chat_template is None else public_name(paths.chat_template),
         "chat_template_kwargs": dict(paths.chat_template_kwargs) or None,
-        "decoding": mode.settings,
+        "decoding": mode.as_json,
         "backbone": paths.backbone_form,
         "dtype": dtype,
         "packed": is_prepacked(model.backbone.model),
@@ -102,13 +102,13 @@ def measurement_settings(cfg: EvalConfig, bench: Bench, paths: ModelPaths) -> di
         **model_settings(paths),
         "draft": None if paths.lookup is None else paths.lookup.describe(),
         "tree": None if paths.tree is None else Tree.load(paths.tree).record()["medusa_choices"],
-        **({"dynamic": paths.dynamic} if paths.dynamic else {}),
+        **({} if paths.tree_mode == FIXED else {"dynamic": paths.tree_mode}),
         **({} if paths.threshold is None else {"threshold": paths.threshold}),
         "backbone": paths.backbone_form,
         "chat_template": paths.chat_template,
         "chat_template_kwargs": dict(paths.chat_template_kwargs) or None,
         "max_new_tokens": cfg.max_new_tokens,
-        "decoding": mode.settings,
+        "decoding": mode.as_json,
         "seed": None if mode.acceptance == "greedy" else mode.seed,
         "dtype": cfg.dtype,
         "compile": cfg.compile,

@@ -13,20 +13,21 @@ from medusa_train.checkpoint.load_model import LoadedModel
 from medusa_train.data.conversation import Message
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import BackboneError, DataError
-from medusa_train.evaluation.answerers import (
+from medusa_train.evaluation.questions import Question
+from medusa_train.evaluation.records import SkippedTurn, TimedAnswer, TurnRecord
+from medusa_train.evaluation.timed_decoders import (
     GENERATE,
     GREEDY,
     PLAIN,
     TREE,
-    Answerer,
-    GenerateAnswerer,
-    LoopAnswerer,
+    GenerateDecoder,
+    LoopDecoder,
+    TimedDecoder,
     reference_decoders,
 )
-from medusa_train.evaluation.questions import Question
-from medusa_train.evaluation.records import SkippedTurn, TimedAnswer, TurnRecord
 from medusa_train.inference.batch import BatchDecoder
 from medusa_train.inference.decoding_settings import DecodingMode
+from medusa_train.inference.detokenize import answer_text
 from medusa_train.inference.generate import Decoder, effective_draft
 from medusa_train.inference.static.cache import KEY_BLOCK, StaticCache
 from medusa_train.inference.static.steps import supports_static_steps
@@ -58,7 +59,7 @@ class SpeedTest:
         model: LoadedModel,
         chat: ChatEncoder,
         max_new_tokens: int,
-        extra: Mapping[str, Answerer] | None = None,
+        extra: Mapping[str, TimedDecoder] | None = None,
         mode: DecodingMode = GREEDY,
         *,
         generate: bool = True,
@@ -70,18 +71,18 @@ class SpeedTest:
         self._shared: StaticCache | None = None
         if mode.batch_size > 1 and not BatchDecoder(model.backbone).can_batch:
             raise BackboneError("longrope models can't decode in batches; set batch_size: 1")
-        self._answerers: dict[str, Answerer] = {
-            PLAIN: LoopAnswerer(self._decoder(), mode, mode.baseline_rule),
-            **({GENERATE: GenerateAnswerer(model.backbone, mode)} if generate else {}),
+        self._decoders: dict[str, TimedDecoder] = {
+            PLAIN: LoopDecoder(self._new_decoder(), mode, mode.baseline_rule),
+            **({GENERATE: GenerateDecoder(model.backbone, mode)} if generate else {}),
             **(extra or {}),
         }
         proposers = {name: (one.proposer, one.tree) for name, one in reference_decoders(model).items()}
         if model.proposer is not None:
             proposers[TREE] = (model.proposer, model.tree)
         for name, (proposer, tree) in proposers.items():
-            self._answerers[name] = LoopAnswerer(self._decoder(proposer, tree), mode, mode.rule)
+            self._decoders[name] = LoopDecoder(self._new_decoder(proposer, tree), mode, mode.rule)
 
-    def _decoder(self, proposer: Proposer | None = None, tree: Tree | None = None) -> Decoder | BatchDecoder:
+    def _new_decoder(self, proposer: Proposer | None = None, tree: Tree | None = None) -> Decoder | BatchDecoder:
         """Return a decoder; those of single rows that need fixed memory share it, since they answer in turns."""
         if self._batch_size > 1:
             return BatchDecoder(self._backbone, proposer, tree)
@@ -93,7 +94,7 @@ class SpeedTest:
     @property
     def names(self) -> list[str]:
         """Names of the decoders."""
-        return sorted(self._answerers)
+        return sorted(self._decoders)
 
     def warm_up(self, questions: Sequence[Question], on_answer: Callable[[], None] = lambda: None) -> None:
         """Answer the first turn of every question with every decoder, untimed; calls `on_answer` after each."""
@@ -105,7 +106,7 @@ class SpeedTest:
                 fitting *= 2  # one alone would warm up the decoder of single rows
             for name in self.names:
                 if fitting:
-                    self._answerers[name].answer(fitting, tokens)
+                    self._decoders[name].answer(fitting, tokens)
                 for _ in wave:
                     on_answer()
 
@@ -121,9 +122,9 @@ class SpeedTest:
                 messages += [Message("assistant", "."), Message("user", turn)]
             longest = max(longest, len(self._chat.prompt(messages)) + len(question.turns) * self._max_new_tokens)
         longest += KEY_BLOCK  # an answer may have more tokens where it is part of the next prompt
-        loops = [one for one in self._answerers.values() if isinstance(one, LoopAnswerer)]
-        for answerer in sorted(loops, key=lambda one: -one.tree_size):  # the largest first, since they share memory
-            answerer.capture(self._batch_size, min(longest, self._backbone.max_context))
+        loops = [one for one in self._decoders.values() if isinstance(one, LoopDecoder)]
+        for decoder in sorted(loops, key=lambda one: -one.tree_size):  # the largest first, since they share memory
+            decoder.capture(self._batch_size, min(longest, self._backbone.max_context))
 
     def run(
         self,
@@ -192,7 +193,7 @@ class SpeedTest:
         first = rotation % len(names)
         timed: dict[str, list[TimedAnswer]] = {}
         for name in names[first:] + names[:first]:
-            timed[name] = self._answerers[name].answer([one.prompt for one in asked], self._max_new_tokens)
+            timed[name] = self._decoders[name].answer([one.prompt for one in asked], self._max_new_tokens)
             for answer in timed[name]:
                 on_answer(answer)
         return [
@@ -214,7 +215,8 @@ class SpeedTest:
         ]
 
     def _text(self, tokens: Sequence[int]) -> str:
-        return str(self._backbone.tokenizer.decode(list(tokens), skip_special_tokens=True)).strip()
+        ended = bool(tokens) and tokens[-1] in self._backbone.eos_ids
+        return answer_text(self._backbone.tokenizer, tokens[:-1] if ended else tokens).strip()
 
 
 def _waves(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:

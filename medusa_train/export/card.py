@@ -13,6 +13,7 @@ import yaml
 
 from medusa_train.checkpoint.reference_layout import HeadTensors
 from medusa_train.checkpoint.resolve import ModelPaths, read_mapping
+from medusa_train.checkpoint.run_directory import CONFIG
 from medusa_train.config.types import ExportTarget
 from medusa_train.pages.page import Table, number
 
@@ -27,7 +28,7 @@ SETTINGS = (
     "warmup_steps", "weight_decay", "chat_template", "chat_template_kwargs", "seed",
 )  # fmt: skip
 
-#: Of the card's title: by it a merged backbone is known, which may be replaced.
+#: Title of a merged backbone's card, by which an export recognizes a directory that it may replace.
 MERGED_CARD = "Backbone trained with Medusa heads"
 
 _USE: dict[ExportTarget, str] = {
@@ -84,7 +85,7 @@ def card(
         use: returns how to use it, given `backbone`, the one to serve, and `chain`: what a chain gives.
         licence: the one to name; None: the base model's.
     """
-    run = read_mapping(paths.home / "config.yaml")
+    run = read_mapping(paths.home / CONFIG)
     reports = [read_mapping(path) for path in sorted(paths.home.glob("eval/*/report.json"))]
     reports = [report for report in reports if _is_default(report)]
     served = [read_mapping(path) for path in sorted(paths.home.glob("eval/served-*/served.json"))]

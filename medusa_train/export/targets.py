@@ -17,6 +17,7 @@ from transformers.utils import cached_file
 from medusa_train.checkpoint.heads import VLLM_WEIGHTS, read_eagle3, write_weights
 from medusa_train.checkpoint.load_model import load_tree
 from medusa_train.checkpoint.resolve import ModelPaths
+from medusa_train.checkpoint.run_directory import TREE
 from medusa_train.checkpoint.serialize import read_json
 from medusa_train.checkpoint.server_layouts import for_target, to_eagle3
 from medusa_train.config.drafts import default_layers
@@ -89,7 +90,7 @@ def write_custom_generate(paths: ModelPaths, num_heads: int, directory: Path) ->
             "heads would not be used; fit it on the machine that will decode (medusa-eval --calibrate)"
         )
     try:
-        tree.save(directory / "tree.json")
+        tree.save(directory / TREE)
         code = Path(__file__).with_name("custom_generate.py").read_text(encoding="utf-8")
         replace_text(directory / "custom_generate" / "generate.py", code)
         replace_text(directory / "custom_generate" / "requirements.txt", CUSTOM_GENERATE_REQUIREMENTS)
@@ -151,8 +152,7 @@ def _save_merged_adapter(paths: ModelPaths, directory: Path) -> str:
     backbone = load_trained_backbone(paths)
     # transformers imports DeepSpeed in save_pretrained, which prints a warning if it has to guess the accelerator
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
-    backbone.model.save_pretrained(directory, safe_serialization=True)
-    backbone.tokenizer.save_pretrained(directory)
+    backbone.save(directory)
     dequantised = f"dequantised from {paths.quantization}, " if paths.quantization else ""
     return f"{paths.base_model}, {dequantised}adapter merged, {str(backbone.dtype).removeprefix('torch.')}"
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from medusa_train.checkpoint.heads import VLLM_WEIGHTS, read_eagle3, read_heads, write_heads, write_vllm
 from medusa_train.checkpoint.reference_layout import HeadTensors, shared_block_warning
 from medusa_train.checkpoint.resolve import ModelPaths, find_heads, heads_kind
-from medusa_train.checkpoint.run_directory import CONFIG, HEADS
+from medusa_train.checkpoint.run_directory import CONFIG, HEADS, TREE
 from medusa_train.checkpoint.serialize import read_json
-from medusa_train.checkpoint.server_layouts import copy_lm_head, method_in_path
+from medusa_train.checkpoint.server_layouts import method_in_path, with_own_lm_heads
 from medusa_train.config.types import ExportTarget
 from medusa_train.errors import CheckpointError, ConfigError, MedusaError
 from medusa_train.export.card import MERGED_CARD, model_card
@@ -41,7 +41,6 @@ BIAS_IGNORED = (
 )
 
 CARD = "README.md"
-TREE = "tree.json"
 CHOICES = "medusa_choices.json"
 
 
@@ -193,7 +192,7 @@ def _with_lm_head_copies(paths: ModelPaths, heads: HeadTensors, exported: Export
     if not heads.shared:
         return heads
     exported.facts.append("target format cannot share lm_head: a copy of that lm_head for each head")
-    return copy_lm_head(heads, *_lm_head(paths, heads, exported))
+    return with_own_lm_heads(heads, *_lm_head(paths, heads, exported))
 
 
 def _lm_head(paths: ModelPaths, heads: HeadTensors, exported: Exported) -> tuple[Tensor, Tensor | None]:

@@ -92,9 +92,11 @@ class BatchDecoder:
             answers.update(batch.step())
         return [answers[i] for i in range(len(prompts))]
 
-    def begin(self, max_new_tokens: int, eos_ids: Collection[int] | None = None, rule: Rule = None) -> Batch:
+    def begin(self, max_new_tokens: int, eos_ids: Collection[int] | None = None, rule: Rule = None) -> RunningBatch:
         """Return an empty batch, to which requests can be added at any time; arguments as in `generate_batch`."""
-        return Batch(self, max_new_tokens, frozenset(self.backbone.eos_ids if eos_ids is None else eos_ids), rule)
+        return RunningBatch(
+            self, max_new_tokens, frozenset(self.backbone.eos_ids if eos_ids is None else eos_ids), rule
+        )
 
     @torch.inference_mode()
     def capture(self, rows: int, positions: int) -> None:
@@ -170,7 +172,7 @@ class _Row:
     started: float
 
 
-class Batch:
+class RunningBatch:
     """Rows that share passes: `add_requests` adds some, `step` extends all. Created by `BatchDecoder.begin`.
 
     Attributes:

@@ -61,11 +61,7 @@ class DecodingSettings:
 
     @classmethod
     def load(cls, path: Path) -> DecodingSettings | None:
-        """Return the settings that a tree file records; None if it records none.
-
-        Raises:
-            CheckpointError: the file cannot be read.
-        """
+        """Return the settings that a tree file records, None without any; CheckpointError if it cannot be read."""
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -159,7 +155,7 @@ class DecodingMode:
         return [torch.Generator().manual_seed(self.seed_of(prompt)) for prompt in prompts]
 
     @property
-    def settings(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         """The settings that have an effect, as plain JSON values for the report."""
         values: dict[str, Any] = {"acceptance": self.acceptance}
         if self.acceptance != "greedy":
@@ -171,15 +167,11 @@ class DecodingMode:
         return {**values, "batch_size": self.batch_size}
 
     def directory_name(self, bench: str, *drafting: str) -> str:
-        """Return the name of the report's directory: the bench, and what is not the default.
-
-        Args:
-            drafting: names of a draft without training, of a tree, of a threshold, as far as they are not the run's.
-        """
+        """Name the report's directory: the bench, what is not the default, and `drafting`: what is not the run's."""
         parts = [bench, *drafting]
         if self.acceptance != "greedy":
             parts += [self.acceptance, f"t{self.temperature:g}"]
-            shown = {**self.settings, "seed": self.seed}
+            shown = {**self.as_json, "seed": self.seed}
             parts += [
                 f"{name}{shown[name]}"
                 for name in ("top_p", "top_k", "epsilon", "delta", "seed")
@@ -188,22 +180,22 @@ class DecodingMode:
         return "-".join(parts) + (f"-batch{self.batch_size}" if self.batch_size > 1 else "")
 
 
-def settings_of(meta: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the settings that a report was measured with; older reports are of greedy decoding."""
-    return meta.get("decoding") or DecodingMode().settings
+def mode_of(meta: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the decoding mode that a report was measured with; older reports are of greedy decoding."""
+    return meta.get("decoding") or DecodingMode().as_json
 
 
-def describe_settings(settings: Mapping[str, Any]) -> str:
-    """Describe `DecodingMode.settings` in words."""
-    if settings["acceptance"] == "greedy":
+def describe_mode(mode: Mapping[str, Any]) -> str:
+    """Describe `DecodingMode.as_json` in words."""
+    if mode["acceptance"] == "greedy":
         text = "greedy decoding"
-    elif settings["acceptance"] == "typical":
+    elif mode["acceptance"] == "typical":
         text = (
-            f"typical acceptance at temperature {settings['temperature']:g} (epsilon {settings['epsilon']:g}, "
-            f"delta {settings['delta']:g})"
+            f"typical acceptance at temperature {mode['temperature']:g} (epsilon {mode['epsilon']:g}, "
+            f"delta {mode['delta']:g})"
         )
     else:
-        text = f"sampling at temperature {settings['temperature']:g}"
-        text += f", top-p {settings['top_p']:g}" if settings["top_p"] < 1 else ""
-        text += f", top-k {settings['top_k']}" if settings["top_k"] else ""
-    return text + (f", in batches of {settings['batch_size']}" if settings["batch_size"] > 1 else "")
+        text = f"sampling at temperature {mode['temperature']:g}"
+        text += f", top-p {mode['top_p']:g}" if mode["top_p"] < 1 else ""
+        text += f", top-k {mode['top_k']}" if mode["top_k"] else ""
+    return text + (f", in batches of {mode['batch_size']}" if mode["batch_size"] > 1 else "")

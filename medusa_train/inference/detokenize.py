@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
+from medusa_train.data.conversation import REASONING_TAGS
+
 _INCOMPLETE = "\ufffd"  # at the end of a decoded text: its last character needs further tokens
+
+
+def hidden_ids(tokenizer: Any, shown: Collection[str] = REASONING_TAGS) -> frozenset[int]:
+    """Return the special tokens that no answer shows: all but reasoning tags, which are special in some models."""
+    special = {token: str(added) for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+    special |= dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
+    return frozenset(token for token, text in special.items() if text not in shown)
+
+
+def answer_text(tokenizer: Any, tokens: Sequence[int], shown: Collection[str] = REASONING_TAGS) -> str:
+    """Decode an answer without special tokens, see `hidden_ids`."""
+    hidden = hidden_ids(tokenizer, shown)
+    kept = [token for token in tokens if token not in hidden]
+    return str(tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 class Detokenizer:
@@ -15,12 +31,12 @@ class Detokenizer:
     decoded together with the piece before it, because the first token of a text may lose its leading space.
 
     Args:
-        skip_special_tokens: leave special tokens out of the text.
+        hidden: tokens that are left out of the text.
     """
 
-    def __init__(self, tokenizer: Any, *, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Any, hidden: Collection[int] = ()) -> None:
         self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
+        self._hidden = hidden
         self._tokens: list[int] = []
         # tokens[context:done] are decoded again as context for tokens[done:], whose text is not returned yet
         self._context = self._done = 0
@@ -43,20 +59,17 @@ class Detokenizer:
         return text[len(returned) :]
 
     def _decode(self, start: int, end: int) -> str:
-        tokens = self._tokens[start:end]
+        tokens = [token for token in self._tokens[start:end] if token not in self._hidden]
         if not tokens:
             return ""
-        text = self._tokenizer.decode(
-            tokens, skip_special_tokens=self._skip_special_tokens, clean_up_tokenization_spaces=False
-        )
-        return str(text)
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 def token_pieces(tokenizer: Any, tokens: Sequence[int]) -> tuple[str, ...]:
     """Return the text that each token adds, special tokens included; see `Detokenizer`."""
     if not tokens:
         return ()
-    detokenizer = Detokenizer(tokenizer, skip_special_tokens=False)
+    detokenizer = Detokenizer(tokenizer)
     *pieces, last = [detokenizer.push(token) for token in tokens]
     return (*pieces, last + detokenizer.finish())
 
@@ -73,7 +86,7 @@ class TextStream:
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
         self.stopped = False
-        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=True)
+        self._detokenizer = Detokenizer(tokenizer, hidden_ids(tokenizer))
         self._stop = [text for text in stop if text]
         self._held = ""
 

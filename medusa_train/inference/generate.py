@@ -17,7 +17,7 @@ from medusa_train.inference.static.steps import StaticSteps, new_static_steps, s
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.compiled import CompiledPass, round_up_to_block
 from medusa_train.models.drafts.base import Limits, Proposal, Proposer, at_positions
-from medusa_train.models.features import PLAIN, Features
+from medusa_train.models.features import FINAL_STATES, Features
 from medusa_train.trees.kv_cache import BatchCache, RowPaths, TreeCache
 from medusa_train.trees.masks import additive_mask, mask_of_slots, mask_with_prefix
 from medusa_train.trees.row_trees import RowTrees, TreeAndBranch
@@ -183,7 +183,7 @@ class Decoder:
 
 
 class DecodingSession:
-    """Keys, values and draft state of B rows, and the step that `Decoder` (B = 1) and `Batch` share.
+    """Keys, values and draft state of B rows, and the step that `Decoder` (B = 1) and `RunningBatch` share.
 
     The two differ in the class of the cache and in how the mask is built; with static steps not at all.
 
@@ -207,7 +207,7 @@ class DecodingSession:
         self._draft = effective_draft(draft, tree)
         self._tree = tree
         self._root_only = Tree.empty().to(backbone.device) if tree.size else tree
-        self._needs = PLAIN if self._draft is None else self._draft.needs
+        self._needs = FINAL_STATES if self._draft is None else self._draft.needs
         self._rule = rule
         self._steps = steps
         self._prompts: tuple[Features, Tensor, list[int]] | None = None

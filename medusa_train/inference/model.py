@@ -68,7 +68,8 @@ class Reply:
             self.steps += bool(self.tokens)
             for i, token in enumerate(step.tokens):
                 self.tokens.append(token)
-                piece = Piece(self._stream.push(token), i < step.accepted)
+                text = "" if token in self._stops else self._stream.push(token)
+                piece = Piece(text, i < step.accepted)
                 self.text += piece.text
                 self.seconds = time.perf_counter() - started
                 if piece.text:
@@ -125,6 +126,8 @@ class Model:
         top_p: float = 1.0,
         top_k: int = 0,
         typical: bool = False,
+        epsilon: float = Typical.epsilon,
+        delta: float = Typical.delta,
         stop: str | Sequence[str] = (),
         eos_ids: Sequence[int] | None = None,
         seed: int | None = None,
@@ -138,7 +141,7 @@ class Model:
             temperature: 0 for greedy decoding; above 0, sampling from the model's distribution.
             top_p, top_k: restrict that distribution, as in transformers.
             typical: typical acceptance at this temperature instead of sampling: longer steps, but the tokens do not
-                follow the model's distribution (see `Typical`).
+                follow the model's distribution. epsilon, delta: its thresholds (see `Typical`).
             stop: strings that end the answer; they are not part of it.
             eos_ids: tokens that end the answer; by default the model's.
             seed: for sampling; None for a new one in every call.
@@ -148,7 +151,9 @@ class Model:
             MedusaError: the prompt does not fit the model's context, an option is out of range, or the model has no
                 chat template.
         """
-        rule = _rule(temperature, top_p, top_k, typical)
+        rule: Rule = None  # greedy: the limit of both other rules
+        if temperature:
+            rule = Typical(temperature, epsilon, delta) if typical else Sampling(temperature, top_k, top_p)
         generator = torch.Generator()
         if seed is None:
             generator.seed()
@@ -174,9 +179,3 @@ class Model:
             self._chat = ChatEncoder(self.backbone.tokenizer, self._template, self._template_kwargs)
         turns = [t if isinstance(t, Message) else Message(t["role"], t["content"]) for t in prompt]  # type: ignore[arg-type]
         return self._chat.prompt(turns)
-
-
-def _rule(temperature: float, top_p: float, top_k: int, typical: bool) -> Rule:
-    if not temperature:
-        return None  # greedy: the limit of both rules
-    return Typical(temperature) if typical else Sampling(temperature, top_k, top_p)

@@ -75,7 +75,7 @@ class Objective:
         rho: float = 0.0,
         heads_coefficient: float = 1.0,
         schedule: str = "constant",
-        soft_heads: float = 0.0,
+        soft_targets: float = 0.0,
         weight: float = 1.0,
     ) -> None:
         """Configure the terms.
@@ -88,7 +88,7 @@ class Objective:
             rho: weight of the teacher in the target of "ce" (`medusa_distillation_regularization`); unused by "kl".
             heads_coefficient: maximum of lambda0, `medusa_heads_coefficient`.
             schedule: of lambda0, `medusa_scheduler`.
-            soft_heads: weight of the teacher in the heads' targets: head k at t against the teacher at t + k.
+            soft_targets: weight of the teacher in the heads' targets: head k at t against the teacher at t + k.
             weight: factor on the heads' loss with a frozen backbone, instead of lambda0.
         """
         self.draft = draft
@@ -97,13 +97,13 @@ class Objective:
         self.teacher_weight = {None: 0.0, "ce": rho, "kl": 1.0}[lm]  # in the language model's target
         self.heads_coefficient = heads_coefficient
         self.schedule = schedule
-        self.soft_heads = soft_heads
+        self.soft_targets = soft_targets
         self.weight = weight
 
     @property
     def needs_teacher(self) -> bool:
         """Whether `loss` needs a teacher."""
-        return self.teacher_weight > 0.0 or self.soft_heads > 0.0
+        return self.teacher_weight > 0.0 or self.soft_targets > 0.0
 
     def head_weight(self, k: int) -> float:
         """Return the weight of head k's mean loss."""
@@ -172,14 +172,14 @@ class Objective:
     ) -> list[LossSums]:
         """Return the sums of each head, and accumulate gradients where `scales` are numbers."""
         tokens = self.draft.lm_head(1).token_map  # the same for all heads
-        if teacher is not None and tokens is not None and self.soft_heads:
+        if teacher is not None and tokens is not None and self.soft_targets:
             teacher = (teacher[0], teacher[1].restrict_to(tokens))
         terms: list[LossSums] = []
         cut = GraphCut()
         for k, states in enumerate(self.draft.head_states(feats, batch), start=1):
             scale = scales[k - 1]
             student = states if scale is None or self.draft.independent_heads else cut.detach(states)
-            theirs = _teacher(teacher, k, self.soft_heads)
+            theirs = _teacher(teacher, k, self.soft_targets)
             student, target = student.flatten(0, -2), self._target_rows(batch, k).flatten()
             terms.append(linear_loss(student, self.draft.lm_head(k), target, theirs, grad_scale=scale))
         cut.backward()

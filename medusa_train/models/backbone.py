@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import GenerationConfig
 
 from medusa_train.errors import BackboneError
 from medusa_train.models.attention import use_folded_heads
 from medusa_train.models.compiled import CompiledPass, compiled_capacity, has_compiler, needed_forms
 from medusa_train.models.document_attention import document_bounds, separates_documents
-from medusa_train.models.features import PLAIN, Features, FeatureSpec, capture_inputs, capture_outputs
+from medusa_train.models.features import FINAL_STATES, Features, FeatureSpec, capture_inputs, capture_outputs
 from medusa_train.models.hf_config import context_length, eos_ids, has_experts, layer_types, logit_scale, rope_switch
 from medusa_train.models.layer_split import LayerRunner, LayerSplit, check_exit_layer
 from medusa_train.models.lm_head import Embedding, LMHead, low_rank_of
@@ -73,7 +75,7 @@ class Backbone:
         self.attention = use_folded_heads(model)
         self.varlen = False
         self._splits: dict[int, LayerSplit] = {}
-        self.decoding_need = PLAIN
+        self.decoding_need = FINAL_STATES
         self.compiled: CompiledPass | None = None
         self.step_runner: Any = None
         model.eval().requires_grad_(False)
@@ -86,7 +88,7 @@ class Backbone:
         mask: Tensor | None = None,
         cache: TreeCache | None = None,
         segments: Tensor | None = None,
-        need: FeatureSpec = PLAIN,
+        need: FeatureSpec = FINAL_STATES,
         early: Tensor | None = None,
     ) -> Features:
         """Run the decoder layers once, without computing logits.
@@ -303,6 +305,16 @@ class Backbone:
         finally:
             self.config._attn_implementation = varlen
 
+    def save(self, directory: Path) -> None:
+        """Save the model and its tokenizer; a generation config as it is, which save_pretrained may find invalid."""
+        kept, self.model.generation_config = self.model.generation_config, GenerationConfig()
+        try:
+            self.model.save_pretrained(directory, safe_serialization=True)
+        finally:
+            self.model.generation_config = kept
+        kept.to_json_file(directory / "generation_config.json")
+        self.tokenizer.save_pretrained(directory)
+
     # Faster decoding
 
     @property
@@ -338,4 +350,4 @@ class Backbone:
 
     def compiled_for(self, need: FeatureSpec) -> CompiledPass | None:
         """Return the compiled passes, if there are any and they return the hidden states of `need`."""
-        return self.compiled if need in (PLAIN, self.decoding_need) else None
+        return self.compiled if need in (FINAL_STATES, self.decoding_need) else None

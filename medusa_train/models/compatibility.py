@@ -43,22 +43,14 @@ _FAMILIES = "Llama, Mistral, Qwen2 and 3, Gemma 2 and 3 (text), Phi-3, OLMo 2, S
 
 
 def check_architecture(config: Any, name: str) -> None:
-    """Reject an unsupported architecture by its transformers config, before any weight is loaded.
-
-    Raises:
-        BackboneError: names the architecture and every reason.
-    """
+    """Raise BackboneError, with every reason, if a config's architecture is not supported; before weights load."""
     if reasons := list(_config_problems(config)):
         names = getattr(config, "architectures", None)
         raise BackboneError(_refusal(name, names[0] if names else f"architecture {config.model_type!r}", reasons))
 
 
 def check_model(backbone: Backbone) -> None:
-    """Reject a loaded model whose logits or tree passes would be wrong, by running small probes.
-
-    Raises:
-        BackboneError: names the model class and the reason.
-    """
+    """Probe a loaded model; raise BackboneError if its logits or tree passes would be wrong."""
     if reason := _model_problem(backbone):
         raise BackboneError(_refusal(backbone.name, type(backbone.model).__name__, [reason]))
 

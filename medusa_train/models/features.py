@@ -23,7 +23,7 @@ class FeatureSpec:
 
 
 #: Only the states after the final norm.
-PLAIN = FeatureSpec()
+FINAL_STATES = FeatureSpec()
 
 
 @dataclass(frozen=True)

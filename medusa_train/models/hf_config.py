@@ -11,11 +11,7 @@ SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
 def context_length(config: Any) -> int:
-    """Return the number of positions that the model was trained for.
-
-    Raises:
-        BackboneError: the config has no max_position_embeddings (ALiBi and state-space models).
-    """
+    """Return the trained number of positions; BackboneError without max_position_embeddings (ALiBi, state-space)."""
     length = getattr(config, "max_position_embeddings", None)
     if not length:
         raise BackboneError(f"{config.model_type}: no max_position_embeddings in its config; only models with it work")

@@ -71,11 +71,7 @@ class Adapter:
 
     @classmethod
     def load(cls, backbone: Backbone, directory: Path, *, trainable: bool = False) -> Adapter:
-        """Add the adapter saved in `directory` to `backbone`.
-
-        Raises:
-            CheckpointError: there is no adapter, or it does not fit the backbone.
-        """
+        """Add the adapter saved in `directory`; CheckpointError if there is none, or it does not fit the backbone."""
         from peft import PeftModel
 
         read_adapter_config(directory)

@@ -10,6 +10,7 @@ from medusa_train.data.chat_template import ChatTemplateError
 from medusa_train.data.conversation import REASONING_TAGS, Message, ReasoningTags
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import ConfigError, DataError
+from medusa_train.inference.detokenize import answer_text
 from medusa_train.inference.generate import FinishReason
 from medusa_train.selfdistill.answers import Answer, AnswerFinishReason, Request
 
@@ -61,26 +62,13 @@ class ChatPrompting:
         """
         kept = tokens[:-1] if finish == "eos" else tokens
         if request.speaker == "assistant":
-            text = self._decode_answer(kept)
+            text = answer_text(self.tokenizer, kept, self._encoder.template.reasoning_tags)
             ids = None if self._encoder.tokenize_continuation(text) == kept else tuple(kept)
             if text.strip():
                 text = self._encoder.template.opened_reasoning(self.text(request)) + text
             return Answer(text, _REASONS[finish], prompt_tokens, len(tokens), ids)
-        text, ended = self._split_user_message(request, self._decode(kept, skip_special_tokens=False))
+        text, ended = self._split_user_message(request, self.tokenizer.decode(kept, clean_up_tokenization_spaces=False))
         return Answer(text, "stop" if ended else _REASONS[finish], prompt_tokens, len(tokens))
-
-    def _decode_answer(self, tokens: list[int]) -> str:
-        """Return the text without special tokens, except reasoning tags where the tokenizer has these as such."""
-        tags = self._encoder.template.reasoning_tags
-        removed = [token for token in self.tokenizer.all_special_tokens if token not in tags]
-        if len(removed) == len(self.tokenizer.all_special_tokens):
-            return self._decode(tokens, skip_special_tokens=True)
-        return re.sub("|".join(map(re.escape, removed)), "", self._decode(tokens, skip_special_tokens=False))
-
-    def _decode(self, tokens: list[int], *, skip_special_tokens: bool) -> str:
-        return str(
-            self.tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
-        )
 
     def _split_user_message(self, request: Request, text: str) -> tuple[str, bool]:
         """Return the user message at the start of `text`, and whether it ends within it."""

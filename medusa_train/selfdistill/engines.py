@@ -122,12 +122,16 @@ def open_hf_engine(
     """Load the model in this process, compile it where wanted, and return its engine; see `open_engine`."""
     from medusa_train.checkpoint.load_model import compile_backbone, load_with_draft
     from medusa_train.choose_decoding import compile_if_repaid
+    from medusa_train.data.tokenize import ChatEncoder
     from medusa_train.selfdistill.hf_engine import HFEngine
 
     batch_size = cfg.batch_size or (1 if dtype == "float32" or paths.heads is not None else DEFAULT_BATCH_SIZE)
     # float32 answers are reproducible on other machines only without prepacked weights
     model = load_with_draft(paths, dtype, prepack=dtype != "float32")
     trees = model.draft is not None
+    chat = ChatEncoder(model.backbone.tokenizer, paths.chat_template, paths.chat_template_kwargs)
+    if (unused := chat.template.describe_unused_kwargs()) is not None:
+        note(f"note: {unused}")
     if cfg.compile is True:
         compile_backbone(model.backbone, paths, rows=batch_size, trees=trees)
     elif cfg.compile == "auto" and not (batch_size == 1 and dtype == "float32"):

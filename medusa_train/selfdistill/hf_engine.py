@@ -11,7 +11,7 @@ import torch
 
 from medusa_train.data.conversation import REASONING_TAGS, ReasoningTags, is_looping
 from medusa_train.errors import DataError
-from medusa_train.inference.batch import REFILL_FRACTION, Batch, BatchDecoder, PendingRequest
+from medusa_train.inference.batch import REFILL_FRACTION, BatchDecoder, PendingRequest, RunningBatch
 from medusa_train.inference.generate import Generation
 from medusa_train.inference.sampling import Sampling
 from medusa_train.models.backbone import Backbone
@@ -73,7 +73,7 @@ class HFEngine:
             backbone.tokenizer, chat_template, chat_template_kwargs, reasoning_tags=reasoning_tags
         )
         self._decoder = BatchDecoder(backbone, draft, tree)
-        self._batch: Batch | None = None
+        self._batch: RunningBatch | None = None
         if batch_size > 1 and self._decoder.can_refill:
             self._batch = self._decoder.begin(max_new_tokens, rule=self.sampling)
         self._stop_looping = stop_looping
@@ -142,7 +142,7 @@ class HFEngine:
         self._waiting = [asked for index, asked in enumerate(self._waiting) if index not in picked]
         return batch
 
-    def _step(self, batch: Batch) -> tuple[list[_Pending], list[Generation]]:
+    def _step(self, batch: RunningBatch) -> tuple[list[_Pending], list[Generation]]:
         """Refill free rows, run one decoding step, and return the requests that are finished."""
         free = self.batch_size - len(batch.active)
         if self._waiting and free * REFILL_FRACTION >= self.batch_size:
@@ -155,7 +155,7 @@ class HFEngine:
             self._end_looping_rows(batch)
         return [self._underway.pop(request_id) for request_id, _ in done], [out for _, out in done]
 
-    def _end_looping_rows(self, batch: Batch) -> None:
+    def _end_looping_rows(self, batch: RunningBatch) -> None:
         for row in batch.active:
             if row.out.steps % LOOP_INTERVAL == 0:
                 text = self.backbone.tokenizer.decode(row.out.tokens, skip_special_tokens=True)

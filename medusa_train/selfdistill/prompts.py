@@ -126,7 +126,7 @@ class Selection:
 def select_prompts(prompts: Sequence[Prompt], selection: Selection) -> tuple[list[Prompt], Counter[str]]:
     """Return the selected prompts in order, and the number of others by reason ("repeated", "short" or "long").
 
-    Of prompts with the same turns and system message the first is kept.
+    Of several prompts with the same turns and system message, the first is kept.
     """
     skipped: Counter[str] = Counter()
     chosen: list[Prompt] = []

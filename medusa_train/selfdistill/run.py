@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.table import Table
 
-from medusa_train.config.paths import public_name
+from medusa_train.config.paths import expand_user, public_name
 from medusa_train.config.schema import SelfDistillConfig
 from medusa_train.data.conversation import NOTABLE_LOOPING, Message
 from medusa_train.data.records import first_problems
@@ -33,7 +33,7 @@ PREVIEWED = 3  # prompts
 def output_path(cfg: SelfDistillConfig) -> Path:
     """Return the output file, without the shard."""
     if cfg.output is not None:
-        return Path(cfg.output)
+        return expand_user(cfg.output)
     name = "questions" if cfg.mode == "questions" else short_name(cfg.seed_dataset)
     return Path("runs") / "selfdistill" / f"{name}.jsonl"
 
@@ -60,6 +60,9 @@ def load_prompts(cfg: SelfDistillConfig, progress: RunProgress) -> tuple[list[Pr
     if invalid:
         progress.print("\n".join(["skipped invalid records:", *first_problems(invalid)]))
         skipped["broken"] += len(invalid)
+    if not selected:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items()))
+        raise DataError(f"{cfg.seed_dataset}: no prompts are left ({reasons}); change min_chars, max_chars, limit ...")
     return selected, skipped
 
 

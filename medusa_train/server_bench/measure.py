@@ -19,7 +19,7 @@ from medusa_train.evaluation.questions import Question
 from medusa_train.selfdistill.answers import Answer, Request
 from medusa_train.selfdistill.openai_engine import ServerSampling, parse_answer
 from medusa_train.servers.client import OpenAIClient, run_concurrently
-from medusa_train.servers.server import OpenAIServer, RequestRejected
+from medusa_train.servers.connection import RequestRejected, ServerConnection
 
 _SAMPLE = re.compile(r"^vllm:(\w+?)_total(?:\{(.*)\})?\s+(\S+)", re.MULTILINE)
 _POSITION = re.compile(r'position="(\d+)"')
@@ -118,7 +118,7 @@ class Block(NamedTuple):
     number: int
 
 
-#: Of the log: the finished measurements of a block by the name of their servers, or a note for the report.
+#: An entry of the log: the finished measurements of a block by the name of their servers, or a note for the report.
 BlockEntry = tuple[Block, dict[str, Measurement]] | str
 BLOCK_ENTRY: TypeAdapter[BlockEntry] = TypeAdapter(BlockEntry)
 
@@ -307,6 +307,6 @@ class ServerBench:
         return answer, content
 
 
-def open_server(url: str, options: RequestOptions) -> OpenAIServer:
+def open_server(url: str, options: RequestOptions) -> ServerConnection:
     """Return a connection for the list of models and the metrics."""
-    return OpenAIServer(url, options.key_variable, options.timeout, connections=1)
+    return ServerConnection(url, options.key_variable, options.timeout, connections=1)

@@ -11,7 +11,7 @@ from rich.console import Group
 from rich.text import Text
 
 from medusa_train.evaluation.report_page import meta_rows
-from medusa_train.inference.decoding_settings import describe_settings, settings_of
+from medusa_train.inference.decoding_settings import describe_mode, mode_of
 from medusa_train.pages.charts import Bar, bars
 from medusa_train.pages.page import Figure, Section, Table, markdown_page, number, render_page, write_files
 from medusa_train.server_bench.figures import Cell
@@ -50,7 +50,7 @@ def write_report(report: Json, cells: Sequence[Cell], directory: Path) -> list[P
 def title_of(report: Json) -> str:
     """Return bench, model and mode as a title."""
     meta = report["meta"]
-    return f"{meta['bench']} served: {meta['model']}, {describe_settings(settings_of(meta))}"
+    return f"{meta['bench']} served: {meta['model']}, {describe_mode(mode_of(meta))}"
 
 
 def rows_of(report: Json) -> list[Json]:

@@ -206,7 +206,7 @@ class BenchRun:
         if target.has_heads and not drafts.drafts:
             self.note(f"{target.name}: /metrics count no drafts; is it served with heads?")
         if drafts.generated > FOREIGN_TRAFFIC * sum(answer.tokens for answer in measurement.answers) + 100:
-            self.note(f"{target.name}: others use it, too (its counter of tokens), which lowers its figures")
+            self.note(f"{target.name}: others use it too, as its counter of tokens shows: its figures are too low")
 
 
 def _measure_served(cfg: EvalConfig, served: ServedModel, run: BenchRun, directory: Path) -> None:
@@ -300,7 +300,7 @@ def settings(
     """Return what answers and times depend on; not which concurrencies and numbers of tokens are measured."""
     values = {
         **bench_settings(bench),
-        "decoding": mode.settings,
+        "decoding": mode.as_json,
         "seed": cfg.seed,
         "max_new_tokens": cfg.max_new_tokens,
         "chat_template_kwargs": cfg.chat_template_kwargs if paths is None else dict(paths.chat_template_kwargs),
@@ -330,7 +330,7 @@ def metadata(
         "bench_file": public_name(str(bench.path)),
         "questions": len(bench.questions),
         "max_new_tokens": cfg.max_new_tokens,
-        "decoding": mode.settings,
+        "decoding": mode.as_json,
         "concurrency": list(dict.fromkeys(cfg.concurrency)),
     }
     if served is None or paths is None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from medusa_train.errors import ServerError
-from medusa_train.servers.server import Fault, OpenAIServer, RequestRejected
+from medusa_train.servers.connection import Fault, RequestRejected, ServerConnection
 
 CONCURRENCY = 64  # requests to each server, as long as it is not overloaded
 MIN_BACKOFF, MAX_BACKOFF = 0.5, 30.0  # seconds between attempts, doubled after each
@@ -123,7 +123,7 @@ class OpenAIClient:
         note: Callable[[str], None] = lambda line: None,
     ) -> None:
         urls = [urls] if isinstance(urls, str) else list(dict.fromkeys(urls))
-        servers = [OpenAIServer(url, key_variable, timeout, concurrency) for url in urls]
+        servers = [ServerConnection(url, key_variable, timeout, concurrency) for url in urls]
         self._slots = {server: Slots(concurrency, retry_seconds) for server in servers}
         self.name = ("server " if len(urls) == 1 else "servers ") + ", ".join(server.url for server in self._slots)
         self.capacity = concurrency * len(urls)
@@ -185,7 +185,7 @@ class OpenAIClient:
             self._note(f"server {server.url}: {line}")
         return outcome
 
-    def _take_slot(self, deadline: float) -> OpenAIServer:
+    def _take_slot(self, deadline: float) -> ServerConnection:
         """Wait for a free slot; gives up after `retry_seconds`, if `deadline` is over or no request is under way."""
         with self._changed:
             while True:
@@ -202,7 +202,7 @@ class OpenAIClient:
                 moments = (deadline, self._gives_up_at, *(slots.resume_at for slots in self._slots.values()))
                 self._changed.wait(min((moment - now for moment in moments if now < moment < math.inf), default=None))
 
-    def _report(self, server: OpenAIServer, outcome: dict[str, Any] | Fault | RequestRejected | None) -> str | None:
+    def _report(self, server: ServerConnection, outcome: dict[str, Any] | Fault | RequestRejected | None) -> str | None:
         """Free the slot of a request and count its outcome (None: an error that ends the run); returns a note."""
         now, slots = time.monotonic(), self._slots[server]
         with self._changed:

@@ -18,7 +18,7 @@ from medusa_train.data.batch import Batch
 from medusa_train.errors import BackboneError
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.compiled import CompiledLayers
-from medusa_train.models.features import PLAIN, Features, FeatureSpec
+from medusa_train.models.features import FINAL_STATES, Features, FeatureSpec
 from medusa_train.models.lm_head import LMHead
 from medusa_train.models.lora import Adapter, LoraSpec
 from medusa_train.models.partitioned import full_shape, gathered, to_float32
@@ -54,7 +54,7 @@ class BackboneRecipe:
         """Set train or eval mode; a frozen backbone always stays in eval mode."""
         self.backbone.model.train(mode and self.joint)
 
-    def features(self, batch: Batch, need: FeatureSpec = PLAIN) -> Features:
+    def features(self, batch: Batch, need: FeatureSpec = FINAL_STATES) -> Features:
         """Return the states that a draft needs: from the cache if there is one, else by a pass of the backbone."""
         if self.cache is None:
             return self._run(batch, need)
@@ -102,8 +102,7 @@ class BackboneRecipe:
         elif self.joint:
             with exact_buffers(self.backbone.model):  # the tree is chosen with this model
                 self.backbone.model.to(self.precision.dtype)
-            self.backbone.model.save_pretrained(out / MODEL, safe_serialization=True)
-            self.backbone.tokenizer.save_pretrained(out / MODEL)
+            self.backbone.save(out / MODEL)
 
     def _autocast(self) -> Any:
         # a frozen backbone computes in its weights' dtype; trained parameters are float32 beside bfloat16 ones

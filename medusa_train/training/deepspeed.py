@@ -1,4 +1,4 @@
-"""Train in several processes with DeepSpeed's ZeRO stages 0 to 3, behind the `Strategy` protocol.
+"""Train in several processes with DeepSpeed's ZeRO stages 0 to 3, as a `Strategy`.
 
 Weights are float32 and autocast sets the compute dtype, as in one process, so gradients are reduced in float32.
 DeepSpeed averages gradients over processes, but every micro-batch's loss is already divided by the targets of the

@@ -47,7 +47,7 @@ class _Stage:
         self.cfg, self.data, self.model_config = cfg, data, model_config
         self.vocab_size = int(model_config.get_text_config().vocab_size)
         self.loader = loader = BatchLoader(data.train, cfg.micro_batch_size, seed=cfg.seed)
-        self.plan = make_plan(cfg, loader.steps_per_epoch)
+        self.plan = make_plan(cfg, loader.batches_per_epoch)
         self.device = default_device()
         self.dtype = choose_precision(cfg.bf16, self.device, fp16=cfg.fp16).dtype
         estimate = Estimate(cfg, model_config)

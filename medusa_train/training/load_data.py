@@ -94,7 +94,7 @@ def _load_data(
         console.print(f"sequence_len: {cfg.sequence_len} exceeds the context of {cfg.base_model}; using {context}")
         cfg = cfg.model_copy(update={"sequence_len": context})
     switch = rope_switch(config.get_text_config())
-    if switch is not None and cfg.sequence_len > switch and (cfg.sample_packing or cfg.micro_batch_size > 1):
+    if switch is not None and cfg.sequence_len > switch and cfg.mixes_rows:
         console.print(
             f"sequence_len: using {switch}, since beyond it the longest row of a batch would change the rotary angles "
             "of all; for longer ones set micro_batch_size: 1 and sample_packing: false"

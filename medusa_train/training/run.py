@@ -13,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from medusa_train.checkpoint.heads import save_draft
-from medusa_train.checkpoint.resolve import resolve_model
-from medusa_train.checkpoint.run_directory import CONFIG, HEADS, METRICS, TREE, TREE_TRACES, writing
+from medusa_train.checkpoint.resolve import find_heads, resolve_model
+from medusa_train.checkpoint.run_directory import CONFIG, HEADS, METRICS, TREE, writing
 from medusa_train.config.paths import PROJECT_ROOT, resolve_path
 from medusa_train.config.schema import TrainConfig
 from medusa_train.errors import CheckpointError, MedusaError, signal_exit_code
@@ -30,20 +30,12 @@ from medusa_train.training.setup import build_trainer
 from medusa_train.training.signals import StopRequest
 from medusa_train.training.trainer import Outcome, Trainer
 from medusa_train.training.validation import NODES, ValidationResult
-from medusa_train.tree_search.choose import TreeChoice, choose_tree
-from medusa_train.tree_search.traces import (
-    Prompts,
-    prompts_by_conversation,
-    save_traces,
-    trace_conversations,
-    weights_key,
-)
+from medusa_train.tree_search.choose import TreeChoice, answer_prompts, choose_tree
+from medusa_train.tree_search.traces import Prompts, digest_files, prompts_by_conversation
 
 #: A terminal sends Ctrl-C to all processes and a launcher then forwards SIGTERM: with several processes a second
 #: signal within this many seconds is taken for the first one.
 ECHO_SECONDS = 10.0
-#: Longest calibration answer in tokens; shorter where the token budget is too small for eight of them.
-ANSWER_TOKENS = 256
 
 
 def train(
@@ -115,15 +107,16 @@ def _finish(
 ) -> None:
     """Save the weights of `step`, which the trainer holds, choose the tree and print the closing tables."""
     out, draft, validation = trainer.output_dir, trainer.draft, trainer.last_validation
+    before = digest_files(find_heads(out / HEADS).files)
     trainer.recipe.save_trained(out)
     save_draft(draft.to(trainer.recipe.precision.dtype), out / HEADS, cfg.base_model)  # checkpoints keep float32
     choice = None
-    if is_fitted:
+    if is_fitted and digest_files(find_heads(out / HEADS).files) == before:
         os.utime(out / TREE)  # or it would be older than the heads, which were just saved again
         progress.print(f"{out / TREE} is kept; medusa-eval --calibrate chooses the tree again")
     elif cfg.calibration_tokens and not trainer.strategy.partitioned:
         prompts = prompts_by_conversation(data.prompts, cfg.calibration_tokens, cfg.seed)
-        choice = fit_tree(trainer.recipe, draft, prompts, cfg.calibration_tokens, out, progress)
+        choice = choose_and_save_tree(trainer.recipe, draft, prompts, cfg.calibration_tokens, out, progress)
     if (table := heads_table(validation, choice)) is not None:
         results.print(table)
     results.print(summary(cfg, trainer, step, choice, progress))
@@ -159,7 +152,7 @@ def _resume_hint(trainer: Trainer) -> Iterator[None]:
 
 @contextmanager
 def _explain_out_of_memory(cfg: TrainConfig) -> Iterator[None]:
-    """Say which keys take less of a GPU's memory where it does not suffice."""
+    """Name the keys that reduce memory when a device runs out of it."""
     try:
         yield
     except RuntimeError as error:
@@ -176,7 +169,7 @@ def _explain_out_of_memory(cfg: TrainConfig) -> Iterator[None]:
         }
         raise MedusaError(
             f"not enough memory for this run ({str(error).partition('. ')[0]}).\n"
-            f"Less takes: {'; '.join(name for name, applies in advice.items() if applies)}.\n"
+            f"To use less memory: {'; '.join(name for name, applies in advice.items() if applies)}.\n"
             "--inspect estimates the parts. Where torch reports much memory as reserved but unallocated, set "
             "PYTORCH_ALLOC_CONF=expandable_segments:True."
         ) from error
@@ -210,7 +203,7 @@ def _restore_best(trainer: Trainer, console: Console) -> int:
 # Tree
 
 
-def fit_tree(
+def choose_and_save_tree(
     recipe: BackboneRecipe,
     draft: Draft,
     conversations: Sequence[Prompts],
@@ -218,7 +211,7 @@ def fit_tree(
     out: Path,
     progress: RunProgress,
 ) -> TreeChoice | None:
-    """Choose the tree on greedy answers to prompts and write tree.json.
+    """Choose the tree on greedy answers to prompts, and write it with their traces.
 
     An adapter is merged first, as for decoding, unless the backbone is quantized: dequantized it may not fit.
 
@@ -237,15 +230,7 @@ def fit_tree(
         use_cuda_graphs(recipe.backbone)
         prepack_linears(draft)
     try:
-        with progress.phase("answering for the tree", token_budget, "tokens") as phase:
-            traced = trace_conversations(
-                recipe.backbone,
-                draft,
-                conversations,
-                max_new_tokens=min(ANSWER_TOKENS, max(8, token_budget // 8)),
-                token_budget=token_budget,
-                on_answer=phase.advance,
-            )
+        traced = answer_prompts(recipe.backbone, draft, conversations, token_budget, progress)
         choice = choose_tree(recipe.backbone, draft, traced, progress)
     except MedusaError as error:
         progress.print(f"no tree was chosen: {error}", style="yellow")
@@ -256,8 +241,7 @@ def fit_tree(
         again = shlex.join(["medusa-eval", "--calibrate", "--model", str(out)])
         progress.print(f"no tree was chosen: not enough memory beside training. To choose it: {again}", style="yellow")
         return None
-    save_traces(out / TREE_TRACES, traced, weights_key(resolve_model(str(out), None, None), choice.settings))
-    choice.save(out / TREE)
+    choice.save(out, traced, resolve_model(str(out), None, None))
     return choice
 
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from medusa_train.checkpoint.heads import load_draft
 from medusa_train.checkpoint.run_directory import (
+    METRICS,
     changed_weight_keys,
     check_nothing_is_lost,
     named_checkpoint,
@@ -52,7 +53,7 @@ from medusa_train.training.optimizer_step import (
 )
 from medusa_train.training.process_info import ProcessInfo, free_port
 from medusa_train.training.snapshot import LoadedCheckpoint, TrainState, restore_state, restore_weights, rng_states
-from medusa_train.training.trainer import Plan, Trainer
+from medusa_train.training.trainer import ROUNDING, Plan, Trainer
 
 
 def build_trainer(
@@ -69,18 +70,20 @@ def build_trainer(
                 cfg.prepared_dir, documents, draft.needs, recipe.backbone, world, console, cfg.tf32
             )
     loader = BatchLoader(data.train, cfg.micro_batch_size, seed=cfg.seed, rank=world.rank, size=world.size)
-    plan = make_plan(cfg, loader.steps_per_epoch, world.size)
+    plan = make_plan(cfg, loader.batches_per_epoch, world.size)
     for line in _describe_run(cfg, data, recipe, draft, plan, world.size):
         console.print(line, style="yellow" if line.startswith("note:") else None)
 
     store = CheckpointStore(cfg.run_dir, cfg.save_total_limit)
     checkpoint = _find_checkpoint(cfg, store, world, console)
     if checkpoint is not None:  # before the strategy partitions or copies the weights
-        restore_weights(checkpoint, draft, recipe)
+        world.run_on_all(lambda: restore_weights(checkpoint, draft, recipe))
     strategy = build_strategy(cfg, draft, recipe, plan, world, console)
     if not world.is_main:
         torch.manual_seed(hash((cfg.seed, world.rank)))  # other dropout masks per process, now that weights are equal
-    state = TrainState() if checkpoint is None else _resume(checkpoint, strategy, loader, plan, world, console)
+    state = TrainState()
+    if checkpoint is not None:
+        state = world.run_on_all(lambda: _resume(checkpoint, strategy, loader, plan, world, console))
     used: dict[str, Any] = {"chat_template": data.chat_template, "sequence_len": data.sequence_len}
     if recipe.adapter is not None:  # which may have come with lora_model_dir
         lora = recipe.adapter.peft.peft_config["default"]
@@ -179,8 +182,10 @@ def build_heads(cfg: TrainConfig, data: TrainingData, backbone: Backbone, consol
 def make_plan(cfg: TrainConfig, micro_batches_per_epoch: int, processes: int = 1) -> Plan:
     """Plan the run's steps; it evaluates and saves once per epoch unless the configuration says otherwise."""
     per_epoch = micro_batches_per_epoch / (cfg.gradient_accumulation_steps * processes)
-    total = cfg.max_steps or max(1, math.ceil(cfg.num_epochs * per_epoch))
-    warmup = cfg.warmup_steps if cfg.warmup_steps is not None else math.ceil((cfg.warmup_ratio or 0.0) * total)
+    total = cfg.max_steps or max(1, math.ceil(cfg.num_epochs * per_epoch - ROUNDING))
+    warmup = cfg.warmup_steps
+    if warmup is None:
+        warmup = math.ceil((cfg.warmup_ratio or 0.0) * total - ROUNDING)
 
     def every(steps: float | None, times_per_epoch: int | None) -> float:
         if not steps:
@@ -237,7 +242,7 @@ def _build_objective(cfg: TrainConfig, draft: Draft, joint: bool) -> Objective:
             "heads_coefficient": cfg.medusa_heads_coefficient,
             "schedule": cfg.medusa_scheduler,
         }
-    return Objective(draft, loss.decay, soft_heads=loss.soft_targets, **keys)
+    return Objective(draft, loss.decay, soft_targets=loss.soft_targets, **keys)
 
 
 # Run directory
@@ -298,7 +303,7 @@ def _open_loggers(
         boards.append(wandb(console, out, cfg.wandb_project, cfg.wandb_entity, cfg.wandb_run_id, cfg.wandb_name))
     with writing(out):
         shown = ConsoleLogger(console, plan.total_steps, state.step, progress.title)
-        file = MetricsFile(out / "metrics.jsonl", state.step, state.evaluated, shown.warn)
+        file = MetricsFile(out / METRICS, state.step, state.evaluated, shown.warn)
         return MetricLoggers([file, shown, *boards])
 
 

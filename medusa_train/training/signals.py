@@ -1,9 +1,11 @@
-"""Turn Ctrl-C and SIGTERM into a request to stop after the current step."""
+"""Turn Ctrl-C, SIGTERM and a closed terminal into a request to stop after the current step."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +14,21 @@ from typing import Any
 
 from medusa_train.errors import Terminated
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+def stop_signals() -> list[signal.Signals]:
+    """List the signals that ask for an end; a closed terminal's only where it is not ignored (`nohup`)."""
+    hangup = [] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [signal.SIGHUP]
+    return [signal.SIGINT, signal.SIGTERM, *hangup]
+
+
+def leave_terminal() -> None:
+    """Discard what is printed to a terminal from now on: once it is closed, writing to it fails."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for output in (1, 2):
+        with contextlib.suppress(OSError):  # closed
+            if stat.S_ISCHR(os.fstat(output).st_mode):
+                os.dup2(nowhere, output)
+    os.close(nowhere)
 
 
 @contextlib.contextmanager
@@ -37,13 +53,16 @@ def sigterm_as_interrupt() -> Iterator[None]:
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:
+    if number == signal.SIGHUP:
+        leave_terminal()
     raise Terminated
 
 
 class StopRequest:
     """Record the first SIGINT or SIGTERM within the `with` block; the second raises KeyboardInterrupt or Terminated.
 
-    Does nothing outside the main thread, where Python allows no signal handlers.
+    SIGHUP, which a closed terminal sends once or twice, counts as SIGTERM, but never as a second signal. Does nothing
+    outside the main thread, where Python allows no signal handlers.
     """
 
     def __init__(self, notify: Callable[[str], None], echo: float = 0.0) -> None:
@@ -65,7 +84,7 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
-            self._previous = {number: signal.signal(number, self._handle) for number in SIGNALS}
+            self._previous = {number: signal.signal(number, self._handle) for number in stop_signals()}
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -74,7 +93,10 @@ class StopRequest:
         self._previous = {}
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.signal is not None and time.monotonic() - self._since < self._echo:
+        if number == signal.SIGHUP:
+            leave_terminal()
+            number = signal.SIGTERM if self.signal is None else number
+        if self.signal is not None and (number == signal.SIGHUP or time.monotonic() - self._since < self._echo):
             return
         if self.signal is not None:
             raise Terminated if number == signal.SIGTERM else KeyboardInterrupt

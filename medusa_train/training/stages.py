@@ -6,6 +6,7 @@ Both stages train in the same processes, one after the other, so that every laun
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from medusa_train.checkpoint.run_directory import (
     changed_weight_keys,
     check_output_dir,
     named_checkpoint,
+    only_writer,
     prepare_output_dir,
     write_config,
 )
@@ -62,8 +64,9 @@ def train_stages(cfg: TrainConfig, console: Console, results: Console, world: Wo
         KeyboardInterrupt: Ctrl-C, or SIGTERM as Terminated, before there was anything to save.
     """
     first, progress = stage_one_config(cfg), RunProgress(console)
-    with sigterm_as_interrupt():
+    with sigterm_as_interrupt(), ExitStack() as lock:
         world.run_on_main(lambda: check_output_dir(cfg))
+        world.run_on_main(lambda: lock.enter_context(only_writer(cfg.run_dir)))
         resumes = first is not None and cfg.resume_from_checkpoint is not None
         if first is not None and resumes and world.run_on_main(partial(_is_finished, cfg, first)):
             console.print(f"{TITLES[0]}: the heads in {first.output_dir} are finished", soft_wrap=True)
@@ -95,7 +98,8 @@ def load_stages(
     """Load the data of all stages, once for those that read the same, and check each stage as `load_data` does."""
     loaded: list[TrainingData] = []
     for number, cfg in enumerate(stages):
-        equal = number > 0 and all(getattr(cfg, key) == getattr(stages[0], key) for key in _DATA_KEYS)
+        equal = number > 0 and cfg.mixes_rows == stages[0].mixes_rows
+        equal = equal and all(getattr(cfg, key) == getattr(stages[0], key) for key in _DATA_KEYS)
         if equal:
             world.run_on_all(lambda cfg=cfg: check_run(cfg, world.size))  # type: ignore[misc]
         loaded.append(loaded[0] if equal else load_data(cfg, console, world, shown.update))
@@ -106,7 +110,7 @@ def _plans(stages: Sequence[TrainConfig], data: Sequence[TrainingData], world: W
     lines = []
     for title, cfg, part in zip(TITLES, stages, data, strict=True):
         loader = BatchLoader(part.train, cfg.micro_batch_size, seed=cfg.seed, rank=world.rank, size=world.size)
-        steps = make_plan(cfg, loader.steps_per_epoch, world.size).total_steps
+        steps = make_plan(cfg, loader.batches_per_epoch, world.size).total_steps
         trained = cfg.draft_config.describe() if cfg.recipe == "medusa1" else f"heads and {cfg.adapter or 'backbone'}"
         lines.append(f"{title}: {trained}, {steps:,} steps; output: {cfg.output_dir}")
     if stages[1].max_steps is not None and stages[0].max_steps is None:

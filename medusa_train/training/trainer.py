@@ -14,7 +14,8 @@ from rich.console import Console
 from torch import Tensor
 
 from medusa_train.checkpoint.store import CheckpointStore
-from medusa_train.data.dataset import Batch, BatchLoader
+from medusa_train.data.batch import Batch
+from medusa_train.data.dataset import BatchLoader
 from medusa_train.errors import MedusaError
 from medusa_train.losses.fused_losses import GraphCut
 from medusa_train.losses.objective import Objective, ObjectiveOutput
@@ -29,6 +30,9 @@ from medusa_train.training.signals import StopRequest
 from medusa_train.training.snapshot import LoadedCheckpoint, TrainState, restore_weights, take_snapshot, take_weights
 from medusa_train.training.step_metrics import MicroBatchResult, StepTotals, Window
 from medusa_train.training.validation import ValidationResult, validate
+
+#: Slack of comparisons of fractional epochs and steps.
+ROUNDING = 1e-9
 
 
 class Outcome(Enum):
@@ -71,8 +75,8 @@ class Plan:
         return step / self.steps_per_epoch
 
     def _is_due(self, step: int, every: float) -> bool:
-        # 1e-9: an interval that ends with a step is complete in spite of rounding
-        done, before = (math.floor(number / every + 1e-9) for number in (step, step - 1))
+        # an interval that ends with a step is complete in spite of rounding
+        done, before = (math.floor(number / every + ROUNDING) for number in (step, step - 1))
         return step >= self.total_steps or done > before
 
 
@@ -131,8 +135,11 @@ class Trainer:
         """
         state, plan = self.state, self.plan
         # a run stopped during the evaluation of its last step resumes with that evaluation
-        if state.step and plan.evaluates(state.step) and state.evaluated != state.step and self._evaluate_and_log(stop):
-            self._save_checkpoint()
+        if state.step and plan.evaluates(state.step) and state.evaluated != state.step:
+            if self._evaluate_and_log(stop):
+                self._save_checkpoint()
+            if self.world.any(bool(stop)):
+                return Outcome.INTERRUPTED
         batches = iter(self.loader)
         self.recipe.train()
         self.draft.train()
@@ -146,6 +153,8 @@ class Trainer:
                 self._save_best()
             if stopping:
                 return Outcome.INTERRUPTED
+        if self.world.any(bool(stop)):  # it came while the last checkpoint was written
+            return Outcome.INTERRUPTED
         return Outcome.EARLY if self._out_of_patience() else Outcome.FINISHED
 
     def train_step(self, batches: Iterator[Batch]) -> None:
@@ -274,7 +283,7 @@ class Trainer:
         self._resumable_best = state.best_step
 
     def _save_best(self) -> None:
-        """Likewise, the weights alone; those that the last checkpoint refers to are kept for resuming from it."""
+        """Save the weights of the best evaluation; keep those that the last checkpoint needs for resuming."""
         with self.progress.phase("checkpoints", inline=True):
             weights = take_weights(self.draft, self.recipe, self.world)
             self.world.run_on_main(lambda: self.store.save_best(self.state.step, weights, {self._resumable_best}))
@@ -282,7 +291,7 @@ class Trainer:
     def _skip_step(self, loss: float, results: Sequence[MicroBatchResult]) -> None:
         """Skip the update of a step with a NaN/Inf loss or gradient; it still counts as a step of the schedule.
 
-        Logged are the records of the micro-batches with a NaN/Inf loss, or of all of them where only the gradient is.
+        The log names the records of the micro-batches with a NaN/Inf loss, or of all if only the gradient is NaN/Inf.
         """
         state, step = self.state, self.state.step + 1
         suspects = [r for r in results if math.isfinite(loss) or not math.isfinite(float(r.loss))]

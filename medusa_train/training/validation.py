@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 
-from medusa_train.data.batch import IGNORE_INDEX, shift_labels
-from medusa_train.data.dataset import Batch
+from medusa_train.data.batch import IGNORE_INDEX, Batch, shift_labels
 from medusa_train.losses.chunked_loss import Teacher
 from medusa_train.losses.fused_losses import linear_loss
 from medusa_train.losses.objective import Objective

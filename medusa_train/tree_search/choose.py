@@ -15,6 +15,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from medusa_train.checkpoint.resolve import ModelPaths
+from medusa_train.checkpoint.run_directory import TREE, TREE_TRACES
 from medusa_train.errors import MedusaError
 from medusa_train.inference.decoding_settings import DecodingSettings
 from medusa_train.inference.generate import Decoder
@@ -24,15 +26,17 @@ from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft
 from medusa_train.progress import RunProgress
 from medusa_train.tree_search.fit import Trace, TreeCandidate, cross_validate, head_accuracy, joint_trees
-from medusa_train.tree_search.traces import TracedAnswers
+from medusa_train.tree_search.traces import Prompts, TracedAnswers, save_traces, trace_conversations, weights_key
 from medusa_train.trees.tree import Tree
 
 #: 0 is plain decoding without the draft, whose cost makes latency jump at 1: nothing is interpolated across the jump.
 SIZES = (0, 1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 63)  # TensorRT-LLM accepts at most 63 nodes
-#: Of these sizes less deep trees are always timed: where a level costs much, the deepest trees all are slow.
+#: Sizes at which shallower trees are always timed: where a level is expensive, all of the deepest trees are slow.
 LEVEL_SIZES = (4, 8)
 #: What is timed where trees are chosen again from kept traces: latencies of other sizes are interpolated.
 QUICK_SIZES = (0, 1, 2, 4, 8, 16, 32, 63)
+#: Longest calibration answer in tokens; shorter where the token budget is too small for eight of them.
+ANSWER_TOKENS = 256
 QUICK_PROMPT = 64  # the last tokens of the prompt that are prefilled in every round
 TIMED_TOKENS = 48  # that the timed steps of a round give at most
 MIN_CONVERSATIONS = 3
@@ -81,9 +85,11 @@ class TreeChoice:
             f"{self.about['tokens']:,} greedy tokens, each with a tree that was fitted to others), {step}"
         )
 
-    def save(self, path: Path) -> None:
-        """Write tree.json: `medusa_choices` of the chosen tree, with the measurements as further keys."""
-        self.best.tree.save(path, **self.record())
+    def save(self, directory: Path, traced: TracedAnswers, paths: ModelPaths) -> Path:
+        """Write tree.json, whose path is returned (`medusa_choices` and the measurements), and the traces beside it."""
+        save_traces(directory / TREE_TRACES, traced, weights_key(paths, self.settings))
+        self.best.tree.save(directory / TREE, **self.record())
+        return directory / TREE
 
     def record(self) -> dict[str, Any]:
         """Return the measurements as plain JSON values."""
@@ -106,12 +112,32 @@ class TreeChoice:
         }
 
 
+def answer_prompts(
+    backbone: Backbone,
+    draft: Draft,
+    conversations: Sequence[Prompts],
+    token_budget: int,
+    progress: RunProgress,
+    max_new_tokens: int = ANSWER_TOKENS,
+) -> TracedAnswers:
+    """Let the backbone answer prompts greedily until there are `token_budget` tokens, and trace the answers."""
+    with progress.phase("answering for the tree", token_budget, "tokens", ticking=True) as phase:
+        return trace_conversations(
+            backbone,
+            draft,
+            conversations,
+            max_new_tokens=min(max_new_tokens, max(8, token_budget // 8)),
+            token_budget=token_budget,
+            on_answer=phase.advance,
+        )
+
+
 def choose_tree(
     backbone: Backbone, draft: Draft, traced: TracedAnswers, progress: RunProgress, *, quick: bool = False
 ) -> TreeChoice:
     """Fit trees, time their steps, and choose the one with the most expected tokens per second.
 
-    The joint trees of `SIZES` are timed first. Then the best of them, less deep trees of about its size and plain
+    The joint trees of `SIZES` are timed first. Then the best of them, shallower trees of about its size and plain
     decoding are timed side by side, and one of them is chosen, see `smallest_of_the_fastest`. Every rate is
     cross-validated: a conversation is decoded with trees that were fitted to others.
 
@@ -132,7 +158,7 @@ def choose_tree(
     steps = time_trees([tree for tree, _ in rated if not quick or tree.size in QUICK_SIZES])
     latency = {tree.size: ms for tree, ms in steps.items()}
     joint = {tree.size: TreeCandidate(tree, rate, interpolate(latency, tree.size)) for tree, rate in rated}
-    near = sizes_of_second_round(
+    near = sizes_to_time_again(
         list(joint), smallest_of_the_fastest(joint.values()).tree.size, () if quick else LEVEL_SIZES
     )
     with progress.phase("fitting trees", ticking=True):
@@ -165,8 +191,8 @@ def _rated_trees(conversations: Sequence[Sequence[Trace]], traces: Sequence[Trac
     return [by_size[size] for size in sorted(by_size)]
 
 
-def sizes_of_second_round(sizes: Sequence[int], best: int, levels: Sequence[int]) -> list[int]:
-    """Return which of the ascending `sizes` are timed again, with less deep trees: those that may be the fastest.
+def sizes_to_time_again(sizes: Sequence[int], best: int, levels: Sequence[int]) -> list[int]:
+    """Return which of the ascending `sizes` are timed again, with shallower trees: those that may be the fastest.
 
     They are `best` with its neighbours, `levels`, and 0, which is plain decoding.
     """
@@ -178,7 +204,7 @@ def sizes_of_second_round(sizes: Sequence[int], best: int, levels: Sequence[int]
 def _shallower(
     conversations: Sequence[Sequence[Trace]], traces: Sequence[Trace], trees: Sequence[Tree]
 ) -> list[tuple[Tree, float]]:
-    """Return joint trees as large as `trees` and less deep, with their tokens per step on other conversations.
+    """Return joint trees as large as `trees` but shallower, with their tokens per step on other conversations.
 
     Every level costs time beyond its nodes', so a shallower tree may be faster.
     """

@@ -32,7 +32,7 @@ from medusa_train.tree_search.fit import MAX_RANK, Trace
 MAX_ROWS = 16  # answers that are generated at once
 MAX_CACHE_BYTES = 2**31  # of their keys and values
 
-#: Of a file of weights this many blocks are read, spread over it: a whole backbone takes minutes from a slow disk.
+#: Blocks read from each file of weights, spread over it: reading a whole backbone takes minutes on a slow disk.
 BLOCKS, BLOCK_BYTES = 64, 1 << 16
 
 #: The prompts of one conversation, one per turn of the assistant, as token ids.

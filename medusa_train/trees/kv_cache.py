@@ -44,7 +44,7 @@ class RowPaths(list[Sequence[int]]):
         return self._on_device[:, 0]
 
     def ranges(self) -> RowPaths:
-        """Return the first nodes of each row, as many as it has here; what pads shorter rows are later nodes."""
+        """Return nodes 0 .. len(path) - 1 of each row; shorter rows are padded with later nodes."""
         out = RowPaths([range(len(path)) for path in self], self.device)
         nodes = torch.arange(max(map(len, self)), device=self.device).expand(len(self), -1)
         out._on_device = torch.cat([self.counts[:, None], nodes], dim=1)
@@ -179,9 +179,9 @@ class TreeCache(Cache):
         """Return the committed positions: an int for the single row, which costs no transfer; else long [B, 1]."""
         return self.length
 
-    def single_layer(self, capacity: int | None = None) -> TreeCache:
-        """Return an empty cache of one layer for the same rows, by default as large, for a layer of a draft."""
-        return TreeCache(1, capacity or self.capacity)
+    def single_layer(self) -> TreeCache:
+        """Return an empty cache of one layer for the same rows, as large, for a layer of a draft."""
+        return TreeCache(1, self.capacity)
 
     def reset(self) -> None:
         """Drop all positions, and keep the storage."""
@@ -283,7 +283,7 @@ class BatchCache(TreeCache):
         self._ends = self.lengths, ends[:, 0] + (counts[0] if len(set(counts)) == 1 else paths.counts)
 
     def _move(self, paths: RowPaths, ends: Tensor) -> None:
-        """Copy the pending columns `paths` of each row behind its end, long [B, 1]; the rest lands in its padding."""
+        """Copy the pending columns `paths` of each row to columns `ends` [B, 1] and on; padding to padding."""
         assert self._storage is not None
         count = max(map(len, paths))
         rows = torch.arange(len(paths), device=ends.device)[:, None]
@@ -348,9 +348,9 @@ class BatchCache(TreeCache):
         self._memory = memory
         return memory
 
-    def single_layer(self, capacity: int | None = None) -> BatchCache:
+    def single_layer(self) -> BatchCache:
         """Return an empty cache of one layer for the same rows, see `TreeCache.single_layer`."""
-        cache = BatchCache(1, capacity or self.capacity, max(self._rows, len(self.lengths)))
+        cache = BatchCache(1, self.capacity, max(self._rows, len(self.lengths)))
         cache.lengths = [0] * len(self.lengths)
         return cache
 

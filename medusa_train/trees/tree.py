@@ -73,11 +73,7 @@ class Tree(Nodes):
 
     @classmethod
     def from_paths(cls, paths: Iterable[Sequence[int]]) -> Tree:
-        """Build a tree from paths in any order.
-
-        Raises:
-            DataError: a path is empty, has a negative rank, or lacks its parent.
-        """
+        """Build a tree from paths in any order; DataError: one is empty, has a negative rank, or lacks its parent."""
         unique = {tuple(int(rank) for rank in path) for path in paths}
         for path in unique:
             if not path or min(path) < 0:
@@ -172,11 +168,7 @@ class Tree(Nodes):
 
     @classmethod
     def load(cls, path: Path) -> Tree:
-        """Read a tree.json, or a bare JSON list of paths.
-
-        Raises:
-            CheckpointError: the file is missing, not JSON, or not a tree.
-        """
+        """Read a tree.json, or a bare JSON list of paths; CheckpointError: it is missing, not JSON, or not a tree."""
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
             paths = record["medusa_choices"] if isinstance(record, dict) else record
@@ -255,7 +247,7 @@ class TreeLevels:
 
     @cached_property
     def inner_nodes(self) -> Tree:
-        """The inner nodes as a tree below the position before the root, for a draft that reads this one with them."""
+        """The inner nodes as a tree whose root is the position before this root: what Kangaroo's adapter reads."""
         paths = [self.tree.paths[node - 1] for node, children in enumerate(self.tree.children) if node and children]
         return Tree(((0,), *((0, *path) for path in paths))).to(self._device)
 

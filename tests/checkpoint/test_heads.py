@@ -11,7 +11,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from medusa_train.checkpoint.heads import CONFIG, PICKLED, SAFETENSORS, load_draft, read_heads, save_draft, write_heads
+from medusa_train.checkpoint.heads import (
+    HEADS_CONFIG,
+    PICKLED,
+    SAFETENSORS,
+    load_draft,
+    read_heads,
+    save_draft,
+    write_heads,
+)
 from medusa_train.checkpoint.reference_layout import to_reference
 from medusa_train.checkpoint.resolve import find_heads
 from medusa_train.errors import CheckpointError
@@ -72,7 +80,7 @@ def test_round_trip_is_bit_exact(tmp_path: Path, family: str, form: str, dtype: 
     states = torch.randn(4, backbone.hidden_size, dtype=dtype)
     if "markov" not in form:
         assert torch.equal(loaded.head_logits(states, 3), draft.head_logits(states, 3))
-    config, names = json.loads((tmp_path / CONFIG).read_text()), set(load_file(tmp_path / SAFETENSORS))
+    config, names = json.loads((tmp_path / HEADS_CONFIG).read_text()), set(load_file(tmp_path / SAFETENSORS))
     if "reduced" in form:
         assert (config["medusa_vocab_size"], config["vocab_size"]) == (8, 61)
     assert config.get("medusa_markov_rank", 0) == (4 if "markov" in form else 0)
@@ -81,8 +89,8 @@ def test_round_trip_is_bit_exact(tmp_path: Path, family: str, form: str, dtype: 
 
 def test_files_and_config_are_the_reference_s(tmp_path: Path, backbone: Backbone) -> None:
     save_draft(trained(backbone, 2), tmp_path, "some/model")
-    assert sorted(p.name for p in tmp_path.iterdir()) == [CONFIG, SAFETENSORS]
-    assert json.loads((tmp_path / CONFIG).read_text()) == {
+    assert sorted(p.name for p in tmp_path.iterdir()) == [HEADS_CONFIG, SAFETENSORS]
+    assert json.loads((tmp_path / HEADS_CONFIG).read_text()) == {
         "medusa_num_heads": 2,
         "medusa_num_layers": 1,
         "base_model_name_or_path": "some/model",
@@ -102,7 +110,7 @@ def test_the_public_code_s_pt_file_is_read(tmp_path: Path, backbone: Backbone, w
     write_heads(read_heads(save_draft(draft, tmp_path, "m")), tmp_path, pickled=True)
     (tmp_path / SAFETENSORS).unlink()
     if not with_config:
-        (tmp_path / CONFIG).unlink()
+        (tmp_path / HEADS_CONFIG).unlink()
     assert_same(load_draft(tmp_path, backbone), draft)
     assert read_heads(tmp_path).base_model == ("m" if with_config else None)
 
@@ -120,7 +128,7 @@ class Hostile:
 @pytest.mark.parametrize("file", [PICKLED, "pytorch_model.bin"])
 def test_a_hostile_pickle_is_refused_and_does_nothing(tmp_path: Path, file: str) -> None:
     trap = tmp_path / "trap"
-    (tmp_path / CONFIG).write_text('{"medusa_num_heads": 2}')
+    (tmp_path / HEADS_CONFIG).write_text('{"medusa_num_heads": 2}')
     torch.save({"medusa_head.0.0.linear.weight": torch.zeros(2, 2), "medusa_head.x": Hostile(trap)}, tmp_path / file)
     with pytest.raises(CheckpointError, match="refused") as caught:
         read_heads(tmp_path)
@@ -156,7 +164,7 @@ def test_a_failing_write_keeps_the_old_heads(tmp_path: Path, backbone: Backbone)
     save_draft(old, tmp_path, "m")
     with full_disk(1000), pytest.raises(CheckpointError, match="could not write the heads"):
         save_draft(trained(backbone, seed=2), tmp_path, "m")
-    assert sorted(p.name for p in tmp_path.iterdir()) == [CONFIG, SAFETENSORS]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [HEADS_CONFIG, SAFETENSORS]
     assert_same(load_draft(tmp_path, backbone), old)
 
 

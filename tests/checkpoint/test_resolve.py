@@ -176,16 +176,16 @@ def test_a_draft_without_training_takes_the_place_of_the_heads_or_joins_them(tmp
 def test_dynamic_trees_need_an_eagle3_draft(tmp_path: Path) -> None:
     run = fake_run(tmp_path / "run")
     lookup = LookupChoice.from_keys("prompt_lookup", None)  # chooses its trees itself
-    assert resolve_model(str(run), None, "dynamic", lookup=lookup).dynamic is None
+    assert resolve_model(str(run), None, "dynamic", lookup=lookup).tree_mode == "fixed"
     with pytest.raises(CheckpointError, match="some/model has no heads"):
         resolve_model(None, "some/model", "dynamic")
     with pytest.raises(CheckpointError, match=r"tree dynamic:9x3: needs eagle3, but .*heads is medusa; use"):
         resolve_model(str(run), None, "dynamic:9x3")
     shutil.rmtree(run / "heads")
     write(run / "heads", {}, {"draft": "eagle3"}, "draft.safetensors")
-    for tree, dynamic in (("dynamic", "dynamic"), ("dynamic:9x3", "dynamic:9x3"), ("fixed", None), (None, None)):
+    for tree in ("dynamic", "dynamic:9x3", "fixed", None):
         paths = resolve_model(str(run), None, tree)
-        assert (paths.tree, paths.dynamic) == (run / "tree.json", dynamic)
+        assert (paths.tree, paths.tree_mode) == (run / "tree.json", tree or "fixed")
     with pytest.raises(CheckpointError, match="'dynamic:0x3': no such file, nor fixed, none, dynamic, "):
         resolve_model(str(run), None, "dynamic:0x3")
 

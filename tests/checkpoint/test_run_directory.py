@@ -89,6 +89,8 @@ def test_run_files_lists_everything_that_a_run_writes(tmp_path: Path) -> None:
     """So that overwriting leaves nothing of it, and nothing else goes."""
     for name in (*RUN_FILES, "notes.txt"):
         (tmp_path / name).mkdir()
-    assert {"tensorboard", "wandb", "metrics.jsonl"} <= set(RUN_FILES)
+    files = {"config.yaml", "metrics.jsonl", "tree.json", "tree_traces.npz"}
+    results = {"heads", "adapter", "model", "checkpoints", "eval", "export", "stage_one"}
+    assert set(RUN_FILES) == files | results | {"tensorboard", "wandb"}
     prepare_output_dir(tmp_path, 0)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from medusa_train.checkpoint.heads import read_heads, write_heads, write_vllm
 from medusa_train.checkpoint.reference_layout import from_reference, to_reference
-from medusa_train.checkpoint.server_layouts import copy_lm_head, from_vllm, method_in_path, to_vllm
+from medusa_train.checkpoint.server_layouts import from_vllm, method_in_path, to_vllm, with_own_lm_heads
 from medusa_train.errors import CheckpointError
 from tests.checkpoint.others import D, V, reference_tensors, vllm_config, vllm_tensors, write
 from tests.checkpoint.vllm_rules import loader_problems
@@ -76,7 +76,7 @@ def test_heads_that_share_the_backbone_s_lm_head(tmp_path: Path) -> None:
     again = read_heads(write_vllm(heads, tmp_path, lm_head))
     assert again.shared
     assert same(to_reference(again.state, 1), tensors)
-    copied = copy_lm_head(heads, lm_head, None)
+    copied = with_own_lm_heads(heads, lm_head, None)
     assert not copied.shared
     assert set(to_reference(copied.state, 1)) == set(reference_tensors(3, 1))
     assert loader_problems(*to_vllm(copied)) == []

@@ -145,3 +145,9 @@ def test_libraries_are_quiet_unless_the_user_says_otherwise(monkeypatch: pytest.
     assert os.environ["DATASETS_VERBOSITY"] == "info"
     assert os.environ["TRANSFORMERS_VERBOSITY"] == "error"
     monkeypatch.undo()
+
+
+def test_the_trace_of_a_known_error_is_shown_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEDUSA_DEBUG", "1")
+    with pytest.raises(DataError):
+        run_command(lambda: fail(DataError("x")))()

@@ -278,3 +278,13 @@ def too_long(body: dict) -> Reply:
     question = body["messages"][0]["content"]
     message = "maximum context length is 64 tokens. However, you requested 2148 tokens (100 in the messages, 2048 in"
     return error(400, message) if question.endswith("7") else None
+
+
+def test_an_edited_prompt_file_is_refused(at_work: Path) -> None:
+    words = ["--seed", "edited.jsonl", "--model", "backbone", "--output", "kept.jsonl", *SHORT]
+    for text in ("one", "other"):
+        (at_work / "edited.jsonl").write_text(json.dumps({"id": "a", "turns": [text]}) + "\n", encoding="utf-8")
+        result = runner.invoke(app, words)
+    assert (result.exit_code, "a asks 'one', and now 'other'" in result.output) == (2, True)
+    result = runner.invoke(app, [*words, "min_chars=100"])
+    assert (result.exit_code, "no prompts are left (1 short)" in " ".join(result.output.split())) == (1, True)

@@ -59,9 +59,23 @@ def test_the_papers_settings() -> None:
         (["draft=hydra"], HeadsLoss(1.0, 1.0), "cross-entropy against the distribution of the backbone"),
         (["draft=kangaroo"], HeadsLoss(1.0, 1.0), "cross-entropy against the distribution of the backbone"),
         (
-            ["draft=amphista", "amphista.alignment_weight=0.75", "amphista.label_weight=0.25"],
-            HeadsLoss(1.0, 0.75, 1.0),
-            "75% cross-entropy against the distribution of the backbone, rest cross-entropy against the data",
+            [
+                *("draft=amphista", "amphista.alignment_weight=0.75", "amphista.label_weight=0.25"),
+                "amphista.decay_coefficient=0.5",
+            ],
+            HeadsLoss(0.5, 0.75, 1.0),
+            "75% cross-entropy against the distribution of the backbone, rest cross-entropy against the data; "
+            "head k weighted by 0.5^k",
+        ),
+        (
+            ["draft=eagle3"],
+            HeadsLoss(0.8, 1.0),
+            "cross-entropy against the distribution of the backbone; head k weighted by 0.8^k",
+        ),
+        (
+            ["draft=hydra", "hydra.decay_coefficient=0.5", "hydra.soft_targets=0"],
+            HeadsLoss(0.5, 0.0),
+            "cross-entropy against the tokens of the data; head k weighted by 0.5^k",
         ),
     ],
 )

@@ -18,6 +18,7 @@ import ctypes
 import functools
 import hashlib
 import importlib.util
+import os
 import subprocess
 import sys
 import tempfile
@@ -42,7 +43,7 @@ def load_guard() -> None:
     key = hashlib.sha256((home / "version.py").read_bytes() + (HERE / "guard.cpp").read_bytes()).hexdigest()[:16]
     built = Path(tempfile.gettempdir()) / f"medusa_train_guard_{key}.so"
     if not built.exists():
-        part = built.with_suffix(f".{key}.part")
+        part = built.with_suffix(f".{os.getpid()}.part")
         flags = ["-shared", "-fPIC", "-O1", "-std=c++20", f"-I{home / 'include'}"]
         subprocess.run(["g++", *flags, str(HERE / "guard.cpp"), "-o", str(part)], check=True)
         part.rename(built)

@@ -151,7 +151,7 @@ def test_each_data_set_may_have_its_own_template(tmp_path: Path, encoder: ChatEn
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_an_epoch_takes_everything_once(dataset: EncodedDataset, shuffle: bool) -> None:
     loader = BatchLoader(dataset, 7, seed=3, shuffle=shuffle)
-    assert loader.steps_per_epoch == 9
+    assert loader.batches_per_epoch == 9
     epochs = []
     for number in range(2):
         assert loader.epoch == number
@@ -165,11 +165,11 @@ def test_an_epoch_takes_everything_once(dataset: EncodedDataset, shuffle: bool) 
 
 def test_conversations_of_like_length_stand_together(dataset: EncodedDataset) -> None:
     loader = BatchLoader(dataset, 6, seed=0)
-    shapes = [next(loader).tokens.numel() for _ in range(loader.steps_per_epoch)]
+    shapes = [next(loader).tokens.numel() for _ in range(loader.batches_per_epoch)]
     assert dataset.tokens / sum(shapes) > 0.9
     assert shapes != sorted(shapes, reverse=True)
     unshuffled = BatchLoader(dataset, 6, seed=0, shuffle=False)
-    widths = [next(unshuffled).tokens.shape[1] for _ in range(unshuffled.steps_per_epoch)]
+    widths = [next(unshuffled).tokens.shape[1] for _ in range(unshuffled.batches_per_epoch)]
     assert widths == sorted(widths, reverse=True)
 
 
@@ -205,7 +205,7 @@ def test_a_place_in_other_data_is_refused(dataset: EncodedDataset, tmp_path: Pat
     with pytest.raises(DataError, match="changed since the checkpoint: data"):
         BatchLoader(other, 7, seed=3).load_state_dict(state)
     with pytest.raises(DataError, match="the data set has no conversation"):
-        BatchLoader(EncodedDataset([], 0, dataset.report), 2, seed=0)
+        BatchLoader(EncodedDataset([], dataset.report), 2, seed=0)
 
 
 # -- packed -------------------------------------------------------------------------------------------
@@ -220,7 +220,7 @@ def test_packed_rows_hold_every_conversation_once_in_every_epoch(corpus: str, en
     for number in range(3):
         assert loader.epoch == number
         positions = loader.positions_per_epoch
-        batches = [next(loader) for _ in range(loader.steps_per_epoch)]
+        batches = [next(loader) for _ in range(loader.batches_per_epoch)]
         assert sorted(r for b in batches for r in b.records) == sorted(e.source for e in train.examples)
         assert sum(b.tokens.shape[0] for b in batches) == loader.rows_per_epoch
         assert max(b.tokens.shape[1] for b in batches) <= 128

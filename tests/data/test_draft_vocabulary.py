@@ -15,7 +15,7 @@ def text(*rows: tuple[list[int], str]) -> EncodedDataset:
         Example(torch.tensor(ids, dtype=torch.int32), torch.tensor([c == "+" for c in mask]), str(i), str(i), "x")
         for i, (ids, mask) in enumerate(rows)
     ]
-    return EncodedDataset(examples, 0, DataReport(64))
+    return EncodedDataset(examples, DataReport(64))
 
 
 def test_only_supervised_tokens_count() -> None:

@@ -55,15 +55,6 @@ def test_every_limit_cuts_at_the_end_of_an_answer(encoder: ChatEncoder, chat: Ch
             assert (len(example), outcome) == (len(whole), "complete")
 
 
-def test_as_many_answers_as_fit_are_kept(encoder: ChatEncoder, chat: Chat) -> None:
-    turns = [f"{word}{n}" for n in range(9) for word in ("Ask ", "Say ")]
-    lengths = [len(encoder.encode(chat(*turns[: 2 * n]))[0].ids) for n in range(1, 10)]
-    for limit in range(lengths[0], lengths[-1] + 1):
-        example, _ = encode_example(chat(*turns), encoder, limit)
-        assert example is not None
-        assert len(example) == max(length for length in lengths if length <= limit)
-
-
 def test_what_follows_the_first_answer_makes_no_difference_to_the_key(encoder: ChatEncoder, chat: Chat) -> None:
     one, two, three = (chat("A", "B 1.", *more) for more in (("C", "D" * 99), ("E", "F" * 99), ("G",)))
     parts = [encode_example(conversation, encoder, 60)[0] for conversation in (one, two, three)]

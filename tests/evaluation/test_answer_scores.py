@@ -92,8 +92,9 @@ class Words:
     def __init__(self, *words: str) -> None:
         self.words = words
 
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> Any:
-        assert skip_special_tokens
+    added_tokens_decoder, all_special_ids, all_special_tokens = dict[int, Any](), list[int](), list[str]()
+
+    def decode(self, token_ids: list[int], **options: bool) -> Any:
         return " ".join(self.words[token] for token in token_ids)
 
 

@@ -1,7 +1,7 @@
 """Grading against a server of our own on the loopback interface."""
 
 import json
-import time
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -115,13 +115,17 @@ def test_answers_whose_judge_fails_are_counted_and_left_for_the_next_time(server
     assert summary["failed"] == 1
     assert "400" in summary["reason"]
 
+    ended = threading.Event()
+
     def refuse(number: int, body: Any) -> Reply:
-        time.sleep(0.2)  # time for the first refusal to cancel the last request
+        if number > 3:
+            ended.wait(30)  # the first refusal has cancelled the last request
         return error(401, "who are you?")
 
     server.script = refuse
     other = tmp_path / "other.jsonl"
     assert grade(records(), QUESTIONS, "mine", judge(server), other, concurrency=1)["failed"] == 3
+    ended.set()
     assert len(server.bodies) <= 3 + 2  # one refusal of everything is enough
     server.script = lambda number, body: says("no grade at all")
     summary = grade(records(), QUESTIONS, "mine", judge(server), path)

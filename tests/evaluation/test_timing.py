@@ -83,7 +83,7 @@ def stub_test(context: int, order: list[str], names: tuple[str, ...]) -> SpeedTe
     test: Any = SpeedTest.__new__(SpeedTest)
     test._backbone = SimpleNamespace(tokenizer=tokenizer, max_context=context)
     test._chat, test._max_new_tokens = StubChat(), 4
-    test._answerers, test._batch_size = {name: Stub(name) for name in names}, 1
+    test._decoders, test._batch_size = {name: Stub(name) for name in names}, 1
     return test
 
 

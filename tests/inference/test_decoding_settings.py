@@ -11,7 +11,7 @@ import torch
 from medusa_train.config.schema import EvalConfig
 from medusa_train.errors import CheckpointError
 from medusa_train.inference.accept import Rule, Typical
-from medusa_train.inference.decoding_settings import DecodingMode, DecodingSettings, describe_settings, settings_of
+from medusa_train.inference.decoding_settings import DecodingMode, DecodingSettings, describe_mode, mode_of
 from medusa_train.inference.sampling import Sampling
 from medusa_train.models.loading import quantization_of
 from medusa_train.models.lora import Adapter, LoraSpec
@@ -119,7 +119,7 @@ def test_what_the_keys_mean(
     mode = DecodingMode.from_config(EvalConfig(**keys))
     assert mode.rule == rule
     assert mode.baseline_rule == baseline
-    assert describe_settings(mode.settings) == description
+    assert describe_mode(mode.as_json) == description
     assert mode.directory_name("b") == directory
     assert mode.generate_options["do_sample"] is (baseline is not None)
 
@@ -134,7 +134,7 @@ def test_reports_in_different_modes_never_share_a_directory() -> None:
 
 
 def test_older_reports_are_of_greedy_decoding() -> None:
-    assert settings_of({}) == {"acceptance": "greedy", "batch_size": 1} == settings_of({"decoding": None})
+    assert mode_of({}) == {"acceptance": "greedy", "batch_size": 1} == mode_of({"decoding": None})
 
 
 def test_random_numbers_depend_on_seed_and_prompt_alone() -> None:

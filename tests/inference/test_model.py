@@ -9,6 +9,7 @@ from medusa_train.data.conversation import Message
 from medusa_train.errors import MedusaError
 from medusa_train.inference.generate import Decoder
 from medusa_train.inference.model import Model
+from medusa_train.trees.tree import Tree
 from tests.evaluation.tiny_model import CONTEXT, write_backbone, write_run
 
 
@@ -35,8 +36,14 @@ def test_the_answer_is_the_loops_own(model: Model) -> None:
     assert reply.tokens == tokens
     assert reply.finish in ("eos", "length")
     assert reply.tokens_per_step == (len(tokens) - 1) / reply.steps
-    if reply.tokens_per_step > 1:
-        assert any(piece.drafted for piece in pieces)
+
+
+def test_a_loaded_run_decodes_with_its_heads(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", write_backbone(tmp_path / "backbone"))
+    Tree.cartesian([300]).save(run / "tree.json")  # of all tokens: every step accepts one
+    reply = load(run, dtype="float32").reply("Hi?", 21, eos_ids=[])
+    assert sum(piece.drafted for piece in reply)
+    assert (len(reply.tokens), reply.steps) == (21, 10)
 
 
 def test_a_stop_string_ends_the_answer(model: Model) -> None:

@@ -104,7 +104,7 @@ def objective_peaks(heads: int, dtype: torch.dtype, tokens: int, vocab: int, wid
     hidden = torch.randn(1, tokens, width, requires_grad=True)
     ids = torch.randint(vocab, (1, tokens))
     batch = Batch(ids, ids, torch.arange(tokens)[None], torch.zeros_like(ids), [])
-    objective, teacher = Objective(draft, 0.8, lm="ce", soft_heads=0.5), LMHead(torch.randn(vocab, width))
+    objective, teacher = Objective(draft, 0.8, lm="ce", soft_targets=0.5), LMHead(torch.randn(vocab, width))
     trained = [*draft.parameters(), weight, hidden]
 
     def step() -> None:

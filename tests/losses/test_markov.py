@@ -71,7 +71,7 @@ def test_value_and_gradients_of_the_objective(reduced: bool, how: str) -> None:
     if how == "labels":
         objective, keys = Objective(draft, 0.8), {"decay": 0.8}
     else:
-        objective, keys = Objective(draft, 1.0, soft_heads=0.5), {"share": 0.5, "teacher": teacher}
+        objective, keys = Objective(draft, 1.0, soft_targets=0.5), {"share": 0.5, "teacher": teacher}
     counts = objective.target_counts(batch)
 
     def fused(grad_scale: float | None) -> Tensor:

@@ -24,7 +24,7 @@ TEACHER = LMHead(torch.randn(V, D, generator=torch.Generator().manual_seed(8), d
 def test_value_and_gradients_are_the_formulas(make: Any, share: float, batch: Rows, feats: Features) -> None:
     """Independent heads, heads that share a layer, and heads over a reduced vocabulary; whole and in micro-batches."""
     heads = make()
-    ours, parameters = Objective(heads, DECAY, soft_heads=share), list(heads.parameters())
+    ours, parameters = Objective(heads, DECAY, soft_targets=share), list(heads.parameters())
     counts = ours.target_counts(batch)
 
     def run(rows: slice = slice(0, B), grad_scale: float | None = 1.0) -> Tensor:
@@ -67,7 +67,7 @@ def test_counts_and_hits_of_a_reduced_vocabulary(batch: Rows, feats: Features) -
 
 def test_nothing_supervised_gives_zero_not_nan(feats: Features) -> None:
     heads = ReducedHeads()
-    ours, teacher = Objective(heads, DECAY, soft_heads=1.0), (feats.hidden, TEACHER)
+    ours, teacher = Objective(heads, DECAY, soft_targets=1.0), (feats.hidden, TEACHER)
     for label in (IGNORE_INDEX, 1):  # 1: not in KEPT
         rows = one_document(torch.full((B, T), label))
         out = ours.loss(feats, rows, ours.target_counts(rows), teacher=teacher)

@@ -21,8 +21,8 @@ RECIPES: list[dict[str, Any]] = [
     {"lm": "ce"},
     {"lm": "kl"},
     {"lm": "ce", "rho": 0.3},
-    {"lm": "ce", "soft_heads": 0.6},
-    {"lm": "kl", "soft_heads": 1.0},
+    {"lm": "ce", "soft_targets": 0.6},
+    {"lm": "kl", "soft_targets": 1.0},
 ]
 
 
@@ -71,7 +71,7 @@ class Joint:
         rho = 1.0 if recipe["lm"] == "kl" else recipe.get("rho", 0.0)
         logits = self.student.logits(self.states)
         total = term(logits, batch, 0, teacher=theirs, share=rho, divergence=recipe["lm"] == "kl")
-        soft = {"share": recipe.get("soft_heads", 0.0), "shift": shift, "teacher_ahead": teacher_ahead}
+        soft = {"share": recipe.get("soft_targets", 0.0), "shift": shift, "teacher_ahead": teacher_ahead}
         for k, hidden in enumerate(self.heads.head_states(Features(self.states), batch), start=1):
             loss = term(hidden @ self.heads.outer[k - 1].t(), batch, k, teacher=theirs, **soft)
             total = total + LAMBDA * 0.5 * DECAY**k * loss
@@ -112,7 +112,7 @@ def test_gradients_computed_with_the_loss_are_those_of_the_formula(
 
 @pytest.mark.parametrize("mistake", [{"teacher_ahead": -1}, {"teacher_ahead": 1}, {"shift": 0}, {"shift": 2}], ids=str)
 def test_a_shift_that_is_off_by_one_is_a_different_loss(joint: Joint, batch: Rows, mistake: dict[str, int]) -> None:
-    recipe = {"lm": "kl", "soft_heads": 0.6}
+    recipe = {"lm": "kl", "soft_targets": 0.6}
     ours = objective(joint, **recipe)
     out = joint.loss(ours, batch, ours.target_counts(batch))
     assert abs(out.loss.item() - joint.reference(batch, recipe, **mistake).item()) > 1e-3
@@ -135,7 +135,7 @@ class Copying(Heads):
 
 def test_head_k_is_held_against_the_teacher_k_positions_on(joint: Joint, batch: Rows) -> None:
     copying = Copying(joint.teacher_feats.hidden, joint.teacher)
-    ours = Objective(copying, DECAY, lm="kl", soft_heads=1.0)
+    ours = Objective(copying, DECAY, lm="kl", soft_targets=1.0)
     out = joint.loss(ours, batch, ours.target_counts(batch))
     assert out.lm is not None
     assert out.lm.kl.item() > 0.1
@@ -152,7 +152,7 @@ def test_a_teacher_in_another_document_is_never_read(joint: Joint) -> None:
     labels = torch.where(segments == 1, labels, IGNORE_INDEX)
     joint.teacher_feats = Features(joint.teacher_feats.hidden.masked_fill((segments != 1)[..., None], torch.nan))
     batch = Rows(labels, segments)
-    ours = objective(joint, lm="kl", soft_heads=0.5)
+    ours = objective(joint, lm="kl", soft_targets=0.5)
     assert ours.target_counts(batch).tolist() == [B * 3, B * 2, B * 1, 0]
     out = joint.loss(ours, batch, ours.target_counts(batch))
     assert torch.isfinite(out.loss)

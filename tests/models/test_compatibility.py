@@ -42,6 +42,8 @@ REFUSED = {
     "GptOssConfig": ["attention sinks"],
     "MllamaConfig": ["cross-attention"],
     "GPTJConfig": ["scaled_dot_product_attention"],
+    "CodeGenConfig": ["scaled_dot_product_attention"],
+    **({"DeepseekV32Config": ["sparse attention"]} if hasattr(transformers, "DeepseekV32Config") else {}),
 }
 
 

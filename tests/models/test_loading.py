@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -108,3 +109,9 @@ def test_a_torn_adapter_is_named(tmp_path: Path) -> None:
     truncate(tmp_path / "adapter" / "adapter_model.safetensors", 60)
     with pytest.raises(CheckpointError, match=r"adapter/adapter_model\.safetensors: cannot be read as safetensors"):
         Adapter.load(random_backbone("llama", dtype=torch.float32), tmp_path / "adapter")
+
+
+def test_every_loaded_model_is_probed(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("medusa_train.models.loading.check_model", Mock(side_effect=BackboneError("probed")))
+    with pytest.raises(BackboneError, match="probed"):
+        load_backbone(str(whole))

@@ -63,8 +63,3 @@ def test_a_tree_has_its_nodes_below_their_parents_and_their_shares() -> None:
     radii = [float(node.get("r", "0")) for node in circles[1:]]
     assert radii[0] > radii[1] > radii[3]
     assert {"head 1", "head 2", "backbone"} <= {node.text for node in root.iter("text")}
-
-
-def test_a_tree_of_63_nodes_can_be_drawn() -> None:
-    wide = [(i,) for i in range(10)] + [(i, j) for i in range(10) for j in range(5)] + [(0, 0, 0), (0, 0, 1), (0, 1, 0)]
-    parsed(tree_drawing(wide, [0.01] * len(wide)))

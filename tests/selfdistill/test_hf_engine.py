@@ -10,7 +10,7 @@ from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.config.schema import SelfDistillConfig
 from medusa_train.data.conversation import Message
 from medusa_train.errors import DataError
-from medusa_train.inference.batch import Batch
+from medusa_train.inference.batch import RunningBatch
 from medusa_train.inference.generate import Decoder, Generation
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.medusa import MedusaDraft
@@ -139,13 +139,13 @@ def test_answers_do_not_depend_on_the_batch(
 ) -> None:
     backbone = load_backbone(str(directory), dtype=dtype)
     sizes: list[int] = []
-    step = Batch.step
+    step = RunningBatch.step
 
-    def counted(self: Batch) -> list[tuple[int, Generation]]:
+    def counted(self: RunningBatch) -> list[tuple[int, Generation]]:
         sizes.append(len(self.active))
         return step(self)
 
-    monkeypatch.setattr(Batch, "step", counted)
+    monkeypatch.setattr(RunningBatch, "step", counted)
     alone = all_answers(engine(backbone, temperature, 40))
     assert sizes == []
     assert len({answer.text for answer in alone}) > 5

@@ -142,12 +142,12 @@ def test_an_answer_that_failed_is_asked_for_again_by_the_next_run(tmp_path: Path
 
     out, ended = tmp_path / "out.jsonl", list[int]()
     with serving(script) as server:
-        server.seconds = 0.1
-        stats = run(out, seeds(12), engine(server.url, concurrency=2, retry_seconds=0.3))
-        assert (stats.written, dict(stats.dropped)) == (11, {"failed": 1})
+        server.seconds = 0.05
+        stats = run(out, seeds(40), engine(server.url, concurrency=2, retry_seconds=1.0))
+        assert (stats.written, dict(stats.dropped)) == (39, {"failed": 1})
         assert [body["messages"][-1]["content"] for body in server.bodies].count("question 0.0") == 2
     with serving() as server:
-        assert run(out, seeds(12), engine(server.url)).written == 1
+        assert run(out, seeds(40), engine(server.url)).written == 1
 
 
 @pytest.mark.parametrize(("length", "reason"), [(64, "length"), (63, "context")])

@@ -60,7 +60,8 @@ def test_two_servers_are_measured_in_turns(tmp_path: Path, pair: tuple[BenchServ
     assert one["num_speculative_tokens"] == 2
     assert (one["equal_answers"], one["compared_answers"]) == (8, 8)
     assert cells["plain", 2]["acceptance"] == []
-    assert all(advice["use"] == (advice["verdict"] == "wins") for advice in report["recommendation"])
+    advice = [(one["concurrency"], one["use"] == (one["verdict"] == "wins")) for one in report["recommendation"]]
+    assert advice == [(1, True), (2, True)]
     assert report["meta"]["notes"] == []
     for name in ("served.md", "served.html", "answers.jsonl"):
         assert (tmp_path / "out" / name).stat().st_size > 500

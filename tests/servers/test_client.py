@@ -12,7 +12,7 @@ import pytest
 from medusa_train.errors import ConfigError, ServerError
 from medusa_train.servers import client as module
 from medusa_train.servers.client import OpenAIClient, Slots
-from medusa_train.servers.server import Fault, RequestRejected
+from medusa_train.servers.connection import Fault, RequestRejected
 from tests.fake_server import FakeServer, Reply, completion, error, serving
 
 BODY = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -231,7 +231,7 @@ def test_waiting_for_the_only_slot_takes_no_processor_time(monkeypatch: pytest.M
         time.sleep(0.2)  # longer than retry_seconds
         monkeypatch.setattr(Slots, "free", free)
         time.sleep(0.3)
-        assert passes == 0
+        assert passes <= 1  # a busy loop makes thousands
         release.set()
         assert [probe.result(), waiting.result()] == [completion(chat(0)), completion(chat(1))]
 

@@ -12,7 +12,14 @@ import pytest
 
 from medusa_train.errors import ServerError
 from medusa_train.servers.client import OpenAIClient
-from medusa_train.servers.server import ContextLimit, Fault, OpenAIServer, StreamError, parse_rejection, read_completion
+from medusa_train.servers.connection import (
+    ContextLimit,
+    Fault,
+    ServerConnection,
+    StreamError,
+    parse_rejection,
+    read_completion,
+)
 from tests.fake_server import Reply, error, serving, stream
 
 
@@ -88,7 +95,7 @@ def test_a_cut_stream_is_asked_again() -> None:
 
 
 def test_a_stream_that_never_ends_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    server = OpenAIServer("http://127.0.0.1:9/v1", key_variable="NONE", timeout=0.2, connections=1)
+    server = ServerConnection("http://127.0.0.1:9/v1", key_variable="NONE", timeout=0.2, connections=1)
 
     def endless() -> Iterator[bytes]:
         while True:
@@ -111,7 +118,7 @@ def test_a_stream_that_never_ends_is_a_fault(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_models_and_metrics_of_a_server() -> None:
     with serving() as fake:
-        server = OpenAIServer(fake.url, key_variable="NONE", timeout=5.0, connections=1)
+        server = ServerConnection(fake.url, key_variable="NONE", timeout=5.0, connections=1)
         assert server.list_models() == {}
         assert server.read_metrics() is None
         fake.others["/v1/models"] = lambda body: (200, {}, b'{"data": [{"id": "m", "owned_by": "vllm"}]}')
@@ -121,7 +128,7 @@ def test_models_and_metrics_of_a_server() -> None:
         fake.others["/v1/models"] = lambda body: (401, {}, b'{"error": {"message": "key?"}}')
         with pytest.raises(ServerError, match="set the environment variable NONE"):
             server.list_models()
-    down = OpenAIServer("http://127.0.0.1:9/v1", key_variable="NONE", timeout=5.0, connections=1)
+    down = ServerConnection("http://127.0.0.1:9/v1", key_variable="NONE", timeout=5.0, connections=1)
     assert down.read_metrics() is None
     with pytest.raises(ServerError, match="cannot be reached"):
         down.list_models()

@@ -46,6 +46,8 @@ def test_a_young_lock_is_waited_for(lock):
 
 def test_a_released_lock_ends_the_wait(lock):
     timer = threading.Timer(0.3, lock.unlink)
+    started = time.monotonic()
     timer.start()
     remove_stale_build_locks(age=60)
+    assert 0.2 < time.monotonic() - started < 30
     timer.join()

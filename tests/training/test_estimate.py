@@ -289,7 +289,7 @@ def test_a_step_of_a_draft_multiplies_what_is_estimated(keys: dict[str, Any]) ->
     labels[:, :24] = -100  # which heads read and need not predict
     batch = Batch(tokens, labels, torch.arange(64).expand(8, 64), torch.zeros_like(tokens), [])
     feats = backbone.run(tokens, need=draft.needs)
-    objective = Objective(draft, 1.0, soft_heads=cfg.draft_config.heads_loss.soft_targets)
+    objective = Objective(draft, 1.0, soft_targets=cfg.draft_config.heads_loss.soft_targets)
     counts = objective.target_counts(batch)
     teacher = (feats.hidden, backbone.lm_head()) if objective.needs_teacher else None
     in_place = {torch.ops.aten.addmm_: lambda total, a, b, **_: 2 * a[0] * a[1] * b[1]}

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from medusa_train.data.dataset import BatchLoader
 from medusa_train.data.hidden_state_store import StateFormat, StateStore
 from medusa_train.errors import ConfigError
-from medusa_train.models.features import PLAIN, Features, FeatureSpec
+from medusa_train.models.features import FINAL_STATES, Features, FeatureSpec
 from medusa_train.models.loading import load_backbone
 from medusa_train.models.precision import choose_precision
 from medusa_train.training import hidden_states
@@ -213,17 +213,17 @@ def test_a_disk_that_becomes_full_ends_storing_and_not_the_run(make_runs, consol
 
 def test_the_fingerprint_changes_with_weights_config_needs_and_dtype(backbone_dir):
     backbone = load_backbone(str(backbone_dir))
-    first = backbone_fingerprint(backbone, PLAIN)
-    assert backbone_fingerprint(load_backbone(str(backbone_dir)), PLAIN) == first
+    first = backbone_fingerprint(backbone, FINAL_STATES)
+    assert backbone_fingerprint(load_backbone(str(backbone_dir)), FINAL_STATES) == first
     assert backbone_fingerprint(backbone, FeatureSpec(early=(1,))) != first
-    assert backbone_fingerprint(backbone, PLAIN, tf32=True) != first
-    assert backbone_fingerprint(load_backbone(str(backbone_dir), dtype="bfloat16"), PLAIN) != first
+    assert backbone_fingerprint(backbone, FINAL_STATES, tf32=True) != first
+    assert backbone_fingerprint(load_backbone(str(backbone_dir), dtype="bfloat16"), FINAL_STATES) != first
     backbone.model.config.rms_norm_eps *= 2
-    changed = backbone_fingerprint(backbone, PLAIN)
+    changed = backbone_fingerprint(backbone, FINAL_STATES)
     assert changed != first
     with torch.no_grad():
         backbone.layer(1).mlp.up_proj.weight[0, 0] += 1e-3
-    assert backbone_fingerprint(backbone, PLAIN) not in (first, changed)
+    assert backbone_fingerprint(backbone, FINAL_STATES) not in (first, changed)
 
 
 @pytest.fixture
@@ -238,7 +238,7 @@ def cache_and_batch(make_config, console, tmp_path, backbone_dir):
 
 def test_values_of_the_first_batch_stay_and_padding_is_zero(cache_and_batch):
     cache, batch, recipe = cache_and_batch
-    first = cache.features(batch, lambda: recipe._run(batch, PLAIN)).hidden.clone()
+    first = cache.features(batch, lambda: recipe._run(batch, FINAL_STATES)).hidden.clone()
     for document in list(cache._documents(batch))[1:]:
         del cache.store._entries[document.key]
     again = cache.features(batch, lambda: Features(first + 1)).hidden
@@ -255,11 +255,11 @@ def test_values_of_the_first_batch_stay_and_padding_is_zero(cache_and_batch):
 def test_all_processes_run_the_backbone_if_one_lacks_a_document(cache_and_batch, passes):
     """ZeRO-3 gathers its weights from all of them."""
     cache, batch, recipe = cache_and_batch
-    cache.features(batch, lambda: recipe._run(batch, PLAIN))
+    cache.features(batch, lambda: recipe._run(batch, FINAL_STATES))
     asked = []
     other_lacks = SimpleNamespace(size=2, any=lambda flag: asked.append(flag) or True)
     cache.world = other_lacks
-    cache.features(batch, lambda: recipe._run(batch, PLAIN))
+    cache.features(batch, lambda: recipe._run(batch, FINAL_STATES))
     assert asked == [False]
     assert len(passes) == 2
 

@@ -226,3 +226,12 @@ def test_one_process_of_each_machine_tokenizes(make_config, console, tmp_path, m
     assert len(set(directories)) == (1 if prepared else 2)
     notes = "".join(loaded[0].train.report.notes)
     assert ("could not write" in notes and "No space left" in notes) == is_full
+
+
+def test_deepspeed_is_checked_before_data_are_read(make_config, console):
+    for deepspeed, words in (
+        ({"zero_optimization": {"stage": 2}}, "cannot partition 8-bit states"),
+        ({"train_batch_size": 7}, "train_batch_size: 7, but"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            load_data(make_config(optimizer="adamw_bnb_8bit", deepspeed=deepspeed), console)

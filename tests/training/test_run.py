@@ -9,11 +9,15 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from medusa_train.checkpoint.resolve import resolve_model
+from medusa_train.checkpoint.run_directory import RUN_FILES, only_writer
 from medusa_train.checkpoint.store import CheckpointStore
 from medusa_train.errors import CheckpointError, ConfigError, DataError, MedusaError
+from medusa_train.inference.decoding_settings import DecodingSettings
 from medusa_train.training.distributed import World
 from medusa_train.training.stages import train_stages
 from medusa_train.training.trainer import NonFiniteLossError, Trainer
+from medusa_train.tree_search.traces import load_traces, weights_key
 from tests.training.conftest import metrics, train
 
 
@@ -43,9 +47,18 @@ def test_a_run_leaves_heads_config_metrics_and_a_tree(make_config, console, tmp_
     assert len(top) == 3
     assert all(len(shares) == 10 and shares == sorted(shares) for shares in top)
     assert "medusa_choices" in json.loads((out / "tree.json").read_text())
+    assert {path.name for path in out.iterdir()} <= set(RUN_FILES)
+    key = weights_key(resolve_model(str(out), None, None), DecodingSettings.load(out / "tree.json"))
+    assert load_traces(out / "tree_traces.npz", key) is not None
     text = console.file.getvalue()
     assert f"medusa-eval --bench mtbench --model {out}" in text
     assert "greedy continuations" in text
+
+
+def test_two_processes_do_not_train_in_one_directory(make_config, console, tmp_path):
+    with only_writer(tmp_path / "run"), pytest.raises(CheckpointError, match="another process is training in"):
+        train_stages(make_config(max_steps=1), console, console)
+    assert not (tmp_path / "run").exists()  # nothing was left
 
 
 def test_without_memory_for_the_tree_the_heads_are_kept(make_config, console, tmp_path, monkeypatch):

@@ -1,15 +1,14 @@
 """When a run saves (what it keeps of it: test_run.py), and that dashboards can't stop it."""
 
 import json
-import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 from medusa_train.checkpoint.store import CheckpointStore
 from medusa_train.errors import CheckpointError
+from tests.test_metrics_log import Service
 from tests.training.conftest import metrics, train
 
 
@@ -60,26 +59,11 @@ def test_what_a_killed_process_left_is_removed_at_the_next_start(
 def test_failing_dashboards_change_nothing(
     make_config: Any, console: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    def fail(name: str) -> None:
-        if name == call:
-            raise ConnectionError(f"{name} refused")
-
-    def start(*given: Any, **keys: Any) -> SimpleNamespace:
-        fail("start")
-        return SimpleNamespace(
-            log=lambda figures, step: fail("log"),
-            add_scalar=lambda name, value, step: fail("log"),
-            finish=lambda: fail("finish"),
-            close=lambda: fail("finish"),
-        )
-
-    wandb, tensorboard = ModuleType("wandb"), ModuleType("torch.utils.tensorboard")
-    wandb.Settings, wandb.init, tensorboard.SummaryWriter = SimpleNamespace, start, start  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", tensorboard)
+    service = Service(call).install(monkeypatch)
     assert train(make_config(wandb_project="p", use_tensorboard=True, max_steps=2), console) == 0
     text = console.file.getvalue()
     for name in ("wandb", "tensorboard"):
         assert text.count(f"{name}: {call} refused; continuing without {name}") == 1
+    assert [name for name, _ in service.calls].count(call) == 2
     assert (tmp_path / "run" / "heads").is_dir()
     assert [r["step"] for r in metrics(tmp_path / "run") if r["kind"] == "train"] == [1, 2]

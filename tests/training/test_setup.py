@@ -1,10 +1,11 @@
 """A trainer is built from every key."""
 
 import pytest
+import torch
 
 from medusa_train.progress import RunProgress
 from medusa_train.training.load_data import load_data
-from medusa_train.training.setup import build_trainer
+from medusa_train.training.setup import build_trainer, make_plan
 from tests.training.conftest import train
 
 
@@ -51,3 +52,20 @@ def test_a_resumed_run_names_another_batch(make_config, console):
     assert "the batch differs" not in console.file.getvalue()
     train(make_config(**{**more, "max_steps": 6, "gradient_accumulation_steps": 1}), console)
     assert "note: the batch differs from that of the checkpoint: its 5 steps were" in console.file.getvalue()
+
+
+def test_the_schedule_and_tf32_arrive(make_config, console, monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", asked.append)  # global: not left changed
+    keys = {"warmup_steps": None, "warmup_ratio": 0.5, "cosine_min_lr_ratio": 0.25}
+    keys |= {"learning_rate": 1e-3, "max_steps": 4}
+    cfg = make_config(**keys, tf32=True)
+    strategy = build_trainer(cfg, load_data(cfg, console), RunProgress(console)).strategy
+    assert "after 2 warmup steps, cosine schedule" in " ".join(console.file.getvalue().split())
+    for _ in range(4):
+        strategy.optimizer.step()
+        strategy.scheduler.step()
+    assert (strategy.lr, asked) == (pytest.approx(0.25e-3), ["high"])
+    keys |= {"max_steps": 100, "warmup_ratio": 0.07}  # as floats, 0.07 * 100 > 7 and 1.1 * 50 > 55
+    assert make_plan(make_config(**keys), 9).warmup_steps == 7
+    assert make_plan(make_config(num_epochs=1.1, max_steps=None), 2 * 50).total_steps == 55

@@ -1,5 +1,7 @@
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -26,6 +28,28 @@ def test_the_second_stops_at_once(number, raised):
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), number)
     assert caught.type is raised
+
+
+def test_a_closed_terminal_lets_the_step_end_and_is_no_second_signal():
+    with StopRequest(lambda line: None) as stop:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert stop.exit_code == 143
+        os.kill(os.getpid(), signal.SIGHUP)  # from the shell, and again from the kernel
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_nothing_fails_that_prints_to_a_closed_terminal():
+    program = """import os, pty
+from medusa_train.training.signals import leave_terminal
+master, slave = pty.openpty()
+os.dup2(slave, 1)
+os.close(slave)
+os.close(master)
+leave_terminal()
+os.write(1, b'x')
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_sigterm_is_as_ctrl_c_before_and_after_the_training():

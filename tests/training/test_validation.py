@@ -215,7 +215,7 @@ def test_every_draft_gets_the_gradients_of_the_formula(backbone, kind):
     draft.eval()
     batch, recipe = random_batches()[0], BackboneRecipe(backbone, PRECISION)
     share = 0.6 if kind == "amphista" else 1.0
-    objective = Objective(draft, 0.8, soft_heads=share, weight=0.5)
+    objective = Objective(draft, 0.8, soft_targets=share, weight=0.5)
     feats = recipe.features(batch, draft.needs)
     teacher = recipe.teacher(batch, feats)
     parameters = list(draft.parameters())

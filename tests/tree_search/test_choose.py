@@ -11,6 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from medusa_train.checkpoint.resolve import ModelPaths
 from medusa_train.errors import MedusaError
 from medusa_train.inference.generate import Decoder, Step
 from medusa_train.models.drafts.medusa import MedusaDraft
@@ -25,7 +26,7 @@ from medusa_train.tree_search.choose import (
     time_steps,
 )
 from medusa_train.tree_search.fit import Trace, TreeCandidate
-from medusa_train.tree_search.traces import TracedAnswers, trace_conversations
+from medusa_train.tree_search.traces import TracedAnswers, load_traces, trace_conversations, weights_key
 from medusa_train.trees.tree import Tree
 from tests.families import random_backbone
 from tests.tree_search.test_traces import noisy_heads
@@ -121,7 +122,9 @@ def test_a_tree_is_chosen_and_written(monkeypatch: pytest.MonkeyPatch, tmp_path:
     conversations = [prompts[i : i + 2] for i in range(0, 12, 2)]
     traced = trace_conversations(backbone, draft, conversations, max_new_tokens=20, token_budget=150)
     choice = choose_tree(backbone, draft, traced, quiet())
-    choice.save(tmp_path / "tree.json")
+    paths = ModelPaths(tmp_path, str(tmp_path), None, None, None)
+    assert choice.save(tmp_path, traced, paths) == tmp_path / "tree.json"
+    assert load_traces(tmp_path / "tree_traces.npz", weights_key(paths, choice.settings)) == traced
     assert Tree.load(tmp_path / "tree.json") == choice.best.tree
     record = json.loads((tmp_path / "tree.json").read_text())
     assert record["calibration"] == {"conversations": 4, "answers": 8, "tokens": 160}

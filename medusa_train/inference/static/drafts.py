@@ -22,7 +22,7 @@ from medusa_train.models.drafts.eagle3 import Eagle3Draft, Eagle3Layer
 from medusa_train.models.drafts.hydra import HydraDraft, HydraState
 from medusa_train.models.drafts.kangaroo import KangarooDraft
 from medusa_train.models.drafts.medusa import MedusaDraft, MedusaState
-from medusa_train.models.features import PLAIN, Features, FeatureSpec
+from medusa_train.models.features import FINAL_STATES, Features, FeatureSpec
 from medusa_train.trees.masks import MaskTable
 from medusa_train.trees.tree import Tree
 
@@ -79,7 +79,7 @@ class FixedShapeDraft:
 
     def __init__(self, draft: Any, backbone: Backbone, tree: Tree, cache: StaticCache) -> None:
         self.tree = tree
-        self.needs: FeatureSpec = PLAIN if draft is None else draft.needs
+        self.needs: FeatureSpec = FINAL_STATES if draft is None else draft.needs
         self.caches: list[StaticCache] = []
         self._max_position = backbone.max_context - 1
         self._backbone_cache = cache

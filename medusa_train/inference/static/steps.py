@@ -25,7 +25,7 @@ from medusa_train.inference.static.drafts import AcceptedNodes, FixedShapeDraft,
 from medusa_train.inference.static.graphs import Replayable, StepRunner
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Proposal, Proposer, at_positions
-from medusa_train.models.features import PLAIN, Features, FeatureSpec
+from medusa_train.models.features import FINAL_STATES, Features, FeatureSpec
 from medusa_train.trees.kv_cache import TreeCache
 from medusa_train.trees.masks import MaskTable
 from medusa_train.trees.tree import Tree
@@ -72,7 +72,7 @@ class StaticSteps:
         self._backbone = backbone
         self._runner = runner
         self._draft = draft
-        self._needs = PLAIN if draft is None else draft.needs
+        self._needs = FINAL_STATES if draft is None else draft.needs
         self._tree = tree
         self._graphs: dict[Hashable, Replayable] = {}
         self._masks = {
@@ -234,7 +234,7 @@ def _power_of_two(count: int) -> int:
 
 
 def run_slots(
-    backbone: Backbone, tokens: Tensor, nodes: SlotPass, need: FeatureSpec = PLAIN, early: Tensor | None = None
+    backbone: Backbone, tokens: Tensor, nodes: SlotPass, need: FeatureSpec = FINAL_STATES, early: Tensor | None = None
 ) -> tuple[Features, Tensor]:
     """Return features and logits [B, n + 1, V] of `tokens`, long [B, n + 1], see `Backbone.run`.
 

@@ -182,7 +182,7 @@ class AmphistaDraft(LMHeadsDraft):
 
     def append_rows(self, state: AmphistaState, other: AmphistaState, cache: TreeCache) -> AmphistaState:
         """Return the states of both, in the caches of `state`. Rows that join have one unread position."""
-        return state.without_prompts(self._extend).append_rows(other.without_prompts(self._extend), cache)
+        return state.read_prompts(self._extend).append_rows(other.read_prompts(self._extend), cache)
 
     def _extend(self, state: AmphistaState, paths: RowPaths) -> None:
         """Run the layers over the unread positions and keep the first `len(paths[b])` of each row."""

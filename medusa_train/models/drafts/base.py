@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from medusa_train.models.features import PLAIN, Features, FeatureSpec, TokenRows
+from medusa_train.models.features import FINAL_STATES, Features, FeatureSpec, TokenRows
 from medusa_train.models.lm_head import LMHead
 from medusa_train.trees.kv_cache import RowPaths, TreeCache
 from medusa_train.trees.row_trees import LookaheadBranch, RowTrees, TreeAndBranch
@@ -78,7 +78,7 @@ class Proposer:
         runs_backbone: whether `propose` runs layers of the backbone over its draft tokens, see `Proposal.early`.
     """
 
-    needs: FeatureSpec = PLAIN
+    needs: FeatureSpec = FINAL_STATES
     num_heads: int
     can_append_rows: bool = False
     runs_backbone: bool = False

@@ -298,7 +298,7 @@ class Eagle3Draft(LMHeadsDraft):
 
     def append_rows(self, state: UnreadRows, other: UnreadRows, cache: TreeCache) -> UnreadRows:
         """Return the states of both, in the cache of `state`. Rows that join have one unread position."""
-        return state.without_prompts(self._extend).append_rows(other.without_prompts(self._extend), cache)
+        return state.read_prompts(self._extend).append_rows(other.read_prompts(self._extend), cache)
 
     def _extend(self, state: UnreadRows, paths: RowPaths) -> None:
         """Run the layer over the unread positions and keep the first `len(paths[b])` of each row."""

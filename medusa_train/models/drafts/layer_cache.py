@@ -161,8 +161,8 @@ class UnreadRows:
             caches=[mine.append_rows(theirs, cache.capacity) for mine, theirs in caches],
         )
 
-    def without_prompts(self: T, read: Callable[[T, RowPaths], object]) -> T:
-        """Read unread prompts but for their last positions, which need the roots, so that rows can be appended.
+    def read_prompts(self: T, read: Callable[[T, RowPaths], object]) -> T:
+        """Read unread prompts up to their last positions, which need the roots, so that rows can be appended.
 
         Args:
             read: runs the layers over all positions and keeps the first of each row, as many as its path has nodes.

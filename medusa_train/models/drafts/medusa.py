@@ -75,13 +75,13 @@ class MedusaDraft(Draft):
         self.blocks = nn.ModuleList(
             nn.Sequential(*(ResBlock(hidden_size, dtype) for _ in range(num_layers))) for _ in range(num_heads)
         )
+        rows = self.draft_vocab_size or vocab_size
         self.lm_heads = nn.ModuleList(
-            nn.Linear(hidden_size, self.draft_vocab_size, bias=bias, dtype=dtype)
-            for _ in range(0 if shared else num_heads)
+            nn.Linear(hidden_size, rows, bias=bias, dtype=dtype) for _ in range(0 if shared else num_heads)
         )
         self.markov: MarkovBias | None = None
         if markov_rank:
-            self.markov = MarkovBias(vocab_size, self.draft_vocab_size, markov_rank, dtype)
+            self.markov = MarkovBias(vocab_size, rows, markov_rank, dtype)
         self._stack()
 
     # Construction
@@ -131,7 +131,7 @@ class MedusaDraft(Draft):
             "num_heads": self.num_heads,
             "num_layers": self.num_layers,
             "share_lm_head": self.shared is not None,
-            "vocab_size": None if self.token_map is None else len(self.token_map),
+            "vocab_size": self.draft_vocab_size,
             "markov_rank": 0 if self.markov is None else self.markov.rank,
         }
 
@@ -153,9 +153,9 @@ class MedusaDraft(Draft):
         return num_heads * (num_layers * (hidden * hidden + hidden) + output) + markov
 
     @property
-    def draft_vocab_size(self) -> int:
-        """N for a reduced vocabulary, else V."""
-        return self.vocab_size if self.token_map is None else len(self.token_map)
+    def draft_vocab_size(self) -> int | None:
+        """N for a reduced vocabulary, else None."""
+        return None if self.token_map is None else len(self.token_map)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load weights and the vocabulary that they belong to."""

@@ -240,22 +240,3 @@ def test_proposals_are_the_best_tokens_of_each_head(variant: str, bias: bool, ap
         orders = [row_logits.argsort(descending=True).tolist() for row_logits in logits]
         expected = [root, orders[0][0], orders[0][2], orders[1][4], orders[1][0], orders[2][1]]
         assert proposal.tokens[row].tolist() == expected
-
-
-def test_heads_stay_stacked_through_training_loading_and_moving() -> None:
-    backbone = random_backbone("llama")
-    draft = trained_like(backbone)
-    optimizer = torch.optim.AdamW(draft.parameters(), lr=0.1)
-    for parameter in draft.parameters():
-        parameter.grad = torch.randn_like(parameter)
-    optimizer.step()
-    draft.load_state_dict({name: tensor + 0.1 for name, tensor in draft.state_dict().items()})
-    assert {states.dtype for states in _states(draft.float(), backbone)} == {torch.float32}
-    draft.double()
-    for linears in (draft.mlps, draft.lm_heads):
-        stacked = linears.stacked()
-        assert stacked is not None
-        assert torch.equal(stacked[0][3], linears.get_parameter("3.weight"))
-    numel = sum(parameter.numel() for parameter in draft.parameters())
-    held = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in draft.parameters()}
-    assert sum(held.values()) == 8 * numel  # no copies are kept

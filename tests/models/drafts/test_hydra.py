@@ -87,7 +87,7 @@ def test_loss_and_gradients_of_packed_documents_against_plain_loops(
     labels = tokens.masked_fill((segments < 0) | (tokens == 4), -100)
     batch = Batch(tokens, labels, positions, segments, [])
     feats = backbone.run(tokens, positions=positions, segments=segments)
-    objective = Objective(draft, 1.0, soft_heads=1.0)
+    objective = Objective(draft, 1.0, soft_targets=1.0)
     ours = objective.loss(feats, batch, objective.target_counts(batch), teacher=(feats.hidden, backbone.lm_head())).loss
     gradients = torch.autograd.grad(ours, list(draft.parameters()))
 

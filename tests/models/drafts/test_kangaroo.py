@@ -104,7 +104,7 @@ def test_loss_and_gradient_are_the_plain_ones(soft: float, kind: str) -> None:
     draft = random_draft(backbone, **ARCHITECTURES[kind])
     batch = packed(backbone.vocab_size)
     feats = backbone.run(batch.tokens, positions=batch.positions, segments=batch.segments, need=draft.needs)
-    objective = Objective(draft, 1.0, soft_heads=soft)
+    objective = Objective(draft, 1.0, soft_targets=soft)
     judge = {"teacher": (feats.hidden, backbone.lm_head())} if soft else {}
     ours = objective.loss(feats, batch, objective.target_counts(batch), **judge)  # type: ignore[arg-type]
     ours.loss.backward()

@@ -118,7 +118,7 @@ def test_value_and_gradients_of_the_loss(kind: str, share: float) -> None:
     batch = Batch(tokens, labels, positions, segments, [])
     feats = backbone.run(tokens, positions=positions, segments=segments)
     teacher, parameters = backbone.lm_head(), list(draft.parameters())
-    objective = Objective(draft, 0.8, soft_heads=share)
+    objective = Objective(draft, 0.8, soft_targets=share)
     counts = objective.target_counts(batch)
     wanted = plain_objective(draft, feats, batch, teacher=teacher, decay=0.8, share=share)
     ours = objective.loss(feats, batch, counts, teacher=(feats.hidden, teacher))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from medusa_train.servers.server import OpenAIServer, RequestRejected
+from medusa_train.servers.connection import RequestRejected, ServerConnection
 from tests.fake_server import FakeServer, error, prompt_words, serving, short_context
 
 LIMIT = "maximum context length is {context} tokens"
@@ -15,8 +15,8 @@ LOWER_BOUND = LIMIT + ". However, you requested {asked} output tokens and your p
 
 
 @pytest.fixture
-def opened() -> Iterator[list[OpenAIServer]]:
-    servers: list[OpenAIServer] = []
+def opened() -> Iterator[list[ServerConnection]]:
+    servers: list[ServerConnection] = []
     yield servers
     for server in servers:
         server.close()
@@ -26,9 +26,9 @@ def reply(content: dict[str, Any]) -> tuple[int, dict[str, str], bytes]:
     return 200, {}, json.dumps(content).encode()
 
 
-def ask(fake: FakeServer, opened: list[OpenAIServer], words: int, max_tokens: int = 2048) -> dict[str, Any]:
+def ask(fake: FakeServer, opened: list[ServerConnection], words: int, max_tokens: int = 2048) -> dict[str, Any]:
     if not opened:
-        opened.append(OpenAIServer(fake.url, key_variable="NONE", timeout=10.0, connections=1))
+        opened.append(ServerConnection(fake.url, key_variable="NONE", timeout=10.0, connections=1))
     message = {"role": "user", "content": "word " * words}
     answer = opened[0].send({"model": "m", "messages": [message], "max_tokens": max_tokens})
     assert isinstance(answer, dict)
@@ -39,7 +39,7 @@ def asked(fake: FakeServer) -> list[int]:
     return [body["max_tokens"] for body in fake.bodies]
 
 
-def test_a_rejection_with_both_numbers_leads_to_the_exact_length(opened: list[OpenAIServer]) -> None:
+def test_a_rejection_with_both_numbers_leads_to_the_exact_length(opened: list[ServerConnection]) -> None:
     with serving(short_context(100, EXACT)) as fake:
         assert ask(fake, opened, 30)["usage"] == {"prompt_tokens": 30, "completion_tokens": 40}
         assert asked(fake) == [2048, 70]
@@ -50,7 +50,7 @@ def test_a_rejection_with_both_numbers_leads_to_the_exact_length(opened: list[Op
 
 
 def test_a_server_on_this_machine_is_not_asked_through_a_proxy(
-    opened: list[OpenAIServer], monkeypatch: pytest.MonkeyPatch
+    opened: list[ServerConnection], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("NO_PROXY", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
@@ -62,7 +62,7 @@ def test_a_server_on_this_machine_is_not_asked_through_a_proxy(
 
 
 @pytest.mark.parametrize("words", [100, 5000])
-def test_a_prompt_that_does_not_fit_is_rejected(opened: list[OpenAIServer], words: int) -> None:
+def test_a_prompt_that_does_not_fit_is_rejected(opened: list[ServerConnection], words: int) -> None:
     with serving(short_context(100, EXACT)) as fake:
         with pytest.raises(RequestRejected, match="context") as caught:
             ask(fake, opened, words)
@@ -70,7 +70,7 @@ def test_a_prompt_that_does_not_fit_is_rejected(opened: list[OpenAIServer], word
         assert len(fake.bodies) == 1
 
 
-def test_the_context_is_read_from_the_models_once(opened: list[OpenAIServer]) -> None:
+def test_the_context_is_read_from_the_models_once(opened: list[ServerConnection]) -> None:
     with serving(short_context(100, EXACT)) as fake:
         models = [{"id": "other", "max_model_len": 10}, {"id": "m", "max_model_len": 100}]
         fake.others["/v1/models"] = lambda body: reply({"data": models})
@@ -83,14 +83,14 @@ def test_the_context_is_read_from_the_models_once(opened: list[OpenAIServer]) ->
 @pytest.mark.parametrize(
     "models", [{}, {"data": [{"id": "m"}]}, {"data": [{"id": "m", "max_model_len": "?"}]}, {"data": 3}, [1]]
 )
-def test_models_without_a_length_are_no_error(opened: list[OpenAIServer], models: Any) -> None:
+def test_models_without_a_length_are_no_error(opened: list[ServerConnection], models: Any) -> None:
     with serving(short_context(4000, EXACT)) as fake:
         fake.others["/v1/models"] = lambda body: reply(models)
         ask(fake, opened, 1)
         assert asked(fake) == [2048]
 
 
-def test_a_lower_bound_of_the_prompt_is_replaced_by_the_tokenizers_count(opened: list[OpenAIServer]) -> None:
+def test_a_lower_bound_of_the_prompt_is_replaced_by_the_tokenizers_count(opened: list[ServerConnection]) -> None:
     with serving(short_context(100, LOWER_BOUND)) as fake:
         fake.others["/tokenize"] = lambda body: reply({"count": prompt_words(body), "max_model_len": 100})
         ask(fake, opened, 30)
@@ -100,7 +100,7 @@ def test_a_lower_bound_of_the_prompt_is_replaced_by_the_tokenizers_count(opened:
 
 
 @pytest.mark.parametrize("message", [LOWER_BOUND, LIMIT, "the prompt is too long"])
-def test_without_numbers_the_length_is_halved(opened: list[OpenAIServer], message: str) -> None:
+def test_without_numbers_the_length_is_halved(opened: list[ServerConnection], message: str) -> None:
     with serving(short_context(100, message)) as fake:
         answer = ask(fake, opened, 30)
         assert 35 <= asked(fake)[-1] <= 70
@@ -112,7 +112,9 @@ def test_without_numbers_the_length_is_halved(opened: list[OpenAIServer], messag
         assert len(fake.bodies) < 30
 
 
-def test_a_server_that_rejects_what_fits_by_its_own_numbers_is_not_asked_forever(opened: list[OpenAIServer]) -> None:
+def test_a_server_that_rejects_what_fits_is_not_asked_forever(
+    opened: list[ServerConnection],
+) -> None:
     lie = EXACT.format(context=9999, prompt=1, asked=1, total=2)
     with serving(lambda n, body: error(400, lie)) as fake:
         with pytest.raises(RequestRejected):

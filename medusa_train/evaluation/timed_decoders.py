@@ -36,14 +36,14 @@ LOOKUP_TOKENS = 10
 GREEDY = DecodingMode()
 
 
-class Answerer(Protocol):
+class TimedDecoder(Protocol):
     """A decoder that answers prompts in the same passes and measures them."""
 
     def answer(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[TimedAnswer]:
         """Generate up to `max_new_tokens` tokens for each prompt, the first eos included."""
 
 
-class LoopAnswerer:
+class LoopDecoder:
     """This project's decoding loop, with a tree or, without a draft, with the empty one; greedy by default.
 
     A `Decoder` answers one prompt at a time. In a batch, complete rows leave; none joins before its end.
@@ -103,7 +103,7 @@ class PassLog(BaseStreamer):
         """Do nothing: `generate` calls it once at the end."""
 
 
-class GenerateAnswerer:
+class GenerateDecoder:
     """`generate` of transformers, with its own cache; greedy by default.
 
     The backbone's generation config is replaced by a bare one for good: a checkpoint may bring a repetition penalty or
@@ -193,24 +193,24 @@ def extra_baselines(
     prompt_lookup: bool,
     note: Callable[[str], None],
     mode: DecodingMode = GREEDY,
-) -> dict[str, GenerateAnswerer]:
+) -> dict[str, GenerateDecoder]:
     """Return the baselines for single rows: prompt-lookup decoding, and assisted generation if a draft model is named.
 
     Each generates a few tokens first: some architectures' caches cannot be cropped, and a baseline that does not run
     is left out, with a line to `note`.
     """
-    baselines: dict[str, GenerateAnswerer] = {}
+    baselines: dict[str, GenerateDecoder] = {}
     if mode.batch_size > 1:
         return baselines
     if prompt_lookup:
-        baselines[PROMPT_LOOKUP] = GenerateAnswerer(backbone, mode, prompt_lookup_num_tokens=LOOKUP_TOKENS)
+        baselines[PROMPT_LOOKUP] = GenerateDecoder(backbone, mode, prompt_lookup_num_tokens=LOOKUP_TOKENS)
     if assistant_model is not None:
         assistant = _load_assistant(assistant_model, backbone, mode)
-        baselines[ASSISTED] = GenerateAnswerer(backbone, mode, assistant_model=assistant)
+        baselines[ASSISTED] = GenerateDecoder(backbone, mode, assistant_model=assistant)
     prompt = list(range(min(4, backbone.vocab_size)))
-    for name, answerer in list(baselines.items()):
+    for name, decoder in list(baselines.items()):
         try:
-            answerer.answer([prompt], 3)
+            decoder.answer([prompt], 3)
         except (ValueError, RuntimeError, NotImplementedError, TypeError) as error:
             note(f"baseline {name}: not supported by transformers for this backbone, left out ({error})")
             del baselines[name]

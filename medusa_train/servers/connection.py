@@ -1,4 +1,4 @@
-"""One OpenAI-compatible server: send a request once, classify its response, and keep within the context length.
+"""A connection to an OpenAI-compatible server: send a request once, classify its response, keep within the context.
 
 The API key is read from the environment and sent in the Authorization header; it never appears in messages or files.
 """
@@ -215,7 +215,7 @@ _UNREACHABLE = {502, 504}  # of a proxy in front of the server
 _RETRYABLE = {408, 409, 425, 429}  # and every 5xx
 
 
-class OpenAIServer:
+class ServerConnection:
     """Sends `POST {url}/chat/completions` once per call; thread-safe. See `OpenAIClient` for the arguments.
 
     `max_tokens` is shortened to what fits beside the prompt. The context length is read from `{url}/models`
@@ -333,15 +333,17 @@ class OpenAIServer:
 
     def _read_models(self, model: Any) -> None:
         """Read the context length from the list of models, once; only vLLM and SGLang state it."""
-        with self._models_lock:
-            if self._models_read:
-                return
+        if self._models_read or not self._models_lock.acquire(blocking=False):
+            return  # another thread asks; where that fails, all others must not wait for it in turn
+        try:
             response = self._client.get(f"{self.url}/models", timeout=CONNECT_SECONDS)
             self._models_read = True
             lengths = {name: entry.get("max_model_len") for name, entry in parse_models(response).items()}
             length = lengths.get(model, next(iter(lengths.values())) if len(lengths) == 1 else None)
             if isinstance(length, int) and length > 1:
                 self.context = length
+        finally:
+            self._models_lock.release()
 
     def _room(self, body: Mapping[str, Any], limit: ContextLimit | None) -> int | None:
         """Return a smaller `max_tokens` for a rejected request; None if the prompt alone does not fit."""

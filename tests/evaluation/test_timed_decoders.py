@@ -7,7 +7,7 @@ import pytest
 from medusa_train.checkpoint.load_model import LoadedModel, load_with_draft
 from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.errors import BackboneError
-from medusa_train.evaluation.answerers import GenerateAnswerer, LoopAnswerer, extra_baselines
+from medusa_train.evaluation.timed_decoders import GenerateDecoder, LoopDecoder, extra_baselines
 from medusa_train.inference.generate import Decoder, Generation
 from tests.evaluation.tiny_model import write_backbone
 
@@ -18,7 +18,7 @@ def subject(run_dir: Path) -> LoadedModel:
 
 
 def test_generate_stops_after_the_first_eos(subject: LoadedModel) -> None:
-    output = GenerateAnswerer(subject.backbone).answer([[1, 50, 60]], 16)[0]
+    output = GenerateDecoder(subject.backbone).answer([[1, 50, 60]], 16)[0]
     stop = output.tokens[5]
     stopping = SimpleNamespace(
         device=subject.backbone.device,
@@ -26,9 +26,9 @@ def test_generate_stops_after_the_first_eos(subject: LoadedModel) -> None:
         tokenizer=subject.backbone.tokenizer,
         eos_ids=(stop,),
     )
-    again = GenerateAnswerer(stopping).answer([[1, 50, 60]], 16)[0]  # type: ignore[arg-type]
+    again = GenerateDecoder(stopping).answer([[1, 50, 60]], 16)[0]  # type: ignore[arg-type]
     assert again.tokens == output.tokens[: output.tokens.index(stop) + 1]
-    GenerateAnswerer(subject.backbone)  # puts the backbone's own eos back
+    GenerateDecoder(subject.backbone)  # puts the backbone's own eos back
 
 
 def test_prompt_lookup_and_assisted_generation_give_the_plain_answer(subject: LoadedModel, backbone_dir: Path) -> None:
@@ -38,8 +38,8 @@ def test_prompt_lookup_and_assisted_generation_give_the_plain_answer(subject: Lo
     assert notes == []
     prompt = [1, 50, 60, 50, 60, 50]
     plain = Decoder(subject.backbone).generate(list(prompt), 24).tokens
-    for answerer in baselines.values():
-        answer = answerer.answer([prompt], 24)[0]
+    for decoder in baselines.values():
+        answer = decoder.answer([prompt], 24)[0]
         assert list(answer.tokens) == plain
         passes = 0
 
@@ -48,11 +48,11 @@ def test_prompt_lookup_and_assisted_generation_give_the_plain_answer(subject: Lo
             passes += 1
 
         hook = subject.backbone.model.register_forward_hook(count)
-        answerer.answer([prompt], 24)[0]
+        decoder.answer([prompt], 24)[0]
         hook.remove()
         assert answer.steps == passes - 1
         assert 1 <= answer.prefill_tokens <= 11
-    assert GenerateAnswerer(subject.backbone).answer([prompt], 24)[0].steps == 0
+    assert GenerateDecoder(subject.backbone).answer([prompt], 24)[0].steps == 0
 
 
 def test_tokens_of_the_prefill_do_not_count_as_steps(subject: LoadedModel, backbone_dir: Path) -> None:
@@ -87,5 +87,5 @@ def test_a_draft_model_with_another_tokenizer_is_an_error(subject: LoadedModel, 
 def test_rows_of_a_batch_decode_once_all_prompts_are_read() -> None:
     outputs = [Generation([1], prefill_seconds=seconds) for seconds in (1.0, 3.0)]  # read in two groups
     decoder = Mock(passes=0, generate_batch=lambda *args, **options: outputs)
-    answers = LoopAnswerer(decoder).answer([[1], [2]], 4)
+    answers = LoopDecoder(decoder).answer([[1], [2]], 4)
     assert [answer.prefill_seconds for answer in answers] == [1.5, 1.5]  # each row's share
