@@ -17,7 +17,7 @@ def example(first: int, length: int, supervised: int) -> Example:
 
 def test_rows_of_several_documents() -> None:
     batch = collate([[example(10, 3, 2), example(20, 2, 1)], [example(30, 4, 1), example(40, 2, 2)]])
-    assert batch.tokens.tolist() == [[10, 11, 12, 20, 21, 7], [30, 31, 32, 33, 40, 41]]
+    assert batch.tokens.tolist() == [[10, 11, 12, 20, 21, 0], [30, 31, 32, 33, 40, 41]]
     assert batch.labels.tolist() == [[X, 11, 12, X, 21, X], [X, X, X, 33, 40, 41]]
     assert batch.positions.tolist() == [[0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 0, 1]]
     assert batch.segments.tolist() == [[0, 0, 0, 1, 1, -1], [0, 0, 0, 0, 1, 1]]

@@ -179,4 +179,4 @@ def test_a_hub_that_cannot_be_reached_is_told_clearly(monkeypatch: pytest.Monkey
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     with pytest.raises(DataError, match="Couldn't reach 'nobody/nothing' on the Hub") as error:
         open_source(DatasetConfig(path="nobody/nothing"))
-    assert "nobody/nothing: no such file or directory, and the hub has no data set of that name" in str(error.value)
+    assert "nobody/nothing: no such file or directory, and it cannot be loaded from the hub: " in str(error.value)

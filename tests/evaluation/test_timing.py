@@ -79,9 +79,10 @@ def stub_test(context: int, order: list[str], names: tuple[str, ...]) -> SpeedTe
             order.append(self.name)
             return [TimedAnswer((5,), 1.0)]
 
-    tokenizer = SimpleNamespace(decode=lambda tokens, skip_special_tokens: "ab")
+    special = {"added_tokens_decoder": {}, "all_special_ids": [], "all_special_tokens": []}
+    tokenizer = SimpleNamespace(decode=lambda tokens, **options: "ab", **special)
     test: Any = SpeedTest.__new__(SpeedTest)
-    test._backbone = SimpleNamespace(tokenizer=tokenizer, max_context=context)
+    test._backbone = SimpleNamespace(tokenizer=tokenizer, max_context=context, eos_ids=frozenset())
     test._chat, test._max_new_tokens = StubChat(), 4
     test._decoders, test._batch_size = {name: Stub(name) for name in names}, 1
     return test

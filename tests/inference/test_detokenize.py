@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from medusa_train.inference.detokenize import TextStream, token_pieces
+from medusa_train.inference.detokenize import TextStream, answer_text, token_pieces
 
 TEXT = "Grüße, 世界! 👩‍🚀 went   up.\n  Ends here…"
 
@@ -122,3 +122,11 @@ def test_token_pieces_of_an_unfinished_character() -> None:
     tokenizer = _byte_level()
     assert token_pieces(tokenizer, _ids(tokenizer, "aö")[:-1]) == ("a", "\ufffd")
     assert token_pieces(tokenizer, []) == ()
+
+
+def test_reasoning_tags_stay_where_they_are_special_tokens() -> None:
+    tokenizer = _byte_level()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["</think>", "<pad>"]})
+    tokens = tokenizer("<pad>a</think>b<eos>")["input_ids"]
+    stream = TextStream(tokenizer)
+    assert "".join([*map(stream.push, tokens), stream.finish()]) == answer_text(tokenizer, tokens) == "a</think>b"

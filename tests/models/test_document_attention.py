@@ -49,7 +49,7 @@ def test_bounds_written_out() -> None:
 def test_bounds_give_the_gradients_of_a_mask_with_and_without_checkpointing(
     recompute: bool, implementation: str
 ) -> None:
-    batch = collate(documents(), 0)
+    batch = collate(documents())
     grads = []
     for varlen in (False, True):
         backbone = random_backbone("llama")
@@ -87,7 +87,7 @@ def test_passes_with_a_mask_or_a_cache_use_the_original_attention(family: str, i
 
 def test_an_attention_that_lets_documents_leak_is_rejected() -> None:
     backbone = random_backbone("llama")
-    batch = collate(documents(), 0)
+    batch = collate(documents())
     with torch.no_grad():
         masked = states(backbone, batch)
         with pytest.raises(BackboneError, match=r"LlamaForCausalLM with .* mixes packed documents"):
@@ -170,7 +170,7 @@ def test_autocast_computes_in_its_dtype() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_gives_the_states_and_gradients_of_a_mask(family: str) -> None:
-    batch = collate(documents(), 0)
+    batch = collate(documents())
     real = batch.segments >= 0
     results = []
     for varlen in (False, True):

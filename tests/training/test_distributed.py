@@ -60,6 +60,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "hydra": {**OTHER, "draft": "hydra", "hydra": {"num_heads": 3, "num_layers": 2, "dropout": 0.0}},
     "amphista": {**OTHER, "draft": "amphista", "amphista": {"num_heads": 3, "vocab_size": 24}},
     "kangaroo": {**OTHER, "draft": "kangaroo", "kangaroo": {"num_heads": 3, "exit_layer": 1}},
+    "eagle3": {**OTHER, "draft": "eagle3", "eagle3": {"train_steps": 2, "layers": [1, 1, 1], "vocab_size": 24}},
 }
 OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
 RECOMPUTED = {"more": {"gradient_checkpointing": True}}
@@ -90,6 +91,7 @@ EQUAL: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "hydra-adamw-zero3": ("hydra", "adamw", {"stage": 3}, {}),
     "amphista-sgd-zero3": ("amphista", "sgd", {"stage": 3}, {}),
     "kangaroo-sgd-zero3": ("kangaroo", "sgd", {"stage": 3}, {}),
+    "eagle3-sgd-zero3": ("eagle3", "sgd", {"stage": 3}, {}),
 }
 ZERO3 = {"zero_optimization": {**SMALL, "stage": 3}}
 STRATEGIES = {"zero1": None, "zero3": ZERO3}

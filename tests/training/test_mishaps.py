@@ -113,16 +113,17 @@ def test_a_full_disk_leaves_the_checkpoints_before_it_usable(cfg: TrainConfig, w
 def test_sigterm_in_every_phase_tells_how_to_resume(cfg: TrainConfig, whole: Path, tmp_path: Path) -> None:
     """Before training it only ends, with 143 and no trace; later with everything saved."""
     run = tmp_path / "run"
-    for place, saved, words in (
-        ("medusa_train.training.load_data:load_datasets", [], "error: terminated\n"),
-        ("medusa_train.training.validation:linear_loss", [3], "stopped after step 3, saved"),
+    for place, call, saved, words in (
+        ("medusa_train.training.load_data:load_datasets", 1, [], "error: terminated\n"),
+        ("medusa_train.training.validation:linear_loss", 1, [3], "stopped after step 3, saved"),
         # the evaluation of step 3 is made up for, and SIGTERM comes while it is saved
-        (TRAINER + "CheckpointStore.save", [3, 4], "stopped after step 4, saved"),
-        (TRAINER + "Trainer.compute_loss", [4, 5], "stopped after step 5, saved"),
-        ("medusa_train.training.run:save_draft", [8, 12], "stopped: the checkpoint is saved"),
-        ("medusa_train.training.run:heads_table", [8, 12], f"{run / 'heads'} is saved, tree.json is not"),
+        (TRAINER + "CheckpointStore.save", 1, [3], "stopped after step 3, saved"),
+        (TRAINER + "Trainer.compute_loss", 1, [3, 4], "stopped after step 4, saved"),
+        (TRAINER + "CheckpointStore.save", 2, [8, 12], "stopped after step 12, saved"),
+        ("medusa_train.training.run:save_draft", 1, [8, 12], "stopped: the checkpoint is saved"),
+        ("medusa_train.training.run:heads_table", 1, [8, 12], f"{run / 'heads'} is saved, tree.json is not"),
     ):
-        code, text = medusa_train(command(cfg, RESUME), Mishap(place, 1, terminate))
+        code, text = medusa_train(command(cfg, RESUME), Mishap(place, call, terminate))
         assert code == 128 + signal.SIGTERM, text
         assert "Traceback" not in text
         assert words in text, text

@@ -60,10 +60,10 @@ def test_rows_of_one_document_need_no_mask() -> None:
 def test_packed_documents_give_the_states_of_single_documents(family: str) -> None:
     backbone = random_backbone(family, dtype=torch.float32)
     rows = documents()
-    packed = collate(rows, 0)
+    packed = collate(rows)
     hidden = run(backbone, packed)
     assert hidden.isfinite().all()
-    alone = [collate([[example]], 0) for row in rows for example in row]
+    alone = [collate([[example]]) for row in rows for example in row]
     states = [run(backbone, batch) for batch in alone]
     for row, lengths in enumerate(LENGTHS):
         for segment in range(len(lengths)):
@@ -77,7 +77,7 @@ def test_packed_documents_give_the_states_of_single_documents(family: str) -> No
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_a_row_of_padding_has_finite_states(family: str) -> None:
     backbone = random_backbone(family, dtype=torch.float32)
-    batch = collate(documents(), 0)
+    batch = collate(documents())
     batch.segments[1] = -1
     assert run(backbone, batch).isfinite().all()
     assert torch.equal(shift_labels(batch.labels, 0, batch.segments)[1, -2:], torch.full((2,), IGNORE_INDEX))
