@@ -166,10 +166,14 @@ def write_failure(what: str, directory: Path, error: Exception, needed: int | No
     """
     reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
     if _errno(error) in _DISK_FULL:
-        existing = next((path for path in (directory, *directory.parents) if path.exists()), Path())
-        free = f"{describe_size(shutil.disk_usage(existing).free)} free"
+        free = f"{describe_size(shutil.disk_usage(existing_parent(directory)).free)} free"
         reason += f" ({free})" if needed is None else f" ({describe_size(needed)} needed, {free})"
     return f"could not write {what} to {directory}: {reason}"
+
+
+def existing_parent(path: Path) -> Path:
+    """Return `path` if it exists, else the nearest directory above it that does."""
+    return next((parent for parent in (path, *path.parents) if os.path.exists(parent)), Path())
 
 
 def _end_of_last_line(file: BinaryIO) -> int:

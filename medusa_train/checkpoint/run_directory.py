@@ -23,7 +23,7 @@ from medusa_train.config.types import STAGE_ONE
 from medusa_train.data.builtin_templates import TEMPLATE_SUFFIX
 from medusa_train.data.sources import is_data_file_name
 from medusa_train.errors import CheckpointError, ConfigError, MedusaError
-from medusa_train.io import WRITE_ERRORS, locked, replace_text, write_failure
+from medusa_train.io import WRITE_ERRORS, existing_parent, locked, replace_text, write_failure
 
 CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
@@ -51,7 +51,7 @@ _WEIGHT_KEYS = (
 
 def check_writable(out: Path) -> None:
     """Check that `out` is a directory that can be written to, or can be created; raises ConfigError."""
-    existing = next((path for path in (out, *out.parents) if os.path.exists(path)), Path())
+    existing = existing_parent(out)
     if not existing.is_dir():
         raise ConfigError(f"output_dir: {existing} is a file, not a directory")
     if not os.access(existing, os.W_OK | os.X_OK):

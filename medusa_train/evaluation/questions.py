@@ -21,14 +21,13 @@ from typing import Any
 from medusa_train.config.paths import PROJECT_ROOT, resolve_path
 from medusa_train.data.conversation import SURROGATES, Message
 from medusa_train.data.record_files import RawRecord, read_file
-from medusa_train.data.records import parse_user_turns
+from medusa_train.data.records import first_problems, parse_user_turns
 from medusa_train.data.sources import PublicDataset
 from medusa_train.errors import DataError
 from medusa_train.hub import FetchError, fetch_dataset_file, hub_is_unreachable
 from medusa_train.io import replace_file
 
 BENCH_DIR_VARIABLE = "MEDUSA_BENCH_DIR"
-MAX_REPORTED_PROBLEMS = 5
 FETCH_TIMEOUT = 15  # seconds
 #: HumanEval's prompts are the beginning of a file; a chat model needs an instruction.
 HUMANEVAL_INSTRUCTION = "Complete this Python function. Answer with the whole function in a ```python block.\n\n"
@@ -210,10 +209,8 @@ def read_questions(path: Path) -> tuple[Question, ...]:
             continue
         questions.append(question)
     if problems:
-        more = len(problems) - MAX_REPORTED_PROBLEMS
-        shown = problems[:MAX_REPORTED_PROBLEMS] + ([f"... and {more} more invalid records"] if more > 0 else [])
         expected = "Expected: question_id and turns, a list of the user's messages; HumanEval's or GSM8K's keys; chats"
-        raise DataError("\n".join([*shown, f"{expected} (docs/evaluation.md)"]))
+        raise DataError("\n".join([*first_problems(problems), f"{expected} (docs/evaluation.md)"]))
     if not questions:
         raise DataError(f"{path}: holds no questions; one JSON object per line is expected")
     return tuple(questions)

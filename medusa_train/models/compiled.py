@@ -213,11 +213,8 @@ class CompiledPass:
                 slots = torch.arange(1, 1 + count, device=device)
                 self(tokens, torch.ones_like(tokens), mask[..., :BLOCK], slots, storage)
         except TorchDynamoException as error:
-            reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-            raise BackboneError(
-                f"compile: torch.compile failed: {reason}\n"
-                "It needs a C++ compiler (g++ or clang) on a CPU, Triton on a GPU; or leave the key out"
-            ) from error
+            needed = "It needs a C++ compiler (g++ or clang) on a CPU, Triton on a GPU; or leave the key out"
+            raise BackboneError(f"compile: torch.compile failed: {_first_line(error)}\n{needed}") from error
 
     def __call__(
         self, tokens: Tensor, positions: Tensor, mask: Tensor, slots: Tensor, storage: Tensor
@@ -319,7 +316,7 @@ class CompiledLayers:
         try:
             yield
         except TorchDynamoException as error:
-            reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+            reason = _first_line(error)
             raise BackboneError(f"torch_compile: torch.compile failed: {reason}\nLeave the key out") from error
         finally:
             for (layer, _), forward in zip(self._forwards, before, strict=True):
@@ -327,6 +324,10 @@ class CompiledLayers:
                     del layer.forward
                 else:
                     layer.forward = forward
+
+
+def _first_line(error: Exception) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def _run_marked(program: Callable[..., Any], layer: nn.Module, *args: Any, **kwargs: Any) -> Any:

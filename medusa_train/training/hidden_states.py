@@ -24,7 +24,7 @@ from medusa_train.data.batch import Batch
 from medusa_train.data.examples import Example
 from medusa_train.data.hidden_state_store import StateFormat, StateStore, document_key
 from medusa_train.errors import ConfigError
-from medusa_train.io import describe_size, write_failure
+from medusa_train.io import describe_size, existing_parent, write_failure
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.features import Features, FeatureSpec
 from medusa_train.training.distributed import SINGLE_PROCESS, World
@@ -216,8 +216,7 @@ def _check_space(store: StateStore, documents: dict[str, int]) -> str:
     """Describe the size of the states of `documents`; ConfigError if those not stored yet do not fit on the disk."""
     spec, directory = store.format, store.directory
     needed = spec.size(sum(tokens for key, tokens in documents.items() if key not in store))
-    existing = next(path for path in (directory, *directory.resolve().parents) if path.exists())
-    free = shutil.disk_usage(existing).free
+    free = shutil.disk_usage(existing_parent(directory)).free
     tokens = sum(documents.values())
     if needed > free:
         raise ConfigError(

@@ -89,17 +89,7 @@ def _load_data(
     cfg: TrainConfig, console: Console, processes: int, on_progress: OnProgress | None = None
 ) -> TrainingData:
     resolved, config = check_run(cfg, processes)
-    context = context_length(config.get_text_config())
-    if cfg.sequence_len > context:
-        console.print(f"sequence_len: {cfg.sequence_len} exceeds the context of {cfg.base_model}; using {context}")
-        cfg = cfg.model_copy(update={"sequence_len": context})
-    switch = rope_switch(config.get_text_config())
-    if switch is not None and cfg.sequence_len > switch and cfg.mixes_rows:
-        console.print(
-            f"sequence_len: using {switch}, since beyond it the longest row of a batch would change the rotary angles "
-            "of all; for longer ones set micro_batch_size: 1 and sample_packing: false"
-        )
-        cfg = cfg.model_copy(update={"sequence_len": switch})
+    cfg = _fit_sequence_len(cfg, config.get_text_config(), console)
     tokenizer = load_tokenizer(resolved, trust_remote_code=cfg.trust_remote_code)
     sharegpt = all(entry.type == "sharegpt" for entry in cfg.all_datasets)
     if sharegpt and not (cfg.chat_template or tokenizer.chat_template):
@@ -123,6 +113,21 @@ def _load_data(
     _check_tokens([*train, *validation], config.get_text_config().vocab_size, tokenizer)
     answers = prompts[1] if len(validation) else prompts[0]
     return TrainingData(train, validation, answers, cfg.sequence_len, cfg.chat_template)
+
+
+def _fit_sequence_len(cfg: TrainConfig, text_config: Any, console: Console) -> TrainConfig:
+    """Limit sequence_len to the model's context, and where rows share a pass to one set of longrope's angles."""
+    context, switch = context_length(text_config), rope_switch(text_config)
+    if cfg.sequence_len > context:
+        console.print(f"sequence_len: {cfg.sequence_len} exceeds the context of {cfg.base_model}; using {context}")
+        cfg = cfg.model_copy(update={"sequence_len": context})
+    if switch is not None and cfg.sequence_len > switch and cfg.mixes_rows:
+        console.print(
+            f"sequence_len: using {switch}, since beyond it the longest row of a batch would change the rotary angles "
+            "of all; for longer ones set micro_batch_size: 1 and sample_packing: false"
+        )
+        cfg = cfg.model_copy(update={"sequence_len": switch})
+    return cfg
 
 
 def _check_tokens(examples: Iterable[Example], vocab_size: int, tokenizer: Any) -> None:

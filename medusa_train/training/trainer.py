@@ -85,14 +85,17 @@ class Trainer:
     """The training loop of one process.
 
     Attributes:
+        recipe, draft: what is trained. objective, strategy: the loss, and how gradients are applied.
         loader: this process's training micro-batches, without end; its position is saved in checkpoints.
         validation_batches: returns one pass over the validation set; None without one.
         accumulation: micro-batches per optimizer step and process.
+        plan: when to log, evaluate, save and end. store, loggers: checkpoints and metrics.
         patience: evaluations without improvement before the run stops early; None: never.
         state: counters of the run; restored from the checkpoint when resuming.
         top_k_in_log: add top-1..top-10 accuracy per head to training records, measured on the last micro-batch.
         last_validation: the last evaluation's result.
         max_nonfinite_steps: maximum number of NaN/Inf steps to skip before aborting.
+        world, progress: the processes, and what is shown.
         whole_run: run directory of the two-stage run whose stage one this is.
     """
 
