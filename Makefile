@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+SUPPORTED := (3, 10) <= sys.version_info < (3, 14)
+CHECK_VERSION = import sys; sys.exit(None if $(SUPPORTED) else 'needs Python 3.10 to 3.13: make install PYTHON=python3.12')
 # Tests run in one process per core, so one thread each: two threads on a busy core are many times slower.
 # They expect a CPU; benchmarks/gpu.sh runs those for a GPU.
 PYTEST := CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n auto --dist loadgroup
@@ -19,7 +21,7 @@ help: ## show this list
 install: $(STAMP) ## make .venv and install the project with what it needs
 
 $(STAMP): pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip --version >/dev/null 2>&1 || { $(PYTHON) -c "$(CHECK_VERSION)" && $(PYTHON) -m venv --clear $(VENV); }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools wheel ninja
 	DS_ACCELERATOR=cpu $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \

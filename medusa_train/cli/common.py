@@ -17,11 +17,12 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, ParamSpec, TypeVar
+from typing import Annotated, Any, Literal, ParamSpec, TypeVar, get_args, get_origin
 
 import typer
 from rich.console import Console
 
+from medusa_train import __version__
 from medusa_train.config.load import load_config
 from medusa_train.config.types import Config
 from medusa_train.errors import ConfigError, MedusaError, Terminated, signal_exit_code
@@ -67,6 +68,15 @@ def join_lines(text: str) -> str:
     return re.sub(r"(?<=\S)\n(?=\S)", " ", text)
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"medusa-train {__version__}")
+        raise typer.Exit
+
+
+_VERSION = Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")]
+
+
 def with_keys(cls: type[Config], *names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorate a command so that keys of `cls` have options, described as in the schema; it gets them as `flags`.
 
@@ -78,6 +88,7 @@ def with_keys(cls: type[Config], *names: str) -> Callable[[Callable[..., Any]], 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(command)
         def wrapper(**values: Any) -> Any:
+            values.pop("version")
             return command(flags={name: values.pop(name) for name in keys}, **values)
 
         signature = inspect.signature(command, eval_str=True)
@@ -86,9 +97,16 @@ def with_keys(cls: type[Config], *names: str) -> Callable[[Callable[..., Any]], 
             field = cls.model_fields[name]
             kind = bool if field.annotation is bool else str
             default = field.default if kind is str else None
-            described = (field.description or "") + ("" if default is None else f"; default: {default}")
+            kinds = (field.annotation, *get_args(field.annotation))
+            choices = [str(one) for literal in kinds if get_origin(literal) is Literal for one in get_args(literal)]
+            described = field.description or ""
+            if not all(choice in described for choice in choices):
+                described += f" ({', '.join(choices)})"
+            described += "" if default is None else f"; default: {default}"
             hint = Annotated[kind | None, typer.Option(*option.split(), help=described)]  # type: ignore[valid-type]
             parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hint))
+        kind = inspect.Parameter.KEYWORD_ONLY
+        parameters.append(inspect.Parameter("version", kind, default=False, annotation=_VERSION))
         wrapper.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         return wrapper
 
@@ -103,6 +121,8 @@ def run_command(command: Callable[P, int | None]) -> Callable[P, None]:
 
     @functools.wraps(command)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> None:
+        if os.name == "nt":
+            sys.exit("error: Windows is not supported; use WSL (Linux in Windows)")
         quiet_libraries()
         if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
             sys.stdout.reconfigure(errors="replace")  # a name that the terminal's encoding lacks is no error

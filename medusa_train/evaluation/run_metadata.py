@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import transformers
 
+from medusa_train import __version__
 from medusa_train.checkpoint.load_model import LoadedModel
 from medusa_train.checkpoint.resolve import FIXED, ModelPaths
 from medusa_train.config.paths import public_name
@@ -86,6 +87,7 @@ def collect_metadata(
         "exactness": None if model.proposer is None or not greedy else dict.fromkeys(EQUALITY_DTYPES, "not compared"),
         "device": device_name(model.backbone.device),
         "threads": torch.get_num_threads(),
+        "medusa_train": __version__,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),

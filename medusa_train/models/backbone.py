@@ -165,10 +165,7 @@ class Backbone:
     def embedding(self) -> Embedding:
         """Return the input embedding, with the factor that some models apply before the first layer.
 
-        The factor is measured by comparing the input of the first layer with the embedding vectors.
-
-        Raises:
-            BackboneError: the model changes embeddings in another way.
+        The factor is measured on the first layer's input. BackboneError: the model changes embeddings in another way.
         """
         table = self.model.get_input_embeddings()
         probe = torch.arange(min(4, self.vocab_size), device=self.device)[None]
@@ -227,11 +224,7 @@ class Backbone:
     # Early exit
 
     def split_at(self, exit_layer: int) -> LayerSplit:
-        """Return the decoder layers in two parts, the first `exit_layer` layers and the remaining ones.
-
-        Raises:
-            BackboneError: `exit_layer` is out of range, or the layers of this architecture cannot run separately.
-        """
+        """Split the layers after the first `exit_layer`; BackboneError: out of range, or they cannot run separately."""
         if exit_layer not in self._splits:
             check_exit_layer(exit_layer, self.num_layers, self.name or "the backbone")
             runner = LayerRunner(self.body, self.layer_types)

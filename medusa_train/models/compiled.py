@@ -10,9 +10,11 @@ number of rows.
 from __future__ import annotations
 
 import itertools
+import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -45,7 +47,7 @@ def compiled_capacity(positions: int) -> int:
 
 
 def has_compiler(device: torch.device) -> bool:
-    """Return whether torch.compile finds what it needs: a C++ compiler for a CPU, Triton for a GPU."""
+    """Return whether torch.compile finds what it needs: Triton for a GPU; a C++ compiler and Python.h for a CPU."""
     if device.type != "cpu":
         from torch.utils._triton import has_triton
 
@@ -57,7 +59,7 @@ def has_compiler(device: torch.device) -> bool:
         get_cpp_compiler()
     except (InvalidCxxCompiler, RuntimeError):
         return False
-    return True
+    return Path(sysconfig.get_path("include"), "Python.h").is_file()
 
 
 class SlotCache(Cache):
@@ -213,7 +215,7 @@ class CompiledPass:
                 slots = torch.arange(1, 1 + count, device=device)
                 self(tokens, torch.ones_like(tokens), mask[..., :BLOCK], slots, storage)
         except TorchDynamoException as error:
-            needed = "It needs a C++ compiler (g++ or clang) on a CPU, Triton on a GPU; or leave the key out"
+            needed = "On a CPU it needs a C++ compiler and Python.h (python3-dev), on a GPU Triton; or leave it out"
             raise BackboneError(f"compile: torch.compile failed: {_first_line(error)}\n{needed}") from error
 
     def __call__(

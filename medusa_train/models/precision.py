@@ -64,7 +64,8 @@ def has_fast_bf16(device: torch.device) -> bool:
 def emulates_bf16(device: torch.device) -> bool:
     """Return whether the device has no instructions for bfloat16: products of 17 rows then take six times as long."""
     if device.type == "cpu":
-        return not torch.ops.mkldnn._is_mkldnn_bf16_supported()  # torch has no public API for this
+        # torch has no public API for this; builds without oneDNN (macOS) lack the operator
+        return not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
 
 

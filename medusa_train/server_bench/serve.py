@@ -61,11 +61,7 @@ def vllm_python() -> str:
 
 @functools.lru_cache
 def vllm_version(python: str) -> str:
-    """Return name and version of the vLLM package of an interpreter, without importing it.
-
-    Raises:
-        ConfigError: it has none, or cannot be run.
-    """
+    """Return name and version of an interpreter's vLLM package, without importing it; ConfigError if it has none."""
     try:
         found = subprocess.run([python, "-c", _VERSION], capture_output=True, text=True, timeout=60, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -126,11 +122,7 @@ class VLLMServer:
             )
 
     def wait_ready(self, seconds: float, progress: RunProgress) -> None:
-        """Wait until `/health` answers.
-
-        Raises:
-            ServerError: the process ended, or is not ready within `seconds`; with the last lines of its log.
-        """
+        """Wait until `/health` answers; ServerError, with the end of the log, if the process ends or `seconds` pass."""
         health = self.url.removesuffix("/v1") + "/health"
         deadline = time.monotonic() + seconds
         with progress.phase(f"starting vLLM ({self.name})", ticking=True):
@@ -314,11 +306,7 @@ class ServerPool:
         self._keep(())
 
     def targets(self, session: Session) -> list[Target]:
-        """Return the servers of a session; those that don't run yet are started, and others stopped.
-
-        Raises:
-            ServerError: a server does not start; with the last lines of its log.
-        """
+        """Return a session's servers, started as needed, with others stopped; ServerError with the end of a log."""
         self._keep(session.speculative_tokens)
         for tokens in session.speculative_tokens:
             if tokens not in self._running:

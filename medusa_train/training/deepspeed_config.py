@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import sys
+import sysconfig
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from pathlib import Path
@@ -139,6 +140,8 @@ def check_compiler(cuda: bool, environ: Mapping[str, str] = os.environ) -> None:
     compiler = environ.get("CXX") or "c++"
     path = search_path(environ)
     missing = [f"a C++ compiler ({compiler})"] if shutil.which(compiler, path=path) is None else []
+    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
+        missing.append("Python.h (python3-dev)")
     if shutil.which("ninja", path=path) is None:
         missing.append("ninja")
     if missing:

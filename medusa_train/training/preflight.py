@@ -23,11 +23,7 @@ from medusa_train.training.optimizer_step import EIGHT_BIT
 
 
 def check_run(cfg: TrainConfig, processes: int) -> tuple[str, Any]:
-    """Check the configuration against the backbone's config and the number of processes, as `load_data` does first.
-
-    Returns:
-        The backbone's path or hub name, and its transformers config.
-    """
+    """Check `cfg` against the backbone's config and `processes`; return its path or hub name, and its config."""
     resolved, config = resolve_backbone(cfg.base_model, trust_remote_code=cfg.trust_remote_code)
     check_8bit_states(cfg, config, stage_of(check_deepspeed(cfg, processes)), processes)
     if processes > 1 or cfg.deepspeed is not None:
