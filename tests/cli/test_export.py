@@ -3,6 +3,7 @@
 import io
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -90,13 +91,12 @@ def test_wrong_arguments_give_messages(tmp_path: Path, arguments: list[str], cod
 
 
 def test_an_upload_is_as_private_as_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[object] = []
-    monkeypatch.setattr(
-        "medusa_train.export.write.push", lambda where, repo, *, private: asked.append((repo, private)) or "url"
-    )
+    push = Mock(return_value="url")
+    monkeypatch.setattr("medusa_train.export.write.push", push)
     run = make_run(tmp_path / "run")
     for words, private in ((), True), (("private=false",), False):
         code, output = call(str(run), "--to", "vllm", "--push-to-hub", "me/eagle-heads", "license=mit", *words)
-        assert (code, asked[-1]) == (0, ("me/eagle-heads", private)), output
+        assert (code, push.call_args.args[1]) == (0, "me/eagle-heads"), output
+        assert push.call_args.kwargs == {"private": private}
         assert "as eagle, whatever the method" in " ".join(output.split())
     assert "license: mit" in (run / "export" / "vllm" / "README.md").read_text()
