@@ -205,8 +205,8 @@ def _attention(device: torch.device, dtype: torch.dtype) -> str:
 def _compile(device: torch.device) -> str:
     from medusa_train.models.compiled import has_compiler
 
-    needed = "a C++ compiler" if device.type == "cpu" else "Triton"
-    return "can compile" if has_compiler(device) else f"not usable, passes run uncompiled: it needs {needed}"
+    needed = "a C++ compiler and Python.h" if device.type == "cpu" else "Triton"
+    return "can compile" if has_compiler(device) else f"not usable, `true` may be refused: it needs {needed}"
 
 
 def _capture() -> str:

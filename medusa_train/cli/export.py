@@ -27,9 +27,8 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False, rich_markup_mode="rich")
 
 HELP = """
-Export trained Medusa heads, or a jointly trained backbone, for another program. RUN is a run directory or a directory
-of Medusa heads (ours, the public Medusa code's, TGI's, vLLM's, or a full Medusa-2 model); default: the newest run in
-runs/.
+Export Medusa heads, EAGLE-3 drafts or a jointly trained backbone for another program. RUN is a run or a directory of
+heads (ours, the public Medusa code's, TGI's, vLLM's, EAGLE-3's, a full Medusa-2 model); default: the newest run in runs/.
 
 [bold]--to[/bold]
 

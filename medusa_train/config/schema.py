@@ -189,7 +189,7 @@ class TrainConfig(Config):
     )
     medusa_soft_targets: Float = key(0.0, "weight of the backbone's distribution in the heads' targets", ge=0, le=1)
     medusa_num_unfreeze_layers: Int = key(
-        0, "N: train the last N layers, the final norm and the lm_head (medusa2 without an adapter)", ge=0
+        0, "N: train the last N layers, final norm and lm_head; 0: all (medusa2 without an adapter)", ge=0
     )
     medusa_logging: Bool = key(False, "log the top-k accuracy of each head during training")
     medusa_share_lm_head: Bool = key(False, "heads share the backbone's lm_head instead of training one each")
@@ -209,7 +209,7 @@ class TrainConfig(Config):
     lora_r: Int = key(32, "rank of the adapter", ge=1)
     lora_alpha: Int = key(16, "scaling of the adapter: lora_alpha / lora_r", ge=1)
     lora_dropout: Float = key(0.05, "dropout on the adapter's input", ge=0, lt=1)
-    lora_target_modules: TextList | None = key(None, "names of the linear layers to adapt")
+    lora_target_modules: TextList | None = key(None, "linear layers to adapt; default: all")
     lora_target_linear: Bool = key(False, "adapt every linear layer")
     lora_modules_to_save: TextList | None = key(None, "modules to train in full in addition to the adapter")
     lora_model_dir: Text | None = key(
@@ -440,8 +440,8 @@ class EvalConfig(Config):
     tree: Text | None = key(
         None,
         "fixed: the run's tree.json (the default); dynamic: another tree in every step, as large and deep (EAGLE-3), "
-        "or dynamic:32x5 with 32 nodes, 5 deep, with the fixed one measured beside it; none: plain answers alone, with "
-        "the heads' guesses along them; or a tree file",
+        "or dynamic:32x5 with 32 nodes, 5 deep, with the fixed one measured beside it; none: plain decoding, with "
+        "the heads' guesses recorded; or a tree file",
     )
     draft: LookupName | None = key(
         None,
@@ -483,7 +483,7 @@ class EvalConfig(Config):
     output_dir: Text | None = key(
         None, "directory of the report; default: eval/BENCH in the run directory, eval/served-BENCH for a server"
     )
-    warmup: Int = key(2, "questions to answer untimed before; a server gets at least as many as run concurrently", ge=0)
+    warmup: Int = key(2, "questions answered untimed first; for a server at least as many as run concurrently", ge=0)
     exactness: Bool = key(
         True,
         "also compare greedy answers with plain decoding's in float32 and bfloat16, not only in the measured dtype",

@@ -332,7 +332,7 @@ def non_finite_error(
     where = f"The last good checkpoint is {checkpoint}." if checkpoint else "There is no checkpoint yet."
     before = f" (max_nonfinite_steps: {skipped} were skipped before)" if skipped else ""
     return NonFiniteLossError(
-        f"step {step}: {non_finite_reason(loss)}; the weights are those before this step{before}.\n"
+        f"step {step}: {non_finite_reason(loss)}{before}.\n"
         f"Records in this step: {', '.join(records)}.\n{where}\n"
         "Check these records; if they are fine, lower learning_rate or set bf16: false. "
         "max_nonfinite_steps sets how many NaN/Inf steps a run may skip."
