@@ -28,7 +28,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode="rich")
 
 HELP = """
 Export Medusa heads, EAGLE-3 drafts or a jointly trained backbone for another program. RUN is a run or a directory of
-heads (ours, the public Medusa code's, TGI's, vLLM's, EAGLE-3's, a full Medusa-2 model); default: the newest run in runs/.
+heads (ours, the public Medusa code's, TGI's, vLLM's, EAGLE-3's, a full Medusa-2 model); default: the newest run.
 
 [bold]--to[/bold]
 
