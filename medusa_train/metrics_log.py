@@ -188,11 +188,9 @@ def _share(x: float) -> str:
 
 
 class Dashboard(MetricLogger):
-    """An external service that plots metrics. It is dropped, with a warning, at its first failure.
+    """An external service that plots metrics. It is dropped, with a warning on the console, at its first failure.
 
-    Args:
-        console: for the warning.
-        start: connects to the service; returns a function that sends figures of a step, and one that ends it.
+    `start` connects to it and returns a function that sends figures of a step, and one that ends it.
     """
 
     def __init__(self, name: str, console: Console, start: Callable[[], tuple[Send, Callable[[], None]]]) -> None:

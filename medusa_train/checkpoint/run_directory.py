@@ -110,11 +110,7 @@ def named_checkpoint(resume: str | None, out: Path) -> Path | None:
 
 
 def changed_weight_keys(cfg: TrainConfig, run: Path) -> list[str]:
-    """List the keys on which weights and optimizer depend and that the run in the directory `run` had other values of.
-
-    Returns:
-        Lines `key: was A, now B`; none if that run's config.yaml cannot be read.
-    """
+    """List `key: was A, now B` of the keys behind weights and optimizer; empty if `run` has no readable config.yaml."""
     try:
         before = _weight_keys(load_config(TrainConfig, run / CONFIG))
     except ConfigError:

@@ -50,12 +50,9 @@ _OTHER_METHODS = {"eagle-": "eagle", "eagle3": "eagle3", "dflash": "dflash", "ds
 
 
 def to_vllm(heads: HeadTensors, lm_head: Tensor | None = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Rename the tensors of heads to vLLM's names, and build its config.json.
+    """Rename heads' tensors to vLLM's names, and build its config.json; `lm_head` [V, d]: for heads that share it.
 
     Biases of the lm_heads are dropped, since vLLM cannot store them. A reduced vocabulary is expanded.
-
-    Args:
-        lm_head: the backbone's lm_head weight [V, d], for heads that share it.
     """
     tensors = {}
     for name, tensor in heads.state.items():

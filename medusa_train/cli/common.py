@@ -105,8 +105,8 @@ def with_keys(cls: type[Config], *names: str) -> Callable[[Callable[..., Any]], 
             described += "" if default is None else f"; default: {default}"
             hint = Annotated[kind | None, typer.Option(*option.split(), help=described)]  # type: ignore[valid-type]
             parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hint))
-        kind = inspect.Parameter.KEYWORD_ONLY
-        parameters.append(inspect.Parameter("version", kind, default=False, annotation=_VERSION))
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        parameters.append(inspect.Parameter("version", keyword, default=False, annotation=_VERSION))
         wrapper.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         return wrapper
 

@@ -336,11 +336,7 @@ class DecodingSession:
 
 
 def check_tree(backbone: Backbone, draft: Proposer | None, tree: Tree | None) -> Tree:
-    """Return the tree to decode with, on the backbone's device; the empty tree where nothing is proposed.
-
-    Raises:
-        MedusaError: the tree is deeper than the draft has heads, or wider than its vocabulary.
-    """
+    """Return the tree on the backbone's device, empty without a draft; MedusaError: too deep or wide for the heads."""
     tree = tree if tree is not None and draft is not None else Tree.empty()
     if draft is not None and tree.max_depth > draft.num_heads:
         raise MedusaError(f"the tree is {tree.max_depth} deep, but the draft has {draft.num_heads} heads")

@@ -17,7 +17,15 @@ from medusa_train.models.attention import use_folded_heads
 from medusa_train.models.compiled import CompiledPass, compiled_capacity, has_compiler, needed_forms
 from medusa_train.models.document_attention import document_bounds, separates_documents
 from medusa_train.models.features import FINAL_STATES, Features, FeatureSpec, capture_inputs, capture_outputs
-from medusa_train.models.hf_config import context_length, eos_ids, has_experts, layer_types, logit_scale, rope_switch
+from medusa_train.models.hf_config import (
+    context_length,
+    decoder_of,
+    eos_ids,
+    has_experts,
+    layer_types,
+    logit_scale,
+    rope_switch,
+)
 from medusa_train.models.layer_split import LayerRunner, LayerSplit, check_exit_layer
 from medusa_train.models.lm_head import Embedding, LMHead, low_rank_of
 from medusa_train.models.partitioned import full_shape
@@ -56,7 +64,7 @@ class Backbone:
         self.model = model
         self.tokenizer = tokenizer
         self.name = name
-        self.body = model.base_model
+        self.body = decoder_of(model)
         self.config = model.config.get_text_config()
         head = model.get_output_embeddings()
         if head is None:

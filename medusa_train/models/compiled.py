@@ -305,11 +305,7 @@ class CompiledLayers:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Run the layers' programs in a pass without gradients. Decoding, which uses a cache, runs outside.
-
-        Raises:
-            BackboneError: torch.compile fails.
-        """
+        """Run the layers' programs in passes without gradients; decoding runs outside. BackboneError: it fails."""
         from torch._dynamo.exc import TorchDynamoException  # takes a second to import
 
         before: list[Any] = [vars(layer).get("forward") for layer, _ in self._forwards]  # accelerate sets it, too

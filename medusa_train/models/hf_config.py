@@ -10,6 +10,18 @@ from medusa_train.errors import BackboneError
 SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
+def quantization_of(config: Any) -> dict[str, Any] | None:
+    """Return how a checkpoint's weights are quantized, from its config.json; None if they are not."""
+    stored: Any = getattr(config, "quantization_config", None)
+    values: dict[str, Any] | None = stored.to_dict() if hasattr(stored, "to_dict") else stored
+    return values
+
+
+def decoder_of(model: Any) -> Any:
+    """Return a model's decoder without lm_head; of a model that also reads images, the part for text."""
+    return getattr(model.base_model, "language_model", model.base_model)
+
+
 def context_length(config: Any) -> int:
     """Return the trained number of positions; BackboneError without max_position_embeddings (ALiBi, state-space)."""
     length = getattr(config, "max_position_embeddings", None)

@@ -28,12 +28,7 @@ def full_shape(tensor: Tensor) -> torch.Size:
 
 @contextmanager
 def gathered(parameters: Iterable[Tensor], *, modify: bool = False) -> Iterator[None]:
-    """Make parameters whole in all processes.
-
-    Args:
-        parameters: those that are not partitioned are ignored.
-        modify: they are changed in the block; rank 0's values are kept.
-    """
+    """Make the partitioned ones of `parameters` whole; `modify`: changed in the block, rank 0's values are kept."""
     partitioned = [parameter for parameter in parameters if is_partitioned(parameter)]
     if not partitioned:
         yield

@@ -234,11 +234,7 @@ def _report(run: BenchRun, meta: dict[str, Any], directory: Path) -> list[Path]:
 
 
 def find_targets(cfg: EvalConfig, options: RequestOptions) -> list[Target]:
-    """Check the servers of `server_url` and `against`, and find their models' names; the plain one comes first.
-
-    Raises:
-        ConfigError, ServerError: a server does not list the model, or several and none was named; or does not answer.
-    """
+    """Check the servers and find their models' names, the plain one first; ConfigError or ServerError without one."""
     assert cfg.server_url is not None
     if cfg.against is None:
         return [_target(ALONE, cfg.server_url, cfg.base_model, options, has_heads=False)]

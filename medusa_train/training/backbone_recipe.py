@@ -19,6 +19,7 @@ from medusa_train.errors import BackboneError
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.compiled import CompiledLayers
 from medusa_train.models.features import FINAL_STATES, Features, FeatureSpec
+from medusa_train.models.hf_config import decoder_of
 from medusa_train.models.lm_head import LMHead
 from medusa_train.models.lora import Adapter, LoraSpec
 from medusa_train.models.partitioned import full_shape, gathered, to_float32
@@ -122,6 +123,10 @@ def build_backbone_recipe(cfg: TrainConfig, backbone: Backbone, precision: Preci
         for module in unfrozen_modules(backbone.model, layers) if layers else [backbone.model]:
             to_float32(module)
             module.requires_grad_(True)
+        embedding = backbone.model.get_input_embeddings()
+        if layers and embedding.weight is backbone.model.get_output_embeddings().weight:
+            # tied to lm_head, which is trained: else gradients would go through the layers that stay frozen, too
+            embedding.register_forward_hook(lambda module, args, out: out.detach())
     trained = {name: p for name, p in backbone.model.named_parameters() if p.requires_grad}
     return BackboneRecipe(backbone, precision, adapter, trained)
 
@@ -136,7 +141,7 @@ def _build_adapter(cfg: TrainConfig, backbone: Backbone) -> Adapter:
 
 def unfrozen_modules(model: Any, layers: int) -> list[nn.Module]:
     """Return the last `layers` decoder layers of a transformers model, its final norm and lm_head."""
-    body = model.base_model
+    body = decoder_of(model)
     if not (hasattr(body, "layers") and hasattr(body, "norm")):
         raise BackboneError(f"medusa_num_unfreeze_layers: {type(body).__name__} has no `layers` and `norm` to unfreeze")
     return [*body.layers[-layers:], body.norm, model.get_output_embeddings()]

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from medusa_train.config.schema import TrainConfig
 from medusa_train.losses.chunked_loss import block_rows, chunk_rows
 from medusa_train.models.drafts import DRAFTS
-from medusa_train.models.hf_config import head_dim, key_value_heads
+from medusa_train.models.hf_config import decoder_of, head_dim, key_value_heads, quantization_of
 from medusa_train.models.lora import LM_HEAD, linear_names
 from medusa_train.training.backbone_recipe import unfrozen_modules
 
@@ -110,16 +110,27 @@ class Estimate:
             width: tokens of a row; on average a token attends to half of them.
         """
         cfg, text, lm_head = self._cfg, self._text, self._lm_head.numel()
-        lists = [module for module in self._model.base_model.children() if isinstance(module, nn.ModuleList)]
-        layers = _count(max(lists, key=len).parameters())  # `layers`, Falcon's `h`
+        lists = [module for module in decoder_of(self._model).children() if isinstance(module, nn.ModuleList)]
+        layers = sum(map(self._used, max(lists, key=len).parameters()))  # `layers`, Falcon's `h`
         attention = 4 * text.num_hidden_layers * text.num_attention_heads * head_dim(text) * width / 2
         body = tokens * (2 * layers + attention)  # one pass forward
         in_heads = self._heads_operations(tokens, supervised, attention / text.num_hidden_layers) * epochs
         if cfg.recipe == "medusa1":
             return body * (min(epochs, 1) if cfg.cache_hidden_states else epochs) + in_heads
         backward = 1 if cfg.adapter else 2
-        in_body = body * (1 + self._has_teacher + cfg.gradient_checkpointing + backward)
+        passed = self._trained_depth / text.num_hidden_layers * (cfg.gradient_checkpointing + backward)
+        in_body = body * (1 + self._has_teacher + passed)
         return (in_body + 2 * lm_head * supervised * (1 + self._has_teacher + backward)) * epochs + in_heads
+
+    def _used(self, weight: Tensor) -> float:
+        """Count the elements of a backbone's parameter that a token is multiplied by: of experts, those it goes to."""
+        experts = getattr(self._text, "num_experts_per_tok", None) if weight.dim() == 3 else None
+        return weight.numel() * (experts / weight.shape[0] if experts else 1)
+
+    @property
+    def _trained_depth(self) -> int:
+        """Last layers that keep activations for gradients: one below those that are trained keeps nothing."""
+        return (not self._cfg.adapter and self._cfg.medusa_num_unfreeze_layers) or self._text.num_hidden_layers
 
     def _heads_operations(self, tokens: int, supervised: int, attention: float) -> float:
         """Estimate the operations of an epoch in the draft; `attention` is what a layer's takes per token."""
@@ -174,9 +185,18 @@ class Estimate:
         return total
 
     @cached_property
+    def _weight_bytes(self) -> float | None:
+        """Bytes of a quantized weight, by the configuration or of a quantized checkpoint; None if none is."""
+        if self._cfg.quantization is not None:
+            return _NF4 if self._cfg.quantization == "nf4" else 1
+        if (stored := quantization_of(self._model.config)) is None:
+            return None
+        return (stored.get("bits") or (4 if stored.get("load_in_4bit") else 8)) / 8
+
+    @cached_property
     def _quantized(self) -> list[Tensor]:
         """Weights that quantization applies to: every linear layer except lm_head."""
-        if self._cfg.quantization is None:
+        if self._weight_bytes is None:
             return []
         head = self._model.get_output_embeddings()
         return [m.weight for m in self._model.modules() if isinstance(m, nn.Linear) and m is not head]
@@ -184,7 +204,7 @@ class Estimate:
     def _backbone_bytes(self, dtype: torch.dtype) -> float:
         quantized = _count(self._quantized)
         plain = _count(self._model.parameters()) - quantized
-        return plain * dtype.itemsize + quantized * (_NF4 if self._cfg.quantization == "nf4" else 1)
+        return plain * dtype.itemsize + quantized * (self._weight_bytes or 0)
 
     def _activations(self, rows: int, width: int, item: int, device: str) -> int:
         """Estimate what a micro-batch adds at its peak, beside all gradients; `item` is bytes in the compute dtype.
@@ -216,8 +236,7 @@ class Estimate:
             later -= (self._unfrozen - lm_head + self._adapter) * _TRAINED
         else:
             later = max(later, backbone_loss)
-        # a layer below those that are trained keeps nothing
-        depth = (not cfg.adapter and cfg.medusa_num_unfreeze_layers) or text.num_hidden_layers
+        depth = self._trained_depth
         if cfg.gradient_checkpointing:
             inputs = depth * tokens * text.hidden_size * (_TRAINED if self._unfrozen else item)
             return mask + inputs + max(single + layer, states + later)

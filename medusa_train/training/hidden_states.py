@@ -157,11 +157,7 @@ def open_hidden_states(
     console: Console,
     tf32: bool,
 ) -> HiddenStateCache:
-    """Open the cache of a frozen `backbone` in `prepared` (`dataset_prepared_path`) and print the size it will have.
-
-    Args:
-        examples: all documents of the run, validation included.
-    """
+    """Open the cache of all documents of the run in `prepared`, for a frozen backbone, and print its full size."""
     fingerprint = world.run_on_main(lambda: backbone_fingerprint(backbone, need, tf32=tf32))
     directory = prepared / f"hidden-states-{fingerprint[:32]}"
     with torch.no_grad():  # the states of one token have the dtype and width of all

@@ -198,11 +198,7 @@ class LossScale:
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Load an optimizer's `state_dict`, keeping this run's learning rates and weight decay.
-
-    Raises:
-        ValueError: it is another optimizer's, which has other names for its moments.
-    """
+    """Load a `state_dict` but for learning rates and weight decay; ValueError if its moments have other names."""
     entry = next(iter(saved["state"].values()), None)
     if entry and ("exp_avg" in entry) != isinstance(optimizer, torch.optim.AdamW):
         raise ValueError("the state of another optimizer")

@@ -13,6 +13,7 @@ from medusa_train.config.schema import TrainConfig
 from medusa_train.data.draft_vocabulary import check_vocabulary
 from medusa_train.errors import CheckpointError, ConfigError
 from medusa_train.io import describe_size
+from medusa_train.models.hf_config import quantization_of
 from medusa_train.models.layer_split import check_exit_layer
 from medusa_train.models.loading import resolve_backbone
 from medusa_train.models.lora import read_adapter_config
@@ -33,6 +34,12 @@ def check_run(cfg: TrainConfig, processes: int) -> tuple[str, Any]:
     check_vocabulary(
         cfg.draft_config.settings.get("vocab_size"), text_config.vocab_size, cfg.draft_config.vocab_size_key
     )
+    stored = (quantization_of(config) or {}).get("quant_method")
+    if cfg.recipe == "medusa2" and stored not in (None, "bitsandbytes"):
+        raise ConfigError(
+            f"base_model: {cfg.base_model} is quantized ({stored}), and no adapter can be merged into it: name the "
+            "original model, with load_in_4bit: true where memory is short"
+        )
     layers = text_config.num_hidden_layers
     if cfg.medusa_num_unfreeze_layers > layers:
         raise ConfigError(

@@ -135,11 +135,7 @@ class TreeCandidate:
 
 
 def count_paths(traces: Sequence[Trace], starts: Iterable[Sequence[int]] | None = None) -> Counter[Ranks]:
-    """Count how often each rank path is a prefix of the following tokens.
-
-    Args:
-        starts: per trace the positions to count at; by default all.
-    """
+    """Count how often each rank path is a prefix of the tokens after `starts`, positions per trace; by default all."""
     if starts is None:
         starts = [range(len(trace.ranks) - 1) for trace in traces]
     full_paths: Counter[Ranks] = Counter()

@@ -109,7 +109,7 @@ class AmphistaDraft(LMHeadsDraft):
             assert isinstance(fc, nn.Linear)
             nn.init.eye_(fc.weight)  # [I, 0]
         for name, parameter in self.layers.named_parameters():
-            if name.rpartition(".")[0].endswith(OUTPUT_PROJECTIONS):
+            if name.removesuffix(".weight").removesuffix(".bias").endswith(OUTPUT_PROJECTIONS):
                 nn.init.zeros_(parameter)
         for parameter in self.mlps.parameters():
             nn.init.zeros_(parameter)

@@ -14,6 +14,7 @@ from medusa_train.models.backbone import Backbone
 from medusa_train.models.compiled import SlotCache
 from medusa_train.models.document_attention import document_bounds, register_document_attention, separates_documents
 from medusa_train.models.features import capture_inputs
+from medusa_train.models.hf_config import decoder_of, has_experts
 from medusa_train.models.partitioned import gathered
 from medusa_train.models.precision import autocast_dtype, exact_buffers
 from medusa_train.trees.kv_cache import TreeCache
@@ -53,6 +54,8 @@ class DraftLayer(nn.Module):
         config, self.window = _single_layer_config(backbone)
         name = type(backbone.body).__name__
         try:
+            if mlp_size and has_experts(config):
+                raise ValueError("its MLP is a mixture of experts, which has no such size; set mlp_size: 0")
             if mlp_size:
                 _ = config.intermediate_size  # raises AttributeError where setting it would have no effect
                 config.intermediate_size = mlp_size
@@ -85,11 +88,7 @@ class DraftLayer(nn.Module):
         return self
 
     def forward(self, states: Tensor, positions: Tensor, segments: Tensor) -> Tensor:
-        """Training: [B, T, d] -> [B, T, d], with attention within documents only.
-
-        Args:
-            positions, segments: [B, T], see `models.features.TokenRows`.
-        """
+        """Training: [B, T, d] -> [B, T, d] at positions [B, T], with attention within documents (`segments`) only."""
         if self._documents is not None and (self.window is not None or int(segments.max()) > 0):
             return self._run(states, positions, bounds=document_bounds(segments))
         mask = document_mask(segments, autocast_dtype(states.device.type) or states.dtype)
@@ -139,11 +138,7 @@ class DraftLayer(nn.Module):
         return self._run(states, positions, mask, cache)
 
     def run_slots(self, states: Tensor, positions: Tensor, mask: Tensor, cache: SlotCache) -> Tensor:
-        """Decoding: run q further positions [B, q, d], whose keys and values go to slots of `cache`.
-
-        Args:
-            mask: additive [B, 1, q, key_length], sliding windows applied.
-        """
+        """Decoding: run [B, q, d], keys to slots of `cache`; `mask` additive [B, 1, q, key_length], windows applied."""
         return self._run(states, positions, mask, cache)
 
     def _run(
@@ -200,12 +195,8 @@ class _NoAttention(nn.Module):
 
 
 def layer_to_copy(model: Any) -> nn.Module:
-    """Return a decoder layer of a transformers model; a `DraftLayer` of it has one of this kind.
-
-    Raises:
-        BackboneError: a `DraftLayer` needs a part that its decoder lacks.
-    """
-    body = model.base_model
+    """Return a decoder layer of a model, as a `DraftLayer` has one; BackboneError if its decoder lacks a part."""
+    body = decoder_of(model)
     if missing := [name for name in ("layers", "embed_tokens") if not hasattr(body, name)]:
         raise BackboneError(f"a draft can't use a layer of {type(body).__name__}: it has no `{missing[0]}`")
     layer: nn.Module = body.layers[0]
@@ -287,6 +278,8 @@ def _plain_weight(module: Any, name: str) -> Tensor | None:
     weight = getattr(module, name, None)
     if not isinstance(weight, nn.Parameter):
         return None
+    if weight.dtype.itemsize == 1 and weight.is_floating_point():
+        return None  # FP8, whose scales are parameters of their own
     if type(weight) is nn.Parameter:
         return weight.detach()
     from transformers.integrations.bitsandbytes import dequantize_bnb_weight

@@ -340,7 +340,8 @@ class Eagle3Layer(nn.Module):
 
     def init_from(self, source: nn.Module) -> None:
         """Copy the weights of a layer of the backbone that have the same shape; the part that reads x, of both."""
-        weights = {name: weight for name, weight in source.named_parameters() if weight.is_floating_point()}
+        parameters = source.named_parameters()  # neither integers nor FP8, whose scales are parameters of their own
+        weights = {name: weight for name, weight in parameters if weight.is_floating_point() and weight.itemsize > 1}
         for name, parameter in self.named_parameters():
             weight = weights.get(name.replace("hidden_norm", "input_layernorm"))
             if weight is None or name.startswith("input_layernorm"):
