@@ -88,19 +88,6 @@ def test_finished_steps_are_kept_and_others_run_again(tmp_path: Path, capsys: py
     assert gpu.pending(changed, None, gpu.load_record(tmp_path)) == changed[:1]
 
 
-def test_what_a_later_step_needs_is_made_again_on_another_machine(tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    makes = step("makes", f"open({str(model)!r}, 'w')", makes=str(model))
-    reads = step("reads", "pass", part=2, needs={str(model): "step makes"})
-    assert gpu.run([makes], arguments(tmp_path), [])
-    record = gpu.load_record(tmp_path)
-    assert gpu.pending([makes, reads], 2, record) == [reads]
-    model.unlink()
-    assert gpu.pending([makes, reads], 2, record) == [makes, reads]
-    assert gpu.pending([makes], None, record) == []
-    assert gpu.run_step(reads, tmp_path / "log")["status"] == "skipped"
-
-
 def test_a_step_and_its_children_end_at_the_limit(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     code = f"p = __import__('subprocess').Popen(['sleep', '60']); open({str(pid)!r}, 'w').write(str(p.pid)); p.wait()"

@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, Gemma3Config, LlamaConfig, LlamaForCausalLM
 
 from medusa_train.errors import BackboneError
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.compatibility import check_architecture, check_model
+from medusa_train.models.drafts.eagle3 import Eagle3Draft
 from medusa_train.models.loading import resolve_backbone
 from tests.families import FAMILIES, NoTokenizer, random_backbone
 
@@ -184,3 +185,13 @@ def test_a_forward_without_position_ids_is_rejected() -> None:
     model.model.__class__ = Body
     with pytest.raises(BackboneError, match="takes no position_ids"):
         check_model(Backbone(model, NoTokenizer()))
+
+
+def test_of_a_model_that_reads_images_the_text_part_is_used() -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = random_backbone("gemma3").config.to_dict()
+    config = Gemma3Config(text_config=text, vision_config={**sizes, "image_size": 16, "patch_size": 8})
+    check_architecture(config, "gemma3")
+    backbone = Backbone(AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval(), None)
+    check_model(backbone)
+    assert len(Eagle3Draft.from_backbone(backbone).lm_heads) == 1

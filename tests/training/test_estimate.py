@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, FalconConfig, GPTNeoXConfig, LlamaConfig, PretrainedConfig
+from transformers import AutoModelForCausalLM, FalconConfig, GPTNeoXConfig, LlamaConfig, MixtralConfig, PretrainedConfig
 
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.batch import Batch
@@ -310,3 +310,16 @@ def test_layers_are_counted_under_any_name(family: PretrainedConfig) -> None:
     total = Estimate(config(), family).operations(tokens=10, supervised=0, width=8, epochs=1)
     blocks = 6 * 3 * (32 * 32 + 32)
     assert total == 10 * (2 * layers + 4 * 2 * 32 * 8 / 2 + blocks)
+
+
+def test_experts_frozen_layers_and_quantized_checkpoints_are_counted_as_they_are_used() -> None:
+    part, whole = (operations(recipe="medusa2", medusa_num_unfreeze_layers=layers) for layers in (1, 0))
+    assert whole - part == pytest.approx(PASS * 2 * 2 / 3)  # no gradients in two of three layers
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    run = {"tokens": 1000, "supervised": 600, "width": WIDTH, "epochs": 1}
+    one, two = (MixtralConfig(**sizes, num_local_experts=8, num_experts_per_tok=count) for count in (1, 2))
+    more = Estimate(config(), two).operations(**run) - Estimate(config(), one).operations(**run)
+    assert more == pytest.approx(1000 * 2 * 2 * 3 * 64 * 128)
+    stored = LlamaConfig(**sizes, quantization_config={"quant_method": "fp8"})
+    plain, fp8 = (Estimate(config(), each)._backbone_bytes(torch.bfloat16) for each in (LlamaConfig(**sizes), stored))
+    assert plain - fp8 == 2 * (4 * 64 * 64 + 3 * 64 * 128)

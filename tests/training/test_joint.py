@@ -12,6 +12,10 @@ from medusa_train.config.load import load_config
 from medusa_train.config.schema import TrainConfig
 from medusa_train.errors import CheckpointError, ConfigError
 from medusa_train.inference.decoding_settings import DecodingSettings
+from medusa_train.models.features import capture_inputs
+from medusa_train.models.precision import Precision
+from medusa_train.training.backbone_recipe import build_backbone_recipe
+from tests.families import random_backbone
 from tests.training.conftest import LORA, metrics, train
 
 
@@ -125,3 +129,12 @@ def test_the_tree_records_the_form_that_it_was_fitted_to(make_config, console, t
     subject = load_with_draft(resolve_model(str(tmp_path / "run"), None, None), fitted.dtype)
     decoding = DecodingSettings.of(subject.backbone)
     assert decoding.differences(fitted) == ["quantization nf4, now none", "merged no, now yes"]
+
+
+def test_a_tied_embedding_is_trained_as_lm_head_alone(make_config):
+    backbone = random_backbone("llama-bias-tied", dtype=torch.float32)
+    cfg = make_config(recipe="medusa2", medusa_num_unfreeze_layers=1)
+    build_backbone_recipe(cfg, backbone, Precision(torch.device("cpu"), torch.float32))
+    with capture_inputs(backbone.layers[-1]) as captured:
+        backbone.model(torch.arange(2, 9)[None])
+    assert not captured[0].requires_grad  # gradients end above the frozen layers
