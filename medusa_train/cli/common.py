@@ -16,13 +16,13 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal, ParamSpec, TypeVar, get_args, get_origin
 
 import typer
 from rich.console import Console
 
-from medusa_train import __version__
 from medusa_train.config.load import load_config
 from medusa_train.config.types import Config
 from medusa_train.errors import ConfigError, MedusaError, Terminated, signal_exit_code
@@ -70,7 +70,7 @@ def join_lines(text: str) -> str:
 
 def _print_version(asked: bool) -> None:
     if asked:
-        print(f"medusa-train {__version__}")
+        print(f"medusa-train {version('medusa-train')}")
         raise typer.Exit
 
 

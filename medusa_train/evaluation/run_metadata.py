@@ -7,13 +7,13 @@ import json
 import platform
 from collections.abc import Sequence
 from datetime import datetime, timezone
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
-from medusa_train import __version__
 from medusa_train.checkpoint.load_model import LoadedModel
 from medusa_train.checkpoint.resolve import FIXED, ModelPaths
 from medusa_train.config.paths import public_name
@@ -87,7 +87,7 @@ def collect_metadata(
         "exactness": None if model.proposer is None or not greedy else dict.fromkeys(EQUALITY_DTYPES, "not compared"),
         "device": device_name(model.backbone.device),
         "threads": torch.get_num_threads(),
-        "medusa_train": __version__,
+        "medusa_train": version("medusa-train"),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),
