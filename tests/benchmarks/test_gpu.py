@@ -104,7 +104,7 @@ def test_a_step_and_its_children_end_at_the_limit(tmp_path: Path) -> None:
 def test_goals_and_pages_come_from_what_was_measured(tmp_path: Path) -> None:
     milliseconds = {"plain": [4.0, 3.5], "tree 64": [4.4, 3.6], "heads": [1.0, 0.9]}
     rows = [{"shape": "7B", "steps": "CUDA graphs", "ms_and_floor": milliseconds}, {"shape": "7B", "obstacle": "no"}]
-    page = "# Title\n\nA GPU, 8 cores.\n\nA note.\n\n| a | b |\n| --- | ---: |\n| 1 | 2 |\n\n- a line after\n"
+    page = "# Title\n\nA GPU, Python 3.12.\n\nA note.\n\n| a | b |\n| --- | ---: |\n| 1 | 2 |\n\n- a line after\n"
     (tmp_path / "decode.md").write_text(page)
     (tmp_path / "decode.json").write_text(json.dumps({"machine": {}, "rows": rows}))
     decode = step("decode", "pass", page=str(tmp_path / "decode.md"), figures=str(tmp_path / "decode.json"))

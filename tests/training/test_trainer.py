@@ -90,7 +90,7 @@ def test_one_too_many_ends_the_run_with_its_checkpoint(make_config, console, tmp
     with pytest.raises(NonFiniteLossError) as caught:
         train(make_config(max_nonfinite_steps=2, save_steps=2), console)
     message = str(caught.value)
-    assert message.startswith("step 6: the loss is nan; ")
+    assert message.startswith("step 6: the loss is nan (max_")
     assert "2 were skipped before" in message
     assert f"last good checkpoint is {tmp_path / 'run' / 'checkpoints' / 'step-4'}" in message
     assert CheckpointStore(tmp_path / "run").steps() == [2, 4]
