@@ -392,9 +392,9 @@ def _normalize_url(url: str, key_variable: str) -> str:
         parts = urlsplit(url)
         _ = parts.port  # raises ValueError above 65535
     except ValueError as error:
-        raise ConfigError(f"server_url {url}: {error}; expected an address such as http://localhost:8000/v1") from None
+        raise ConfigError(f"server {url}: {error}; expected an address such as http://localhost:8000/v1") from None
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError(f"server_url {url}: expected an address such as http://localhost:8000/v1")
+        raise ConfigError(f"server {url}: expected an address such as http://localhost:8000/v1")
     if parts.password or parts.username or parts.query:
         raise ConfigError(
             "server_url: must not contain a password or a query, which would appear in messages; "
