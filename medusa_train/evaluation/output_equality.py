@@ -56,7 +56,11 @@ def compare_regenerated_answers(
 def compare_answers(
     backbone: Backbone, prompt_ids: Sequence[int], tree: Sequence[int], plain: Sequence[int], *, ties: bool
 ) -> Verdict:
-    """Compare two answers' tokens; `ties`: TIE where both that first differ have logits close to the best."""
+    """Compare two answers to a prompt, as token ids.
+
+    Args:
+        ties: return TIE where the two tokens that first differ both have logits within `TIE_MARGIN` of the best.
+    """
     position = first_difference(tree, plain)
     if position is None:
         return Verdict.EQUAL

@@ -28,7 +28,7 @@ def full_shape(tensor: Tensor) -> torch.Size:
 
 @contextmanager
 def gathered(parameters: Iterable[Tensor], *, modify: bool = False) -> Iterator[None]:
-    """Make the partitioned ones of `parameters` whole; `modify`: changed in the block, rank 0's values are kept."""
+    """Make partitioned `parameters` whole in all processes; with `modify`, rank 0's values are kept afterwards."""
     partitioned = [parameter for parameter in parameters if is_partitioned(parameter)]
     if not partitioned:
         yield

@@ -64,8 +64,7 @@ def test_a_run_s_own_file_names_its_directory(tmp_path: Path) -> None:
 
 
 def test_duplicates_are_refused_beside_what_they_hold(tmp_path: Path) -> None:
-    path = write(tmp_path, GOOD + "seed: 1\nseed: two\n")
-    assert problems(path) == [
+    assert problems(write(tmp_path, GOOD + "seed: 1\nseed: two\n")) == [
         "x.yaml:5: seed: is set twice, on lines 4 and 5; keep one",
         "x.yaml:5: seed: expected an integer, got 'two'",
     ]

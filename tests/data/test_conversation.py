@@ -16,8 +16,7 @@ def test_each_fault_is_named_with_its_turn() -> None:
     assert first == "turn 1 has the role assistant, expected user"
     twice = problem_with(chat(("system", "s"), ("user", "q"), ("user", "q"), ("assistant", "a")))
     assert twice == "turn 3 has the role user, expected assistant"
-    late = problem_with(chat(("user", "q"), ("system", "s")))
-    assert late == "turn 2 is a system message; only the first may be"
+    assert problem_with(chat(("user", "q"), ("system", "s"))) == "turn 2 is a system message; only the first may be"
     assert problem_with(chat(("user", "q"), ("assistant", " \n"))) == "turn 2 (assistant) is empty"
     assert "surrogate" in (problem_with(chat(("user", "\ud800"))) or "")
 

@@ -19,8 +19,7 @@ def text(*rows: tuple[list[int], str]) -> EncodedDataset:
 
 
 def test_only_supervised_tokens_count() -> None:
-    counts = token_counts(text(([5, 5, 7, 1], "--++"), ([7, 2, 2], "-++")), 9)
-    assert counts.tolist() == [0, 1, 2, 0, 0, 0, 0, 1, 0]
+    assert token_counts(text(([5, 5, 7, 1], "--++"), ([7, 2, 2], "-++")), 9).tolist() == [0, 1, 2, 0, 0, 0, 0, 1, 0]
 
 
 def test_the_most_frequent_and_special_ones_are_taken_and_of_equals_the_smaller_ids() -> None:

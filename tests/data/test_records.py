@@ -177,8 +177,7 @@ def test_byte_order_mark_line_ends_and_line_separators(tmp_path: Path) -> None:
     record = {"conversations": [{"from": "human", "value": "a\u2028b"}]}
     line = json.dumps(record, ensure_ascii=False).encode()
     path = write(tmp_path / "d.jsonl", b"\xef\xbb\xbf" + line + b"\r\n" + line + b"\r\n")
-    result = read_conversations(path)
-    assert [c.messages[0].content for c in result.conversations] == ["a\u2028b"] * 2
+    assert [c.messages[0].content for c in read_conversations(path).conversations] == ["a\u2028b"] * 2
 
 
 def test_user_turns_need_no_answers_and_no_turns() -> None:

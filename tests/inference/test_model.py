@@ -31,8 +31,7 @@ def test_the_answer_is_the_loops_own(model: Model) -> None:
     assert model.generate([Message("user", "Hi?")], 40) == text
     assert model.generate("<bos><user>Hi?<assistant>", 40, raw=True) == text
     reply = model.reply("Hi?", 40)
-    pieces = list(reply)
-    assert "".join(piece.text for piece in pieces) == reply.text == text
+    assert "".join(piece.text for piece in reply) == reply.text == text
     assert reply.tokens == tokens
     assert reply.finish in ("eos", "length")
     assert reply.tokens_per_step == (len(tokens) - 1) / reply.steps

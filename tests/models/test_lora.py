@@ -29,8 +29,7 @@ def _randomize(adapter: Adapter, seed: int = 0) -> None:
 
 
 def test_linear_names_lists_lm_head_last() -> None:
-    backbone = random_backbone("llama")
-    assert linear_names(backbone.model) == [
+    assert linear_names(random_backbone("llama").model) == [
         "down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj", "lm_head",
     ]  # fmt: skip
 

@@ -149,8 +149,7 @@ def test_a_lora_branch_keeps_its_input_in_half_precision_and_a_mask_of_its_dropo
 
     one, two = size(lora_target_modules=["o_proj"]), size(lora_target_modules=["o_proj", "down_proj"])
     assert two - one == 2 * 64 * 3 * 48 * 2  # rows x tokens x layers x MLP size in bfloat16
-    masked = size(lora_target_modules=["o_proj"], lora_dropout=0.1)
-    assert masked - one == 2 * 64 * 3 * 32 * 4  # float32 on a CPU
+    assert size(lora_target_modules=["o_proj"], lora_dropout=0.1) - one == 2 * 64 * 3 * 32 * 4  # float32 on a CPU
 
 
 def test_the_losses_of_backbone_and_heads_follow_each_other() -> None:

@@ -266,6 +266,9 @@ def test_a_finished_run_is_finished_again_without_training(make_config, console,
         assert train(make_config(resume_from_checkpoint="auto", calibration_tokens=80), console) == 0
         assert tree.read_text() == text
     assert "tree.json is kept" in " ".join(console.file.getvalue().split())
-    os.utime(tree, (0, 0))  # older than the heads: further training was stopped before its tree was chosen
-    assert train(make_config(resume_from_checkpoint="auto", calibration_tokens=80), console) == 0
-    assert tree.read_text() != text
+    heads = tmp_path / "run" / "heads" / "medusa_lm_head.safetensors"
+    for change in (lambda: heads.write_bytes(b""), lambda: os.utime(tree, (0, 0))):  # of other heads, of earlier ones
+        tree.write_text(text)
+        change()
+        assert train(make_config(resume_from_checkpoint="auto", calibration_tokens=80), console) == 0
+        assert tree.read_text() != text

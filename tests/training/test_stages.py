@@ -3,6 +3,7 @@
 import gc
 import signal
 import weakref
+from unittest.mock import Mock
 
 import pytest
 from rich.console import Console
@@ -136,7 +137,7 @@ def test_problems_of_stage_two_are_found_before_stage_one_trains(two_stages, con
         check_inputs(absent)
 
 
-def test_data_of_its_own(two_stages, console, tmp_path, chats):
+def test_data_of_its_own(two_stages, console, tmp_path, chats, monkeypatch):
     few = tmp_path / "few.jsonl"
     few.write_text("".join(chats.read_text().splitlines(keepends=True)[:16]))
     datasets = [{"path": str(few), "type": "sharegpt"}]
@@ -146,6 +147,9 @@ def test_data_of_its_own(two_stages, console, tmp_path, chats):
     assert "data: 32 conversations for training" in texts
     saved = stage_one_config(load_config(TrainConfig, tmp_path / "run" / "config.yaml"))
     assert [entry.path for entry in saved.datasets] == [str(few)]
+    monkeypatch.setattr(stages, "load_data", Mock(side_effect=[None, MedusaError("read again")]))
+    with pytest.raises(MedusaError, match="read again"):  # one row in a pass may be longer
+        train(two_stages(stage_one={**FIRST, "micro_batch_size": 1}, output_dir=str(tmp_path / "rows")), console)
 
 
 def test_the_model_of_stage_one_is_freed(two_stages, console, monkeypatch):

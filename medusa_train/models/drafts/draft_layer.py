@@ -88,7 +88,7 @@ class DraftLayer(nn.Module):
         return self
 
     def forward(self, states: Tensor, positions: Tensor, segments: Tensor) -> Tensor:
-        """Training: [B, T, d] -> [B, T, d] at positions [B, T], with attention within documents (`segments`) only."""
+        """Run the layer in training, [B, T, d] -> [B, T, d]; attention stays within documents (`segments` [B, T])."""
         if self._documents is not None and (self.window is not None or int(segments.max()) > 0):
             return self._run(states, positions, bounds=document_bounds(segments))
         mask = document_mask(segments, autocast_dtype(states.device.type) or states.dtype)
@@ -138,7 +138,11 @@ class DraftLayer(nn.Module):
         return self._run(states, positions, mask, cache)
 
     def run_slots(self, states: Tensor, positions: Tensor, mask: Tensor, cache: SlotCache) -> Tensor:
-        """Decoding: run [B, q, d], keys to slots of `cache`; `mask` additive [B, 1, q, key_length], windows applied."""
+        """Run q further positions [B, q, d] in decoding; their keys and values go to slots of `cache`.
+
+        Args:
+            mask: additive [B, 1, q, key_length], sliding windows applied.
+        """
         return self._run(states, positions, mask, cache)
 
     def _run(
@@ -195,7 +199,7 @@ class _NoAttention(nn.Module):
 
 
 def layer_to_copy(model: Any) -> nn.Module:
-    """Return a decoder layer of a model, as a `DraftLayer` has one; BackboneError if its decoder lacks a part."""
+    """Return a decoder layer of the kind that a `DraftLayer` copies; BackboneError if the decoder lacks a part."""
     body = decoder_of(model)
     if missing := [name for name in ("layers", "embed_tokens") if not hasattr(body, name)]:
         raise BackboneError(f"a draft can't use a layer of {type(body).__name__}: it has no `{missing[0]}`")

@@ -113,7 +113,11 @@ class LookaheadText:
         return tree_of_continuations(root, reversed(self.pool.get(root, {}))).most_frequent(nodes)
 
     def move_window(self, root: int, following: list[int]) -> None:
-        """Add n-grams of root, columns and `following`, the predicted tokens, to the pool; move the window on."""
+        """Add the columns' n-grams to the pool, and move the window on.
+
+        Args:
+            root: of the pass. following: the predicted token after each column.
+        """
         lowest, *upper = self.levels
         if self._random_levels:
             self._random_levels -= 1  # n-grams of random tokens would replace better ones
