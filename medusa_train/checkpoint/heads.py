@@ -23,7 +23,7 @@ from medusa_train.checkpoint.reference_layout import (
 )
 from medusa_train.checkpoint.resolve import DRAFT, HEADS_CONFIG, PICKLED, PREFIXES, SAFETENSORS, HeadFiles, find_heads
 from medusa_train.checkpoint.serialize import read_json, read_pickled_tensors, read_tensors, write_json, write_tensors
-from medusa_train.checkpoint.server_layouts import from_eagle3, from_vllm, to_vllm
+from medusa_train.checkpoint.server_layouts import from_eagle3, from_vllm
 from medusa_train.errors import CheckpointError
 from medusa_train.io import WRITE_ERRORS, replace_file, write_failure
 from medusa_train.models.backbone import Backbone
@@ -161,13 +161,6 @@ def write_heads(
     if heads.markov_rank:
         keys["medusa_markov_rank"] = heads.markov_rank
     write_weights(directory, SAFETENSORS, tensors, keys, pickled=PICKLED if pickled else None)
-    return directory
-
-
-def write_vllm(heads: HeadTensors, directory: Path | str, lm_head: Tensor | None = None) -> Path:
-    """Write Medusa heads in vLLM's layout; `lm_head`: the backbone's matrix [V, d], for heads that share it."""
-    directory = Path(directory)
-    write_weights(directory, VLLM_WEIGHTS, *to_vllm(heads, lm_head))
     return directory
 
 

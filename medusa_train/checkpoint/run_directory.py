@@ -149,8 +149,7 @@ def prepare_output_dir(out: Path, step: int, initial_run: Path | None = None) ->
         out.mkdir(parents=True, exist_ok=True)
         start = (initial_run or out).resolve()
         files = [out / name for name in RUN_FILES if not start.is_relative_to((out / name).resolve())]
-        stale = files if step == 0 else _stale_checkpoints(out, step)
-        for path in stale:
+        for path in files if step == 0 else _stale_checkpoints(out, step):
             if path.is_dir():
                 shutil.rmtree(path)
             else:

@@ -161,9 +161,9 @@ def with_own_lm_heads(heads: HeadTensors, lm_head: Tensor, bias: Tensor | None) 
     """Give each head a copy of the shared lm_head (weight [V, d], bias [V]), for formats that cannot share it."""
     state = dict(heads.state)
     for i in range(heads.num_heads):
-        state[f"lm_heads.{i}.weight"] = lm_head.detach().to(torch.device("cpu"))
+        state[f"lm_heads.{i}.weight"] = lm_head
         if bias is not None:
-            state[f"lm_heads.{i}.bias"] = bias.detach().to(torch.device("cpu"))
+            state[f"lm_heads.{i}.bias"] = bias
     return HeadTensors(heads.num_heads, heads.num_layers, state, heads.base_model)
 
 
@@ -261,6 +261,9 @@ def from_eagle3(
         whole = LlamaConfig(**named).to_dict()
     except Exception as error:  # of several kinds, as each check of transformers raises its own
         raise CheckpointError(f"{source}: not a valid configuration of an EAGLE-3 layer: {error}") from error
+    eagle = config.get("eagle_config") or {}
+    if norms := [key for key in ("norm_before_fc", "fc_norm", "norm_output") if config.get(key) or eagle.get(key)]:
+        raise CheckpointError(f"{source}: EAGLE-3 drafts with {', '.join(norms)} are not supported")
     state = {}
     for name, tensor in tensors.items():
         plain = name.removeprefix("model.")
@@ -271,10 +274,10 @@ def from_eagle3(
     state[LM_HEAD_0] = tensors["lm_head.weight"]
     settings: dict[str, Any] = {
         "layers": config.get(_STATES),
-        "norm_before_residual": bool(config.get("norm_before_residual")),
+        "norm_before_residual": bool(config.get("norm_before_residual", "speculators_model_type" in config)),  # as vLLM
         "layer": {key: whole[key] for key in LAYER_KEYS if whole.get(key) is not None},
     }
-    if (eagle := config.get("eagle_config")) and eagle.get(_STATES):
+    if eagle.get(_STATES):
         settings["layers"] = [layers + 1 for layers in eagle[_STATES]]
     rows = len(state[LM_HEAD_0])
     if "d2t" in tensors and rows < int(layer.get("vocab_size", 0)):

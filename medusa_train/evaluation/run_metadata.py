@@ -15,9 +15,10 @@ import torch
 import transformers
 
 from medusa_train.checkpoint.load_model import LoadedModel
-from medusa_train.checkpoint.resolve import FIXED, ModelPaths
+from medusa_train.checkpoint.resolve import FIXED, ModelPaths, find_heads
 from medusa_train.config.paths import public_name
 from medusa_train.config.schema import EvalConfig
+from medusa_train.data.builtin_templates import get_template
 from medusa_train.evaluation.figures import first_difference
 from medusa_train.evaluation.output_equality import EQUALITY_DTYPES
 from medusa_train.evaluation.questions import Bench
@@ -28,6 +29,7 @@ from medusa_train.inference.static.drafts import has_fixed_shape
 from medusa_train.models.drafts.lookup import RestDraft
 from medusa_train.models.precision import device_name
 from medusa_train.models.prepack import is_prepacked
+from medusa_train.tree_search.traces import digest_files
 from medusa_train.trees.tree import Tree
 
 
@@ -45,7 +47,7 @@ def collect_metadata(
     draft, mode = model.draft, DecodingMode.from_config(cfg)
     tree = model.tree if model.dynamic is None else None
     greedy = mode.acceptance == "greedy"
-    extra_baselines, references = records[0].others if records else {}, reference_decoders(model)
+    extra_baselines, references = records[0].others, reference_decoders(model)
     has_static_steps = model.backbone.step_runner is not None and has_fixed_shape(model.proposer)
     pairs = [(one.plain.tokens, one.generate.tokens) for one in records if one.generate is not None]
     return {
@@ -68,6 +70,7 @@ def collect_metadata(
         "draft": None if paths.lookup is None else paths.lookup.describe(),
         "datastore": model.lookup.datastore.describe() if isinstance(model.lookup, RestDraft) else None,
         "heads": None if draft is None else draft.num_heads,
+        "weights": None if paths.heads is None else digest_files(find_heads(paths.heads).files)[:16],
         "early_stop": 0.0 if has_static_steps or draft is None else draft.threshold,
         "tree_nodes": "dynamic" if model.dynamic is not None else None if tree is None else tree.size,
         "tree_depth": None if tree is None else tree.max_depth,
@@ -107,7 +110,6 @@ def measurement_settings(cfg: EvalConfig, bench: Bench, paths: ModelPaths) -> di
         **({} if paths.tree_mode == FIXED else {"dynamic": paths.tree_mode}),
         **({} if paths.threshold is None else {"threshold": paths.threshold}),
         "backbone": paths.backbone_form,
-        "chat_template": paths.chat_template,
         "chat_template_kwargs": dict(paths.chat_template_kwargs) or None,
         "max_new_tokens": cfg.max_new_tokens,
         "decoding": mode.as_json,
@@ -130,11 +132,12 @@ def bench_settings(bench: Bench) -> dict[str, Any]:
 
 
 def model_settings(paths: ModelPaths) -> dict[str, Any]:
-    """Return what identifies the weights of a model."""
+    """Return what identifies the weights of a model and its chat template, which may be a file."""
     weights = [file for folder in (paths.heads, paths.adapter, Path(paths.base_model)) for file in _files(folder)]
     return {
         "model": paths.name,
         "base_model": paths.base_model,
+        "chat_template": paths.chat_template and get_template(paths.chat_template).source,
         "weights": [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in weights],
     }
 

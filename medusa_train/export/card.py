@@ -12,10 +12,11 @@ from typing import Any
 import yaml
 
 from medusa_train.checkpoint.reference_layout import HeadTensors
-from medusa_train.checkpoint.resolve import ModelPaths, read_mapping
+from medusa_train.checkpoint.resolve import ModelPaths, find_heads, read_mapping
 from medusa_train.checkpoint.run_directory import CONFIG
 from medusa_train.config.types import ExportTarget
 from medusa_train.pages.page import Table, number
+from medusa_train.tree_search.traces import digest_files
 
 Json = Mapping[str, Any]
 
@@ -65,7 +66,11 @@ def model_card(paths: ModelPaths, heads: HeadTensors, to: ExportTarget, licence:
     """Return the card of Medusa heads, or of the backbone that was trained with them; see `card`."""
     what = MERGED_CARD if to == "merged" else "Medusa heads"
     use = partial(_USE[to].format, heads=heads.num_heads)
-    return card(paths, what, _description(heads, to), use, heads.base_model, licence, served_by_vllm=to == "vllm")
+    description, backbone = _description(heads, to), heads.base_model
+    if paths.trained_backbone and to != "merged":
+        description += " They were trained together with the backbone: decode with the merged one."
+        backbone = None if backbone == paths.base_model else backbone
+    return card(paths, what, description, use, backbone, licence, served_by_vllm=to == "vllm")
 
 
 def card(
@@ -87,7 +92,9 @@ def card(
     """
     run = read_mapping(paths.home / CONFIG)
     reports = [read_mapping(path) for path in sorted(paths.home.glob("eval/*/report.json"))]
-    reports = [report for report in reports if _is_default(report)]
+    weights = None if paths.heads is None else digest_files(find_heads(paths.heads).files)[:16]
+    # a run that was trained on keeps the reports of earlier heads; older ones do not say which they measured
+    reports = [one for one in reports if _is_default(one) and one["meta"].get("weights", weights) == weights]
     served = [read_mapping(path) for path in sorted(paths.home.glob("eval/served-*/served.json"))]
     served = [report for report in served if report.get("recommendation")]  # others measured one server alone
     base = str(run.get("base_model") or paths.base_model)
@@ -118,7 +125,7 @@ def _header(base: str, run: dict[str, Any], licence: str | None, tag: str) -> st
 
 def _description(heads: HeadTensors, to: ExportTarget) -> str:
     if to == "merged":
-        return "The backbone of a joint (Medusa-2) run, adapter merged."
+        return "The backbone that a joint (Medusa-2) run trained."
     reduced = None if heads.token_map is None else f"the {len(heads.token_map):,} most frequent tokens"
     matrix = "the backbone's lm_head, shared" if heads.shared else reduced or f"{heads.vocab_size:,} tokens"
     matrix += f", {reduced}" if heads.shared and reduced else ""
@@ -135,7 +142,7 @@ def _description(heads: HeadTensors, to: ExportTarget) -> str:
 def _training(run: dict[str, Any]) -> str:
     """Describe data and settings of the run; empty where neither is known."""
     data = ", ".join(_public(name) for name in _data(run))
-    rows = [[f"`{key}`", str(run[key])] for key in SETTINGS if run.get(key) not in (None, False)]
+    rows = [[f"`{key}`", _without_directory(str(run[key]))] for key in SETTINGS if run.get(key) not in (None, False)]
     parts = [f"Data: {data}."] if data else []
     parts += [Table(["setting", "value"], rows).markdown()] if rows else []
     return "\n\n".join(["## Training", *parts]) if parts else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from shlex import quote
@@ -38,23 +39,17 @@ MERGED = "merged"
 CUSTOM_GENERATE_REQUIREMENTS = "torch>=2.9\ntransformers>=5.16\n"
 
 
-def check_vllm_directory(directory: Path, weights: str) -> None:
-    """Check that vLLM would load an exported directory: it reads every .safetensors file, on the named backbone."""
-    problems = [
-        f"{path.name}: vLLM would read it too; remove it or export to an empty directory"
-        for path in sorted(directory.glob("*.safetensors"))
-        if path.name != weights
-    ]
-    config = read_json(directory / "config.json")
+def check_vllm_config(config: Mapping[str, Any]) -> None:
+    """Check that vLLM would load heads with this config.json on the backbone that it names."""
     path = Path(config["base_model_name_or_path"] or "") / "config.json"
     if path.is_absolute() and path.is_file():
         backbone = read_json(path)
         backbone |= backbone.get("text_config", {})
         for key in ("vocab_size", "hidden_size"):
             if (size := backbone.get(key, config[key])) != config[key]:
-                problems.append(f"config.json: {key} is {config[key]}, but the backbone's is {size}")
-    if problems:
-        raise CheckpointError(f"{directory}: vLLM would not load these heads as they are:\n" + "\n".join(problems))
+                raise CheckpointError(
+                    f"vLLM would not load these heads: their {key} is {config[key]}, that of {path} {size}"
+                )
 
 
 def tensorrt_config(paths: ModelPaths, num_heads: int) -> dict[str, Any]:
@@ -109,8 +104,7 @@ def load_trained_backbone(paths: ModelPaths) -> Backbone:
     backbone = load_backbone(
         paths.base_model,
         dtype=getattr(config, "dtype", None) or "float32",
-        # bitsandbytes dequantises on either device, faster on a GPU
-        device=None if paths.quantization else "cpu",
+        device="cpu",  # a GPU may have no room for the unquantised weights
         quantization=paths.quantization if paths.adapter is not None else None,
         trust_remote_code=paths.trust_remote_code,
     )
@@ -121,6 +115,7 @@ def load_trained_backbone(paths: ModelPaths) -> Backbone:
 
 def write_merged(paths: ModelPaths, target: Path) -> str:
     """Write the trained backbone, adapter merged, and its tokenizer atomically; return what was written, in words."""
+    target = target.resolve()  # "." has no name
     temporary = target.with_name(f".{target.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     try:

@@ -10,18 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from medusa_train.checkpoint.heads import VLLM_WEIGHTS, read_eagle3, read_heads, write_heads, write_vllm
+from medusa_train.checkpoint.heads import VLLM_WEIGHTS, read_eagle3, read_heads, write_heads, write_weights
 from medusa_train.checkpoint.reference_layout import HeadTensors, shared_block_warning
-from medusa_train.checkpoint.resolve import ModelPaths, find_heads, heads_kind
+from medusa_train.checkpoint.resolve import SAFETENSORS, ModelPaths, find_heads, heads_kind
 from medusa_train.checkpoint.run_directory import CONFIG, HEADS, TREE
 from medusa_train.checkpoint.serialize import read_json
-from medusa_train.checkpoint.server_layouts import method_in_path, with_own_lm_heads
+from medusa_train.checkpoint.server_layouts import method_in_path, to_vllm, with_own_lm_heads
 from medusa_train.config.types import ExportTarget
 from medusa_train.errors import CheckpointError, ConfigError, MedusaError
 from medusa_train.export.card import MERGED_CARD, model_card
 from medusa_train.export.targets import (
     MERGED,
-    check_vllm_directory,
+    check_vllm_config,
     load_trained_backbone,
     medusa_choices,
     tensorrt_config,
@@ -73,7 +73,7 @@ def export_run(
     exported = Exported(target or paths.home / "export" / to)
     if target is not None:
         _check_target(paths, to, target)
-    if heads_kind(paths.heads) == "eagle3" and to != MERGED:
+    if heads_kind(paths.heads) == "eagle3":
         base = base_model or _backbone_name(paths)
         exported.facts += write_eagle3(paths, paths.heads, to, exported.target, base, licence)
         if "lm_heads.0.bias" in read_eagle3(paths.heads)[0]:
@@ -103,7 +103,7 @@ def _check_target(paths: ModelPaths, to: ExportTarget, target: Path) -> None:
     """Refuse to write over files of other programs, of the user, or of the run itself."""
     if target.exists() and not target.is_dir():
         raise CheckpointError(f"output_dir: {target} is a file, not a directory")
-    own = [path.resolve() for path in (paths.home, paths.heads) if path is not None]
+    own = [path.resolve() for path in (paths.home, paths.heads, Path(paths.base_model)) if path is not None]
     if to == MERGED:  # replaces the whole directory
         card = target / CARD
         earlier = card.is_file() and MERGED_CARD in card.read_text(encoding="utf-8", errors="replace")
@@ -111,6 +111,8 @@ def _check_target(paths: ModelPaths, to: ExportTarget, target: Path) -> None:
     else:
         foreign = target.is_dir() and any(target.iterdir()) and find_heads(target).layout in (None, "model")
         foreign = foreign or (target.name == HEADS and (target.parent / CONFIG).is_file())  # another run's
+        weights = VLLM_WEIGHTS if to in ("vllm", "sglang", "speculators") else SAFETENSORS
+        foreign = foreign or any(path.name != weights for path in target.glob("*.safetensors"))  # vLLM reads them all
     if foreign or target.resolve() in own:
         raise CheckpointError(f"output_dir: {target} holds other files that would be overwritten; name a new directory")
 
@@ -219,8 +221,9 @@ def _write_reference_v2(paths: ModelPaths, heads: HeadTensors, exported: Exporte
 
 
 def _write_vllm(paths: ModelPaths, heads: HeadTensors, exported: Exported) -> None:
-    write_vllm(heads, exported.target, _lm_head(paths, heads, exported)[0] if heads.shared else None)
-    check_vllm_directory(exported.target, VLLM_WEIGHTS)
+    tensors, config = to_vllm(heads, _lm_head(paths, heads, exported)[0] if heads.shared else None)
+    check_vllm_config(config)
+    write_weights(exported.target, VLLM_WEIGHTS, tensors, config)
     exported.facts.append(
         f"vLLM drafts a chain of top-1 tokens (no tree): set num_speculative_tokens to 1 to {heads.num_heads}, as "
         "measured on your server; it is fixed while the server runs"
@@ -250,6 +253,7 @@ def _write_tensorrt(paths: ModelPaths, heads: HeadTensors, exported: Exported) -
     write_heads(_with_lm_head_copies(paths, heads, exported), exported.target, pickled=True, config=config)
     choices, warning = medusa_choices(paths, heads.num_heads)
     if warning:
+        (exported.target / CHOICES).unlink(missing_ok=True)  # of an earlier tree
         exported.warnings.append(warning)
     else:
         replace_text(exported.target / CHOICES, choices + "\n")
@@ -257,8 +261,8 @@ def _write_tensorrt(paths: ModelPaths, heads: HeadTensors, exported: Exported) -
 
 
 def _write_transformers(paths: ModelPaths, heads: HeadTensors, exported: Exported) -> None:
-    write_heads(heads, exported.target)
     exported.facts.append(write_custom_generate(paths, heads.num_heads, exported.target))
+    write_heads(heads, exported.target)
 
 
 def _write_merged(paths: ModelPaths, heads: HeadTensors, exported: Exported) -> None:

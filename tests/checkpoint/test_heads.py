@@ -149,8 +149,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, content: bytes, name: str) -> N
 
 
 def test_heads_for_another_backbone(tmp_path: Path, backbone: Backbone) -> None:
-    other = MedusaDraft(backbone.hidden_size, backbone.vocab_size + 3, 2, 1)
-    save_draft(other, tmp_path, "the/right-one")
+    save_draft(MedusaDraft(backbone.hidden_size, backbone.vocab_size + 3, 2, 1), tmp_path, "the/right-one")
     with pytest.raises(CheckpointError, match="the/right-one"):
         load_draft(tmp_path, backbone)
     wider = random_backbone("llama", dtype=torch.float32, vocab_size=80)
@@ -186,8 +185,7 @@ MODEL_CONFIG: dict[str, object] = {"model_type": "llama", "medusa_num_heads": 2,
 
 def full_model(directory: Path, form: str, prefix: str = "medusa_head.") -> Path:
     """A Medusa-2 full model: one file or shards, safetensors or pickled."""
-    heads = {prefix + name: tensor for name, tensor in reference_tensors(5).items()}
-    everything = {**BACKBONE, **heads}
+    everything = {**BACKBONE, **{prefix + name: tensor for name, tensor in reference_tensors(5).items()}}
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(MODEL_CONFIG))
     if form == "safetensors":

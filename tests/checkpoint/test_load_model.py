@@ -54,8 +54,7 @@ def test_the_compile_cache_is_in_the_run_or_in_the_users_directory(
 
 
 def test_dynamic_trees_take_the_place_of_the_fixed_one(run_dir: Path, tmp_path: Path) -> None:
-    base = resolve_model(str(run_dir), None, None).base_model
-    run = write_run(tmp_path / "run", Path(base), draft="eagle3")
+    run = write_run(tmp_path / "run", Path(resolve_model(str(run_dir), None, None).base_model), draft="eagle3")
     for tree, size in (("dynamic", Limits(6, 2)), ("dynamic:9x3", Limits(9, 3))):
         loaded = load_with_draft(resolve_model(str(run), None, tree), "float32")
         assert isinstance(loaded.proposer, Eagle3Draft)

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from medusa_train.checkpoint.heads import load_draft, read_heads, save_draft, write_heads, write_vllm
+from medusa_train.checkpoint.heads import VLLM_WEIGHTS, load_draft, read_heads, save_draft, write_heads, write_weights
 from medusa_train.checkpoint.reference_layout import from_reference
 from medusa_train.checkpoint.resolve import DRAFT
 from medusa_train.checkpoint.server_layouts import expand_rows, from_vllm, to_vllm
@@ -87,9 +87,8 @@ def test_a_vocabulary_of_another_size_than_the_config_says_is_named(tmp_path: Pa
 def test_ours_vllm_ours_is_equal_to_the_bit(tmp_path: Path, share: bool) -> None:
     original, backbone = draft(share=share), random_backbone("llama", dtype=torch.float32)
     heads = read_heads(save_draft(original, tmp_path / "ours", "m"))
-    write_vllm(heads, tmp_path / "vllm", backbone.output_embeddings.weight if share else None)
-    tensors = load_file(tmp_path / "vllm" / "model.safetensors")
-    config = json.loads((tmp_path / "vllm" / "config.json").read_text())
+    tensors, config = to_vllm(heads, backbone.output_embeddings.weight if share else None)
+    write_weights(tmp_path / "vllm", VLLM_WEIGHTS, tensors, config)
     assert (config["vocab_size"], config["truncated_vocab_size"], config["medusa_vocab_size"]) == (61, 61, 8)
     assert torch.equal(tensors["token_map"], KEPT)
     assert loader_problems(tensors, config) == []

@@ -37,8 +37,7 @@ def assert_is(loaded: dict[str, Any], step: int) -> None:
 
 
 def test_round_trip(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path)
-    path = store.save(7, state(7))
+    path = CheckpointStore(tmp_path).save(7, state(7))
     assert path == tmp_path / "checkpoints" / "step-7"
     assert sorted(p.name for p in path.iterdir()) == [
         "draft.safetensors",

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from medusa_train.checkpoint.heads import read_heads, write_heads, write_vllm
+from medusa_train.checkpoint.heads import VLLM_WEIGHTS, read_heads, write_heads, write_weights
 from medusa_train.checkpoint.reference_layout import from_reference, to_reference
 from medusa_train.checkpoint.server_layouts import from_vllm, method_in_path, to_vllm, with_own_lm_heads
 from medusa_train.errors import CheckpointError
@@ -30,9 +30,8 @@ def test_reference_ours_vllm_ours_reference_is_equal_to_the_bit(
 ) -> None:
     tensors = reference_tensors(heads, blocks, dtype)
     config = {"medusa_num_heads": heads, "medusa_num_layers": blocks, "base_model_name_or_path": "some/model"}
-    first = write(tmp_path / "a", tensors, config, "medusa_lm_head.safetensors")
-    write_heads(read_heads(first), tmp_path / "ours")
-    write_vllm(read_heads(tmp_path / "ours"), tmp_path / "vllm")
+    write_heads(read_heads(write(tmp_path / "a", tensors, config, "medusa_lm_head.safetensors")), tmp_path / "ours")
+    write_weights(tmp_path / "vllm", VLLM_WEIGHTS, *to_vllm(read_heads(tmp_path / "ours")))
     write_heads(read_heads(tmp_path / "vllm"), tmp_path / "again")
     write_heads(read_heads(tmp_path / "again"), tmp_path / "last", pickled=True)
     assert same(load_file(tmp_path / "last" / "medusa_lm_head.safetensors"), tensors)
@@ -41,8 +40,7 @@ def test_reference_ours_vllm_ours_reference_is_equal_to_the_bit(
 
 
 def test_names_and_config_are_vllm_s() -> None:
-    heads = replace(from_reference(reference_tensors(3, 2)), base_model="some/model")
-    tensors, config = to_vllm(heads)
+    tensors, config = to_vllm(replace(from_reference(reference_tensors(3, 2)), base_model="some/model"))
     assert same(tensors, vllm_tensors(3, 2))
     assert config == vllm_config(3, 2, base_model_name_or_path="some/model")
     assert loader_problems(tensors, config) == []
@@ -73,7 +71,8 @@ def test_heads_that_share_the_backbone_s_lm_head(tmp_path: Path) -> None:
     assert torch.equal(written["lm_heads.0.weight"], lm_head)
     assert "lm_heads.1.weight" not in written
     assert loader_problems(written, config) == []
-    again = read_heads(write_vllm(heads, tmp_path, lm_head))
+    write_weights(tmp_path, VLLM_WEIGHTS, written, config)
+    again = read_heads(tmp_path)
     assert again.shared
     assert same(to_reference(again.state, 1), tensors)
     copied = with_own_lm_heads(heads, lm_head, None)

@@ -21,7 +21,7 @@ def card(run: Path, to: str = "vllm", licence: str | None = None) -> tuple[dict[
 
 
 def test_the_card_lists_settings_data_and_measurements(make_run: Callable[..., Path], tmp_path: Path) -> None:
-    run = make_run(learning_rate=5e-4, recipe="medusa1", load_in_4bit=False)
+    run = make_run(learning_rate=5e-4, recipe="medusa1", load_in_4bit=False, chat_template="/home/me/t/chat.jinja")
     header, body = card(run)
     assert header == {"license": "other", "tags": ["medusa", "speculative-decoding"]}
     for words in (
@@ -48,6 +48,7 @@ def test_the_card_lists_settings_data_and_measurements(make_run: Callable[..., P
     "other",
     [
         {"draft": "rest (datastore text.txt)"},
+        {"weights": "of earlier heads"},
         {"dynamic_trees": {"largest": 63}},
         {"decoding": {"batch_size": 4}},
         {"decoding": {"acceptance": "sampling"}},
@@ -97,8 +98,7 @@ def test_what_was_measured_through_a_server_is_in_the_card(
     run = make_run()
     for folder in ("served-mtbench", "served-mtbench-sampling-t0.7", "served-alone", "served-broken"):
         (run / "eval" / folder).mkdir()
-    path = run / "eval" / "served-mtbench" / "served.json"
-    path.write_text(json.dumps(served))
+    (run / "eval" / "served-mtbench" / "served.json").write_text(json.dumps(served))
     sampled = {**served, "meta": {**served["meta"], "decoding": {"acceptance": "sampling", "temperature": 0.7}}}  # type: ignore[dict-item]
     (run / "eval" / "served-mtbench-sampling-t0.7" / "served.json").write_text(json.dumps(sampled))
     (run / "eval" / "served-alone" / "served.json").write_text(json.dumps({**served, "recommendation": []}))
@@ -135,10 +135,8 @@ def test_the_licence_is_read_from_a_local_base_model(
 
 
 def test_heads_without_a_run_get_a_card(make_run: Callable[..., Path], tmp_path: Path) -> None:
-    run = make_run()
-    (run / "heads").rename(tmp_path / "alone")
-    done = export_run(resolve_model(str(tmp_path / "alone"), None, None), "tgi")
-    text = (done.target / "README.md").read_text()
+    (make_run() / "heads").rename(tmp_path / "alone")
+    text = (export_run(resolve_model(str(tmp_path / "alone"), None, None), "tgi").target / "README.md").read_text()
     assert "Nothing has been measured" in text
     assert "## Training" not in text
     merged = model_card(

@@ -47,8 +47,7 @@ def outputs(draft: Eagle3Draft, backbone: Backbone) -> list[torch.Tensor]:
 @pytest.mark.parametrize("reduced", [False, True])
 @pytest.mark.parametrize("to", ["vllm", "sglang", "speculators"])
 def test_an_export_read_back_drafts_the_same(to, reduced, backbone_dir, backbone, tmp_path: Path) -> None:
-    settings = {"vocab_size": len(VOCABULARY), "token_map": VOCABULARY} if reduced else {}
-    draft = new_draft(backbone, **settings)
+    draft = new_draft(backbone, **{"vocab_size": len(VOCABULARY), "token_map": VOCABULARY} if reduced else {})
     heads = save_draft(draft, tmp_path / "heads", str(backbone_dir))
     exported = export_run(resolve_model(str(heads), None, None), to, tmp_path / to)
     assert any("serve it" in fact for fact in exported.facts)
@@ -100,10 +99,7 @@ def test_names_and_shapes_are_those_that_servers_read(backbone_dir, backbone, tm
 
 def test_a_published_draft_of_another_shape_loads(tmp_path: Path) -> None:
     """Its layer is wider than the backbone's, its residual normalised, and it has its own copy of the embeddings."""
-    angles = {
-        "rope_type": "default",
-        "rope_theta": 5e5,
-    }  # the draft has Llama's, which its config.json omits
+    angles = {"rope_type": "default", "rope_theta": 5e5}  # the draft has Llama's, which its config.json omits
     backbone = random_backbone("llama", dtype=torch.float32, rope_parameters=angles)
     layer = {"intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
     rope = {"rope_parameters": {**angles, "rope_theta": 1e4}}
@@ -120,8 +116,13 @@ def test_a_published_draft_of_another_shape_loads(tmp_path: Path) -> None:
     assert isinstance(loaded, Eagle3Draft)
     for mine, theirs in zip(outputs(draft, backbone), outputs(loaded, backbone), strict=True):
         assert torch.equal(mine, theirs)
-    again = load_draft(save_draft(loaded, tmp_path / "again", "somebody/model"), backbone)
-    assert again.settings == loaded.settings
+    assert load_draft(save_draft(loaded, tmp_path / "again", "somebody/model"), backbone).settings == loaded.settings
+    del config["norm_before_residual"]  # servers take it as set in this layout
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert load_draft(tmp_path, backbone).settings == loaded.settings
+    (tmp_path / "config.json").write_text(json.dumps({**config, "norm_output": True}))
+    with pytest.raises(CheckpointError, match="EAGLE-3 drafts with norm_output are not supported"):
+        load_draft(tmp_path, backbone)
     (tmp_path / "config.json").write_text(json.dumps({**config, "transformer_layer_config": {"hidden_size": "x"}}))
     with pytest.raises(CheckpointError, match="not a valid configuration of an EAGLE-3 layer"):
         load_draft(tmp_path, backbone)

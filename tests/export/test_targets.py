@@ -55,13 +55,15 @@ def test_plain_transformers_loads_what_the_run_decodes_with(
 def test_heads_of_a_joint_run_name_the_merged_backbone_once_there_is_one(make_run: Callable[..., Path]) -> None:
     run = make_run(adapter=True, recipe="medusa2")
     paths = resolve_model(str(run), None, None)
+    done = export_run(replace(paths, base_model="owner/original"), "tgi")
+    assert "--to merged" in done.warnings[0]
+    assert "decode with the merged one" in (done.target / "README.md").read_text()
     (warning,) = export_run(paths, "vllm").warnings
     assert "--to merged" in warning
     merged = export_run(paths, "merged").target
     done = export_run(paths, "vllm")
     assert done.warnings == []
-    config = json.loads((done.target / "config.json").read_text())
-    assert config["base_model_name_or_path"] == str(merged.resolve())
+    assert json.loads((done.target / "config.json").read_text())["base_model_name_or_path"] == str(merged.resolve())
     assert torch.allclose(of_the_run(done.target), of_the_run(run), atol=1e-4)
     later = (merged / "config.json").stat().st_mtime + 10
     os.utime(run / "adapter" / "adapter_config.json", (later, later))  # trained on since: the merged one is another
@@ -80,6 +82,8 @@ def test_a_backbone_that_was_trained_itself_is_copied(make_run: Callable[..., Pa
     done = export_run(replace(resolve_model(str(run), None, None), chat_template="zephyr"), "merged")
     assert torch.equal(logits(done.target), logits(backbone_dir))
     assert "trained" in done.facts[0]
+    with pytest.raises(CheckpointError, match="holds other files"):  # its backbone would be its own result
+        export_run(replace(resolve_model(str(run), None, None), base_model=str(done.target)), "merged", done.target)
     assert AutoTokenizer.from_pretrained(done.target).chat_template == TEMPLATES["zephyr"].source  # the run's
     again = export_run(resolve_model(str(run), None, None), "merged")  # over an earlier one
     assert again.target == done.target

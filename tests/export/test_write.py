@@ -80,16 +80,20 @@ def test_vllm_s_directory_keeps_to_the_rules_of_its_loader(make_run: Callable[..
 
 
 def test_what_the_target_would_not_load_is_refused(make_run: Callable[..., Path], tmp_path: Path) -> None:
-    """A second weights file in vLLM's directory, a backbone of another vocabulary, heads with matrices of their own."""
+    """A second file of weights, which vLLM would read, another vocabulary, heads with matrices of their own."""
     paths = resolve_model(str(make_run()), None, None)
-    export_run(paths, "tgi", tmp_path / "both")
-    with pytest.raises(CheckpointError, match=r"medusa_lm_head\.safetensors: vLLM would read it too"):
-        export_run(paths, "vllm", tmp_path / "both")
+    for first, second in (("tgi", "vllm"), ("vllm", "tgi")):
+        files = export_run(paths, first, tmp_path / first).target.iterdir()
+        before = {path: path.read_bytes() for path in files}
+        with pytest.raises(CheckpointError, match="holds other files that would be overwritten"):
+            export_run(paths, second, tmp_path / first)
+        assert {path: path.read_bytes() for path in (tmp_path / first).iterdir()} == before
     other = tmp_path / "other"
     other.mkdir()
     (other / "config.json").write_text('{"vocab_size": 7}')
-    with pytest.raises(CheckpointError, match="but the backbone's is 7"):
+    with pytest.raises(CheckpointError, match=r"their vocab_size is 300, that of .*config.json 7"):
         export_run(paths, "vllm", tmp_path / "mine", base_model=str(other))
+    assert not (tmp_path / "mine").exists()
     with pytest.raises(CheckpointError, match="medusa_share_lm_head"):
         export_run(paths, "reference-v2")
 
@@ -123,7 +127,6 @@ def test_tensorrt_gets_the_backbone_s_config_and_the_tree(make_run: Callable[...
     assert json.loads((done.target / "medusa_choices.json").read_text()) == [[0], [1], [0, 0], [0, 1], [1, 0], [1, 1]]
     assert any("--medusa_choices" in fact for fact in done.facts)
     Tree.cartesian([8, 8]).save(run / "tree.json")
-    (done.target / "medusa_choices.json").unlink()
     (warning,) = export_run(resolve_model(str(run), None, None), "trtllm").warnings
     assert "72 nodes" in warning
     assert not (done.target / "medusa_choices.json").exists()
