@@ -74,7 +74,7 @@ def choose_dtype(question: str, paths: ModelPaths, progress: RunProgress) -> str
         raise BackboneError(f"base_model {paths.base_model}: not enough memory in any dtype; free some")
     stored, fastest = next(iter(seconds)), min(seconds, key=lambda dtype: seconds[dtype])
     best = fastest if seconds[stored] > CLEARLY_FASTER * seconds[fastest] else stored
-    reason = "the fastest for plain decoding here" if best == fastest else "the checkpoint's, since none is 10 % faster"
+    reason = "the fastest for plain decoding here" if best == fastest else "kept, since no other is 10 % faster"
     measured = ", ".join(f"{dtype} {1000 * value:.2f} ms" for dtype, value in seconds.items())
     progress.print(f"dtype: {best}, {reason} ({measured} per step)")
     return best

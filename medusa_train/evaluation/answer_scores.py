@@ -73,6 +73,7 @@ def score_answers(
         if target is None:
             continue
         scores: dict[tuple[int, ...], Score] = {}
+        found: dict[str, Score] = {}
         for name, answer in (("tree", record.tree), ("plain", record.plain)):
             if answer is None:
                 continue
@@ -80,7 +81,8 @@ def score_answers(
                 # Not record.text, which is stripped: a continuation begins with its indentation.
                 text = answer_text(tokenizer, answer.tokens)
                 scores[answer.tokens] = score_text(target, without_reasoning(record.opened + text))
-            record.scores[name] = scores[answer.tokens]
+            found[name] = scores[answer.tokens]
+        record.scores |= found  # together: the report of an interrupted evaluation needs both or none
         on_answer()
 
 

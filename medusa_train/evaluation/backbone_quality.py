@@ -84,7 +84,8 @@ def validation_conversations(cfg: TrainConfig, chat: ChatEncoder) -> tuple[Encod
     """
     try:
         answers_only = {"train_on_inputs": False, "roles_to_train": ["assistant"]}
-        train, validation = load_datasets(cfg.model_copy(update=answers_only), chat)
+        held_out = None if cfg.test_datasets else {one.key for one in load_datasets(cfg, chat)[1]}
+        train, validation = load_datasets(cfg.model_copy(update=answers_only), chat, held_out=held_out)
     except MedusaError:
         return None
     return (validation, True) if len(validation) else (train, False)

@@ -42,11 +42,9 @@ def calibrate(cfg: EvalConfig, bench: Bench, paths: ModelPaths, progress: RunPro
     dtype = cfg.dtype if cfg.dtype != "auto" else choose_dtype(bench.questions[0].turns[0], paths, progress)
     model = load_model(paths, dtype, progress, compiled=cfg.compile is True)
     chat = ChatEncoder(model.backbone.tokenizer, paths.chat_template, paths.chat_template_kwargs)
-    conversations = validation_prompts(paths, chat, cfg.seed, cfg.calibration_tokens)
-    source = "validation prompts of the run"
-    if conversations is None:
-        conversations = [[chat.prompt(question.opening)] for question in bench.questions]
-        source = f"questions of bench {bench.name}: evaluate on another one"
+    of_bench = [[chat.prompt(question.opening)] for question in bench.questions]
+    of_run = validation_prompts(paths, chat, cfg.seed, cfg.calibration_tokens)
+    conversations, source = of_run or (of_bench, f"questions of bench {bench.name}: evaluate on another one")
     assert model.draft is not None
     budget = cfg.calibration_tokens
     progress.print(f"calibrating on {budget:,} greedy tokens, {source}")
@@ -91,12 +89,12 @@ def refit_tree(
         else:
             chat = ChatEncoder(model.backbone.tokenizer, paths.chat_template, paths.chat_template_kwargs)
             budget = refit_tokens(cfg, bench_tokens)
-            if (conversations := validation_prompts(paths, chat, cfg.seed, budget)) is None:
+            if (found := validation_prompts(paths, chat, cfg.seed, budget)) is None:
                 progress.print(f"{reason}; using it as it is, since the run's data to fit it again are not available")
                 return None
             progress.print(f"{reason}: fitting it again")
-            progress.print(f"calibrating on {budget:,} greedy tokens, validation prompts of the run")
-            traced = answer_prompts(model.backbone, model.draft, conversations, budget, progress, cfg.max_new_tokens)
+            progress.print(f"calibrating on {budget:,} greedy tokens, {found[1]}")
+            traced = answer_prompts(model.backbone, model.draft, found[0], budget, progress, cfg.max_new_tokens)
         choice = choose_tree(model.backbone, model.draft, traced, progress, quick=kept is not None)
     except MedusaError as error:
         progress.print(f"using the tree as it is: {error}")
@@ -136,11 +134,15 @@ def chooses_compilation(cfg: EvalConfig, paths: ModelPaths) -> bool:
     return fitted is not None and fitted.compiled
 
 
-def validation_prompts(paths: ModelPaths, chat: ChatEncoder, seed: int, token_budget: int) -> list[Prompts] | None:
-    """Return the prompts of the run's validation conversations, in random order; None if its data are gone."""
+def validation_prompts(
+    paths: ModelPaths, chat: ChatEncoder, seed: int, token_budget: int
+) -> tuple[list[Prompts], str] | None:
+    """Return the prompts of the run's validation conversations, in random order, and their name; None without data."""
     cfg = run_config(paths)
-    data = None if cfg is None else validation_conversations(cfg, chat)
-    return None if data is None else prompts_by_conversation(data[0], token_budget, seed)
+    if cfg is None or (data := validation_conversations(cfg, chat)) is None:
+        return None
+    source = "validation prompts of the run" if data[1] else "training prompts of the run, which holds none out"
+    return prompts_by_conversation(data[0], token_budget, seed), source
 
 
 def _sizes_table(choice: TreeChoice) -> Table:

@@ -91,7 +91,8 @@ def differences(evaluated: Sequence[Evaluated]) -> list[str]:
         values = [str(one.report["meta"].get(key)) for one in evaluated]
         if len(set(values)) > 1:
             lines.append(f"different {label}: {', '.join(values)}")
-    return lines
+    judges = [one.report["judge"]["model"] for one in evaluated if one.report.get("judge")]
+    return [*lines, *([f"different judge: {', '.join(judges)}"] if len(set(judges)) > 1 else [])]
 
 
 def runs_table(evaluated: Sequence[Evaluated]) -> Table:

@@ -274,8 +274,7 @@ def _parse_gsm8k(record: dict[str, Any], source: str, number: int) -> Question:
     expected = parse_number(result) if mark else None
     if expected is None:
         raise ValueError("answer does not end in #### and a number")
-    turns = (record["question"] + GSM8K_INSTRUCTION,)
-    return Question(number, "gsm8k", turns, source, (record["answer"],), expected)
+    return Question(number, "gsm8k", (record["question"] + GSM8K_INSTRUCTION,), source, (record["answer"],), expected)
 
 
 def parse_number(text: str) -> Decimal | None:

@@ -137,20 +137,20 @@ def size_figures(sizes: Sequence[Json], chosen: int | None) -> list[Figure]:
 
 
 def answers_section(answers: Sequence[Json]) -> Section:
-    """Return all answers (lines of answers.jsonl) by category, with the names of the heads that proposed tokens."""
+    """Return all answers (lines of answers.jsonl) by category, with the places of accepted tokens in their drafts."""
     answered = [answer for answer in answers if not answer.get("skipped")]
     categories: dict[str, list[Json]] = {}
     for answer in answered:
         categories.setdefault(answer["category"], []).append(_shown_answer(answer))
     heads = max((max(answer["accepted"], default=0) for answer in answered), default=0)
-    lines = ["Accepted tokens by the head that proposed them:"] if heads else []
+    lines = ["Accepted tokens by their place in the draft of their step:"] if heads else []
     if answered and not heads:
         lines = ["No draft token was accepted in these answers."]
     skipped = len(answers) - len(answered)
     return Section(
         "Answers",
         lines=lines,
-        legend=[f"head {head}" for head in range(1, heads + 1)],
+        legend=[f"token {place}" for place in range(1, heads + 1)],
         answers=[AnswerGroup(category, members) for category, members in categories.items()],
         remarks=[f"{skipped} turns were skipped: prompt and answer do not fit the model's context."] if skipped else [],
     )
@@ -207,6 +207,7 @@ def proposing_heads(tokens: int, accepted: Sequence[int]) -> list[int]:
 #: Labels of `meta` keys that are not clear as they are.
 META_LABELS = {
     "chat_template_kwargs": "variables of the chat template",
+    "weights": "digest of the heads",
     "packed": "prepacked weights",
     "compiled": "torch.compile",
     "early_stop": "early exit threshold of the draft",

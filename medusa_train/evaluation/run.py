@@ -19,7 +19,7 @@ from medusa_train.config.drafts import LookupChoice
 from medusa_train.config.paths import expand_user
 from medusa_train.config.schema import EvalConfig
 from medusa_train.data.tokenize import ChatEncoder
-from medusa_train.errors import BackboneError
+from medusa_train.errors import BackboneError, MedusaError
 from medusa_train.evaluation.answer_scores import require_code_execution, rouge_means, rouge_scorer, score_answers
 from medusa_train.evaluation.backbone_quality import measure_backbone_quality
 from medusa_train.evaluation.calibrate import chooses_compilation, load_model, refit_tree, resumed_tree
@@ -148,7 +148,7 @@ def _drafting(cfg: EvalConfig, paths: ModelPaths) -> Iterator[str]:
     if cfg.draft is not None:
         yield cfg.draft
     choice = cfg.lookup_choice
-    if choice is not None and choice != LookupChoice.from_keys(choice.name, None):
+    if choice is not None and (choice.datastore or choice != LookupChoice.from_keys(choice.name, None)):
         yield f"{zlib.crc32(repr(choice.settings).encode()):08x}"
     if paths.tree_mode != FIXED:
         yield paths.tree_mode.replace(":", "-")
@@ -286,12 +286,14 @@ def _calibration(paths: ModelPaths) -> dict[str, Any] | None:
 @contextmanager
 def _comparing(records: Sequence[TurnRecord], dtype: str, outcomes: dict[str, str]) -> Iterator[None]:
     """Note in `outcomes` how filling in `exact` of the records ended: COMPARED or NO_MEMORY."""
-    with catch_out_of_memory() as caught:
-        yield
-    outcomes[dtype] = NO_MEMORY if caught else COMPARED
-    if caught:
-        for record in records:
-            record.exact.pop(dtype, None)  # a count over some of the answers would pass for one over all
+    try:
+        with catch_out_of_memory() as caught:
+            yield
+        outcomes[dtype] = NO_MEMORY if caught else COMPARED
+    finally:
+        if outcomes[dtype] != COMPARED:  # or was interrupted: a count over some answers would pass for one over all
+            for record in records:
+                record.exact.pop(dtype, None)
 
 
 def _compare_again(
@@ -325,11 +327,15 @@ def _compare_again(
 
 
 def _backbone_quality(paths: ModelPaths, progress: RunProgress) -> dict[str, Any] | None:
-    """Return `measure_backbone_quality`, or None if memory runs out."""
+    """Return `measure_backbone_quality`, or None if memory runs out or the original backbone is gone."""
     release_memory()
-    with catch_out_of_memory(), progress.phase("perplexity before and after joint training", ticking=True):
-        return measure_backbone_quality(paths)
-    progress.print(f"perplexity was not measured: {NO_MEMORY}")
+    reason = NO_MEMORY
+    try:
+        with catch_out_of_memory(), progress.phase("perplexity before and after joint training", ticking=True):
+            return measure_backbone_quality(paths)
+    except MedusaError as error:
+        reason = str(error)
+    progress.print(f"perplexity was not measured: {reason}")
     return None
 
 

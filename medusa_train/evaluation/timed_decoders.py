@@ -157,8 +157,7 @@ def _bare_config(backbone: Backbone, mode: DecodingMode) -> GenerationConfig:
     pad = backbone.tokenizer.pad_token_id
     if pad is None:
         pad = eos[0] if eos else 0
-    options = mode.generate_options
-    return GenerationConfig(num_beams=1, use_cache=True, eos_token_id=eos, pad_token_id=pad, **options)
+    return GenerationConfig(num_beams=1, use_cache=True, eos_token_id=eos, pad_token_id=pad, **mode.generate_options)
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from medusa_train.checkpoint.resolve import ModelPaths, runs_directory
-from medusa_train.config.paths import public_name
+from medusa_train.config.paths import expand_user, public_name
 from medusa_train.config.schema import EvalConfig
-from medusa_train.data.builtin_templates import get_template
 from medusa_train.errors import ConfigError, MedusaError, ServerError
 from medusa_train.evaluation.questions import Bench
 from medusa_train.evaluation.records import MeasurementLog
@@ -278,7 +277,7 @@ def request_options(cfg: EvalConfig, mode: DecodingMode, paths: ModelPaths | Non
 def output_directory(cfg: EvalConfig, name: str, paths: ModelPaths | None, targets: Sequence[Target]) -> Path:
     """Return the directory of the report: in the run directory if there is one, else named after the server's model."""
     if cfg.output_dir:
-        return Path(cfg.output_dir).expanduser()
+        return expand_user(cfg.output_dir)
     if paths is not None:
         return paths.home / "eval" / f"served-{name}"
     model = re.sub(r"[^\w.-]+", "_", targets[-1].model).strip("_")
@@ -305,9 +304,7 @@ def settings(
     }
     if served is None or paths is None:
         return {**values, "servers": [[target.name, target.url, target.model] for target in targets]}
-    template = None if paths.chat_template is None else get_template(paths.chat_template).source  # served from a file
-    serving = {"vllm": served.version, "arguments": list(served.options), "chat_template": template}
-    return {**values, **model_settings(paths), **serving}
+    return {**values, **model_settings(paths), "vllm": served.version, "arguments": list(served.options)}
 
 
 def metadata(

@@ -178,6 +178,15 @@ def test_equal_answers_run_once_and_keep_their_indentation(monkeypatch: pytest.M
     assert records[0].scores["plain"] == Score("pass@1", False, "failed: AssertionError")
 
 
+def test_an_interruption_leaves_both_scores_of_a_turn_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    outcomes = iter([Outcome("passed", "")])
+    monkeypatch.setattr(answer_scores, "run_program", lambda program: next(outcomes))
+    records = [turn(1, (0,), (1,))]
+    with pytest.raises(StopIteration):
+        score_answers(records, [Question(1, "humaneval", ("?",), "f:1", expected=TEST)], Words("a", "b"))
+    assert records[0].scores == {}
+
+
 @pytest.mark.parametrize(
     ("successes", "trials", "low", "high"),  # published examples of the score interval
     [(0, 10, 0.0, 0.2775), (10, 10, 0.7225, 1.0), (5, 10, 0.2366, 0.7634), (81, 263, 0.2553, 0.3662)],

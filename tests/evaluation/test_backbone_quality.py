@@ -17,8 +17,7 @@ from tests.evaluation.tiny_model import write_run
 
 def adapted(backbone_dir: Path, directory: Path) -> None:
     """Save an adapter on every linear layer that changes the backbone."""
-    backbone = load_backbone(str(backbone_dir))
-    adapter = Adapter.attach(backbone, LoraSpec(r=4, alpha=8, dropout=0.5))
+    adapter = Adapter.attach(load_backbone(str(backbone_dir)), LoraSpec(r=4, alpha=8, dropout=0.5))
     torch.manual_seed(3)
     with torch.no_grad():
         for parameter in adapter.parameters():

@@ -87,6 +87,9 @@ def test_a_run_is_calibrated_on_its_validation_split(tmp_path: Path, questions: 
     assert record["calibration"]["conversations"] == 6
     assert record["nodes"] == len(record["medusa_choices"])
     assert record["form"]["dtype"] == "float32"
+    config = directory / "config.yaml"
+    config.write_text(config.read_text(encoding="utf-8").replace("val_set_size: 0.5", "val_set_size: 0"), "utf-8")
+    assert "training prompts of the run, which holds none out" in run(directory, questions, tmp_path / "other")[1]
 
 
 def refit(directory: Path, dtype: str = "float32", **keys: object) -> tuple[tuple[LoadedModel, ModelPaths] | None, str]:

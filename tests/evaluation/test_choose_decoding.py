@@ -126,7 +126,7 @@ def test_the_checkpoints_dtype_stays_unless_another_is_clearly_faster(
         monkeypatch.setattr(module, "plain_step_seconds", lambda backbone, prompt, steps=steps: steps[backbone.dtype])
         chosen, lines = choose(paths)
         assert chosen == expected
-        assert ("the checkpoint's, since none is 10 % faster" in lines[0]) == (expected == "float32")
+        assert ("kept, since no other is 10 % faster" in lines[0]) == (expected == "float32")
 
 
 def test_the_backbone_is_loaded_as_the_run_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,8 +229,7 @@ def test_compilation_is_chosen_by_default_where_the_tree_was_fitted_to_it(model:
     tree = tmp_path / "tree.json"
     paths = ModelPaths(tmp_path, "m", None, tree, None)
     for compiled in (False, True):
-        settings = replace(DecodingSettings.of(model.backbone), compiled=compiled)
-        Tree.cartesian([2, 2]).save(tree, **settings.record())
+        Tree.cartesian([2, 2]).save(tree, **replace(DecodingSettings.of(model.backbone), compiled=compiled).record())
         assert chooses_compilation(EvalConfig(), paths) == compiled
         assert not chooses_compilation(EvalConfig(compile=False), paths)
         assert chooses_compilation(EvalConfig(compile="auto"), paths)

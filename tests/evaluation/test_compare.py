@@ -1,6 +1,7 @@
 import io
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,7 @@ from tests.evaluation.test_report_page import TREE, Balance, record
 
 def write_run(run: Path, bench: str = "tiny", categories: tuple[str, ...] = ("math", "code"), **changes: Any) -> Path:
     records = [record(number, category) for number, category in enumerate(categories, start=1)]
-    report = Report.from_records(records, meta(bench=bench, **changes), TREE)
-    write_report(report, records, [], run / "eval" / bench)
+    write_report(Report.from_records(records, meta(bench=bench, **changes), TREE), records, [], run / "eval" / bench)
     return run
 
 
@@ -44,7 +44,12 @@ def test_runs_stand_side_by_side_with_their_figures(tmp_path: Path, monkeypatch:
 def test_conditions_that_differ_are_named(tmp_path: Path) -> None:
     a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b", dtype="float32", max_new_tokens=64)
     evaluated = load_reports([str(a), str(b)], None)
-    assert differences(evaluated) == ["different max_new_tokens: 16, 64", "different dtype: bfloat16, float32"]
+    expected = ["different max_new_tokens: 16, 64", "different dtype: bfloat16, float32"]
+    assert differences(evaluated) == expected
+    judged = [
+        replace(one, report={**one.report, "judge": {"model": name}}) for one, name in zip(evaluated, "xy", strict=True)
+    ]
+    assert differences(judged) == [*expected, "different judge: x, y"]
 
 
 def test_evaluations_in_different_modes_are_refused(tmp_path: Path) -> None:

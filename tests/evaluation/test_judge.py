@@ -82,8 +82,7 @@ def test_judgements_are_kept_in_fastchats_form_and_averaged(server: FakeServer, 
 
 
 def test_the_judge_sees_earlier_turns_and_reference_answers(server: FakeServer, tmp_path: Path) -> None:
-    answer = "<think>\nFlowers rhyme.\n</think>\n\nRoses."
-    asked = records(answer)
+    asked = records("<think>\nFlowers rhyme.\n</think>\n\nRoses.")
     asked[0].text = "Tulips."  # the second turn was asked after the plain answer
     grade(asked, QUESTIONS, "mine", judge(server), tmp_path / "j.jsonl", concurrency=1)
     first, second, third = (body["messages"][1]["content"] for body in server.bodies)
@@ -123,8 +122,7 @@ def test_answers_whose_judge_fails_are_counted_and_left_for_the_next_time(server
         return error(401, "who are you?")
 
     server.script = refuse
-    other = tmp_path / "other.jsonl"
-    assert grade(records(), QUESTIONS, "mine", judge(server), other, concurrency=1)["failed"] == 3
+    assert grade(records(), QUESTIONS, "mine", judge(server), tmp_path / "other.jsonl", concurrency=1)["failed"] == 3
     ended.set()
     assert len(server.bodies) <= 3 + 2  # one refusal of everything is enough
     server.script = lambda number, body: says("no grade at all")

@@ -36,8 +36,7 @@ def test_turns_are_read_as_they_were_written(tmp_path: Path) -> None:
 def test_partial_conversations_and_incomplete_lines_are_measured_again(tmp_path: Path) -> None:
     path = tmp_path / "turns.jsonl"
     write(path, turn(1, 1), turn(1, 2), turn(3, 1), turn("two", 1))
-    text = path.read_text(encoding="utf-8")
-    path.write_text(text[:-30], encoding="utf-8")
+    path.write_text(path.read_text(encoding="utf-8")[:-30], encoding="utf-8")
     log = turn_log(path, SETTINGS)
     kept = completed_turns(log.entries, QUESTIONS)
     assert set(kept) == {1}

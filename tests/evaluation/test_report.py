@@ -40,8 +40,7 @@ def records(with_tree: bool = True) -> list[TurnRecord]:
 
 
 def test_report_json_has_the_promised_keys_overall_and_per_category(tmp_path: Path) -> None:
-    report = Report.from_records(records(), meta())
-    write_report(report, records(), [], tmp_path / "eval" / "tiny")
+    write_report(Report.from_records(records(), meta()), records(), [], tmp_path / "eval" / "tiny")
     page = (tmp_path / "eval" / "tiny" / "report.md").read_text(encoding="utf-8")
     assert "| math |" in page
     assert "## Answers" not in page

@@ -93,8 +93,7 @@ def test_the_page_is_whole_and_takes_nothing_from_elsewhere() -> None:
 def test_it_compares_the_decoders() -> None:
     one = record(1, "math")
     one.others["prompt_lookup"] = TimedAnswer(tuple(range(6)), 2.0, steps=2, prefill_tokens=2)
-    table = decoders_table(Report.from_records([one], meta()))
-    assert table.rows == [
+    assert decoders_table(Report.from_records([one], meta())).rows == [
         ["tree", "6", "2.00", "-", "-"],
         ["plain", "4", "1.00", "1.82x", "1"],
         ["generate", "3", "-", "2.27x", "1"],
@@ -127,7 +126,7 @@ def test_every_answer_has_its_score() -> None:
 def test_skipped_turns_are_counted_and_the_legend_names_the_heads() -> None:
     section = answers_section([answer(record(1, "math")), {"question_id": 9, "turn": 1, "skipped": True}])
     assert section.remarks[0].startswith("1 turns were skipped")
-    assert section.legend == ["head 1", "head 2"]
+    assert section.legend == ["token 1", "token 2"]
     assert not answers_section([]).answers
 
 

@@ -97,6 +97,14 @@ def test_drafts_without_training_are_timed_like_heads(
         assert re.search(rf"^ {name.replace('_', ' ')} +\d", shown, re.MULTILINE)
 
 
+def test_a_datastore_is_named_in_the_report(run_dir: Path, bench_file: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("any text", encoding="utf-8")
+    rest = {"draft": "rest", "rest": {"datastore": str(text)}}
+    report, _ = run(bench_file, run_dir, tmp_path, dtype="float32", exactness=False, prompt_lookup=False, **rest)
+    assert "text.txt, max ngram 16" in report["meta"]["draft"]
+
+
 @pytest.mark.parametrize(
     ("tree", "batch_size", "draft"),
     [("dynamic", 1, None), ("dynamic:8x3", 2, None), ("dynamic", 1, "eagle3+lookahead")],
@@ -311,7 +319,10 @@ def test_the_timed_model_is_gone_when_the_next_dtype_is_loaded(
 def test_an_interruption_during_the_comparison_keeps_the_timed_results(
     run_dir: Path, bench_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(*args: object, **keys: object) -> None:
+    compare_regenerated_answers = module.compare_regenerated_answers
+
+    def interrupted(records: list[TurnRecord], *args: Any, **keys: Any) -> None:
+        compare_regenerated_answers(records[:1], *args, **keys)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(module, "compare_regenerated_answers", interrupted)

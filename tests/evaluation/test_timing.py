@@ -49,8 +49,7 @@ def test_the_plain_first_answer_is_the_history_of_the_second_turn(subject: Loade
     first, second = speed_test(subject, 12).run(load_bench(str(bench_file)).questions[:1], lambda turn: None)[0]
     tokenizer = subject.backbone.tokenizer
     answer = tokenizer.decode(list(first.plain.tokens), skip_special_tokens=True).strip()
-    text = tokenizer.decode(list(second.prompt_ids))
-    assert f"1+1?<assistant>{answer}<eos><user>And 2+2?<assistant>" in text
+    assert f"1+1?<assistant>{answer}<eos><user>And 2+2?<assistant>" in tokenizer.decode(list(second.prompt_ids))
     assert first.text == answer
 
 
@@ -120,8 +119,7 @@ def test_completed_questions_are_not_asked_again() -> None:
     whole = test.run(questions, lambda turn: None)[0]
     order.clear()
     turns_seen: list[Any] = []
-    measured = {2: [whole[1]], 3: [SkippedTurn(3, 1, 50)]}
-    records, skipped = test.run(questions, turns_seen.append, measured)
+    records, skipped = test.run(questions, turns_seen.append, {2: [whole[1]], 3: [SkippedTurn(3, 1, 50)]})
     assert [record.question_id for record in records] == [1, 2]
     assert records[1] is whole[1]
     assert skipped == [SkippedTurn(3, 1, 50)]
@@ -209,8 +207,7 @@ def test_sampled_answers_repeat_with_their_seed(subject: LoadedModel, batch_size
     first = tokens(1)
     assert tokens(1) == first
     assert tokens(2) != first
-    greedy = speed_test(subject, 12).run(questions, lambda turn: None)[0]
-    assert first[1] != greedy[0].plain.tokens
+    assert first[1] != speed_test(subject, 12).run(questions, lambda turn: None)[0][0].plain.tokens
 
 
 def test_typical_acceptance_is_deterministic_and_its_baseline_samples(subject: LoadedModel) -> None:

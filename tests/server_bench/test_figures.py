@@ -28,8 +28,7 @@ def cell(server: str, answers: list[ServedAnswer], session: str = "s", concurren
 
 def test_moments_are_divided_among_the_answers_under_way() -> None:
     # 0-1: first; 1-3: both; 3-4: second; 4-6: nothing; 6-7: third
-    shares = busy_shares([answer(1, 0, 3), answer(2, 1, 3), answer(3, 6, 1), answer(4, 6, 0)])
-    assert shares == [2.0, 2.0, 1.0, 0.0]
+    assert busy_shares([answer(1, 0, 3), answer(2, 1, 3), answer(3, 6, 1), answer(4, 6, 0)]) == [2.0, 2.0, 1.0, 0.0]
 
 
 def test_rates_are_tokens_over_the_busy_time() -> None:

@@ -170,6 +170,7 @@ def test_a_server_that_dies_keeps_what_was_measured_and_is_resumed(
         ({"tokens": 9000}, [], ServerError, "reports 9000 tokens for an answer of at most 8"),
         ({"reply": error(400, "no streams here")}, [], ServerError, "rejects requests: 400 .*no streams here"),
         ({"reply": error(401, "who?")}, [], ServerError, "set the environment variable NO_KEY"),
+        ({}, ["output_dir=~nobody-here/x"], ConfigError, "~nobody-here"),
         ({"plain_drafts": True}, [], ServerError, "start it without --speculative-config"),
     ],
 )

