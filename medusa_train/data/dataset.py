@@ -71,10 +71,6 @@ class EncodedDataset(Sequence[Example]):
         sequences = torch.cat(hashes)
         return sequences.unique().numel() / sequences.numel() if sequences.numel() else 1.0
 
-    def prompts(self) -> list[list[int]]:
-        """Return the tokens before every answer (see `Example.prompts`), in order."""
-        return [prompt for example in self.examples for prompt in example.prompts()]
-
     def rows(self, order: Sequence[int]) -> list[list[int]]:
         """Distribute the examples of these indices over rows: packed, or one per row."""
         if self.row_len is None:
@@ -97,10 +93,7 @@ class EncodedDataset(Sequence[Example]):
 
 
 def load_datasets(
-    cfg: TrainConfig,
-    encoder: ChatEncoder,
-    on_progress: OnProgress | None = None,
-    held_out: set[str] | None = None,
+    cfg: TrainConfig, encoder: ChatEncoder, on_progress: OnProgress | None = None, held_out: set[str] | None = None
 ) -> tuple[EncodedDataset, EncodedDataset]:
     """Read, tokenize and split the configured data sets; `held_out`: an earlier split's validation keys.
 

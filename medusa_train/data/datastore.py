@@ -100,7 +100,7 @@ def _sort_suffixes(tokens: NDArray[np.int32], order: int) -> NDArray[np.int32]:
 def read_datastore(path: Path, tokenizer: Any, order: int) -> Datastore:
     """Build a datastore from the assistant's turns of a file of chats (JSON, JSON Lines, parquet), or from any text."""
     if path.name.endswith(CHAT_FILES):
-        chats = read_conversations(path).conversations
+        chats = read_conversations(path, skip_bad=True).conversations
         texts = [message.content for chat in chats for message in chat.messages if message.role == "assistant"]
     else:
         try:

@@ -28,8 +28,8 @@ class Example:
     Attributes:
         tokens: int32 [T].
         supervised: bool [T], the loss mask; the last is always true.
-        key: `content_key` up to the first trained answer, which neither `sequence_len` nor supervision changes: chats
-            that begin alike are on the same side of the split; the same for all rows of a conversation.
+        key: `content_key` up to the first answer that is trained: chats that begin alike are on the same side of the
+            split; the same for all rows of a conversation.
         id, source: of the record.
         row: index among the rows of its conversation.
     """
@@ -63,12 +63,9 @@ def encode_examples(conversation: Conversation, encoder: ChatEncoder, max_length
     rows = [row for row in (row.trimmed() for row in encoder.encode(conversation)) if row is not None and row.ids]
     if not rows:
         return [], "unsupervised"
-    fitting = [part for part in (row.trimmed(max_length) for row in rows) if part is not None]
-    if not fitting:
-        return [], "too_long"
-    kept = [part for part in fitting if part.ids]
+    kept = [part for part in (row.trimmed(max_length) for row in rows) if part is not None and part.ids]
     if not kept:
-        return [], "unsupervised"
+        return [], "too_long"
     key = conversation.first(kept[0].ends[0][0]).content_key
     examples = [
         Example(
@@ -205,8 +202,7 @@ class EncodedExamples:
             info["examples"], tensors["tokens"].split(lengths), tensors["supervised"].split(lengths), strict=True
         )
         examples = [Example(tokens, supervised, *names) for names, tokens, supervised in parts]
-        report = DataReport(sequence_len, info["skipped"], Counter(info["counts"]))
-        return cls(report, examples)
+        return cls(DataReport(sequence_len, info["skipped"], Counter(info["counts"])), examples)
 
 
 def _checksum(tensors: dict[str, Tensor]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import zlib
 from collections.abc import Iterable, Iterator
@@ -65,12 +66,14 @@ def number_rows(rows: Iterable[Any], name: str) -> Iterator[RawRecord]:
 
 
 def parquet_rows(path: Path) -> Iterator[Any]:
-    """Stream a parquet file's rows, without the copy that `datasets` writes to its cache otherwise."""
-    import datasets  # takes a second to import
+    """Stream a parquet file's rows, without the copy that `datasets` would write to its cache."""
+    from pyarrow import ArrowException  # takes long to import
+    from pyarrow.parquet import ParquetFile
 
     try:
-        yield from datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True)
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        for batch in ParquetFile(path).iter_batches(1024):
+            yield from batch.to_pylist()
+    except (OSError, ArrowException) as error:
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise DataError(f"{path}: cannot be read as parquet: {reason}") from None
 
@@ -83,8 +86,8 @@ def _ends_with_its_first_line(data: bytes) -> bool:
 
 def _read_lines(path: Path, data: bytes) -> Iterator[RawRecord]:
     # Split bytes, not text: str.splitlines would also break at U+2028, which JSON strings may hold unescaped.
-    for number, line in enumerate(data.rstrip().split(b"\n"), start=1):
-        if not line.strip():
+    for number, line in enumerate(io.BytesIO(data), start=1):
+        if not (line := line.strip()):
             continue
         value, error = _decode(line)
         if error is not None and number == 1 and isinstance(_decode(data)[0], dict):

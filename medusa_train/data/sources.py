@@ -15,7 +15,7 @@ from medusa_train.config.paths import expand_user, looks_like_path, resolve_path
 from medusa_train.config.schema import DatasetConfig
 from medusa_train.data.record_files import PARQUET, RawRecord, number_rows, read_file
 from medusa_train.errors import ConfigError, DataError
-from medusa_train.hub import FETCHING, FetchError, fetch_dataset_file, hub_is_unreachable
+from medusa_train.hub import FETCHING, FetchError, describe_hub_error, fetch_dataset_file, hub_is_unreachable
 
 #: Names a directory with `sharegpt.json`, for instance, that is searched before `data/seeds/`.
 SEED_DIR_VARIABLE = "MEDUSA_SEED_DIR"
@@ -137,7 +137,10 @@ def _load_split(source: DatasetConfig, on_progress: OnProgress | None) -> HubSpl
     split = source.split or "train"
     try:
         rows: Any = datasets.load_dataset(source.path, source.name, split=split)
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+    except Exception as error:  # those of HTTP clients have no common base
+        known = isinstance(error, (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError))
+        if not known and describe_hub_error(error, source.path, "dataset") is None:
+            raise
         raise FetchError(" ".join(str(error).split("\n")[:2]).strip() or type(error).__name__) from None
     return HubSplit(f"{source.path}[{split}]", rows)
 

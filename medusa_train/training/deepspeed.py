@@ -254,8 +254,7 @@ class DeepSpeedStrategy(Strategy):
         size = parameter.ds_tensor.numel()  # equal in all processes: the last partition is padded
         padded = torch.zeros(size * self._world.size, dtype=value.dtype)
         padded[: value.numel()] = value.flatten()
-        partition = padded[size * self._world.rank :][:size]
-        self._deepspeed.utils.safe_set_local_optimizer_state(parameter, partition, key)
+        self._deepspeed.utils.safe_set_local_optimizer_state(parameter, padded[size * self._world.rank :][:size], key)
 
 
 def _is_elementwise(value: Any) -> bool:

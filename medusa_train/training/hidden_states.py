@@ -29,7 +29,7 @@ from medusa_train.models.backbone import Backbone
 from medusa_train.models.features import Features, FeatureSpec
 from medusa_train.training.distributed import SINGLE_PROCESS, World
 
-_LIBRARIES = ("torch", "transformers")
+_LIBRARIES = ("torch", "transformers", "medusa-train")
 #: Entries of a model's config that do not affect its hidden states.
 _NAMES = ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype")
 

@@ -64,7 +64,11 @@ def load_data(
         data = world.run_on_all(lambda: _load_data(cfg, console, world.size, on_progress) if first else None)
         # each tokenizes for itself if the file could not be written
         alone = cfg.model_copy(update={"dataset_processes": 1})
-        return world.run_on_all(lambda: data or _load_data(alone, console, world.size))
+        data = world.run_on_all(lambda: data or _load_data(alone, console, world.size))
+    if len(set(world.gather(data.train.fingerprint() + data.validation.fingerprint()))) > 1:
+        reason = "a file changed in the meantime, or differs between the machines"
+        raise world.error_on_main(DataError(f"datasets: the processes have read different data: {reason}"))
+    return data
 
 
 @contextmanager
@@ -92,7 +96,8 @@ def _load_data(
     cfg = _fit_sequence_len(cfg, config.get_text_config(), console)
     tokenizer = load_tokenizer(resolved, trust_remote_code=cfg.trust_remote_code)
     sharegpt = all(entry.type == "sharegpt" for entry in cfg.all_datasets)
-    if sharegpt and not (cfg.chat_template or tokenizer.chat_template):
+    have_own = all(entry.conversation for entry in cfg.all_datasets)
+    if sharegpt and not (have_own or cfg.chat_template or tokenizer.chat_template):
         cfg = cfg.model_copy(update={"chat_template": SHAREGPT_TEMPLATE})
         console.print(f"chat template: {SHAREGPT_TEMPLATE} (neither the tokenizer nor the configuration sets one)")
     encoder = chat_encoder(cfg, tokenizer)
@@ -112,7 +117,7 @@ def _load_data(
         prompts = load_datasets(cfg.model_copy(update=answers_only), encoder, on_progress, held_out)
     _check_tokens([*train, *validation], config.get_text_config().vocab_size, tokenizer)
     answers = prompts[1] if len(validation) else prompts[0]
-    return TrainingData(train, validation, answers, cfg.sequence_len, cfg.chat_template)
+    return TrainingData(train, validation, answers, cfg.sequence_len, encoder.template_name)
 
 
 def _fit_sequence_len(cfg: TrainConfig, text_config: Any, console: Console) -> TrainConfig:
@@ -158,7 +163,7 @@ def _template_notes(cfg: TrainConfig, encoder: ChatEncoder) -> Iterator[str]:
     chat = [Message("user", "Hello")]
     for entry in cfg.all_datasets:
         path = resolve_path(entry.path)
-        if path is None or not (settings := settings_path(path)).is_file():
+        if path is None or path.is_dir() or not (settings := settings_path(path)).is_file():
             continue
         template = encoder.with_settings(template=entry.conversation).template
         # not a settings file after all, or the template rejects the chat

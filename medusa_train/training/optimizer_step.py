@@ -268,21 +268,14 @@ def build_optimizer(
 ) -> tuple[torch.optim.Optimizer, str | None]:
     """Build the optimizer `name`, or adamw_torch and a line for the user where it cannot run."""
     if name not in EIGHT_BIT:
-        return _adamw(groups), None
-    if device.type != "cuda":
-        return _adamw(groups), f"optimizer: {name} is slow on {device.type.upper()}; using adamw_torch"
-    if (obstacle := bitsandbytes_obstacle(device)) is not None:
-        return _adamw(groups), f"optimizer: {name} needs bitsandbytes ({obstacle}); using adamw_torch"
-    optimizer: torch.optim.Optimizer = getattr(importlib.import_module("bitsandbytes.optim"), EIGHT_BIT[name])(groups)
-    return optimizer, None
-
-
-def _adamw(groups: list[ParameterGroup]) -> torch.optim.Optimizer:
-    """Build AdamW, fused where the device supports it."""
-    try:
-        return torch.optim.AdamW(groups, fused=True)
-    except RuntimeError:
-        return torch.optim.AdamW(groups)
+        notice = None
+    elif device.type != "cuda":
+        notice = f"optimizer: {name} is slow on {device.type.upper()}; using adamw_torch"
+    elif (obstacle := bitsandbytes_obstacle(device)) is not None:
+        notice = f"optimizer: {name} needs bitsandbytes ({obstacle}); using adamw_torch"
+    else:
+        return getattr(importlib.import_module("bitsandbytes.optim"), EIGHT_BIT[name])(groups), None
+    return torch.optim.AdamW(groups, fused=True), notice
 
 
 def warmup_warning(warmup_steps: int, total_steps: int) -> str | None:

@@ -191,11 +191,10 @@ def _describe_interruption(trainer: Trainer) -> str:
 
 def _restore_best(trainer: Trainer, console: Console) -> int:
     """Restore the weights of the best evaluation after early stopping; return their step."""
-    state = trainer.state
     step = trainer.restore_best()
     console.print(
         f"stopped early: no lower validation loss in {trainer.patience} evaluations "
-        f"({state.best}); using the weights of step {step}"
+        f"({trainer.state.best}); using the weights of step {step}"
     )
     return step
 

@@ -331,9 +331,8 @@ def _describe_run(
         yield f"note: the backbone is quantized: {learners} learn from the quantized model"
     if recipe.compiled is not None:
         yield "torch_compile: the backbone's layers are compiled in the first steps, which take longer"
-    rates = f"peak learning rate {cfg.heads_learning_rate:g}"
-    if trained:
-        rates += f" (backbone {cfg.learning_rate:g})"
+    of_backbone = f" (backbone {cfg.learning_rate:g})" if trained else ""
+    rates = f"peak learning rate {cfg.heads_learning_rate:g}{of_backbone}"
     batch = cfg.micro_batch_size * cfg.gradient_accumulation_steps * processes
     single_rows = "conversations" if data.train.conversations == len(data.train) else "rows"
     yield (

@@ -170,8 +170,7 @@ class Trainer:
         started = time.perf_counter()
 
         # batch
-        device = self.recipe.backbone.device
-        micro_batches = [next(batches).to(device) for _ in range(self.accumulation)]
+        micro_batches = [next(batches).to(self.recipe.backbone.device) for _ in range(self.accumulation)]
         counts = torch.stack([self.objective.target_counts(batch) for batch in micro_batches]).sum(dim=0)
         counts = self.world.sum(counts)
 

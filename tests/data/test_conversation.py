@@ -12,8 +12,7 @@ def test_each_fault_is_named_with_its_turn() -> None:
     assert problem_with(chat(("system", "s"), ("user", "q"), ("assistant", "a"), ("user", "q"))) is None
     assert problem_with(()) == "no user turn"
     assert problem_with(chat(("system", "s"))) == "no user turn"
-    first = problem_with(chat(("assistant", "a")))
-    assert first == "turn 1 has the role assistant, expected user"
+    assert problem_with(chat(("assistant", "a"))) == "turn 1 has the role assistant, expected user"
     twice = problem_with(chat(("system", "s"), ("user", "q"), ("user", "q"), ("assistant", "a")))
     assert twice == "turn 3 has the role user, expected assistant"
     assert problem_with(chat(("user", "q"), ("system", "s"))) == "turn 2 is a system message; only the first may be"

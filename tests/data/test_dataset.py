@@ -17,8 +17,7 @@ from medusa_train.errors import ConfigError, DataError
 
 def record(*contents: str, **more: Any) -> dict[str, Any]:
     names = ("user", "assistant")
-    turns = [{"role": names[i % 2], "content": content} for i, content in enumerate(contents)]
-    return {"messages": turns, **more}
+    return {"messages": [{"role": names[i % 2], "content": content} for i, content in enumerate(contents)], **more}
 
 
 def write(path: Path, *records: dict[str, Any]) -> str:
@@ -39,8 +38,7 @@ def encoder(tokenizer: Any) -> ChatEncoder:
 @pytest.fixture
 def corpus(tmp_path: Path) -> str:
     """60 conversations of very different lengths."""
-    records = [record(f"q{n}", "B" * (1 + n * 7 % 53)) for n in range(60)]
-    return write(tmp_path / "corpus.jsonl", *records)
+    return write(tmp_path / "corpus.jsonl", *[record(f"q{n}", "B" * (1 + n * 7 % 53)) for n in range(60)])
 
 
 @pytest.fixture

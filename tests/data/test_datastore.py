@@ -28,11 +28,11 @@ def plain_search(documents: list[list[int]], recent: list[int], length: int) -> 
     return []
 
 
-@pytest.mark.parametrize("order", [1, 6, 40])
+@pytest.mark.parametrize("order", [6, 40])
 def test_continuations_are_those_of_a_plain_search(order: int) -> None:
     rng = random.Random(3)
     documents = [[rng.randrange(4) for _ in range(rng.randrange(60))] for _ in range(12)] + [[2] * 30]
-    datastore = Datastore(documents, max(order, 6))
+    datastore = Datastore(documents, order)
     assert datastore.size == sum(map(len, documents))
     for _ in range(200):
         recent = [rng.randrange(5) for _ in range(rng.randrange(1, 7))]
@@ -40,15 +40,15 @@ def test_continuations_are_those_of_a_plain_search(order: int) -> None:
 
 
 def test_few_continuations_are_in_proportion() -> None:
-    documents = [[1, 2]] * 60 + [[1, 3]] * 30
-    copies = Datastore(documents, 4).continuations([1], 1, 9)
+    copies = Datastore([[1, 2]] * 60 + [[1, 3]] * 30, 4).continuations([1], 1, 9)
     assert (copies.count([2]), copies.count([3])) == (6, 3)
 
 
 def test_chats_give_their_answers_and_other_files_their_text(tmp_path: Path) -> None:
     chats = tmp_path / "chats.jsonl"
     turns = [{"role": "user", "content": "xyz"}, {"role": "assistant", "content": "abc"}]
-    chats.write_text(json.dumps({"messages": turns}) + "\n", encoding="utf-8")
+    bad = json.dumps({"messages": turns[1:]})  # skipped
+    chats.write_text(f"{bad}\n{json.dumps({'messages': turns})}\n", encoding="utf-8")
     datastore = read_datastore(chats, Letters(), 8)
     assert datastore.size == 3
     assert datastore.continuations([ord("a")], 4, 3) == [[ord("b"), ord("c")]]

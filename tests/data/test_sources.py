@@ -3,7 +3,9 @@ import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
+import httpx
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -12,6 +14,7 @@ from medusa_train.config.paths import PROJECT_ROOT
 from medusa_train.config.schema import DatasetConfig
 from medusa_train.data import sources
 from medusa_train.data.conversation import REASONING_TAGS
+from medusa_train.data.record_files import parquet_rows
 from medusa_train.data.records import ReadResult
 from medusa_train.data.sources import HubSplit, LocalFiles, open_prompts, open_source
 from medusa_train.data.tokenize_datasets import DatasetReader
@@ -86,6 +89,14 @@ def test_parquet_files_are_read_row_by_row(tmp_path: Path) -> None:
     result = read_source(source, skip_bad=True)
     assert [c.source for c in result.conversations] == [f"{tmp_path}/a.parquet:1", f"{tmp_path}/a.parquet:3"]
     assert [m.as_dict() for m in result.conversations[1].messages] == RECORD["messages"]
+
+
+def test_a_path_with_brackets_is_no_pattern(tmp_path: Path) -> None:
+    for name, text in (("a[1]", "mine"), ("a1", "other")):
+        (tmp_path / name).mkdir()
+        rows = [{"prompt": text}] * 2000
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / name / "x.parquet")
+    assert list(parquet_rows(tmp_path / "a[1]" / "x.parquet")) == [{"prompt": "mine"}] * 2000
 
 
 def test_a_fingerprint_follows_the_contents(tmp_path: Path) -> None:
@@ -180,3 +191,13 @@ def test_a_hub_that_cannot_be_reached_is_told_clearly(monkeypatch: pytest.Monkey
     with pytest.raises(DataError, match="Couldn't reach 'nobody/nothing' on the Hub") as error:
         open_source(DatasetConfig(path="nobody/nothing"))
     assert "nobody/nothing: no such file or directory, and it cannot be loaded from the hub: " in str(error.value)
+
+
+def test_a_broken_connection_is_told_clearly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub's client passes on errors of HTTP libraries, which derive from Exception alone."""
+    monkeypatch.setattr("datasets.load_dataset", Mock(side_effect=httpx.ReadError("reset")))
+    with pytest.raises(DataError, match=r"cannot be loaded from the hub: reset"):
+        open_source(DatasetConfig(path="nobody/nothing"))
+    monkeypatch.setattr("datasets.load_dataset", Mock(side_effect=ZeroDivisionError))
+    with pytest.raises(ZeroDivisionError):
+        open_source(DatasetConfig(path="nobody/nothing"))

@@ -70,8 +70,7 @@ def backbone_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = build_tokenizer()
     assert len(tokenizer) == 300
     shape = {"vocab_size": 300, "num_hidden_layers": 2, "max_position_embeddings": 256, "pad_token_id": None}
-    model = random_model("llama", std=0.3, **shape, bos_token_id=0, eos_token_id=1)
-    model.save_pretrained(where)
+    random_model("llama", std=0.3, **shape, bos_token_id=0, eos_token_id=1).save_pretrained(where)
     tokenizer.save_pretrained(where)
     return where
 

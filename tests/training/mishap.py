@@ -80,8 +80,7 @@ def command(cfg: TrainConfig, *overrides: str) -> list[str]:
 def medusa_train(arguments: list[str], mishap: Mishap | None = None) -> tuple[int, str]:
     """Run the command to its end; return its exit code (-9: killed), and all that it printed."""
     log = Path(f"{arguments[0]}.log")
-    code = wait(start(log, run_command, arguments, mishap))
-    return code, log.read_text(encoding="utf-8")
+    return wait(start(log, run_command, arguments, mishap)), log.read_text(encoding="utf-8")
 
 
 def start(log: Path, target: Callable[..., None], *arguments: Any, **environ: str) -> BaseProcess:

@@ -6,8 +6,9 @@ from typing import cast
 import pytest
 import torch
 
-from medusa_train.checkpoint.heads import save_draft, write_vllm
+from medusa_train.checkpoint.heads import VLLM_WEIGHTS, save_draft, write_weights
 from medusa_train.checkpoint.reference_layout import HeadTensors
+from medusa_train.checkpoint.server_layouts import to_vllm
 from medusa_train.models import loading as attention
 from medusa_train.models.document_attention import DOCUMENTS
 from medusa_train.models.drafts.medusa import MedusaDraft
@@ -86,7 +87,7 @@ def test_heads_are_taken_over_from_whoever_wrote_them(  # type: ignore[no-untype
     earlier = tmp_path / "earlier"
     heads = HeadTensors(3, 1, dict(draft.state_dict()), "m")
     if form == "vllm":
-        write_vllm(heads, earlier)
+        write_weights(earlier, VLLM_WEIGHTS, *to_vllm(heads))
     else:
         where = save_draft(draft, earlier / "heads" if form == "run" else earlier, "m")
         if form == "pt":

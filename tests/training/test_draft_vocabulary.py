@@ -36,8 +36,7 @@ def test_heads_keep_the_most_frequent_tokens_and_only_vllm_stores_them(make_conf
     kept = heads(out)["token_map"]
     assert len(kept) == SIZE
     assert 1 in kept.tolist()  # </s> ends every answer
-    others = sorted(set(range(300)) - set(kept.tolist()))
-    assert int(counts[kept].min()) >= int(counts[others].max()) > 0
+    assert int(counts[kept].min()) >= int(counts[sorted(set(range(300)) - set(kept.tolist()))].max()) > 0
     share = int(counts[kept].sum()) / int(counts.sum())
     assert f"draft vocabulary: 24 of 300 tokens, covering {share:.2%} of training targets" in console.file.getvalue()
 
@@ -95,8 +94,7 @@ def test_a_vocabulary_that_is_not_reduced_is_refused_at_once(make_config, consol
 
 @pytest.mark.parametrize("kind", ["medusa", "hydra", "amphista"])
 def test_a_missing_token_is_a_miss_on_held_out_text(make_config, backbone_dir, kind) -> None:
-    cfg = make_config()
-    data = load_data(cfg, Console(file=io.StringIO()))
+    data = load_data(make_config(), Console(file=io.StringIO()))
     backbone = load_backbone(str(backbone_dir))
     recipe = BackboneRecipe(backbone, choose_precision(False, torch.device("cpu")))
     kept = torch.arange(1, 280, 7)
@@ -112,8 +110,7 @@ def test_a_missing_token_is_a_miss_on_held_out_text(make_config, backbone_dir, k
         known = torch.isin(tokens, kept)
         assert (found.targets[k - 1], found.in_vocab[k - 1]) == (len(tokens), int(known.sum()))
         assert found.top[k - 1][0] == pytest.approx(float((kept[logits.argmax(-1)] == tokens).double().mean()))
-        places = torch.searchsorted(kept, tokens[known])
-        loss = torch.nn.functional.cross_entropy(logits[known], places).detach()
+        loss = torch.nn.functional.cross_entropy(logits[known], torch.searchsorted(kept, tokens[known])).detach()
         assert found.head_loss[k - 1] == pytest.approx(float(loss), rel=1e-5)
     assert 0 < found.in_vocab[0] < found.targets[0]
     assert found.record()["targets_in_vocabulary"] == found.in_vocab

@@ -307,8 +307,7 @@ def test_layers_are_counted_under_any_name(family: PretrainedConfig) -> None:
         model = AutoModelForCausalLM.from_config(family)
     layers = sum(p.numel() for name, p in model.named_parameters() if ".h." in name or ".layers." in name)
     total = Estimate(config(), family).operations(tokens=10, supervised=0, width=8, epochs=1)
-    blocks = 6 * 3 * (32 * 32 + 32)
-    assert total == 10 * (2 * layers + 4 * 2 * 32 * 8 / 2 + blocks)
+    assert total == 10 * (2 * layers + 4 * 2 * 32 * 8 / 2 + (6 * 3 * (32 * 32 + 32)))
 
 
 def test_experts_frozen_layers_and_quantized_checkpoints_are_counted_as_they_are_used() -> None:

@@ -119,8 +119,7 @@ def test_killed_in_either_epoch_it_resumes_to_the_bit(make_runs, tmp_path, packe
     """Also where shapes differ: replayed batches read the values that they computed before."""
     keys = {"micro_batch_size": 4, "gradient_accumulation_steps": 1, "sample_packing": packed, "sequence_len": 64}
     _, cached = make_runs(**keys, save_steps=2, dataset_prepared_path=str(tmp_path / "whole-prepared"))
-    whole = cached.model_copy(update={"output_dir": str(tmp_path / "whole")})
-    code, text = medusa_train(command(whole))
+    code, text = medusa_train(command(cached.model_copy(update={"output_dir": str(tmp_path / "whole")})))
     assert code == 0, text
     per_epoch = sum(record["epoch"] <= 1 for record in metrics(tmp_path / "whole") if record["kind"] == "train")
     cached.dataset_prepared_path = str(tmp_path / "prepared")
@@ -145,8 +144,7 @@ def test_other_heads_on_the_same_backbone_read_what_an_earlier_run_computed(make
     passes.clear()
     assert ", 0 bytes of them still to be computed" not in console.file.getvalue()
     keys = {"output_dir": str(tmp_path / "other"), "medusa_num_heads": 2, "medusa_num_layers": 2, "seed": 43}
-    other = cached.model_copy(update={**keys, "sample_packing": True, "sequence_len": 64})
-    assert train(other, console) == 0
+    assert train(cached.model_copy(update={**keys, "sample_packing": True, "sequence_len": 64}), console) == 0
     assert not passes
     assert ", 0 bytes of them still to be computed" in console.file.getvalue()
     _, kangaroo = make_runs(**DRAFTS["kangaroo"])

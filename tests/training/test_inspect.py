@@ -46,8 +46,7 @@ def test_the_mask_in_colour(backbone_dir):
     assert text.plain == "<s><|user|>two red<|assistant|>« one five</s>»"
     styles = {text.plain[span.start : span.end]: span.style for span in text.spans}
     assert styles == {"<s><|user|>two red<|assistant|>": CONTEXT, "« one five</s>»": SUPERVISED}
-    cut = masked_text(example, tokenizer, limit=2)
-    assert cut.plain == f"<s><|user|> ... and {len(tokens) - 2} more tokens"
+    assert masked_text(example, tokenizer, limit=2).plain == f"<s><|user|> ... and {len(tokens) - 2} more tokens"
 
 
 def test_samples_counts_steps_and_memory_without_weights(make_config, weightless, console):

@@ -38,8 +38,7 @@ def test_lora_and_kl_leave_heads_adapter_and_a_tree(make_config, console, tmp_pa
 
 
 def test_stage_two_starts_from_stage_one(make_config, console, tmp_path):
-    first = make_config(output_dir=str(tmp_path / "m1"))
-    train(first, console)
+    train(make_config(output_dir=str(tmp_path / "m1")), console)
     train(make_config(**LORA, lora_model_dir=str(tmp_path / "m1"), output_dir=str(tmp_path / "m2")), console)
     ends = [record for record in metrics(tmp_path / "m1") if "grad_norm" in record][-1]["loss"]
     begins = train_records(tmp_path / "m2")[0]
@@ -90,8 +89,7 @@ def test_an_adapter_is_trained_on_as_it_was_made(make_config, console, tmp_path)
 
 def test_the_best_evaluation_is_that_of_the_whole_objective(make_config, console, tmp_path):
     """With a small lambda0 the heads' loss falls while the backbone drifts from its teacher."""
-    keys = {**LORA, "medusa_heads_coefficient": 0.01, "learning_rate": 3e-2}
-    train(make_config(**keys, eval_steps=1), console)
+    train(make_config(**{**LORA, "medusa_heads_coefficient": 0.01, "learning_rate": 3e-2}, eval_steps=1), console)
     found = [record for record in metrics(tmp_path / "run") if record["kind"] == "eval"]
     assert [r["objective"] for r in found] == pytest.approx([r["lm_kl"] + 0.01 * r["loss"] for r in found])
     for name in ("objective", "loss"):

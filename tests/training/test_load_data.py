@@ -13,7 +13,9 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, Phi3Config
 
 from medusa_train.data import tokenize_datasets
-from medusa_train.errors import BackboneError, ConfigError, DataError
+from medusa_train.data.tokenize import ChatEncoder
+from medusa_train.errors import BackboneError, ConfigError, DataError, PeerError
+from medusa_train.evaluation.backbone_quality import validation_conversations
 from medusa_train.models.loading import load_tokenizer
 from medusa_train.training.distributed import World
 from medusa_train.training.load_data import load_data
@@ -25,8 +27,7 @@ from tests.training.conftest import WORDS
 def bare(backbone_dir, tmp_path):
     """The backbone's directory with neither weights nor a chat template."""
     where = tmp_path / "bare"
-    ignored = shutil.ignore_patterns("*.safetensors", "chat_template.jinja")
-    shutil.copytree(backbone_dir, where, ignore=ignored)
+    shutil.copytree(backbone_dir, where, ignore=shutil.ignore_patterns("*.safetensors", "chat_template.jinja"))
     assert not AutoTokenizer.from_pretrained(where).chat_template
     return str(where)
 
@@ -60,7 +61,11 @@ def test_answers_that_fit_alone_do_not_move_the_split(make_config, console, tmp_
     keys = {"datasets": [{"path": str(path), "type": "messages"}], "sequence_len": 64, "val_set_size": 0.2}
     data = load_data(make_config(**keys, roles_to_train=["user"]), console)
     assert 0 < len(data.prompts) < len(data.validation) == 16
-    assert {example.key for example in data.prompts} < {example.key for example in data.validation}
+    held_out = {example.key for example in data.validation}
+    assert {example.key for example in data.prompts} < held_out
+    cfg = make_config(**keys, roles_to_train=["user"])
+    encoder = ChatEncoder(load_tokenizer(cfg.base_model, trust_remote_code=False))
+    assert {example.key for example in validation_conversations(cfg, encoder)[0]} < held_out
 
 
 @pytest.mark.parametrize(("rows", "packed", "longest"), [(1, False, 700), (2, False, 600), (1, True, 600)])
@@ -125,7 +130,9 @@ def test_a_tokenizer_without_a_template_will_do_where_the_data_name_theirs(make_
     for datasets in ([one], [one, other]):
         cfg = make_config(base_model=bare, datasets=datasets)
         assert cfg.chat_template == (None if len(datasets) > 1 else "vicuna_v1.1")
-        first = load_data(cfg, console).train[0]
+        data = load_data(cfg, console)
+        first = data.train[0]
+        assert data.chat_template == "vicuna_v1.1"  # stored for decoding
         text = AutoTokenizer.from_pretrained(bare).decode(first.tokens)
         assert "ASSISTANT:" in text or "[/INST]" in text
     with pytest.raises(DataError, match="no chat template"):
@@ -170,8 +177,7 @@ def test_a_sentencepiece_model_alone_makes_a_fast_tokenizer(make_config, tmp_pat
     tokenizer = load_tokenizer(str(tmp_path), trust_remote_code=False)
     assert tokenizer.is_fast
     tokens = tokenizer("three large", add_special_tokens=False)["input_ids"]
-    reference = sentencepiece.SentencePieceProcessor(str(tmp_path / "tokenizer.model"))
-    assert tokens == reference.encode("three large")
+    assert tokens == sentencepiece.SentencePieceProcessor(str(tmp_path / "tokenizer.model")).encode("three large")
     assert torch.tensor(tokens).max() < len(tokenizer)
 
 
@@ -226,6 +232,24 @@ def test_one_process_of_each_machine_tokenizes(make_config, console, tmp_path, m
     assert len(set(directories)) == (1 if prepared else 2)
     notes = "".join(loaded[0].train.report.notes)
     assert ("could not write" in notes and "No space left" in notes) == is_full
+
+
+def test_processes_with_different_data_are_refused(make_config, console, chats, tmp_path):
+    other = tmp_path / "other.jsonl"
+    other.write_text("\n".join(chats.read_text().splitlines()[1:]))
+    configs = [make_config(datasets=[{"path": str(path)}]) for path in (chats, chats, other)]
+    barrier, values = threading.Barrier(3), {}
+    with ThreadPoolExecutor(3) as pool:
+        worlds = [ThreadWorld(rank, barrier, values) for rank in range(3)]
+        done = [pool.submit(load_data, cfg, console, world) for cfg, world in zip(configs, worlds, strict=True)]
+    assert "a file changed in the meantime, or differs between the machines" in str(done[0].exception())
+    assert [type(one.exception()) for one in done] == [DataError, PeerError, PeerError]
+
+
+def test_a_directory_may_be_the_working_one(make_config, console, chats, tmp_path, monkeypatch):
+    shutil.copy(chats, tmp_path / "chats.jsonl")
+    monkeypatch.chdir(tmp_path)
+    assert len(load_data(make_config(datasets=[{"path": "."}]), console).train)
 
 
 def test_deepspeed_is_checked_before_data_are_read(make_config, console):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from medusa_train.errors import BackboneError
-from medusa_train.models.loading import quantized_loading
+from medusa_train.models.loading import loading_options
 from medusa_train.training.optimizer_step import (
     LocalStrategy,
     LossScale,
@@ -140,8 +140,7 @@ def make_scaled(loss_scale):
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    scheduler = build_scheduler("constant", optimizer, 0, 10)
-    return model, LocalStrategy(optimizer, scheduler, 0.5, loss_scale)
+    return model, LocalStrategy(optimizer, build_scheduler("constant", optimizer, 0, 10), 0.5, loss_scale)
 
 
 def test_scaled_steps_are_the_plain_ones_to_the_bit():
@@ -246,7 +245,7 @@ def test_eight_bits_where_they_cannot_run_fall_back_with_one_line(device, reason
     assert reason in notice
     assert notice.endswith("; using adamw_torch")
     with pytest.raises(BackboneError, match=r"load_in_4bit.*has no library for CUDA"):
-        quantized_loading("nf4", torch.bfloat16, torch.device("cuda"))
+        loading_options("nf4", torch.bfloat16, torch.device("cuda"))
 
 
 def rates(name, warmup, total, lowest=0.0):

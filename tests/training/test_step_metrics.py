@@ -20,8 +20,7 @@ def micro(loss, correct, counts, lm=None):
 def test_rows_add_up_to_the_step():
     ce, kl, count = torch.tensor(3.0), torch.tensor(0.5), torch.tensor(4)
     results = [micro(0.25, [1, 0], [3, 2]), micro(0.5, [2, 2], [4, 3], LMSums(ce, kl, count))]
-    sums = StepTotals.reduce(results, SINGLE_PROCESS)
-    assert sums == StepTotals(0.75, 14, 3.0, 0.5, 4, [3, 2], [7, 5], [5, 3])
+    assert StepTotals.reduce(results, SINGLE_PROCESS) == StepTotals(0.75, 14, 3.0, 0.5, 4, [3, 2], [7, 5], [5, 3])
 
 
 def test_counts_beyond_float32_stay_whole():

@@ -108,8 +108,7 @@ def random_batches():
         segments = torch.zeros_like(tokens)
         segments[0, -2:] = -1
         labels[0, -2:] = IGNORE_INDEX
-        positions = torch.arange(length).repeat(rows, 1)
-        batches.append(Batch(tokens, labels, positions, segments, ["a"] * rows))
+        batches.append(Batch(tokens, labels, torch.arange(length).repeat(rows, 1), segments, ["a"] * rows))
     return batches
 
 
@@ -125,8 +124,7 @@ def test_figures_match_the_plain_formula(backbone, monkeypatch, rows):
         logits, wanted = [], []
         for batch in random_batches():
             target = shift_labels(batch.labels, k, batch.segments)
-            states = backbone.run(batch.tokens).hidden
-            logits.append(draft.head_logits(states, k)[target != IGNORE_INDEX].detach())
+            logits.append(draft.head_logits(backbone.run(batch.tokens).hidden, k)[target != IGNORE_INDEX].detach())
             wanted.append(target[target != IGNORE_INDEX])
         logits, wanted = torch.cat(logits), torch.cat(wanted)
         assert found.targets[k - 1] == len(wanted)
