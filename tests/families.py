@@ -64,6 +64,20 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
         "GraniteConfig",
         {"embedding_multiplier": 4.0, "logits_scaling": 8.0, "residual_multiplier": 0.22, "attention_multiplier": 0.25},
     ),
+    "granite4": (  # dense, of the class of its hybrids
+        "GraniteMoeHybridConfig",
+        {
+            "num_local_experts": 0,
+            "shared_intermediate_size": 48,
+            "position_embedding_type": "rope",
+            "layer_types": ["full_attention"] * 3,
+            "mamba_n_heads": 8,
+            "embedding_multiplier": 4.0,
+            "logits_scaling": 8.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.25,
+        },
+    ),
     "gemma3": (
         "Gemma3TextConfig",
         {

@@ -94,8 +94,7 @@ def test_commands_of_launchers_are_valid(words: list[str], monkeypatch: pytest.M
 
 @pytest.mark.parametrize("words", of("make"))
 def test_make_targets_exist(words: list[str]) -> None:
-    makefile = (PROJECT_ROOT / "Makefile").read_text(encoding="utf-8")
-    assert re.search(rf"^{words[1]}:", makefile, flags=re.MULTILINE)
+    assert re.search(rf"^{words[1]}:", (PROJECT_ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE)
 
 
 def test_make_smollm2_runs_valid_commands(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,8 +38,7 @@ def test_what_the_demo_needs_is_package_data() -> None:
     held = {str(path.relative_to(PROJECT_ROOT)) for pattern in patterns for path in PROJECT_ROOT.glob(pattern)}
     assert set(NEEDED) <= held
     assert not [name for name in held if name.endswith(".py")]
-    empty = [pattern for pattern in patterns if not any(PROJECT_ROOT.glob(pattern))]
-    assert empty == []
+    assert [pattern for pattern in patterns if not any(PROJECT_ROOT.glob(pattern))] == []
 
 
 @pytest.mark.parametrize("system", ["Linux", "Darwin"])

@@ -114,12 +114,6 @@ class BatchDecoder:
         return self.backbone.rope_switch is None
 
     @property
-    def can_refill(self) -> bool:
-        """Whether rows may join a running batch: they may share passes, and a draft takes further rows."""
-        draft = effective_draft(self.draft, self.tree)
-        return self.can_batch and (draft is None or draft.can_append_rows)
-
-    @property
     def limits(self) -> Limits:
         """The limits of a step's guesses."""
         return proposal_limits(self.draft, self.tree)
@@ -193,20 +187,14 @@ class RunningBatch:
     def add_requests(self, requests: Sequence[PendingRequest]) -> None:
         """Prefill the prompts of `requests` (at least one) and add them to the batch.
 
-        Prompts of similar length share a pass, see `group_prompts`. A draft that takes no further rows
-        (`Proposer.can_append_rows`) gets a single pass, and requests can only be added when no row is active.
+        Prompts of similar length share a pass, see `group_prompts`.
 
         Raises:
             MedusaError: a prompt is empty or longer than the model's context; no request is added then.
-            ValueError: rows are active, and the draft takes no further ones; or rows can't share passes, see
-                `BatchDecoder.can_batch`.
+            ValueError: rows can't share passes, see `BatchDecoder.can_batch`.
         """
-        can_refill = self._decoder.can_refill
         if len(self.active) + len(requests) > 1 and not self._decoder.can_batch:
             raise ValueError("longrope models can't decode in batches: the longest row would set the angles of all")
-        if self.active and not can_refill:
-            draft = type(self._decoder.draft).__name__
-            raise ValueError(f"requests can't be added while rows are active: {draft} takes no further rows")
         now = time.perf_counter()
         limits = [max_answer_length(self._decoder.backbone, one.prompt, self._max_new_tokens) for one in requests]
         rows = [
@@ -222,8 +210,7 @@ class RunningBatch:
             self._steps.make_room(len(self.active) + len(rows), capacity)
         elif self._decoder.backbone.compiled is not None:
             capacity = compiled_capacity(capacity)
-        lengths = [len(prompt) for prompt in prompts]
-        for group in group_prompts(lengths) if can_refill else [list(range(len(rows)))]:
+        for group in group_prompts([len(prompt) for prompt in prompts]):
             joining, texts = [rows[i] for i in group], [prompts[i] for i in group]
             if not self.active:
                 self._session = self._prefill(joining, texts, capacity, len(rows))

@@ -93,7 +93,8 @@ def _missing_features(config: Any, text: Any) -> set[str]:
     """Return the features of an architecture that are not implemented here, keys of `_EXPLANATIONS`."""
     types = set(_value(text, "layer_types") or ())
     features = {feature for feature, kinds in _LAYER_PROBLEMS.items() if types & set(kinds)}
-    if _class_flag(config, "_is_stateful", False) or any(_value(text, key) for key in _RECURRENT_KEYS):
+    recurrent = _class_flag(config, "_is_stateful", False) or any(_value(text, key) for key in _RECURRENT_KEYS)
+    if recurrent and not (types and types <= SUPPORTED_LAYER_TYPES):  # Granite 4.0 has dense models of that class
         features.add("recurrent state")
     if _value(text, "kv_lora_rank"):
         features.add("latent attention")

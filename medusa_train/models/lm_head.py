@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from medusa_train.errors import BackboneError
+
 #: Candidates of a head with a token bias: its best tokens without the bias, which the bias ranks again.
 CANDIDATES = 64
 
@@ -34,10 +36,15 @@ class LowRank:
 
 
 def low_rank_of(module: Any) -> LowRank | None:
-    """Return the LoRA branch of a linear layer with an active PEFT adapter, else None."""
+    """Return the LoRA branch of a linear layer with an active PEFT adapter, else None.
+
+    Raises BackboneError if it is of another kind, which only adapters of other programs are.
+    """
     if not getattr(module, "lora_A", None) or module.disable_adapters or not module.active_adapters:
         return None
     (key,) = module.active_adapters
+    if key in getattr(module, "lora_variant", {}) or module.lora_B[key].bias is not None:
+        raise BackboneError("DoRA and LoRA with a bias are not supported on lm_head; merge the adapter into the model")
     return LowRank(module.lora_A[key].weight, module.lora_B[key].weight, module.scaling[key], module.lora_dropout[key])
 
 

@@ -12,6 +12,7 @@ import torch
 from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.utils import is_flash_attn_2_available
 
 from medusa_train.config.paths import looks_like_path, nearest_path, resolve_path
@@ -66,7 +67,7 @@ def load_backbone(
             attn_implementation="eager" if capped else "sdpa",
             trust_remote_code=trust_remote_code,
             local_files_only=offline,
-            **quantized_loading(quantization, dtype, device),
+            **loading_options(quantization, dtype, device),
         )
     except (OSError, ValueError, ImportError) as error:
         reason = describe_hub_error(error, name, "model") or error
@@ -175,14 +176,15 @@ def quantization_of(model: Any) -> str | None:
     return str(getattr(config.quant_method, "value", config.quant_method))
 
 
-def quantized_loading(quantization: Quantization | None, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """Return the arguments for `from_pretrained` that quantize while loading; empty without `quantization`.
+def loading_options(quantization: Quantization | None, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """Return the arguments for `from_pretrained` that read weights straight to a GPU, and quantize them.
 
     NF4 uses double quantization (QLoRA, "QLoRA Finetuning"); `dtype` is that of the products. lm_head is not quantized.
     Raises BackboneError if bitsandbytes cannot be used.
     """
+    on_device = {"device_map": {"": device}}  # else the host's memory holds a copy of the model in every process
     if quantization is None:
-        return {}
+        return {} if device.type == "cpu" or is_deepspeed_zero3_enabled() else on_device
     if (obstacle := bitsandbytes_obstacle(device)) is not None:
         raise BackboneError(f"load_in_4bit and load_in_8bit need bitsandbytes: {obstacle}")
     from transformers import BitsAndBytesConfig
@@ -193,7 +195,7 @@ def quantized_loading(quantization: Quantization | None, dtype: torch.dtype, dev
         )
     else:
         config = BitsAndBytesConfig(load_in_8bit=True)
-    return {"quantization_config": config, "device_map": {"": device}}
+    return {"quantization_config": config, **on_device}
 
 
 def bitsandbytes_obstacle(device: torch.device) -> str | None:

@@ -13,8 +13,7 @@ PAGES = sorted(page.RESULTS.glob("*.md"))
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
 def test_a_page_has_question_answer_picture_and_method(path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
-    lines = text.splitlines()
+    lines = path.read_text(encoding="utf-8").splitlines()
     assert re.fullmatch(r"# .*\?", lines[0])
     assert re.fullmatch(r"\*\*.+\*\*", lines[2])
     assert f"]({path.stem}.svg)" in lines[4]

@@ -95,8 +95,7 @@ def test_control_characters_are_replaced() -> None:
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    backbone = write_backbone(tmp_path / "backbone")
-    write_run(tmp_path / "runs" / "one", backbone)
+    write_run(tmp_path / "runs" / "one", write_backbone(tmp_path / "backbone"))
     monkeypatch.chdir(tmp_path)
     arguments = ["--interactive", "--dtype", "float32", "--max-new-tokens", "8"]
     result = CliRunner().invoke(app, arguments, input="Hi?\n/exit\n")

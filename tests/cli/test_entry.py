@@ -14,7 +14,6 @@ MODULES = {module: ["-m", f"medusa_train.cli.{module}"] for module in ("train", 
 @pytest.mark.parametrize("start", [*STARTS.values(), *MODULES.values()], ids=[*STARTS, *MODULES])
 def test_ctrl_c_during_the_imports_exits_130_with_one_line(start, tmp_path):
     (tmp_path / "typer.py").write_text("raise KeyboardInterrupt\n")  # as Ctrl-C does within an import
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    environ = {**os.environ, "PYTHONPATH": path}
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run([sys.executable, *start], capture_output=True, text=True, check=False, env=environ)
     assert (done.returncode, done.stderr) == (130, "error: interrupted\n")

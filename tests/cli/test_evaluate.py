@@ -17,8 +17,7 @@ runner = CliRunner()
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a backbone, one run under runs/ and a bench file."""
     home = tmp_path_factory.mktemp("workplace")
-    backbone = write_backbone(home / "backbone")
-    write_run(home / "runs" / "first", backbone)
+    write_run(home / "runs" / "first", write_backbone(home / "backbone"))
     write_bench(home / "small.jsonl")
     return home
 
@@ -34,8 +33,7 @@ def test_without_a_model_the_newest_run_is_evaluated(workplace: Path, monkeypatc
     report = json.loads((workplace / "runs" / "first" / "eval" / "small" / "report.json").read_text())
     assert report["overall"]["answers"] == 4
     assert report["overall"]["equal_answers"] + report["overall"]["tie_answers"] == 4
-    compared = report["overall"]["equal_answers_bf16"] is not None
-    assert compared is not emulates_bf16(torch.device("cpu"))
+    assert (report["overall"]["equal_answers_bf16"] is not None) is not emulates_bf16(torch.device("cpu"))
     assert report["meta"]["model"] == "runs/first"
     assert report["meta"]["base_model"] == "backbone"
 
@@ -57,8 +55,7 @@ def test_torn_weights_end_with_a_message(workplace: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(workplace)
     shutil.copytree(workplace / "backbone", workplace / "torn")
     (workplace / "torn" / "model.safetensors").write_bytes(b"\x40\0\0\0\0\0\0\0{")
-    flags = ["--bench", "small.jsonl", "--base-model", "torn", "--dtype", "float32"]
-    result = runner.invoke(app, flags)
+    result = runner.invoke(app, ["--bench", "small.jsonl", "--base-model", "torn", "--dtype", "float32"])
     assert result.exit_code == 1
     message = " ".join(result.stderr.split())
     assert "error: base_model" in message

@@ -46,8 +46,7 @@ def test_a_run_becomes_a_directory_for_others(tmp_path: Path) -> None:
     assert str(target) in output
     assert "warning" not in output
     assert sorted(p.name for p in target.iterdir()) == FILES
-    config = json.loads((target / "config.json").read_text())
-    assert config == {
+    assert json.loads((target / "config.json").read_text()) == {
         "medusa_num_heads": 5,
         "medusa_num_layers": 1,
         "base_model_name_or_path": str(tmp_path / "backbone"),

@@ -197,5 +197,4 @@ def test_sigterm_to_the_command_saves_in_all_processes(config_file, tmp_path):
     assert run.returncode == 143, said
     assert "saved. To resume:" in said
     assert "--num-gpus 2" in said
-    saved = max(Path(tmp_path / "run" / "checkpoints").glob("step-*"))
-    assert (saved / "manifest.json").exists()
+    assert (max(Path(tmp_path / "run" / "checkpoints").glob("step-*")) / "manifest.json").exists()

@@ -172,8 +172,7 @@ def test_shards_merge_into_the_file_of_one_process(at_work: Path, monkeypatch: p
     result = succeed([*flags, "--output", "many.jsonl", "--shard", "1/2"])
     assert "many.shard-1-of-2.jsonl" in result.output
     assert "--merge to merge all 2 shards" in " ".join(result.output.split())
-    incomplete = runner.invoke(app, [*flags, "--output", "many.jsonl", "--merge"])
-    assert "prompts are not answered yet" in incomplete.output
+    assert "prompts are not answered yet" in runner.invoke(app, [*flags, "--output", "many.jsonl", "--merge"]).output
     # torchrun and DeepSpeed say by the environment which part is whose; DeepSpeed also passes an argument.
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
@@ -207,8 +206,7 @@ def test_self_talk_writes_both_roles(at_work: Path) -> None:
 
 def test_the_model_writes_questions_for_a_second_run(at_work: Path) -> None:
     flags = ["--mode", "questions", "--limit", "3", "--model", "backbone", "dtype=float32", "drop_truncated=false"]
-    asked = succeed([*flags, "--output", "asked.jsonl", "max_new_tokens=12"])
-    assert "prompts written by itself" in asked.output
+    assert "prompts written by itself" in succeed([*flags, "--output", "asked.jsonl", "max_new_tokens=12"]).output
     records = read(at_work / "asked.jsonl")
     assert {record["sampling"]["temperature"] for record in records} == {1.0}
     assert len({record["messages"][0]["content"] for record in records}) > 1

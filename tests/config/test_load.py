@@ -35,8 +35,7 @@ def test_a_combination_names_both_places_and_waits_for_usable_values(tmp_path: P
 
 
 def test_missing_keys_show_beside_other_mistakes(tmp_path: Path) -> None:
-    path = write(tmp_path, "seed: x\nwarmup_steps: 4\nwarmup_ratio: 0.1\n")
-    found = problems(path)
+    found = problems(write(tmp_path, "seed: x\nwarmup_steps: 4\nwarmup_ratio: 0.1\n"))
     assert found[0] == "x.yaml:1: seed: expected an integer, got 'x'"
     assert found[1].startswith("x.yaml:2: warmup_steps: 4: cannot be set together with warmup_ratio")
     assert found[2].startswith("x.yaml: base_model: is missing (")
@@ -94,8 +93,7 @@ def test_exponents_and_nulls_are_read_as_meant(tmp_path: Path) -> None:
     cfg = load_config(TrainConfig, write(tmp_path, text))
     assert (cfg.learning_rate, cfg.seed, cfg.warmup_steps, cfg.datasets[0].type) == (0.001, 42, None, "auto")
     assert load_config(TrainConfig, tmp_path / "x.yaml", ["learning_rate="]).learning_rate == 5e-4
-    required = write(tmp_path, GOOD.replace("data/tiny", ""))
-    assert problems(required)[0].startswith("x.yaml:1: base_model: is missing")
+    assert problems(write(tmp_path, GOOD.replace("data/tiny", "")))[0].startswith("x.yaml:1: base_model: is missing")
 
 
 def test_foreign_keys_are_taken_and_listed(tmp_path: Path) -> None:

@@ -146,8 +146,7 @@ def test_choosing_a_tree(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     backbone = on_gpu("llama")
     draft, prompts = random_draft(kind, backbone), [[4 + i, 20, 30 + i] for i in range(4)]
     traces = trace_conversations(backbone, draft, [[prompt] for prompt in prompts], max_new_tokens=8, token_budget=32)
-    progress = RunProgress(Console(file=io.StringIO()))
-    assert choose.choose_tree(backbone, draft, traces, progress)
+    assert choose.choose_tree(backbone, draft, traces, RunProgress(Console(file=io.StringIO())))
 
 
 @pytest.mark.parametrize("draft", [None, "prompt_lookup"])

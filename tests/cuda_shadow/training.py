@@ -69,8 +69,7 @@ def test_a_step_a_validation_and_a_checkpoint(
     trainer.train_step(batches)  # allocates the optimizer's states
     with counted() as transfers:
         trainer.train_step(batches)
-    waits = sum(transfers.values()) - transfers["pinned upload"]
-    assert waits <= WAITS[case], transfers.places
+    assert sum(transfers.values()) - transfers["pinned upload"] <= WAITS[case], transfers.places
     assert trainer.validation_batches is not None
     assert trainer.evaluate(trainer.validation_batches()).loss > 0
     trainer._save_checkpoint()

@@ -36,8 +36,7 @@ STEPS = 4
 
 def write_model(out: Path, device: torch.device) -> Path:
     """Write a random Llama of the device's shape, with the tokenizer of the training tests."""
-    model = random_model(llama_config(*SHAPES[device.type]), torch.bfloat16, device)
-    model.save_pretrained(out)
+    random_model(llama_config(*SHAPES[device.type]), torch.bfloat16, device).save_pretrained(out)
     build_tokenizer().save_pretrained(out)
     return out
 
@@ -83,8 +82,7 @@ def measure(keys: dict[str, Any]) -> Measured:
     trainer.draft.train()
     for batch in batches[:-1]:
         trainer.train_step(iter([batch]))
-    before = held_bytes(trainer)
-    peak = before + peak_allocated(lambda: trainer.train_step(iter(batches[-1:])))
+    peak = held_bytes(trainer) + peak_allocated(lambda: trainer.train_step(iter(batches[-1:])))
     rows, width = batches[-1].tokens.shape
     estimate = Estimate(cfg, trainer.recipe.backbone.config).memory(
         rows=rows, width=width, dtype=trainer.recipe.precision.dtype, device=trainer.recipe.precision.device.type

@@ -151,8 +151,7 @@ def _decode(rule: Rule, kind: str, tree: Tree, sampling: Sampling, seed: int) ->
     width = TOKENS + tree.max_depth + 1
     while min(len(row) for row in written) < TOKENS:
         texts = torch.tensor([row + [0] * (width - len(row)) for row in written])
-        counts = torch.tensor([len(row) for row in written])
-        tokens, logits = _guesses(kind, table, texts, counts, tree)
+        tokens, logits = _guesses(kind, table, texts, torch.tensor([len(row) for row in written]), tree)
         for row, accepted in zip(written, rule(tokens, logits, tree, sampling, generators), strict=True):
             row += accepted.tokens[1:]
             del row[TOKENS:]

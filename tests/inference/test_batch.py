@@ -78,8 +78,7 @@ def test_rows_end_at_different_times(tree: Tree) -> None:
     eos = [alone[1].tokens[0], alone[2].tokens[4], alone[3].tokens[7]]
     expected = [Decoder(backbone).generate(prompt, 18, eos) for prompt in PROMPTS]
     assert len({out.finish for out in expected}) > 1
-    draft = _draft(backbone, [out.tokens for out in alone])
-    decoder = BatchDecoder(backbone, draft, tree)
+    decoder = BatchDecoder(backbone, _draft(backbone, [out.tokens for out in alone]), tree)
     for _ in range(2):
         together = decoder.generate_batch(PROMPTS, 18, eos)
         assert [(out.tokens, out.finish) for out in together] == [(out.tokens, out.finish) for out in expected]

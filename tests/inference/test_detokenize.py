@@ -78,15 +78,13 @@ def test_leading_spaces_survive_sentence_pieces() -> None:
 
 
 def test_a_space_after_a_skipped_token_survives() -> None:
-    tokenizer = _sentence_pieces()
-    pieces, _ = _stream(tokenizer, [3, 0, 0, 4, 0, 9])
+    pieces, _ = _stream(_sentence_pieces(), [3, 0, 0, 4, 0, 9])
     assert pieces == ["went", "", "", " up", "", " s", ""]
 
 
 def test_an_unfinished_character_comes_at_the_end() -> None:
     tokenizer = _byte_level()
-    ids = _ids(tokenizer, "a世")[:-1]
-    pieces, _ = _stream(tokenizer, ids)
+    pieces, _ = _stream(tokenizer, _ids(tokenizer, "a世")[:-1])
     assert pieces == ["a", "", "", "\ufffd"]
     tokenizer = _sentence_pieces()  # which decode a whole run of bytes at once
     run = [tokenizer.convert_tokens_to_ids(f"<0x{byte:02X}>") for byte in "世".encode()]

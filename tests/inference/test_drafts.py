@@ -78,8 +78,7 @@ def test_traced_ranks_are_those_of_decoding(kind: str) -> None:
     backbone = random_backbone("llama")
     draft = random_draft(kind, backbone)
     prompt = PROMPTS[0]
-    tree = Tree.cartesian([3, 3])
-    out = Decoder(backbone, draft, tree).generate(prompt, 30, ())
+    out = Decoder(backbone, draft, Tree.cartesian([3, 3])).generate(prompt, 30, ())
     trace = trace_answer(backbone, draft, prompt, Decoder(backbone).generate(prompt, 40, ()).tokens)
     position = 0
     for accepted in out.accepted[:-1]:
@@ -171,7 +170,6 @@ def test_saved_drafts_load_unchanged_and_without_backbone_weights(kind: str, tmp
     expected = draft.state_dict()
     assert set(loaded.state_dict()) == set(expected)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in loaded.state_dict().items())
-    size = sum(path.stat().st_size for path in (tmp_path / "heads").glob("*.safetensors"))
-    assert size < 4 * trainable + 20_000
+    assert sum(path.stat().st_size for path in (tmp_path / "heads").glob("*.safetensors")) < 4 * trainable + 20_000
     with pytest.raises(CheckpointError, match="somebody/model"):
         load_draft(tmp_path / "heads", random_backbone("llama", hidden_size=48))

@@ -69,8 +69,7 @@ def test_nodes_are_those_of_an_enumeration_of_all_paths(
     cache = BatchCache(backbone.num_layers, 40)
     feats = backbone.run(prompts, cache=cache, need=draft.needs)
     cache.commit_rows([4, 4, 4])
-    state = draft.start(feats, prompts, [4, 4, 4], cache)
-    proposal = draft.propose(state, torch.tensor(roots), TREE)
+    proposal = draft.propose(draft.start(feats, prompts, [4, 4, 4], cache), torch.tensor(roots), TREE)
     shapes = set()
     for row, root in enumerate(roots):
         tree, tokens = proposal.tree.row(row), proposal.tokens[row].tolist()

@@ -80,8 +80,7 @@ def _plain(backbone: Backbone, prompt: list[int], count: int) -> list[int]:
     ids = list(prompt)
     with torch.no_grad():
         for _ in range(count):
-            logits = backbone.model(torch.tensor([ids]), use_cache=False).logits
-            ids.append(int(logits[0, -1].argmax()))
+            ids.append(int(backbone.model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
     return ids[len(prompt) :]
 
 
@@ -114,8 +113,7 @@ def test_a_right_draft_is_accepted_to_the_full_depth() -> None:
     prompt = [7, 7, 30]
     plain = Decoder(backbone).generate(prompt, 33)
     oracle = OracleDraft(prompt, plain.tokens, backbone.vocab_size)
-    chain = Tree.chain(4)
-    out = Decoder(backbone, oracle, chain).generate(prompt, 31)
+    out = Decoder(backbone, oracle, Tree.chain(4)).generate(prompt, 31)
     assert out.tokens == plain.tokens[:31]
     assert out.accepted == [4] * 6
 
@@ -163,8 +161,7 @@ def test_the_contexts_end(family: str) -> None:
 
 def test_the_cache_is_reused_between_answers_without_effect() -> None:
     backbone = random_backbone("llama")
-    draft = _trained_like(backbone)
-    decoder = Decoder(backbone, draft, TREES["cartesian"])
+    decoder = Decoder(backbone, _trained_like(backbone), TREES["cartesian"])
     first = decoder.generate([1, 2, 3, 4, 5], 30).tokens
     second = decoder.generate([9, 8, 7], 12).tokens
     assert decoder.generate([1, 2, 3, 4, 5], 30).tokens == first

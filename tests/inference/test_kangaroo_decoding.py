@@ -216,8 +216,7 @@ def test_an_early_stop_is_simulated_from_the_confidence_along_an_answer(threshol
 
 
 def test_a_trees_level_is_stopped_by_the_share_of_all_its_guesses() -> None:
-    backbone = random_backbone("llama")
-    draft = KangarooDraft.from_backbone(backbone, exit_layer=1, threshold=0.5)
+    draft = KangarooDraft.from_backbone(random_backbone("llama"), exit_layer=1, threshold=0.5)
     level = Level(1, 3, None, 1, 3, 2, torch.tensor([0, 0, 1]), torch.tensor([0, 1, 2]))
     p = torch.tensor([[[0.5, 0.3, 0.2], [0.1, 0.8, 0.1]]], dtype=torch.float64)
     mass = torch.tensor([[0.6, 0.2]], dtype=torch.float64)

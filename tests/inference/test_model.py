@@ -21,8 +21,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 def test_the_answer_is_the_loops_own(model: Model) -> None:
     tokenizer = model.backbone.tokenizer
-    prompt = tokenizer("<bos><user>Hi?<assistant>")["input_ids"]
-    tokens = Decoder(model.backbone).generate(prompt, 40).tokens
+    tokens = Decoder(model.backbone).generate(tokenizer("<bos><user>Hi?<assistant>")["input_ids"], 40).tokens
     text = tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     assert model.generate("Hi?", 40) == text
     assert model.generate([{"role": "user", "content": "Hi?", "name": "Ann"}], 40) == text
@@ -88,7 +87,6 @@ def test_limits(model: Model) -> None:
 
 
 def test_a_backbone_alone_answers_plainly(tmp_path: Path, model: Model) -> None:
-    plain = load(base_model=write_backbone(tmp_path / "backbone"), dtype="float32")
-    reply = plain.reply("Hi?", 20)
+    reply = load(base_model=write_backbone(tmp_path / "backbone"), dtype="float32").reply("Hi?", 20)
     assert reply.read() == model.generate("Hi?", 20)
     assert reply.tokens_per_step == 1.0

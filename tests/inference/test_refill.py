@@ -206,32 +206,3 @@ def test_refilled_batches_take_fewer_passes(name: str) -> None:
     _, sizes = streamed(refilled, 14, eos, queue=QUEUE)
     assert refilled.passes == len(sizes)
     assert refilled.passes < 0.8 * whole.passes
-
-
-class ClosedDraft(MedusaDraft):
-    """Heads whose batch takes no further rows, which is the default of a draft."""
-
-    can_append_rows = Proposer.can_append_rows
-    append_rows = Proposer.append_rows  # type: ignore[assignment]
-
-
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_a_draft_that_takes_no_further_rows_completes_its_batches(wrapped: bool) -> None:
-    backbone = random_backbone("llama")
-    heads = ClosedDraft.from_backbone(backbone, 3)
-    draft = MergedDraft(heads, PromptLookupDraft()) if wrapped else heads
-    decoder = BatchDecoder(backbone, draft, TREE)
-    assert not decoder.can_refill
-    assert BatchDecoder(backbone, draft, Tree.empty()).can_refill != wrapped  # the heads alone are not used then
-    plain = answers_alone(Decoder(backbone), 14, ())
-    assert [out.tokens for out in decoder.generate_batch(QUEUE, 14, ())] == [out.tokens for out in plain]
-    batch = decoder.begin(4, ())
-    batch.add_requests([PendingRequest(0, [1, 2])])
-    with pytest.raises(ValueError, match=f"while rows are active: {type(draft).__name__} takes no further rows"):
-        batch.add_requests([PendingRequest(1, [3])])
-    while batch.active:
-        batch.step()
-    batch.add_requests([PendingRequest(1, [3])])
-    assert len(batch.active) == 1
-    with pytest.raises(NotImplementedError, match="can't join a running batch with ClosedDraft"):
-        heads.append_rows(None, None, backbone.new_cache(1))

@@ -38,8 +38,7 @@ class Random:
         self.dtype = dtype
 
     def leaf(self, *shape: int) -> Tensor:
-        values = torch.randn(*shape, generator=self.generator, dtype=torch.float64)
-        return values.to(self.dtype).requires_grad_()
+        return torch.randn(*shape, generator=self.generator, dtype=torch.float64).to(self.dtype).requires_grad_()
 
     def unembedding(
         self,

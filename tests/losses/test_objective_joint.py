@@ -134,8 +134,7 @@ class Copying(Heads):
 
 
 def test_head_k_is_held_against_the_teacher_k_positions_on(joint: Joint, batch: Rows) -> None:
-    copying = Copying(joint.teacher_feats.hidden, joint.teacher)
-    ours = Objective(copying, DECAY, lm="kl", soft_targets=1.0)
+    ours = Objective(Copying(joint.teacher_feats.hidden, joint.teacher), DECAY, lm="kl", soft_targets=1.0)
     out = joint.loss(ours, batch, ours.target_counts(batch))
     assert out.lm is not None
     assert out.lm.kl.item() > 0.1

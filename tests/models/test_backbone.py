@@ -66,8 +66,7 @@ def test_unknown_transforms_of_logits_are_rejected() -> None:
 
 
 def test_unsupported_layer_types_are_rejected() -> None:
-    config = LlamaConfig(**SMALL)
-    model = LlamaForCausalLM(config)
+    model = LlamaForCausalLM(LlamaConfig(**SMALL))
     model.config.layer_types = ["chunked_attention"]
     with pytest.raises(BackboneError, match="chunked_attention"):
         Backbone(model, NoTokenizer())

@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from medusa_train.errors import BackboneError, CheckpointError
-from medusa_train.models.loading import load_backbone
+from medusa_train.models import loading
+from medusa_train.models.loading import load_backbone, loading_options
 from medusa_train.models.lora import Adapter, LoraSpec
 from tests.evaluation.tiny_model import write_backbone
 from tests.families import random_backbone
@@ -57,6 +58,15 @@ def test_other_errors_of_torch_are_not_taken_for_damage(whole: Path, monkeypatch
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fail)
     with pytest.raises(torch.OutOfMemoryError):
         load_backbone(str(whole))
+
+
+def test_weights_are_read_straight_to_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By way of the host, eight processes would hold eight copies of the model there; ZeRO-3 places its own parts."""
+    cuda = torch.device("cuda", 3)
+    assert loading_options(None, torch.bfloat16, cuda) == {"device_map": {"": cuda}}
+    assert loading_options(None, torch.bfloat16, torch.device("cpu")) == {}
+    monkeypatch.setattr(loading, "is_deepspeed_zero3_enabled", lambda: True)
+    assert loading_options(None, torch.bfloat16, cuda) == {}
 
 
 def test_attention_on_a_gpu_is_not_cudnns(whole: Path) -> None:

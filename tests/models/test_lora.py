@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -74,6 +75,15 @@ def test_a_tied_lm_head_is_left_out_or_rejected() -> None:
         Adapter.attach(backbone, LoraSpec(targets=("lm_head", "q_proj")))
     Adapter.attach(backbone, LoraSpec())
     assert backbone.lm_head().low_rank is None
+
+
+@pytest.mark.parametrize("kind", [{"use_dora": True}, {"lora_bias": True}])
+def test_adapters_of_lm_head_with_other_formulas_are_refused(kind: dict[str, bool]) -> None:
+    """The losses read lm_head's matrices; decoding, which runs PEFT's layer, would follow another distribution."""
+    backbone = random_backbone("llama", dtype=torch.float32)
+    get_peft_model(backbone.model, LoraConfig(r=2, target_modules=["lm_head"], **kind))
+    with pytest.raises(BackboneError, match="DoRA and LoRA with a bias are not supported on lm_head"):
+        _logits(backbone)
 
 
 def test_unknown_modules_to_save_are_refused() -> None:

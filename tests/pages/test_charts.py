@@ -31,8 +31,7 @@ def test_bars_are_as_long_as_their_values_and_carry_whiskers() -> None:
     svg = bars([("a<b", [Bar(1.0, (0.8, 1.3))]), ("c", [Bar(2.0)]), ("d", [Bar(None)])], "speed", unit="x", reference=1)
     one, two = widths(svg)
     assert two == pytest.approx(2 * one, rel=0.01)
-    texts = [node.text for node in parsed(svg).iter("text")]
-    assert {"a<b", "c", "1.00x", "2.00x", "not measured"} <= set(texts)
+    assert {"a<b", "c", "1.00x", "2.00x", "not measured"} <= {node.text for node in parsed(svg).iter("text")}
     assert sum(node.get("class") == "whisker" for node in parsed(svg).iter("line")) == 3
     assert sum(node.get("class") == "reference" for node in parsed(svg).iter("line")) == 1
     assert "95 % interval 0.80-1.30" in svg
@@ -49,8 +48,7 @@ def test_curves_have_a_point_per_value_a_legend_and_rings() -> None:
 
 
 def test_a_tree_has_its_nodes_below_their_parents_and_their_shares() -> None:
-    paths = [(0,), (1,), (0, 0), (0, 1), (1, 0)]
-    svg = tree_drawing(paths, [0.5, 0.2, 0.25, 0.04, 0.004])
+    svg = tree_drawing([(0,), (1,), (0, 0), (0, 1), (1, 0)], [0.5, 0.2, 0.25, 0.04, 0.004])
     root = parsed(svg)
     circles = list(root.iter("circle"))
     assert len(circles) == 6

@@ -80,6 +80,13 @@ def test_it_goes_on_where_it_was_and_the_file_is_the_same(tmp_path: Path) -> Non
     assert parts.read_bytes() == whole.read_bytes()
 
 
+def test_a_chat_of_which_an_answer_failed_is_tried_again_as_a_whole(tmp_path: Path) -> None:
+    out, chat = tmp_path / "out.jsonl", Prompt("a", ("one", "two"))
+    assert run(out, [chat], FakeEngine({"two": said("", "failed")})).empty == 1
+    assert not out.exists()
+    assert run(out, [chat], FakeEngine()).turns == 2
+
+
 def test_figures_are_told() -> None:
     stats = RunStats(total=10, earlier=2, written=3, turns=5, tokens=100)
     stats.dropped["length"] += 2
@@ -93,8 +100,7 @@ def test_figures_are_told() -> None:
 
 
 def test_looping_answers_are_dropped_with_a_warning_and_a_reason(tmp_path: Path) -> None:
-    loop = said("and so on and so on and so " * 4, "length")
-    stats = run(tmp_path / "out.jsonl", SEEDS, FakeEngine({"bad": loop}))
+    stats = run(tmp_path / "out.jsonl", SEEDS, FakeEngine({"bad": said("and so on and so on and so " * 4, "length")}))
     assert (stats.looping, dict(stats.dropped)) == (2, {"looping": 3})
     warning = stats.looping_warning(dropped=True)
     assert warning is not None

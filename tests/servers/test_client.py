@@ -236,9 +236,10 @@ def test_waiting_for_the_only_slot_takes_no_processor_time(monkeypatch: pytest.M
         assert [probe.result(), waiting.result()] == [completion(chat(0)), completion(chat(1))]
 
 
-def test_a_request_that_always_fails_is_rejected_while_others_are_answered() -> None:
+@pytest.mark.parametrize("status", [500, 504])  # 504: a proxy did not wait for a long answer
+def test_a_request_that_always_fails_is_rejected_while_others_are_answered(status: int) -> None:
     def script(number: int, body: dict[str, Any]) -> Reply:
-        return error(500, "assertion failed") if body["messages"][-1]["content"] == "hi" else None
+        return error(status, "assertion failed") if body["messages"][-1]["content"] == "hi" else None
 
     with serving(script) as server, connected(server.url, retry_seconds=0.5) as client:
         done = threading.Event()
@@ -250,7 +251,9 @@ def test_a_request_that_always_fails_is_rejected_while_others_are_answered() -> 
         thread = threading.Thread(target=others)
         thread.start()
         try:
-            with pytest.raises(RequestRejected, match=r"while other requests were answered: 500 .*assertion") as caught:
+            with pytest.raises(
+                RequestRejected, match=rf"while other requests were answered: {status} .*assertion"
+            ) as caught:
                 client.complete(BODY)
         finally:
             done.set()

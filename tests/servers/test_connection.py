@@ -112,9 +112,7 @@ def test_without_numbers_the_length_is_halved(opened: list[ServerConnection], me
         assert len(fake.bodies) < 30
 
 
-def test_a_server_that_rejects_what_fits_is_not_asked_forever(
-    opened: list[ServerConnection],
-) -> None:
+def test_a_server_that_rejects_what_fits_is_not_asked_forever(opened: list[ServerConnection]) -> None:
     lie = EXACT.format(context=9999, prompt=1, asked=1, total=2)
     with serving(lambda n, body: error(400, lie)) as fake:
         with pytest.raises(RequestRejected):

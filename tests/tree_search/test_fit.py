@@ -45,8 +45,7 @@ def test_depth_limits_the_most_frequent_and_flat_trees_are_as_large() -> None:
 def test_the_most_frequent_paths_are_the_best_tree_of_their_size() -> None:
     """Against every connected tree of three nodes: none has a larger mean accepted length."""
     torch.manual_seed(3)
-    traces = [Trace(torch.randint(-1, 3, (30, 2)).tolist(), [2] * 30) for _ in range(4)]
-    counts = count_paths(traces)
+    counts = count_paths([Trace(torch.randint(-1, 3, (30, 2)).tolist(), [2] * 30) for _ in range(4)])
     best = sum(counts[path] for path in most_frequent(counts, 3).paths)
     nodes = [(a,) for a in range(3)] + [(a, b) for a in range(3) for b in range(3)]
     for chosen in itertools.combinations(nodes, 3):
@@ -89,8 +88,7 @@ def conversations() -> list[list[Trace]]:
 
 def test_independent_nodes_come_by_the_product_of_accuracies() -> None:
     # top-1 is right 3 of 4 times for head 1, 2 of 4 for head 2; second guesses 1 of 4 and 1 of 4
-    rows = [[0, 0], [0, 0], [0, 1], [1, -1]]
-    tree = independent_trees([Trace(rows, [2, 2, 2, 2])], [4])[4]
+    tree = independent_trees([Trace([[0, 0], [0, 0], [0, 1], [1, -1]], [2, 2, 2, 2])], [4])[4]
     # (0): .75, (0, 0): .375, (1): .25, (0, 1): .1875, (1, 0): .125
     assert set(tree.paths) == {(0,), (0, 0), (1,), (0, 1)}
 

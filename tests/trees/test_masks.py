@@ -22,8 +22,7 @@ def documents(seed: int = 0) -> list[list[Example]]:
 
     def example(length: int) -> Example:
         tokens = torch.randint(2, 61, (length,), generator=draw, dtype=torch.int32)
-        supervised = torch.arange(length) >= length // 3
-        return Example(tokens, supervised, "", "", f"{length}")
+        return Example(tokens, torch.arange(length) >= length // 3, "", "", f"{length}")
 
     return [[example(length) for length in row] for row in LENGTHS]
 

@@ -36,6 +36,5 @@ def test_equal_continuations_share_nodes_and_the_most_frequent_ones_are_kept() -
 
 def test_merging_adds_what_is_new() -> None:
     heads = TokenTree([9, 1, 4, 2], [-1, 0, 0, 1])
-    copies = TokenTree([9, 4, 1, 2, 8], [-1, 0, 0, 2, 3])
-    heads.merge(copies)
+    heads.merge(TokenTree([9, 4, 1, 2, 8], [-1, 0, 0, 2, 3]))
     assert (heads.tokens, heads.parents) == ([9, 1, 4, 2, 8], [-1, 0, 0, 1, 3])

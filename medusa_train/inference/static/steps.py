@@ -42,8 +42,7 @@ def supports_static_steps(backbone: Backbone, draft: Proposer | None) -> bool:
         return False
     if draft is None or has_fixed_shape(draft):
         return True
-    name = type(draft).__name__
-    _log.info("%s chooses the shape of its trees, so its steps run without CUDA graphs", name)
+    _log.info("%s chooses the shape of its trees, so its steps run without CUDA graphs", type(draft).__name__)
     return False
 
 

@@ -55,7 +55,6 @@ class AmphistaDraft(LMHeadsDraft):
         dtype: dtype of the parameters; by default the backbone's.
     """
 
-    can_append_rows = True
     setting_names = (
         *("num_heads", "auto_blocks", "position_encoding", "adaptation_layers", "sampled_token"),
         "normalize_embeddings",

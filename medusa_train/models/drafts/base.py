@@ -30,8 +30,7 @@ class Proposal:
     Attributes:
         tokens: long [B, n + 1], each row's root first, in the tree's node order.
         tree: the tree of all rows, or one tree per row, with its tensors on the device of `tokens`. A `Tree` may be
-            smaller than the requested one; a draft that cuts trees must return the same object for the same cut, since
-            masks are cached by it.
+            smaller than the requested one.
         early: [B, n + 1, d], the nodes' states after `needs.early` layers of the backbone, if the draft ran these
             itself and left keys and values pending in the backbone's cache: verification runs only the others.
         branch: further rows of the pass, which are not verified; the draft gets their logits (`Proposer.observe`). Not
@@ -73,14 +72,11 @@ class Proposer:
     Attributes:
         needs: states of the backbone that it reads.
         num_heads: K, the depth of the deepest tree that it can fill.
-        can_append_rows: whether rows may join a running batch, by `append_rows`. By default they may not: a batch is
-            then completed before the next one starts.
         runs_backbone: whether `propose` runs layers of the backbone over its draft tokens, see `Proposal.early`.
     """
 
     needs: FeatureSpec = FINAL_STATES
     num_heads: int
-    can_append_rows: bool = False
     runs_backbone: bool = False
 
     @property
@@ -141,7 +137,7 @@ class Proposer:
         return state.select_rows(rows)
 
     def append_rows(self, state: Any, other: Any, cache: TreeCache) -> Any:
-        """Return the state of the rows of `state`, followed by those of `other`; only with `can_append_rows`.
+        """Return the state of the rows of `state`, followed by those of `other`.
 
         Args:
             state: of the running rows, between two steps; it is not used afterwards.
@@ -149,8 +145,6 @@ class Proposer:
             cache: the one that `state` was started with, to which the rows have been appended. Its capacity suffices
                 for the draft's cache too.
         """
-        if not self.can_append_rows:
-            raise NotImplementedError(f"rows can't join a running batch with {type(self).__name__}")
         return state.append_rows(other, cache)
 
 

@@ -45,7 +45,6 @@ class MergedDraft(Proposer):
         self.lookup = lookup
         self.needs = heads.needs
         self.num_heads = heads.num_heads
-        self.can_append_rows = heads.can_append_rows and lookup.can_append_rows
 
     @property
     def draft_vocab_size(self) -> int | None:

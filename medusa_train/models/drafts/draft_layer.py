@@ -50,22 +50,22 @@ class DraftLayer(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        backbone.layer(0)  # raises a clearer error if there is none
         config, self.window = _single_layer_config(backbone)
+        mlp, size = mlp_of(backbone.layer(0), config)
         name = type(backbone.body).__name__
         try:
             if mlp_size and has_experts(config):
                 raise ValueError("its MLP is a mixture of experts, which has no such size; set mlp_size: 0")
             if mlp_size:
-                _ = config.intermediate_size  # raises AttributeError where setting it would have no effect
-                config.intermediate_size = mlp_size
+                _ = getattr(config, size)  # raises AttributeError where setting it would have no effect
+                setattr(config, size, mlp_size)
             body: Any = type(backbone.body)(config)
             del body.embed_tokens
             _ = body.norm  # raises AttributeError where the final norm has another name
             if not final_norm:
                 body.norm = nn.Identity()
             if mlp_size == 0:
-                _remove(body, "mlp", _NoMLP(), backbone.hidden_size)
+                _remove(body, mlp, _NoMLP(), backbone.hidden_size)
             if not attention:
                 _remove(body, "self_attn", _NoAttention(), backbone.hidden_size)
             with torch.no_grad(), capture_inputs(body.layers[0]) as captured:
@@ -205,6 +205,12 @@ def layer_to_copy(model: Any) -> nn.Module:
         raise BackboneError(f"a draft can't use a layer of {type(body).__name__}: it has no `{missing[0]}`")
     layer: nn.Module = body.layers[0]
     return layer
+
+
+def mlp_of(layer: nn.Module, config: Any) -> tuple[str, str]:
+    """Return the names of a layer's MLP and of its size in the text config; dense Granite 4.0 models have others."""
+    shared = "shared_" if hasattr(layer, "shared_mlp") and not has_experts(config) else ""
+    return f"{shared}mlp", f"{shared}intermediate_size"
 
 
 def _remove(body: Any, name: str, replacement: nn.Module, hidden_size: int) -> None:

@@ -78,7 +78,6 @@ class Eagle3Draft(LMHeadsDraft):
         dynamic: nodes and levels of dynamic trees; None: the trees that are given to `propose`.
     """
 
-    can_append_rows = True
     setting_names = ("num_heads", "train_steps")
     dynamic: Limits | None = None
 
@@ -123,9 +122,7 @@ class Eagle3Draft(LMHeadsDraft):
         source = backbone.layer(backbone.num_layers - 1)
         with gathered([*source.parameters(), *backbone.body.norm.parameters()]):
             self.midlayer.init_from(source)
-            norm = backbone.body.norm(torch.ones(size, dtype=backbone.dtype, device=backbone.device)).float()
-            if bool((norm.abs() > 0).all()):  # the factors of a norm of this kind, however they are stored
-                self.norm.weight.copy_(norm)
+            _copy_norm(self.norm, backbone.body.norm)
 
     def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> Eagle3Draft:
         """Keep the rotary frequencies in float32 through `.to(dtype)`."""
@@ -316,6 +313,16 @@ class Eagle3Draft(LMHeadsDraft):
         return torch.cat([self.embedding(tokens).to(states.dtype), states], dim=-1)
 
 
+def _copy_norm(norm: LlamaRMSNorm, source: nn.Module | None) -> None:
+    """Copy the factors of an RMS norm, however they are stored (Gemma adds 1); a norm of another kind is left out."""
+    if source is None or (weight := next(source.parameters(), None)) is None:
+        return
+    ones = torch.ones_like(weight)
+    factors = (source(ones) - source(-ones)).float() / 2  # 0 where a norm subtracts the mean, whatever its bias
+    if bool((factors != 0).all()):
+        norm.weight.copy_(factors)
+
+
 class Eagle3Layer(nn.Module):
     """Llama's decoder layer, whose attention reads [norm(e) ; norm(x)]; its residual is x, or norm(x)."""
 
@@ -343,12 +350,15 @@ class Eagle3Layer(nn.Module):
         parameters = source.named_parameters()  # neither integers nor FP8, whose scales are parameters of their own
         weights = {name: weight for name, weight in parameters if weight.is_floating_point() and weight.itemsize > 1}
         for name, parameter in self.named_parameters():
-            weight = weights.get(name.replace("hidden_norm", "input_layernorm"))
-            if weight is None or name.startswith("input_layernorm"):
+            if (weight := weights.get(name)) is None or "norm" in name:
                 continue
             part = parameter[:, -weight.shape[-1] :] if parameter.dim() == 2 else parameter
             if part.shape == weight.shape:
                 part.copy_(weight)
+        of_outputs = hasattr(source, "post_feedforward_layernorm")  # Gemma 2 and 3, OLMo 2, which has no others
+        before_mlp = "pre_feedforward_layernorm" if of_outputs else "post_attention_layernorm"
+        _copy_norm(self.hidden_norm, getattr(source, "input_layernorm", None))
+        _copy_norm(self.post_attention_layernorm, getattr(source, before_mlp, None))
 
     def forward(self, embeddings: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """[B, q, d] and [B, q, d] -> [B, q, d].

@@ -50,7 +50,6 @@ class HydraDraft(LMHeadsDraft):
         dtype: dtype of the parameters; by default the backbone's.
     """
 
-    can_append_rows = True
     setting_names = ("num_heads", "num_layers", "prefix_layer", "normalize_embeddings", "dropout")
 
     def __init__(

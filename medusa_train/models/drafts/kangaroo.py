@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft, Proposal, at_last_nodes, at_positions
-from medusa_train.models.drafts.draft_layer import DraftLayer, init_from_layer, layer_to_copy
+from medusa_train.models.drafts.draft_layer import DraftLayer, init_from_layer, layer_to_copy, mlp_of
 from medusa_train.models.drafts.lm_heads import copy_lm_head, count_lm_head
 from medusa_train.models.features import Features, FeatureSpec, TokenRows
 from medusa_train.models.layer_split import LayerRunner
@@ -57,7 +57,6 @@ class KangarooDraft(Draft):
         BackboneError: `exit_layer` is out of range, or layers of this architecture can't be run separately.
     """
 
-    can_append_rows = True
     setting_names = ("num_heads", "exit_layer", "threshold", "mlp_size", "attention", "share_lm_head")
     runs_backbone = True
 
@@ -105,8 +104,10 @@ class KangarooDraft(Draft):
         if attention:
             total += sum(parameter.numel() for parameter in layer.self_attn.parameters()) + width
         if mlp_size:
-            mlp = sum(parameter.numel() for parameter in layer.mlp.parameters())
-            total += mlp * mlp_size // model.config.get_text_config().intermediate_size + width
+            config = model.config.get_text_config()
+            mlp, size = mlp_of(layer, config)
+            elements = sum(parameter.numel() for parameter in getattr(layer, mlp).parameters())
+            total += elements * mlp_size // getattr(config, size) + width
         return total
 
     # Training

@@ -57,8 +57,6 @@ class LookupDraft(Proposer):
         max_tokens: maximum length of a continuation. nodes: maximum number of nodes of a proposal, without the root.
     """
 
-    can_append_rows = True
-
     def __init__(self, max_tokens: int, nodes: int) -> None:
         self.num_heads = min(max_tokens, nodes)
         self.nodes = nodes
@@ -76,8 +74,7 @@ class LookupDraft(Proposer):
         """Index the prompts."""
         if self._root_only.depths.device != tokens.device:
             self._root_only = Tree.empty().to(tokens.device)
-        rows = zip(tokens.tolist(), lengths, strict=True)
-        return LookupState([self.text(row[:length]) for row, length in rows])
+        return LookupState([self.text(row[:length]) for row, length in zip(tokens.tolist(), lengths, strict=True)])
 
     def draft_trees(self, state: LookupState, roots: Sequence[int]) -> list[TokenTree]:
         """Return a tree of draft tokens below each row's root, possibly without any."""

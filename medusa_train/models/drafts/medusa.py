@@ -44,7 +44,6 @@ class MedusaDraft(Draft):
     """
 
     independent_heads = True
-    can_append_rows = True
     token_map: Tensor | None
 
     def __init__(
@@ -198,10 +197,7 @@ class MedusaDraft(Draft):
         return LMHead(head.weight, head.bias, self.softcap, self.scale, token_map=self.token_map)
 
     def head_logits(self, states: Tensor, k: int) -> Tensor:
-        """Return head k's logits [..., V] (reduced vocabulary: [..., N]) for the backbone's states [..., d].
-
-        They do not contain the Markov bias.
-        """
+        """Return head k's logits of states [..., d] without the Markov bias, [..., V] (reduced: [..., N])."""
         return self._lm_head(k).logits(self.head_state(states, k))
 
     # Decoding

@@ -16,7 +16,7 @@ from medusa_train.models.drafts.draft_layer import DraftLayer, init_from_layer
 from medusa_train.models.drafts.kangaroo import KangarooDraft
 from medusa_train.models.drafts.layer_cache import LayerCache, gather_paths
 from medusa_train.models.features import Rows
-from medusa_train.models.loading import keep_trainable_kernels, quantized_loading
+from medusa_train.models.loading import keep_trainable_kernels, loading_options
 from medusa_train.trees.kv_cache import BatchCache, RowPaths, TreeCache
 from tests.families import FAMILIES, NoTokenizer, random_backbone
 
@@ -37,8 +37,7 @@ def test_an_exit_before_the_last_layer_begins_as_the_whole_model() -> None:
     """The adapter then equals the layer that it replaces."""
     backbone = random_backbone("llama")
     exit_layer = backbone.num_layers - 1
-    width = backbone.config.intermediate_size
-    draft = KangarooDraft.from_backbone(backbone, exit_layer=exit_layer, mlp_size=width)
+    draft = KangarooDraft.from_backbone(backbone, exit_layer=exit_layer, mlp_size=backbone.config.intermediate_size)
     tokens = torch.randint(backbone.vocab_size, (1, 9))
     feats = backbone.run(tokens, need=draft.needs)
     torch.testing.assert_close(draft.states(feats, Rows.from_tokens(tokens)), feats.hidden, rtol=1e-10, atol=1e-10)
@@ -90,7 +89,7 @@ def test_quantised_weights_are_dequantised(tmp_path: Path) -> None:
     functional = pytest.importorskip("bitsandbytes.functional")
     random_backbone("llama", dtype=torch.float32).model.save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(
-        tmp_path, dtype=torch.float32, **quantized_loading("nf4", torch.float32, torch.device("cpu"))
+        tmp_path, dtype=torch.float32, **loading_options("nf4", torch.float32, torch.device("cpu"))
     )
     keep_trainable_kernels(model)
     backbone = Backbone(model, NoTokenizer(), "four bits")

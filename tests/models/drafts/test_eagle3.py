@@ -104,8 +104,7 @@ def test_trees_are_drafted_as_in_training(rows: int) -> None:
     cache = backbone.new_cache(40) if rows == 1 else BatchCache(backbone.num_layers, 40)
     feats = backbone.run(prompts, cache=cache, need=draft.needs)
     cache.commit_rows([6] * rows)
-    state = draft.start(feats, prompts, [6] * rows, cache)
-    proposal = draft.propose(state, roots, tree)
+    proposal = draft.propose(draft.start(feats, prompts, [6] * rows, cache), roots, tree)
     for row in range(rows):
         guesses = dict(zip([(), *tree.paths], proposal.tokens[row].tolist(), strict=True))
         for path in tree.paths:
@@ -126,6 +125,23 @@ def test_it_starts_from_the_last_layer_of_the_backbone() -> None:
     assert torch.equal(draft.lm_head(3).weight, backbone.output_embeddings.weight)
     early = torch.randn(1, 2, 96, dtype=torch.float64)
     torch.testing.assert_close(early[..., 64:], draft.fc(early))
+
+
+@pytest.mark.parametrize(
+    ("family", "before_mlp", "offset"),
+    [("llama", "post_attention_layernorm", 0), ("gemma3", "pre_feedforward_layernorm", 1), ("olmo2", None, 0)],
+)
+def test_its_norms_start_as_those_before_attention_and_mlp(family: str, before_mlp: str | None, offset: int) -> None:
+    """Gemma stores factors less 1; OLMo 2 has no norms there, and its others are of outputs."""
+    backbone = random_backbone(family)
+    layer = backbone.layer(backbone.num_layers - 1)
+    for parameter in (p for name, p in layer.named_parameters() if "norm" in name):
+        torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    started = Eagle3Draft.from_backbone(backbone).midlayer
+    for norm, name in ((started.hidden_norm, "input_layernorm"), (started.post_attention_layernorm, before_mlp)):
+        source = getattr(layer, name or "", None)
+        expected = torch.ones_like(norm.weight) if source is None else source.weight.float() + offset
+        torch.testing.assert_close(norm.weight.float(), expected.float(), atol=2e-5, rtol=0)
 
 
 def test_default_layers_are_those_of_vllm() -> None:

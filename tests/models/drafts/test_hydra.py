@@ -65,8 +65,7 @@ def test_untrained_heads_without_a_prefix_layer_give_the_backbones_logits(family
 def test_an_untrained_prefix_layer_begins_near_the_backbones_states(family: str) -> None:
     backbone = random_backbone(family, dtype=torch.float32)
     draft = HydraDraft(backbone, 1)
-    tokens = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
-    states = backbone.run(tokens).hidden[0]
+    states = backbone.run(torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])).hidden[0]
     ours = prefixed(draft, states)
     assert abs(float((ours.norm() / states.norm()).log().detach())) < 0.2
     assert torch.cosine_similarity(ours, states).min() > 0.5
@@ -84,8 +83,7 @@ def test_loss_and_gradients_of_packed_documents_against_plain_loops(
     tokens = torch.tensor([[*documents[0], *documents[1], 0]])
     segments = torch.tensor([[0] * 7 + [1] * 4 + [-1]])
     positions = torch.tensor([[*range(7), *range(5)]])
-    labels = tokens.masked_fill((segments < 0) | (tokens == 4), -100)
-    batch = Batch(tokens, labels, positions, segments, [])
+    batch = Batch(tokens, tokens.masked_fill((segments < 0) | (tokens == 4), -100), positions, segments, [])
     feats = backbone.run(tokens, positions=positions, segments=segments)
     objective = Objective(draft, 1.0, soft_targets=1.0)
     ours = objective.loss(feats, batch, objective.target_counts(batch), teacher=(feats.hidden, backbone.lm_head())).loss
@@ -121,8 +119,7 @@ def test_proposals_are_each_nodes_own_best_tokens(family: str, prefix_layer: boo
     with torch.no_grad():
         state = draft.start(backbone.run(padded), padded, cache.lengths, cache)
         for paths in ([[0, 1, 5, 8], [0], [0, 3]], [[0]] * 3):
-            roots = torch.tensor([42, 43, 44])
-            proposal = draft.propose(state, roots, TREE)
+            proposal = draft.propose(state, torch.tensor([42, 43, 44]), TREE)
             for row, text in enumerate(texts):
                 last = prefixed(draft, text)[-1]
                 nodes = proposal.tokens[row].tolist()

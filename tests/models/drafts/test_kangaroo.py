@@ -120,8 +120,7 @@ def test_loss_and_gradient_are_the_plain_ones(soft: float, kind: str) -> None:
         teacher = backbone.logits(feats.hidden[0, here]).softmax(-1)
         for t in range(1, LENGTHS[document] - 1):  # t: where token t + 1 is predicted, once a token was guessed before
             if batch.labels[0, here][t + 1] >= 0:
-                target = teacher[t] if soft else batch.tokens[0, here][t + 1]
-                terms.append(cross_entropy(logits[t], target))
+                terms.append(cross_entropy(logits[t], teacher[t] if soft else batch.tokens[0, here][t + 1]))
                 count += 1
     assert int(objective.target_counts(batch)[0]) == count > 10
     loss = torch.stack(terms).mean()

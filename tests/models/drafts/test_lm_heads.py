@@ -35,8 +35,7 @@ OWN = [kind for kind in SETTINGS if kind != "medusa-shared"]  # with output matr
 
 def make_draft(kind: str, backbone: Backbone, tokens: torch.Tensor | None = KEPT, *, spread: float = 0.0) -> Draft:
     """Heads over `tokens`, or over all, with noise in every weight."""
-    size = None if tokens is None else len(tokens)
-    settings = {**SETTINGS[kind], "vocab_size": size, "token_map": tokens}
+    settings = {**SETTINGS[kind], "vocab_size": None if tokens is None else len(tokens), "token_map": tokens}
     draft = DRAFTS[kind.partition("-")[0].strip("+")].from_backbone(backbone, **settings)
     torch.manual_seed(1)
     with torch.no_grad():
@@ -93,8 +92,7 @@ def test_untrained_heads_give_the_backbones_logits(kind: str, family: str, bias:
         other = make_draft(kind, backbone, tokens_of_heads)
         count = type(other).count_parameters(backbone.model, **other.settings)
         assert sum(parameter.numel() for parameter in other.parameters()) == count
-        size = None if tokens_of_heads is None else 16
-        assert other.settings["vocab_size"] == size
+        assert other.settings["vocab_size"] == (None if tokens_of_heads is None else 16)
 
 
 @pytest.mark.parametrize("kind", ["medusa", "medusa-shared", "hydra", "amphista"])
@@ -114,8 +112,7 @@ def test_value_and_gradients_of_the_loss(kind: str, share: float) -> None:
     tokens = torch.tensor([[3, 1, 40, 9, 5, 9, 2, 7, 5, 33, 5, 0], [60, 21, 4, 17, 52, 1, 7, 8, 9, 2, 14, 3]])
     segments = torch.tensor([[0] * 7 + [1] * 4 + [-1], [0] * 12])
     positions = torch.tensor([[*range(7), *range(5)], [*range(12)]])
-    labels = tokens.masked_fill((segments < 0) | (tokens == 9), -100)
-    batch = Batch(tokens, labels, positions, segments, [])
+    batch = Batch(tokens, tokens.masked_fill((segments < 0) | (tokens == 9), -100), positions, segments, [])
     feats = backbone.run(tokens, positions=positions, segments=segments)
     teacher, parameters = backbone.lm_head(), list(draft.parameters())
     objective = Objective(draft, 0.8, soft_targets=share)

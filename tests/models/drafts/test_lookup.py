@@ -103,7 +103,6 @@ def test_no_copy_is_left_out_without_a_minimum() -> None:
 
 def test_the_most_probable_nodes_are_proposed() -> None:
     draft = PromptLookupDraft(max_ngram=1, max_tokens=3, nodes=2, min_probability=0)
-    state = LookupState([draft.text([1, 2, 3, 4, 1, 2, 3, 5, 1, 6, 7, 8])])
-    (tree,) = draft.draft_trees(state, [1])
+    (tree,) = draft.draft_trees(LookupState([draft.text([1, 2, 3, 4, 1, 2, 3, 5, 1, 6, 7, 8])]), [1])
     # 1 is followed by 2 3 twice and by 6 once: 6 is less frequent than 3, but more probable
     assert (tree.tokens, tree.parents) == ([1, 6, 2], [-1, 0, 0])

@@ -40,8 +40,7 @@ def expected_tokens(draft: MedusaDraft, hidden: Tensor, root: int, tree: Tree, c
     state, tokens = dict(draft.named_parameters()), [root]
     e, r = state["markov.embedding.weight"], state["markov.output.weight"]
     for node, path in enumerate(tree.paths, start=1):
-        k = len(path)
-        logits = draft.head_logits(hidden, k)
+        logits = draft.head_logits(hidden, len(path))
         kept = logits.topk(candidates).indices
         biased = logits[kept] + r[kept] @ e[tokens[tree.parent_list[node]]]
         row = int(kept[biased.argsort(descending=True)[path[-1]]])
@@ -119,8 +118,7 @@ def test_past_the_end_of_a_document_no_token_of_another_is_read() -> None:
     draft = random_heads()
     assert draft.markov is not None
     tokens = torch.tensor([[11, 12, 13, 21, 22]])
-    segments = torch.tensor([[0, 0, 0, 1, 1]])
-    rows = Rows(tokens, torch.tensor([[0, 1, 2, 0, 1]]), segments)
+    rows = Rows(tokens, torch.tensor([[0, 1, 2, 0, 1]]), torch.tensor([[0, 0, 0, 1, 1]]))
     read = [state[0, :, D:] for state in draft.head_states(Features(torch.zeros(1, 5, D, dtype=torch.float64)), rows)]
     for k, ahead in ((1, [12, 13, 0, 22, 0]), (2, [13, 0, 0, 0, 0])):  # the token t + k
         assert torch.equal(read[k - 1], draft.markov.embedding(torch.tensor(ahead)))

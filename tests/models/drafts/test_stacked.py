@@ -11,8 +11,7 @@ BUFFER = torch.arange(40.0)  # as ZeRO's flat buffer of all parameters
 
 def piece(start: int, shape: tuple[int, ...] = (3, 3), buffer: Tensor = BUFFER) -> nn.Parameter:
     """A view of `buffer` from `start` on."""
-    count = torch.Size(shape).numel()
-    return nn.Parameter(buffer[start : start + count].view(shape))
+    return nn.Parameter(buffer[start : start + torch.Size(shape).numel()].view(shape))
 
 
 def test_parameters_move_into_one_storage_unchanged() -> None:
