@@ -113,8 +113,7 @@ def _version(package: str) -> str:
 
 
 def _output(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=True)
-    return done.stdout.strip()
+    return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=True).stdout.strip()
 
 
 def _memory() -> str:

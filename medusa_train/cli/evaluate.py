@@ -68,8 +68,7 @@ def evaluate(
         list[str] | None, typer.Argument(metavar="[CONFIG.yaml] [key=value ...]", show_default=False)
     ] = None,
     calibrate: Annotated[
-        bool,
-        typer.Option("--calibrate", help="Fit tree.json again: the tree with the most tokens per second here."),
+        bool, typer.Option("--calibrate", help="Fit tree.json again: the tree with the most tokens per second here.")
     ] = False,
     compare: Annotated[
         bool, typer.Option("--compare", help="Compare evaluated runs: medusa-eval --compare RUN_A RUN_B ...")

@@ -151,10 +151,7 @@ class TrainConfig(Config):
         "train_on_eos": "the end of every answer is trained; remove it",
         "wandb_mode": "set the environment variable WANDB_MODE",
     }
-    options: ClassVar[Mapping[str, str]] = {
-        "overwrite_output_dir": "--overwrite",
-        "resume_from_checkpoint": "--resume",
-    }
+    options: ClassVar[Mapping[str, str]] = {"overwrite_output_dir": "--overwrite", "resume_from_checkpoint": "--resume"}
 
     # Backbone
     base_model: Text = key(..., "the backbone: a Hugging Face model directory or a hub name")
@@ -534,8 +531,7 @@ class EvalConfig(Config):
         """The draft without training; None: the run's heads alone."""
         if self.draft is None:
             return None
-        section = LOOKUPS[self.draft.rpartition("+")[2]][1]
-        return LookupChoice.from_keys(self.draft, getattr(self, section))
+        return LookupChoice.from_keys(self.draft, getattr(self, LOOKUPS[self.draft.rpartition("+")[2]][1]))
 
     @property
     def uses_server(self) -> bool:

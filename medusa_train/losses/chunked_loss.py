@@ -101,8 +101,7 @@ class ChunkedLoss:
         self.scale_before, self.scale_after = (scale, 1.0) if half else (1.0, scale)
         self.any_grad = any(grad is not None for grad in grads)
         self.correct = inputs.labels.new_zeros(())
-        zeros = (student.weight.new_zeros((), dtype=student.dtype) for _ in range(3))
-        self.ce, self.kl, self.entropy = zeros
+        self.ce, self.kl, self.entropy = (student.weight.new_zeros((), dtype=student.dtype) for _ in range(3))
 
         vocab, device = student.weight.shape[0], hidden.device.type
         chunk = inputs.chunk or chunk_rows(vocab, device, student.buffer_dtype.itemsize, free_bytes(hidden.device))

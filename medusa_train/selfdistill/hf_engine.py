@@ -34,8 +34,7 @@ class _Pending:
 class HFEngine:
     """Generates answers with a backbone loaded in this process.
 
-    Batching is continuous: waiting requests replace finished ones. A batch is completed before the next one starts if
-    the draft takes no further rows (`Proposer.can_append_rows`).
+    Batching is continuous: waiting requests replace finished ones, except in longrope models, which can't batch.
 
     Every request has its own random generator, seeded by the request, so an answer depends on its batch only where
     rounding decides between two tokens.
@@ -74,7 +73,7 @@ class HFEngine:
         )
         self._decoder = BatchDecoder(backbone, draft, tree)
         self._batch: RunningBatch | None = None
-        if batch_size > 1 and self._decoder.can_refill:
+        if batch_size > 1 and self._decoder.can_batch:
             self._batch = self._decoder.begin(max_new_tokens, rule=self.sampling)
         self._stop_looping = stop_looping
         self.steps = self.step_tokens = 0  # decoding steps of all answers, and the tokens that they made

@@ -39,8 +39,8 @@ class GeneratedChat:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was kept that a model wrote."""
-        return all(message.role == "system" for message in self.messages)
+        """Whether nothing is kept: there is no answer, or one failed, so that a further run tries the chat again."""
+        return self.dropped == "failed" or all(message.role == "system" for message in self.messages)
 
     def add(self, question: Message, answer: Answer) -> None:
         """Append a question and its answer."""

@@ -205,7 +205,7 @@ def distill(
 def write_chat(chat: GeneratedChat, writer: OutputWriter, metadata: dict[str, Any]) -> None:
     """Append a conversation to the output, or its id to the dropped ones if nothing in it is kept.
 
-    One that has only failed is in neither, so that a further run tries it again.
+    One of which an answer failed is in neither, so that a further run tries it again.
     """
     identity = {"id": chat.prompt.id, "seed_id": chat.prompt.id}
     dropped = {"dropped": {"reason": chat.dropped, "turns": chat.dropped_turns}} if chat.dropped else {}

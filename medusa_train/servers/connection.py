@@ -211,7 +211,7 @@ def retry_after(response: httpx.Response) -> float | None:
 CONNECT_SECONDS = 10.0
 SHORTEST_GUESS = 16  # `max_tokens` is not halved below this
 _OVERLOADED = {429, 503}
-_UNREACHABLE = {502, 504}  # of a proxy in front of the server
+_UNREACHABLE = {502}  # of a proxy before the server; its 504 may be due to one long answer
 _RETRYABLE = {408, 409, 425, 429}  # and every 5xx
 
 
@@ -363,8 +363,7 @@ class ServerConnection:
             return None
         chat = {name: body[name] for name in ("model", "messages", "chat_template_kwargs") if name in body}
         try:
-            response = self._client.post(f"{self.url.removesuffix('/v1')}/tokenize", json=chat)
-            count = response.json()["count"]
+            count = self._client.post(f"{self.url.removesuffix('/v1')}/tokenize", json=chat).json()["count"]
         except (ValueError, KeyError, TypeError):
             self._can_tokenize = False
             return None

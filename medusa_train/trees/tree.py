@@ -171,8 +171,7 @@ class Tree(Nodes):
         """Read a tree.json, or a bare JSON list of paths; CheckpointError: it is missing, not JSON, or not a tree."""
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
-            paths = record["medusa_choices"] if isinstance(record, dict) else record
-            return cls.from_paths(paths)
+            return cls.from_paths(record["medusa_choices"] if isinstance(record, dict) else record)
         except FileNotFoundError:
             raise CheckpointError(f"{path}: no such tree file") from None
         except (ValueError, KeyError, TypeError, DataError) as error:
