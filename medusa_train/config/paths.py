@@ -44,8 +44,8 @@ def public_name(name: str) -> str:
     """Return a name without private directories: hub names and relative paths unchanged, absolute paths relative to the
     project or working directory, or else only their last part.
     """
-    path = resolve_path(name)
-    if path is None or not Path(name).expanduser().is_absolute():
+    path = expand_user(name)
+    if not path.is_absolute():
         return name
     for root in (PROJECT_ROOT, Path.cwd()):
         if path.resolve().is_relative_to(root):
