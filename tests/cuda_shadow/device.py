@@ -52,6 +52,7 @@ def load_guard() -> None:
 
 
 load_guard()
+os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # weights are read to the device, and threads are out of its sight
 
 import bitsandbytes  # noqa: E402, F401  # looks for CUDA libraries where torch has a GPU: before torch has one
 import torch  # noqa: E402

@@ -14,10 +14,10 @@ from transformers import AutoTokenizer, LlamaConfig, Phi3Config
 
 from medusa_train.data import tokenize_datasets
 from medusa_train.data.tokenize import ChatEncoder
-from medusa_train.errors import BackboneError, ConfigError, DataError, PeerError
+from medusa_train.errors import BackboneError, ConfigError, DataError
 from medusa_train.evaluation.backbone_quality import validation_conversations
 from medusa_train.models.loading import load_tokenizer
-from medusa_train.training.distributed import World
+from medusa_train.training.distributed import PeerError, World
 from medusa_train.training.load_data import load_data
 from medusa_train.training.process_info import ProcessInfo
 from tests.training.conftest import WORDS
