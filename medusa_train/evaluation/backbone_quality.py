@@ -84,7 +84,8 @@ def validation_conversations(cfg: TrainConfig, chat: ChatEncoder) -> tuple[Encod
     """
     try:
         answers_only = {"train_on_inputs": False, "roles_to_train": ["assistant"]}
-        held_out = None if cfg.test_datasets else {one.key for one in load_datasets(cfg, chat)[1]}
+        differs = cfg.train_on_inputs or cfg.roles_to_train != ["assistant"]  # and so may the split, as in `load_data`
+        held_out = {one.key for one in load_datasets(cfg, chat)[1]} if differs and not cfg.test_datasets else None
         train, validation = load_datasets(cfg.model_copy(update=answers_only), chat, held_out=held_out)
     except MedusaError:
         return None
