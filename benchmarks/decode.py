@@ -1,7 +1,7 @@
 """What does a decoding step cost on this machine, and what must it cost at least?
 
     python benchmarks/decode.py --quick
-    python benchmarks/decode.py --shapes 7B --contexts 1024 --batch 1 --dtypes bfloat16
+    python benchmarks/decode.py --shapes 7B --contexts 1024 --dtypes bfloat16
 
 Times a plain step, steps over trees of 1 to 128 nodes, the Medusa heads alone and steps of the whole decoding loop: on
 the tiny backbone, random Llamas of 160M to 13B parameters or a model directory, for single rows at several contexts,
@@ -10,7 +10,7 @@ rows; `static` buffers; `compiled` passes of single rows. On a GPU steps in stat
 compiled passes are part of them: that is how a GPU decodes, without and with `compile: true`. Each row names the way
 of its steps, which is the same for the plain step, the trees, the heads and the loops. The floor of a step is its
 bytes of weights and cache over the measured read bandwidth, or its operations over the measured matrix rate,
-whichever takes longer. Writes decode.md and decode.json to `--out` after every context. The CUDA path was never run.
+whichever takes longer. Writes decode.md and decode.json to `--out` after every context.
 """
 
 from __future__ import annotations

@@ -14,12 +14,13 @@ PART_SECONDS, ALL_SECONDS = 480, 1500  # of one part, and of all of them, at mos
 #: Of which the limits of the benchmarks are made: what decode.py and train.py get as --seconds, and estimates of the
 #: start of a script, of loading a model and timing its heads, of compiling it, and of a process of train.py.
 TIMED_SECONDS, CASE_SECONDS, START_SECONDS, LOAD_SECONDS, COMPILE_SECONDS, PROCESS_SECONDS = 10, 8, 20, 20, 45, 20
+TEST_WORKERS = 8  # processes that share the GPU: tests time nothing, and count the memory of their own process
 SMOLLM2 = "models/smollm2-135m-instruct/config.json"
 SMOLLM2_BENCH = "data/bench/smollm2/question.jsonl"
 #: What the steps import beyond PyTorch's image with transformers, and what that requires.
 WHEELS = ("accelerate", "annotated-types", "bitsandbytes", "certifi", "deepspeed", "einops", "hjson", "httpcore")
 WHEELS += ("httpx", "iniconfig", "msgpack", "ninja", "peft", "pluggy", "psutil", "py-cpuinfo", "pydantic")
-WHEELS += ("pydantic_core", "pytest", "typing-inspection")
+WHEELS += ("pydantic_core", "pytest", "pytest-xdist", "typing-inspection")
 #: Packages that PyPI has as source only: their wheels are built, and need torch for that.
 BUILT = ("deepspeed",)
 COMMANDS = {"train": "medusa_train.cli.train", "eval": "medusa_train.cli.evaluate"}
@@ -63,23 +64,22 @@ def plan(work: str = "runs/gpu") -> list[Step]:
         words = ("train", f"configs/{name}.yaml", f"output_dir={run}", "overwrite_output_dir=true")
         return Step(f"{name}-train", part, words, expected, limit, needs, makes=f"{run}/tree.json")
 
-    def measure(name: str, part: int, bench: str, expected: int, limit: int) -> Step:
-        run, out = f"{work}/{name}", f"{work}/{name}-eval"
-        needs = {f"{run}/tree.json": f"step {name}-train"}
-        words = ("eval", "--bench", bench, "--model", run, "--limit", "24", "--output-dir", out)
-        return Step(
-            f"{name}-eval", part, words, expected, limit, needs, page=f"{out}/report.md", figures=f"{out}/report.json"
-        )
+    def measure(name: str, part: int, bench: str, expected: int, limit: int, *, rows: int = 1) -> Step:
+        run, step = f"{work}/{name}", f"{name}-eval" + (f"-{rows}-rows" if rows > 1 else "")
+        needs, out = {f"{run}/tree.json": f"step {name}-train"}, f"{work}/{step}"
+        words = ("eval", "--bench", bench, "--model", run, "--limit", f"{max(24, rows)}", "--output-dir", out)
+        words += ("generate=false", f"batch_size={rows}")
+        return Step(step, part, words, expected, limit, needs, page=f"{out}/report.md", figures=f"{out}/report.json")
 
     def script(file: str, part: int, arguments: tuple[str, ...], expected: int, limit: int, name: str) -> Step:
         out = f"{work}/{name}"
         words = (f"{file}.py", *arguments, "--out", out)
         return Step(name, part, words, expected, limit, page=f"{out}/{file}.md", figures=f"{out}/{file}.json")
 
-    def tests(name: str, files: Sequence[str], chosen: str, expected: int, limit: int) -> Step:
+    def tests(name: str, part: int, expected: int, limit: int) -> Step:
         figures = f"{work}/{name}.xml"
-        words = ("pytest", "-v", "-m", "gpu", *files, "-k", chosen, f"--junitxml={figures}")
-        return Step(name, 1, words, expected, limit, figures=figures)
+        words = ("pytest", "-v", "-m", "gpu", "tests/gpu", "-n", f"{TEST_WORKERS}", f"--junitxml={figures}")
+        return Step(name, part, words, expected, limit, figures=figures)
 
     def decode(name: str, part: int, shapes: Sequence[str], settings: Sequence[str], load: int) -> Step:
         words = ("--shapes", *shapes, "--contexts", "1024", "--nodes", "1", "16", "64", "--dtypes", "bfloat16")
@@ -95,20 +95,17 @@ def plan(work: str = "runs/gpu") -> list[Step]:
 
     data = (*(f"data/selfdistill/{name}.jsonl.gz" for name in ("smollm2", "smollm2_validation")), SMOLLM2_BENCH)
     smollm2 = {SMOLLM2: "make smollm2-model", **dict.fromkeys(data, "part of the repository")}
-    loops = ("tests/gpu/test_decoding.py", "tests/gpu/test_graphs.py")
     return [
-        tests("tests-decoding", loops, "not compiled", 110, 180),
-        tests("tests-training", ("tests/gpu/test_training.py",), "not compiled", 110, 170),
-        tests("tests-compiled", ("tests/gpu",), "compiled", 60, 110),
-        decode("decode-1b", 2, ("1B",), ("stock", "static"), LOAD_SECONDS),
-        train("tiny_m1", 2, 40, 80, {"data/tiny/model.safetensors": "part of the repository"}),
-        measure("tiny_m1", 2, "tiny", 30, 60),
-        training("train-7b", 3, 2, ("--parts", "shape7b", "--sequences", "2048")),
-        training("train-loss", 3, 4, ("--parts", "loss", "--tokens", "2048", "--vocab", "32000", "--heads", "5")),
-        decode("decode-7b", 4, ("7B",), ("stock", "static"), LOAD_SECONDS),
-        train("smollm2_m1", 4, 90, 150, smollm2),
-        measure("smollm2_m1", 4, SMOLLM2_BENCH, 40, 70),
-        decode("decode-compiled", 5, ("1B", "7B"), ("compiled",), LOAD_SECONDS + COMPILE_SECONDS),
+        tests("tests", 1, 150, 300),
+        decode("decode-7b", 2, ("7B",), ("stock", "static"), LOAD_SECONDS),
+        training("train-7b", 2, 3, ("--parts", "shape7b", "--sequences", "2048")),
+        training("train-loss", 2, 4, ("--parts", "loss", "--tokens", "2048", "--vocab", "32000", "--heads", "5")),
+        train("smollm2_m1", 3, 90, 150, smollm2),
+        measure("smollm2_m1", 3, SMOLLM2_BENCH, 40, 70),
+        measure("smollm2_m1", 3, SMOLLM2_BENCH, 30, 60, rows=8),
+        measure("smollm2_m1", 3, SMOLLM2_BENCH, 30, 60, rows=32),
+        training("train-7b-8-rows", 4, 3, ("--parts", "shape7b", "--sequences", "2048", "--rows", "8")),
+        decode("decode-compiled", 4, ("7B",), ("compiled",), LOAD_SECONDS + COMPILE_SECONDS),
     ]
 
 

@@ -7,7 +7,7 @@ Parts: `loss` (loss and gradients over given states), `shape7b` (a whole step at
 measured by two methods in turns. naive: logits of backbone and heads stacked as one float tensor [K + 1, B, T, V], a
 shifted slice and `cross_entropy` for each. ours: `medusa_train/losses`, a chunk of logits at a time, with gradients as
 one process computes them. Every case runs in a process of its own. Writes train.md and train.json to `--out` after
-every case. The CUDA path was never run.
+every case.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Case:
 
     Attributes:
         what: `loss`, or a whole step: one of `TITLES`.
-        method: `naive` (`loss` only) or `ours`.
+        method: `naive` (`loss` only), `ours`, or `compiled` (with torch_compile; Medusa-1 on a GPU only).
         dtype: of the products; parameters and gradients are float32.
         tokens, vocab, heads, width: T, V, K, d. masked: share of positions without a loss. rows: of a micro-batch.
         repeats: measurements at most. seconds: after which no further one begins.
@@ -295,7 +295,8 @@ def shape_setup(case: Case, precision: Precision) -> tuple[TrainConfig, Backbone
     shape = SHAPES["7B"] if precision.device.type == "cuda" else SMALL_LLAMA
     config = llama_config(*shape)
     keys = {"base_model": "none", "datasets": [{"path": "none"}], "learning_rate": 5e-4, "optimizer": "adamw_bnb_8bit"}
-    keys |= {"medusa_num_heads": case.heads, **(QLORA_KEYS if case.what == "shape2" else {"recipe": "medusa1"})}
+    medusa1 = {"recipe": "medusa1", "torch_compile": case.method == "compiled"}
+    keys |= {"medusa_num_heads": case.heads, **(QLORA_KEYS if case.what == "shape2" else medusa1)}
     cfg = TrainConfig.model_validate(keys).resolved()
     torch.manual_seed(0)
     tokens = torch.randint(config.vocab_size, (case.rows, case.tokens), device=precision.device)
@@ -389,7 +390,8 @@ def step_table(measured: Mapping[Case, Result]) -> str:
     for case, one in measured.items():
         if case.what == "loss":
             continue
-        first = [TITLES[case.what], f"{case.rows} x {case.tokens:,}"]
+        compiled = ", compiled" if case.method == "compiled" else ""
+        first = [TITLES[case.what] + compiled, f"{case.rows} x {case.tokens:,}"]
         if not one.fits:
             rows.append([*first, "does not fit", *[""] * 4])
             continue
@@ -473,9 +475,11 @@ def case_pairs(args: argparse.Namespace) -> list[list[Case]]:
         if not find_spec("bitsandbytes"):
             print("shape7b: skipping QLoRA, bitsandbytes is not installed", flush=True)
         lengths = args.sequences or ([2048, 4096] if torch.cuda.is_available() else [64, 128])
-        for what in ("shape1", "shape2") if find_spec("bitsandbytes") else ("shape1",):
+        steps = [("shape1", "ours")] + [("shape1", "compiled")] * torch.cuda.is_available()
+        for what, method in [*steps, ("shape2", "ours")] if find_spec("bitsandbytes") else steps:
             for tokens in lengths:
-                cases.append(replace(common, what=what, dtype="bfloat16", tokens=tokens, rows=args.rows))
+                case = replace(common, what=what, method=method, dtype="bfloat16", tokens=tokens, rows=args.rows)
+                cases.append(case)
     return [[replace(case, method="naive"), case] if case.what == "loss" else [case] for case in cases]
 
 

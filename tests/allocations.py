@@ -26,5 +26,4 @@ class LargestTensor(TorchDispatchMode):
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
-    leaves = torch.utils._pytree.tree_leaves(tree)
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

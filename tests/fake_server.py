@@ -153,8 +153,7 @@ def serving(
     script: Callable[[int, dict[str, Any]], Reply] = lambda n, body: None, seconds: float = 0.0
 ) -> Iterator[FakeServer]:
     with FakeServer(0, script, seconds) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
-        thread.start()
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
         try:
             yield server
         finally:

@@ -341,7 +341,7 @@ EVAL_CONSTRAINTS: tuple[Constraint, ...] = (
 #: Keys of an evaluation in this process, which have no effect on a server.
 _EVAL_LOCAL_KEYS = (
     *("tree", "threshold", "draft", "lookup", "lookahead", "rest", "compile", "batch_size", "exactness"),
-    *("prompt_lookup", "assistant_model", "judge_base_url", "judge_model", "judge_concurrency"),
+    *("generate", "prompt_lookup", "assistant_model", "judge_base_url", "judge_model", "judge_concurrency"),
     *("allow_code_execution", "rouge", "calibration_tokens"),
 )
 _EVAL_SERVE_KEYS = ("serve_speculative_tokens", "serve_together", "serve_args", "serve_start_seconds")

@@ -485,6 +485,7 @@ class EvalConfig(Config):
         True,
         "also compare greedy answers with plain decoding's in float32 and bfloat16, not only in the measured dtype",
     )
+    generate: Bool = key(True, "also measure transformers' generate")
     prompt_lookup: Bool = key(True, "also measure transformers' prompt lookup decoding")
     assistant_model: Text | None = key(
         None, "small model with the same tokenizer; also measure transformers' assisted generation with it"

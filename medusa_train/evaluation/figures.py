@@ -131,13 +131,15 @@ def _ratios(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if "tree" not in sums:
         return {}
     rates = {name: _rates(part) for name, part in sums.items()}
-    tree, plain, generate = rates["tree"], rates["plain"], rates["generate"]
+    tree, plain, generate = rates["tree"], rates["plain"], rates.get("generate")
+    over_generate = None if generate is None else tree.tokens_per_s / generate.tokens_per_s
+    fastest = plain.tokens_per_s if generate is None else torch.maximum(plain.tokens_per_s, generate.tokens_per_s)
     return {
         "acceleration_rate": tree.tokens_per_step,
         "overhead": tree.pass_seconds / plain.pass_seconds,
         "speedup": tree.tokens_per_s / plain.tokens_per_s,
-        "speedup_over_generate": tree.tokens_per_s / generate.tokens_per_s,
-        "speedup_over_fastest": tree.tokens_per_s / torch.maximum(plain.tokens_per_s, generate.tokens_per_s),
+        **({} if over_generate is None else {"speedup_over_generate": over_generate}),
+        "speedup_over_fastest": tree.tokens_per_s / fastest,
         "tokens_per_s": tree.tokens_per_s,
         **{f"over_{name}": tree.tokens_per_s / one.tokens_per_s for name, one in rates.items() if name != "tree"},
     }

@@ -220,7 +220,7 @@ def time_bench(
     chat = ChatEncoder(model.backbone.tokenizer, paths.chat_template, paths.chat_template_kwargs)
     if note := chat.template.describe_unused_kwargs():
         progress.print(f"note: {note}", style="yellow")
-    test = SpeedTest(model, chat, cfg.max_new_tokens, extra, mode, generate=compared)
+    test = SpeedTest(model, chat, cfg.max_new_tokens, extra, mode, generate=cfg.generate and compared)
     warm_up = bench.questions[: cfg.warmup]
     with progress.phase("warm-up", len(warm_up) * len(test.names), "answers", ticking=True) as phase:
         test.warm_up(warm_up, phase.advance)

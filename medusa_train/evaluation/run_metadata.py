@@ -7,7 +7,7 @@ import json
 import platform
 from collections.abc import Sequence
 from datetime import datetime, timezone
-from importlib.metadata import version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +90,7 @@ def collect_metadata(
         "exactness": None if model.proposer is None or not greedy else dict.fromkeys(EQUALITY_DTYPES, "not compared"),
         "device": device_name(model.backbone.device),
         "threads": torch.get_num_threads(),
-        "medusa_train": version("medusa-train"),
+        "medusa_train": next((one.version for one in distributions(name="medusa-train")), "not installed"),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),
@@ -116,6 +116,7 @@ def measurement_settings(cfg: EvalConfig, bench: Bench, paths: ModelPaths) -> di
         "seed": None if mode.acceptance == "greedy" else mode.seed,
         "dtype": cfg.dtype,
         "compile": cfg.compile,
+        "generate": cfg.generate,
         "prompt_lookup": cfg.prompt_lookup,
         "assistant_model": cfg.assistant_model,
         "threads": torch.get_num_threads(),

@@ -235,7 +235,7 @@ def chunk_rows(vocab: int, device: str, itemsize: int = 4, free: int = 0) -> int
     """Return the rows of one chunk: its logits (`itemsize` bytes each) stay small compared with the weights.
 
     At least 512, since every chunk reads the whole weight and, if trained, its whole gradient. On a GPU more, in powers
-    of two so that few sizes occur, where `free` bytes leave room (never run).
+    of two so that few sizes occur, where `free` bytes leave room.
     """
     size = _CHUNK_BYTES.get(device, _CHUNK_BYTES["cuda"])
     while 2 * size <= min(_MAX_CHUNK_BYTES, _FREE_SHARE * free):

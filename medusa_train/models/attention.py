@@ -155,7 +155,7 @@ def _causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float 
 def _repeat_rows(mask: Tensor, times: int) -> Tensor:
     """Repeat the rows of a mask [B, 1, q, S], -> [B, 1, times * q, S].
 
-    On a GPU its rows are aligned in memory, or torch would copy it once more (never run).
+    On a GPU its rows are aligned in memory, or torch would copy it once more.
     """
     if times == 1:
         return mask

@@ -111,8 +111,7 @@ def test_best_weights_that_only_a_checkpoint_holds_are_kept(tmp_path: Path) -> N
 def test_a_future_format_is_refused(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     path = store.save(1, state(1))
-    text = (path / "manifest.json").read_text()
-    (path / "manifest.json").write_text(text.replace('"format": 1', '"format": 2'))
+    (path / "manifest.json").write_text((path / "manifest.json").read_text().replace('"format": 1', '"format": 2'))
     with pytest.raises(CheckpointError, match="format 2"):
         store.load(path)
 

@@ -90,8 +90,7 @@ def test_directories_of_vllm_s_own_conversion_are_read(tmp_path: Path) -> None:
 
 
 def test_blocks_without_bias_get_zeros_as_vllm_computes_them() -> None:
-    without = {name: t for name, t in vllm_tensors().items() if not name.endswith(".bias")}
-    for tensors in (without, vllm_tensors()):
+    for tensors in ({name: t for name, t in vllm_tensors().items() if not name.endswith(".bias")}, vllm_tensors()):
         heads = from_vllm(tensors, vllm_config(medusa_fc_bias=False), "x")
         assert not heads.state["blocks.1.0.linear.bias"].any()
         assert torch.equal(heads.state["blocks.1.0.linear.weight"], vllm_tensors()["blocks.1.layers.0.weight"])

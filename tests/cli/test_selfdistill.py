@@ -159,8 +159,7 @@ def test_ctrl_c_keeps_what_is_done_and_exits_130(at_work: Path, monkeypatch: pyt
         return answer(self)
 
     monkeypatch.setattr(HFEngine, "next", interrupted)
-    flags = ["--seed", "mine.jsonl", "--model", "backbone", "--output", "cut.jsonl", *SHORT]
-    result = runner.invoke(app, flags)
+    result = runner.invoke(app, ["--seed", "mine.jsonl", "--model", "backbone", "--output", "cut.jsonl", *SHORT])
     assert result.exit_code == 130
     assert "run the same command again" in result.output
     assert len((at_work / "cut.jsonl").read_text(encoding="utf-8").splitlines()) == 1
@@ -261,8 +260,7 @@ def test_a_run_that_is_killed_again_and_again_loses_nothing_and_repeats_nothing(
         served = len(server.bodies)
     written = read(out)
     dropped = [json.loads(line)["id"] for line in (tmp_path / "out.dropped.jsonl").read_text().splitlines()]
-    names = [record["id"] for record in written] + dropped
-    assert sorted(names) == sorted(f"s{n}" for n in range(count))
+    assert sorted([record["id"] for record in written] + dropped) == sorted(f"s{n}" for n in range(count))
     assert dropped
     for record in written:
         number = int(record["id"][1:])

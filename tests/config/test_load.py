@@ -89,8 +89,7 @@ def test_bad_values_say_what_is_allowed(tmp_path: Path, line: str, message: str)
 
 
 def test_exponents_and_nulls_are_read_as_meant(tmp_path: Path) -> None:
-    text = GOOD + "    type:\nlearning_rate: 1e-3\nseed:\nwarmup_steps: ~\n"
-    cfg = load_config(TrainConfig, write(tmp_path, text))
+    cfg = load_config(TrainConfig, write(tmp_path, GOOD + "    type:\nlearning_rate: 1e-3\nseed:\nwarmup_steps: ~\n"))
     assert (cfg.learning_rate, cfg.seed, cfg.warmup_steps, cfg.datasets[0].type) == (0.001, 42, None, "auto")
     assert load_config(TrainConfig, tmp_path / "x.yaml", ["learning_rate="]).learning_rate == 5e-4
     assert problems(write(tmp_path, GOOD.replace("data/tiny", "")))[0].startswith("x.yaml:1: base_model: is missing")

@@ -19,7 +19,6 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_on_a_pretend_gpu(name: str) -> None:
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'benchmarks'}"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.cuda_shadow.device", "-p", "no:cacheprovider"]
-    file = f"tests/cuda_shadow/{name}.py"
-    command += ["-p", "no:xdist", file]
+    command += ["-p", "no:xdist", f"tests/cuda_shadow/{name}.py"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

@@ -174,8 +174,7 @@ def test_what_cannot_be_read_is_located(tmp_path: Path) -> None:
 
 
 def test_byte_order_mark_line_ends_and_line_separators(tmp_path: Path) -> None:
-    record = {"conversations": [{"from": "human", "value": "a\u2028b"}]}
-    line = json.dumps(record, ensure_ascii=False).encode()
+    line = json.dumps({"conversations": [{"from": "human", "value": "a\u2028b"}]}, ensure_ascii=False).encode()
     path = write(tmp_path / "d.jsonl", b"\xef\xbb\xbf" + line + b"\r\n" + line + b"\r\n")
     assert [c.messages[0].content for c in read_conversations(path).conversations] == ["a\u2028b"] * 2
 

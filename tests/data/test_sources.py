@@ -38,8 +38,7 @@ def test_a_file_and_a_directory_of_files(tmp_path: Path) -> None:
         (tmp_path / name).write_text("not read")
     one = read_source(DatasetConfig(path=str(tmp_path / "b.jsonl")))
     assert [c.source for c in one.conversations] == [f"{tmp_path}/b.jsonl:1", f"{tmp_path}/b.jsonl:2"]
-    all_of_them = read_source(DatasetConfig(path=str(tmp_path)))
-    assert [c.source.rpartition("/")[2] for c in all_of_them.conversations] == [
+    assert [c.source.rpartition("/")[2] for c in read_source(DatasetConfig(path=str(tmp_path))).conversations] == [
         "a.json:record 1",
         "b.jsonl:1",
         "b.jsonl:2",
@@ -94,8 +93,7 @@ def test_parquet_files_are_read_row_by_row(tmp_path: Path) -> None:
 def test_a_path_with_brackets_is_no_pattern(tmp_path: Path) -> None:
     for name, text in (("a[1]", "mine"), ("a1", "other")):
         (tmp_path / name).mkdir()
-        rows = [{"prompt": text}] * 2000
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / name / "x.parquet")
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"prompt": text}] * 2000), tmp_path / name / "x.parquet")
     assert list(parquet_rows(tmp_path / "a[1]" / "x.parquet")) == [{"prompt": "mine"}] * 2000
 
 

@@ -92,8 +92,7 @@ def test_what_shapes_the_tokens_makes_another_key(
 
     keys = [key(ChatEncoder(make_tokenizer()))]
     assert key(ChatEncoder(make_tokenizer())) == keys[0]
-    same = {"val_set_size": 0.3, "seed": 1, "sample_packing": True}
-    assert key(ChatEncoder(make_tokenizer()), **same) == keys[0]
+    assert key(ChatEncoder(make_tokenizer()), val_set_size=0.3, seed=1, sample_packing=True) == keys[0]
     for change in (
         *({"sequence_len": 61}, {"train_on_inputs": True}, {"roles_to_train": ["user"]}, {"skip_bad_records": False}),
         *({"source": {"conversation": "chatml"}}, {"source": {"type": "messages"}}),

@@ -210,8 +210,7 @@ def test_a_bench_on_the_hub_is_downloaded_from_there(tmp_path: Path, monkeypatch
 
 
 def test_limit_takes_from_every_category_and_keeps_the_order() -> None:
-    questions = tuple(Question(n, category, ("?",), f"f:{n}") for n, category in enumerate("aaabbc"))
-    bench = Bench("b", Path("f"), questions)
+    bench = Bench("b", Path("f"), tuple(Question(n, category, ("?",), f"f:{n}") for n, category in enumerate("aaabbc")))
     assert [question.question_id for question in bench.limited(4).questions] == [0, 1, 3, 5]
     assert bench.limited(None) is bench
     assert bench.limited(99) is bench

@@ -2,6 +2,7 @@ import io
 import json
 import re
 import weakref
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,18 @@ def run(bench_file: Path, model: Path | None, out: Path, **keys: object) -> tupl
     progress = RunProgress(Console(file=io.StringIO(), width=160))
     evaluate(cfg, bench, paths, "medusa-eval --bench small", progress)
     return json.loads((out / "report.json").read_text()), progress.console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_a_checkout_that_is_not_installed_is_measured_and_may_leave_generate_out(
+    run_dir: Path, bench_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metadata.Distribution, "discover", lambda **query: iter(()))
+    report, _ = run(bench_file, run_dir, tmp_path / "out", exactness=False, generate=False)
+    assert report["meta"]["medusa_train"] == "not installed"
+    assert set(report["baselines"]) == {"plain", "prompt_lookup"}
+    overall = report["overall"]
+    assert overall["speedup_over_fastest"] == overall["speedup"] > 0
+    assert (overall["speedup_over_generate"], overall["generate_tokens_per_s"]) == (None, None)
 
 
 def test_a_run_is_timed_compared_in_both_dtypes_and_reported(run_dir: Path, bench_file: Path, tmp_path: Path) -> None:
@@ -196,8 +209,7 @@ def test_a_sampled_run_reports_its_mode_and_compares_no_answers(
     keys = {"acceptance": "sampling", "temperature": 0.8, "top_p": 0.9, "batch_size": 2}
     report, shown = run(bench_file, run_dir, tmp_path, dtype="float32", **keys)
     overall, meta = report["overall"], report["meta"]
-    settings = {"acceptance": "sampling", "temperature": 0.8, "top_p": 0.9, "top_k": 0, "batch_size": 2}
-    assert meta["decoding"] == settings
+    assert meta["decoding"] == {"acceptance": "sampling", "temperature": 0.8, "top_p": 0.9, "top_k": 0, "batch_size": 2}
     assert (meta["exactness"], meta["plain_equal_generate"]) == (None, None)
     assert overall["equal_answers"] is None
     assert overall["speedup"] > 0

@@ -86,6 +86,5 @@ def test_a_draft_model_with_another_tokenizer_is_an_error(subject: LoadedModel, 
 
 def test_rows_of_a_batch_decode_once_all_prompts_are_read() -> None:
     outputs = [Generation([1], prefill_seconds=seconds) for seconds in (1.0, 3.0)]  # read in two groups
-    decoder = Mock(passes=0, generate_batch=lambda *args, **options: outputs)
-    answers = LoopDecoder(decoder).answer([[1], [2]], 4)
+    answers = LoopDecoder(Mock(passes=0, generate_batch=lambda *args, **options: outputs)).answer([[1], [2]], 4)
     assert [answer.prefill_seconds for answer in answers] == [1.5, 1.5]  # each row's share

@@ -172,8 +172,7 @@ def test_answers_end_at_any_length_inside_a_path(model: Any, directory: str) -> 
 
 
 def test_answers_end_at_any_end_token_inside_a_path(model: Any, directory: str) -> None:
-    answer = plain(model)[0].tolist()[len(PROMPT) :]
-    for eos in dict.fromkeys(answer):
+    for eos in dict.fromkeys(plain(model)[0].tolist()[len(PROMPT) :]):
         options: dict[str, Any] = {"eos_token_id": [eos, 60], "pad_token_id": 0}
         assert direct(model, directory, **options) == plain(model, **options)[0].tolist()
 
@@ -229,8 +228,7 @@ def test_a_dictionary_is_returned_on_request(model: Any, directory: str) -> None
 
 def test_samples_follow_the_model_s_distribution(tmp_path: Path) -> None:
     backbone = five_token_backbone()
-    draft = trained_like(backbone)
-    model, directory = model_of(backbone), write(tmp_path, draft, Tree.cartesian([2, 2]))
+    model, directory = model_of(backbone), write(tmp_path, trained_like(backbone), Tree.cartesian([2, 2]))
     heads = custom_generate.load_heads(model, directory, {})
     tree = custom_generate.Tree([[0], [1], [0, 0], [0, 1], [1, 0]], directory, model.device)
     config = GenerationConfig(do_sample=True, max_length=5)

@@ -83,8 +83,7 @@ def test_what_the_target_would_not_load_is_refused(make_run: Callable[..., Path]
     """A second file of weights, which vLLM would read, another vocabulary, heads with matrices of their own."""
     paths = resolve_model(str(make_run()), None, None)
     for first, second in (("tgi", "vllm"), ("vllm", "tgi")):
-        files = export_run(paths, first, tmp_path / first).target.iterdir()
-        before = {path: path.read_bytes() for path in files}
+        before = {path: path.read_bytes() for path in export_run(paths, first, tmp_path / first).target.iterdir()}
         with pytest.raises(CheckpointError, match="holds other files that would be overwritten"):
             export_run(paths, second, tmp_path / first)
         assert {path: path.read_bytes() for path in (tmp_path / first).iterdir()} == before

@@ -3,6 +3,7 @@
 A machine without a GPU runs the same steps on a small model, where it can.
 """
 
+import gc
 import json
 import math
 import subprocess
@@ -109,9 +110,15 @@ def test_steps_with_what_only_a_gpu_has(case: str, make_keys: MakeKeys) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("device", ["cuda"], indirect=True)
 def test_recomputed_activations_give_the_same_losses_in_less_memory(make_keys: MakeKeys) -> None:
-    kept, recomputed = (measure(make_keys(**CASES[case])) for case in ("lora", "lora-recomputed"))
-    assert recomputed.losses == pytest.approx(kept.losses, rel=2e-3)
-    assert recomputed.peak < 0.9 * kept.peak
+    found = []
+    for case in ("lora", "lora-recomputed"):
+        measured = measure(make_keys(**CASES[case]))
+        found.append((measured.losses, measured.peak))
+        del measured  # its trainer's memory would count as the next one's
+        gc.collect()
+    (kept, most), (recomputed, least) = found
+    assert recomputed == pytest.approx(kept, rel=2e-3)
+    assert least < 0.9 * most
 
 
 @pytest.mark.gpu

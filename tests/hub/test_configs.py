@@ -38,8 +38,7 @@ def test_a_shipped_configuration_trains(commands: Commands, config: Path) -> Non
     steps = ["max_steps=2", *(["stage_one.max_steps=2"] if two_stages else [])]
     seconds, output = commands.run("medusa-train", f"configs/{config.name}", f"output_dir=runs/{config.stem}", *steps)
     run = commands.place / "runs" / config.stem
-    trained = [run, run / "stage_one"] if two_stages else [run]
-    for stage in trained:
+    for stage in [run, run / "stage_one"] if two_stages else [run]:
         assert (stage / "heads" / "config.json").is_file(), output
         assert json.loads((stage / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 2
     assert (run / "stage_one").is_dir() == two_stages
