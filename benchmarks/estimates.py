@@ -69,7 +69,7 @@ def estimate_row(name: str, shape: PretrainedConfig, overrides: list[str], gpu: 
         width=width if cfg.sample_packing else 1000,
         epochs=cfg.num_epochs,
     )
-    hours = estimate_hours(operations, GPUS[gpu])
+    hours = estimate_hours(operations, cfg.recipe, GPUS[gpu])
     cells: list[Any] = [f"`{name}`", " ".join(f"`{one}`" for one in overrides) or "as it is", gpu]
     return [*cells, f"{memory.total / GIB:.0f} GiB", f"{disk / GIB:.0f} GiB", f"{hours:.1f}"]
 

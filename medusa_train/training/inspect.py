@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from statistics import median
 from typing import Any
@@ -83,14 +83,13 @@ def inspect_run(cfg: TrainConfig, console: Console, results: Console) -> int:
             legend = ("supervised tokens are ", ("«green»", SUPERVISED), ", context is ", ("dim", CONTEXT), "\n")
             results.print(Group(Text.assemble(*legend), *_samples(stage.data.train, tokenizer)))
         data = Padding(_data_table(stage, tokenizer), (0, 0, 1, 0))
-        results.print(Group(data, _memory_table(stage), _time_table(stage.operations)))
+        results.print(Group(data, _memory_table(stage), _time_table([stage])))
     if first is not None:  # one after the other
         table = _grid()
         table.add_row("steps", f"{sum(stage.plan.total_steps for stage in stages):,} in all on one device")
         table.add_row("memory", f"{describe_size(max(stage.memory.total for stage in stages))}, of the larger stage")
         table.add_row("disk", f"at most {describe_size(sum(stage.disk for stage in stages))}")
-        operations = sum(stage.operations for stage in stages)
-        results.print(Group(Text("\nboth stages\n", "bold underline"), table, _time_table(operations)))
+        results.print(Group(Text("\nboth stages\n", "bold underline"), table, _time_table(stages)))
     return 0
 
 
@@ -206,11 +205,15 @@ def _memory_table(stage: _Stage) -> Table:
     return table
 
 
-def _time_table(total: float) -> Table:
-    table = _grid()
-    hours = (f"{duration(3600 * estimate_hours(total, rate))} ({gpu})" for gpu, rate in GPUS.items())
-    table.add_row("time", f"{total:.1e} operations. One GPU at {UTILIZATION:.0%} of its matrix rate, an assumption:")
-    table.add_row("", ", ".join(hours))
+def _time_table(stages: Sequence[_Stage]) -> Table:
+    def time(rate: float) -> str:
+        return duration(sum(3600 * estimate_hours(one.operations, one.cfg.recipe, rate) for one in stages))
+
+    table, total = _grid(), sum(stage.operations for stage in stages)
+    shares = " and ".join(f"{UTILIZATION[stage.cfg.recipe]:.0%}" for stage in stages)
+    rate = f"at {shares} of its matrix rate, as an H100 at 7B shape; small models take longer:"
+    table.add_row("time", f"{total:.1e} operations. One GPU {rate}")
+    table.add_row("", ", ".join(f"{time(rate)} ({gpu})" for gpu, rate in GPUS.items()))
     return table
 
 
