@@ -211,8 +211,8 @@ def _time_table(stages: Sequence[_Stage]) -> Table:
 
     table, total = _grid(), sum(stage.operations for stage in stages)
     shares = " and ".join(f"{UTILIZATION[stage.cfg.recipe]:.0%}" for stage in stages)
-    rate = f"at {shares} of its matrix rate, as an H100 at 7B shape; small models take longer:"
-    table.add_row("time", f"{total:.1e} operations. One GPU {rate}")
+    note = f"at {shares} of its matrix rate, as an H100 at 7B shape; small models take longer:"
+    table.add_row("time", f"{total:.1e} operations. One GPU {note}")
     table.add_row("", ", ".join(f"{time(rate)} ({gpu})" for gpu, rate in GPUS.items()))
     return table
 
