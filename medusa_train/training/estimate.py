@@ -21,7 +21,7 @@ from medusa_train.training.backbone_recipe import unfrozen_modules
 #: Dense bfloat16 operations per second of one GPU, by the vendor's data sheets: name with memory -> rate.
 GPUS = {"RTX 4090, 24 GB": 165e12, "L40S, 48 GB": 362e12, "H100, 80 GB": 989e12}
 #: Share of that rate by recipe, measured at 7B shape on an H100, joint training with QLoRA (benchmarks/results/gpu.md).
-UTILIZATION = {"medusa1": 0.38, "medusa2": 0.27}
+UTILIZATION: dict[str | None, float] = {"medusa1": 0.38, "medusa2": 0.27}
 
 # Bytes per parameter
 _TRAINED = 4  # weight of a trained parameter, and its gradient: float32 in every recipe
@@ -298,6 +298,6 @@ def _count(parameters: Iterable[Tensor]) -> int:
     return sum(parameter.numel() for parameter in parameters)
 
 
-def estimate_hours(operations: float, recipe: str, rate: float) -> float:
+def estimate_hours(operations: float, recipe: str | None, rate: float) -> float:
     """Return the hours that a GPU of `rate` operations per second takes, at `UTILIZATION` of it."""
     return operations / (rate * UTILIZATION[recipe]) / 3600
