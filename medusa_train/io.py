@@ -1,4 +1,4 @@
-"""Crash-safe files: atomic replacement, append-only JSON Lines, and messages for a disk that is full."""
+"""Crash-safe files: atomic replacement, append-only JSON Lines, messages for a full disk; and versions of packages."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,6 +24,14 @@ WRITE_ERRORS = (OSError, SafetensorError)
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no space, quota exceeded, above the process's file size limit
 _SCAN_BYTES = 1 << 16
 BUSY = "another process is writing to it; wait for it, or choose another output"
+
+
+def installed_version(package: str) -> str:
+    """Return the version of a package, of this one too; "not installed" without its metadata, as in a checkout."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:

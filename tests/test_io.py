@@ -8,7 +8,7 @@ import pytest
 from safetensors import SafetensorError
 
 from medusa_train.errors import DataError
-from medusa_train.io import JsonLinesFile, complete_lines, replace_text, write_failure
+from medusa_train.io import JsonLinesFile, complete_lines, installed_version, replace_text, write_failure
 from tests.full_disk import full_disk
 
 
@@ -97,3 +97,7 @@ def test_an_exclusive_file_refuses_a_second_writer(tmp_path: Path) -> None:
     with JsonLinesFile(path, exclusive=True), pytest.raises(DataError, match="another process is writing"):
         JsonLinesFile(path, exclusive=True)
     JsonLinesFile(path, exclusive=True).close()
+
+
+def test_a_package_that_is_not_installed_has_no_version() -> None:
+    assert installed_version("a-package-of-nobody") == "not installed"

@@ -16,7 +16,6 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal, ParamSpec, TypeVar, get_args, get_origin
 
@@ -26,6 +25,7 @@ from rich.console import Console
 from medusa_train.config.load import load_config
 from medusa_train.config.types import Config
 from medusa_train.errors import ConfigError, MedusaError, Terminated, signal_exit_code
+from medusa_train.io import installed_version
 
 P = ParamSpec("P")
 C = TypeVar("C", bound=Config)
@@ -70,7 +70,7 @@ def join_lines(text: str) -> str:
 
 def _print_version(asked: bool) -> None:
     if asked:
-        print(f"medusa-train {version('medusa-train')}")
+        print(f"medusa-train {installed_version('medusa-train')}")
         raise typer.Exit
 
 

@@ -9,11 +9,11 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from medusa_train.config.schema import TrainConfig
+from medusa_train.io import installed_version
 
 if TYPE_CHECKING:
     import torch
@@ -44,10 +44,10 @@ def doctor(read_config: Callable[[], TrainConfig] | None) -> int:
 
 def machine() -> Iterator[Line]:
     """Yield what this machine has; what cannot be found out says why."""
-    yield "medusa-train", _version("medusa-train")
+    yield "medusa-train", installed_version("medusa-train")
     yield "Python", f"{platform.python_version()} at {sys.executable}"
     yield "system", f"{platform.platform()}, {os.cpu_count()} cores, memory {_ask(_memory)}"
-    yield "packages", ", ".join(f"{name} {_version(name)}" for name in PACKAGES)
+    yield "packages", ", ".join(f"{name} {installed_version(name)}" for name in PACKAGES)
     yield "C++ compiler", _ask(_compiler)
     yield "nvidia-smi", _ask(_driver)
     if (failure := _ask(_import_libraries)) != "imported":
@@ -103,13 +103,6 @@ def _ask(question: Callable[[], str]) -> str:
         return question()
     except Exception as error:
         return f"failed: {type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def _output(*command: str) -> str:

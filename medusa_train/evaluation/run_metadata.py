@@ -7,7 +7,6 @@ import json
 import platform
 from collections.abc import Sequence
 from datetime import datetime, timezone
-from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from medusa_train.evaluation.records import SkippedTurn, TurnRecord
 from medusa_train.evaluation.timed_decoders import GENERATE, describe_baseline, reference_decoders
 from medusa_train.inference.decoding_settings import DecodingMode
 from medusa_train.inference.static.drafts import has_fixed_shape
+from medusa_train.io import installed_version
 from medusa_train.models.drafts.lookup import RestDraft
 from medusa_train.models.precision import device_name
 from medusa_train.models.prepack import is_prepacked
@@ -90,7 +90,7 @@ def collect_metadata(
         "exactness": None if model.proposer is None or not greedy else dict.fromkeys(EQUALITY_DTYPES, "not compared"),
         "device": device_name(model.backbone.device),
         "threads": torch.get_num_threads(),
-        "medusa_train": next((one.version for one in distributions(name="medusa-train")), "not installed"),
+        "medusa_train": installed_version("medusa-train"),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),

@@ -13,7 +13,6 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from hashlib import sha256
-from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -24,7 +23,7 @@ from medusa_train.data.batch import Batch
 from medusa_train.data.examples import Example
 from medusa_train.data.hidden_state_store import StateFormat, StateStore, document_key
 from medusa_train.errors import ConfigError
-from medusa_train.io import describe_size, existing_parent, write_failure
+from medusa_train.io import describe_size, existing_parent, installed_version, write_failure
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.features import Features, FeatureSpec
 from medusa_train.training.distributed import SINGLE_PROCESS, World
@@ -198,7 +197,7 @@ def backbone_fingerprint(backbone: Backbone, need: FeatureSpec, *, tf32: bool = 
         "early": need.early,
         "dtype": str(backbone.dtype),
         "tf32": tf32,
-        "libraries": [metadata.version(name) for name in _LIBRARIES],
+        "libraries": [installed_version(name) for name in _LIBRARIES],
     }
     digest = sha256(json.dumps(inputs, sort_keys=True, default=str).encode())
     for name, value in backbone.model.state_dict().items():
