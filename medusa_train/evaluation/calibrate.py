@@ -40,6 +40,8 @@ def calibrate(cfg: EvalConfig, bench: Bench, paths: ModelPaths, progress: RunPro
     if paths.heads is None:
         raise CheckpointError("--calibrate chooses a tree for heads; name them with --model")
     dtype = cfg.dtype if cfg.dtype != "auto" else choose_dtype(bench.questions[0].turns[0], paths, progress)
+    if cfg.compile == "auto":
+        progress.print("compile: auto is for benches: calibrating uncompiled; compile=true fits to compiled steps")
     model = load_model(paths, dtype, progress, compiled=cfg.compile is True)
     chat = ChatEncoder(model.backbone.tokenizer, paths.chat_template, paths.chat_template_kwargs)
     of_bench = [[chat.prompt(question.opening)] for question in bench.questions]

@@ -80,8 +80,8 @@ def write_run_with_data(home: Path) -> Path:
 @pytest.mark.usefixtures("small")
 def test_a_run_is_calibrated_on_its_validation_split(tmp_path: Path, questions: Path) -> None:
     directory = write_run_with_data(tmp_path)
-    written, shown = run(directory, questions, None)
-    assert "validation prompts of the run" in shown
+    written, shown = run(directory, questions, None, compile="auto")
+    assert [part in shown for part in ("validation prompts of the run", "calibrating uncompiled")] == [True, True]
     assert written[0] == directory / "tree.json"
     record = json.loads((directory / "tree.json").read_text(encoding="utf-8"))
     assert record["calibration"]["conversations"] == 6
