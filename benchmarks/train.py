@@ -3,11 +3,11 @@
     python benchmarks/train.py --quick --parts loss
     python benchmarks/train.py --parts shape7b           # a whole step at the shape of a 7B model; meant for a GPU
 
-Parts: `loss` (loss and gradients over given states), `shape7b` (a whole step at the shape of a 7B model). The loss is
-measured by two methods in turns. naive: logits of backbone and heads stacked as one float tensor [K + 1, B, T, V], a
-shifted slice and `cross_entropy` for each. ours: `medusa_train/losses`, a chunk of logits at a time, with gradients as
-one process computes them. Every case runs in a process of its own. Writes train.md and train.json to `--out` after
-every case.
+Parts: `loss` (loss and gradients over given states), `shape7b` (a whole step at the shape of a 7B model), `compiled7b`
+(the same with torch_compile, which only Medusa-1 takes). The loss is measured by two methods in turns. naive: logits of
+backbone and heads stacked as one float tensor [K + 1, B, T, V], a shifted slice and `cross_entropy` for each. ours:
+`medusa_train/losses`, a chunk of logits at a time, with gradients as one process computes them. Every case runs in a
+process of its own. Writes train.md and train.json to `--out` after every case.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from medusa_train.training.backbone_recipe import build_backbone_recipe  # noqa:
 from medusa_train.training.estimate import Estimate  # noqa: E402
 from medusa_train.training.optimizer_step import build_optimizer, parameter_groups  # noqa: E402
 
-PARTS = ("loss", "shape7b")
+PARTS = ("loss", "shape7b", "compiled7b")
 DECAY, LAMBDA0 = 0.8, 0.2  # c and lambda0 (Medusa, Training Strategies)
 SMALL_LLAMA = (128, 256, 2, 4, 4, 512)  # runs the code of `shape7b` where there is no GPU
 #: As in configs/vicuna7b_m1.yaml and configs/vicuna7b_m2.yaml.
@@ -76,7 +76,7 @@ class Case:
 
     Attributes:
         what: `loss`, or a whole step: one of `TITLES`.
-        method: `naive` (`loss` only), `ours`, or `compiled` (with torch_compile; Medusa-1 on a GPU only).
+        method: `naive` (`loss` only), `ours`, or `compiled` (with torch_compile).
         dtype: of the products; parameters and gradients are float32.
         tokens, vocab, heads, width: T, V, K, d. masked: share of positions without a loss. rows: of a micro-batch.
         repeats: measurements at most. seconds: after which no further one begins.
@@ -439,7 +439,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/train"), metavar="DIR")
     parser.add_argument("--quick", action="store_true", help="512 tokens, 32,000 entries, one round")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=["loss", "shape7b"])
     parser.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"])
     parser.add_argument("--tokens", nargs="+", type=int, metavar="T", help="512 2048")
     parser.add_argument("--vocab", nargs="+", type=int, metavar="V", help="32000 128000")
@@ -471,15 +471,16 @@ def case_pairs(args: argparse.Namespace) -> list[list[Case]]:
             for vocab, tokens, heads, masked in shapes
             if heads == most or not masked
         ]
-    if "shape7b" in args.parts:
+    if {"shape7b", "compiled7b"} & set(args.parts):
         if not find_spec("bitsandbytes"):
             print("shape7b: skipping QLoRA, bitsandbytes is not installed", flush=True)
         lengths = args.sequences or ([2048, 4096] if torch.cuda.is_available() else [64, 128])
-        steps = [("shape1", "ours")] + [("shape1", "compiled")] * torch.cuda.is_available()
-        for what, method in [*steps, ("shape2", "ours")] if find_spec("bitsandbytes") else steps:
-            for tokens in lengths:
-                case = replace(common, what=what, method=method, dtype="bfloat16", tokens=tokens, rows=args.rows)
-                cases.append(case)
+        steps = [("shape1", "ours"), ("shape2", "ours")] if "shape7b" in args.parts else []
+        steps = [step for step in steps if step[0] == "shape1" or find_spec("bitsandbytes")]
+        steps += [("shape1", "compiled")] if "compiled7b" in args.parts else []
+        for (what, method), tokens in itertools.product(steps, lengths):
+            case = replace(common, what=what, method=method, dtype="bfloat16", tokens=tokens, rows=args.rows)
+            cases.append(case)
     return [[replace(case, method="naive"), case] if case.what == "loss" else [case] for case in cases]
 
 

@@ -8,6 +8,7 @@ import os
 import re
 import secrets
 import shutil
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
@@ -27,7 +28,9 @@ BUSY = "another process is writing to it; wait for it, or choose another output"
 
 
 def installed_version(package: str) -> str:
-    """Return the version of a package, of this one too; "not installed" without its metadata, as in a checkout."""
+    """Return the version of a package or "not installed"; of this one in a checkout, too, which has no metadata."""
+    if package == "medusa-train":
+        return str(sys.modules["medusa_train"].__version__)
     try:
         return version(package)
     except PackageNotFoundError:

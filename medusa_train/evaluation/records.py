@@ -68,7 +68,7 @@ class TurnRecord:
     prompt_ids: tuple[int, ...]
     tree: TimedAnswer | None  # None in a baseline-only run
     plain: TimedAnswer
-    generate: TimedAnswer | None  # None where nothing is compared (tree: none)
+    generate: TimedAnswer | None  # None with `tree: none` or `generate: false`
     text: str = ""  # of the reported answer, with the reasoning tag that the prompt opened
     history: str = ""  # the plain answer, which later turns were asked after
     opened: str = ""  # the reasoning tag at the end of the prompt

@@ -127,7 +127,7 @@ def _answer_line(record: TurnRecord) -> dict[str, Any]:
 def terminal_report(report: Report) -> Group:
     """Return title, tables and summary for the terminal; further decoders than plain and `generate` have a table."""
     tables = [figures_table(report, columns=TERMINAL_COLUMNS)]
-    if len(report.overall["baselines"]) > 2:
+    if set(report.overall["baselines"]) - {"plain", "generate"}:
         tables.append(decoders_table(report))
     shown = [table.terminal(padding=0) for table in tables]
     return Group(Text(title_of(report), style="bold"), *shown, Text("\n".join(summary_of(report))))
@@ -224,7 +224,8 @@ def summary_of(report: Report) -> list[str]:
         why = "no draft heads were given" if meta["heads"] is None else traced
         return [f"Baselines only: {why}. {answers}", _quality(report)]
     speedup = number(overall["speedup_over_fastest"], 2, "x", overall["intervals"].get("speedup_over_fastest"))
-    faster = f"{speedup} the speed of the faster baseline (total tokens per second, prefill included)"
+    other = "the faster baseline" if "generate" in overall["baselines"] else "plain decoding"
+    faster = f"{speedup} the speed of {other} (total tokens per second, prefill included)"
     lines = [f"{faster}; {_draft(meta)}; {answers}"]
     if overall["looping_answers"] and overall["speedup_without_loops"] is not None:
         lines.append(f"Speedup without the answers with loops: {overall['speedup_without_loops']:.2f}x.")

@@ -116,7 +116,7 @@ def measurement_settings(cfg: EvalConfig, bench: Bench, paths: ModelPaths) -> di
         "seed": None if mode.acceptance == "greedy" else mode.seed,
         "dtype": cfg.dtype,
         "compile": cfg.compile,
-        "generate": cfg.generate,
+        **({} if cfg.generate else {"generate": False}),
         "prompt_lookup": cfg.prompt_lookup,
         "assistant_model": cfg.assistant_model,
         "threads": torch.get_num_threads(),

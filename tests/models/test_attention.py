@@ -96,7 +96,7 @@ def test_bool_masks_hide_the_same_keys(rows: int, q: int) -> None:
 
 
 def test_rows_of_a_repeated_mask_are_aligned_on_a_gpu() -> None:
-    """On the meta device, which has strides; the kernel that needs them was never run."""
+    """On the meta device, which has strides."""
     for device, width in (("meta", 16), ("cpu", 11)):
         repeated = attention._repeat_rows(torch.empty(2, 1, 5, 11, device=device), 3)
         assert repeated.shape == (2, 1, 15, 11)

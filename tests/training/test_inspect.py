@@ -124,8 +124,7 @@ def test_a_checkpoint_takes_what_a_run_writes(make_config, weightless, console, 
     train(cfg, console)
     for name, expected in (("step-6", memory.checkpoint), ("best-6", memory.weights)):
         files = (tmp_path / "run" / "checkpoints" / name).glob("[de]*.safetensors")
-        size = sum(tensor.nbytes for path in files for tensor in load_file(path).values() if tensor.dim())
-        assert size == expected
+        assert sum(tensor.nbytes for path in files for tensor in load_file(path).values() if tensor.dim()) == expected
     text = page(make_config(base_model=weightless), console)
     assert "2 checkpoints of " in rows_of(text)["disk"]
     text = page(make_config(base_model=weightless, save_total_limit=1), console)

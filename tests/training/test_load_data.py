@@ -78,8 +78,7 @@ def test_rows_of_longrope_models_end_where_the_angles_change(make_config, consol
     shape = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": vocab}
     Phi3Config(**sizes, **shape, rope_parameters=factors, architectures=["Phi3ForCausalLM"]).save_pretrained(bare)
     keys = {"sequence_len": 700, "micro_batch_size": rows, "sample_packing": packed}
-    data = load_data(make_config(base_model=bare, chat_template="vicuna_v1.1", **keys), console)
-    assert data.sequence_len == longest
+    assert load_data(make_config(base_model=bare, chat_template="vicuna_v1.1", **keys), console).sequence_len == longest
     assert ("micro_batch_size: 1" in console.file.getvalue()) is (longest == 600)
 
 

@@ -111,8 +111,7 @@ def test_a_resumed_run_has_its_own_learning_rate_and_weight_decay():
     for strategy in (resumed, wanted):
         strategy.scheduler.step()
     assert settings(resumed) == settings(wanted)  # the schedule continues from there
-    moments = [next(iter(strategy.optimizer.state.values()))["exp_avg"] for strategy in (before, resumed)]
-    assert torch.equal(*moments)
+    assert torch.equal(*[next(iter(strategy.optimizer.state.values()))["exp_avg"] for strategy in (before, resumed)])
 
 
 def test_the_state_of_another_optimizer_is_refused():

@@ -104,8 +104,7 @@ def test_resumed_from_an_older_checkpoint_drops_what_came_after(make_config, con
     cfg = make_config(save_steps=2, save_total_limit=9)
     train(cfg, console)
     before = losses(tmp_path / "run")
-    checkpoints = tmp_path / "run" / "checkpoints"
-    train(cfg.model_copy(update={"resume_from_checkpoint": str(checkpoints / "step-2")}), console)
+    train(cfg.model_copy(update={"resume_from_checkpoint": str(tmp_path / "run" / "checkpoints" / "step-2")}), console)
     assert losses(tmp_path / "run") == before
     assert CheckpointStore(tmp_path / "run").steps() == [2, 4, 6]
 

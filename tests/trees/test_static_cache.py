@@ -82,8 +82,7 @@ def test_rows_join_move_and_get_more_memory() -> None:
 
 
 def test_what_passes_read_grows_by_blocks() -> None:
-    cache = StaticCache(LAYERS, 50, BLOCK)
-    assert [cache.key_length(positions) for positions in (1, 8, 9, 17)] == [8, 8, 16, 24]
+    assert [StaticCache(LAYERS, 50, BLOCK).key_length(positions) for positions in (1, 8, 9, 17)] == [8, 8, 16, 24]
 
 
 @pytest.mark.parametrize(("rows", "allocated"), [(1, 1), (3, 3), (1, 3), (2, 3)])
