@@ -20,7 +20,7 @@ SMOLLM2_BENCH = "data/bench/smollm2/question.jsonl"
 #: What the steps import beyond PyTorch's image with transformers, and what that requires.
 WHEELS = ("accelerate", "annotated-types", "bitsandbytes", "certifi", "deepspeed", "einops", "hjson", "httpcore")
 WHEELS += ("httpx", "iniconfig", "msgpack", "ninja", "peft", "pluggy", "psutil", "py-cpuinfo", "pydantic")
-WHEELS += ("pydantic_core", "pytest", "pytest-xdist", "typing-inspection")
+WHEELS += ("pydantic_core", "pytest", "pytest-xdist", "execnet", "typing-inspection")
 #: Packages that PyPI has as source only: their wheels are built, and need torch for that.
 BUILT = ("deepspeed",)
 COMMANDS = {"train": "medusa_train.cli.train", "eval": "medusa_train.cli.evaluate"}

@@ -33,8 +33,8 @@ PROBE_ROUNDS = 3  # of which the fastest counts: another process may use the mac
 #: fitted in the checkpoint's dtype stays.
 CLEARLY_FASTER = 1.1
 
-#: Share of a plain step that compilation is assumed to save, on a GPU beside CUDA graphs (7B shape, H100: 0.21, see
-#: gpu.json). The saving depends on the model and the machine, and is only known once the passes are compiled.
+#: Share of a plain step that compilation is assumed to save, on a GPU beside CUDA graphs (0.21 at 7B shape on an
+#: H100). The saving depends on the model and the machine, and is only known once the passes are compiled.
 SAVING, GPU_SAVING = 0.25, 0.2
 COMPILE_SECONDS = 60.0  # assumed for small models
 LAYER_SECONDS = 5.0  # and per layer and program for larger ones: 145 s for one of 30 layers on two cores

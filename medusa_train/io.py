@@ -28,8 +28,8 @@ BUSY = "another process is writing to it; wait for it, or choose another output"
 
 
 def installed_version(package: str) -> str:
-    """Return the version of a package or "not installed"; of this one in a checkout, too, which has no metadata."""
-    if package == "medusa-train":
+    """Return the version of a package, or "not installed"."""
+    if package == "medusa-train":  # a checkout that is not installed has no metadata
         return str(sys.modules["medusa_train"].__version__)
     try:
         return version(package)

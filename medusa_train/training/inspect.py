@@ -206,14 +206,14 @@ def _memory_table(stage: _Stage) -> Table:
 
 
 def _time_table(stages: Sequence[_Stage]) -> Table:
-    def time(rate: float) -> str:
+    def duration_at(rate: float) -> str:
         return duration(sum(3600 * estimate_hours(one.operations, one.cfg.recipe, rate) for one in stages))
 
     table, total = _grid(), sum(stage.operations for stage in stages)
     shares = " and ".join(f"{UTILIZATION[stage.cfg.recipe]:.0%}" for stage in stages)
     note = f"at {shares} of its matrix rate, as an H100 at 7B shape; small models take longer:"
     table.add_row("time", f"{total:.1e} operations. One GPU {note}")
-    table.add_row("", ", ".join(f"{time(rate)} ({gpu})" for gpu, rate in GPUS.items()))
+    table.add_row("", ", ".join(f"{duration_at(rate)} ({gpu})" for gpu, rate in GPUS.items()))
     return table
 
 

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from medusa_train.cli.train import app
 from medusa_train.config.load import dump_config
 from medusa_train.data.examples import Example
 from medusa_train.training.estimate import Estimate
-from medusa_train.training.inspect import CONTEXT, SUPERVISED, inspect_run, masked_text
+from medusa_train.training.inspect import CONTEXT, SUPERVISED, _time_table, inspect_run, masked_text
 from tests.training.conftest import train
 
 
@@ -72,6 +73,11 @@ def test_the_size_of_cached_hidden_states_is_shown(make_config, weightless, cons
     assert re.search(r"[\d,]+ tokens x 32 values x 4 bytes: [\d.]+ [KM]iB in", text)
 
 
+def test_the_time_of_two_stages_is_their_sum():
+    one, two = (SimpleNamespace(operations=count, cfg=SimpleNamespace(recipe="medusa1")) for count in (5e20, 1e21))
+    assert list(_time_table([one, one]).columns[1].cells)[1] == list(_time_table([two]).columns[1].cells)[1]
+
+
 def test_a_gpu_holds_more_than_tensors(make_config, weightless, console, monkeypatch):
     monkeypatch.setattr("medusa_train.training.inspect.default_device", lambda: torch.device("cuda"))
     for deepspeed, left in ((None, 1), ({"zero_optimization": {"stage": 2}}, 2)):
@@ -125,7 +131,5 @@ def test_a_checkpoint_takes_what_a_run_writes(make_config, weightless, console, 
     for name, expected in (("step-6", memory.checkpoint), ("best-6", memory.weights)):
         files = (tmp_path / "run" / "checkpoints" / name).glob("[de]*.safetensors")
         assert sum(tensor.nbytes for path in files for tensor in load_file(path).values() if tensor.dim()) == expected
-    text = page(make_config(base_model=weightless), console)
-    assert "2 checkpoints of " in rows_of(text)["disk"]
-    text = page(make_config(base_model=weightless, save_total_limit=1), console)
-    assert "1 checkpoint of " in rows_of(text)["disk"]
+    assert "2 checkpoints of " in rows_of(page(make_config(base_model=weightless), console))["disk"]
+    assert "1 checkpoint of " in rows_of(page(make_config(base_model=weightless, save_total_limit=1), console))["disk"]

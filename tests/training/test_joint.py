@@ -46,8 +46,7 @@ def test_stage_two_starts_from_stage_one(make_config, console, tmp_path):
     heads = begins["loss"] / 0.2  # lambda0; the KL is 0 in the first step
     assert abs(heads - ends) < abs(heads - fresh)
     assert begins["step"] == 1  # counters start at zero
-    differing = r"have medusa_num_heads: 3, the configuration medusa_num_heads: 2"
-    with pytest.raises(ConfigError, match=differing):
+    with pytest.raises(ConfigError, match=r"have medusa_num_heads: 3, the configuration medusa_num_heads: 2"):
         train(make_config(**LORA, medusa_num_heads=2, lora_model_dir=str(tmp_path / "m1"),
                           output_dir=str(tmp_path / "m3")), console)  # fmt: skip
 

@@ -154,8 +154,7 @@ def test_acceptance_length_is_that_of_decoding_the_same_text(backbone):
     prompts = [[0, 2, 10 + i, 3] for i in range(6)]
     batches = []
     for prompt in prompts:
-        answer = Decoder(backbone).generate(prompt, 30, eos_ids=()).tokens
-        tokens = torch.tensor([prompt + answer])
+        tokens = torch.tensor([prompt + Decoder(backbone).generate(prompt, 30, eos_ids=()).tokens])
         labels = tokens.clone()
         labels[0, : len(prompt)] = IGNORE_INDEX
         batches.append(Batch(tokens, labels, torch.arange(tokens.shape[1])[None], torch.zeros_like(tokens), ["a"]))
