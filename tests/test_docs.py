@@ -108,8 +108,7 @@ def test_make_smollm2_runs_valid_commands(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_every_command_is_checked() -> None:
-    known = {*MODULES, *FOREIGN, "torchrun", "srun", "make", "python"}
-    assert {words[0] for _, words in COMMANDS} <= known
+    assert {words[0] for _, words in COMMANDS} <= {*MODULES, *FOREIGN, "torchrun", "srun", "make", "python"}
     pyproject = (PROJECT_ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert all(f"{name} = " in pyproject for name in MODULES)
     assert os.access(PROJECT_ROOT / ".ci" / "run", os.X_OK)

@@ -100,8 +100,7 @@ def expand_rows(matrix: Tensor, token_map: Tensor, vocab_size: int) -> Tensor:
     the greatest of them, whatever the hidden state; without a bias, rows of zeros or of large numbers have no such
     bound.
     """
-    mean = matrix.float().mean(0).to(matrix.dtype)
-    rows = mean.repeat(vocab_size, 1)
+    rows = matrix.float().mean(0).to(matrix.dtype).repeat(vocab_size, 1)
     rows[token_map] = matrix
     return rows
 
@@ -221,8 +220,7 @@ def for_target(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Change what vLLM reads into what `to` reads, where they differ."""
     if to == "sglang":
-        states = config.pop(_STATES)
-        eagle = {_STATES: [layers - 1 for layers in states], "use_aux_hidden_state": True}
+        eagle = {_STATES: [layers - 1 for layers in config.pop(_STATES)], "use_aux_hidden_state": True}
         return tensors, {**config, "eagle_config": eagle}
     if to != "speculators":
         return tensors, config

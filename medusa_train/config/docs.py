@@ -141,8 +141,7 @@ def _type_name(annotation: Any) -> str:
     if origin is Literal:
         return ", ".join(f"`{value}`" for value in get_args(annotation))
     if origin in (typing.Union, types.UnionType):
-        names = [_type_name(part) for part in get_args(annotation) if part is not type(None)]
-        return " or ".join(dict.fromkeys(names))
+        return " or ".join(dict.fromkeys([_type_name(part) for part in get_args(annotation) if part is not type(None)]))
     if origin in (list, tuple):
         return f"list of {_type_name(get_args(annotation)[0])}"
     if origin is dict:

@@ -103,8 +103,7 @@ def _read(path: Path) -> YamlSource:
 
 def _nearby_files(path: Path) -> str:
     """Suggest a file of the same directory, else of `configs/`, and list the directory's YAML files."""
-    shipped = PROJECT_ROOT / "configs"
-    for directory in (path.parent, PROJECT_ROOT / path.parent, shipped):
+    for directory in (path.parent, PROJECT_ROOT / path.parent, PROJECT_ROOT / "configs"):
         names = sorted(file.name for file in directory.glob("*.y*ml"))
         if names and directory not in (Path(), PROJECT_ROOT):
             inside = directory.is_relative_to(PROJECT_ROOT)
@@ -244,8 +243,7 @@ def _violations(cfg: Config, given: set[str], invalid: set[str], source: YamlSou
         if invalid.isdisjoint(constraint.keys) and constraint.violated(cfg):
             key, *others = [name for name in constraint.keys if name in given] or constraint.keys[:1]
             also = ", ".join(f"{name}: {source.location((name,))}" for name in others)
-            message = f"{format_value(getattr(cfg, key))}: {constraint.message}"
-            yield (key,), message + (f" ({also})" if also else "")
+            yield (key,), f"{format_value(getattr(cfg, key))}: {constraint.message}" + (f" ({also})" if also else "")
 
 
 def _unknown(name: str, owner: type[BaseModel]) -> str:

@@ -63,8 +63,7 @@ def collate(rows: Sequence[Sequence[Example]]) -> Batch:
             positions[number, start:] = torch.arange(shape[1] - start)
             segments[number, start:end] = segment
             start = end
-    sources = [example.source for row in rows for example in row]
-    return Batch(tokens, labels, positions, segments, sources, rows)
+    return Batch(tokens, labels, positions, segments, [example.source for row in rows for example in row], rows)
 
 
 def shift_labels(labels: Tensor, k: int, segments: Tensor) -> Tensor:
@@ -89,8 +88,7 @@ def shift_labels(labels: Tensor, k: int, segments: Tensor) -> Tensor:
     offset = k + 1
     out = torch.full_like(labels, IGNORE_INDEX)
     if offset < labels.shape[1]:
-        same_document = segments[:, offset:] == segments[:, :-offset]
-        out[:, :-offset] = torch.where(same_document, labels[:, offset:], IGNORE_INDEX)
+        out[:, :-offset] = torch.where(segments[:, offset:] == segments[:, :-offset], labels[:, offset:], IGNORE_INDEX)
     return out
 
 

@@ -50,8 +50,7 @@ def frequent_tokens(
     kept[[token for token in special if token < len(counts) and counts[token]]] = True
     if int(kept.sum()) > size:
         raise ConfigError(f"{key}: {size:,} is less than the {int(kept.sum()):,} special tokens in the data")
-    ranked = torch.where(kept, counts.max() + 1, counts)
-    return ranked.argsort(descending=True, stable=True)[:size].sort().values
+    return torch.where(kept, counts.max() + 1, counts).argsort(descending=True, stable=True)[:size].sort().values
 
 
 def coverage(counts: Tensor, token_map: Tensor) -> float:

@@ -47,8 +47,7 @@ class Example:
     def prompts(self) -> list[list[int]]:
         """Return the prompt of each answer: all tokens before it, its header included."""
         before = torch.cat([self.supervised.new_ones(1), self.supervised[:-1]])
-        starts = torch.nonzero(self.supervised & ~before).flatten().tolist()
-        return [self.tokens[:start].tolist() for start in starts]
+        return [self.tokens[:start].tolist() for start in torch.nonzero(self.supervised & ~before).flatten().tolist()]
 
 
 def encode_examples(conversation: Conversation, encoder: ChatEncoder, max_length: int) -> tuple[list[Example], Outcome]:

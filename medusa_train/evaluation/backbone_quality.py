@@ -132,8 +132,7 @@ def load_versions(paths: ModelPaths, original: str, dtype: str = "float32") -> t
 def _version(backbone: Backbone) -> Version:
     def version(batch: Batch) -> tuple[Tensor, LMHead]:
         moved = batch.to(backbone.device)
-        feats = backbone.run(moved.tokens, positions=moved.positions, segments=moved.segments)
-        return feats.hidden, backbone.lm_head()
+        return backbone.run(moved.tokens, positions=moved.positions, segments=moved.segments).hidden, backbone.lm_head()
 
     return version
 

@@ -184,8 +184,7 @@ def load_heads(model: Any, source: str, hub: dict[str, Any]) -> Heads:
             name: tensor.to(lm_head.weight.device, model.dtype if tensor.is_floating_point() else torch.long)
             for name, tensor in tensors.items()
         }
-        heads = Heads(tensors, config["medusa_num_heads"], config["medusa_num_layers"], lm_head, source)
-        _loaded[model] = key, heads
+        _loaded[model] = key, Heads(tensors, config["medusa_num_heads"], config["medusa_num_layers"], lm_head, source)
     return _loaded[model][1]
 
 

@@ -226,8 +226,7 @@ class DecodingSession:
         # accepting a tree without draft tokens gives the token after its root, here the prompt's last token
         last = torch.tensor([prompt[-1:] for prompt in prompts], device=self._backbone.device)
         logits = self._backbone.logits(at_positions(feats.hidden, [length - 1 for length in lengths]))
-        accepted = accept(self._rule, last, logits[:, None], Tree.empty(), generators)
-        return [tokens[-1] for _, tokens in accepted]
+        return [tokens[-1] for _, tokens in accept(self._rule, last, logits[:, None], Tree.empty(), generators)]
 
     def start_draft(self) -> None:
         """Give the draft the prompts. Apart from `prefill`, so that the first token does not wait for it."""

@@ -68,8 +68,7 @@ class Reply:
             self.steps += bool(self.tokens)
             for i, token in enumerate(step.tokens):
                 self.tokens.append(token)
-                text = "" if token in self._stops else self._stream.push(token)
-                piece = Piece(text, i < step.accepted)
+                piece = Piece("" if token in self._stops else self._stream.push(token), i < step.accepted)
                 self.text += piece.text
                 self.seconds = time.perf_counter() - started
                 if piece.text:

@@ -190,8 +190,7 @@ class ChunkedLoss:
             del narrow
         grad = grad.to(student.weight.dtype)
         if grads.hidden is not None:
-            grad_states = (grad @ student.weight).to(grads.hidden.dtype).mul_(self.scale_after)
-            grads.hidden.index_copy_(0, rows, grad_states)
+            grads.hidden.index_copy_(0, rows, (grad @ student.weight).to(grads.hidden.dtype).mul_(self.scale_after))
         if grads.weight is not None:
             _add_product(grads.weight, grad, states, self.scale_after)
 

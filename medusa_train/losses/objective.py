@@ -214,8 +214,7 @@ def lambda0(schedule: str, progress: float) -> float:
         return 1.0
     if schedule == "linear":
         return s
-    ramp = float(schedule.removeprefix("sine").removeprefix("_") or 1.0)
-    return math.sin(math.pi / 2 * min(s / ramp, 1.0))
+    return math.sin(math.pi / 2 * min(s / float(schedule.removeprefix("sine").removeprefix("_") or 1.0), 1.0))
 
 
 def _targets(batch: Batch, k: int) -> Tensor:

@@ -19,6 +19,11 @@ FOLDED_HEADS = "sdpa_folded_heads"
 #: batch of 32 with one query takes twice as long; with fewer rows or more queries it is faster.
 _PRODUCT_ROWS, _PRODUCT_QUERIES = 8, 32
 
+#: Blocks of torch's memory-efficient kernel, each of `_BLOCK_QUERIES` queries of one head, below which products are
+#: faster on a GPU: most of its multiprocessors stay idle, and each block reads all keys of its head.
+_GPU_BLOCKS, _BLOCK_QUERIES = 100, 64
+_MOST_SCORES = 2**26  # of these products, in float32: 256 MB
+
 #: Queries of a prompt in one product. Whole prompts in one take 1.5 times as long at 1,000 tokens, 3 times at 2,000.
 _PROMPT_BLOCK = 128
 
@@ -29,13 +34,12 @@ _MASK_ALIGNMENT = 8
 def use_folded_heads(model: Any) -> str:
     """Switch a model from "sdpa" to `folded_head_forward` where that gains; return its attention's name now.
 
-    It does with grouped query heads, and in bfloat16 on a CPU.
+    It does with grouped query heads, and with 16-bit numbers.
     """
     config = model.config.get_text_config()
     heads = config.num_attention_heads
     grouped = (getattr(config, "num_key_value_heads", None) or heads) != heads
-    bfloat16_on_cpu = model.device.type == "cpu" and model.dtype == torch.bfloat16
-    if config._attn_implementation == "sdpa" and (grouped or bfloat16_on_cpu):
+    if config._attn_implementation == "sdpa" and (grouped or model.dtype in (torch.bfloat16, torch.float16)):
         AttentionInterface.register(FOLDED_HEADS, folded_head_forward)
         AttentionMaskInterface.register(FOLDED_HEADS, sdpa_mask)
         model.set_attn_implementation(FOLDED_HEADS)
@@ -90,8 +94,11 @@ def folded_head_attention(
     folded = query.reshape(len(query), kv_heads, groups * q, query.shape[3])
     rows = folded.shape[2]
     bfloat16_on_cpu = query.dtype == torch.bfloat16 and query.device.type == "cpu"
-    if bfloat16_on_cpu and not dropout and _use_products(len(query), rows):
-        return _attention_by_products(folded, key, value, mask, scaling).reshape(*query.shape[:3], value.shape[3])
+    if not dropout and _use_products(folded, key.shape[2]):
+        scale = query.shape[3] ** -0.5 if scaling is None else scaling
+        on_gpu = _opaque_attention if torch.compiler.is_compiling() else _attention_in_float32
+        by_products = _attention_by_products if bfloat16_on_cpu else on_gpu
+        return by_products(folded, key, value, mask, scale).reshape(*query.shape[:3], value.shape[3])
     if rows == 1 and bfloat16_on_cpu:
         folded = folded.expand(-1, -1, 2, -1)  # torch's kernel takes longer for one row than for two
     if mask is not None:
@@ -100,23 +107,28 @@ def folded_head_attention(
     return out[:, :, :rows].reshape(*query.shape[:3], value.shape[3])
 
 
-def _use_products(batch: int, rows: int) -> bool:
+def _use_products(folded: Tensor, keys: int) -> bool:
     """Return whether products are faster; under torch.compile alike for all batches, which one program serves."""
+    batch, kv_heads, rows, _ = folded.shape
+    if folded.is_cuda:
+        if torch.is_grad_enabled() or torch.version.cuda is None or folded.element_size() != 2:
+            return False
+        if torch.compiler.is_compiling():
+            return True
+        few_blocks = batch * kv_heads * -(-rows // _BLOCK_QUERIES) < _GPU_BLOCKS
+        return few_blocks and batch * kv_heads * rows * keys <= _MOST_SCORES
     if torch.compiler.is_compiling():
-        return batch > 1
-    return batch >= _PRODUCT_ROWS and rows <= _PRODUCT_QUERIES
+        return folded.dtype == torch.bfloat16 and batch > 1
+    return folded.dtype == torch.bfloat16 and batch >= _PRODUCT_ROWS and rows <= _PRODUCT_QUERIES
 
 
-def _attention_by_products(
-    folded: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None
-) -> Tensor:
+def _attention_by_products(folded: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """Compute attention of folded queries [B, H_kv, G q, d] as one product of all scores and one of all values.
 
     Scores are rounded to the queries' dtype, as in transformers' "eager" attention. They are computed as K Q^T, since
     for Q K^T oneDNN would transpose all keys first.
     """
-    scaled = folded * (folded.shape[3] ** -0.5 if scaling is None else scaling)
-    scores = torch.matmul(key, scaled.transpose(2, 3).contiguous()).transpose(2, 3).contiguous()
+    scores = torch.matmul(key, (folded * scale).transpose(2, 3).contiguous()).transpose(2, 3).contiguous()
     if mask is not None:
         by_head = scores.unflatten(2, (-1, mask.shape[2]))
         if mask.dtype == torch.bool:  # of transformers' `generate`
@@ -124,6 +136,31 @@ def _attention_by_products(
         else:
             by_head.add_(mask[:, :, None])
     return torch.matmul(scores.softmax(-1), value)
+
+
+def _attention_in_float32(folded: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """Compute the same on a GPU, with scores in float32 as torch's kernels keep them."""
+    queries, keys = folded.flatten(0, 1), key.flatten(0, 1).transpose(1, 2)
+    scores = torch.bmm(queries, keys, out_dtype=torch.float32).unflatten(0, folded.shape[:2])
+    if mask is None:
+        scores = scores * scale
+    else:
+        if mask.dtype == torch.bool:  # of transformers' `generate`
+            mask = torch.zeros_like(mask, dtype=torch.float32).masked_fill_(~mask, float("-inf"))
+        by_head = scores.unflatten(2, (-1, mask.shape[2]))
+        scores = torch.add(mask[:, :, None], by_head, alpha=scale).flatten(2, 3)
+    weights = scores.softmax(-1).to(value.dtype)
+    return torch.bmm(weights.flatten(0, 1), value.flatten(0, 1)).unflatten(0, folded.shape[:2])
+
+
+# one operation for torch.compile, which otherwise takes twice as long to compile the layers of a 7B model
+_opaque_attention = torch.library.custom_op(
+    "medusa_train::attention_in_float32",
+    _attention_in_float32,
+    mutates_args=(),
+    schema="(Tensor folded, Tensor key, Tensor value, Tensor? mask, float scale) -> Tensor",
+)
+_opaque_attention.register_fake(lambda folded, key, value, *_: folded.new_empty((*folded.shape[:3], value.shape[3])))
 
 
 def _causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
@@ -145,8 +182,7 @@ def _causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float 
         block = scaled[:, :, start : start + size]
         count = block.shape[2]
         keys, values = key[:, :, : start + count], value[:, :, : start + count]
-        folded = block.reshape(len(query), kv_heads, -1, query.shape[3])
-        scores = torch.matmul(folded, keys.transpose(2, 3))
+        scores = torch.matmul(block.reshape(len(query), kv_heads, -1, query.shape[3]), keys.transpose(2, 3))
         scores.unflatten(2, (-1, count))[..., start:].add_(causal[:count, :count])
         blocks.append(torch.matmul(scores.softmax(-1), values).reshape(*block.shape[:3], value.shape[3]))
     return torch.cat(blocks, dim=2)

@@ -246,8 +246,7 @@ class Backbone:
     def _check_split(self, split: LayerSplit) -> None:
         """Run a small tree in two parts, the first of them in two passes, and compare with the whole model."""
         tree = Tree.cartesian([2])
-        step = max(1, self.vocab_size // 8)
-        tokens = torch.arange(5, device=self.device)[None] * step % self.vocab_size
+        tokens = torch.arange(5, device=self.device)[None] * max(1, self.vocab_size // 8) % self.vocab_size
         positions = 2 + tree.depths.to(self.device)[None]
         cache = self.new_cache(5)
         self.run(tokens[:, :2], cache=cache)

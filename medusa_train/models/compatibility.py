@@ -174,8 +174,7 @@ def _verifies_trees(backbone: Backbone) -> bool:
     if backbone.max_context < 8:
         return True
     tree = Tree.from_paths([(0,), (1,), (1, 0)])
-    step = max(1, backbone.vocab_size // 8)
-    tokens = torch.arange(7, device=backbone.device) * step % backbone.vocab_size
+    tokens = torch.arange(7, device=backbone.device) * max(1, backbone.vocab_size // 8) % backbone.vocab_size
     expected = backbone.run(tokens[[0, 1, 2, 3, 5, 6]][None]).hidden[0, -1]
     cache = backbone.new_cache(7)
     backbone.run(tokens[None, :3], cache=cache)

@@ -26,8 +26,7 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * 0.999)
     first = math.ceil(low / step - 1e-9)
-    last = math.floor(high / step + 1e-9)
-    return [round(number * step, 10) for number in range(first, last + 1)]
+    return [round(number * step, 10) for number in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
 def short(value: float) -> str:

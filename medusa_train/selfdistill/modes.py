@@ -119,8 +119,7 @@ def question(prompt: Prompt, *, random_seed: int, rules: DropRules) -> ChatSteps
 
 def turn_seed(seed: int, conversation: str, turn: int | str) -> int:
     """Return the random seed of one turn: 63 bits of a hash of the run's seed, conversation id and turn."""
-    digest = hashlib.sha256(f"{seed}\x00{conversation}\x00{turn}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1
+    return int.from_bytes(hashlib.sha256(f"{seed}\x00{conversation}\x00{turn}".encode()).digest()[:8], "big") >> 1
 
 
 def _repeats(chat: GeneratedChat, role: str, text: str) -> DropReason | None:

@@ -53,8 +53,7 @@ def load_prompts(cfg: SelfDistillConfig, progress: RunProgress) -> tuple[list[Pr
         return [Prompt(f"question-{number:06d}", (), source="by the model") for number in range(cfg.limit)], Counter()
     invalid: list[str] | None = [] if cfg.skip_bad_records else None
     with LoadingProgress(progress) as shown:
-        source = open_prompts(cfg.seed_dataset, cfg.split, shown.update)
-        prompts = read_prompts(source, cfg.type, skipped=invalid)
+        prompts = read_prompts(open_prompts(cfg.seed_dataset, cfg.split, shown.update), cfg.type, skipped=invalid)
     selection = Selection(cfg.max_turns, cfg.min_chars, cfg.max_chars, cfg.sample, cfg.sample_seed, cfg.limit)
     selected, skipped = select_prompts(prompts, selection)
     if invalid:

@@ -280,8 +280,7 @@ def output_directory(cfg: EvalConfig, name: str, paths: ModelPaths | None, targe
         return expand_user(cfg.output_dir)
     if paths is not None:
         return paths.home / "eval" / f"served-{name}"
-    model = re.sub(r"[^\w.-]+", "_", targets[-1].model).strip("_")
-    return runs_directory() / "served" / model / name
+    return runs_directory() / "served" / re.sub(r"[^\w.-]+", "_", targets[-1].model).strip("_") / name
 
 
 def settings(

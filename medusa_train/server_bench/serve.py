@@ -330,8 +330,7 @@ class ServerPool:
             heads = str(self._model.heads.resolve())
             speculative = {"method": self._model.method, "model": heads, "num_speculative_tokens": tokens}
         command = serve_command(self._model.python, self._model.backbone, port, self._model.options, speculative)
-        log = self._directory / f"vllm-{name}.log"
-        self._running[tokens] = server = VLLMServer(name, command, port, log)
+        self._running[tokens] = server = VLLMServer(name, command, port, self._directory / f"vllm-{name}.log")
         server.wait_ready(self._seconds, self._progress)
 
     def _keep(self, wanted: Sequence[int]) -> None:

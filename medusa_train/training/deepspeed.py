@@ -310,8 +310,7 @@ def unlink_shared_buffer(world: World, directory: Path = Path("/dev/shm")) -> No
     world.gather(None)  # all have opened it
     address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     if hasattr(os, "getuid"):
-        name = f"deepspeed_allreduce_buffer_{os.getuid()}_{address}_{port}_{world.rank}"
-        (directory / name).unlink(missing_ok=True)
+        (directory / f"deepspeed_allreduce_buffer_{os.getuid()}_{address}_{port}_{world.rank}").unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

@@ -228,8 +228,7 @@ class Estimate:
         later = heads + self._heads_loss(tokens, item, device)
         if cfg.recipe == "medusa1":
             return mask + max(single + layer, states + later)
-        vocab = self._lm_head.shape[0]
-        backbone_loss = self._loss_buffers(vocab, tokens, item, device, taught=self._has_teacher)
+        backbone_loss = self._loss_buffers(self._lm_head.shape[0], tokens, item, device, taught=self._has_teacher)
         if cfg.gradient_accumulation_steps == 1:  # else the gradients of the micro-batch before are there all the time
             later = max(later, backbone_loss - self._heads * _TRAINED)
             lm_head = self._lm_head.numel() if self._unfrozen else 0

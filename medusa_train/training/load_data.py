@@ -152,8 +152,7 @@ def chat_encoder(cfg: TrainConfig, tokenizer: Any) -> ChatEncoder:
     """
     templates = [entry.conversation for entry in cfg.datasets]
     is_theirs = all(templates) and (len(set(templates)) == 1 or not tokenizer.chat_template)
-    template = cfg.chat_template or (templates[0] if is_theirs else None)
-    return ChatEncoder(tokenizer, template, cfg.chat_template_kwargs)
+    return ChatEncoder(tokenizer, cfg.chat_template or (templates[0] if is_theirs else None), cfg.chat_template_kwargs)
 
 
 def _template_notes(cfg: TrainConfig, encoder: ChatEncoder) -> Iterator[str]:

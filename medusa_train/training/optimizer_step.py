@@ -230,8 +230,7 @@ def _load_paged(optimizer: Any, saved: dict[str, Any]) -> None:
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     for number, parameter in zip(numbers, parameters, strict=True):
         for name, value in moments.get(number, {}).items():
-            buffer = optimizer.get_state_buffer(parameter, dtype=value.dtype)
-            optimizer.state[parameter][name] = buffer.copy_(value)
+            optimizer.state[parameter][name] = optimizer.get_state_buffer(parameter, dtype=value.dtype).copy_(value)
 
 
 # Optimizer and schedule

@@ -303,8 +303,7 @@ def _open_loggers(
         boards.append(wandb(console, out, cfg.wandb_project, cfg.wandb_entity, cfg.wandb_run_id, cfg.wandb_name))
     with writing(out):
         shown = ConsoleLogger(console, plan.total_steps, state.step, progress.title)
-        file = MetricsFile(out / METRICS, state.step, state.evaluated, shown.warn)
-        return MetricLoggers([file, shown, *boards])
+        return MetricLoggers([MetricsFile(out / METRICS, state.step, state.evaluated, shown.warn), shown, *boards])
 
 
 # What is printed

@@ -300,8 +300,7 @@ class Trainer:
         gathered = self.world.gather([record for result in suspects for record in result.records])
         records = [record for part in gathered for record in part]
         if state.skipped >= self.max_nonfinite_steps:
-            error = non_finite_error(step, loss, records, state.skipped, self.store.latest())
-            raise self.world.error_on_main(error)
+            raise self.world.error_on_main(non_finite_error(step, loss, records, state.skipped, self.store.latest()))
         self.strategy.skip()
         state.skipped += 1
         counts = {"skipped_steps": state.skipped, "max_nonfinite_steps": self.max_nonfinite_steps}

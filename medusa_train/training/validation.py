@@ -201,8 +201,7 @@ def _lm_sums(recipe: BackboneRecipe, batch: Batch, feats: Features) -> Tensor:
         teacher, teacher_lm_head = recipe.teacher(batch, feats)
         theirs = Teacher(teacher.flatten(0, 1), teacher_lm_head, divergence=True)
     sums = linear_loss(feats.hidden.flatten(0, 1), recipe.backbone.lm_head(), target, theirs)
-    count = (target != IGNORE_INDEX).sum()
-    return torch.stack([figure.double() for figure in (sums.ce_sum, sums.kl_sum, count)]).cpu()
+    return torch.stack([figure.double() for figure in (sums.ce_sum, sums.kl_sum, (target != IGNORE_INDEX).sum())]).cpu()
 
 
 def _share_of(batches: Iterable[Batch], world: World) -> Iterator[Batch]:

@@ -165,8 +165,7 @@ def choose_tree(
         rivals = [(joint[nodes].tree, joint[nodes].tokens_per_step) for nodes in near]
         rivals += _shallower(conversations, traces, [joint[nodes].tree for nodes in near])
     again = time_trees([tree for tree, _ in rivals])
-    timed = [TreeCandidate(tree, rate, again[tree]) for tree, rate in rivals]
-    chosen = smallest_of_the_fastest(timed)
+    chosen = smallest_of_the_fastest([TreeCandidate(tree, rate, again[tree]) for tree, rate in rivals])
     # both rounds timed the deep tree of that size, so drift between them cancels out
     nodes = chosen.tree.size
     best = replace(chosen, step_ms=joint[nodes].step_ms * chosen.step_ms / again[joint[nodes].tree])

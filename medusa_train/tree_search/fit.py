@@ -155,8 +155,7 @@ def most_frequent(counts: Counter[Ranks], size: int, max_depth: int | None = Non
     length over the counted positions without assuming that heads err independently.
     """
     paths = counts if max_depth is None else [path for path in counts if len(path) <= max_depth]
-    ranked = sorted(paths, key=lambda path: (-counts[path], len(path), path))
-    return Tree.from_paths(ranked[:size])
+    return Tree.from_paths(sorted(paths, key=lambda path: (-counts[path], len(path), path))[:size])
 
 
 # Which tree of a given size is best?

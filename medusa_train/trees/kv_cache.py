@@ -162,8 +162,7 @@ class TreeCache(Cache):
             assert self._storage is not None
             moved = RowPaths.of(paths, self._storage.device).nodes[0, start:] + self.length
             # index_select copies first, so source and target may overlap
-            kept = self._storage.index_select(4, moved)
-            self._storage[:, :, :, :, self.length + start : self.length + count] = kept
+            self._storage[:, :, :, :, self.length + start : self.length + count] = self._storage.index_select(4, moved)
         self.length += count
         self._pending = 0
 

@@ -39,8 +39,7 @@ class MaskTable:
         if window is not None:
             committed = depths[:, None] - offsets < window
             ancestors = ancestors & (depths[:, None] - depths < window)
-        visible = torch.cat([committed, ancestors, torch.zeros_like(committed[:, :1])], dim=1)
-        self._table = additive_mask(visible, dtype)
+        self._table = additive_mask(torch.cat([committed, ancestors, torch.zeros_like(committed[:, :1])], dim=1), dtype)
 
     def at(self, lengths: Tensor, key_length: int) -> Tensor:
         """Return the mask [B, 1, n + 1, key_length] for nodes after `lengths` committed positions, long [B].

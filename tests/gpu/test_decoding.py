@@ -7,11 +7,13 @@ from shapes import Sizes, llama_config, random_model
 from medusa_train.inference.batch import BatchDecoder
 from medusa_train.inference.generate import Decoder
 from medusa_train.inference.static.graphs import use_cuda_graphs
+from medusa_train.models.attention import folded_head_attention
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.trees.tree import Tree
 from tests.families import NoTokenizer, random_backbone
 from tests.inference.test_drafts import KINDS, PROMPTS, TREE, random_draft
+from tests.models.test_attention import random_states, reference, tree_mask
 
 #: hidden size, MLP size, layers, attention heads, key/value heads, vocabulary
 SHAPE = (1024, 2816, 8, 16, 4, 32_000)
@@ -52,6 +54,21 @@ def test_compiled_passes_give_the_same_text(cuda: torch.device, family: str) -> 
     use_cuda_graphs(backbone)
     backbone.compile_passes()
     assert [Decoder(backbone, draft, TREE).generate(prompt, 24).tokens for prompt in PROMPTS] == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("batch", "kv_heads", "groups"), [(1, 32, 1), (2, 3, 3), (32, 8, 4)])
+@pytest.mark.parametrize("q", [1, 65])
+@torch.inference_mode()
+def test_attention_of_few_queries_gives_the_reference(
+    cuda: torch.device, batch: int, kv_heads: int, groups: int, q: int
+) -> None:
+    """Products where torch's kernel would start few blocks, its kernel for the large batch; part of a longer cache."""
+    query, key, value = random_states(batch, groups * kv_heads, kv_heads, q, 300)
+    mask, key, value = tree_mask(batch, q, 290), key[:, :, :290], value[:, :, :290]
+    expected = reference(query, key, value, mask, 0.3)
+    found = folded_head_attention(*(part.to(cuda, torch.bfloat16) for part in (query, key, value, mask)), 0.3)
+    torch.testing.assert_close(found.double().cpu(), expected, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.gpu

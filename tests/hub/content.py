@@ -57,8 +57,7 @@ def write_local_data(place: Path) -> None:
     for name in _LOCAL:
         write_model(place / name, name)
     lines = [json.dumps({"id": f"c{n}", "messages": chat}) + "\n" for n, chat in enumerate(_chats()[:10])]
-    names = ("llama31_8b", "qwen3_8b", "qwen3_06b", "vicuna33b_m2", "zephyr7b_m2")
-    for name in (*names, "tiny", "tiny_more"):
+    for name in (*("llama31_8b", "qwen3_8b", "qwen3_06b", "vicuna33b_m2", "zephyr7b_m2"), "tiny", "tiny_more"):
         _write(place / "data" / "selfdistill" / f"{name}.jsonl", "".join(lines[:8]))
     for name, part in {"smollm2": lines[:8], "smollm2_validation": lines[8:]}.items():
         (place / "data" / "selfdistill" / f"{name}.jsonl.gz").write_bytes(gzip.compress("".join(part).encode()))

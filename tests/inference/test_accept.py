@@ -192,8 +192,7 @@ def _by_child(passes: Callable[[list[float], int], bool], left: Callable[[list[f
                     p, children = at[child], list(tree.children[child])
                 else:
                     p = left(p, guessed[child])
-            last = DICE.choices(range(VOCAB), p)[0]
-            decided.append(Accepted(path, [*(guessed[i] for i in path), last]))
+            decided.append(Accepted(path, [*(guessed[i] for i in path), DICE.choices(range(VOCAB), p)[0]]))
         return decided
 
     return rule

@@ -59,8 +59,7 @@ def _draft(backbone: Backbone, answers: Sequence[list[int]] = ()) -> MedusaDraft
 def test_every_row_gets_the_tokens_that_it_gets_alone(family: str, tree: Tree) -> None:
     backbone = random_backbone(family)
     alone = [Decoder(backbone).generate(prompt, 24).tokens for prompt in PROMPTS]
-    draft = _draft(backbone, alone)
-    together = BatchDecoder(backbone, draft, tree).generate_batch(PROMPTS, 24)
+    together = BatchDecoder(backbone, _draft(backbone, alone), tree).generate_batch(PROMPTS, 24)
     assert [out.tokens for out in together] == alone
     assert all(1 + out.steps + sum(out.accepted) >= 24 for out in together)
     if tree.size:

@@ -35,8 +35,7 @@ def enumerated(draft: Eagle3Draft, backbone: Backbone, text: list[int], size: Li
 
     def children(path: Ranks) -> dict[Ranks, float]:
         rows = Rows.from_tokens(torch.tensor([[*text, *path]]))
-        feats = backbone.run(rows.tokens, need=draft.needs)
-        states = list(draft.teacher_forced_states(feats, rows))[len(path)]
+        states = list(draft.teacher_forced_states(backbone.run(rows.tokens, need=draft.needs), rows))[len(path)]
         head = draft.lm_head(1)
         best = head.logits(states[0, len(text) - 2]).softmax(-1).topk(k)
         tokens = head.tokens_of(best.indices).tolist()

@@ -112,8 +112,7 @@ def test_a_right_draft_is_accepted_to_the_full_depth() -> None:
     backbone = random_backbone("llama")
     prompt = [7, 7, 30]
     plain = Decoder(backbone).generate(prompt, 33)
-    oracle = OracleDraft(prompt, plain.tokens, backbone.vocab_size)
-    out = Decoder(backbone, oracle, Tree.chain(4)).generate(prompt, 31)
+    out = Decoder(backbone, OracleDraft(prompt, plain.tokens, backbone.vocab_size), Tree.chain(4)).generate(prompt, 31)
     assert out.tokens == plain.tokens[:31]
     assert out.accepted == [4] * 6
 

@@ -63,8 +63,7 @@ def early_exit(backbone: Backbone, kind: type[KangarooDraft] = KangarooDraft, **
 @pytest.mark.parametrize("family", ["llama", "mistral-window"])
 def test_single_rows_and_batches_equal_plain_decoding(family: str, tree: str, threshold: float) -> None:
     backbone = settled(family)
-    draft = early_exit(backbone, threshold=threshold)
-    alone, together = check_equals_plain(backbone, draft, PROMPTS, TREES[tree], 30)
+    alone, together = check_equals_plain(backbone, early_exit(backbone, threshold=threshold), PROMPTS, TREES[tree], 30)
     assert all(out.steps < 25 for out in alone)  # guesses were accepted, so their states were moved and read again
     assert len({tuple(out.accepted) for out in together}) > 2  # rows differ, so that the comparison can fail
 
@@ -166,8 +165,7 @@ def test_the_first_layers_run_once_for_every_token(tree: str, threshold: float) 
     draft.proposals.clear()
     BatchDecoder(backbone, draft, TREES[tree]).generate_batch(PROMPTS, 30, ())
     nodes = sum(proposal.tokens.numel() for proposal in draft.proposals)
-    prefill = len(PROMPTS) * max(len(prompt) for prompt in PROMPTS)
-    assert [layer.positions for layer in layers] == [prefill + nodes] * 3
+    assert [layer.positions for layer in layers] == [len(PROMPTS) * max(len(prompt) for prompt in PROMPTS) + nodes] * 3
 
 
 def _chain_by_hand(backbone: Backbone, draft: KangarooDraft, text: list[int]) -> list[int]:
@@ -219,8 +217,7 @@ def test_a_trees_level_is_stopped_by_the_share_of_all_its_guesses() -> None:
     draft = KangarooDraft.from_backbone(random_backbone("llama"), exit_layer=1, threshold=0.5)
     level = Level(1, 3, None, 1, 3, 2, torch.tensor([0, 0, 1]), torch.tensor([0, 1, 2]))
     p = torch.tensor([[[0.5, 0.3, 0.2], [0.1, 0.8, 0.1]]], dtype=torch.float64)
-    mass = torch.tensor([[0.6, 0.2]], dtype=torch.float64)
-    tokens, below, share = draft._guess(p.log() - 3, level, mass, 0.5)
+    tokens, below, share = draft._guess(p.log() - 3, level, torch.tensor([[0.6, 0.2]], dtype=torch.float64), 0.5)
     assert tokens.tolist() == [[0, 1, 1]]
     assert share is not None
     assert torch.allclose(below, torch.tensor([[0.375, 0.225, 0.2]], dtype=torch.float64))

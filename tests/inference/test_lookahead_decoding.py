@@ -135,8 +135,7 @@ class RecordedDraft(LookaheadDraft):
     def advance(self, state, feats, proposal, paths):  # type: ignore[no-untyped-def]
         state = super().advance(state, feats, proposal, paths)
         (text,) = state.texts
-        pool = {first: list(reversed(ngrams)) for first, ngrams in text.pool.items()}
-        self.moves.append((text.levels, pool))
+        self.moves.append((text.levels, {first: list(reversed(ngrams)) for first, ngrams in text.pool.items()}))
         return state
 
 

@@ -114,8 +114,7 @@ def test_steps_have_few_shapes(kind: str) -> None:
     backbone = random_backbone("llama")
     draft, tree = draft_of(kind, backbone)
     runner = backbone.step_runner = CountingRunner()
-    decoder = BatchDecoder(backbone, draft, tree)
-    decoder.generate_batch([[5] * n for n in (3, 4, 5, 6, 7, 8)], 20, ())
+    BatchDecoder(backbone, draft, tree).generate_batch([[5] * n for n in (3, 4, 5, 6, 7, 8)], 20, ())
     assert {key[0] for key in runner.keys} <= {2, 4, 6}
     assert runner.keys[0][0] == 6
     assert {key[1] for key in runner.keys} <= {16, 32, 48}

@@ -30,8 +30,7 @@ def test_two_heads_that_share_a_weight_add_up() -> None:
 
     def both(grad_scale: float | None) -> Tensor:
         heads = (LMHead(weight), LMHead(weight, softcap=2.0))
-        sums = [linear_loss(hidden, head, targets, grad_scale=grad_scale).loss_sum for head in heads]
-        return torch.stack(sums).sum()
+        return torch.stack([linear_loss(hidden, head, targets, grad_scale=grad_scale).loss_sum for head in heads]).sum()
 
     wanted = torch.autograd.grad(both(None), [hidden, weight])
     for mine, other in zip(accumulated(lambda: both(1.0), [hidden, weight]), wanted, strict=True):

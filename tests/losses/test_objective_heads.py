@@ -87,8 +87,7 @@ def test_a_copying_task_pins_the_target() -> None:
             outer.zero_()
             outer[:D] = 50 * torch.eye(D)
     rows, objective = one_document(tokens), Objective(heads, DECAY)
-    feats = Features(one_hot(tokens.roll(-2, dims=1), D).double())
-    out = objective.loss(feats, rows, objective.target_counts(rows))
+    out = objective.loss(Features(one_hot(tokens.roll(-2, dims=1), D).double()), rows, objective.target_counts(rows))
     assert out.head_counts.tolist() == [T - 2, T - 3, T - 4]
     assert out.head_correct[0] == T - 2
     assert max(out.head_correct[1:]) < (T - 4) / 2
@@ -104,8 +103,7 @@ def test_a_prompt_position_may_predict_a_supervised_token() -> None:
 def test_nothing_of_joint_training_acts_on_a_frozen_backbone(batch: Rows, feats: Features) -> None:
     """lambda0 belongs to joint training: under `sine` a first step without loss would be the fork's mistake."""
     objective = Objective(Heads(), DECAY, schedule="sine")
-    counts = objective.target_counts(batch)
-    first, last = (objective.loss(feats, batch, counts, progress=s) for s in (0.0, 1.0))
+    first, last = (objective.loss(feats, batch, objective.target_counts(batch), progress=s) for s in (0.0, 1.0))
     assert first.loss.item() == last.loss.item() > 0
     assert first.lm is None
     assert not objective.needs_teacher

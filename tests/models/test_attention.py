@@ -67,6 +67,23 @@ def test_folded_heads_give_the_reference(
     torch.testing.assert_close(result.double(), expected, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("masks", [0, 1, 2])
+@pytest.mark.parametrize("q", [1, 5])
+def test_products_of_a_gpu_give_the_reference(masks: int, q: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU's product in place of the GPU's; compiled as one operation, for any number of keys."""
+    monkeypatch.setattr(torch, "bmm", lambda a, b, out_dtype=torch.float32: (a @ b).to(out_dtype))
+    monkeypatch.setattr(attention, "_use_products", lambda *_: True)
+    torch._dynamo.reset()  # programs of other cases
+    compiled = torch.compile(folded_head_attention, backend="aot_eager", fullgraph=True, dynamic=True)
+    for keys in (11, 7):
+        query, key, value = (tensor.float() for tensor in random_states(2, 6, 2, q, keys))
+        mask = tree_mask(masks, q, keys).float() if masks else None
+        expected = reference(query, key, value, mask, 0.3)
+        for given in [None] if mask is None else [mask, mask == 0]:
+            for function in (folded_head_attention, compiled):
+                torch.testing.assert_close(function(query, key, value, given, 0.3), expected)
+
+
 @pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (4, 4)])
 @pytest.mark.parametrize("q", [1, 5])
 @pytest.mark.parametrize("masks", [0, 1, 8])
@@ -218,8 +235,7 @@ def test_a_masked_pass_of_a_batch_does_not_copy_keys_and_values() -> None:
     rows, length = 4, 400
     largest = []
     for backbone in (stock("llama", torch.float32), random_backbone("llama", dtype=torch.float32)):
-        draft = MedusaDraft.from_backbone(backbone, 3)
-        batch = BatchDecoder(backbone, draft, Tree.cartesian([2, 2])).begin(8)
+        batch = BatchDecoder(backbone, MedusaDraft.from_backbone(backbone, 3), Tree.cartesian([2, 2])).begin(8)
         backbone.max_context = 1024
         prompts = torch.randint(2, 61, (rows, length), generator=torch.Generator().manual_seed(0)).tolist()
         batch.add_requests([PendingRequest(i, prompt) for i, prompt in enumerate(prompts)])

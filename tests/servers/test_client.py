@@ -130,8 +130,7 @@ def test_close_ends_pending_retries(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def ask_many(client: OpenAIClient, count: int) -> list[str]:
     with ThreadPoolExecutor(count) as pool:
-        answers = pool.map(lambda n: client.complete(chat(n))["choices"][0]["message"]["content"], range(count))
-        return list(answers)
+        return list(pool.map(lambda n: client.complete(chat(n))["choices"][0]["message"]["content"], range(count)))
 
 
 def chat(number: int) -> dict[str, Any]:

@@ -113,8 +113,7 @@ def test_without_numbers_the_length_is_halved(opened: list[ServerConnection], me
 
 
 def test_a_server_that_rejects_what_fits_is_not_asked_forever(opened: list[ServerConnection]) -> None:
-    lie = EXACT.format(context=9999, prompt=1, asked=1, total=2)
-    with serving(lambda n, body: error(400, lie)) as fake:
+    with serving(lambda n, body: error(400, EXACT.format(context=9999, prompt=1, asked=1, total=2))) as fake:
         with pytest.raises(RequestRejected):
             ask(fake, opened, 3)
         assert len(fake.bodies) == 8  # 2048, 1024, ..., 16

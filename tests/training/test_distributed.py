@@ -215,8 +215,7 @@ def all_cases(keys: dict[str, Any], run_keys: dict[str, Any], out: Path) -> list
     for strategy, deepspeed in STRATEGIES.items():
         one = {**run_keys, "deepspeed": deepspeed}
         two = {**one, "stage_one": STAGE_ONE}
-        prepared = str(out / f"{strategy}-prepared")
-        run(f"{strategy}-cached", given({**one, **CACHED, "dataset_prepared_path": prepared}))
+        run(f"{strategy}-cached", given({**one, **CACHED, "dataset_prepared_path": str(out / f"{strategy}-prepared")}))
         run(f"{strategy}-whole", one)
         run(f"{strategy}-parts", one, stop=2)
         run(f"{strategy}-rest", {**one, **resume}, f"{strategy}-parts")

@@ -41,8 +41,7 @@ def assert_same(run: Path, whole: Path) -> None:
 @pytest.fixture(scope="module")
 def whole(base_keys: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a run that was never stopped."""
-    out = tmp_path_factory.mktemp("whole") / "whole"
-    cfg = TrainConfig(**{**base_keys, **KEYS, "output_dir": str(out)}).resolved()
+    cfg = TrainConfig(**{**base_keys, **KEYS, "output_dir": str(tmp_path_factory.mktemp("whole") / "whole")}).resolved()
     code, text = medusa_train(command(cfg))
     assert code == 0, text
     return Path(cfg.output_dir)

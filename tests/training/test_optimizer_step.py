@@ -235,8 +235,7 @@ def test_every_parameter_is_in_one_group_and_only_matrices_decay():
 @pytest.mark.parametrize(("device", "reason"), [("cpu", "is slow on CPU"), ("cuda", "has no library for CUDA")])
 def test_eight_bits_where_they_cannot_run_fall_back_with_one_line(device, reason, monkeypatch):
     """bitsandbytes itself raises in the first step."""
-    functional = pytest.importorskip("bitsandbytes.functional")
-    monkeypatch.setattr(functional.lib, "compiled_with_cuda", False)
+    monkeypatch.setattr(pytest.importorskip("bitsandbytes.functional").lib, "compiled_with_cuda", False)
     groups = parameter_groups(heads().parameters(), 0.01, [], 1.0, 0.0)
     optimizer, notice = build_optimizer("paged_adamw_8bit", groups, torch.device(device))
     assert type(optimizer) is torch.optim.AdamW

@@ -118,8 +118,7 @@ def test_a_run_starts_from_heads_of_its_own_kind_alone(kind, make_config, consol
     train(make_config(**RECIPES[kind], output_dir=first), console)
     again = make_config(**RECIPES[kind], lora_model_dir=first, max_steps=1, learning_rate=1e-9)
     assert train(again, console) == 0
-    backbone = load_backbone(again.base_model)
-    one, other = (load_draft(tmp_path / run / "heads", backbone) for run in ("first", "run"))
+    one, other = (load_draft(tmp_path / run / "heads", load_backbone(again.base_model)) for run in ("first", "run"))
     assert torch.allclose(one.lm_head(1).weight, other.lm_head(1).weight, atol=1e-6)
     with pytest.raises(ConfigError, match=f"holds a {kind} draft; set draft: {kind}"):
         train(make_config(lora_model_dir=first, overwrite_output_dir=True), console)

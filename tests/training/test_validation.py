@@ -60,8 +60,7 @@ def test_cutting_against_plain_loops(seed: int) -> None:
             continue
         path = []
         for k in range(1, heads + 1):
-            inside = all(is_root(row, t + j) for j in range(1, k + 1))
-            path.append(int(ranks[row, t, k - 1]) if inside else -1)
+            path.append(int(ranks[row, t, k - 1]) if all(is_root(row, t + j) for j in range(1, k + 1)) else -1)
         answers = found.setdefault((row, int(segments[row, t])), [])
         if t and is_root(row, t - 1):
             answers[-1].append(path)

@@ -122,8 +122,7 @@ def test_ranks_against_a_plain_computation() -> None:
             if position + k >= len(answer):
                 assert (trace.ranks[position][k - 1], targets < k) == (-1, True)
                 continue
-            order = draft.head_logits(hidden, k).argsort(descending=True).tolist()
-            rank = order.index(answer[position + k])
+            rank = draft.head_logits(hidden, k).argsort(descending=True).tolist().index(answer[position + k])
             assert trace.ranks[position][k - 1] == (rank if rank < 10 else -1)
 
 

@@ -121,8 +121,7 @@ class _LayerSteps:
         self._cache = cache
         self._max_position = max_position
         self._offsets = torch.arange(depth + 1, device=parameter.device)
-        chain = self._offsets[:, None] >= self._offsets
-        self._mask = MaskTable(chain, self._offsets, layer.window, parameter.dtype)
+        self._mask = MaskTable(self._offsets[:, None] >= self._offsets, self._offsets, layer.window, parameter.dtype)
 
     def prefill(self, states: Tensor, first: int) -> Tensor:
         """Read the prompts of the rows from `first` on, [B, T, d] -> [B, T, d]."""

@@ -219,8 +219,7 @@ def at_last_nodes(values: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
     """Return the values [B, ...] of each row at the last node of its path, of [B, n + 1, ...]."""
     if len(paths) == 1:
         return values[:, paths[0][-1]]
-    nodes = RowPaths.of(paths, values.device).nodes
-    return values[torch.arange(len(paths), device=values.device), nodes[:, -1]]
+    return values[torch.arange(len(paths), device=values.device), RowPaths.of(paths, values.device).nodes[:, -1]]
 
 
 def at_positions(values: Tensor, positions: Sequence[int]) -> Tensor:

@@ -98,8 +98,7 @@ def gather_paths(states: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
     longest = max(len(path) for path in paths)
     if len(paths) == 1 and paths[0][-1] == longest - 1:
         return states[:, :longest]
-    nodes = RowPaths.of(paths, states.device).nodes
-    return states[torch.arange(len(paths), device=states.device)[:, None], nodes]
+    return states[torch.arange(len(paths), device=states.device)[:, None], RowPaths.of(paths, states.device).nodes]
 
 
 def concat_rows(first: Tensor, second: Tensor) -> Tensor:

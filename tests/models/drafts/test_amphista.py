@@ -76,8 +76,7 @@ def _layer(x: Tensor, w: dict[str, Tensor], heads: int, groups: int, theta: floa
     q, k = _rotate(q, theta), _rotate(k, theta)
     k, v = k.repeat_interleave(heads // groups, 0), v.repeat_interleave(heads // groups, 0)
     scores = q @ k.transpose(1, 2) / q.shape[-1] ** 0.5
-    late = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-    seen = softmax(scores.masked_fill(late, float("-inf")), -1) @ v
+    seen = softmax(scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), float("-inf")), -1) @ v
     x = x + linear(seen.transpose(0, 1).flatten(1), w["self_attn.o_proj.weight"])
     n = _norm(x, w["post_attention_layernorm.weight"], 1e-6)
     gate, up = linear(n, w["mlp.gate_proj.weight"]), linear(n, w["mlp.up_proj.weight"])
@@ -232,8 +231,7 @@ def test_proposals_are_the_best_tokens_of_each_head(variant: str, bias: bool, ap
     cache = BatchCache(1, 16)
     cache.lengths = [5, 2, 3]
     state = draft.start(backbone.run(padded), padded, cache.lengths, cache)
-    tree = Tree.from_paths([(0,), (2,), (0, 4), (2, 0), (0, 4, 1)])
-    proposal = draft.propose(state, torch.tensor(roots), tree)
+    proposal = draft.propose(state, torch.tensor(roots), Tree.from_paths([(0,), (2,), (0, 4), (2, 0), (0, 4, 1)]))
     for row, (prompt, root) in enumerate(zip(prompts, roots, strict=True)):
         states = _states(draft, backbone, torch.tensor([[*prompt, root]]))
         logits = (draft.lm_head(k).logits(states[k - 1][0, -2]) for k in (1, 2, 3))

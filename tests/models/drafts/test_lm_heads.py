@@ -145,8 +145,7 @@ def test_decoding_is_that_of_heads_which_never_guess_other_tokens(
     assert [out.tokens for out in alone] == [out.tokens for out in expected] == plain
     assert [out.accepted for out in alone] == [out.accepted for out in expected]
     assert sum(sum(out.accepted) for out in alone) > 0
-    together = BatchDecoder(backbone, draft, tree).generate_batch(PROMPTS, 24)
-    assert [out.tokens for out in together] == plain
+    assert [out.tokens for out in BatchDecoder(backbone, draft, tree).generate_batch(PROMPTS, 24)] == plain
     guessed = {token for proposal in proposals for token in proposal.tokens[:, 1:].flatten().tolist()}
     assert guessed <= set(KEPT.tolist())
     assert len(guessed) > 8

@@ -117,8 +117,7 @@ def test_untrained_it_changes_nothing_to_the_bit(family: str) -> None:
 def test_past_the_end_of_a_document_no_token_of_another_is_read() -> None:
     draft = random_heads()
     assert draft.markov is not None
-    tokens = torch.tensor([[11, 12, 13, 21, 22]])
-    rows = Rows(tokens, torch.tensor([[0, 1, 2, 0, 1]]), torch.tensor([[0, 0, 0, 1, 1]]))
+    rows = Rows(torch.tensor([[11, 12, 13, 21, 22]]), torch.tensor([[0, 1, 2, 0, 1]]), torch.tensor([[0, 0, 0, 1, 1]]))
     read = [state[0, :, D:] for state in draft.head_states(Features(torch.zeros(1, 5, D, dtype=torch.float64)), rows)]
     for k, ahead in ((1, [12, 13, 0, 22, 0]), (2, [13, 0, 0, 0, 0])):  # the token t + k
         assert torch.equal(read[k - 1], draft.markov.embedding(torch.tensor(ahead)))

@@ -67,8 +67,7 @@ def _check_proposals(backbone: Backbone, draft: MedusaDraft) -> None:
     tree = Tree.from_paths([(0,), (2,), (0, 4), (2, 0), (0, 4, 1)])
     made = draft.propose(draft.start(feats, padded, [5, 2, 3], backbone.new_cache(1)), torch.tensor([42, 43, 44]), tree)
     for row, prompt in enumerate(prompts):
-        last = feats.hidden[row, len(prompt) - 1]
-        best = [draft.head_logits(last, k).argsort(descending=True) for k in (1, 2, 3)]
+        best = [draft.head_logits(feats.hidden[row, len(prompt) - 1], k).argsort(descending=True) for k in (1, 2, 3)]
         expected = [42 + row, best[0][0], best[0][2], best[1][4], best[1][0], best[2][1]]
         assert made.tokens[row].tolist() == [int(token) for token in expected]
 
