@@ -67,8 +67,9 @@ def plan(work: str = "runs/gpu") -> list[Step]:
     def measure(name: str, part: int, bench: str, expected: int, limit: int, *, rows: int = 1) -> Step:
         run, step = f"{work}/{name}", f"{name}-eval" + (f"-{rows}-rows" if rows > 1 else "")
         needs, out = {f"{run}/tree.json": f"step {name}-train"}, f"{work}/{step}"
-        words = ("eval", "--bench", bench, "--model", run, "--limit", f"{max(24, rows)}", "--output-dir", out)
-        words += ("generate=false", f"batch_size={rows}")
+        words = ("eval", "--bench", bench, "--model", run, "--limit", f"{max(12, rows)}", "--output-dir", out)
+        words += ("--max-new-tokens", "128", "generate=false", "prompt_lookup=false", "exactness=false")
+        words += (f"batch_size={rows}",)
         return Step(step, part, words, expected, limit, needs, page=f"{out}/report.md", figures=f"{out}/report.json")
 
     def script(file: str, part: int, arguments: tuple[str, ...], expected: int, limit: int, name: str) -> Step:

@@ -33,9 +33,9 @@ PROBE_ROUNDS = 3  # of which the fastest counts: another process may use the mac
 #: fitted in the checkpoint's dtype stays.
 CLEARLY_FASTER = 1.1
 
-#: Share of a plain step that compilation is assumed to save, on a GPU beside CUDA graphs (0.21 at 7B shape on an
+#: Share of a plain step that compilation is assumed to save, on a GPU beside CUDA graphs (0.10 at 7B shape on an
 #: H100). The saving depends on the model and the machine, and is only known once the passes are compiled.
-SAVING, GPU_SAVING = 0.25, 0.2
+SAVING, GPU_SAVING = 0.25, 0.1
 COMPILE_SECONDS = 60.0  # assumed for small models
 LAYER_SECONDS = 5.0  # and per layer and program for larger ones: 145 s for one of 30 layers on two cores
 FACTOR = 2.0  # by which the saving must exceed the cost

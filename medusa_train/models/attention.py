@@ -19,13 +19,16 @@ FOLDED_HEADS = "sdpa_folded_heads"
 #: batch of 32 with one query takes twice as long; with fewer rows or more queries it is faster.
 _PRODUCT_ROWS, _PRODUCT_QUERIES = 8, 32
 
-#: Blocks of torch's memory-efficient kernel, each of `_BLOCK_QUERIES` queries of one head, below which products are
-#: faster on a GPU: most of its multiprocessors stay idle, and each block reads all keys of its head.
-_GPU_BLOCKS, _BLOCK_QUERIES = 100, 64
-_MOST_SCORES = 2**26  # of these products, in float32: 256 MB
+#: On a GPU, attention of at most so many rows of scores is computed as two products where torch's memory-efficient
+#: kernel, with a block for each head and `_BLOCK_QUERIES` queries, would leave a quarter of the multiprocessors idle.
+_GPU_SCORE_ROWS, _BLOCK_QUERIES = 2500, 64
+_GPU_SCORES = 2**26  # of these products at most: 256 MB in float32, of which there are two
 
 #: Queries of a prompt in one product. Whole prompts in one take 1.5 times as long at 1,000 tokens, 3 times at 2,000.
 _PROMPT_BLOCK = 128
+
+# score under a bool mask, of transformers' `generate`, in which padding may see nothing: -inf alone would make it NaN
+_HIDDEN = torch.finfo(torch.bfloat16).min
 
 # torch's memory-efficient kernel on a GPU copies a mask whose rows don't start at multiples of this many numbers
 _MASK_ALIGNMENT = 8
@@ -94,11 +97,13 @@ def folded_head_attention(
     folded = query.reshape(len(query), kv_heads, groups * q, query.shape[3])
     rows = folded.shape[2]
     bfloat16_on_cpu = query.dtype == torch.bfloat16 and query.device.type == "cpu"
-    if not dropout and _use_products(folded, key.shape[2]):
+    if not dropout and _use_products(folded, key, mask):
         scale = query.shape[3] ** -0.5 if scaling is None else scaling
-        on_gpu = _opaque_attention if torch.compiler.is_compiling() else _attention_in_float32
-        by_products = _attention_by_products if bfloat16_on_cpu else on_gpu
-        return by_products(folded, key, value, mask, scale).reshape(*query.shape[:3], value.shape[3])
+        if query.is_cuda and mask is not None:
+            out = _attention_in_float32(folded, key, value, mask, scale)
+        else:
+            out = _attention_by_products(folded, key, value, mask, scale)
+        return out.reshape(*query.shape[:3], value.shape[3])
     if rows == 1 and bfloat16_on_cpu:
         folded = folded.expand(-1, -1, 2, -1)  # torch's kernel takes longer for one row than for two
     if mask is not None:
@@ -107,19 +112,23 @@ def folded_head_attention(
     return out[:, :, :rows].reshape(*query.shape[:3], value.shape[3])
 
 
-def _use_products(folded: Tensor, keys: int) -> bool:
-    """Return whether products are faster; under torch.compile alike for all batches, which one program serves."""
+def _use_products(folded: Tensor, key: Tensor, mask: Tensor | None) -> bool:
+    """Return whether products are faster; under torch.compile alike for all batches, which one program serves.
+
+    On a GPU compiled passes keep torch's kernel: traced products had not compiled after two minutes.
+    """
     batch, kv_heads, rows, _ = folded.shape
-    if folded.is_cuda:
-        if torch.is_grad_enabled() or torch.version.cuda is None or folded.element_size() != 2:
-            return False
-        if torch.compiler.is_compiling():
-            return True
-        few_blocks = batch * kv_heads * -(-rows // _BLOCK_QUERIES) < _GPU_BLOCKS
-        return few_blocks and batch * kv_heads * rows * keys <= _MOST_SCORES
-    if torch.compiler.is_compiling():
-        return folded.dtype == torch.bfloat16 and batch > 1
-    return folded.dtype == torch.bfloat16 and batch >= _PRODUCT_ROWS and rows <= _PRODUCT_QUERIES
+    compiling = torch.compiler.is_compiling()
+    if folded.device.type == "cpu":
+        enough = batch > 1 if compiling else batch >= _PRODUCT_ROWS and rows <= _PRODUCT_QUERIES
+        return folded.dtype == torch.bfloat16 and enough
+    usable = folded.is_cuda and torch.version.cuda and mask is not None and folded.element_size() == 2
+    if compiling or not usable or torch.is_grad_enabled():
+        return False
+    score_rows, blocks = batch * kv_heads * rows, batch * kv_heads * -(-rows // _BLOCK_QUERIES)
+    if score_rows > _GPU_SCORE_ROWS or score_rows * key.shape[2] > _GPU_SCORES:
+        return False
+    return blocks <= 3 * torch.cuda.get_device_properties(folded.device).multi_processor_count // 4
 
 
 def _attention_by_products(folded: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
@@ -131,36 +140,22 @@ def _attention_by_products(folded: Tensor, key: Tensor, value: Tensor, mask: Ten
     scores = torch.matmul(key, (folded * scale).transpose(2, 3).contiguous()).transpose(2, 3).contiguous()
     if mask is not None:
         by_head = scores.unflatten(2, (-1, mask.shape[2]))
-        if mask.dtype == torch.bool:  # of transformers' `generate`
-            by_head.masked_fill_(~mask[:, :, None], float("-inf"))
+        if mask.dtype == torch.bool:
+            by_head.masked_fill_(~mask[:, :, None], _HIDDEN)
         else:
             by_head.add_(mask[:, :, None])
     return torch.matmul(scores.softmax(-1), value)
 
 
-def _attention_in_float32(folded: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+def _attention_in_float32(folded: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
     """Compute the same on a GPU, with scores in float32 as torch's kernels keep them."""
     queries, keys = folded.flatten(0, 1), key.flatten(0, 1).transpose(1, 2)
-    scores = torch.bmm(queries, keys, out_dtype=torch.float32).unflatten(0, folded.shape[:2])
-    if mask is None:
-        scores = scores * scale
-    else:
-        if mask.dtype == torch.bool:  # of transformers' `generate`
-            mask = torch.zeros_like(mask, dtype=torch.float32).masked_fill_(~mask, float("-inf"))
-        by_head = scores.unflatten(2, (-1, mask.shape[2]))
-        scores = torch.add(mask[:, :, None], by_head, alpha=scale).flatten(2, 3)
+    if mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=torch.float32).masked_fill_(~mask, _HIDDEN)
+    scores = torch.bmm(queries, keys, out_dtype=torch.float32).view(*folded.shape[:2], -1, *mask.shape[2:])
+    scores = torch.add(mask[:, :, None], scores, alpha=scale).flatten(2, 3)
     weights = scores.softmax(-1).to(value.dtype)
     return torch.bmm(weights.flatten(0, 1), value.flatten(0, 1)).unflatten(0, folded.shape[:2])
-
-
-# one operation for torch.compile, which otherwise takes twice as long to compile the layers of a 7B model
-_opaque_attention = torch.library.custom_op(
-    "medusa_train::attention_in_float32",
-    _attention_in_float32,
-    mutates_args=(),
-    schema="(Tensor folded, Tensor key, Tensor value, Tensor? mask, float scale) -> Tensor",
-)
-_opaque_attention.register_fake(lambda folded, key, value, *_: folded.new_empty((*folded.shape[:3], value.shape[3])))
 
 
 def _causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
