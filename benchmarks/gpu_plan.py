@@ -6,7 +6,7 @@ import importlib
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -68,8 +68,8 @@ def plan(work: str = "runs/gpu") -> list[Step]:
         run, step = f"{work}/{name}", f"{name}-eval" + (f"-{rows}-rows" if rows > 1 else "")
         needs, out = {f"{run}/tree.json": f"step {name}-train"}, f"{work}/{step}"
         words = ("eval", "--bench", bench, "--model", run, "--limit", f"{max(12, rows)}", "--output-dir", out)
-        words += ("--max-new-tokens", "128", "generate=false", "prompt_lookup=false", "exactness=false")
-        words += (f"batch_size={rows}",)
+        words += ("--max-new-tokens", "128", "generate=false", "exactness=false")
+        words += (f"batch_size={rows}",) if rows > 1 else ("prompt_lookup=false",)
         return Step(step, part, words, expected, limit, needs, page=f"{out}/report.md", figures=f"{out}/report.json")
 
     def script(file: str, part: int, arguments: tuple[str, ...], expected: int, limit: int, name: str) -> Step:
@@ -95,6 +95,7 @@ def plan(work: str = "runs/gpu") -> list[Step]:
         return script("train", part, words, expected, expected + 2 * PROCESS_SECONDS, name)
 
     data = (*(f"data/selfdistill/{name}.jsonl.gz" for name in ("smollm2", "smollm2_validation")), SMOLLM2_BENCH)
+    distilled = (str(Path(SMOLLM2).parent), "--questions", data[1], "--prompts", "128", "--batches", "1", "64", "128")
     smollm2 = {SMOLLM2: "make smollm2-model", **dict.fromkeys(data, "part of the repository")}
     return [
         tests("tests", 1, 150, 300),
@@ -105,6 +106,7 @@ def plan(work: str = "runs/gpu") -> list[Step]:
         measure("smollm2_m1", 3, SMOLLM2_BENCH, 40, 70),
         measure("smollm2_m1", 3, SMOLLM2_BENCH, 30, 60, rows=8),
         measure("smollm2_m1", 3, SMOLLM2_BENCH, 30, 60, rows=32),
+        replace(script("selfdistill", 3, distilled, 60, 110, "selfdistill"), needs=smollm2),
         training("train-7b-8-rows", 4, 3, ("--parts", "shape7b", "compiled7b", "--sequences", "2048", "--rows", "8")),
         decode("decode-compiled", 4, ("7B",), ("compiled",), LOAD_SECONDS + 2 * COMPILE_SECONDS),
     ]

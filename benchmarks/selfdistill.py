@@ -105,8 +105,8 @@ def own_rate(
     return generated / (time.perf_counter() - started), ready
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and write the result."""
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="directory of the model")
     parser.add_argument("--tokens", type=int, default=128, help="of each answer (128)")
@@ -117,7 +117,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--compile", action="store_true", help="measure compiled passes too")
     parser.add_argument("--vllm", metavar="PYTHON", help="interpreter of an environment with vllm")
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/selfdistill"), metavar="DIR")
-    args = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and write the result."""
+    args = parse_arguments(arguments)
     machine = machine_facts(__file__, arguments)
     warn_if_busy(machine)
     paths = resolve_model(None, args.model, None)
