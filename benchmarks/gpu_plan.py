@@ -95,7 +95,7 @@ def plan(work: str = "runs/gpu") -> list[Step]:
         return script("train", part, words, expected, expected + 2 * PROCESS_SECONDS, name)
 
     data = (*(f"data/selfdistill/{name}.jsonl.gz" for name in ("smollm2", "smollm2_validation")), SMOLLM2_BENCH)
-    distilled = (str(Path(SMOLLM2).parent), "--questions", data[1], "--prompts", "128", "--batches", "1", "64", "128")
+    distilled = (str(Path(SMOLLM2).parent), "--questions", data[1], "--prompts", "128", "--batches", "32", "64", "128")
     smollm2 = {SMOLLM2: "make smollm2-model", **dict.fromkeys(data, "part of the repository")}
     return [
         tests("tests", 1, 150, 300),

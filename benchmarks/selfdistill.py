@@ -99,7 +99,7 @@ def own_rate(
         compile_backbone(backbone, paths, rows=batch, trees=False)
     engine = HFEngine(backbone, temperature=0.0, max_new_tokens=tokens, batch_size=batch)
     ready = time.perf_counter() - started
-    answer_all(engine, requests[:2])  # warm-up
+    answer_all(engine, requests[: max(2, batch)])  # warm-up, which captures the steps on a GPU
     started = time.perf_counter()
     generated = answer_all(engine, requests)
     return generated / (time.perf_counter() - started), ready

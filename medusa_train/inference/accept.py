@@ -155,7 +155,7 @@ def next_tokens_of(logits: Tensor) -> Tensor:
 
     On a CPU torch's argmax of bfloat16 is five times slower than that of float32.
     """
-    return _at_least_float32(logits).argmax(-1)
+    return (_at_least_float32(logits) if logits.device.type == "cpu" else logits).argmax(-1)
 
 
 def accept_matching(choices: Tensor, tree: Tree | RowTrees) -> list[Accepted]:

@@ -179,8 +179,8 @@ class StaticSteps:
             cache.settle(end)
         self._graphs.clear()  # of the other buckets
         counts = {min(1 << power, rows) for power in range(min(rows - 1, 1), rows.bit_length() + 1)}
-        for count in counts:
-            for key_length in range(self.cache.key_length(nodes + 1), end + 1, self.cache.block):
+        for count in sorted(counts, reverse=True):  # the memory of a smaller step fits into a larger one's
+            for key_length in reversed(range(self.cache.key_length(nodes + 1), end + 1, self.cache.block)):
                 self._starts, self._paths = [key_length - nodes - 1] * count, [[0]] * count
                 self.step([0] * count, None, None)
         self.reset()
