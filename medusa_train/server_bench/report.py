@@ -20,8 +20,8 @@ Json = Mapping[str, Any]
 
 HOW = [
     "tokens/s: tokens of all answers over the time in which at least one was under way.",
-    "over plain: tokens/s over those of the server without heads on the same questions; in brackets its 95 % "
-    "interval over blocks (Student's t).",
+    "over plain: tokens/s over those of the server without heads on the same questions, measured beside it; in "
+    "brackets its 95 % interval over blocks (Student's t). The row of plain is its fastest measurement.",
     "first token, per token: medians over the answers, in milliseconds.",
     "tokens per step, accepted: from vLLM's counters at /metrics; accepted is the share of drafts whose token at "
     "position 1, 2, ... was accepted.",
@@ -62,10 +62,13 @@ def rows_of(report: Json) -> list[Json]:
 def figures_table(report: Json) -> Table:
     """Return one row per concurrency and server."""
     rows = rows_of(report)
+    beside = {(cell["session"], cell["concurrency"]): cell for cell in report["cells"] if cell["server"] == "plain"}
+    plain = [beside.get((row["session"], row["concurrency"])) if row["server"] != "plain" else None for row in rows]
     columns = {
         "concurrency": [str(row["concurrency"]) for row in rows],
         "server": [row["server"] for row in rows],
         "tokens/s": [number(row["tokens_per_s"], 1) for row in rows],
+        "plain beside it": ["" if cell is None else number(cell["tokens_per_s"], 1) for cell in plain],
         "over plain": [_ratio(row) for row in rows],
         "first token ms": [_milliseconds(row["time_to_first_token_s"]) for row in rows],
         "per token ms": [_milliseconds(row["time_per_token_s"]) for row in rows],

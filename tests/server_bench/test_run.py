@@ -15,6 +15,7 @@ from medusa_train.config.schema import EvalConfig
 from medusa_train.errors import ConfigError, ServerError
 from medusa_train.evaluation.questions import load_bench
 from medusa_train.progress import RunProgress
+from medusa_train.server_bench.report import figures_table
 from medusa_train.server_bench.run import measure_servers
 from tests.fake_server import Reply, error, stream
 from tests.server_bench.servers import BenchServer, bench_server, write_questions
@@ -56,10 +57,11 @@ def test_two_servers_are_measured_in_turns(tmp_path: Path, pair: tuple[BenchServ
     one = cells["heads", 1]
     assert (one["answers"], one["tokens"]) == (8, 40)
     assert one["acceptance"] == [0.6, 0.2]
-    assert one["tokens_per_step"] == 1.8
-    assert one["num_speculative_tokens"] == 2
+    assert (one["tokens_per_step"], one["num_speculative_tokens"]) == (1.8, 2)
     assert (one["equal_answers"], one["compared_answers"]) == (8, 8)
     assert cells["plain", 2]["acceptance"] == []
+    later = [{**one, "session": "later"}, {**cells["plain", 1], "session": "later", "tokens_per_s": 7.0}]
+    assert "| 7.0 |" in figures_table({**report, "cells": [*report["cells"], *later]}).markdown()
     advice = [(one["concurrency"], one["use"] == (one["verdict"] == "wins")) for one in report["recommendation"]]
     assert advice == [(1, True), (2, True)]
     assert report["meta"]["notes"] == []
