@@ -153,7 +153,7 @@ def _explain(error: BaseException) -> tuple[int, str] | None:
     if isinstance(error, OSError) and (error.filename is not None or error.errno in _DISK_ERRORS):
         return 1, f"{'' if error.filename is None else f'{error.filename}: '}{error.strerror}"
     if type(error).__name__ == "OutOfMemoryError":  # torch's, which not every command imports
-        return 1, f"not enough GPU memory: {error}"
+        return 1, f"not enough GPU memory; a smaller batch_size or max_new_tokens takes less: {error}"
     return None
 
 

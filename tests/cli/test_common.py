@@ -89,7 +89,7 @@ def test_results_and_errors_have_exit_codes_and_a_line(
 
 def test_a_gpu_without_enough_memory_prints_a_message(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code(lambda: fail(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))) == 1
-    assert capsys.readouterr().err.startswith("error: not enough GPU memory: CUDA out of memory.")
+    assert capsys.readouterr().err.startswith("error: not enough GPU memory; a smaller batch_size or")
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError(), OSError(errno.EBADF, "Bad file descriptor")], ids=repr)
