@@ -148,7 +148,7 @@ def _attention_by_products(folded: Tensor, key: Tensor, value: Tensor, mask: Ten
 
 
 def _attention_in_float32(folded: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Compute the same on a GPU, with scores in float32 as torch's kernels keep them."""
+    """Compute attention of folded queries on a GPU by two products, with scores in float32 as torch's kernels do."""
     queries, keys = folded.flatten(0, 1), key.flatten(0, 1).transpose(1, 2)
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=torch.float32).masked_fill_(~mask, _HIDDEN)

@@ -38,8 +38,7 @@ class Tape(TorchDispatchMode):
     def replay(self) -> None:
         """Repeat the operations; their results go where they went first."""
         for func, args, kwargs, first in self._calls:
-            again = func(*args, **kwargs)
-            for old, new in zip(tree_leaves(first), tree_leaves(again), strict=True):
+            for old, new in zip(tree_leaves(first), tree_leaves(func(*args, **kwargs)), strict=True):
                 if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
                     old.copy_(new)
 

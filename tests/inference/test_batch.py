@@ -176,8 +176,7 @@ def test_requests_that_cannot_be_added() -> None:
         batch.add_requests([PendingRequest(1, [3]), PendingRequest(2, list(range(13)))])
     assert len(batch.active) == 1
     batch.add_requests([PendingRequest(3, [3])])
-    done = [step for _ in range(3) for step in batch.step()]
-    assert [(request_id, out.tokens) for request_id, out in done] == [
+    assert [(request_id, out.tokens) for request_id, out in [step for _ in range(3) for step in batch.step()]] == [
         (request_id, Decoder(backbone).generate(prompt, 4, ()).tokens) for request_id, prompt in ((0, [1, 2]), (3, [3]))
     ]
     longrope = BatchDecoder(random_backbone("phi3-longrope")).begin(4)

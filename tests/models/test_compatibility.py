@@ -157,8 +157,7 @@ def test_experts_of_every_family_are_probed_in_half_precision(family: str) -> No
     config = getattr(transformers, f"{family}Config")(
         **SMALL, num_key_value_heads=1, eos_token_id=None, pad_token_id=None
     )
-    model = getattr(transformers, f"{family}ForCausalLM")(config).to(torch.bfloat16)
-    check_model(Backbone(model, NoTokenizer()))
+    check_model(Backbone(getattr(transformers, f"{family}ForCausalLM")(config).to(torch.bfloat16), NoTokenizer()))
 
 
 def test_a_forward_without_position_ids_is_rejected() -> None:

@@ -120,8 +120,7 @@ def formula(query: Tensor, key: Tensor, value: Tensor, segments: Tensor, window:
     """Compute attention head by head from a mask of all pairs, -> [B, T, H, d]."""
     place = torch.arange(segments.shape[1])
     distance = place[:, None] - place[None, :]
-    visible = (distance >= 0) & (distance < (window or len(place)))
-    hidden = ~(visible & (segments[:, :, None] == segments[:, None, :]))
+    hidden = ~((distance >= 0) & (distance < (window or len(place))) & (segments[:, :, None] == segments[:, None, :]))
     shared = query.shape[1] // key.shape[1]
     heads = []
     for head in range(query.shape[1]):

@@ -94,8 +94,7 @@ def test_nothing_is_prepacked_without_memory_or_kernels(monkeypatch: pytest.Monk
 )
 def test_prepacked_heads_propose_the_same(always_faster: None, layers: int, bias: bool, shared: bool) -> None:
     torch.manual_seed(1)
-    lm_head = MedusaDraft(16, 50, 1).lm_head(1) if shared else None
-    draft = MedusaDraft(16, 50, 4, layers, bias=bias, shared=lm_head)
+    draft = MedusaDraft(16, 50, 4, layers, bias=bias, shared=MedusaDraft(16, 50, 1).lm_head(1) if shared else None)
     for parameter in draft.parameters():
         nn.init.normal_(parameter, std=0.3)
     feats = Features(torch.randn(2, 5, 16))

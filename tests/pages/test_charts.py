@@ -53,8 +53,7 @@ def test_a_tree_has_its_nodes_below_their_parents_and_their_shares() -> None:
     circles = list(root.iter("circle"))
     assert len(circles) == 6
     assert "[0, 1]: top-2 token of head 2, accepted in 4.0 % of the steps" in svg
-    at = [(float(node.get("cx", "0")), float(node.get("cy", "0"))) for node in circles]
-    zero, one, zero_zero, zero_one = at[1:5]
+    zero, one, zero_zero, zero_one = [(float(node.get("cx", "0")), float(node.get("cy", "0"))) for node in circles][1:5]
     assert zero[0] < one[0]
     assert zero_zero[0] < zero[0] < zero_one[0]
     assert zero_zero[1] > zero[1]

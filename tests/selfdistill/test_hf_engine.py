@@ -192,8 +192,7 @@ def test_the_oldest_request_is_among_those_that_join(backbone: Backbone) -> None
 def mixed_lengths(directory: Path) -> Backbone:
     """A backbone whose answers to QUESTIONS end at different moments."""
     backbone = load_backbone(str(directory), dtype=torch.float64)
-    prompting = engine(backbone)._prompting
-    free = [Decoder(backbone).generate(prompting.prompt(asks(q)), 24, ()).tokens for q in QUESTIONS]
+    free = [Decoder(backbone).generate(engine(backbone)._prompting.prompt(asks(q)), 24, ()).tokens for q in QUESTIONS]
     backbone.eos_ids = tuple({free[0][3], free[4][8], free[7][15]})
     return backbone
 

@@ -74,7 +74,7 @@ def command(out: Path, *arguments: str) -> list[str]:
     # as in a terminal, also where the tests run in the background and inherit an ignored Ctrl-C
     code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
     code += "from medusa_train.cli.evaluate import app; app()"
-    return [sys.executable, "-c", code, *["--serve", "--model", "run", "--output-dir", str(out), *OPTIONS, *arguments]]
+    return [sys.executable, "-c", code, "--serve", "--model", "run", "--output-dir", str(out), *OPTIONS, *arguments]
 
 
 def run(home: Path, vllm: Vllm, out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

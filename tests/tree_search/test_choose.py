@@ -118,8 +118,7 @@ def test_a_tree_is_chosen_and_written(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setattr(choose, "SIZES", (0, 2, 5))
     backbone = random_backbone("llama", dtype=torch.float32)
     draft = noisy_heads(backbone)
-    prompts = [[i, i + 1, 2 * i + 1] for i in range(2, 14)]
-    conversations = [prompts[i : i + 2] for i in range(0, 12, 2)]
+    conversations = [[[i, i + 1, 2 * i + 1] for i in range(2, 14)][i : i + 2] for i in range(0, 12, 2)]
     traced = trace_conversations(backbone, draft, conversations, max_new_tokens=20, token_budget=150)
     choice = choose_tree(backbone, draft, traced, quiet())
     paths = ModelPaths(tmp_path, str(tmp_path), None, None, None)

@@ -47,8 +47,7 @@ def test_the_most_frequent_paths_are_the_best_tree_of_their_size() -> None:
     torch.manual_seed(3)
     counts = count_paths([Trace(torch.randint(-1, 3, (30, 2)).tolist(), [2] * 30) for _ in range(4)])
     best = sum(counts[path] for path in most_frequent(counts, 3).paths)
-    nodes = [(a,) for a in range(3)] + [(a, b) for a in range(3) for b in range(3)]
-    for chosen in itertools.combinations(nodes, 3):
+    for chosen in itertools.combinations([(a,) for a in range(3)] + [(a, b) for a in range(3) for b in range(3)], 3):
         if all(path[:-1] in chosen for path in chosen if len(path) > 1):
             assert sum(counts[path] for path in chosen) <= best
 

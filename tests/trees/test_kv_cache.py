@@ -104,8 +104,7 @@ def committed(cache: BatchCache, numbers: list[list[int]]) -> list[list[int]]:
 def prompts(numbers: list[list[int]], capacity: int = 8) -> BatchCache:
     """Build a cache that holds these rows, right-padded."""
     cache = BatchCache(LAYERS, capacity)
-    longest = max(map(len, numbers))
-    write_rows(cache, [row + [77] * (longest - len(row)) for row in numbers])
+    write_rows(cache, [row + [77] * (max(map(len, numbers)) - len(row)) for row in numbers])
     cache.commit_rows([len(row) for row in numbers])
     return cache
 

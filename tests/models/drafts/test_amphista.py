@@ -101,8 +101,7 @@ def _plain(h: Tensor, e: Tensor, state: dict[str, Tensor], num_heads: int, block
         n = _norm(u, state[f"auto.blocks.{j}.norm.weight"], 1e-6)
         q, k, v = (part.unflatten(-1, (4, -1)) for part in linear(n, state[f"auto.blocks.{j}.qkv.weight"]).chunk(3, -1))
         weights_ = softmax(torch.einsum("tqhd,tkhd->thqk", q, k) / q.shape[-1] ** 0.5, -1)
-        heard = torch.einsum("thqk,tkhd->tqhd", weights_, v).flatten(2)
-        u = u + linear(heard, state[f"auto.blocks.{j}.out.weight"])
+        u = u + linear(torch.einsum("thqk,tkhd->tqhd", weights_, v).flatten(2), state[f"auto.blocks.{j}.out.weight"])
     return [linear(u[:, k], state[f"lm_heads.{k}.weight"]) for k in range(num_heads)]
 
 

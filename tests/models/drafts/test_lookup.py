@@ -29,8 +29,7 @@ def test_siblings_share_the_probability_that_one_of_them_is_right() -> None:
 
 def estimates(accuracy: CopyAccuracy, ngram: int, depth: int) -> list[float]:
     """The estimated probability at each depth that a single continuation goes on to be right."""
-    chain = accuracy.probabilities(ngram, tree_of(list(range(depth))))
-    return [after / before for before, after in pairwise(chain)]
+    return [after / before for before, after in pairwise(accuracy.probabilities(ngram, tree_of(list(range(depth)))))]
 
 
 def test_the_estimate_is_the_share_of_copies_that_were_right() -> None:

@@ -42,8 +42,7 @@ def expected_tokens(draft: MedusaDraft, hidden: Tensor, root: int, tree: Tree, c
     for node, path in enumerate(tree.paths, start=1):
         logits = draft.head_logits(hidden, len(path))
         kept = logits.topk(candidates).indices
-        biased = logits[kept] + r[kept] @ e[tokens[tree.parent_list[node]]]
-        row = int(kept[biased.argsort(descending=True)[path[-1]]])
+        row = int(kept[(logits[kept] + r[kept] @ e[tokens[tree.parent_list[node]]]).argsort(descending=True)[path[-1]]])
         tokens.append(row if draft.token_map is None else int(draft.token_map[row]))
     return tokens
 
