@@ -6,7 +6,7 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -87,26 +87,33 @@ class World:
         """Call `action` in rank 0 and return its result in every process; if it fails, the others raise PeerError."""
         if self.size == 1:
             return action()
-        result, error = _attempt(action) if self.is_main else (None, None)
-        answers: list[Any] = [(result, None if error is None else error.exit_code)]
+        answers: list[Any] = [(None, None)]
+        error: MedusaError | None = None
+        if self.is_main:
+            try:
+                answers = [(action(), None)]
+            except MedusaError as raised:
+                error, answers = raised, [(None, raised.exit_code)]
         dist.broadcast_object_list(answers, src=0, group=self._group)
         result, code = answers[0]
         if code is not None:
             raise error or PeerError(code)
         return result
 
-    def run_on_all(self, action: Callable[[], T]) -> T:
-        """Call `action` in every process; the lowest rank that fails raises its error, the others PeerError."""
-        if self.size == 1:
-            return action()
-        result, error = _attempt(action)
+    @contextlib.contextmanager
+    def failing_together(self) -> Iterator[None]:
+        """Run a block in every process; the lowest rank in which it fails raises its error, the others PeerError."""
+        error: MedusaError | None = None
+        try:
+            yield
+        except MedusaError as raised:
+            error = raised
         codes = self.gather(None if error is None else error.exit_code)
         failed = [rank for rank, code in enumerate(codes) if code is not None]
-        if not failed:
-            return result  # type: ignore[return-value]
         if error is not None and self.rank == failed[0]:
             raise error
-        raise PeerError(codes[failed[0]] or 1)
+        if failed:
+            raise PeerError(codes[failed[0]] or 1)
 
     def node_main(self) -> int:
         """Return the lowest rank on this process's machine."""
@@ -123,14 +130,6 @@ class World:
         """Destroy the process group."""
         if dist.is_available() and dist.is_initialized():
             dist.destroy_process_group()
-
-
-def _attempt(action: Callable[[], T]) -> tuple[T | None, MedusaError | None]:
-    """Return the result of `action`, or the error that it raised."""
-    try:
-        return action(), None
-    except MedusaError as error:
-        return None, error
 
 
 SINGLE_PROCESS = World()

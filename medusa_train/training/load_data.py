@@ -61,10 +61,10 @@ def load_data(
     node_main = world.node_main()
     first = world.rank == node_main
     with _node_cache(cfg, world, node_main) as cfg:
-        data = world.run_on_all(lambda: _load_data(cfg, console, world.size, on_progress) if first else None)
-        # each tokenizes for itself if the file could not be written
-        alone = cfg.model_copy(update={"dataset_processes": 1})
-        data = world.run_on_all(lambda: data or _load_data(alone, console, world.size))
+        with world.failing_together():
+            data = _load_data(cfg, console, world.size, on_progress) if first else None
+        with world.failing_together():  # each tokenizes for itself if the file could not be written
+            data = data or _load_data(cfg.model_copy(update={"dataset_processes": 1}), console, world.size)
     if len(set(world.gather(data.train.fingerprint() + data.validation.fingerprint()))) > 1:
         reason = "a file changed in the meantime, or differs between the machines"
         raise world.error_on_main(DataError(f"datasets: the processes have read different data: {reason}"))

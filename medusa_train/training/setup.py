@@ -63,7 +63,8 @@ def build_trainer(
     console = progress.console
     limit_kernel_cache()
     with progress.phase("loading the model", ticking=True):
-        draft, recipe = world.run_on_all(lambda: _load_model(cfg, data, console, world))
+        with world.failing_together():
+            draft, recipe = _load_model(cfg, data, console, world)
         if cfg.cache_hidden_states and cfg.prepared_dir is not None:  # which the cache requires
             documents = [*data.train, *data.validation]
             recipe.cache = open_hidden_states(
@@ -77,13 +78,15 @@ def build_trainer(
     store = CheckpointStore(cfg.run_dir, cfg.save_total_limit)
     checkpoint = _find_checkpoint(cfg, store, world, console)
     if checkpoint is not None:  # before the strategy partitions or copies the weights
-        world.run_on_all(lambda: restore_weights(checkpoint, draft, recipe))
+        with world.failing_together():
+            restore_weights(checkpoint, draft, recipe)
     strategy = build_strategy(cfg, draft, recipe, plan, world, console)
     if not world.is_main:
         torch.manual_seed(hash((cfg.seed, world.rank)))  # other dropout masks per process, now that weights are equal
     state = TrainState()
     if checkpoint is not None:
-        state = world.run_on_all(lambda: _resume(checkpoint, strategy, loader, plan, world, console))
+        with world.failing_together():
+            state = _resume(checkpoint, strategy, loader, plan, world, console)
     used: dict[str, Any] = {"chat_template": data.chat_template, "sequence_len": data.sequence_len}
     if recipe.adapter is not None:  # which may have come with lora_model_dir
         lora = recipe.adapter.peft.peft_config["default"]
@@ -261,9 +264,8 @@ def _find_checkpoint(
     if path is None:
         console.print(f"resume_from_checkpoint: no checkpoint in {store.root}, starting a new run")
         return None
-    return world.run_on_all(
-        lambda: LoadedCheckpoint(path, store.load(path), changed_weight_keys(cfg, path.parent.parent))
-    )
+    with world.failing_together():
+        return LoadedCheckpoint(path, store.load(path), changed_weight_keys(cfg, path.parent.parent))
 
 
 def _resume(

@@ -101,7 +101,8 @@ def load_stages(
         equal = number > 0 and cfg.mixes_rows == stages[0].mixes_rows
         equal = equal and all(getattr(cfg, key) == getattr(stages[0], key) for key in _DATA_KEYS)
         if equal:
-            world.run_on_all(lambda cfg=cfg: check_run(cfg, world.size))  # type: ignore[misc]
+            with world.failing_together():
+                check_run(cfg, world.size)
         loaded.append(loaded[0] if equal else load_data(cfg, console, world, shown.update))
     return loaded
 

@@ -239,7 +239,8 @@ class Trainer:
         path = self.world.run_on_main(lambda: self.store.best(self.state.best_step))
         if path is None:
             return self.state.step
-        snapshot = self.world.run_on_all(lambda: self.store.load(path))
+        with self.world.failing_together():
+            snapshot = self.store.load(path)
         restore_weights(LoadedCheckpoint(path, snapshot), self.draft, self.recipe)
         self.last_validation = None
         return self.state.best_step
