@@ -132,9 +132,9 @@ def from_vllm(tensors: Mapping[str, Tensor], config: Mapping[str, Any], source: 
 
 def _apply_token_map(state: dict[str, Tensor], config: Mapping[str, Any], source: str) -> None:
     """Reduce the matrices to the rows of token_map, or remove an unused token_map, as the loader does."""
-    size = _reduced_size(config)
+    size, full = config.get(_REDUCED, config.get("truncated_vocab_size")), config.get("vocab_size")
     tokens = state.pop(TOKEN_MAP, None)
-    if size is None:
+    if not isinstance(size, int) or not isinstance(full, int) or size >= full:
         return
     if tokens is None or len(tokens) != size:
         problem = "there is no token_map" if tokens is None else f"token_map has {len(tokens)} tokens"
@@ -143,12 +143,6 @@ def _apply_token_map(state: dict[str, Tensor], config: Mapping[str, Any], source
         if len(state[name]) > size:
             state[name] = state[name][tokens.long()]
     state[TOKEN_MAP] = tokens
-
-
-def _reduced_size(config: Mapping[str, Any]) -> int | None:
-    """Return N; None for the full vocabulary."""
-    size, full = config.get(_REDUCED, config.get("truncated_vocab_size")), config.get("vocab_size")
-    return size if isinstance(size, int) and isinstance(full, int) and size < full else None
 
 
 def method_in_path(path: str) -> str | None:

@@ -107,7 +107,8 @@ class CheckpointStore:
             shutil.rmtree(temporary, ignore_errors=True)  # before free space is measured for the message
             needed = sum(tensor.nbytes for tensors, _ in parts.values() for tensor in tensors.values())
             reason = write_failure(what, self.root, error, needed)
-            raise CheckpointError(f"{reason}\n{self._last_good()}") from error
+            last = [f"The last good one is {self.root / f'step-{step}'}." for step in self.steps()[-1:]]
+            raise CheckpointError("\n".join([reason, *(last or ["There is no earlier one."])])) from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
         return self.root / name
@@ -171,10 +172,6 @@ class CheckpointStore:
         for path in self.root.glob("best-*"):
             if path.name not in kept:
                 _delete(path)
-
-    def _last_good(self) -> str:
-        steps = self.steps()
-        return f"The last good one is {self.root / f'step-{steps[-1]}'}." if steps else "There is no earlier one."
 
     def _others(self, path: Path) -> str:
         others = [f"step-{step}" for step in self.steps() if self.root / f"step-{step}" != path]

@@ -46,6 +46,8 @@ every figure. Running the same command again resumes an interrupted evaluation.
 
   medusa-eval --serve --model runs/mine --bench mtbench
 
+  medusa-eval --serve --base-model NAME --draft prompt_lookup --bench mtbench
+
   medusa-eval --compare runs/mine runs/other
 
 [bold]Output[/bold]: report.html, report.md, report.json and answers.jsonl in RUN/eval/BENCH.
@@ -128,7 +130,7 @@ def _resolve_paths(cfg: EvalConfig) -> ModelPaths:
         chat_template=cfg.chat_template,
         chat_template_kwargs=cfg.chat_template_kwargs,
         trust_remote_code=cfg.trust_remote_code,
-        lookup=None if cfg.uses_server else cfg.lookup_choice,
+        lookup=None if cfg.server_url else cfg.lookup_choice,
         threshold=None if cfg.uses_server else cfg.threshold,
     )
 
@@ -138,7 +140,8 @@ def _measure_servers(cfg: EvalConfig, bench: Bench, progress: RunProgress) -> No
     at_server = {"base_model": None, "chat_template": None}  # names of the server, not of this machine
     local = cfg if cfg.serve else cfg.model_copy(update=at_server)
     paths = _resolve_paths(local) if cfg.serve or cfg.model is not None else None
-    what = cfg.server_url if paths is None or not cfg.serve else f"vLLM with the heads of {paths.name or paths.home}"
+    drafts = cfg.draft if paths is None or cfg.draft else f"the heads of {paths.name or paths.home}"
+    what = f"vLLM with {drafts}" if cfg.serve else cfg.server_url
     versus = f" against {cfg.against}" if cfg.against else ""
     asked = f"bench {bench.name}: {len(bench.questions)} questions of {bench.path}"
     counts = ", ".join(map(str, cfg.concurrency))

@@ -311,6 +311,11 @@ EVAL_CONSTRAINTS: tuple[Constraint, ...] = (
         "is the address of a running server, and serve starts servers itself; remove one of the two",
     ),
     Constraint(
+        ("draft", "serve"),
+        lambda cfg: cfg.serve and cfg.draft not in (None, "prompt_lookup"),
+        "vLLM drafts with the heads of a run, or alone with prompt_lookup; remove draft, or set draft: prompt_lookup",
+    ),
+    Constraint(
         ("against", "server_url"),
         lambda cfg: cfg.against is not None and cfg.server_url is None,
         "requires the server with heads to compare it with; set server_url",
@@ -340,7 +345,7 @@ EVAL_CONSTRAINTS: tuple[Constraint, ...] = (
 
 #: Keys of an evaluation in this process, which have no effect on a server.
 _EVAL_LOCAL_KEYS = (
-    *("tree", "threshold", "draft", "lookup", "lookahead", "rest", "compile", "batch_size", "exactness"),
+    *("tree", "threshold", "lookahead", "rest", "compile", "batch_size", "exactness"),
     *("generate", "prompt_lookup", "assistant_model", "judge_base_url", "judge_model", "judge_concurrency"),
     *("allow_code_execution", "rouge", "calibration_tokens"),
 )
@@ -357,7 +362,7 @@ def find_ineffective_eval_keys(cfg: Any) -> Iterator[str]:
     if not cfg.serve:
         yield from _EVAL_SERVE_KEYS
     if cfg.server_url is not None:
-        yield from ("dtype", "trust_remote_code")
+        yield from ("dtype", "trust_remote_code", "draft", "lookup")
     if cfg.draft is not None and "+" not in cfg.draft:  # it chooses its trees itself
         yield "tree"
     if cfg.acceptance != "sampling":

@@ -505,12 +505,13 @@ class EvalConfig(Config):
     against: Text | None = key(None, "server of the same model without heads; it and server_url are measured in turns")
     serve: Bool = key(
         False,
-        "start and stop vLLM servers for the model, without heads and with them, and measure them; environment "
-        "variable VLLM_PYTHON: the Python interpreter of the environment that has vLLM, if it is another one",
+        "start and stop vLLM servers for the model, without heads and with them (or with draft: prompt_lookup, vLLM's "
+        "ngram), and measure them; environment variable VLLM_PYTHON: the Python interpreter that has vLLM, if another",
     )
     serve_speculative_tokens: IntList | None = key(
         None,
-        "values of num_speculative_tokens to serve heads with; default: 1 to the number of heads, 1 to 5 for EAGLE-3",
+        "values of num_speculative_tokens to measure; default: 1 to the number of heads, 1 to 5 (EAGLE-3), or 2, 4, 8 "
+        "(prompt_lookup)",
         min_length=1,
     )
     serve_together: BoolOrAuto = key(

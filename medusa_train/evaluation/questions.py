@@ -122,7 +122,9 @@ def find_bench(name_or_file: str, note: Callable[[str], None] = lambda line: Non
             return candidate
     named = NAMED_BENCHES.get(name_or_file)
     if named is None:
-        raise DataError(_unknown_bench(name_or_file, candidates))
+        reason = f"bench {name_or_file!r}: no such file, and no bench of that name ({', '.join(NAMED_BENCHES)})"
+        tried = [str(one) for one in (Path(name_or_file), *candidates) if one.name in (name_or_file, FILES[0])]
+        raise DataError("\n  ".join([f"{reason}. Looked for:", *tried]))
     try:
         return _download(name_or_file, named, note)
     except FetchError as error:
@@ -179,11 +181,6 @@ def _missing_bench(name: str, bench: PublicDataset, reason: str) -> str:
         f"{PROJECT_ROOT / 'data' / 'bench' / name / 'question.jsonl'} (the original file name works as well),\n"
         f"or set {BENCH_DIR_VARIABLE} to a directory that holds {name}/question.jsonl or {name}.jsonl."
     )
-
-
-def _unknown_bench(name: str, candidates: list[Path]) -> str:
-    paths = "".join(f"\n  {path}" for path in [Path(name), *candidates] if path.name in (name, FILES[0]))
-    return f"bench {name!r}: no such file, and no bench of that name ({', '.join(NAMED_BENCHES)}). Looked for:{paths}"
 
 
 def _name_of_file(path: Path) -> str:

@@ -15,6 +15,7 @@ from medusa_train.checkpoint.reference_layout import HeadTensors
 from medusa_train.checkpoint.resolve import ModelPaths, find_heads, read_mapping
 from medusa_train.checkpoint.run_directory import CONFIG
 from medusa_train.config.types import ExportTarget
+from medusa_train.inference.decoding_settings import mode_of
 from medusa_train.pages.page import Table, number
 from medusa_train.tree_search.traces import digest_files
 
@@ -303,10 +304,10 @@ def _describe(report: Json) -> str:
     if arguments := meta.get("arguments"):
         server += f", `{shlex.join(map(_without_directory, arguments))}`"
     parts = [f"{server}, {str(meta.get('date', ''))[:10]}."]
-    parts.append(
-        f"Bench {meta['bench']}, {meta['questions']} questions, {_decoding(meta)}, at most {meta['max_new_tokens']} "
-        "new tokens."
-    )
+    mode = mode_of(meta)
+    decoding = "greedy" if mode["acceptance"] == "greedy" else f"temperature {mode['temperature']:g}"
+    asked = f"{meta['questions']} questions, {decoding}, at most {meta['max_new_tokens']} new tokens"
+    parts.append(f"Bench {meta['bench']}, {asked}.")
     parts += [f"Note: {_DIRECTORY.sub('', note)}." for note in meta.get("notes", ())]
     return " ".join(parts)
 
@@ -316,8 +317,3 @@ def _without_directory(argument: str) -> str:
     option, equals, value = argument.rpartition("=")
     name = Path(value).name if value.startswith(("/", "~")) else _DIRECTORY.sub("", value)
     return option + equals + name
-
-
-def _decoding(meta: Json) -> str:
-    mode = meta.get("decoding") or {}
-    return "greedy" if mode.get("acceptance", "greedy") == "greedy" else f"temperature {mode['temperature']:g}"

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from medusa_train.config.paths import expand_user, public_name
 from medusa_train.config.schema import SelfDistillConfig
-from medusa_train.data.conversation import NOTABLE_LOOPING, Message
+from medusa_train.data.conversation import NOTABLE_LOOPING
 from medusa_train.data.records import first_problems
 from medusa_train.data.sources import open_prompts
 from medusa_train.errors import DataError
@@ -219,16 +219,15 @@ def write_chat(chat: GeneratedChat, writer: OutputWriter, metadata: dict[str, An
         {
             **identity,
             "model": metadata.pop("model"),
-            "messages": [_message_record(message) for message in chat.messages],
+            "messages": [
+                one.as_dict() | ({} if one.token_ids is None else {"token_ids": list(one.token_ids)})
+                for one in chat.messages
+            ],
             **metadata,
             **answers,
             **dropped,
         }
     )
-
-
-def _message_record(message: Message) -> dict[str, Any]:
-    return {**message.as_dict(), **({} if message.token_ids is None else {"token_ids": list(message.token_ids)})}
 
 
 @dataclass

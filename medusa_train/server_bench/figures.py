@@ -49,7 +49,7 @@ def _cell(server: str, session: str, concurrency: int, measurements: Sequence[Me
     answers: dict[TurnKey, ServedAnswer] = {}
     seconds: dict[TurnKey, float] = {}
     blocks: dict[TurnKey, int] = {}
-    drafts: DraftCounts | None = DraftCounts(0, 0, ())
+    drafts: DraftCounts | None = DraftCounts(0, ())
     for number, measurement in enumerate(measurements):
         keys = [(answer.question_id, answer.turn, answer.repeat) for answer in measurement.answers]
         answers.update(zip(keys, measurement.answers, strict=True))

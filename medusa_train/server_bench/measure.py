@@ -30,14 +30,13 @@ class DraftCounts:
     """Totals since the server was started, or between two moments (`since`); summed over the server's engines."""
 
     drafts: int  # verified ones, one per decoding step and sequence
-    draft_tokens: int  # proposed
     accepted: tuple[int, ...]  # by position in the draft
     generated: int = 0  # tokens of all requests
 
     def since(self, earlier: DraftCounts) -> DraftCounts | None:
         """Return the counts after `earlier`; None if one is lower now: of another server, or after a restart."""
         new = self._combined(earlier, -1)
-        return None if min(new.drafts, new.draft_tokens, new.generated, *new.accepted) < 0 else new
+        return None if min(new.drafts, new.generated, *new.accepted) < 0 else new
 
     def __add__(self, other: DraftCounts) -> DraftCounts:
         return self._combined(other, 1)
@@ -46,7 +45,6 @@ class DraftCounts:
         accepted = (one + sign * two for one, two in zip_longest(self.accepted, other.accepted, fillvalue=0))
         return DraftCounts(
             self.drafts + sign * other.drafts,
-            self.draft_tokens + sign * other.draft_tokens,
             tuple(accepted),
             self.generated + sign * other.generated,
         )
@@ -63,13 +61,13 @@ class DraftCounts:
 
     @property
     def speculative_tokens(self) -> int | None:
-        """Mean number of proposed tokens per draft, rounded: num_speculative_tokens; None without drafts."""
-        return round(self.draft_tokens / self.drafts) if self.drafts else None
+        """num_speculative_tokens, the positions that are counted; None without drafts."""
+        return len(self.accepted) if self.drafts else None
 
 
 def parse_metrics(page: str) -> DraftCounts | None:
     """Parse a `/metrics` page; None if it is not vLLM's. A vLLM without speculative decoding has no drafts."""
-    totals = {"spec_decode_num_drafts": 0, "spec_decode_num_draft_tokens": 0, "generation_tokens": 0}
+    totals = {"spec_decode_num_drafts": 0, "generation_tokens": 0}
     accepted: dict[int, int] = {}
     is_vllm = False
     for name, labels, number in _SAMPLE.findall(page):
@@ -81,9 +79,9 @@ def parse_metrics(page: str) -> DraftCounts | None:
             accepted[index] = accepted.get(index, 0) + int(float(number))
     if not is_vllm:
         return None
-    drafts, draft_tokens, generated = totals.values()
+    drafts, generated = totals.values()
     per_position = (accepted.get(index, 0) for index in range(max(accepted, default=-1) + 1))
-    return DraftCounts(drafts, draft_tokens, tuple(per_position), generated)
+    return DraftCounts(drafts, tuple(per_position), generated)
 
 
 @dataclass(frozen=True)

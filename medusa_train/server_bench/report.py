@@ -23,8 +23,8 @@ HOW = [
     "over plain: tokens/s over those of the server without heads on the same questions, measured beside it; in "
     "brackets its 95 % interval over blocks (Student's t). The row of plain is its fastest measurement.",
     "first token, per token: medians over the answers, in milliseconds.",
-    "tokens per step, accepted: from vLLM's counters at /metrics; accepted is the share of drafts whose token at "
-    "position 1, 2, ... was accepted.",
+    "tokens per step, accepted: from vLLM's counters at /metrics, of steps that verify a draft; accepted is the share "
+    "of drafts whose token at position 1, 2, ... was accepted.",
     "equal: greedy answers whose text equals that of the server without heads; turns after a differing answer are not "
     "compared.",
 ]
@@ -37,11 +37,13 @@ def write_report(report: Json, cells: Sequence[Cell], directory: Path) -> list[P
         for cell in cells
         for answer in cell.answers.values()
     ]
-    title, sections = title_of(report), sections_of(report)
+    title, sections, meta = title_of(report), sections_of(report), report["meta"]
+    asked = f"questions: {meta['questions']}, at most {meta['max_new_tokens']} new tokens per answer"
+    subtitle = f"{meta['turns']}; {asked}; {meta['date']}"
     contents = {
         "served.json": report,
         "served.md": markdown_page(title, sections),
-        "served.html": render_page(title, _subtitle(report), sections, _tiles(report)),
+        "served.html": render_page(title, subtitle, sections, _tiles(report)),
         "answers.jsonl": answers,
     }
     return write_files(directory, contents)
@@ -130,12 +132,6 @@ def terminal_report(report: Json) -> Group:
     )
 
 
-def _subtitle(report: Json) -> str:
-    meta = report["meta"]
-    asked = f"questions: {meta['questions']}, at most {meta['max_new_tokens']} new tokens per answer"
-    return f"{meta['turns']}; {asked}; {meta['date']}"
-
-
 def sections_of(report: Json) -> list[Section]:
     """Return the parts of both pages: notes, charts, table, run, and the recommendation at the end."""
     meta = {key: value for key, value in report["meta"].items() if key != "notes"}
@@ -173,7 +169,7 @@ def _figures(report: Json, servers: Sequence[str]) -> list[Figure]:
     drawn = []
     if compared := [row for row in rows if row.get("ratio") is not None]:
         drawing = bars(groups(compared, "ratio", "ratio_interval"), "ratio", unit="x", reference=1.0)
-        caption = "Tokens per second with heads over without, by concurrency. Whiskers: 95 % intervals over blocks."
+        caption = "Tokens per second with a draft over without, by concurrency. Whiskers: 95 % intervals over blocks."
         drawn.append(Figure("Speed over plain", drawing, caption))
     drawing = bars(groups(rows, "tokens_per_s"), "Tokens per second", digits=0)
     drawn.append(Figure("Tokens per second", drawing, "Of all concurrent answers together, by concurrency."))

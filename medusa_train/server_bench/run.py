@@ -279,7 +279,8 @@ def output_directory(cfg: EvalConfig, name: str, paths: ModelPaths | None, targe
     if cfg.output_dir:
         return expand_user(cfg.output_dir)
     if paths is not None:
-        return paths.home / "eval" / f"served-{name}"
+        kind = "" if paths.lookup is None else f"{paths.lookup.kind}-"  # model cards quote served-*
+        return paths.home / "eval" / f"{kind}served-{name}"
     return runs_directory() / "served" / re.sub(r"[^\w.-]+", "_", targets[-1].model).strip("_") / name
 
 
@@ -303,7 +304,8 @@ def settings(
     }
     if served is None or paths is None:
         return {**values, "servers": [[target.name, target.url, target.model] for target in targets]}
-    return {**values, **model_settings(paths), "vllm": served.version, "arguments": list(served.options)}
+    started = {"vllm": served.version, "arguments": list(served.options), "draft": served.draft}
+    return {**values, **model_settings(paths), **started}
 
 
 def metadata(
@@ -330,7 +332,8 @@ def metadata(
         meta["turns"] = "in turns, block by block" if len(targets) > 1 else "one server alone"
     else:
         meta |= {"model": public_name(str(paths.home)), "base_model": public_name(served.backbone)}
-        meta |= {"heads": public_name(str(served.heads)), "server": served.version, "arguments": list(served.options)}
+        draft = {key: public_name(value) if key == "model" else value for key, value in served.draft.items()}
+        meta |= {"draft": draft, "server": served.version, "arguments": list(served.options)}
         together = all(len(session.speculative_tokens) > 1 for session in served.sessions)
         meta["turns"] = (
             "the server without heads beside each one with heads, in turns, block by block"

@@ -21,6 +21,7 @@ import torch
 
 from medusa_train.checkpoint.resolve import ModelPaths, find_heads
 from medusa_train.checkpoint.serialize import read_json
+from medusa_train.config.drafts import LookupChoice
 from medusa_train.config.schema import EvalConfig
 from medusa_train.data.builtin_templates import get_template
 from medusa_train.errors import ConfigError, ServerError
@@ -33,6 +34,7 @@ from medusa_train.training.process_info import free_port
 PYTHON_VARIABLE = "VLLM_PYTHON"
 SERVED_NAME = "served"
 EAGLE3_TOKENS = 5  # longest chain that is measured by default; EAGLE-3 drafts as many tokens as it is asked for
+NGRAM_TOKENS = (2, 4, 8)  # the same of prompt lookup
 TAIL_LINES = 20
 STOP_SECONDS = 20.0
 POLL_SECONDS = 0.5
@@ -230,8 +232,7 @@ class ServedModel:
     python: str  # the interpreter that vLLM is installed for
     version: str  # name and version of its vLLM
     backbone: str  # directory or hub name
-    heads: Path  # directory in vLLM's layout
-    method: str  # vLLM's name of the draft
+    draft: dict[str, Any]  # vLLM's speculative config but for num_speculative_tokens
     sessions: tuple[Session, ...]  # the servers to start, in order
     options: tuple[str, ...]  # arguments of every server
     notes: tuple[str, ...]  # remarks for the report
@@ -240,7 +241,7 @@ class ServedModel:
 def prepare_model(cfg: EvalConfig, paths: ModelPaths, directory: Path, progress: RunProgress) -> ServedModel:
     """Export what vLLM loads to `directory`, and decide which servers to start.
 
-    Heads in vLLM's layout are served as they are. A backbone that was trained with an adapter is merged first.
+    Heads in vLLM's layout are served as they are, prompt lookup without any. A trained adapter is merged first.
 
     Raises:
         ConfigError: vLLM is not installed, there are no heads, or fewer than `serve_speculative_tokens` asks for.
@@ -248,13 +249,14 @@ def prepare_model(cfg: EvalConfig, paths: ModelPaths, directory: Path, progress:
     """
     python = vllm_python()
     version = vllm_version(python)
-    if paths.heads is None:
-        raise ConfigError(f"serve: {paths.base_model} has no heads; name a run or an export by --model")
     backbone, heads = paths.base_model, paths.heads
-    if find_heads(heads).layout not in ("vllm", "eagle3"):
+    if heads is None and paths.lookup is None:
+        raise ConfigError(f"serve: {backbone} has no heads; name a run by --model, or set draft: prompt_lookup")
+    if paths.adapter is not None:
+        with progress.phase("merging the adapter", ticking=True):
+            backbone = str(export_run(paths, "merged", directory / "merged").target.resolve())
+    if heads is not None and find_heads(heads).layout not in ("vllm", "eagle3"):
         with progress.phase("exporting for vLLM", ticking=True):
-            if paths.adapter is not None:
-                backbone = str(export_run(paths, "merged", directory / "merged").target.resolve())
             exported = export_run(paths, "vllm", directory / "export", base_model=backbone)
         heads = exported.target
         for warning in exported.warnings:
@@ -264,15 +266,26 @@ def prepare_model(cfg: EvalConfig, paths: ModelPaths, directory: Path, progress:
         notes.append(FOREIGN_WEIGHTS.format(base=backbone))
     if version == SAMPLES_WRONGLY and cfg.acceptance != "greedy":
         notes.append(f"{version} does not apply the temperature to drafts: the figures with heads mean nothing")
-    method = "eagle3" if find_heads(heads).layout == "eagle3" else "medusa"
-    count = EAGLE3_TOKENS if method == "eagle3" else int(read_json(heads / "config.json").get("num_heads", 0))
-    tokens = list(dict.fromkeys(cfg.serve_speculative_tokens or range(1, count + 1)))
-    if method == "medusa" and max(tokens) > count:
-        raise ConfigError(f"serve_speculative_tokens: {max(tokens)} is more than the {count} heads of {heads}")
+    draft, lengths = _draft_for_vllm(paths.lookup, heads)
+    tokens = list(dict.fromkeys(cfg.serve_speculative_tokens or lengths))
+    if draft["method"] == "medusa" and max(tokens) > max(lengths):
+        raise ConfigError(f"serve_speculative_tokens: {max(tokens)} is more than the {max(lengths)} heads of {heads}")
     together = not torch.cuda.is_available() if cfg.serve_together == "auto" else cfg.serve_together
     options = _options(cfg, paths, directory)
     sessions = plan_sessions(tokens, together=together)
-    return ServedModel(python, version, backbone, heads, method, tuple(sessions), tuple(options), tuple(notes))
+    return ServedModel(python, version, backbone, draft, tuple(sessions), tuple(options), tuple(notes))
+
+
+def _draft_for_vllm(lookup: LookupChoice | None, heads: Path | None) -> tuple[dict[str, Any], Sequence[int]]:
+    """Return vLLM's settings of prompt lookup, or of heads in its layout, and the chain lengths to measure."""
+    if lookup is not None:
+        longest = lookup.settings["max_ngram"]
+        return {"method": "ngram", "prompt_lookup_max": longest, "prompt_lookup_min": min(2, longest)}, NGRAM_TOKENS
+    assert heads is not None
+    if find_heads(heads).layout == "eagle3":
+        return {"method": "eagle3", "model": str(heads.resolve())}, range(1, EAGLE3_TOKENS + 1)
+    count = int(read_json(heads / "config.json").get("num_heads", 0))
+    return {"method": "medusa", "model": str(heads.resolve())}, range(1, count + 1)
 
 
 def _options(cfg: EvalConfig, paths: ModelPaths, directory: Path) -> list[str]:
@@ -327,8 +340,7 @@ class ServerPool:
         name, port = server_name(tokens), free_port()
         speculative: dict[str, Any] | None = None
         if tokens:
-            heads = str(self._model.heads.resolve())
-            speculative = {"method": self._model.method, "model": heads, "num_speculative_tokens": tokens}
+            speculative = {**self._model.draft, "num_speculative_tokens": tokens}
         command = serve_command(self._model.python, self._model.backbone, port, self._model.options, speculative)
         self._running[tokens] = server = VLLMServer(name, command, port, self._directory / f"vllm-{name}.log")
         server.wait_ready(self._seconds, self._progress)

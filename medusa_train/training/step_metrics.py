@@ -89,7 +89,8 @@ class Window(StepTotals):
         self.seconds += seconds
         for name, number in vars(totals).items():
             before = getattr(self, name)
-            setattr(self, name, _added(before, number) if isinstance(number, list) else before + number)
+            lists = isinstance(number, list) and before  # empty in a new window
+            setattr(self, name, [a + b for a, b in zip(before, number, strict=True)] if lists else before + number)
 
     def means(self) -> dict[str, Any]:
         """Return the window's figures of a training record in metrics.jsonl.
@@ -113,7 +114,3 @@ class Window(StepTotals):
         if self.overscaled:
             means["overscaled_steps"] = self.overscaled
         return means
-
-
-def _added(left: list[int], right: Sequence[int]) -> list[int]:
-    return [a + b for a, b in zip(left, right, strict=True)] if left else list(right)

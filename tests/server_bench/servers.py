@@ -15,7 +15,6 @@ METRICS = """# HELP vllm:spec_decode_num_drafts_total Number of spec decoding dr
 # TYPE vllm:spec_decode_num_drafts_total counter
 vllm:spec_decode_num_drafts_total{{engine="0",model_name="m"}} {drafts}.0
 vllm:spec_decode_num_drafts_created{{engine="0",model_name="m"}} 1.7e+09
-vllm:spec_decode_num_draft_tokens_total{{engine="0",model_name="m"}} {draft_tokens}
 vllm:spec_decode_num_accepted_tokens_total{{engine="0",model_name="m"}} {accepted}
 vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",model_name="m",position="0"}} {first}
 vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",model_name="m",position="1"}} {second}
@@ -63,7 +62,7 @@ class BenchServer:
             return 404, {}, b"no"
         with self.lock:
             d = self.drafts
-            page = METRICS.format(drafts=d, draft_tokens=2 * d, accepted=0.8 * d, first=0.6 * d, second=0.2 * d)
+            page = METRICS.format(drafts=d, accepted=0.8 * d, first=0.6 * d, second=0.2 * d)
             return 200, {}, ((page if self.heads else "") + GENERATED.format(generated=self.answered)).encode()
 
 

@@ -41,12 +41,12 @@ def test_rates_are_tokens_over_the_busy_time() -> None:
 
 
 def test_incomplete_cells_are_left_out_and_blocks_joined() -> None:
-    counts = DraftCounts(5, 10, (3, 1))
+    counts = DraftCounts(5, (3, 1))
     one, two = Measurement((answer(1, 0, 1),), ((1, 2),), counts), Measurement((answer(2, 0, 3),), (), counts)
     blocks = {Block("s", 1, 0): {"k=2": one}, Block("s", 1, 1): {"k=2": two}, Block("s", 2, 0): {"k=2": one}}
     (made,) = collect_cells(blocks, {1: 2, 2: 2})
     assert (made.concurrency, made.tokens_per_s, made.skipped) == (1, 5.0, 1)
-    assert made.drafts == DraftCounts(10, 20, (6, 2))
+    assert made.drafts == DraftCounts(10, (6, 2))
     assert cell_figures(made)["num_speculative_tokens"] == 2
     blocks[Block("s", 1, 1)] = {"k=2": Measurement((answer(2, 0, 3),))}
     assert collect_cells(blocks, {1: 2})[0].drafts is None
@@ -119,17 +119,17 @@ def test_nothing_is_recommended_that_does_not_win() -> None:
 
 # Counters of vLLM
 
-PAGE = METRICS.format(drafts=10, draft_tokens=20.0, accepted=8.0, first=6.0, second=2.0)
+PAGE = METRICS.format(drafts=10, accepted=8.0, first=6.0, second=2.0)
 
 
 def test_counters_are_read_and_summed_over_engines() -> None:
-    assert parse_metrics(PAGE) == DraftCounts(10, 20, (6, 2))
-    assert parse_metrics(PAGE + PAGE.replace('engine="0"', 'engine="1"')) == DraftCounts(20, 40, (12, 4))
+    assert parse_metrics(PAGE) == DraftCounts(10, (6, 2))
+    assert parse_metrics(PAGE + PAGE.replace('engine="0"', 'engine="1"')) == DraftCounts(20, (12, 4))
 
 
 def test_a_server_without_heads_counts_no_drafts() -> None:
     counts = parse_metrics(GENERATED.format(generated=5.0))
-    assert counts == DraftCounts(0, 0, (), 5)
+    assert counts == DraftCounts(0, (), 5)
     assert (counts.tokens_per_step, counts.acceptance, counts.speculative_tokens) == (None, [], None)
 
 
@@ -139,11 +139,11 @@ def test_a_page_of_another_program_has_none(page: str) -> None:
 
 
 def test_differences_are_those_of_the_requests_between() -> None:
-    before, after = DraftCounts(10, 20, (6,)), DraftCounts(20, 40, (12, 4))
+    before, after = DraftCounts(10, (6,)), DraftCounts(20, (12, 4))
     difference = after.since(before)
-    assert difference == DraftCounts(10, 20, (6, 4))
+    assert difference == DraftCounts(10, (6, 4))
     assert difference.tokens_per_step == 2.0
     assert difference.acceptance == [0.6, 0.4]
     assert difference.speculative_tokens == 2
     assert before.since(after) is None
-    assert before + after == DraftCounts(30, 60, (18, 4))
+    assert before + after == DraftCounts(30, (18, 4))

@@ -7,16 +7,18 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from medusa_train.checkpoint.heads import save_draft
-from medusa_train.checkpoint.resolve import EAGLE3
+from medusa_train.checkpoint.resolve import EAGLE3, resolve_model
 from medusa_train.config.load import load_config
 from medusa_train.config.schema import EvalConfig
 from medusa_train.errors import ConfigError
 from medusa_train.models.drafts.eagle3 import Eagle3Draft
 from medusa_train.models.loading import load_backbone
+from medusa_train.server_bench.run import output_directory
 from medusa_train.server_bench.serve import TAIL_LINES, Session, VLLMServer, plan_sessions, serve_command, vllm_version
 from tests.evaluation.tiny_model import write_backbone, write_run
 from tests.server_bench.servers import write_questions
@@ -57,6 +59,12 @@ class Vllm:
         return [json.loads(line) for line in self.script.with_suffix(".log").read_text().splitlines()]
 
     @property
+    def drafts(self) -> list[dict[str, Any]]:
+        """The speculative configs of the started servers that have one."""
+        lines = [line for line in self.started if "--speculative-config" in line]
+        return [json.loads(line[line.index("--speculative-config") + 1]) for line in lines]
+
+    @property
     def running(self) -> list[int]:
         """Processes of the servers, and of their children, that are left."""
         pids = [int(pid) for pid in self.script.with_suffix(".pids").read_text().split()]
@@ -90,10 +98,9 @@ def test_servers_are_started_by_turns_and_stopped(tmp_path: Path, trained: Path)
     report = json.loads((out / "served.json").read_text())
     assert [cell["server"] for cell in report["cells"] if "ratio" in cell] == ["k=1", "k=3"]
     assert report["meta"]["server"] == "vllm 1.0"
-    plain, one, three = vllm.started  # the plain one stays beside both
-    assert "--speculative-config" not in plain
+    plain, one, _ = vllm.started  # the plain one stays beside both
     assert plain[-2:] == ["--max-model-len", "256"]
-    config = json.loads(three[three.index("--speculative-config") + 1])
+    _, config = vllm.drafts
     assert (config["method"], config["num_speculative_tokens"]) == ("medusa", 3)
     assert json.loads((Path(config["model"]) / "config.json").read_text())["num_heads"] == 3
     assert one[one.index("serve") + 1] == str(trained / "backbone")
@@ -108,10 +115,22 @@ def test_an_eagle3_draft_is_served_by_its_own_method(tmp_path: Path, trained: Pa
     heads = save_draft(draft, tmp_path / "heads", base)
     done = run(trained, vllm, tmp_path / "out", f"--model={heads}", "serve_speculative_tokens=[7]")
     assert done.returncode == 0, done.stdout + done.stderr
-    server = vllm.started[-1]
-    config = json.loads(server[server.index("--speculative-config") + 1])
+    (config,) = vllm.drafts
     assert (config["method"], config["num_speculative_tokens"]) == ("eagle3", 7)
     assert json.loads((Path(config["model"]) / "config.json").read_text())["architectures"] == [EAGLE3]
+
+
+def test_prompt_lookup_is_served_without_heads(tmp_path: Path, trained: Path) -> None:
+    vllm, keys = Vllm(tmp_path, ""), ["draft=prompt_lookup", "lookup.max_ngram=4", "serve_speculative_tokens=[6]"]
+    done = run(trained, vllm, tmp_path / "out", *keys)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "vLLM with prompt_lookup" in done.stdout
+    draft = {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+    assert vllm.drafts == [{**draft, "num_speculative_tokens": 6}]
+    assert json.loads((tmp_path / "out" / "served.json").read_text())["meta"]["draft"] == draft
+    cfg = load_config(EvalConfig, None, ["serve=true", *keys])
+    paths = resolve_model(str(trained / "run"), None, None, lookup=cfg.lookup_choice)
+    assert output_directory(cfg, "few", paths, []).name == "prompt_lookup-served-few"  # a card quotes served-*
 
 
 def test_heads_that_vllm_refuses(tmp_path: Path, trained: Path) -> None:
@@ -196,6 +215,7 @@ def test_mistakes_are_found_before_a_server_starts(tmp_path: Path, trained: Path
         (["serve=true", "server_url=http://a/v1"], "remove one of the two"),
         (["against=http://a/v1"], "set server_url"),
         (["server_url=http://a/v1", "against=http://a/v1"], "is the same server"),
+        (["serve=true", "draft=medusa+prompt_lookup"], "with the heads of a run, or alone with prompt_lookup"),
         (["serve=true", "acceptance=typical"], "servers decode greedily or sample"),
         (["server_url=http://a/v1", "chat_template=zephyr"], "the server applies its own chat template"),
         (["serve=true", "serve_args=[--api_key=secret]"], "would appear in the report"),
