@@ -107,12 +107,13 @@ class ChatTemplate:
             if text is None:
                 text = _rendered_answer(self.render(messages[: index + 1]), prompt, lead, content, end)
             if text is None:
-                if content == messages[index].content:  # no tag that opens a reasoning part was cut from it
+                if content == messages[index].content and not messages[index].is_cut:  # no opening tag was removed
                     content = self._with_closed_reasoning(prompt, content)
                 text = (lead if lead.isspace() else "") + content + end
             message = messages[index]
-            if message.is_cut:
-                text = text.removesuffix(end)
+            if message.is_cut:  # within its reasoning, or after it
+                opened, closed = map((prompt + content).rfind, self.reasoning_tags)
+                text = content if opened > closed else text.removesuffix(end)
             answers.append(RenderedAnswer(index, prompt, text, "" if message.is_cut else end, message.token_ids))
         return answers
 

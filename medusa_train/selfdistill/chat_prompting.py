@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from medusa_train.data.chat_template import ChatTemplateError
-from medusa_train.data.conversation import REASONING_TAGS, Message, ReasoningTags
+from medusa_train.data.conversation import REASONING_TAGS, Conversation, Message, ReasoningTags
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import ConfigError, DataError
 from medusa_train.inference.detokenize import answer_text
@@ -63,9 +63,12 @@ class ChatPrompting:
         kept = tokens[:-1] if finish == "eos" else tokens
         if request.speaker == "assistant":
             text = answer_text(self.tokenizer, kept, self._encoder.template.reasoning_tags)
-            ids = None if self._encoder.tokenize_continuation(text) == kept else tuple(kept)
-            if text.strip():
-                text = self._encoder.template.opened_reasoning(self.text(request)) + text
+            if not text.strip():
+                return Answer(text, _REASONS[finish], prompt_tokens, len(tokens))
+            text = self._encoder.template.opened_reasoning(self.text(request)) + text
+            chat = Conversation("", (*request.messages, Message("assistant", text, is_cut=finish != "eos")), "")
+            trained = self._encoder.encode(chat)[-1].ids[len(self.prompt(request)) :]
+            ids = None if kept in (trained, trained[:-1]) else tuple(kept)  # with an end token, if it is not cut
             return Answer(text, _REASONS[finish], prompt_tokens, len(tokens), ids)
         text, ended = self._split_user_message(request, self.tokenizer.decode(kept, clean_up_tokenization_spaces=False))
         return Answer(text, "stop" if ended else _REASONS[finish], prompt_tokens, len(tokens))

@@ -20,7 +20,7 @@ from medusa_train.data.examples import Example
 from medusa_train.data.record_files import settings_path
 from medusa_train.data.sources import OnProgress
 from medusa_train.data.tokenize import ChatEncoder
-from medusa_train.errors import DataError
+from medusa_train.errors import DataError, MedusaError
 from medusa_train.models.hf_config import context_length, rope_switch
 from medusa_train.models.loading import load_tokenizer
 from medusa_train.training.distributed import SINGLE_PROCESS, World
@@ -164,12 +164,14 @@ def _template_notes(cfg: TrainConfig, encoder: ChatEncoder) -> Iterator[str]:
         path = resolve_path(entry.path)
         if path is None or path.is_dir() or not (settings := settings_path(path)).is_file():
             continue
-        template = encoder.with_settings(template=entry.conversation).template
+        ours = encoder.with_settings(template=entry.conversation)
         # not a settings file after all, or the template rejects the chat
-        with suppress(OSError, ValueError, TypeError, AttributeError):
-            kwargs = json.loads(settings.read_text(encoding="utf-8")).get("chat_template_kwargs") or {}
-            if replace(template, kwargs=kwargs).render(chat, prompt=True) != template.render(chat, prompt=True):
+        with suppress(OSError, ValueError, TypeError, AttributeError, MedusaError):
+            made = json.loads(settings.read_text(encoding="utf-8"))
+            kwargs, name = made.get("chat_template_kwargs") or {}, made.get("chat_template")
+            theirs = replace(encoder.with_settings(template=name or ours.template_name).template, kwargs=kwargs)
+            if theirs.render(chat, prompt=True) != ours.template.render(chat, prompt=True):
                 yield (
-                    f"{entry.path} was generated with other prompts: its chat_template_kwargs are {kwargs}, those of "
-                    f"this run {dict(template.kwargs)}"
+                    f"{entry.path} was generated with other prompts: its chat_template and chat_template_kwargs are "
+                    f"{name} and {kwargs}, those of this run {ours.template_name} and {dict(ours.template.kwargs)}"
                 )

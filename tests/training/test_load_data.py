@@ -115,9 +115,16 @@ def test_data_that_were_generated_with_other_prompts_are_named(make_config, cons
 
     off, on = {"enable_thinking": False}, {"enable_thinking": True}
     found = notes({"chat_template_kwargs": off}, None)
-    assert "generated.jsonl was generated with other prompts: its chat_template_kwargs are" in found
+    assert "generated.jsonl was generated with other prompts: its chat_template and chat_template_kwargs are" in found
     assert "note: " in notes({}, off)
-    for generated, kwargs in (({}, None), ({}, on), ({"chat_template_kwargs": off}, off), ([], off), ([], None)):
+    assert "are vicuna_v1.1 and {}" in notes({"chat_template": "vicuna_v1.1"}, None)
+    for generated, kwargs in (
+        ({}, None),
+        ({}, on),
+        ({"chat_template_kwargs": off}, off),
+        ([], off),
+        ({"chat_template": "gone.jinja"}, None),
+    ):
         assert "note: " not in notes(generated, kwargs)
 
 
