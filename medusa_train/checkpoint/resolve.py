@@ -38,6 +38,8 @@ Layout = Literal["draft", "reference", "vllm", "model", "eagle3"]
 _OWN_FILES: dict[Layout, tuple[str, ...]] = {"draft": (DRAFT,), "reference": (SAFETENSORS, PICKLED)}
 #: Architecture of EAGLE-3 drafts in config.json, as servers read them.
 EAGLE3 = "LlamaForCausalLMEagle3"
+#: Title of the model card of a merged backbone.
+MERGED_CARD = "Backbone trained with Medusa heads"
 
 
 @dataclass(frozen=True)
@@ -215,10 +217,17 @@ def find_heads(directory: Path) -> HeadFiles:
     config, weights = read_mapping(directory / HEADS_CONFIG), sorted(directory.glob("*.safetensors"))
     if config.get("model_type") == "medusa" and weights:
         return HeadFiles(directory, "vllm", weights)
-    if EAGLE3 in (config.get("architectures") or ()) or config.get("speculators_model_type") == "eagle3":
+    other = config.get("speculators_model_type", "draft_vocab_size" in config and "eagle3")  # the authors' own drafts
+    if EAGLE3 in (config.get("architectures") or ()) or other == "eagle3":
         return HeadFiles(directory, "eagle3", weights or sorted(directory.glob("pytorch_model.bin")))
     shards = sorted(set(_shards_with_heads(directory)))
     return HeadFiles(directory, "model" if shards else None, shards)
+
+
+def holds_merged(directory: Path) -> bool:
+    """Return whether a directory is a run's `export/merged`, or a copy of one."""
+    card = directory / "README.md"
+    return card.is_file() and MERGED_CARD in card.read_text(encoding="utf-8", errors="replace")
 
 
 def heads_kind(directory: Path) -> str:
@@ -271,9 +280,11 @@ def _resolve_run(run: Path, base_model: str | None, tree: Path | None) -> ModelP
     if not isinstance(base, str):
         raise CheckpointError(f"{run / 'config.yaml'}: names no base_model; give it with --base-model NAME")
     quantization: Quantization | None = None
+    # the adapter is in it already
+    is_merged = base != config.get("base_model") and holds_merged(Path(_local_or_hub(base)))
     if base_model is None and (run / MODEL / HEADS_CONFIG).is_file():
         base = str(run / MODEL)  # a joint run without an adapter trained the backbone itself
-    elif config.get("load_in_4bit") or config.get("load_in_8bit"):
+    elif not is_merged and (config.get("load_in_4bit") or config.get("load_in_8bit")):
         # Heads over a quantised backbone were trained on its hidden states, not on those of the original.
         quantization = "nf4" if config.get("load_in_4bit") else "int8"
     template, template_kwargs = config.get("chat_template"), config.get("chat_template_kwargs")
@@ -283,7 +294,7 @@ def _resolve_run(run: Path, base_model: str | None, tree: Path | None) -> ModelP
         heads=run / HEADS,
         tree=_resolve_tree(tree, run),
         chat_template=template if isinstance(template, str) else None,
-        adapter=run / ADAPTER if (run / ADAPTER / "adapter_config.json").is_file() else None,
+        adapter=run / ADAPTER if (run / ADAPTER / "adapter_config.json").is_file() and not is_merged else None,
         quantization=quantization,
         trust_remote_code=config.get("trust_remote_code") is True,
         chat_template_kwargs=template_kwargs if isinstance(template_kwargs, dict) else {},

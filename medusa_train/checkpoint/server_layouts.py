@@ -214,6 +214,8 @@ def for_target(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Change what vLLM reads into what `to` reads, where they differ."""
     if to == "sglang":
+        if config["norm_before_residual"]:
+            raise CheckpointError("SGLang does not compute norm_before_residual; export --to vllm or speculators")
         eagle = {_STATES: [layers - 1 for layers in config.pop(_STATES)], "use_aux_hidden_state": True}
         return tensors, {**config, "eagle_config": eagle}
     if to != "speculators":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,6 +19,7 @@ from medusa_train.cli.common import (
     run_command,
     with_keys,
 )
+from medusa_train.config.paths import looks_like_path, resolve_path
 from medusa_train.config.schema import ExportConfig
 from medusa_train.config.types import ExportTarget
 
@@ -74,6 +76,8 @@ def export(
 
     base_model = cfg.base_model if cfg.run is not None and names_no_backbone(cfg.run) else None
     paths = resolve_model(cfg.run, base_model, None, needs_backbone=False)
+    if cfg.base_model and looks_like_path(paths.base_model) and not Path(paths.base_model).is_dir():  # it has moved
+        paths = replace(paths, base_model=str(resolve_path(cfg.base_model) or cfg.base_model))
 
     from medusa_train.export.write import (  # imports torch, so only after the paths are checked
         export_run,

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from medusa_train.checkpoint.reference_layout import HeadTensors
-from medusa_train.checkpoint.resolve import ModelPaths, find_heads, read_mapping
+from medusa_train.checkpoint.resolve import MERGED_CARD, ModelPaths, find_heads, read_mapping
 from medusa_train.checkpoint.run_directory import CONFIG
 from medusa_train.config.types import ExportTarget
 from medusa_train.inference.decoding_settings import mode_of
@@ -31,7 +31,6 @@ SETTINGS = (
 )  # fmt: skip
 
 #: Title of a merged backbone's card, by which an export recognizes a directory that it may replace.
-MERGED_CARD = "Backbone trained with Medusa heads"
 
 _USE: dict[ExportTarget, str] = {
     "reference": "The public Medusa code reads `medusa_lm_head.pt`.",
@@ -97,7 +96,8 @@ def card(
     # a run that was trained on keeps the reports of earlier heads; older ones do not say which they measured
     reports = [one for one in reports if _is_default(one) and one["meta"].get("weights", weights) == weights]
     served = [read_mapping(path) for path in sorted(paths.home.glob("eval/served-*/served.json"))]
-    served = [report for report in served if report.get("recommendation")]  # others measured one server alone
+    # others measured one server alone
+    served = [one for one in served if one.get("recommendation") and one["meta"].get("weights", weights) == weights]
     base = str(run.get("base_model") or paths.base_model)
     parts = [
         _header(base, run, licence or _licence_of(base), tag),

@@ -149,7 +149,8 @@ def _save_merged_adapter(paths: ModelPaths, directory: Path) -> str:
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     backbone.save(directory)
     dequantised = f"dequantised from {paths.quantization}, " if paths.quantization else ""
-    return f"{paths.base_model}, {dequantised}adapter merged, {str(backbone.dtype).removeprefix('torch.')}"
+    merged = "adapter merged, " if paths.adapter is not None else ""
+    return f"{paths.base_model}, {dequantised}{merged}{str(backbone.dtype).removeprefix('torch.')}"
 
 
 # EAGLE-3

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from medusa_train.checkpoint.heads import VLLM_WEIGHTS, read_eagle3, read_heads, write_heads, write_weights
 from medusa_train.checkpoint.reference_layout import HeadTensors, shared_block_warning
-from medusa_train.checkpoint.resolve import SAFETENSORS, ModelPaths, find_heads, heads_kind
+from medusa_train.checkpoint.resolve import SAFETENSORS, ModelPaths, find_heads, heads_kind, holds_merged
 from medusa_train.checkpoint.run_directory import CONFIG, HEADS, TREE
 from medusa_train.checkpoint.serialize import read_json
 from medusa_train.checkpoint.server_layouts import method_in_path, to_vllm, with_own_lm_heads
 from medusa_train.config.types import ExportTarget
 from medusa_train.errors import CheckpointError, ConfigError, MedusaError
-from medusa_train.export.card import MERGED_CARD, model_card
+from medusa_train.export.card import model_card
 from medusa_train.export.targets import (
     MERGED,
     check_vllm_config,
@@ -105,9 +105,7 @@ def _check_target(paths: ModelPaths, to: ExportTarget, target: Path) -> None:
         raise CheckpointError(f"output_dir: {target} is a file, not a directory")
     own = [path.resolve() for path in (paths.home, paths.heads, Path(paths.base_model)) if path is not None]
     if to == MERGED:  # replaces the whole directory
-        card = target / CARD
-        earlier = card.is_file() and MERGED_CARD in card.read_text(encoding="utf-8", errors="replace")
-        foreign = target.exists() and any(target.iterdir()) and not earlier
+        foreign = target.exists() and any(target.iterdir()) and not holds_merged(target)
     else:
         foreign = target.is_dir() and any(target.iterdir()) and find_heads(target).layout in (None, "model")
         foreign = foreign or (target.name == HEADS and (target.parent / CONFIG).is_file())  # another run's
@@ -266,7 +264,8 @@ def _write_transformers(paths: ModelPaths, heads: HeadTensors, exported: Exporte
 
 
 def _write_merged(paths: ModelPaths, heads: HeadTensors, exported: Exported) -> None:
-    if not paths.trained_backbone:
+    is_full = paths.heads is not None and find_heads(paths.heads).layout == "model"
+    if not paths.trained_backbone and not is_full:
         raise CheckpointError(
             f"{paths.home}: this run did not train the backbone, so there is nothing to merge: use {paths.base_model}"
         )

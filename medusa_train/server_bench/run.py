@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from medusa_train.checkpoint.resolve import ModelPaths, runs_directory
+from medusa_train.checkpoint.resolve import ModelPaths, find_heads, runs_directory
 from medusa_train.config.paths import expand_user, public_name
 from medusa_train.config.schema import EvalConfig
 from medusa_train.errors import ConfigError, MedusaError, ServerError
@@ -40,6 +40,7 @@ from medusa_train.server_bench.measure import (
 )
 from medusa_train.server_bench.report import terminal_report, write_report
 from medusa_train.server_bench.serve import ServedModel, ServerPool, prepare_model
+from medusa_train.tree_search.traces import digest_files
 
 ATTEMPTS = 3  # at a block in which requests fail
 FOREIGN_TRAFFIC = 1.2  # generated tokens by the server's counter, relative to those of the answers
@@ -333,6 +334,8 @@ def metadata(
     else:
         meta |= {"model": public_name(str(paths.home)), "base_model": public_name(served.backbone)}
         draft = {key: public_name(value) if key == "model" else value for key, value in served.draft.items()}
+        if paths.heads is not None:
+            meta["weights"] = digest_files(find_heads(paths.heads).files)[:16]
         meta |= {"draft": draft, "server": served.version, "arguments": list(served.options)}
         together = all(len(session.speculative_tokens) > 1 for session in served.sessions)
         meta["turns"] = (
