@@ -59,7 +59,7 @@ from medusa_train.inference.decoding_settings import DecodingSettings  # noqa: E
 from medusa_train.io import replace_text  # noqa: E402
 from medusa_train.models.loading import resolve_backbone  # noqa: E402
 from medusa_train.training.estimate import GPUS  # noqa: E402
-from medusa_train.tree_search.fit import AcceptedLength, Trace, joint_trees  # noqa: E402
+from medusa_train.tree_search.fit import AcceptedLength, Trace, fit_trees  # noqa: E402
 from medusa_train.tree_search.traces import load_traces, weights_key  # noqa: E402
 from medusa_train.trees.tree import Tree  # noqa: E402
 
@@ -316,7 +316,7 @@ class Measurement:
         if kept is None:
             raise CheckpointError(f"{directory}: no traces for sparse trees; train with calibration_tokens above 0")
         names = {str(point.keys.get("tree")) for point in self.points}
-        return joint_trees(kept.traces, [int(name[7:]) for name in names if name.startswith("sparse:")])
+        return fit_trees(kept.traces, [int(name[7:]) for name in names if name.startswith("sparse:")])
 
     def _evaluate(self, keys: Record) -> Path:
         """Run `medusa-eval` unless its report is complete; return the directory of the report."""

@@ -22,7 +22,7 @@ from medusa_train.models.features import Features
 from medusa_train.models.lm_head import LMHead
 from medusa_train.training.backbone_recipe import BackboneRecipe
 from medusa_train.training.distributed import SINGLE_PROCESS, World
-from medusa_train.tree_search.fit import MAX_RANK, Trace, fit_tree, tokens_per_step
+from medusa_train.tree_search.fit import MAX_RANK, Trace, fit_trees, tokens_per_step
 from medusa_train.tree_search.traces import rank_of
 
 ROWS = 512  # positions whose logits [ROWS, V] are in memory at once
@@ -250,7 +250,7 @@ def ranked_conversations(labels: Tensor, segments: Tensor, ranks: Tensor) -> lis
 def simulate(conversations: Sequence[RankedConversation], nodes: int = NODES) -> float | None:
     """Estimate the tokens per step of the best tree of `nodes` nodes; None with fewer than two conversations.
 
-    1.0: no guess is accepted. The estimate is two-fold cross-validated over conversations, because rare paths overfit:
+    1.0: no guess is accepted. The estimate is two-fold cross-validated over conversations:
     the mean of a tree fitted to one half and evaluated on the other, and vice versa.
     """
     total = sum(len(answer) for conversation in conversations for answer in conversation)
@@ -259,12 +259,8 @@ def simulate(conversations: Sequence[RankedConversation], nodes: int = NODES) ->
         return None
     traces = [[_trace(answer) for answer in conversation] for conversation in used]
     first, second = ([trace for answers in traces[half::2] for trace in answers] for half in (0, 1))
-    return (_fit_and_evaluate(first, second, nodes) + _fit_and_evaluate(second, first, nodes)) / 2
-
-
-def _fit_and_evaluate(fit: Sequence[Trace], evaluation: Sequence[Trace], nodes: int) -> float:
-    # fit_tree's choice among its recounts is made on the fitted half as well
-    return tokens_per_step(evaluation, fit_tree(fit, fit, nodes))
+    folds = ((first, second), (second, first))
+    return sum(tokens_per_step(rest, fit_trees(fitted, [nodes])[nodes]) for fitted, rest in folds) / 2
 
 
 def _trace(ranks: Tensor) -> Trace:

@@ -25,7 +25,7 @@ from medusa_train.inference.static.steps import supports_static_steps
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft
 from medusa_train.progress import RunProgress
-from medusa_train.tree_search.fit import Trace, TreeCandidate, cross_validate, head_accuracy, joint_trees
+from medusa_train.tree_search.fit import Trace, TreeCandidate, cross_validate, fit_trees, head_accuracy
 from medusa_train.tree_search.traces import Prompts, TracedAnswers, save_traces, trace_conversations, weights_key
 from medusa_train.trees.tree import Tree
 
@@ -137,7 +137,7 @@ def choose_tree(
 ) -> TreeChoice:
     """Fit trees, time their steps, and choose the one with the most expected tokens per second.
 
-    The joint trees of `SIZES` are timed first. Then the best of them, shallower trees of about its size and plain
+    The trees of `SIZES` are timed first. Then the best of them, shallower trees of about its size and plain
     decoding are timed side by side, and one of them is chosen, see `smallest_of_the_fastest`. Every rate is
     cross-validated: a conversation is decoded with trees that were fitted to others.
 
@@ -157,21 +157,21 @@ def choose_tree(
         rated = _rated_trees(conversations, traces)
     steps = time_trees([tree for tree, _ in rated if not quick or tree.size in QUICK_SIZES])
     latency = {tree.size: ms for tree, ms in steps.items()}
-    joint = {tree.size: TreeCandidate(tree, rate, interpolate(latency, tree.size)) for tree, rate in rated}
+    by_size = {tree.size: TreeCandidate(tree, rate, interpolate(latency, tree.size)) for tree, rate in rated}
     near = sizes_to_time_again(
-        list(joint), smallest_of_the_fastest(joint.values()).tree.size, () if quick else LEVEL_SIZES
+        list(by_size), smallest_of_the_fastest(by_size.values()).tree.size, () if quick else LEVEL_SIZES
     )
     with progress.phase("fitting trees", ticking=True):
-        rivals = [(joint[nodes].tree, joint[nodes].tokens_per_step) for nodes in near]
-        rivals += _shallower(conversations, traces, [joint[nodes].tree for nodes in near])
+        rivals = [(by_size[nodes].tree, by_size[nodes].tokens_per_step) for nodes in near]
+        rivals += _shallower(conversations, traces, [by_size[nodes].tree for nodes in near])
     again = time_trees([tree for tree, _ in rivals])
     chosen = smallest_of_the_fastest([TreeCandidate(tree, rate, again[tree]) for tree, rate in rivals])
     # both rounds timed the deep tree of that size, so drift between them cancels out
     nodes = chosen.tree.size
-    best = replace(chosen, step_ms=joint[nodes].step_ms * chosen.step_ms / again[joint[nodes].tree])
+    best = replace(chosen, step_ms=by_size[nodes].step_ms * chosen.step_ms / again[by_size[nodes].tree])
     return TreeChoice(
         best,
-        [best if size == nodes else one for size, one in joint.items()],
+        [best if size == nodes else one for size, one in by_size.items()],
         head_accuracy(traces),
         {"conversations": len(conversations), "answers": len(traces), "tokens": traced.tokens},
         DecodingSettings.of(backbone),
@@ -184,7 +184,7 @@ def choose_tree(
 def _rated_trees(conversations: Sequence[Sequence[Trace]], traces: Sequence[Trace]) -> list[tuple[Tree, float]]:
     """Return the trees of `SIZES` by ascending size, with their tokens per step on conversations not fitted to."""
     rates, trees = cross_validate(conversations, SIZES), dict[Tree, float]()
-    for size, tree in joint_trees(traces, SIZES).items():
+    for size, tree in fit_trees(traces, SIZES).items():
         trees.setdefault(tree, rates[size])
     by_size = {tree.size: (tree, rate) for tree, rate in trees.items()}
     return [by_size[size] for size in sorted(by_size)]
@@ -203,14 +203,14 @@ def sizes_to_time_again(sizes: Sequence[int], best: int, levels: Sequence[int]) 
 def _shallower(
     conversations: Sequence[Sequence[Trace]], traces: Sequence[Trace], trees: Sequence[Tree]
 ) -> list[tuple[Tree, float]]:
-    """Return joint trees as large as `trees` but shallower, with their tokens per step on other conversations.
+    """Return trees as large as `trees` but shallower, with their tokens per step on other conversations.
 
     Every level costs time beyond its nodes', so a shallower tree may be faster.
     """
     sizes = [tree.size for tree in trees]
     found: dict[Tree, float] = {}  # a tree that is the best of two depths is timed once
     for depth in range(1, max(tree.max_depth for tree in trees)):
-        rates, fitted = cross_validate(conversations, sizes, depth), joint_trees(traces, sizes, depth)
+        rates, fitted = cross_validate(conversations, sizes, depth), fit_trees(traces, sizes, depth)
         for tree in trees:
             shallow = fitted[tree.size]
             if depth < tree.max_depth and shallow.size == tree.size and shallow not in trees:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from medusa_train.trees.tree import Ranks, Tree
 
 MAX_RANK = 10  # lower-ranked draft tokens are never worth a node (published trees end at rank 9)
-_REFITS = 3
 _FOLDS = 3
 
 
@@ -131,75 +130,19 @@ class TreeCandidate:
         return 1000 * self.tokens_per_step / self.step_ms
 
 
-# How often does each rank path occur?
-
-
-def count_paths(traces: Sequence[Trace], starts: Iterable[Sequence[int]] | None = None) -> Counter[Ranks]:
-    """Count how often each rank path is a prefix of the tokens after `starts`, positions per trace; by default all."""
-    if starts is None:
-        starts = [range(len(trace.ranks) - 1) for trace in traces]
-    full_paths: Counter[Ranks] = Counter()
-    for trace, positions in zip(traces, starts, strict=True):
-        full_paths.update(trace.path(position) for position in positions)
-    counts: Counter[Ranks] = Counter()
-    for path, times in full_paths.items():
-        for depth in range(1, len(path) + 1):
-            counts[path[:depth]] += times
-    return counts
-
-
-def most_frequent(counts: Counter[Ranks], size: int, max_depth: int | None = None) -> Tree:
-    """Return the tree of the `size` most frequent paths of at most `max_depth` tokens; ties go to the shallower.
-
-    A path is counted whenever a longer one below it is, so the set is prefix-closed, and it maximises the mean accepted
-    length over the counted positions without assuming that heads err independently.
-    """
-    paths = counts if max_depth is None else [path for path in counts if len(path) <= max_depth]
-    return Tree.from_paths(sorted(paths, key=lambda path: (-counts[path], len(path), path))[:size])
-
-
 # Which tree of a given size is best?
 
 
-def fit_tree(fit: Sequence[Trace], held_out: Sequence[Trace], size: int, max_depth: int | None = None) -> Tree:
-    """Return the best tree of `size` nodes and at most `max_depth` levels, fitted to `fit` and chosen on `held_out`.
-
-    Decoding steps start only where the previous step ended. So after a first count over all positions, paths are
-    counted again where decoding with the last tree would start. Rare paths overfit, so held-out tokens per step decide
-    between these trees.
-    """
-    tree = most_frequent(count_paths(fit), size, max_depth)
-    trees = [tree]
-    for _ in range(_REFITS - 1):
-        accepted = AcceptedLength(tree)
-        tree = most_frequent(count_paths(fit, [trace.simulate(accepted) for trace in fit]), size, max_depth)
-        if tree.size == size and tree not in trees:
-            trees.append(tree)
-    return max(trees, key=lambda tree: tokens_per_step(held_out, tree))
-
-
-def joint_trees(traces: Sequence[Trace], sizes: Sequence[int], max_depth: int | None = None) -> dict[int, Tree]:
-    """Return for each size the tree fitted to rank-path counts, or the independent tree where that one is better.
-
-    Products of accuracies rest on more data than counts of rare paths, so with few traces the independent tree can win.
-    """
-    independent = independent_trees(traces, sizes, max_depth)
-    trees = {}
-    for size in sizes:
-        fitted = fit_tree(traces, traces, size, max_depth)
-        trees[size] = max(fitted, independent[size], key=lambda tree: tokens_per_step(traces, tree))
-    return trees
-
-
-def independent_trees(traces: Sequence[Trace], sizes: Sequence[int], max_depth: int | None = None) -> dict[int, Tree]:
-    """Return the paper's sparse trees (Medusa, Searching for the Optimized Tree Construction).
+def fit_trees(traces: Sequence[Trace], sizes: Sequence[int], max_depth: int | None = None) -> dict[int, Tree]:
+    """Return sparse trees by size (Medusa, Searching for the Optimized Tree Construction), at most `max_depth` deep.
 
     With a_k(i) the accuracy of head k's i-th guess, nodes are added greedily by the product of the accuracies on their
-    path, as if heads erred independently.
+    path, as if heads erred independently. There are fewer than `size` nodes where no other guess was ever right.
     """
     # of a single guess: the difference of neighbours in top-1 .. top-10 accuracy
     accuracy = [[row[0], *(b - a for a, b in itertools.pairwise(row))] for row in head_accuracy(traces)[:max_depth]]
-    paths = [path for _, path in itertools.islice(paths_by_product(accuracy), max(sizes, default=0))]
+    useful = itertools.takewhile(lambda one: one[0] > 0, paths_by_product(accuracy))
+    paths = [path for _, path in itertools.islice(useful, max(sizes, default=0))]
     return {size: Tree.from_paths(paths[:size]) for size in sizes}
 
 
@@ -233,7 +176,7 @@ def paths_by_product(probabilities: Sequence[Sequence[float]]) -> Iterator[tuple
 def cross_validate(
     conversations: Sequence[Sequence[Trace]], sizes: Sequence[int], max_depth: int | None = None
 ) -> dict[int, float]:
-    """Estimate the tokens per step of `joint_trees` by size on new text, by cross-validation.
+    """Estimate the tokens per step of `fit_trees` by size on new text, by cross-validation.
 
     Whole conversations are split into `_FOLDS` parts. Decoding of each part is simulated with trees fitted to all
     others, and tokens and steps are summed over the parts.
@@ -247,7 +190,7 @@ def cross_validate(
     steps = dict.fromkeys(sizes, 0)
     for index, held_out in enumerate(parts):
         fit = [trace for other, part in enumerate(parts) if other != index for trace in part]
-        for size, tree in joint_trees(fit, sizes, max_depth).items():
+        for size, tree in fit_trees(fit, sizes, max_depth).items():
             accepted = AcceptedLength(tree)
             steps[size] += sum(len(trace.simulate(accepted)) for trace in held_out)
     return {size: tokens / max(count, 1) for size, count in steps.items()}

@@ -17,7 +17,7 @@ from medusa_train.models.precision import Precision
 from medusa_train.training import validation
 from medusa_train.training.backbone_recipe import BackboneRecipe
 from medusa_train.training.validation import ranked_conversations, simulate
-from medusa_train.tree_search.fit import fit_tree
+from medusa_train.tree_search.fit import fit_trees
 from tests.losses.formula import objective as plain_objective
 from tests.losses.plain import accumulated
 
@@ -162,7 +162,7 @@ def test_acceptance_length_is_that_of_decoding_the_same_text(backbone):
     traces = [[validation._trace(ranks) for ranks in half] for half in halves]
     rates = []
     for half in (0, 1):
-        tree = fit_tree(traces[half], traces[half], validation.NODES)
+        tree = fit_trees(traces[half], [validation.NODES])[validation.NODES]
         made = [Decoder(backbone, draft, tree).generate(prompt, 30, eos_ids=()) for prompt in prompts[1 - half :: 2]]
         rates.append(sum(len(m.tokens) - 1 for m in made) / sum(m.steps for m in made))
     assert found.record()["acceptance_length"] == pytest.approx(sum(rates) / 2)
