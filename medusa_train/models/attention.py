@@ -197,8 +197,13 @@ def _repeat_rows(mask: Tensor, times: int) -> Tensor:
 
 
 def _is_prompt(query: Tensor, key: Tensor, mask: Tensor | None, dropout: float) -> bool:
-    """Return whether `_causal_attention` computes this pass: whole prompts, without gradient or dropout."""
+    """Return whether `_causal_attention` computes this pass: whole prompts, without gradient or dropout.
+
+    Under autocast, in joint training, a teacher has to round as its student with gradients does.
+    """
     if mask is not None or dropout or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return False
+    if torch.is_autocast_enabled("cpu"):
         return False
     return query.dtype == torch.bfloat16 and query.device.type == "cpu" and 1 < query.shape[2] == key.shape[2]
 

@@ -37,6 +37,11 @@ def test_lora_and_kl_leave_heads_adapter_and_a_tree(make_config, console, tmp_pa
     assert 0 < evaluations[-1]["lm_kl"] < 0.5 * evaluations[-1]["lm_loss"]
 
 
+def test_in_bfloat16_the_teacher_rounds_as_the_student(make_config, console, tmp_path):
+    assert train(make_config(**LORA, bf16=True, max_steps=1, logging_steps=1, calibration_tokens=0), console) == 0
+    assert train_records(tmp_path / "run")[0]["lm_kl"] == 0.0
+
+
 def test_stage_two_starts_from_stage_one(make_config, console, tmp_path):
     train(make_config(output_dir=str(tmp_path / "m1")), console)
     train(make_config(**LORA, lora_model_dir=str(tmp_path / "m1"), output_dir=str(tmp_path / "m2")), console)
