@@ -78,6 +78,8 @@ def refit_tree(
     if (fitted := DecodingSettings.load(paths.tree)) is None:
         progress.print(f"{paths.tree}: does not say for which dtype and device it was fitted; using it as it is")
         return None
+    if cfg.batch_size > 1 or chooses_compilation(cfg, paths):  # whose passes are compiled, or only not this time
+        fitted = replace(fitted, compiled=settings.compiled)
     if not (differences := settings.differences(fitted)):
         return None
     reason = f"{paths.tree} was fitted with other settings ({', '.join(differences)})"
@@ -115,6 +117,8 @@ def resumed_tree(cfg: EvalConfig, paths: ModelPaths) -> ModelPaths:
     """Take the tree that an interrupted evaluation fitted to these heads and left in `output_dir`, if there is one."""
     tree = expand_user(cfg.output_dir or paths.home) / TREE
     if cfg.output_dir is None or paths.tree != paths.home / TREE or not tree.is_file():
+        return paths
+    if tree.stat().st_mtime < paths.tree.stat().st_mtime:  # the run's was chosen again since
         return paths
     settings = DecodingSettings.load(tree)
     fits = settings is not None and load_traces(tree.with_name(TREE_TRACES), weights_key(paths, settings)) is not None

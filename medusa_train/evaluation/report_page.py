@@ -128,7 +128,7 @@ def size_figures(sizes: Sequence[Json], chosen: int | None) -> list[Figure]:
     ring = "Simulated on answers that the tree was not fitted to. The ring marks the chosen size."
     figures = []
     for title, key, caption in (
-        ("Tokens per step over tree size", "tokens_per_step", f"From the tree's calibration, not this bench. {ring}"),
+        ("Tokens per step over tree size", "tokens_per_step", f"From the tree's calibration. {ring}"),
         ("Speed over tree size", "tokens_per_s", "Those tokens per step over the measured step latency, no prefill."),
     ):
         curve = Curve("tree", [(size["nodes"], size[key]) for size in sizes], [] if chosen is None else [chosen])

@@ -203,6 +203,9 @@ class BenchRun:
                 f"server {target.url}: is to be measured without heads, but its /metrics count drafts; start it "
                 "without --speculative-config"
             )
+        known = [measured[target.name].drafts for measured in self.measured.values() if target.name in measured]
+        if {one.speculative_tokens for one in known if one is not None} - {drafts.speculative_tokens, None}:
+            self.note(f"{target.name}: num_speculative_tokens changed; delete {self.log.path} and measure again")
         if target.has_heads and not drafts.drafts:
             self.note(f"{target.name}: /metrics count no drafts; is it served with heads?")
         if drafts.generated > FOREIGN_TRAFFIC * sum(answer.tokens for answer in measurement.answers) + 100:

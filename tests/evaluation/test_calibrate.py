@@ -1,5 +1,6 @@
 import io
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -124,9 +125,15 @@ def test_a_tree_that_was_fitted_to_another_form_is_fitted_again(tmp_path: Path) 
     assert DecodingSettings.load(tree) == form
     assert tree.read_bytes() != before
     assert refit(directory)[0] is None  # now it fits
+    Tree.chain(2).save(tree, **replace(form, compiled=True).record())
+    assert refit(directory)[0] is None  # auto, by default here, does not compile a few questions
+    assert refit(directory, compile=False)[0] is not None
     other = Path(shutil.copytree(directory, tmp_path / "elsewhere"))
     cfg = EvalConfig(bench="tiny", output_dir=str(other))
     assert resumed_tree(cfg, paths).tree == other / "tree.json"
+    os.utime(tree)
+    assert resumed_tree(cfg, paths).tree == tree  # chosen again since
+    os.utime(other / "tree.json")
     (other / "tree_traces.npz").unlink()
     assert resumed_tree(cfg, paths) is paths
 
