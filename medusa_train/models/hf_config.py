@@ -23,10 +23,16 @@ def decoder_of(model: Any) -> Any:
 
 
 def context_length(config: Any) -> int:
-    """Return the trained number of positions; BackboneError without max_position_embeddings (ALiBi, state-space)."""
+    """Return the number of positions; BackboneError without max_position_embeddings (ALiBi, state-space).
+
+    Of linear and YaRN scaling configs usually name the length before it, as vLLM reads them.
+    """
     length = getattr(config, "max_position_embeddings", None)
     if not length:
         raise BackboneError(f"{config.model_type}: no max_position_embeddings in its config; only models with it work")
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") in ("linear", "yarn"):
+        length = max(length, rope["factor"] * (rope.get("original_max_position_embeddings") or length))
     return int(length)
 
 

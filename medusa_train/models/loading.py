@@ -60,7 +60,7 @@ def load_backbone(
     capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
     offline = hub_is_unreachable()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, local_files_only=offline)
+        tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
         model: Any = AutoModelForCausalLM.from_pretrained(
             source,
             dtype=dtype,
@@ -91,10 +91,10 @@ def load_backbone(
 
 def load_tokenizer(resolved: str, *, trust_remote_code: bool) -> Any:
     """Load the backbone's tokenizer from `resolved`, the path or hub name returned by `resolve_backbone`."""
+    # without `mistral_format` a tekken.json beside tokenizer.json would win, whose tokenizer has no offsets
+    options = {"local_files_only": hub_is_unreachable(), "mistral_format": False}
     try:
-        return AutoTokenizer.from_pretrained(
-            resolved, trust_remote_code=trust_remote_code, local_files_only=hub_is_unreachable()
-        )
+        return AutoTokenizer.from_pretrained(resolved, trust_remote_code=trust_remote_code, **options)
     except (OSError, ValueError, ImportError) as error:
         raise BackboneError(f"base_model {resolved}: cannot load its tokenizer: {error}") from error
 

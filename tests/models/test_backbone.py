@@ -99,6 +99,10 @@ def test_a_stray_window_in_a_llama_config_is_ignored() -> None:
 def test_a_model_without_a_context_length_is_rejected() -> None:
     with pytest.raises(BackboneError, match="max_position_embeddings"):
         context_length(BloomConfig())
+    scaled = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
+    assert context_length(LlamaConfig(max_position_embeddings=128, rope_parameters=scaled)) == 512
+    scaled |= {"rope_type": "yarn", "original_max_position_embeddings": 100}
+    assert context_length(LlamaConfig(max_position_embeddings=128, rope_parameters=scaled)) == 400
 
 
 @pytest.mark.parametrize("family", FAMILIES)
