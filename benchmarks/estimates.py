@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 from transformers import LlamaConfig, PretrainedConfig, Qwen3Config  # noqa: E402
 
-from medusa_train.config.load import load_config  # noqa: E402
+from medusa_train.config.load import load_config, stage_one_config  # noqa: E402
 from medusa_train.config.schema import TrainConfig  # noqa: E402
 from medusa_train.training.estimate import GPUS, Estimate, estimate_hours  # noqa: E402
 
@@ -47,7 +47,7 @@ HALF_ROW = "sequence_len=4096"
 #: Configuration, shape, and the overrides with which a GPU of 24, 48 and 80 GB is enough.
 ROWS: list[tuple[str, PretrainedConfig, list[list[str]]]] = [
     ("llama31_8b_m1", LLAMA_8B, [[NF4, FEW_TOKENS, ONE_ROW], [NF4], []]),
-    ("llama31_8b_m2", LLAMA_8B, [[FEW_TOKENS], [], []]),
+    ("llama31_8b_m2", LLAMA_8B, [["stage_one." + NF4, FEW_TOKENS], ["stage_one." + NF4], []]),
     ("qwen3_8b_m1", QWEN3_8B, [[NF4, FEW_TOKENS, HALF_ROW], [NF4, HALF_ROW], []]),
     ("llama31_8b_eagle3", LLAMA_8B, [[NF4, ONE_ROW], [NF4], []]),
     ("qwen3_8b_eagle3", QWEN3_8B, [[NF4, ONE_ROW, HALF_ROW], [NF4], []]),
@@ -58,20 +58,18 @@ ROWS: list[tuple[str, PretrainedConfig, list[list[str]]]] = [
 def estimate_row(name: str, shape: PretrainedConfig, overrides: list[str], gpu: str) -> list[str]:
     """Return the cells of one configuration, in configs/ or by its path, with `overrides` on `gpu`."""
     path = Path(name) if name.endswith(".yaml") else ROOT / "configs" / f"{name}.yaml"
-    cfg = load_config(TrainConfig, path, overrides)
-    width = int(cfg.sequence_len)
-    estimate = Estimate(cfg, shape)
-    memory = estimate.memory(rows=cfg.micro_batch_size, width=width, dtype=torch.bfloat16, device="cuda")
-    disk = (cfg.save_total_limit + 1) * memory.checkpoint + 2 * memory.weights
-    operations = estimate.operations(
-        tokens=TOKENS,
-        supervised=round(SUPERVISED * TOKENS),
-        width=width if cfg.sample_packing else 1000,
-        epochs=cfg.num_epochs,
-    )
-    hours = estimate_hours(operations, cfg.recipe, GPUS[gpu])
+    run = load_config(TrainConfig, path, overrides)
+    total, disk, hours = 0.0, 0.0, 0.0
+    for cfg in filter(None, (stage_one_config(run), run)):
+        width, estimate = int(cfg.sequence_len), Estimate(cfg, shape)
+        memory = estimate.memory(rows=cfg.micro_batch_size, width=width, dtype=torch.bfloat16, device="cuda")
+        total = max(total, memory.total)
+        disk += (cfg.save_total_limit + 1) * memory.checkpoint + 2 * memory.weights
+        text = {"tokens": TOKENS, "supervised": round(SUPERVISED * TOKENS)}
+        text["width"] = width if cfg.sample_packing else 1000
+        hours += estimate_hours(estimate.operations(**text, epochs=cfg.num_epochs), cfg.recipe, GPUS[gpu])
     cells: list[Any] = [f"`{name}`", " ".join(f"`{one}`" for one in overrides) or "as it is", gpu]
-    return [*cells, f"{memory.total / GIB:.0f} GiB", f"{disk / GIB:.0f} GiB", f"{hours:.1f}"]
+    return [*cells, f"{total / GIB:.0f} GiB", f"{disk / GIB:.0f} GiB", f"{hours:.1f}"]
 
 
 def make_table() -> str:

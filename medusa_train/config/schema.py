@@ -75,7 +75,8 @@ IGNORED_AXOLOTL_KEYS = frozenset(
         *("pad_to_sequence_len", "special_tokens", "eval_sample_packing", "eval_max_new_tokens"),
         *("plugins", "liger_rope", "liger_rms_norm", "liger_glu_activation", "liger_fused_linear_cross_entropy"),
         *("s2_attention", "flash_attn_cross_entropy", "lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel"),
-        "gradient_checkpointing_kwargs",
+        *("gradient_checkpointing_kwargs", "save_safetensors", "eval_table_max_new_tokens", "use_reentrant"),
+        *("loss_watchdog_threshold", "loss_watchdog_patience"),
     )
 )
 

@@ -21,6 +21,13 @@ AUTO = "auto"
 DEFAULT: Mapping[str, Any] = {"zero_optimization": {"stage": 1}}
 #: Sections set by other keys of the configuration: checked against them, then removed.
 SET_BY_KEYS = ("fp16", "bf16", "optimizer", "scheduler")
+#: Section, its parameter, and the key that sets it.
+_PARAMETERS = (
+    ("optimizer", "lr", "learning_rate"),
+    ("optimizer", "weight_decay", "weight_decay"),
+    ("scheduler", "warmup_max_lr", "learning_rate"),
+    ("scheduler", "warmup_num_steps", "warmup_steps"),
+)
 _STAGES = (0, 1, 2, 3)
 OFFLOADS = ("offload_optimizer", "offload_param")
 
@@ -122,9 +129,10 @@ def _contradictions(config: Mapping[str, Any], cfg: TrainConfig, size: int) -> I
     for name, value, reason in (*expected, clipping):
         if (actual := config.get(name, AUTO)) not in (AUTO, value):
             yield f'{name}: {actual}, but {reason}; set it to "auto"'
-    for name, key in (("optimizer", "lr"), ("scheduler", "warmup_max_lr")):
-        if (lr := (config.get(name, {}).get("params") or {}).get(key, AUTO)) not in (AUTO, cfg.learning_rate):
-            yield f'{name}.params.{key}: {lr}, but learning_rate is {cfg.learning_rate:g}; set it to "auto"'
+    for name, parameter, key in _PARAMETERS:
+        value = (config.get(name, {}).get("params") or {}).get(parameter, AUTO)
+        if value not in (AUTO, getattr(cfg, key)):
+            yield f'{name}.params.{parameter}: {value}, but {key} is {getattr(cfg, key)}; set it to "auto"'
     for name, wanted in (("fp16", cfg.fp16), ("bf16", cfg.bf16)):
         actual = config.get(name, {}).get("enabled", AUTO)
         if actual is True and (wanted is False or (name == "bf16" and cfg.fp16)):

@@ -222,7 +222,7 @@ class Estimate:
         if rank := self._settings.get("markov_rank"):
             heads += states + tokens * rank * item  # a head's states with the embeddings of its Markov bias
         capped = getattr(text, "attn_logit_softcapping", None) is not None
-        mask = rows * width * width * item if cfg.sample_packing and capped else 0
+        mask = rows * width * width * item if cfg.sample_packing and (capped or cfg.draft == "eagle3") else 0
         # of a quantized matrix a product takes a copy in the compute dtype
         single = max((weight.numel() for weight in self._quantized), default=0) * item
         later = heads + self._heads_loss(tokens, item, device)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from medusa_train.checkpoint.heads import read_heads
-from medusa_train.checkpoint.resolve import ModelPaths, find_heads, newest_run, resolve_model
+from medusa_train.checkpoint.resolve import MERGED_CARD, ModelPaths, find_heads, newest_run, resolve_model
 from medusa_train.config.drafts import LookupChoice
 from medusa_train.errors import BackboneError, CheckpointError
 from tests.checkpoint.others import BACKBONE, fake_run, reference_tensors, vllm_config, vllm_tensors, write
@@ -71,6 +71,11 @@ def test_heads_are_measured_over_the_backbone_that_they_were_trained_over(
         (run / "adapter" / "adapter_config.json").write_text("{}")
     paths = resolve_model(str(run), None, None)
     assert (paths.quantization, paths.backbone_form) == (quantization, form)
+    merged = run / "export" / "merged"
+    merged.mkdir(parents=True)
+    (merged / "README.md").write_text(f"# {MERGED_CARD} for some/model")
+    theirs = resolve_model(str(run), str(merged), None)  # which has the adapter in it
+    assert (theirs.adapter, theirs.quantization) == (None, None)
     (run / "model").mkdir()
     (run / "model" / "config.json").write_text("{}")
     assert resolve_model(str(run), None, None).quantization is None  # a backbone that the run itself trained

@@ -53,6 +53,14 @@ def test_a_run_becomes_a_directory_for_others(tmp_path: Path) -> None:
     }
 
 
+def test_a_backbone_that_has_moved_is_named_by_base_model(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    (tmp_path / "backbone").rename(tmp_path / "moved")
+    code, output = call(str(run), "--to", "merged", f"base_model={tmp_path / 'moved'}")
+    assert (code, "so there is nothing to merge" in output) == (1, True)
+    assert str(tmp_path / "moved") in output.replace("\n", "")
+
+
 def test_keys_may_stand_for_flags(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     code, output = call(f"run={run}", "to=tgi", f"output_dir={tmp_path / 'out'}")

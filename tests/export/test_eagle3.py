@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from medusa_train.checkpoint.heads import load_draft, save_draft
 from medusa_train.checkpoint.resolve import resolve_model
+from medusa_train.checkpoint.server_layouts import for_target
 from medusa_train.cli.export import app
 from medusa_train.errors import CheckpointError
 from medusa_train.export.write import export_run
@@ -86,10 +87,13 @@ def test_names_and_shapes_are_those_that_servers_read(backbone_dir, backbone, tm
     assert eagle["eagle_aux_hidden_state_layer_ids"] == [count - 1 for count in draft.layers]
     export_run(paths, "speculators", tmp_path / "speculators")
     assert "layers.0.mlp.up_proj.weight" in load_file(tmp_path / "speculators/model.safetensors")
+    with pytest.raises(CheckpointError, match="SGLang does not compute norm_before_residual"):
+        for_target({}, {"norm_before_residual": True}, "sglang", 3)
     with pytest.raises(CheckpointError, match="exported --to vllm, sglang, speculators"):
         export_run(paths, "tgi", tmp_path / "tgi")
     for key in ("eagle_aux_hidden_state_layer_ids", "base_model_name_or_path"):  # published drafts may lack them
         del config[key]
+    config["architectures"] = ["LlamaForCausalLM"]  # of the authors' own
     (tmp_path / "vllm/config.json").write_text(json.dumps(config))
     keys = [f"base_model={backbone_dir}", f"output_dir={tmp_path / 'again'}"]
     assert CliRunner().invoke(app, [str(tmp_path / "vllm"), "--to", "vllm", *keys]).exit_code == 0

@@ -75,9 +75,10 @@ def test_zero_3_loads_weights_in_their_dtype():
 
 
 def test_contradictions_are_listed_all_at_once():
-    theirs = {"type": "AdamW", "params": {"lr": 1e-6, "weight_decay": "auto"}}
+    theirs = {"type": "AdamW", "params": {"lr": 1e-6, "weight_decay": 0.1}}
     keys = {"train_batch_size": 64, "gradient_clipping": 0.5, "optimizer": theirs, "fp16": {"enabled": True}}
-    *found, lr, half = problems(keys)
+    *found, lr, decay, half = problems(keys)
+    assert "optimizer.params.weight_decay: 0.1, but weight_decay is 0.0" in decay
     assert "optimizer.params.lr: 1e-06, but learning_rate is 0.0" in lr
     assert (
         "train_batch_size: 64, but micro_batch_size x gradient_accumulation_steps x processes are 4 x 2 x 2" in found[0]
