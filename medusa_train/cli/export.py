@@ -50,9 +50,10 @@ heads (ours, the public Medusa code's, TGI's, vLLM's, EAGLE-3's, a full Medusa-2
 
   transformers  generate(custom_generate=DIRECTORY) of transformers: heads, tree and the code that decodes with them
 
-  merged        the jointly trained backbone, adapter merged, for plain transformers and every server
+  merged        Medusa-2's backbone, adapter merged: serve it with the heads of such a run
 
-Each export has a model card. --push-to-hub OWNER/NAME uploads it; a new repository is private unless private=false.
+Example: medusa-export runs/mine --to vllm. Each export has a model card, which says how to serve it.
+--push-to-hub OWNER/NAME uploads it; a new repository is private unless private=false.
 """
 
 

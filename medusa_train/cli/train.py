@@ -28,7 +28,7 @@ HELP = """
 Train drafts for speculative decoding: Medusa, Hydra, Amphista, Kangaroo or EAGLE-3. The backbone stays frozen (recipe
 medusa1), or is trained jointly with Medusa heads, in full or through LoRA (recipe medusa2).
 
-[bold]CONFIG.yaml[/bold] contains flat keys with Axolotl's names; [bold]key=value[/bold] overrides one of them.
+[bold]CONFIG.yaml[/bold] contains flat keys, named as in Axolotl's Medusa fork; [bold]key=value[/bold] overrides one.
 docs/configuration.md describes every key. Required: base_model (a Hugging Face model directory or a hub name) and
 datasets (chats in JSONL: ShareGPT, OpenAI messages or Alpaca format).
 
@@ -36,7 +36,7 @@ datasets (chats in JSONL: ShareGPT, OpenAI messages or Alpaca format).
 
   medusa-train configs/tiny_m1.yaml
 
-  medusa-train configs/tiny_m1.yaml learning_rate=1e-3 max_steps=100 output_dir=runs/trial
+  medusa-train configs/llama31_8b_m1.yaml base_model=DIRECTORY datasets.0.path=data.jsonl output_dir=runs/mine
 
   medusa-train configs/tiny_m1.yaml resume_from_checkpoint=auto
 
@@ -79,7 +79,7 @@ def train(
     inspect: bool = typer.Option(
         False,
         "--inspect",
-        help="Show samples with their loss mask, token counts, steps and a memory estimate, then exit.",
+        help="Show samples with their loss mask, steps, memory, disk space and GPU hours, then exit; needs the data.",
     ),
     doctor: bool = typer.Option(
         False, "--doctor", help="Describe this machine, and what CONFIG.yaml gets on it, for a bug report, then exit."

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
 from pydantic_core import PydanticCustomError
 
+from medusa_train.config.paths import public_name
 from medusa_train.config.types import Bool, ExportTarget, Float, Int, Text, format_value, key
 
 
@@ -435,5 +436,6 @@ class LookupChoice:
 
     def describe(self) -> str:
         """Describe the draft in one phrase, for reports."""
-        settings = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in self.settings.items())
+        shown = {key: public_name(value) if key == "datastore" else value for key, value in self.settings.items()}
+        settings = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in shown.items())
         return f"{self.name} ({settings})"

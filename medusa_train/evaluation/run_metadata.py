@@ -105,7 +105,7 @@ def measurement_settings(cfg: EvalConfig, bench: Bench, paths: ModelPaths) -> di
     return {
         **bench_settings(bench),
         **model_settings(paths),
-        "draft": None if paths.lookup is None else paths.lookup.describe(),
+        "draft": None if paths.lookup is None else [paths.lookup.name, paths.lookup.settings],
         "tree": None if paths.tree is None else Tree.load(paths.tree).record()["medusa_choices"],
         **({} if paths.tree_mode == FIXED else {"dynamic": paths.tree_mode}),
         **({} if paths.threshold is None else {"threshold": paths.threshold}),

@@ -50,9 +50,10 @@ def write_report(report: Json, cells: Sequence[Cell], directory: Path) -> list[P
 
 
 def title_of(report: Json) -> str:
-    """Return bench, model and mode as a title."""
+    """Return bench, model, draft and mode as a title."""
     meta = report["meta"]
-    return f"{meta['bench']} served: {meta['model']}, {describe_mode(mode_of(meta))}"
+    draft = f" with {method}" if (method := (meta.get("draft") or {}).get("method")) else ""
+    return f"{meta['bench']} served: {meta['model']}{draft}, {describe_mode(mode_of(meta))}"
 
 
 def rows_of(report: Json) -> list[Json]:
