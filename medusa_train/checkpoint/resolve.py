@@ -280,8 +280,8 @@ def _resolve_run(run: Path, base_model: str | None, tree: Path | None) -> ModelP
     if not isinstance(base, str):
         raise CheckpointError(f"{run / 'config.yaml'}: names no base_model; give it with --base-model NAME")
     quantization: Quantization | None = None
-    # the adapter is in it already
-    is_merged = base != config.get("base_model") and holds_merged(Path(_local_or_hub(base)))
+    is_other = _local_or_hub(base) != _local_or_hub(str(config.get("base_model")))
+    is_merged = is_other and holds_merged(Path(_local_or_hub(base)))  # the adapter is in it already
     if base_model is None and (run / MODEL / HEADS_CONFIG).is_file():
         base = str(run / MODEL)  # a joint run without an adapter trained the backbone itself
     elif not is_merged and (config.get("load_in_4bit") or config.get("load_in_8bit")):

@@ -29,8 +29,10 @@ EXACT_MATCH, PASS_AT_1 = "exact match", "pass@1"
 #: A number, with commas between thousands or without. Its minus follows neither a number nor a word: "10-5" has none.
 _NUMBER = re.compile(r"((?<![\w)])[-−])?\$?((?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)")
 _BOXED = re.compile(r"\\boxed\s*\{((?:[^{}]|\{[^{}]*\})*)\}")
-#: `####` with the number right behind it; `#### 12 eggs` counts, the headings `#### Step 2` and `#### 2. Sum` do not.
-_RESULT = re.compile(r"####[\s:*]*" + _NUMBER.pattern + r"(?![\d,]|[.)][ \t]+\S)")
+#: `####` with the number right behind it; `#### 12 eggs` counts, a heading such as `#### Step 2` does not.
+_RESULT = re.compile(r"####[\s:*]*" + _NUMBER.pattern)
+#: The same unless it is followed as in the heading `#### 2. Sum`.
+_NO_HEADING = re.compile(_RESULT.pattern + r"(?!\d|,\d|[.)][ \t]+\S)")
 #: LaTeX within numbers: 1{,}000, 1\,000 and \$5.
 _LATEX = (("{,}", ","), ("\\,", ""), ("\\!", ""), ("\\$", "$"))
 
@@ -100,7 +102,7 @@ def extract_number(text: str) -> Decimal | None:
     for latex, plain in _LATEX:
         text = text.replace(latex, plain)
     boxed = [match for box in _BOXED.findall(text) for match in _NUMBER.findall(box)[-1:]]
-    found = _RESULT.findall(text) or boxed or _NUMBER.findall(text)
+    found = _NO_HEADING.findall(text) or boxed or _RESULT.findall(text) or _NUMBER.findall(text)
     if not found:
         return None
     minus, digits = found[-1]

@@ -78,8 +78,8 @@ def refit_tree(
     if (fitted := DecodingSettings.load(paths.tree)) is None:
         progress.print(f"{paths.tree}: does not say for which dtype and device it was fitted; using it as it is")
         return None
-    if cfg.batch_size > 1 or chooses_compilation(cfg, paths):  # whose passes are compiled, or only not this time
-        fitted = replace(fitted, compiled=settings.compiled)
+    if not settings.compiled and (cfg.batch_size > 1 or chooses_compilation(cfg, paths)):
+        fitted = replace(fitted, compiled=False)  # passes of batches are compiled, or none are only this time
     if not (differences := settings.differences(fitted)):
         return None
     reason = f"{paths.tree} was fitted with other settings ({', '.join(differences)})"

@@ -30,7 +30,6 @@ SETTINGS = (
     "warmup_steps", "weight_decay", "chat_template", "chat_template_kwargs", "seed",
 )  # fmt: skip
 
-#: Title of a merged backbone's card, by which an export recognizes a directory that it may replace.
 
 _USE: dict[ExportTarget, str] = {
     "reference": "The public Medusa code reads `medusa_lm_head.pt`.",

@@ -25,6 +25,7 @@ from medusa_train.config.drafts import LookupChoice
 from medusa_train.config.schema import EvalConfig
 from medusa_train.data.builtin_templates import get_template
 from medusa_train.errors import ConfigError, ServerError
+from medusa_train.export.targets import write_merged
 from medusa_train.export.write import export_run
 from medusa_train.io import replace_text
 from medusa_train.progress import RunProgress
@@ -254,7 +255,8 @@ def prepare_model(cfg: EvalConfig, paths: ModelPaths, directory: Path, progress:
         raise ConfigError(f"serve: {backbone} has no heads; name a run by --model, or set draft: prompt_lookup")
     if paths.adapter is not None:
         with progress.phase("merging the adapter", ticking=True):
-            backbone = str(export_run(paths, "merged", directory / "merged").target.resolve())
+            write_merged(paths, directory / "merged")
+        backbone = str((directory / "merged").resolve())
     if heads is not None and find_heads(heads).layout not in ("vllm", "eagle3"):
         with progress.phase("exporting for vLLM", ticking=True):
             exported = export_run(paths, "vllm", directory / "export", base_model=backbone)

@@ -131,7 +131,7 @@ def _contradictions(config: Mapping[str, Any], cfg: TrainConfig, size: int) -> I
             yield f'{name}: {actual}, but {reason}; set it to "auto"'
     for name, parameter, key in _PARAMETERS:
         value = (config.get(name, {}).get("params") or {}).get(parameter, AUTO)
-        if value not in (AUTO, getattr(cfg, key)):
+        if value not in (AUTO, getattr(cfg, key) or 0):
             yield f'{name}.params.{parameter}: {value}, but {key} is {getattr(cfg, key)}; set it to "auto"'
     for name, wanted in (("fp16", cfg.fp16), ("bf16", cfg.bf16)):
         actual = config.get(name, {}).get("enabled", AUTO)

@@ -7,7 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
@@ -169,7 +169,9 @@ def _template_notes(cfg: TrainConfig, encoder: ChatEncoder) -> Iterator[str]:
         with suppress(OSError, ValueError, TypeError, AttributeError, MedusaError):
             made = json.loads(settings.read_text(encoding="utf-8"))
             kwargs, name = made.get("chat_template_kwargs") or {}, made.get("chat_template")
-            theirs = replace(encoder.with_settings(template=name or ours.template_name).template, kwargs=kwargs)
+            own = "model" in made and "weights" not in made  # of a backbone, not a run: the tokenizer's template
+            name = name or (None if own else ours.template_name)
+            theirs = ChatEncoder(encoder.tokenizer, name, kwargs).template
             if theirs.render(chat, prompt=True) != ours.template.render(chat, prompt=True):
                 yield (
                     f"{entry.path} was generated with other prompts: its chat_template and chat_template_kwargs are "

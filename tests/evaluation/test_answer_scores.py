@@ -35,6 +35,8 @@ from medusa_train.evaluation.records import Score, TimedAnswer, TurnRecord
         ("#### 41. No:\n#### 43\nThat took 2 steps.", "43"),
         ("#### 5\n#### Step 3", "5"),
         ("####\n**6**", "6"),
+        ("9 * 2 = 18.\n#### 18, which is 2 for each of 9", "18"),
+        ("#### 42. That took 3 steps.", "42"),
         (r"#### 1. Add" "\n#### 2. Result\nIt is \\boxed{42}.", "42"),
         ("I will end with ####. So 8 + 1 = 9", "9"),
         (r"So it is \boxed{18}, out of 20.", "18"),

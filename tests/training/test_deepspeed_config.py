@@ -75,6 +75,7 @@ def test_zero_3_loads_weights_in_their_dtype():
 
 
 def test_contradictions_are_listed_all_at_once():
+    check_deepspeed(config(deepspeed={"scheduler": {"params": {"warmup_num_steps": 0, "warmup_max_lr": "auto"}}}), 2)
     theirs = {"type": "AdamW", "params": {"lr": 1e-6, "weight_decay": 0.1}}
     keys = {"train_batch_size": 64, "gradient_clipping": 0.5, "optimizer": theirs, "fp16": {"enabled": True}}
     *found, lr, decay, half = problems(keys)

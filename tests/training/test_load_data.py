@@ -118,6 +118,8 @@ def test_data_that_were_generated_with_other_prompts_are_named(make_config, cons
     assert "generated.jsonl was generated with other prompts: its chat_template and chat_template_kwargs are" in found
     assert "note: " in notes({}, off)
     assert "are vicuna_v1.1 and {}" in notes({"chat_template": "vicuna_v1.1"}, None)
+    assert "are None and {}" in notes({"model": "m"}, None)  # the tokenizer's own
+    assert "note: " not in notes({"model": "m", "weights": "of a run"}, None)
     for generated, kwargs in (
         ({}, None),
         ({}, on),
