@@ -119,6 +119,8 @@ def changed_weight_keys(cfg: TrainConfig, run: Path) -> list[str]:
         f"{key}: was {json.dumps(before[key])}, now {json.dumps(value)}"
         for key, value in _weight_keys(cfg).items()
         if key in before and before[key] != value
+        # not the rank of an adapter that came with lora_model_dir
+        if not key.startswith("lora_") or cfg.lora_model_dir is None or key in cfg.model_fields_set
     ]
 
 
@@ -176,6 +178,7 @@ def _with_absolute_paths(cfg: TrainConfig) -> TrainConfig:
         "datasets": [_absolute_dataset(entry) for entry in cfg.datasets],
         "test_datasets": cfg.test_datasets and [_absolute_dataset(entry) for entry in cfg.test_datasets],
         "chat_template": _absolute_template(cfg.chat_template),
+        "dataset_prepared_path": cfg.prepared_dir and str(cfg.prepared_dir.absolute()),
         "deepspeed": _absolute(cfg.deepspeed) if isinstance(cfg.deepspeed, str) else cfg.deepspeed,
         "resume_from_checkpoint": None,
         "overwrite_output_dir": False,

@@ -47,9 +47,16 @@ _QUIET = {
 }
 
 
+class _ErrorConsole(Console):
+    """Falls silent where nobody reads it any more: Ctrl-C ends `| tee` too, and the run has to be saved."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+
+
 def error_console() -> Console:
     """Return a console on stderr, for errors, notes and progress."""
-    return output_console(stderr=True, highlight=False, soft_wrap=True)
+    return _ErrorConsole(markup=False, emoji=False, stderr=True, highlight=False, soft_wrap=True)
 
 
 def output_console(**options: Any) -> Console:

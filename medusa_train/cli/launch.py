@@ -46,9 +46,9 @@ def launch(arguments: Sequence[str], num_gpus: int | None, hostfile: Path | None
     visible = environment.pop(_VISIBLE, None) if cuda and hostfile is None else None
     command = launcher_command(arguments, num_gpus, hostfile, visible)
     process = subprocess.Popen(command, env=environment, start_new_session=True)
-    with _forward_signals(process, remote=hostfile is not None):
+    with _forward_signals(process, remote=hostfile is not None) as received:
         code = process.wait()
-    return code if code in _EXIT_CODES else 1
+    return code if code in _EXIT_CODES else 130 if signal.SIGINT in received else 143 if received else 1
 
 
 def launcher_command(
@@ -89,10 +89,12 @@ def _first_visible(visible: str, count: int) -> str:
 
 
 @contextlib.contextmanager
-def _forward_signals(process: subprocess.Popen[bytes], *, remote: bool) -> Iterator[None]:
+def _forward_signals(process: subprocess.Popen[bytes], *, remote: bool) -> Iterator[list[int]]:
     """Forward Ctrl-C, SIGTERM and SIGHUP to the training processes; the launcher would kill them instead."""
+    received: list[int] = []
 
     def forward(number: int, frame: FrameType | None) -> None:
+        received.append(number)
         if number == signal.SIGHUP:
             leave_terminal()
         training = [] if remote else _training_processes(process.pid)
@@ -101,11 +103,11 @@ def _forward_signals(process: subprocess.Popen[bytes], *, remote: bool) -> Itera
                 os.kill(pid, number)
         if not training:  # on other machines, or not started yet: the launcher ends them
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, number)
+                os.killpg(process.pid, signal.SIGTERM)  # at Ctrl-C it would print a stack trace
 
     before = {number: signal.signal(number, forward) for number in stop_signals()}
     try:
-        yield
+        yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -88,7 +88,8 @@ def _read(path: Path) -> YamlSource:
     if resolved is None:
         raise ConfigError(f"{path}: no such file{_nearby_files(path)}")
     if resolved.is_dir():
-        raise ConfigError(f"{path}: is a directory, not a YAML file{_nearby_files(resolved / 'config.yaml')}")
+        nearby = _nearby_files(resolved / "config.yaml")
+        raise ConfigError(f"{path}: is a directory, not a YAML file (medusa-eval takes a run by --model){nearby}")
     source = read_yaml_file(resolved, str(path))
     run = resolved.parent
     if resolved.name == "config.yaml" and any((run / name).exists() for name in ("metrics.jsonl", STAGE_ONE)):

@@ -93,10 +93,10 @@ SHARED_WITH_STAGE_ONE = (
     *("skip_bad_records", "optimizer", "seed", "bf16", "fp16", "tf32", "flash_attention"),
     *("deepspeed", "use_tensorboard", "wandb_project", "wandb_entity"),
 )
-#: Keys that stage one does not have: the configuration that names it decides for both.
+#: Keys that stage one's file does not set: the run decides for both, so that both hold out the same conversations.
 NOT_IN_STAGE_ONE = (
     *("stage_one", "output_dir", "overwrite_output_dir", "resume_from_checkpoint", "export"),
-    *("wandb_name", "wandb_run_id"),
+    *("wandb_name", "wandb_run_id", "seed", "val_set_size", "test_datasets"),
 )
 
 
@@ -342,13 +342,8 @@ class TrainConfig(Config):
 
     @property
     def stage_one_values(self) -> dict[str, Any]:
-        """Values that stage one always has: its directory, no tree, and the kind of held-out data of this run."""
-        values: dict[str, Any] = {"output_dir": str(Path(self.output_dir) / STAGE_ONE), "calibration_tokens": 0}
-        if self.test_datasets is not None:
-            values["val_set_size"] = None
-        elif "val_set_size" in self.model_fields_set:
-            values["test_datasets"] = None
-        return values
+        """Values that stage one always has: its directory, and no tree."""
+        return {"output_dir": str(Path(self.output_dir) / STAGE_ONE), "calibration_tokens": 0}
 
     @property
     def heads_keys(self) -> dict[str, Any]:

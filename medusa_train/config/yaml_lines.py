@@ -136,6 +136,7 @@ class _NodeReader:
         self._drop_empty_duplicates(node)
         self._report_duplicates(node, path)
         self.loader.flatten_mapping(node)  # `<<: *base`: merged keys come first, so that explicit ones override them
+        node.value = list({key.value: (key, value) for key, value in node.value}.values())  # an alias is read again
         for key, value in node.value:
             child = (*path, str(key.value))
             self.source.locations[child] = self._location(key)

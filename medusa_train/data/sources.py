@@ -47,7 +47,7 @@ class LocalFiles:
         digest = hashlib.sha256()
         for path in self.paths:
             try:
-                digest.update(os.fsencode(path) + f"\0{path.stat().st_size}\0".encode())
+                digest.update(os.fsencode(path.resolve()) + f"\0{path.stat().st_size}\0".encode())
                 with path.open("rb") as file:
                     while block := file.read(1 << 20):
                         digest.update(block)

@@ -134,16 +134,11 @@ def bench_settings(bench: Bench) -> dict[str, Any]:
 
 def model_settings(paths: ModelPaths) -> dict[str, Any]:
     """Return what identifies the weights of a model and its chat template, which may be a file."""
-    weights = [file for folder in (paths.heads, paths.adapter, Path(paths.base_model)) for file in _files(folder)]
+    folders = [folder for folder in (paths.heads, paths.adapter, Path(paths.base_model)) if folder is not None]
+    weights = [file for folder in folders for kind in ("*.pt", "*.safetensors") for file in sorted(folder.glob(kind))]
     return {
         "model": paths.name,
         "base_model": paths.base_model,
         "chat_template": paths.chat_template and get_template(paths.chat_template).source,
         "weights": [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in weights],
     }
-
-
-def _files(folder: Path | None) -> list[Path]:
-    if folder is None or not folder.is_dir():
-        return []
-    return sorted(file for pattern in ("*.safetensors", "*.pt") for file in folder.glob(pattern))

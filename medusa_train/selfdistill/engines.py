@@ -29,7 +29,8 @@ def resolve_model_paths(cfg: SelfDistillConfig) -> ModelPaths:
     from medusa_train.checkpoint.resolve import resolve_model
 
     model, base = cfg.heads, cfg.base_model
-    if model is None and base is not None and _is_run(base):
+    run = None if base is None else resolve_path(base)
+    if model is None and run is not None and (run / "heads").is_dir() and (run / "config.yaml").is_file():
         model, base = base, None
     paths = resolve_model(
         model,
@@ -40,11 +41,6 @@ def resolve_model_paths(cfg: SelfDistillConfig) -> ModelPaths:
         trust_remote_code=cfg.trust_remote_code,
     )
     return paths if cfg.heads is not None else replace(paths, heads=None, tree=None)
-
-
-def _is_run(name: str) -> bool:
-    path = resolve_path(name)
-    return path is not None and (path / "heads").is_dir() and (path / "config.yaml").is_file()
 
 
 def model_name(cfg: SelfDistillConfig) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import sys
 import sysconfig
@@ -177,4 +178,5 @@ def _read(path: Path) -> dict[str, Any]:
 def _without_auto(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _without_auto(item) for name, item in value.items() if item != AUTO}
-    return value
+    is_number = isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value)
+    return float(value) if is_number else value  # YAML reads 5e8 as text

@@ -120,6 +120,11 @@ def _finish(
     if (table := heads_table(validation, choice)) is not None:
         results.print(table)
     results.print(summary(cfg, trainer, step, choice, progress))
+    embedded = (resolve_path(cfg.base_model) or Path()).resolve() == (PROJECT_ROOT / "data" / "tiny").resolve()
+    lacks_tree = cfg.calibration_tokens and trainer.strategy.partitioned
+    bench = ["--calibrate"] if lacks_tree else ["--bench", "tiny" if embedded else "mtbench"]
+    following = shlex.join(["medusa-eval", *bench, "--model", str(out)]) if trainer.whole_run is None else "stage two"
+    results.print(Text(f"next: {following}", style="bold"), soft_wrap=True)  # a line that can be copied
 
 
 def _has_tree_of_its_heads(run: Path) -> bool:
@@ -135,7 +140,8 @@ def resume_command(trainer: Trainer) -> str:
     """Return the command that resumes a stopped run, relative to the directory that it was started in."""
     processes = trainer.world.size
     on_one = os.environ.get("SLURM_NNODES", "1") == "1"  # else started again as it was, by srun or torchrun
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", processes if on_one else 0))
+    known = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE"))  # torchrun's name, and DeepSpeed's
+    local = int(known or (processes if on_one else 0))
     num_gpus = ["--num-gpus", str(processes)] if processes > 1 and local == processes else []
     config = (trainer.whole_run or trainer.output_dir) / CONFIG
     return shlex.join(["medusa-train", str(config), "resume_from_checkpoint=auto", *num_gpus])
@@ -163,9 +169,9 @@ def _explain_out_of_memory(cfg: TrainConfig) -> Iterator[None]:
             fewer: cfg.micro_batch_size > 1,
             f"a sequence_len below {cfg.sequence_len}": True,
             "gradient_checkpointing: true": cfg.recipe == "medusa2" and not cfg.gradient_checkpointing,
-            "optimizer: paged_adamw_8bit": "8bit" not in cfg.optimizer,
-            "load_in_4bit: true": not cfg.load_in_4bit,
-            "medusa_share_lm_head: true or a medusa_vocab_size": "share_lm_head" in cfg.draft_config.settings,
+            "optimizer: paged_adamw_8bit": "8bit" not in cfg.optimizer and "RANK" not in os.environ,
+            "load_in_4bit: true": not cfg.load_in_4bit and (cfg.recipe == "medusa1" or cfg.adapter is not None),
+            "a medusa_vocab_size": cfg.draft == "medusa" and cfg.medusa_vocab_size is None,
         }
         raise MedusaError(
             f"not enough memory for this run ({str(error).partition('. ')[0]}).\n"
@@ -267,7 +273,7 @@ def heads_table(validation: ValidationResult | None, choice: TreeChoice | None) 
 
 
 def summary(cfg: TrainConfig, trainer: Trainer, step: int, choice: TreeChoice | None, progress: RunProgress) -> Table:
-    """Tabulate what was trained, its validation and tree, the time taken, what was saved, and the next command.
+    """Tabulate what was trained, its validation and tree, the time taken, and what was saved.
 
     Args:
         step: whose weights were saved; after early stopping not the last one.
@@ -300,20 +306,10 @@ def summary(cfg: TrainConfig, trainer: Trainer, step: int, choice: TreeChoice | 
         table.add_row("tree", choice.describe() + held_out)
     if trainer.recipe.cache is not None:
         table.add_row("hidden states", Text(trainer.recipe.cache.describe()))
-    lacks_tree = cfg.calibration_tokens and trainer.strategy.partitioned
-    if lacks_tree:
+    if cfg.calibration_tokens and trainer.strategy.partitioned:
         table.add_row("note", "no tree was fitted: under ZeRO-3 no process holds the whole backbone")
     phases = ", ".join(f"{name} {duration(seconds)}" for name, seconds in progress.seconds.items())
     table.add_row("time", f"{duration(progress.total_seconds)}: {phases}")
     files = [name for name in (HEADS, TREE, CONFIG, METRICS) if (out / name).exists()]
     table.add_row("saved", Text(f"{out} ({', '.join(files)})"))
-    bench = ["--bench", "tiny" if _is_embedded(cfg.base_model) else "mtbench"]
-    command = shlex.join(["medusa-eval", *(["--calibrate"] if lacks_tree else bench), "--model", str(out)])
-    table.add_row("next", Text(command if trainer.whole_run is None else "stage two, from these heads", style="bold"))
     return table
-
-
-def _is_embedded(base_model: str) -> bool:
-    """Return whether `base_model` is the embedded backbone, the only one that the questions of `tiny` are made for."""
-    path = resolve_path(base_model)
-    return path is not None and path.resolve() == (PROJECT_ROOT / "data" / "tiny").resolve()

@@ -87,6 +87,11 @@ def build_trainer(
     if checkpoint is not None:
         with world.failing_together():
             state = _resume(checkpoint, strategy, loader, plan, world, console)
+    fingerprint, kept = data.validation.fingerprint(), world.run_on_main(lambda: store.best(state.best_step))
+    other = state.validation not in (None, fingerprint) or (cfg.early_stopping_patience is not None and kept is None)
+    if other and state.best_loss is not None:  # of other data, or its weights are in another directory
+        state.best_loss, state.evals_since_best = None, 0
+    state.validation = fingerprint
     used: dict[str, Any] = {"chat_template": data.chat_template, "sequence_len": data.sequence_len}
     if recipe.adapter is not None:  # which may have come with lora_model_dir
         lora = recipe.adapter.peft.peft_config["default"]
@@ -321,7 +326,11 @@ def _describe_run(
     )
     heads = sum(p.numel() for p in draft.parameters())
     trained = sum(full_shape(p).numel() for p in recipe.parameters.values())
-    frozen = _count_parameters(recipe.backbone.model) - trained
+    whole = recipe.backbone.model
+    if any(map(is_partitioned, whole.parameters())):
+        frozen = sum(full_shape(parameter).numel() for parameter in whole.parameters()) - trained
+    else:  # quantized weights pack two parameters into a byte
+        frozen = int(whole.num_parameters()) - trained
     backbone = f"backbone {frozen / 1e6:.1f}M frozen" + (f" and {trained / 1e6:.2f}M trained" if trained else "")
     yield (
         f"model: heads {heads / 1e6:.1f}M parameters (trained, float32), {backbone}, "
@@ -343,10 +352,3 @@ def _describe_run(
     )
     if warning := warmup_warning(plan.warmup_steps, plan.total_steps):
         yield warning
-
-
-def _count_parameters(model: Any) -> int:
-    """Count the parameters of a backbone, also where it is partitioned."""
-    if any(is_partitioned(parameter) for parameter in model.parameters()):
-        return sum(full_shape(parameter).numel() for parameter in model.parameters())
-    return int(model.num_parameters())  # quantized weights pack two parameters into a byte

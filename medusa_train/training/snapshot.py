@@ -31,7 +31,7 @@ class TrainState:
         data: the loader's position, its `state_dict`.
         best_loss: lowest validation objective in nats, measured at `best_step`.
         evals_since_best: evaluations since then, for early stopping.
-        evaluated: step of the last evaluation.
+        evaluated: step of the last evaluation. validation: fingerprint of its data.
         tokens, seconds: of training steps over the whole run.
         skipped: steps skipped because of a NaN/Inf loss or gradient, over the whole run.
         window: sums since the last log line.
@@ -44,6 +44,7 @@ class TrainState:
     best_step: int = 0
     evals_since_best: int = 0
     evaluated: int = 0
+    validation: str | None = None
     tokens: int = 0
     seconds: float = 0.0
     skipped: int = 0

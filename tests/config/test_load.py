@@ -167,7 +167,7 @@ def test_a_missing_file_names_its_neighbours(tmp_path: Path, monkeypatch: pytest
     (message,) = problems(Path("x"))
     assert message.startswith("x: no such file; configs/ contains")
     write(tmp_path, GOOD)
-    with pytest.raises(ConfigError, match=r"is a directory, not a YAML file; .* contains x\.yaml"):
+    with pytest.raises(ConfigError, match=r"is a directory, not a YAML file .*by --model.*; .* contains x\.yaml"):
         load_config(TrainConfig, tmp_path)
 
 

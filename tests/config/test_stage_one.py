@@ -60,7 +60,14 @@ def test_the_run_decides_on_model_data_and_machine_and_stage_one_on_its_training
     assert (first.seed, first.wandb_project, first.deepspeed) == (7, "p", {"zero_optimization": {"stage": 2}})
     assert (first.learning_rate, first.num_epochs, first.load_in_4bit, first.tf32) == (2e-3, 3, True, True)
     assert (first.recipe, first.adapter, first.output_dir) == ("medusa1", None, "runs/x/stage_one")
-    assert (first.val_set_size, load(files, "test_datasets=[{path: t.jsonl}]").val_set_size) == (0.2, 0.0)
+    two = load_config(TrainConfig, files, ["test_datasets=[{path: t.jsonl}]"]).resolved()
+    theirs = load(files, "test_datasets=[{path: t.jsonl}]")
+    # not one.yaml's: else stage one would train on what stage two holds out
+    assert (first.val_set_size, theirs.val_set_size, theirs.test_datasets) == (
+        0.05,
+        two.val_set_size,
+        two.test_datasets,
+    )
     assert (first.export, first.resume_from_checkpoint, first.calibration_tokens) == (None, None, 0)
 
 
