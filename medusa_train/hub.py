@@ -100,8 +100,7 @@ def _download(url: str, target: Path, size: int, etag: str, on_bytes: OnBytes | 
                 if not _is_connection_error(error) or attempt >= MAX_ATTEMPTS:
                     raise
                 time.sleep(attempt)
-        is_sha256 = re.fullmatch("[0-9a-f]{64}", etag) is not None
-        if done != size or (is_sha256 and _sha256(part) != etag):
+        if done != size or (re.fullmatch("[0-9a-f]{64}", etag) is not None and _sha256(part) != etag):
             part.unlink()
             raise FetchError("the download was damaged and is deleted; run the command again")
         part.replace(target)

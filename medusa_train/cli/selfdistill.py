@@ -161,8 +161,7 @@ def _run(
     answers = sum(cfg.rounds if cfg.mode == "selftalk" else len(prompt.turns) or 1 for prompt in todo)
     engine = open_engine(cfg, dtype, answers, console.print)
     try:
-        progress = RunProgress(console)
-        with progress.phase("conversations", len(prompts), completed=len(prompts) - len(todo)) as phase:
+        with RunProgress(console).phase("conversations", len(prompts), completed=len(prompts) - len(todo)) as phase:
             stats = distill(
                 prompts,
                 engine,

@@ -107,8 +107,7 @@ def _nearby_files(path: Path) -> str:
     for directory in (path.parent, PROJECT_ROOT / path.parent, PROJECT_ROOT / "configs"):
         names = sorted(file.name for file in directory.glob("*.y*ml"))
         if names and directory not in (Path(), PROJECT_ROOT):
-            inside = directory.is_relative_to(PROJECT_ROOT)
-            short = directory.relative_to(PROJECT_ROOT) if inside else directory
+            short = directory.relative_to(PROJECT_ROOT) if directory.is_relative_to(PROJECT_ROOT) else directory
             nearest = difflib.get_close_matches(path.name, names, n=1)
             suggestion = f"; did you mean {short / nearest[0]}?" if nearest else ";"
             return f"{suggestion} {short}/ contains {', '.join(names)}"

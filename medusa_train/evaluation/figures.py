@@ -172,8 +172,7 @@ def ctar(answers: Sequence[TimedAnswer]) -> list[float]:
     Source: Kangaroo, consistent token acceptance rate.
     """
     lengths = accepted_lengths(answers)
-    steps = sum(lengths)
-    return [sum(lengths[least:]) / steps for least in range(1, len(lengths))]
+    return [sum(lengths[least:]) / sum(lengths) for least in range(1, len(lengths))]
 
 
 def chain_rates(traces: Sequence[Trace]) -> list[float]:

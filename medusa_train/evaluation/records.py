@@ -87,8 +87,7 @@ class TurnRecord:
     @property
     def baselines(self) -> dict[str, TimedAnswer]:
         """The baselines by name: the loop with the empty tree, and decoders of transformers."""
-        generate = {} if self.generate is None else {"generate": self.generate}
-        return {"plain": self.plain, **generate, **self.others}
+        return {"plain": self.plain, **({} if self.generate is None else {"generate": self.generate}), **self.others}
 
 
 @dataclass(frozen=True)

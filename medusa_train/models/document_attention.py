@@ -101,8 +101,7 @@ def _varlen_attn() -> Callable[..., Any] | None:
     except ImportError:
         return None
     kernel: Callable[..., Any] = varlen_attn  # without `return_aux` it returns a tensor alone
-    needed = {"scale", "window_size", "enable_gqa"}
-    return kernel if needed <= set(inspect.signature(kernel).parameters) else None
+    return kernel if {"scale", "window_size", "enable_gqa"} <= set(inspect.signature(kernel).parameters) else None
 
 
 def uses_varlen_kernel(device: torch.device, dtype: torch.dtype, head_dim: int, dropout: float = 0.0) -> bool:

@@ -81,7 +81,7 @@ def load_backbone(
         ) from error
     if quantization is None:
         model = model.to(device)
-    else:
+    if quantization_of(model) in ("nf4", "fp4"):  # also where the checkpoint is stored so
         keep_trainable_kernels(model)
     backbone = Backbone(model, tokenizer, name)
     with gathering_modules(model):  # training may load it partitioned

@@ -67,7 +67,11 @@ class Adapter:
             modules_to_save=list(spec.modules_to_save) or None,
             task_type="CAUSAL_LM",
         )
-        return cls(backbone, _trainable_in_float32(get_peft_model(backbone.model, config)))
+        try:
+            return cls(backbone, _trainable_in_float32(get_peft_model(backbone.model, config)))
+        except ValueError as error:  # such as PEFT's of dropout on fused experts
+            advice = "set lora_dropout: 0, or lora_target_modules: [q_proj, k_proj, v_proj, o_proj]"
+            raise BackboneError(f"adapter: {error} {advice}") from error
 
     @classmethod
     def load(cls, backbone: Backbone, directory: Path, *, trainable: bool = False) -> Adapter:
@@ -152,8 +156,9 @@ def read_adapter_config(directory: Path) -> dict[str, Any]:
 
 
 def linear_names(model: Any) -> list[str]:
-    """Return the last part of the names of all linear layers, quantized ones too, with lm_head last."""
-    names = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    """Return the last part of the names of all linear layers, quantized ones too, with lm_head last; no routers."""
+    layers = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and "Router" not in str(type(m))]
+    names = {name.rpartition(".")[2] for name in layers}
     head = model.get_output_embeddings()
     head_names = {name.rpartition(".")[2] for name, module in model.named_modules() if module is head}
     return [*sorted(names - head_names), *sorted(names & head_names)]

@@ -35,10 +35,10 @@ def check_run(cfg: TrainConfig, processes: int) -> tuple[str, Any]:
         cfg.draft_config.settings.get("vocab_size"), text_config.vocab_size, cfg.draft_config.vocab_size_key
     )
     stored = (quantization_of(config) or {}).get("quant_method")
-    if cfg.recipe == "medusa2" and stored not in (None, "bitsandbytes"):
+    if cfg.recipe == "medusa2" and stored is not None and (stored != "bitsandbytes" or cfg.adapter is None):
         raise ConfigError(
-            f"base_model: {cfg.base_model} is quantized ({stored}), and no adapter can be merged into it: name the "
-            "original model, with load_in_4bit: true where memory is short"
+            f"base_model: {cfg.base_model} is quantized ({stored}), and joint training needs an adapter that can be "
+            "merged: name the original model, with load_in_4bit: true and adapter: qlora where memory is short"
         )
     layers = text_config.num_hidden_layers
     if cfg.medusa_num_unfreeze_layers > layers:

@@ -262,7 +262,7 @@ class AmphistaDraft(LMHeadsDraft):
 
 
 #: Output projections of attention and MLP in a decoder layer. Initialised to 0, so that a new layer adds nothing.
-OUTPUT_PROJECTIONS = ("o_proj", "down_proj")
+OUTPUT_PROJECTIONS = ("o_proj", "down_proj", "output_linear", "c_proj")
 
 
 class Stacked(NamedTuple):
