@@ -45,8 +45,9 @@ def _states(draft: AmphistaDraft, backbone: Backbone, tokens: Tensor = TOKENS) -
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_untrained_heads_give_the_backbones_logits_to_the_bit(variant: str) -> None:
-    backbone = random_backbone("llama", dtype=torch.float32)
+@pytest.mark.parametrize("family", ["llama", "granite4"])
+def test_untrained_heads_give_the_backbones_logits_to_the_bit(variant: str, family: str) -> None:
+    backbone = random_backbone(family, dtype=torch.float32)
     draft = AmphistaDraft.from_backbone(backbone, num_heads=3, **VARIANTS[variant])
     theirs = backbone.model(TOKENS, use_cache=False).logits
     for k, hidden in enumerate(_states(draft, backbone), start=1):
