@@ -87,9 +87,10 @@ def build_trainer(
     if checkpoint is not None:
         with world.failing_together():
             state = _resume(checkpoint, strategy, loader, plan, world, console)
-    fingerprint, kept = data.validation.fingerprint(), world.run_on_main(lambda: store.best(state.best_step))
-    other = state.validation not in (None, fingerprint) or (cfg.early_stopping_patience is not None and kept is None)
-    if other and state.best_loss is not None:  # of other data, or its weights are in another directory
+    other = state.validation not in (None, fingerprint := data.validation.fingerprint())
+    if cfg.early_stopping_patience is not None and state.best_loss is not None:
+        other |= world.run_on_main(lambda: store.best(state.best_step)) is None  # left in another directory
+    if other:
         state.best_loss, state.evals_since_best = None, 0
     state.validation = fingerprint
     used: dict[str, Any] = {"chat_template": data.chat_template, "sequence_len": data.sequence_len}

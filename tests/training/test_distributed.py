@@ -254,7 +254,8 @@ def test_two_processes_are_one(two, one, case):
     assert (two / case / "done").exists(), logs(two)
     recipe, optimizer, _, _ = EQUAL[case]
     reference = one(recipe, optimizer)
-    relative, absolute = (4e-3, 4e-4) if recipe == "bf16" else (2e-5, 1e-6)
+    # rounding alone moves a gradient in bfloat16 by 0.4 % within the four steps
+    relative, absolute = (8e-3, 4e-4) if recipe == "bf16" else (2e-5, 1e-6)
     for mine, wanted in zip(metrics(two / case / "run"), metrics(reference / "run"), strict=True):
         assert (set(mine), mine["kind"], mine["step"]) == (set(wanted), wanted["kind"], wanted["step"])
         for name in wanted.keys() & set(FIGURES):
@@ -340,7 +341,7 @@ def test_stopped_early_under_zero3_the_best_heads_are_published(two):
     masters = store.load(store.best(best))["draft"]
     console = (two / "early" / "console-0").read_text()
     assert "no tree was fitted" in console
-    assert console.splitlines()[-1].split() == ["next", "medusa-eval", "--calibrate", "--model", str(run)]
+    assert console.splitlines()[-1].split() == ["next:", "medusa-eval", "--calibrate", "--model", str(run)]
     assert not (run / "tree.json").exists()
     published = load_file(run / "heads" / "medusa_lm_head.safetensors")
     assert all((published[f"{i}.1.weight"] == masters[f"lm_heads.{i}.weight"]).all() for i in range(3))
