@@ -502,7 +502,7 @@ class EvalConfig(Config):
     serve: Bool = key(
         False,
         "start and stop vLLM servers for the model, without heads and with them (or with draft: prompt_lookup, vLLM's "
-        "ngram), and measure them; environment variable VLLM_PYTHON: the Python interpreter that has vLLM, if another",
+        "ngram), and measure them; environment variable VLLM_PYTHON: the interpreter that has vLLM, if not this one",
     )
     serve_speculative_tokens: IntList | None = key(
         None,

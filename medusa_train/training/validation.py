@@ -250,8 +250,8 @@ def ranked_conversations(labels: Tensor, segments: Tensor, ranks: Tensor) -> lis
 def simulate(conversations: Sequence[RankedConversation], nodes: int = NODES) -> float | None:
     """Estimate the tokens per step of the best tree of `nodes` nodes; None with fewer than two conversations.
 
-    1.0: no guess is accepted. The estimate is two-fold cross-validated over conversations:
-    the mean of a tree fitted to one half and evaluated on the other, and vice versa.
+    1.0: no guess is accepted. The estimate is two-fold cross-validated over conversations: the mean of a tree fitted to
+    one half and evaluated on the other, and vice versa.
     """
     total = sum(len(answer) for conversation in conversations for answer in conversation)
     used = conversations[:: max(1, math.ceil(total / MAX_SIMULATED_TOKENS))]

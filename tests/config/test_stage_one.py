@@ -62,7 +62,6 @@ def test_the_run_decides_on_model_data_and_machine_and_stage_one_on_its_training
     assert (first.recipe, first.adapter, first.output_dir) == ("medusa1", None, "runs/x/stage_one")
     two = load_config(TrainConfig, files, ["test_datasets=[{path: t.jsonl}]"]).resolved()
     theirs = load(files, "test_datasets=[{path: t.jsonl}]")
-    # not one.yaml's: else stage one would train on what stage two holds out
     assert (theirs.val_set_size, theirs.test_datasets) == (two.val_set_size, two.test_datasets)
     assert first.val_set_size == 0.05
     assert (first.export, first.resume_from_checkpoint, first.calibration_tokens) == (None, None, 0)

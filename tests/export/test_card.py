@@ -96,13 +96,12 @@ def test_what_was_measured_through_a_server_is_in_the_card(
     make_run: Callable[..., Path], served: dict[str, object]
 ) -> None:
     run = make_run()
-    for folder in ("served-mtbench", "served-mtbench-sampling-t0.7", "served-alone", "served-broken"):
+    for folder in ("served-mtbench", "served-mtbench-sampling-t0.7", "served-alone", "served-earlier", "served-broken"):
         (run / "eval" / folder).mkdir()
     (run / "eval" / "served-mtbench" / "served.json").write_text(json.dumps(served))
     sampled = {**served, "meta": {**served["meta"], "decoding": {"acceptance": "sampling", "temperature": 0.7}}}  # type: ignore[dict-item]
     (run / "eval" / "served-mtbench-sampling-t0.7" / "served.json").write_text(json.dumps(sampled))
     earlier = {**served, "meta": {**served["meta"], "weights": "0" * 16}}  # type: ignore[dict-item]
-    (run / "eval" / "served-earlier").mkdir()
     (run / "eval" / "served-earlier" / "served.json").write_text(json.dumps(earlier))
     (run / "eval" / "served-alone" / "served.json").write_text(json.dumps({**served, "recommendation": []}))
     (run / "eval" / "served-broken" / "served.json").write_text("{")

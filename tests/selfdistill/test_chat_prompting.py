@@ -10,10 +10,7 @@ from medusa_train.selfdistill.answers import Request
 from medusa_train.selfdistill.chat_prompting import ChatPrompting
 from tests.chat_templates import QWEN3, R1
 
-VICUNA = (
-    "{% for m in messages %}{{ 'U: ' + m.content + ' A:' if m.role == 'user' "
-    "else ' ' + m.content + ' </s>' }}{% endfor %}"
-)
+VICUNA = "{% for m in messages %}{{ m.content + ' A:' if m.role == 'user' else ' ' + m.content + ' </s>' }}{% endfor %}"
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|User|>", "<|Assistant|>"]
 
 
@@ -51,8 +48,7 @@ def test_an_answer_is_written_as_training_takes_it_apart(
     prompting = ChatPrompting(fast, None, kwargs)
     messages = (Message("user", "2 + 2?"), Message("assistant", "<think>x</think>no"), Message("user", "sure?"))
     request = Request(messages, seed=0)
-    # these templates drop the reasoning of earlier turns
-    assert ("x</think>no" in prompting.text(request)) == (template == VICUNA)
+    assert ("x</think>no" in prompting.text(request)) == (template == VICUNA)  # others drop earlier reasoning
     is_cut = generated.endswith("add")
     end = [] if is_cut else [fast.convert_tokens_to_ids("<|im_end|>" if template == QWEN3 else "</s>")]
     tokens = [*fast(generated, add_special_tokens=False)["input_ids"], *end]

@@ -66,6 +66,14 @@ def test_more_processes_than_gpus_are_refused():
         gpu_index(ProcessInfo(3, 4, 3, "127.0.0.1", 1), 2)
 
 
+def test_a_block_fails_in_all_processes(monkeypatch):
+    world = World(ProcessInfo(1, 2, 1, "127.0.0.1", 1))
+    for code, visible, words in ((None, 2, "has no GPU"), (2, 2, "another process"), (2, 8, "another process")):
+        monkeypatch.setattr(world, "gather", lambda value, code=code: [code, value])  # code: how rank 0 ends
+        with pytest.raises(MedusaError, match=words), world.failing_together():
+            gpu_index(ProcessInfo(3, 4, 3, "127.0.0.1", 1), visible)
+
+
 @pytest.mark.parametrize(("rank", "error"), [(0, MedusaError), (1, PeerError)])
 def test_processes_that_share_a_gpu_are_refused(rank, error, monkeypatch):
     world = World(ProcessInfo(rank, 2, rank, "127.0.0.1", 1))
