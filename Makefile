@@ -77,12 +77,12 @@ test: install ## run the tests
 test-slow: install ## run the tests that take minutes
 	$(PYTEST) -m slow
 
-quality: install ## ruff, mypy, the import layers and the budget of lines
+quality: install ## ruff, mypy, the import layers, sizes and the form of pages
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python .ci/budget
+	$(BIN)/python .ci/sizes
 
 format: install ## format with ruff and apply its fixes
 	$(BIN)/ruff check --fix .

@@ -3,14 +3,16 @@
     python benchmarks/decode.py --quick
     python benchmarks/decode.py --shapes 7B --contexts 1024 --dtypes bfloat16
 
-Times a plain step, steps over trees of 1 to 128 nodes, the Medusa heads alone and steps of the whole decoding loop: on
-the tiny backbone, random Llamas of 160M to 13B parameters or a model directory, for single rows at several contexts,
-over dtypes and settings, all in turns. Settings: `stock` weights; weights `prepacked` for oneDNN, attention for few
-rows; `static` buffers; `compiled` passes of single rows. On a GPU steps in static buffers are CUDA graphs, and
-compiled passes are part of them: that is how a GPU decodes, without and with `compile: true`. Each row names the way
-of its steps, which is the same for the plain step, the trees, the heads and the loops. The floor of a step is its
-bytes of weights and cache over the measured read bandwidth, or its operations over the measured matrix rate,
-whichever takes longer. Writes decode.md and decode.json to `--out` after every context.
+Times a plain step, steps over trees of 1 to 128 nodes, the Medusa heads alone and steps of the
+whole decoding loop: on the tiny backbone, random Llamas of 160M to 13B parameters or a model
+directory, for single rows at several contexts, over dtypes and settings, all in turns. Settings:
+`stock` weights; weights `prepacked` for oneDNN, attention for few rows; `static` buffers;
+`compiled` passes of single rows. On a GPU steps in static buffers are CUDA graphs, and compiled
+passes are part of them: that is how a GPU decodes, without and with `compile: true`. Each row names
+the way of its steps, which is the same for the plain step, the trees, the heads and the loops. The
+floor of a step is its bytes of weights and cache over the measured read bandwidth, or its
+operations over the measured matrix rate, whichever takes longer. Writes decode.md and decode.json
+to `--out` after every context.
 """
 
 from __future__ import annotations
@@ -40,13 +42,26 @@ from decode_steps import (  # noqa: E402
     how_steps_run,
     proposal,
 )
-from shapes import SHAPES, Rates, Sizes, llama_config, measure_rates, random_model, time_call  # noqa: E402
+from shapes import (  # noqa: E402
+    SHAPES,
+    Rates,
+    Sizes,
+    llama_config,
+    measure_rates,
+    random_model,
+    time_call,
+)
 from shared import machine_facts, table, warn_if_busy, write_page  # noqa: E402
 from transformers import AutoConfig  # noqa: E402
 
 from medusa_train.cli.common import quiet_libraries  # noqa: E402
 from medusa_train.errors import BackboneError  # noqa: E402
-from medusa_train.inference.static.graphs import StepRunner, graph_obstacle, graph_runner, use_cuda_graphs  # noqa: E402
+from medusa_train.inference.static.graphs import (  # noqa: E402
+    StepRunner,
+    graph_obstacle,
+    graph_runner,
+    use_cuda_graphs,
+)
 from medusa_train.models.backbone import Backbone  # noqa: E402
 from medusa_train.models.drafts.medusa import MedusaDraft  # noqa: E402
 from medusa_train.models.loading import load_backbone  # noqa: E402
@@ -64,7 +79,9 @@ HEADS = 5
 HEADS_ROW = "heads"
 LOOP_NODES = (16, 64)  # trees with which the whole loop is timed, beside plain decoding
 MEMORY_SHARE = 0.9  # of the free memory that may be used
-BURST = 3  # calls in a row that are timed, after one that is not: a step finds in the caches what the last one left
+# calls in a row that are timed, after one that is not: a step finds in the caches what the last one
+# left
+BURST = 3
 MAX_OVERTIME = 3  # times --seconds, after which few calls have to do
 SLOW_SECONDS = 0.1  # from which a call leaves nothing useful in any cache
 
@@ -72,30 +89,52 @@ SLOW_SECONDS = 0.1  # from which a call leaves nothing useful in any cache
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line; defaults depend on the device."""
     cuda = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/decode"), metavar="DIR")
     parser.add_argument("--quick", action="store_true", help="two shapes, few trees, 5 seconds")
-    parser.add_argument("--shapes", nargs="+", metavar="NAME", help=f"tiny, {', '.join(SHAPES)}, or a model directory")
+    parser.add_argument(
+        "--shapes",
+        nargs="+",
+        metavar="NAME",
+        help=f"tiny, {', '.join(SHAPES)}, or a model directory",
+    )
     parser.add_argument("--contexts", nargs="+", type=int, metavar="N", help="128 1024")
     parser.add_argument("--nodes", nargs="+", type=int, metavar="N", help="1 8 16 32 64")
-    parser.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16", "float16"], help="float32 bfloat16")
     parser.add_argument(
-        "--settings", nargs="+", choices=SETTINGS, help="stock prepacked compiled; on a GPU stock static compiled"
+        "--dtypes", nargs="+", choices=["float32", "bfloat16", "float16"], help="float32 bfloat16"
+    )
+    parser.add_argument(
+        "--settings",
+        nargs="+",
+        choices=SETTINGS,
+        help="stock prepacked compiled; on a GPU stock static compiled",
     )
     parser.add_argument("--threads", type=int, metavar="N", help="on a CPU; all cores")
     parser.add_argument("--seconds", type=float, help="per shape and context (20)")
     args = parser.parse_args(arguments)
     quick = args.quick
     if args.shapes is None:
-        args.shapes = ["tiny", "7B" if cuda else "160M"] if quick else ["tiny", *(SHAPES if cuda else ["160M"])]
+        args.shapes = (
+            ["tiny", "7B" if cuda else "160M"]
+            if quick
+            else ["tiny", *(SHAPES if cuda else ["160M"])]
+        )
     args.contexts = args.contexts or [128, 1024]
     args.nodes = sorted(set(args.nodes or ([1, 16, 64] if quick else [1, 8, 16, 32, 64])) - {0})
     args.dtypes = args.dtypes or ["float32", "bfloat16"]
-    wanted = args.settings or (("stock", "static", "compiled") if cuda else ("stock", "prepacked", "compiled"))
+    wanted = args.settings or (
+        ("stock", "static", "compiled") if cuda else ("stock", "prepacked", "compiled")
+    )
     args.settings = [setting for setting in SETTINGS if setting in wanted]
     args.seconds = args.seconds or (5.0 if quick else 20.0)
-    if unknown := [name for name in args.shapes if name not in ("tiny", *SHAPES) and not Path(name).is_dir()]:
-        parser.error(f"--shapes {' '.join(unknown)}: not tiny, {', '.join(SHAPES)} or a model directory")
+    if unknown := [
+        name for name in args.shapes if name not in ("tiny", *SHAPES) and not Path(name).is_dir()
+    ]:
+        parser.error(
+            f"--shapes {' '.join(unknown)}: not tiny, {', '.join(SHAPES)} or a model directory"
+        )
     if not args.nodes:
         parser.error("--nodes needs a tree of one node or more")
     return args
@@ -133,7 +172,9 @@ class Shape:
         return cls(directory.name, directory, config, Sizes.of(config))
 
     def bytes_needed(self, dtype: str, setting: str, cpu: bool, positions: int) -> int:
-        """Estimate bytes of weights, heads and caches; on a CPU, prepacking and compiling copy the weights."""
+        """Estimate bytes of weights, heads and caches; on a CPU, prepacking and compiling copy the
+        weights.
+        """
         heads = self.sizes.head_weights(HEADS)
         copied = heads + self.sizes.read if setting in ("prepacked", "compiled") and cpu else 0
         caches = 4 * self.sizes.cached(positions, 1)  # of the passes and of three loops
@@ -148,16 +189,22 @@ class Shape:
         if setting == "prepacked" and device.type != "cpu":
             raise Unsupported("weights are prepacked on CPUs only")
         if self.directory is None:
-            backbone = Backbone(random_model(self.config, getattr(torch, dtype), device), None, self.name)
+            backbone = Backbone(
+                random_model(self.config, getattr(torch, dtype), device), None, self.name
+            )
         else:
             backbone = load_backbone(str(self.directory), dtype=dtype, device=device)
         with device:  # or large heads would be created on the CPU first
             draft = MedusaDraft.from_backbone(backbone, HEADS)
         if setting == "prepacked":
             if not any([prepack_linears(backbone.model), prepack_linears(draft)]):
-                raise Unsupported("not prepacked: no faster here, dtype not supported, or too little memory")
+                raise Unsupported(
+                    "not prepacked: no faster here, dtype not supported, or too little memory"
+                )
         elif setting == "static":
-            backbone.step_runner = StepRunner() if device.type == "cpu" else graph_runner(device, backbone.model)
+            backbone.step_runner = (
+                StepRunner() if device.type == "cpu" else graph_runner(device, backbone.model)
+            )
             if backbone.step_runner is None:
                 raise Unsupported(f"no CUDA graphs: the model {graph_obstacle(backbone.model)}")
         elif setting == "compiled":
@@ -165,7 +212,12 @@ class Shape:
             try:
                 backbone.compile_passes()
             except BackboneError as error:
-                reason = str(error).splitlines()[0].removeprefix("compile: ").removesuffix("; leave the key out")
+                reason = (
+                    str(error)
+                    .splitlines()[0]
+                    .removeprefix("compile: ")
+                    .removesuffix("; leave the key out")
+                )
                 raise Unsupported(f"not compiled: {reason}") from error
             prepack_linears(draft)
         return Loaded(backbone, draft)
@@ -177,7 +229,9 @@ Model = tuple[str, str]  # dtype and setting
 def load_models(
     shape: Shape, args: argparse.Namespace, device: torch.device
 ) -> tuple[dict[Model, Loaded], list[tuple[Model, str]]]:
-    """Load the models that fit into memory together with those before; returns the obstacles of the others as well."""
+    """Load the models that fit into memory together with those before; returns the obstacles of the
+    others as well.
+    """
     free, positions = free_memory(device), max(args.contexts) + max(args.nodes) + LOOP_TOKENS
     left = float("inf") if free is None else MEMORY_SHARE * free
     loaded: dict[Model, Loaded] = {}
@@ -186,7 +240,9 @@ def load_models(
         size = shape.bytes_needed(*model, device.type == "cpu", positions)
         try:
             if size > left:
-                raise Unsupported(f"does not fit: needs {size / 1e9:.1f} GB, {left / 1e9:.1f} GB are left")
+                raise Unsupported(
+                    f"does not fit: needs {size / 1e9:.1f} GB, {left / 1e9:.1f} GB are left"
+                )
             loaded[model] = shape.load(*model, device)
             left -= size
         except Unsupported as error:
@@ -206,7 +262,8 @@ class Setup:
 
 @dataclass
 class Timed:
-    """One figure: a call to be timed, what to do before it untimed, its floor and its measured seconds.
+    """One figure: a call to be timed, what to do before it untimed, its floor and its measured
+    seconds.
 
     `how` returns how the steps of its backbone run, once they have.
     """
@@ -227,7 +284,9 @@ def likely_tree(nodes: int, depth: int = HEADS) -> Tree:
     return Tree.from_paths([path for _, path in itertools.islice(paths, nodes)])
 
 
-def timed_calls(one: Loaded, shape: Shape, setup: Setup, nodes: Sequence[int], rates: Rates) -> Iterator[Timed]:
+def timed_calls(
+    one: Loaded, shape: Shape, setup: Setup, nodes: Sequence[int], rates: Rates
+) -> Iterator[Timed]:
     """List passes, heads and loop steps of one setup, with their floors."""
     sizes, itemsize = shape.sizes, one.backbone.dtype.itemsize
     read = sizes.read + sizes.cached(setup.context, 1)
@@ -258,7 +317,9 @@ def timed_calls(one: Loaded, shape: Shape, setup: Setup, nodes: Sequence[int], r
         tree = trees[count]
         loop = Loop(one.backbone, one.draft, tree, setup.context)
         weights = read + (sizes.head_weights(tree.max_depth) if count else 0)
-        operations = sizes.step_operations(count + 1, setup.context, 1) + sizes.head_operations(tree.max_depth, 1)
+        operations = sizes.step_operations(count + 1, setup.context, 1) + sizes.head_operations(
+            tree.max_depth, 1
+        )
         name = f"loop, tree {count}" if count else "loop, plain"
         yield Timed(setup, name, loop, loop.prepare, floor(weights, operations), how)
 
@@ -270,7 +331,9 @@ def cases_of(
     cases: list[Timed] = []
     for (dtype, setting), one in models.items():
         setup, limit = Setup(shape.name, context, dtype, setting), one.backbone.max_context
-        obstacle = "" if context + max(nodes) <= limit else f"not run: the model has {limit:,} positions"
+        obstacle = (
+            "" if context + max(nodes) <= limit else f"not run: the model has {limit:,} positions"
+        )
         calls: list[Timed] = []
         try:
             calls = [] if obstacle else list(timed_calls(one, shape, setup, nodes, rates))
@@ -289,15 +352,25 @@ def cases_of(
 
 
 def time_in_turns(
-    cases: Sequence[Timed], device: torch.device, seconds: float, *, minimum: int = 5, maximum: int = 200
+    cases: Sequence[Timed],
+    device: torch.device,
+    seconds: float,
+    *,
+    minimum: int = 5,
+    maximum: int = 200,
 ) -> None:
-    """Time all cases, a few calls of each at a time, so that a drift of the machine's speed affects all alike.
+    """Time all cases, a few calls of each at a time, so that a drift of the machine's speed affects
+    all alike.
 
-    Ends when `seconds` were measured and every case has `minimum` calls; slow cases may end up with fewer, but one. A
-    case that runs out of memory gets an obstacle.
+    Ends when `seconds` were measured and every case has `minimum` calls; slow cases may end up with
+    fewer, but one. A case that runs out of memory gets an obstacle.
     """
     spent, fewest = 0.0, 0
-    while not fewest or (fewest < minimum and spent < MAX_OVERTIME * seconds) or (fewest < maximum and spent < seconds):
+    while (
+        not fewest
+        or (fewest < minimum and spent < MAX_OVERTIME * seconds)
+        or (fewest < maximum and spent < seconds)
+    ):
         active = [case for case in cases if not case.obstacle]
         if not active:
             break
@@ -361,16 +434,26 @@ def write_report(out: Path, machine: Mapping[str, Any], rates: Rates, rows: Sequ
     """Write decode.md and decode.json; returns the page."""
     content = []
     for row in rows:
-        figures = {name: [round(ms, 3), round(row.floor_ms[name], 3)] for name, ms in row.ms.items()}
+        figures = {
+            name: [round(ms, 3), round(row.floor_ms[name], 3)] for name, ms in row.ms.items()
+        }
         measured = {"steps": row.steps, "ms_and_floor": figures}
-        content.append({**asdict(row.setup), **(measured if figures else {"obstacle": row.obstacle})})
+        content.append(
+            {**asdict(row.setup), **(measured if figures else {"obstacle": row.obstacle})}
+        )
     record = {"machine": machine, "rates": asdict(rates), "rows": content}
     return write_page(out, "decode", "Latency of decoding steps", record, tables(rates, rows))
 
 
 def tables(rates: Rates, rows: Sequence[Row]) -> list[str]:
-    """Format note and table; trees as multiples of the plain step of their row, heads in milliseconds."""
-    names = list(dict.fromkeys(name for row in rows for name in row.ms if name not in ("plain", "loop, plain")))
+    """Format note and table; trees as multiples of the plain step of their row, heads in
+    milliseconds.
+    """
+    names = list(
+        dict.fromkeys(
+            name for row in rows for name in row.ms if name not in ("plain", "loop, plain")
+        )
+    )
     titles = ["shape", "context", "dtype", "setting", "steps", "plain ms", "floor / plain"]
     titles += [f"{name} ms" if name == HEADS_ROW else name for name in names]
     lines = []
@@ -382,12 +465,21 @@ def tables(rates: Rates, rows: Sequence[Row]) -> list[str]:
             continue
         plain = row.ms["plain"]
         lines.append(
-            [*first, row.steps, f"{plain:.3f}", f"{row.floor_ms['plain'] / plain:.2f}", *(_cell(row, n) for n in names)]
+            [
+                *first,
+                row.steps,
+                f"{plain:.3f}",
+                f"{row.floor_ms['plain'] / plain:.2f}",
+                *(_cell(row, n) for n in names),
+            ]
         )
-    speeds = ", ".join(f"{dtype} {rate / 1e12:,.3g} Tflop/s" for dtype, rate in rates.matrix.items())
+    speeds = ", ".join(
+        f"{dtype} {rate / 1e12:,.3g} Tflop/s" for dtype, rate in rates.matrix.items()
+    )
     note = (
-        f"Measured rates: reads {rates.bandwidth / 1e9:,.1f} GB/s; products {speeds}. Trees and loops with trees: over "
-        "the plain step or loop of the same row. A floor above the plain step was read from caches."
+        f"Measured rates: reads {rates.bandwidth / 1e9:,.1f} GB/s; products {speeds}. Trees and"
+        " loops with trees: over the plain step or loop of the same row. A floor above the plain"
+        " step was read from caches."
     )
     return [note, table(titles, lines, 5)]
 
@@ -399,7 +491,9 @@ def _cell(row: Row, name: str) -> str:
     return "" if ratio is None else f"{ratio:.2f}"
 
 
-def measure_shape(shape: Shape, args: argparse.Namespace, device: torch.device, rates: Rates) -> Iterator[list[Row]]:
+def measure_shape(
+    shape: Shape, args: argparse.Namespace, device: torch.device, rates: Rates
+) -> Iterator[list[Row]]:
     """Measure one shape; yields rows after every context."""
     loaded, obstacles = load_models(shape, args, device)
     yield [Row(Setup(shape.name, 0, *model), obstacle=obstacle) for model, obstacle in obstacles]

@@ -1,4 +1,6 @@
-"""The steps that decode.py times: passes, steps on static buffers or as CUDA graphs, heads, and the decoding loop."""
+"""The steps that decode.py times: passes, steps on static buffers or as CUDA graphs, heads, and the
+decoding loop.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +25,20 @@ from medusa_train.trees.masks import additive_mask, mask_of_slots, mask_with_pre
 from medusa_train.trees.tree import Tree
 
 LOOP_TOKENS = 96  # after which the loop starts over, so that its context stays about the same
-PASSES, STATIC, GRAPHS = "passes", "static buffers", "CUDA graphs"  # how the steps of a backbone run
+PASSES, STATIC, GRAPHS = (
+    "passes",
+    "static buffers",
+    "CUDA graphs",
+)  # how the steps of a backbone run
 
 
 def write_random(backbone: Backbone, cache: TreeCache, length: int) -> None:
     """Write `length` positions of random keys and values to a cache, which takes no prefill."""
     config = backbone.config
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    states = torch.randn(1, config.num_key_value_heads, length, size, device=backbone.device, dtype=backbone.dtype)
+    states = torch.randn(
+        1, config.num_key_value_heads, length, size, device=backbone.device, dtype=backbone.dtype
+    )
     for layer in range(backbone.num_layers):
         cache.write(layer, states, states)
     cache.commit(length)
@@ -39,8 +47,9 @@ def write_random(backbone: Backbone, cache: TreeCache, length: int) -> None:
 class Context:
     """A cache of `length` positions, and verification passes over it that leave it unchanged.
 
-    A pass is what `Decoder` runs between two proposals: backbone, logits, acceptance with its transfer to the host,
-    compaction of the cache. Tensors are created in inference mode, since compiled passes specialize on it.
+    A pass is what `Decoder` runs between two proposals: backbone, logits, acceptance with its
+    transfer to the host, compaction of the cache. Tensors are created in inference mode, since
+    compiled passes specialize on it.
     """
 
     @torch.inference_mode()
@@ -69,7 +78,9 @@ class Context:
             else:
                 storage = cache.reserve(tree.size + 1)
                 mask = mask_of_slots(cache, block, round_up_to_block(cache.length + tree.size + 1))
-                _, logits = compiled(tokens, positions, mask, cache.pending_columns(backbone.device), storage)
+                _, logits = compiled(
+                    tokens, positions, mask, cache.pending_columns(backbone.device), storage
+                )
             (accepted,) = accept(None, tokens, logits, tree)
             cache.keep_rows([accepted.path])
             cache.length = self.length
@@ -82,7 +93,9 @@ class GivenTokens(FixedShapeDraft):
 
     def __init__(self, backbone: Backbone, tree: Tree, cache: StaticCache) -> None:
         super().__init__(None, backbone, tree, cache)
-        self._guesses = torch.arange(1, tree.size + 1, device=backbone.device)[None] % backbone.vocab_size
+        self._guesses = (
+            torch.arange(1, tree.size + 1, device=backbone.device)[None] % backbone.vocab_size
+        )
 
     def propose(self, accepted: AcceptedNodes, roots: torch.Tensor, nodes: SlotPass) -> Proposal:
         """Return the root with the guesses below it."""
@@ -90,7 +103,9 @@ class GivenTokens(FixedShapeDraft):
 
 
 class StaticContext:
-    """The same for steps on static buffers: `StaticSteps` without heads, run or replayed by the backbone's runner."""
+    """The same for steps on static buffers: `StaticSteps` without heads, run or replayed by the
+    backbone's runner.
+    """
 
     @torch.inference_mode()
     def __init__(self, backbone: Backbone, runner: StepRunner, length: int, max_nodes: int) -> None:
@@ -104,7 +119,11 @@ class StaticContext:
         """Return a step over the root and the nodes of `tree`."""
         tree = tree.to(self.backbone.device)
         draft = GivenTokens(self.backbone, tree, self.cache) if tree.size else None
-        return StaticStep(StaticSteps(self.backbone, self._runner, draft, tree, self.cache), self.backbone, self.length)
+        return StaticStep(
+            StaticSteps(self.backbone, self._runner, draft, tree, self.cache),
+            self.backbone,
+            self.length,
+        )
 
 
 class StaticStep:
@@ -113,7 +132,9 @@ class StaticStep:
     def __init__(self, steps: StaticSteps, backbone: Backbone, length: int) -> None:
         self.steps = steps
         self._prompt = torch.zeros(1, length, dtype=torch.long, device=backbone.device)
-        hidden = torch.zeros(1, 1, backbone.hidden_size, dtype=backbone.dtype, device=backbone.device)
+        hidden = torch.zeros(
+            1, 1, backbone.hidden_size, dtype=backbone.dtype, device=backbone.device
+        )
         self._feats, self._lengths = Features(hidden.expand(-1, length, -1)), [length]
 
     @torch.inference_mode()
@@ -132,7 +153,10 @@ def proposal(backbone: Backbone, draft: MedusaDraft, tree: Tree) -> Callable[[],
     """Return `draft.propose` for one state, replayed where steps are."""
     tree = tree.to(backbone.device)
     hidden = torch.randn(1, backbone.hidden_size, device=backbone.device, dtype=backbone.dtype)
-    state, roots = MedusaState(hidden, draft.stacked()), torch.zeros(1, dtype=torch.long, device=backbone.device)
+    state, roots = (
+        MedusaState(hidden, draft.stacked()),
+        torch.zeros(1, dtype=torch.long, device=backbone.device),
+    )
     runner = backbone.step_runner
     if runner is None:
         return torch.inference_mode()(lambda: draft.propose(state, roots, tree))
@@ -146,7 +170,9 @@ def proposal(backbone: Backbone, draft: MedusaDraft, tree: Tree) -> Callable[[],
 
 
 def how_steps_run(backbone: Backbone) -> str:
-    """Return `PASSES`, `STATIC` or `GRAPHS`; to be asked after the steps have run, for a capture may fail."""
+    """Return `PASSES`, `STATIC` or `GRAPHS`; to be asked after the steps have run, for a capture
+    may fail.
+    """
     runner = backbone.step_runner
     if runner is None:
         return PASSES

@@ -1,4 +1,5 @@
-"""Write the table of docs/training.md: memory, disk and hours that `--inspect` estimates for models of today.
+"""Write the table of docs/training.md: memory, disk and hours that `--inspect` estimates for models
+of today.
 
     python benchmarks/estimates.py
 
@@ -62,19 +63,26 @@ def estimate_row(name: str, shape: PretrainedConfig, overrides: list[str], gpu: 
     total, disk, hours = 0.0, 0.0, 0.0
     for cfg in filter(None, (stage_one_config(run), run)):
         width, estimate = int(cfg.sequence_len), Estimate(cfg, shape)
-        memory = estimate.memory(rows=cfg.micro_batch_size, width=width, dtype=torch.bfloat16, device="cuda")
+        memory = estimate.memory(
+            rows=cfg.micro_batch_size, width=width, dtype=torch.bfloat16, device="cuda"
+        )
         total = max(total, memory.total)
         disk += (cfg.save_total_limit + 1) * memory.checkpoint + 2 * memory.weights
         text = {"tokens": TOKENS, "supervised": round(SUPERVISED * TOKENS)}
         text["width"] = width if cfg.sample_packing else 1000
-        hours += estimate_hours(estimate.operations(**text, epochs=cfg.num_epochs), cfg.recipe, GPUS[gpu])
+        hours += estimate_hours(
+            estimate.operations(**text, epochs=cfg.num_epochs), cfg.recipe, GPUS[gpu]
+        )
     cells: list[Any] = [f"`{name}`", " ".join(f"`{one}`" for one in overrides) or "as it is", gpu]
     return [*cells, f"{total / GIB:.0f} GiB", f"{disk / GIB:.0f} GiB", f"{hours:.1f}"]
 
 
 def make_table() -> str:
     """Return the table in Markdown, with one row for each configuration and GPU."""
-    lines = ["| configuration | with | GPU | memory | disk | hours |", "|---|---|---|---:|---:|---:|"]
+    lines = [
+        "| configuration | with | GPU | memory | disk | hours |",
+        "|---|---|---|---:|---:|---:|",
+    ]
     for name, shape, settings in ROWS:
         for gpu, overrides in zip(GPUS, settings, strict=False):
             lines.append("| " + " | ".join(estimate_row(name, shape, overrides, gpu)) + " |")

@@ -1,11 +1,12 @@
-"""Run everything that needs a GPU, and write one page and one JSON file. Start it as `bash benchmarks/gpu.sh`.
+"""Run everything that needs a GPU, and write one page and one JSON file. Start it as `bash
+benchmarks/gpu.sh`.
 
     bash benchmarks/gpu.sh --dry-run          # list and check every step, and the wheels; needs no GPU
     WHEELS=wheels bash benchmarks/gpu.sh      # 25 minutes at most
     WHEELS=wheels bash benchmarks/gpu.sh --part 2   # one part of 8 minutes at most
 
-Finished steps are kept in gpu.json and not run again, so an interrupted run continues with the same command, also on
-another machine that has `--out`. Logs, runs and raw measurements go to `--work`.
+Finished steps are kept in gpu.json and not run again, so an interrupted run continues with the same
+command, also on another machine that has `--out`. Logs, runs and raw measurements go to `--work`.
 """
 
 from __future__ import annotations
@@ -36,8 +37,21 @@ from medusa_train.cli.common import quiet_libraries  # noqa: E402
 GRACE = 10  # seconds between SIGINT and SIGKILL
 DONE, FAILED, STOPPED, SKIPPED = "done", "failed", "stopped at its limit", "skipped"
 #: Of a report of medusa-eval.
-OVERALL = ("answers", "acceleration_rate", "overhead", "speedup", "speedup_over_generate", "tokens_per_s")
-OVERALL += ("baseline_tokens_per_s", "generate_tokens_per_s", "equal_answers", "tie_answers", "equal_answers_bf16")
+OVERALL = (
+    "answers",
+    "acceleration_rate",
+    "overhead",
+    "speedup",
+    "speedup_over_generate",
+    "tokens_per_s",
+)
+OVERALL += (
+    "baseline_tokens_per_s",
+    "generate_tokens_per_s",
+    "equal_answers",
+    "tie_answers",
+    "equal_answers_bf16",
+)
 GOALS_NOTE = "Goals are those of one H200: 7B shape, bfloat16, random weights."
 
 Record = dict[str, Any]
@@ -46,11 +60,21 @@ OPERATORS = {"<=": operator.le, ">=": operator.ge}
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("runs/gpu"), metavar="DIR", help="of gpu.md, gpu.json")
-    parser.add_argument("--work", default="runs/gpu", metavar="DIR", help="logs, trained models (runs/gpu)")
-    parser.add_argument("--part", type=int, choices=sorted({step.part for step in plan()}), help="default: all")
-    parser.add_argument("--dry-run", action="store_true", help="list and check steps; exit code 1 if one cannot run")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/gpu"), metavar="DIR", help="of gpu.md, gpu.json"
+    )
+    parser.add_argument(
+        "--work", default="runs/gpu", metavar="DIR", help="logs, trained models (runs/gpu)"
+    )
+    parser.add_argument(
+        "--part", type=int, choices=sorted({step.part for step in plan()}), help="default: all"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="list and check steps; exit code 1 if one cannot run"
+    )
     return parser.parse_args(arguments)
 
 
@@ -58,7 +82,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 
 def pending(steps: Sequence[Step], part: int | None, record: Record) -> list[Step]:
-    """Return the steps to run: of this part, not finished, or finished and needed again for their files.
+    """Return the steps to run: of this part, not finished, or finished and needed again for their
+    files.
 
     A later step may need a trained model that another machine made.
     """
@@ -67,14 +92,20 @@ def pending(steps: Sequence[Step], part: int | None, record: Record) -> list[Ste
         finished = record["steps"].get(step.name, {})
         done = finished.get("status") == DONE and finished.get("words") == list(step.words)
         gone = step.makes is not None and not (ROOT / step.makes).exists()
-        if (part in (None, step.part) and not done) or (gone and any(step.makes in later.needs for later in chosen)):
+        if (part in (None, step.part) and not done) or (
+            gone and any(step.makes in later.needs for later in chosen)
+        ):
             chosen.append(step)
     return chosen[::-1]
 
 
 def run_step(step: Step, log: Path) -> Record:
     """Run one step with its output in `log`, and stop it and its children at its limit."""
-    absent = [f"{path} is missing: {how}" for path, how in step.needs.items() if not (ROOT / path).exists()]
+    absent = [
+        f"{path} is missing: {how}"
+        for path, how in step.needs.items()
+        if not (ROOT / path).exists()
+    ]
     if absent:
         return {"status": SKIPPED, "seconds": 0, "reason": "; ".join(absent)}
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -82,7 +113,9 @@ def run_step(step: Step, log: Path) -> Record:
         (ROOT / path).unlink(missing_ok=True)  # what an earlier run measured is not this one's
     started = time.monotonic()
     with log.open("wb") as file:
-        process = subprocess.Popen(step.command, cwd=ROOT, stdout=file, stderr=file, start_new_session=True)
+        process = subprocess.Popen(
+            step.command, cwd=ROOT, stdout=file, stderr=file, start_new_session=True
+        )
         try:
             code = process.wait(step.limit)
             status = DONE if code == 0 else FAILED
@@ -99,7 +132,9 @@ def run_step(step: Step, log: Path) -> Record:
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:
-    """End a process and its children, those included that it left behind; Ctrl-C lets pytest write its report."""
+    """End a process and its children, those included that it left behind; Ctrl-C lets pytest write
+    its report.
+    """
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGINT)
         with suppress(subprocess.TimeoutExpired):
@@ -110,25 +145,38 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def results_of(step: Step) -> Record:
-    """Read the page and the figures that a step wrote, without title and machine, which the report says once."""
+    """Read the page and the figures that a step wrote, without title and machine, which the report
+    says once.
+    """
     found: Record = {}
     if step.page is not None and (ROOT / step.page).exists():
         lines = (ROOT / step.page).read_text(encoding="utf-8").splitlines()
         lines = [line for line in lines if not line.startswith("# ") and "Python 3." not in line]
-        last = max((number for number, line in enumerate(lines) if line.startswith("|")), default=len(lines))
+        last = max(
+            (number for number, line in enumerate(lines) if line.startswith("|")),
+            default=len(lines),
+        )
         found["page"] = "\n".join(lines[: last + 1]).strip().splitlines()  # up to its last table
-    if step.figures is not None and step.figures.endswith(".xml") and (ROOT / step.figures).exists():
+    if (
+        step.figures is not None
+        and step.figures.endswith(".xml")
+        and (ROOT / step.figures).exists()
+    ):
         found["figures"] = test_results(ROOT / step.figures)
     elif step.figures is not None and (ROOT / step.figures).exists():
         figures = json.loads((ROOT / step.figures).read_text(encoding="utf-8"))
         if "overall" in figures:
             figures = {"overall": {key: figures["overall"].get(key) for key in OVERALL}}
-        found["figures"] = rounded({key: value for key, value in figures.items() if key != "machine"})
+        found["figures"] = rounded(
+            {key: value for key, value in figures.items() if key != "machine"}
+        )
     return found
 
 
 def test_results(path: Path) -> Record:
-    """Count the tests of a JUnit report, and list those that failed with the first line of their error."""
+    """Count the tests of a JUnit report, and list those that failed with the first line of their
+    error.
+    """
     root = ET.parse(path)
     suite = next(root.iter("testsuite"))  # counts only tests that ended
     count = {name: int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped")}
@@ -145,23 +193,39 @@ def test_results(path: Path) -> Record:
 test_results.__test__ = False  # type: ignore[attr-defined]  # not a test of pytest's
 
 
-def run(steps: Sequence[Step], args: argparse.Namespace, arguments: Sequence[str] | None = None) -> bool:
-    """Run what is pending and write the report after every step; returns whether all of it succeeded."""
+def run(
+    steps: Sequence[Step], args: argparse.Namespace, arguments: Sequence[str] | None = None
+) -> bool:
+    """Run what is pending and write the report after every step; returns whether all of it
+    succeeded.
+    """
     record = load_record(args.out)
     todo = pending(steps, args.part, record)
     words = sys.argv[1:] if arguments is None else arguments
-    record["machine"] = {**machine_facts(__file__, words), "command": " ".join(["bash benchmarks/gpu.sh", *words])}
+    record["machine"] = {
+        **machine_facts(__file__, words),
+        "command": " ".join(["bash benchmarks/gpu.sh", *words]),
+    }
     expected, limit = (sum(getattr(step, name) for step in todo) for name in ("expected", "limit"))
-    print(f"{len(todo)} steps to run, about {expected / 60:.0f} minutes, at most {limit / 60:.0f}", flush=True)
+    print(
+        f"{len(todo)} steps to run, about {expected / 60:.0f} minutes, at most {limit / 60:.0f}",
+        flush=True,
+    )
     succeeded = True
     for step in todo:
-        print(f"{step.name}: about {step.expected} s, at most {step.limit} s ...", end=" ", flush=True)
+        print(
+            f"{step.name}: about {step.expected} s, at most {step.limit} s ...", end=" ", flush=True
+        )
         one = {"part": step.part, "device": record["machine"]["device"], "words": list(step.words)}
         one |= run_step(step, ROOT / args.work / f"{step.name}.log") | results_of(step)
-        print(f"{one['status']} after {one['seconds']} s {one.get('reason', '')}".rstrip(), flush=True)
+        print(
+            f"{one['status']} after {one['seconds']} s {one.get('reason', '')}".rstrip(), flush=True
+        )
         record["steps"][step.name] = one
         record["goals"] = goals(record["steps"])
-        write_result(args.out, "gpu", record, markdown(steps, record))  # from which a later run continues
+        write_result(
+            args.out, "gpu", record, markdown(steps, record)
+        )  # from which a later run continues
         succeeded = succeeded and one["status"] == DONE
     print(f"{args.out}/gpu.md, gpu.json: {progress(steps, record)}")
     return succeeded
@@ -192,38 +256,78 @@ def goals(steps: Mapping[str, Record]) -> list[Record]:
         graphs = [row for row in seven if row["steps"] == GRAPHS]
         best = min(graphs or seven, key=lambda row: row["ms_and_floor"]["plain"][0])["ms_and_floor"]
         plain, floor = best["plain"]
-        found.append(("plain and tree steps replayed as CUDA graphs (1: both)", float(bool(graphs)), ">=", 1.0))
+        found.append(
+            (
+                "plain and tree steps replayed as CUDA graphs (1: both)",
+                float(bool(graphs)),
+                ">=",
+                1.0,
+            )
+        )
         found.append(("plain step over its byte floor", plain / floor, "<=", 1.25))
         if "tree 64" in best:
-            found.append(("step of 64 nodes without heads over plain step", best["tree 64"][0] / plain, "<=", 1.08))
+            found.append(
+                (
+                    "step of 64 nodes without heads over plain step",
+                    best["tree 64"][0] / plain,
+                    "<=",
+                    1.08,
+                )
+            )
         if "heads" in best:
-            found.append(("five heads over their byte floor", best["heads"][0] / best["heads"][1], "<=", 1.25))
+            found.append(
+                (
+                    "five heads over their byte floor",
+                    best["heads"][0] / best["heads"][1],
+                    "<=",
+                    1.25,
+                )
+            )
     cases = [case for one in steps.values() for case in one.get("figures", {}).get("cases", [])]
     for what, name in (("shape1", "Medusa-1"), ("shape2", "Medusa-2")):
         if rates := [case["mfu"] for case in cases if case["what"] == what and "mfu" in case]:
             found.append((f"{name} training over the measured matrix rate", max(rates), ">=", 0.45))
     return [
-        {"goal": name, "wanted": f"{sign} {limit}", "measured": round(value, 3), "met": OPERATORS[sign](value, limit)}
+        {
+            "goal": name,
+            "wanted": f"{sign} {limit}",
+            "measured": round(value, 3),
+            "met": OPERATORS[sign](value, limit),
+        }
         for name, value, sign, limit in found
     ]
 
 
 def markdown(steps: Sequence[Step], record: Record) -> str:
     """Format the page: the steps, the goals, and the tables of every finished step."""
-    parts = ["# On a GPU", machine_line(record["machine"]), f"`bash benchmarks/gpu.sh`: {progress(steps, record)}."]
+    parts = [
+        "# On a GPU",
+        machine_line(record["machine"]),
+        f"`bash benchmarks/gpu.sh`: {progress(steps, record)}.",
+    ]
     rows = []
     for step in steps:
         one = record["steps"].get(step.name, {"status": "not run", "seconds": 0})
         said = one.get("reason", "")
         if "passed" in (figures := one.get("figures", {})):
-            said = f"{figures['passed']} passed, {len(figures['failed'])} failed, {figures['skipped']} skipped {said}"
+            said = (
+                f"{figures['passed']} passed, {len(figures['failed'])} failed, {figures['skipped']}"
+                f" skipped {said}"
+            )
         if one.get("device") not in (None, record["machine"]["device"]):
             said += f" on {one['device']}"
-        rows.append([step.name, str(step.part), one["status"], f"{one['seconds']}", f"{step.limit}", said])
+        rows.append(
+            [step.name, str(step.part), one["status"], f"{one['seconds']}", f"{step.limit}", said]
+        )
     parts.append(table(["step", "part", "result", "seconds", "limit", ""], rows, 3))
     if record["goals"]:
         lines = [
-            [one["goal"], one["wanted"], f"{one['measured']:.2f}", "yes" if one["met"] else "**no**"]
+            [
+                one["goal"],
+                one["wanted"],
+                f"{one['measured']:.2f}",
+                "yes" if one["met"] else "**no**",
+            ]
             for one in record["goals"]
         ]
         parts += ["## Goals", GOALS_NOTE, table(["figure", "goal", "measured", "met"], lines)]
@@ -242,14 +346,18 @@ def markdown(steps: Sequence[Step], record: Record) -> str:
 
 
 def dry_run(steps: Sequence[Step], args: argparse.Namespace) -> bool:
-    """Print and check every step that would run, and the wheels; returns whether all of them could run."""
+    """Print and check every step that would run, and the wheels; returns whether all of them could
+    run.
+    """
     todo = pending(steps, args.part, load_record(args.out))
     total = sum(step.limit for step in steps)
     print(f"all parts: at most {total} s of {ALL_SECONDS} s")
     problems = int(total > ALL_SECONDS)
     for part in sorted({step.part for step in steps}):
         chosen = [step for step in steps if step.part == part]
-        expected, limit = (sum(getattr(step, name) for step in chosen) for name in ("expected", "limit"))
+        expected, limit = (
+            sum(getattr(step, name) for step in chosen) for name in ("expected", "limit")
+        )
         print(f"part {part}: about {expected} s, at most {limit} s")
         if limit > PART_SECONDS:
             problems += 1
@@ -270,10 +378,15 @@ def print_wheels() -> int:
     """Print the wheels that the steps need, and how to get them; returns the number of problems."""
     needed = wheels()
     names = " ".join(f"{name}=={pin}" for name, pin in needed.items() if name not in BUILT)
-    print("wheels beyond PyTorch's image, for WHEELS=DIR, with the GPU machine's version of Python:")
+    print(
+        "wheels beyond PyTorch's image, for WHEELS=DIR, with the GPU machine's version of Python:"
+    )
     print(f"  python -m pip download --no-deps --only-binary=:all: --dest DIR {names}")
     for name in BUILT:
-        print(f"  DS_BUILD_OPS=0 python -m pip wheel --no-deps --no-build-isolation -w DIR {name}=={needed[name]}")
+        print(
+            "  DS_BUILD_OPS=0 python -m pip wheel --no-deps --no-build-isolation -w DIR"
+            f" {name}=={needed[name]}"
+        )
     problems = [f"{name} is not in constraints.txt" for name, pin in needed.items() if pin is None]
     for problem in problems:
         print(f"  PROBLEM: {problem}")

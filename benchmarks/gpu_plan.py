@@ -11,15 +11,44 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PART_SECONDS, ALL_SECONDS = 480, 1500  # of one part, and of all of them, at most
-#: Of which the limits of the benchmarks are made: what decode.py and train.py get as --seconds, and estimates of the
-#: start of a script, of loading a model and timing its heads, of compiling it, and of a process of train.py.
-TIMED_SECONDS, CASE_SECONDS, START_SECONDS, LOAD_SECONDS, COMPILE_SECONDS, PROCESS_SECONDS = 10, 8, 20, 20, 45, 20
-TEST_WORKERS = 8  # processes that share the GPU: tests time nothing, and count the memory of their own process
+#: Of which the limits of the benchmarks are made: what decode.py and train.py get as --seconds,
+# and estimates of the : start of a script, of loading a model and timing its heads, of compiling
+# it, and of a process of train.py.
+TIMED_SECONDS, CASE_SECONDS, START_SECONDS, LOAD_SECONDS, COMPILE_SECONDS, PROCESS_SECONDS = (
+    10,
+    8,
+    20,
+    20,
+    45,
+    20,
+)
+TEST_WORKERS = (
+    8  # processes that share the GPU: tests time nothing, and count the memory of their own process
+)
 SMOLLM2 = "models/smollm2-135m-instruct/config.json"
 SMOLLM2_BENCH = "data/bench/smollm2/question.jsonl"
 #: What the steps import beyond PyTorch's image with transformers, and what that requires.
-WHEELS = ("accelerate", "annotated-types", "bitsandbytes", "certifi", "deepspeed", "einops", "hjson", "httpcore")
-WHEELS += ("httpx", "iniconfig", "msgpack", "ninja", "peft", "pluggy", "psutil", "py-cpuinfo", "pydantic")
+WHEELS = (
+    "accelerate",
+    "annotated-types",
+    "bitsandbytes",
+    "certifi",
+    "deepspeed",
+    "einops",
+    "hjson",
+    "httpcore",
+)
+WHEELS += (
+    "httpx",
+    "iniconfig",
+    "msgpack",
+    "ninja",
+    "peft",
+    "pluggy",
+    "psutil",
+    "py-cpuinfo",
+    "pydantic",
+)
 WHEELS += ("pydantic_core", "pytest", "pytest-xdist", "execnet", "typing-inspection")
 #: Packages that PyPI has as source only: their wheels are built, and need torch for that.
 BUILT = ("deepspeed",)
@@ -31,10 +60,11 @@ class Step:
     """One command of the plan.
 
     Attributes:
-        words: `pytest`, `train`, `eval` or a script of benchmarks/, and its arguments.
-        expected, limit: seconds that it should take on a data-centre GPU, and after which it is stopped.
+        words: `pytest`, `train`, `eval` or a script of benchmarks/, and its arguments. expected,
+        limit: seconds that it should take on a data-centre GPU, and after which it is stopped.
         needs: files and directories that it reads, with the command that makes each.
-        makes: what later steps read. page, figures: files that it writes for the report, of tests JUnit's XML.
+        makes: what later steps read. page, figures: files that it writes for the report, of tests
+            JUnit's XML.
     """
 
     name: str
@@ -64,50 +94,128 @@ def plan(work: str = "runs/gpu") -> list[Step]:
         words = ("train", f"configs/{name}.yaml", f"output_dir={run}", "overwrite_output_dir=true")
         return Step(f"{name}-train", part, words, expected, limit, needs, makes=f"{run}/tree.json")
 
-    def measure(name: str, part: int, bench: str, expected: int, limit: int, *, rows: int = 1) -> Step:
+    def measure(
+        name: str, part: int, bench: str, expected: int, limit: int, *, rows: int = 1
+    ) -> Step:
         run, step = f"{work}/{name}", f"{name}-eval" + (f"-{rows}-rows" if rows > 1 else "")
         needs, out = {f"{run}/tree.json": f"step {name}-train"}, f"{work}/{step}"
-        words = ("eval", "--bench", bench, "--model", run, "--limit", f"{max(12, rows)}", "--output-dir", out)
+        words = (
+            "eval",
+            "--bench",
+            bench,
+            "--model",
+            run,
+            "--limit",
+            f"{max(12, rows)}",
+            "--output-dir",
+            out,
+        )
         words += ("--max-new-tokens", "128", "generate=false", "exactness=false")
         words += (f"batch_size={rows}",) if rows > 1 else ("prompt_lookup=false",)
-        return Step(step, part, words, expected, limit, needs, page=f"{out}/report.md", figures=f"{out}/report.json")
+        return Step(
+            step,
+            part,
+            words,
+            expected,
+            limit,
+            needs,
+            page=f"{out}/report.md",
+            figures=f"{out}/report.json",
+        )
 
-    def script(file: str, part: int, arguments: tuple[str, ...], expected: int, limit: int, name: str) -> Step:
+    def script(
+        file: str, part: int, arguments: tuple[str, ...], expected: int, limit: int, name: str
+    ) -> Step:
         out = f"{work}/{name}"
         words = (f"{file}.py", *arguments, "--out", out)
-        return Step(name, part, words, expected, limit, page=f"{out}/{file}.md", figures=f"{out}/{file}.json")
+        return Step(
+            name,
+            part,
+            words,
+            expected,
+            limit,
+            page=f"{out}/{file}.md",
+            figures=f"{out}/{file}.json",
+        )
 
     def tests(name: str, part: int, expected: int, limit: int) -> Step:
         figures = f"{work}/{name}.xml"
-        words = ("pytest", "-v", "-m", "gpu", "tests/gpu", "-n", f"{TEST_WORKERS}", f"--junitxml={figures}")
+        words = (
+            "pytest",
+            "-v",
+            "-m",
+            "gpu",
+            "tests/gpu",
+            "-n",
+            f"{TEST_WORKERS}",
+            f"--junitxml={figures}",
+        )
         return Step(name, part, words, expected, limit, figures=figures)
 
-    def decode(name: str, part: int, shapes: Sequence[str], settings: Sequence[str], load: int) -> Step:
-        words = ("--shapes", *shapes, "--contexts", "1024", "--nodes", "1", "16", "64", "--dtypes", "bfloat16")
+    def decode(
+        name: str, part: int, shapes: Sequence[str], settings: Sequence[str], load: int
+    ) -> Step:
+        words = (
+            "--shapes",
+            *shapes,
+            "--contexts",
+            "1024",
+            "--nodes",
+            "1",
+            "16",
+            "64",
+            "--dtypes",
+            "bfloat16",
+        )
         words += ("--settings", *settings, "--seconds", f"{TIMED_SECONDS}")
         expected = START_SECONDS + len(shapes) * (TIMED_SECONDS + load * len(settings))
         # a script may take three times --seconds for the calls of one shape
-        return script("decode", part, words, expected, expected + 2 * TIMED_SECONDS * len(shapes), name)
+        return script(
+            "decode", part, words, expected, expected + 2 * TIMED_SECONDS * len(shapes), name
+        )
 
     def training(name: str, part: int, cases: int, words: tuple[str, ...]) -> Step:
         words += ("--dtypes", "bfloat16", "--rounds", "1", "--seconds", f"{CASE_SECONDS}")
         expected = START_SECONDS + cases * (CASE_SECONDS + PROCESS_SECONDS)
         return script("train", part, words, expected, expected + 2 * PROCESS_SECONDS, name)
 
-    data = (*(f"data/selfdistill/{name}.jsonl.gz" for name in ("smollm2", "smollm2_validation")), SMOLLM2_BENCH)
-    distilled = (str(Path(SMOLLM2).parent), "--questions", data[1], "--prompts", "128", "--batches", "32", "64", "128")
+    data = (
+        *(f"data/selfdistill/{name}.jsonl.gz" for name in ("smollm2", "smollm2_validation")),
+        SMOLLM2_BENCH,
+    )
+    distilled = (
+        str(Path(SMOLLM2).parent),
+        "--questions",
+        data[1],
+        "--prompts",
+        "128",
+        "--batches",
+        "32",
+        "64",
+        "128",
+    )
     smollm2 = {SMOLLM2: "make smollm2-model", **dict.fromkeys(data, "part of the repository")}
     return [
         tests("tests", 1, 150, 300),
         decode("decode-7b", 2, ("7B",), ("stock", "static"), LOAD_SECONDS),
         training("train-7b", 2, 2, ("--parts", "shape7b", "--sequences", "2048")),
-        training("train-loss", 2, 4, ("--parts", "loss", "--tokens", "2048", "--vocab", "32000", "--heads", "5")),
+        training(
+            "train-loss",
+            2,
+            4,
+            ("--parts", "loss", "--tokens", "2048", "--vocab", "32000", "--heads", "5"),
+        ),
         train("smollm2_m1", 3, 90, 150, smollm2),
         measure("smollm2_m1", 3, SMOLLM2_BENCH, 40, 70),
         measure("smollm2_m1", 3, SMOLLM2_BENCH, 30, 60, rows=8),
         measure("smollm2_m1", 3, SMOLLM2_BENCH, 30, 60, rows=32),
         replace(script("selfdistill", 3, distilled, 60, 110, "selfdistill"), needs=smollm2),
-        training("train-7b-8-rows", 4, 3, ("--parts", "shape7b", "compiled7b", "--sequences", "2048", "--rows", "8")),
+        training(
+            "train-7b-8-rows",
+            4,
+            3,
+            ("--parts", "shape7b", "compiled7b", "--sequences", "2048", "--rows", "8"),
+        ),
         decode("decode-compiled", 4, ("7B",), ("compiled",), LOAD_SECONDS + 2 * COMPILE_SECONDS),
     ]
 
@@ -137,8 +245,11 @@ def problems_of(step: Step, makers: Iterable[Step]) -> list[str]:
     return problems
 
 
-def command_problems(program: str, arguments: Sequence[str], made: Iterable[str | None]) -> list[str]:
-    """Parse the arguments of medusa-train or medusa-eval, validate the configuration, and look for its files.
+def command_problems(
+    program: str, arguments: Sequence[str], made: Iterable[str | None]
+) -> list[str]:
+    """Parse the arguments of medusa-train or medusa-eval, validate the configuration, and look for
+    its files.
 
     Args:
         made: paths that need not exist.
@@ -152,10 +263,14 @@ def command_problems(program: str, arguments: Sequence[str], made: Iterable[str 
     from medusa_train.evaluation.questions import load_bench
 
     module = importlib.import_module(COMMANDS[program])
-    (usage_error,) = typer.BadParameter.__bases__  # click's, which newer versions of typer carry themselves
+    (usage_error,) = (
+        typer.BadParameter.__bases__
+    )  # click's, which newer versions of typer carry themselves
     try:
         given = get_command(module.app).make_context(program, list(arguments)).params
-        flags = {key: value for key, value in given.items() if value is not None and value is not False}
+        flags = {
+            key: value for key, value in given.items() if value is not None and value is not False
+        }
         words = flags.pop("arguments", None) or []
         if program == "eval":
             load_bench(read_arguments(EvalConfig, words, flags=flags).bench, print)
@@ -165,13 +280,17 @@ def command_problems(program: str, arguments: Sequence[str], made: Iterable[str 
         return [str(error)]
     ready = {str(Path(path).parent) for path in made if path is not None}
     paths = [cfg.base_model, *(dataset.path for dataset in cfg.datasets)]
-    return [f"{path} is missing" for path in paths if path not in ready and not (ROOT / path).exists()]
+    return [
+        f"{path} is missing" for path in paths if path not in ready and not (ROOT / path).exists()
+    ]
 
 
 def test_problems(step: Step) -> list[str]:
     """Collect the tests without running them."""
     command = [word for word in step.command if not word.startswith("--junitxml")]
-    done = subprocess.run([*command, "--collect-only"], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*command, "--collect-only"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     if done.returncode != 0:
         last = (done.stdout + done.stderr).strip().splitlines()[-1:]
         return [f"pytest cannot collect the tests: {''.join(last)}"]

@@ -1,4 +1,6 @@
-"""Experiments of `papers.py`: the schema of their YAML files (benchmarks/README.md), their page, JSON and picture."""
+"""Experiments of `papers.py`: the schema of their YAML files (benchmarks/README.md), their page,
+JSON and picture.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ class Column(Spec):
 
 
 class Chart(Spec):
-    """Bars of column `y` by row; with `x` curves, one for all rows whose titles differ in their last part alone."""
+    """Bars of column `y` by row; with `x` curves, one for all rows whose titles differ in their
+    last part alone.
+    """
 
     y: str
     x: str | None = None
@@ -91,7 +95,9 @@ class Experiment(Spec):
 
 @dataclass(frozen=True)
 class Point:
-    """A point to measure: a run, the number of an evaluation, the swept values, and all keys with which it is run."""
+    """A point to measure: a run, the number of an evaluation, the swept values, and all keys with
+    which it is run.
+    """
 
     run: str
     evaluation: int
@@ -105,7 +111,9 @@ def keys_of_columns(experiment: Experiment) -> set[str]:
 
 
 def row_title(experiment: Experiment, point: Point, several: bool) -> str:
-    """Name the row of a point: run (if there are several), evaluation, and the swept values that no column fixes."""
+    """Name the row of a point: run (if there are several), evaluation, and the swept values that no
+    column fixes.
+    """
     evaluation = experiment.evaluations[point.evaluation]
     fixed = keys_of_columns(experiment)
     leading = [next(iter(entry)) for entry in evaluation.sweep]
@@ -113,12 +121,18 @@ def row_title(experiment: Experiment, point: Point, several: bool) -> str:
     parts += [evaluation.title] if evaluation.title else []
     for name in leading:
         if name not in fixed:
-            parts.append(str(point.swept[name]) if name in ("tree", "bench") else f"{name} {point.swept[name]}")
+            parts.append(
+                str(point.swept[name])
+                if name in ("tree", "bench")
+                else f"{name} {point.swept[name]}"
+            )
     return ", ".join(parts)
 
 
 def look_up(record: Record, path: str) -> Any:
-    """Return a figure by its dotted path, in lists from 1, with its interval if it has one: [value, low, high]."""
+    """Return a figure by its dotted path, in lists from 1, with its interval if it has one: [value,
+    low, high].
+    """
     value: Any = record
     for part in path.split("."):
         if isinstance(value, list) and part.isdigit():
@@ -137,15 +151,24 @@ def first_of(cell: Any) -> Any:
 def pivot(experiment: Experiment, figures: Sequence[tuple[Point, Record]]) -> dict[str, Record]:
     """Return the cells by row and column title."""
     rows: dict[str, Record] = {}
-    several = len({point.run for point, _ in figures}) > 1 or sum(run.shown for run in experiment.runs.values()) > 1
-    reference = {(point.evaluation, str(point.swept)): record for point, record in reversed(figures)}
+    several = (
+        len({point.run for point, _ in figures}) > 1
+        or sum(run.shown for run in experiment.runs.values()) > 1
+    )
+    reference = {
+        (point.evaluation, str(point.swept)): record for point, record in reversed(figures)
+    }
     for point, record in figures:
         first = reference[point.evaluation, str(point.swept)]
         cells = rows.setdefault(row_title(experiment, point, several), {})
         for column in experiment.columns:
-            if column.figure and all(point.swept.get(key) == value for key, value in column.where.items()):
+            if column.figure and all(
+                point.swept.get(key) == value for key, value in column.where.items()
+            ):
                 over = column.figure == "over"
-                cells[column.title] = ratio(first, record) if over else look_up(record, column.figure)
+                cells[column.title] = (
+                    ratio(first, record) if over else look_up(record, column.figure)
+                )
     for cells in rows.values():
         for column in experiment.columns:
             values = [first_of(cells.get(title)) for title in column.mean_of]
@@ -155,10 +178,15 @@ def pivot(experiment: Experiment, figures: Sequence[tuple[Point, Record]]) -> di
 
 
 def ratio(first: Record, second: Record) -> list[float] | None:
-    """Return how many times more tokens per step the second draft takes, with its paired bootstrap interval."""
+    """Return how many times more tokens per step the second draft takes, with its paired bootstrap
+    interval.
+    """
     if first is second or "questions" not in first:
         return None
-    pair = [{name: Counts(*sums) for name, sums in part["questions"].items()} for part in (first, second)]
+    pair = [
+        {name: Counts(*sums) for name, sums in part["questions"].items()}
+        for part in (first, second)
+    ]
     try:
         value, ends = compare_rates(pair[0], pair[1])
     except DataError:
@@ -181,16 +209,29 @@ def chart_of(experiment: Experiment, rows: Mapping[str, Record]) -> Record:
     chart, published = experiment.chart, experiment.published.rows
     title = f"{experiment.title}: {chart.y}"
     if chart.x is None:
-        theirs = {name: one[chart.y] for name, one in published.items() if isinstance(one.get(chart.y), float)}
-        ours = {name: cells[chart.y] for name, cells in rows.items() if cells.get(chart.y) is not None}
-        values = {name: cell if isinstance(cell := ours.get(name), list) else [cell] for name in {**ours, **theirs}}
+        theirs = {
+            name: one[chart.y]
+            for name, one in published.items()
+            if isinstance(one.get(chart.y), float)
+        }
+        ours = {
+            name: cells[chart.y] for name, cells in rows.items() if cells.get(chart.y) is not None
+        }
+        values = {
+            name: cell if isinstance(cell := ours.get(name), list) else [cell]
+            for name in {**ours, **theirs}
+        }
         return {"title": title, "values": values, "published": theirs}
     series: dict[str, list[list[float]]] = {}
     for name, cells in rows.items():
         point = [first_of(cells.get(chart.x)), first_of(cells.get(chart.y))]
         if None not in point:
             series.setdefault(name.rpartition(", ")[0] or name, []).append(point)
-    return {"title": title, "x": chart.x, "curves": {name: sorted(points) for name, points in series.items()}}
+    return {
+        "title": title,
+        "x": chart.x,
+        "curves": {name: sorted(points) for name, points in series.items()},
+    }
 
 
 def write_experiment(
@@ -200,19 +241,39 @@ def write_experiment(
     commands: Sequence[Sequence[str]],
     figures: Sequence[tuple[Point, Record]],
 ) -> None:
-    """Write NAME.md, NAME.json and NAME.svg with what is measured so far, the published figures below ours."""
-    rows, name, published = pivot(experiment, figures), args.name or experiment.name, experiment.published
+    """Write NAME.md, NAME.json and NAME.svg with what is measured so far, the published figures
+    below ours.
+    """
+    rows, name, published = (
+        pivot(experiment, figures),
+        args.name or experiment.name,
+        experiment.published,
+    )
     lines = []
     for title in dict.fromkeys([*rows, *published.rows]):
         if title in rows:
-            lines.append([title, *(cell_text(rows[title].get(one.title), one) for one in experiment.columns)])
+            lines.append(
+                [title, *(cell_text(rows[title].get(one.title), one) for one in experiment.columns)]
+            )
         if theirs := published.rows.get(title):
-            lines.append([f"*{title}, published*", *(str(theirs.get(one.title, "-")) for one in experiment.columns)])
+            lines.append(
+                [
+                    f"*{title}, published*",
+                    *(str(theirs.get(one.title, "-")) for one in experiment.columns),
+                ]
+            )
     chart = rounded(chart_of(experiment, rows))
-    parts = ["**Made with --quick: the drafts are not trained. It shows that everything runs.**"] if args.quick else []
+    parts = (
+        ["**Made with --quick: the drafts are not trained. It shows that everything runs.**"]
+        if args.quick
+        else []
+    )
     parts += [
         experiment.source,
-        f"Backbone: `{record['base_model']}`. Brackets: 95 %. {backbone_note(record['base_model'])}",
+        (
+            f"Backbone: `{record['base_model']}`. Brackets: 95 %."
+            f" {backbone_note(record['base_model'])}"
+        ),
         "Speedups are over the same loop without a draft.",
     ]
     drawn = " In the picture ours are blue." if chart.get("published") else ""

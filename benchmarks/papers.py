@@ -1,4 +1,5 @@
-"""Train, measure and tabulate an experiment of a paper on any backbone, with the published figures beside ours.
+"""Train, measure and tabulate an experiment of a paper on any backbone, with the published figures
+beside ours.
 
     make smollm2-model                                            # once: the default backbone
     python benchmarks/papers.py medusa_table2                     # or a YAML file; run again, it continues
@@ -6,12 +7,14 @@
     python benchmarks/papers.py drafts --runs medusa1 kangaroo --eval 'bench=mtbench:5' --set seed=7
     python benchmarks/papers.py amphista_table4 --quick           # tiny backbone, some minutes: does it run here?
 
-The files in benchmarks/papers/ name runs (a configuration of the family `--configs` and overrides), evaluations (keys
-of `medusa-eval`, some of them swept), columns and published figures; benchmarks/README.md describes them. Runs are
-trained by `medusa-train` and measured by `medusa-eval`, as far as they are not finished, and both resume. With
-`count: true` one evaluation in batches is enough: the steps of all trees are simulated along plain greedy answers, and
-nothing depends on the clock. Runs and reports below `--out` are kept, shared by all experiments and told apart by their
-settings. NAME.md, NAME.json and NAME.svg are written after every run. Never run on a GPU.
+The files in benchmarks/papers/ name runs (a configuration of the family `--configs` and overrides),
+evaluations (keys of `medusa-eval`, some of them swept), columns and published figures;
+benchmarks/README.md describes them. Runs are trained by `medusa-train` and measured by
+`medusa-eval`, as far as they are not finished, and both resume. With `count: true` one evaluation
+in batches is enough: the steps of all trees are simulated along plain greedy answers, and nothing
+depends on the clock. Runs and reports below `--out` are kept, shared by all experiments and told
+apart by their settings. NAME.md, NAME.json and NAME.svg are written after every run. Never run on a
+GPU.
 """
 
 from __future__ import annotations
@@ -40,7 +43,14 @@ sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
 
 import yaml  # noqa: E402
 from estimates import estimate_row  # noqa: E402
-from paper_tables import Experiment, Point, Record, Run, keys_of_columns, write_experiment  # noqa: E402
+from paper_tables import (  # noqa: E402
+    Experiment,
+    Point,
+    Record,
+    Run,
+    keys_of_columns,
+    write_experiment,
+)
 from pydantic import ValidationError  # noqa: E402
 from safetensors import safe_open  # noqa: E402
 from shapes import SHAPES, llama_config  # noqa: E402
@@ -66,7 +76,14 @@ from medusa_train.trees.tree import Tree  # noqa: E402
 EXPERIMENTS = ROOT / "benchmarks" / "papers"
 QUICK_STEPS = 4  # optimizer steps of a whole training with --quick
 COUNTED_ROWS = 16  # batch size of evaluations whose steps are counted, along plain answers
-QUICK_EVAL = {"bench": "tiny:1", "limit": 2, "max_new_tokens": 16, "warmup": 0, "exactness": False, "dtype": "float32"}
+QUICK_EVAL = {
+    "bench": "tiny:1",
+    "limit": 2,
+    "max_new_tokens": 16,
+    "warmup": 0,
+    "exactness": False,
+    "dtype": "float32",
+}
 QUICK_EVAL |= {"rouge": False}  # the tiny bench has no references
 MOST_NODES = 256  # of a random tree (Medusa, Configuration of Tree Attention)
 WIDEST = 10  # guesses of a head that are told apart
@@ -74,19 +91,37 @@ WIDEST = 10  # guesses of a head that are told apart
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     names = ", ".join(sorted(path.stem for path in EXPERIMENTS.glob("*.yaml")))
     parser.add_argument("experiments", nargs="+", metavar="NAME|FILE.yaml", help=names)
     parser.add_argument("--configs", metavar="PREFIX", help="PREFIX_m1.yaml, ... (configs/smollm2)")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="runs/papers, with --quick runs/papers-quick")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="runs/papers, with --quick runs/papers-quick"
+    )
     parser.add_argument("--name", help="of the page and its JSON; default: that of the experiment")
-    parser.add_argument("--runs", nargs="+", metavar="RUN", help="these only; the first is the reference")
-    parser.add_argument("--set", nargs="*", default=[], metavar="key=value", help="in every training")
-    parser.add_argument("--eval", nargs="*", default=[], metavar="key=value", help="in every evaluation")
-    parser.add_argument("--epochs", type=float, help="of every whole training; default: its configuration's")
-    parser.add_argument("--counted", action="store_true", help="leave out what depends on the clock")
-    parser.add_argument("--inspect", action="store_true", help="print the plan with memory and hours; train nothing")
-    parser.add_argument("--quick", action="store_true", help="a few steps, questions and values: no results")
+    parser.add_argument(
+        "--runs", nargs="+", metavar="RUN", help="these only; the first is the reference"
+    )
+    parser.add_argument(
+        "--set", nargs="*", default=[], metavar="key=value", help="in every training"
+    )
+    parser.add_argument(
+        "--eval", nargs="*", default=[], metavar="key=value", help="in every evaluation"
+    )
+    parser.add_argument(
+        "--epochs", type=float, help="of every whole training; default: its configuration's"
+    )
+    parser.add_argument(
+        "--counted", action="store_true", help="leave out what depends on the clock"
+    )
+    parser.add_argument(
+        "--inspect", action="store_true", help="print the plan with memory and hours; train nothing"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="a few steps, questions and values: no results"
+    )
     args = parser.parse_args(arguments)
     args.out = args.out or Path("runs/papers-quick" if args.quick else "runs/papers")
     args.configs = args.configs or ("configs/tiny" if args.quick else "configs/smollm2")
@@ -94,7 +129,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 
 def read_experiment(name: str) -> Experiment:
-    """Read an experiment by its name in benchmarks/papers/ or its path; raises ConfigError if it is invalid."""
+    """Read an experiment by its name in benchmarks/papers/ or its path; raises ConfigError if it is
+    invalid.
+    """
     path = EXPERIMENTS / f"{name}.yaml" if (EXPERIMENTS / f"{name}.yaml").is_file() else Path(name)
     if not path.is_file():
         raise ConfigError(f"{name}: no such file, and none in {EXPERIMENTS}")
@@ -136,7 +173,9 @@ class Stage:
         """Train or resume it, unless it is finished."""
         if not self.finished.is_file():
             call("train", [*self.command, "resume_from_checkpoint=auto"])
-            replace_text(self.finished, json.dumps({"config": self.config, "overrides": self.overrides}))
+            replace_text(
+                self.finished, json.dumps({"config": self.config, "overrides": self.overrides})
+            )
 
 
 class Plan:
@@ -144,22 +183,41 @@ class Plan:
 
     def __init__(self, args: argparse.Namespace, experiment: Experiment) -> None:
         self.args, self.experiment = args, experiment
-        configs = {name: f"{args.configs}_{run.config}.yaml" for name, run in experiment.runs.items() if run.shown}
-        lacking = [name for name, path in configs.items() if experiment.runs[name].config and not resolve_path(path)]
+        configs = {
+            name: f"{args.configs}_{run.config}.yaml"
+            for name, run in experiment.runs.items()
+            if run.shown
+        }
+        lacking = [
+            name
+            for name, path in configs.items()
+            if experiment.runs[name].config and not resolve_path(path)
+        ]
         self.names: list[str] = args.runs or [name for name in configs if name not in lacking]
         if lacking and not args.runs:
-            print(f"{experiment.name}: without {', '.join(lacking)}, for which there is no {args.configs}_*.yaml")
+            print(
+                f"{experiment.name}: without {', '.join(lacking)}, for which there is no"
+                f" {args.configs}_*.yaml"
+            )
         if unknown := set(self.names) - set(experiment.runs):
-            raise ConfigError(f"--runs {' '.join(sorted(unknown))}: not in {', '.join(experiment.runs)}")
+            raise ConfigError(
+                f"--runs {' '.join(sorted(unknown))}: not in {', '.join(experiment.runs)}"
+            )
         self.names = [name for name in self.names if any(self.points(name))]
         if not self.names:
             clock = f"--counted: everything that {experiment.name} measures depends on the clock"
-            raise ConfigError(clock if args.counted else f"--eval: no column of {experiment.name} has these values")
+            raise ConfigError(
+                clock
+                if args.counted
+                else f"--eval: no column of {experiment.name} has these values"
+            )
         for name in self.names:
             self.stages(name)  # raises ConfigError before anything is trained
 
     def stages(self, name: str) -> list[Stage]:
-        """List the stages of a run's training, the one that is measured last; none for the backbone alone."""
+        """List the stages of a run's training, the one that is measured last; none for the backbone
+        alone.
+        """
         run, args = self.experiment.runs[name], self.args
         if run.config is None:
             return []
@@ -168,9 +226,17 @@ class Plan:
         words = [*self.experiment.set, *self._length(run, config), *args.set, *run.set]
         if "{" in str(run.set):
             shape = backbone_config(self.family)
-            last = [shape.num_hidden_layers - n for n in (3, 2, 1)]  # layers after which the draft reads states
-            linears = 2 * shape.hidden_size // 3  # an MLP with as many weights as two square matrices
-            for part, value in {"mlp": shape.intermediate_size, "linears": linears, "last": last}.items():
+            last = [
+                shape.num_hidden_layers - n for n in (3, 2, 1)
+            ]  # layers after which the draft reads states
+            linears = (
+                2 * shape.hidden_size // 3
+            )  # an MLP with as many weights as two square matrices
+            for part, value in {
+                "mlp": shape.intermediate_size,
+                "linears": linears,
+                "last": last,
+            }.items():
                 words = [word.replace(f"{{{part}}}", str(value)) for word in words]
         words += [f"lora_model_dir={before[-1].directory}"] if before else []
         stage = Stage(Path(), config, tuple(words))
@@ -179,14 +245,25 @@ class Plan:
 
     def _length(self, run: Run, config: str) -> list[str]:
         if self.args.quick:
-            cfg, steps = load_config(TrainConfig, Path(config)), max(1, round(QUICK_STEPS * run.share))
-            words = [f"max_steps={steps}", "warmup_steps=1", f"calibration_tokens={100 * self.fits_trees}"]
+            cfg, steps = (
+                load_config(TrainConfig, Path(config)),
+                max(1, round(QUICK_STEPS * run.share)),
+            )
+            words = [
+                f"max_steps={steps}",
+                "warmup_steps=1",
+                f"calibration_tokens={100 * self.fits_trees}",
+            ]
             words.append(f"datasets={json.dumps([cfg.datasets[0].model_dump(exclude_unset=True)])}")
             words.append(f"dataset_prepared_path={self.args.out / 'prepared'}")
             return words if cfg.test_datasets else [*words, "val_set_size=0.01"]
         if self.args.epochs is None and self.experiment.epochs_of is None and run.share == 1:
             return []
-        like = f"{self.args.configs}_{self.experiment.epochs_of}.yaml" if self.experiment.epochs_of else config
+        like = (
+            f"{self.args.configs}_{self.experiment.epochs_of}.yaml"
+            if self.experiment.epochs_of
+            else config
+        )
         epochs = self.args.epochs or load_config(TrainConfig, Path(like)).num_epochs
         return [f"num_epochs={run.share * epochs:g}"]
 
@@ -201,8 +278,13 @@ class Plan:
         return "sparse:" in self.experiment.model_dump_json()
 
     def points(self, name: str) -> Iterator[Point]:
-        """List what is measured of a run; values of one entry of `sweep` go together, those of several are combined."""
-        given = {key: yaml.safe_load(text) for key, _, text in (word.partition("=") for word in self.args.eval)}
+        """List what is measured of a run; values of one entry of `sweep` go together, those of
+        several are combined.
+        """
+        given = {
+            key: yaml.safe_load(text)
+            for key, _, text in (word.partition("=") for word in self.args.eval)
+        }
         common = {**(QUICK_EVAL if self.args.quick else {}), **given}
         replaced = common.keys() - keys_of_columns(self.experiment)
         for number, one in enumerate(self.experiment.evaluations):
@@ -210,7 +292,10 @@ class Plan:
                 continue
             parts: list[list[Any]] = []
             for entry in one.sweep:
-                values = [[common[key]] * len(part) if key in replaced else part for key, part in entry.items()]
+                values = [
+                    [common[key]] * len(part) if key in replaced else part
+                    for key, part in entry.items()
+                ]
                 parts.append(list(dict.fromkeys(zip(*values, strict=True))))
             if self.args.quick:
                 parts = [list(dict.fromkeys([part[0], part[-1]])) for part in parts]
@@ -218,12 +303,21 @@ class Plan:
             for chosen in itertools.product(*parts) if name in (one.runs or [name]) else ():
                 swept = dict(zip(names, itertools.chain(*chosen), strict=True))
                 named = given.keys() & swept.keys() - replaced
-                if all(str(given[key]).startswith(str(swept[key])) for key in named):  # else its columns name another
-                    yield Point(name, number, swept, {**one.keys, **swept, **self.experiment.runs[name].eval, **common})
+                if all(
+                    str(given[key]).startswith(str(swept[key])) for key in named
+                ):  # else its columns name another
+                    yield Point(
+                        name,
+                        number,
+                        swept,
+                        {**one.keys, **swept, **self.experiment.runs[name].eval, **common},
+                    )
 
 
 def backbone_config(cfg: TrainConfig) -> Any:
-    """Return the backbone's configuration; where it is not on this machine, a Llama's of the size in its name."""
+    """Return the backbone's configuration; where it is not on this machine, a Llama's of the size
+    in its name.
+    """
     try:
         return resolve_backbone(cfg.base_model)[1].get_text_config()
     except MedusaError:
@@ -241,19 +335,25 @@ def load_questions(text: str) -> Bench:
     bench, seen = load_bench(name, print), Counter[str]()
     kept = []
     for question in bench.questions:
-        if (not categories or question.category in categories.split("+")) and seen[question.category] < each:
+        if (not categories or question.category in categories.split("+")) and seen[
+            question.category
+        ] < each:
             seen[question.category] += 1
             kept.append(question)
     if not kept:
-        raise ConfigError(f"bench {text}: no questions; categories: {', '.join({q.category for q in bench.questions})}")
+        raise ConfigError(
+            f"bench {text}: no questions; categories:"
+            f" {', '.join({q.category for q in bench.questions})}"
+        )
     return replace(bench, questions=tuple(kept))
 
 
 def named_tree(name: str, num_heads: int, fitted: Mapping[int, Tree]) -> Tree:
     """Return chain:N, dense:AxBx..., random:SEED or sparse:N, no deeper than the draft.
 
-    A random tree is the Cartesian product of random numbers of guesses of the first heads, drawn until it has at most
-    256 nodes (Medusa, Configuration of Tree Attention); a sparse one is the best of N nodes on held-out prompts.
+    A random tree is the Cartesian product of random numbers of guesses of the first heads, drawn
+    until it has at most 256 nodes (Medusa, Configuration of Tree Attention); a sparse one is the
+    best of N nodes on held-out prompts.
     """
     kind, _, value = name.partition(":")
     if kind == "chain":
@@ -278,7 +378,9 @@ class Measurement:
     def __init__(self, plan: Plan, name: str) -> None:
         self.plan, self.args = plan, plan.args
         self.stages, self.points = plan.stages(name), list(plan.points(name))
-        self.folder = self.args.out / "reports" / (self.stages[-1].directory.name if self.stages else name)
+        self.folder = (
+            self.args.out / "reports" / (self.stages[-1].directory.name if self.stages else name)
+        )
 
     def run(self) -> Iterator[tuple[Point, Record]]:
         """Yield the figures of every point."""
@@ -290,10 +392,15 @@ class Measurement:
                 keys["tree"] = str(self.folder / f"{keys['tree'].replace(':', '')}.json")
             if self.plan.experiment.evaluations[point.evaluation].count:
                 if tree is None:
-                    raise ConfigError(f"count: true counts the steps of named trees, got tree: {keys.get('tree')}")
+                    raise ConfigError(
+                        f"count: true counts the steps of named trees, got tree: {keys.get('tree')}"
+                    )
                 threshold = keys.pop("threshold", 0.0)
                 if threshold and not str(point.keys["tree"]).startswith("chain"):
-                    raise ConfigError(f"count: true has a threshold in chains alone, got tree: {point.keys['tree']}")
+                    raise ConfigError(
+                        "count: true has a threshold in chains alone, got tree:"
+                        f" {point.keys['tree']}"
+                    )
                 keys = {"batch_size": COUNTED_ROWS, "dtype": "bfloat16", **keys, "tree": "none"}
             elif tree is not None:
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -303,20 +410,32 @@ class Measurement:
 
     def _tree(self, name: str) -> Tree:
         directory = self.stages[-1].directory
-        heads = load_config(TrainConfig, directory / "config.yaml").draft_config.settings["num_heads"]
+        heads = load_config(TrainConfig, directory / "config.yaml").draft_config.settings[
+            "num_heads"
+        ]
         return named_tree(name, int(heads), self._sparse if name.startswith("sparse") else {})
 
     @cached_property
     def _sparse(self) -> dict[int, Tree]:
-        """The best trees of the sizes that are asked for, on the answers that the run's own tree was fitted to."""
+        """The best trees of the sizes that are asked for, on the answers that the run's own tree
+        was fitted to.
+        """
         directory = self.stages[-1].directory
         settings = DecodingSettings.load(directory / TREE) if (directory / TREE).is_file() else None
-        key = None if settings is None else weights_key(resolve_model(str(directory), None, None), settings)
+        key = (
+            None
+            if settings is None
+            else weights_key(resolve_model(str(directory), None, None), settings)
+        )
         kept = None if key is None else load_traces(directory / TREE_TRACES, key)
         if kept is None:
-            raise CheckpointError(f"{directory}: no traces for sparse trees; train with calibration_tokens above 0")
+            raise CheckpointError(
+                f"{directory}: no traces for sparse trees; train with calibration_tokens above 0"
+            )
         names = {str(point.keys.get("tree")) for point in self.points}
-        return fit_trees(kept.traces, [int(name[7:]) for name in names if name.startswith("sparse:")])
+        return fit_trees(
+            kept.traces, [int(name[7:]) for name in names if name.startswith("sparse:")]
+        )
 
     def _evaluate(self, keys: Record) -> Path:
         """Run `medusa-eval` unless its report is complete; return the directory of the report."""
@@ -326,7 +445,9 @@ class Measurement:
             keys = json.loads(json.dumps(keys).replace("{data}", source.name))
         if re.search(r"@|:\d+$", keys["bench"]):
             rows = [{**asdict(question), "expected": None} for question in bench.questions]
-            path = self.args.out / "benches" / f"{re.sub(r'[^A-Za-z0-9_-]', '-', keys['bench'])}.jsonl"
+            path = (
+                self.args.out / "benches" / f"{re.sub(r'[^A-Za-z0-9_-]', '-', keys['bench'])}.jsonl"
+            )
             path.parent.mkdir(parents=True, exist_ok=True)
             replace_text(path, "".join(json.dumps(row) + "\n" for row in rows))
             keys = {**keys, "bench": str(path)}
@@ -337,14 +458,24 @@ class Measurement:
             keys = {**keys, "base_model": family.base_model, "chat_template": family.chat_template}
         out = self.folder / f"{bench.name}-{digest(keys, [one.turns for one in bench.questions])}"
         if not (out / "report.json").is_file() or (out / "turns.jsonl").is_file():
-            call("evaluate", [*(f"{key}={json.dumps(value)}" for key, value in keys.items()), f"output_dir={out}"])
+            call(
+                "evaluate",
+                [
+                    *(f"{key}={json.dumps(value)}" for key, value in keys.items()),
+                    f"output_dir={out}",
+                ],
+            )
         return out
 
 
 def trained_figures(runs: Sequence[Path]) -> Record:
-    """Return the tokens of all stages, and the number of parameters in the files of the last one's draft."""
+    """Return the tokens of all stages, and the number of parameters in the files of the last one's
+    draft.
+    """
     logged = [map(json.loads, read_lines(run / "metrics.jsonl")) for run in runs]
-    tokens = sum([line for line in lines if line["kind"] == "train"][-1]["tokens"] for lines in logged)
+    tokens = sum(
+        [line for line in lines if line["kind"] == "train"][-1]["tokens"] for lines in logged
+    )
     parameters = 0
     for file in find_heads(runs[-1] / "heads").files:
         with safe_open(str(file), framework="pt") as tensors:
@@ -354,13 +485,16 @@ def trained_figures(runs: Sequence[Path]) -> Record:
 
 
 def read_report(directory: Path, tree: Tree | None, threshold: float = 0.0) -> Record:
-    """Return the figures of a report; with a tree, those of its steps along the answers and nothing that was timed.
+    """Return the figures of a report; with a tree, those of its steps along the answers and nothing
+    that was timed.
 
     The chains of drafts that stop early end with a token of at most `threshold`.
     """
     report = json.loads((directory / "report.json").read_text(encoding="utf-8"))
     lines = [json.loads(line) for line in read_lines(directory / "answers.jsonl")]
-    answers = {(line["question_id"], line["turn"]): line for line in lines if not line.get("skipped")}
+    answers = {
+        (line["question_id"], line["turn"]): line for line in lines if not line.get("skipped")
+    }
     accepted = {key: line["accepted"] for key, line in answers.items()}
     parts = {name: report.get(name) for name in ("categories", "judge", "rouge", "joint", "meta")}
     figures = {**report["overall"], **parts, "nodes": report["meta"]["tree_nodes"]}
@@ -371,8 +505,14 @@ def read_report(directory: Path, tree: Tree | None, threshold: float = 0.0) -> R
             steps = [lengths[trace.path(start)] for start in trace.simulate(lengths)]
             accepted[line["question_id"], line["turn"]] = steps
         kept = ("answers", "looping_answers", "head_accuracy", "joint")
-        rate = sum(line["tokens"] - 1 for line in answers.values()) / max(sum(map(len, accepted.values())), 1)
-        figures = {**{name: figures[name] for name in kept}, "nodes": tree.size, "acceleration_rate": rate}
+        rate = sum(line["tokens"] - 1 for line in answers.values()) / max(
+            sum(map(len, accepted.values())), 1
+        )
+        figures = {
+            **{name: figures[name] for name in kept},
+            "nodes": tree.size,
+            "acceleration_rate": rate,
+        }
         figures["meta"] = {"early_stop": threshold}
     questions: dict[str, list[int]] = {}
     sums = {True: [0, 0], False: [0, 0]}  # by whether an answer loops
@@ -384,7 +524,10 @@ def read_report(directory: Path, tree: Tree | None, threshold: float = 0.0) -> R
     tokens, steps_without = sums[False]
     return {
         **figures,
-        "ctar": [sum(length >= w for length in every) / len(every) for w in range(1, max(every, default=0) + 1)],
+        "ctar": [
+            sum(length >= w for length in every) / len(every)
+            for w in range(1, max(every, default=0) + 1)
+        ],
         "without_loops": tokens / steps_without if steps_without else None,
         "questions": questions,
     }
@@ -397,7 +540,10 @@ def read_lines(path: Path) -> list[str]:
 
 def environment() -> dict[str, str]:
     """Return the environment of a command of this project, also where it is not installed."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+    }
 
 
 def call(command: str, words: Sequence[str]) -> None:
@@ -415,7 +561,8 @@ def call(command: str, words: Sequence[str]) -> None:
 def inspect(plan: Plan) -> None:
     """Print what is to be trained and measured, with the estimates of `medusa-train --inspect`.
 
-    Where backbone or data are not on this machine: by the shape of a model of this size and 60,000 conversations.
+    Where backbone or data are not on this machine: by the shape of a model of this size and 60,000
+    conversations.
     """
     print(f"{plan.experiment.name}: {plan.experiment.title}")
     rows: dict[Path, list[str]] = {}
@@ -424,12 +571,29 @@ def inspect(plan: Plan) -> None:
         for stage in plan.stages(name):
             if stages.setdefault(stage.directory, stage) is not stage:
                 continue
-            print(f"\n{stage.directory.name} ({'finished' if stage.finished.is_file() else 'to train'})", flush=True)
+            print(
+                f"\n{stage.directory.name}"
+                f" ({'finished' if stage.finished.is_file() else 'to train'})",
+                flush=True,
+            )
             print(f"medusa-train {shlex.join(stage.command)}")
             # the run that it starts from may not be trained yet, and changes no estimate
-            alone = ["lora_model_dir=null", "stage_one=null"] if "lora_model_dir=" in str(stage.overrides) else []
-            words = [sys.executable, "-m", "medusa_train.cli.train", *stage.command, *alone, "--inspect"]
-            done = subprocess.run(words, capture_output=True, text=True, env=environment(), check=False)
+            alone = (
+                ["lora_model_dir=null", "stage_one=null"]
+                if "lora_model_dir=" in str(stage.overrides)
+                else []
+            )
+            words = [
+                sys.executable,
+                "-m",
+                "medusa_train.cli.train",
+                *stage.command,
+                *alone,
+                "--inspect",
+            ]
+            done = subprocess.run(
+                words, capture_output=True, text=True, env=environment(), check=False
+            )
             if done.returncode:
                 print(done.stderr.strip())
                 shape, gpu = backbone_config(stage.load()), list(GPUS)[-1]
@@ -437,11 +601,21 @@ def inspect(plan: Plan) -> None:
                 rows[stage.directory] = [f"`{stage.directory.name}`", *cells]
             else:
                 lines = done.stdout.splitlines()
-                print("\n".join(lines[next(i for i, line in enumerate(lines) if line.startswith("steps")) :]))
+                print(
+                    "\n".join(
+                        lines[next(i for i, line in enumerate(lines) if line.startswith("steps")) :]
+                    )
+                )
         points = list(plan.points(name))
-        print(f"\n{name}: {len({json.dumps(point.keys) for point in points})} evaluations, {len(points)} points")
+        print(
+            f"\n{name}: {len({json.dumps(point.keys) for point in points})} evaluations,"
+            f" {len(points)} points"
+        )
     if rows:
-        print("\nOf runs that cannot be inspected here: estimates by shape, 60,000 conversations an epoch\n")
+        print(
+            "\nOf runs that cannot be inspected here: estimates by shape, 60,000 conversations an"
+            " epoch\n"
+        )
         print(table(["run", "GPU", "memory", "disk", "hours"], list(rows.values()), 2))
 
 

@@ -1,11 +1,12 @@
 """How many tokens per second does self-distillation write, in batches and beside vLLM?
 
-    python benchmarks/selfdistill.py models/smollm2-135m-instruct --compile --vllm /path/to/vllm/bin/python
+    python benchmarks/selfdistill.py models/smollm2-135m-instruct --compile --vllm
+    /path/to/vllm/bin/python
 
-Generates `--tokens` tokens, whatever they are, for the first turns of MT-Bench (`MEDUSA_BENCH_DIR`, or `--questions`):
-greedy, in bfloat16, prefill included, in batches of `--batches` rows, with `--compile` also compiled. `--vllm` names
-the interpreter of an environment that has vllm; without it vLLM is left out. Writes selfdistill.md and
-selfdistill.json to `--out`. Never run on a GPU.
+Generates `--tokens` tokens, whatever they are, for the first turns of MT-Bench (`MEDUSA_BENCH_DIR`,
+or `--questions`): greedy, in bfloat16, prefill included, in batches of `--batches` rows, with
+`--compile` also compiled. `--vllm` names the interpreter of an environment that has vllm; without
+it vLLM is left out. Writes selfdistill.md and selfdistill.json to `--out`. Never run on a GPU.
 """
 
 from __future__ import annotations
@@ -35,7 +36,12 @@ from medusa_train.selfdistill.answers import DropRules, Engine, Request  # noqa:
 from medusa_train.selfdistill.chat_prompting import ChatPrompting  # noqa: E402
 from medusa_train.selfdistill.hf_engine import HFEngine  # noqa: E402
 from medusa_train.selfdistill.modes import replay  # noqa: E402
-from medusa_train.selfdistill.prompts import Prompt, Selection, read_prompts, select_prompts  # noqa: E402
+from medusa_train.selfdistill.prompts import (  # noqa: E402
+    Prompt,
+    Selection,
+    read_prompts,
+    select_prompts,
+)
 
 
 def requests_of(prompts: Sequence[Prompt]) -> list[Request]:
@@ -73,7 +79,9 @@ print("RESULT", json.dumps([seconds, sum(len(one.outputs[0].token_ids) for one i
 """
 
 
-def vllm_rate(python: str, model: str, prompts: Sequence[list[int]], tokens: int, batch: int, threads: int) -> float:
+def vllm_rate(
+    python: str, model: str, prompts: Sequence[list[int]], tokens: int, batch: int, threads: int
+) -> float:
     """Return vLLM's tokens per second on the first `threads` cores; fails with its output."""
     bind = {"VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}", "VLLM_CPU_KVCACHE_SPACE": "2"}
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
@@ -107,7 +115,9 @@ def own_rate(
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", help="directory of the model")
     parser.add_argument("--tokens", type=int, default=128, help="of each answer (128)")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32], help="rows (1 8 32)")
@@ -116,7 +126,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--questions", default=str(questions), help="question file (MT-Bench)")
     parser.add_argument("--compile", action="store_true", help="measure compiled passes too")
     parser.add_argument("--vllm", metavar="PYTHON", help="interpreter of an environment with vllm")
-    parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/selfdistill"), metavar="DIR")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/benchmarks/selfdistill"), metavar="DIR"
+    )
     return parser.parse_args(arguments)
 
 
@@ -126,7 +138,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     machine = machine_facts(__file__, arguments)
     warn_if_busy(machine)
     paths = resolve_model(None, args.model, None)
-    prompts, _ = select_prompts(read_prompts(open_source(DatasetConfig(path=args.questions))), Selection(max_turns=1))
+    prompts, _ = select_prompts(
+        read_prompts(open_source(DatasetConfig(path=args.questions))), Selection(max_turns=1)
+    )
     requests = requests_of(prompts[: args.prompts])
     rates: dict[str, dict[int, float]] = {}
     for batch in args.batches:
@@ -134,16 +148,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rate, ready = own_rate(paths, requests, args.tokens, batch, compiled)
             name = "compiled" if compiled else "not compiled"
             rates.setdefault(name, {})[batch] = rate
-            print(f"batch {batch:3} {name:14} {rate:6.0f} tokens/s, ready after {ready:.0f} s", flush=True)
+            print(
+                f"batch {batch:3} {name:14} {rate:6.0f} tokens/s, ready after {ready:.0f} s",
+                flush=True,
+            )
         if args.vllm is not None:
             tokenizer = AutoTokenizer.from_pretrained(paths.base_model)
             prompting = ChatPrompting(tokenizer, paths.chat_template, paths.chat_template_kwargs)
             ids = [prompting.prompt(request) for request in requests]
-            rate = vllm_rate(args.vllm, str(paths.base_model), ids, args.tokens, batch, machine["threads"])
+            rate = vllm_rate(
+                args.vllm, str(paths.base_model), ids, args.tokens, batch, machine["threads"]
+            )
             rates.setdefault("vLLM", {})[batch] = rate
             print(f"batch {batch:3} {'vLLM':14} {rate:6.0f} tokens/s", flush=True)
-    rows = [[name, *(f"{by_batch[batch]:.0f}" for batch in args.batches)] for name, by_batch in rates.items()]
-    record = rounded({"machine": machine, "prompts": len(requests), "tokens": args.tokens, "rates": rates})
+    rows = [
+        [name, *(f"{by_batch[batch]:.0f}" for batch in args.batches)]
+        for name, by_batch in rates.items()
+    ]
+    record = rounded(
+        {"machine": machine, "prompts": len(requests), "tokens": args.tokens, "rates": rates}
+    )
     title = f"{args.tokens} tokens for {len(requests)} prompts, bfloat16, tokens/s"
     parts = [table(["engine", *(f"batch of {batch}" for batch in args.batches)], rows)]
     print(write_page(args.out, "selfdistill", title, record, parts))

@@ -1,7 +1,10 @@
-"""Llamas of known shapes with random weights, their sizes, and the least time that a decoding step can take.
+"""Llamas of known shapes with random weights, their sizes, and the least time that a decoding step
+can take.
 
-Latency and memory do not depend on the values of weights, so a 7B model need not be downloaded. The device's rates are
-measured: a streaming read of a buffer larger than any cache, and a large matrix product for each dtype.
+Latency and memory do not depend on the values of weights, so a 7B model need not be downloaded. The
+device's rates are
+measured: a streaming read of a buffer larger than any cache, and a large matrix product for each
+    dtype.
 """
 
 from __future__ import annotations
@@ -28,7 +31,9 @@ SHAPES = {
 }
 VOCAB_SIZE = 32000
 CONTEXT = 8192
-RANDOM_BLOCK = 1_000_003  # random numbers drawn once and copied; a prime, so that rows of a matrix differ
+RANDOM_BLOCK = (
+    1_000_003  # random numbers drawn once and copied; a prime, so that rows of a matrix differ
+)
 
 
 def llama_config(
@@ -55,7 +60,9 @@ def random_model(config: LlamaConfig, dtype: torch.dtype, device: torch.device) 
     with torch.device("meta"):
         model = LlamaForCausalLM._from_config(config, dtype=dtype, attn_implementation="sdpa")
     model.to_empty(device=device)
-    model.model.rotary_emb = type(model.model.rotary_emb)(config=config).to(device)  # a buffer, lost by to_empty
+    model.model.rotary_emb = type(model.model.rotary_emb)(config=config).to(
+        device
+    )  # a buffer, lost by to_empty
     generator = torch.Generator(device=device).manual_seed(0)
     block = torch.empty(RANDOM_BLOCK, dtype=torch.float32, device=device)
     block = block.uniform_(-1.0, 1.0, generator=generator).to(dtype)
@@ -64,7 +71,9 @@ def random_model(config: LlamaConfig, dtype: torch.dtype, device: torch.device) 
             parameter.fill_(1.0)  # norms
             continue
         flat = parameter.view(-1)
-        for start in range(0, len(flat), len(block)):  # copying is faster than drawing billions of numbers
+        for start in range(
+            0, len(flat), len(block)
+        ):  # copying is faster than drawing billions of numbers
             part = flat[start : start + len(block)]
             part.copy_(block[: len(part)]).mul_((3.0 / parameter.shape[1]) ** 0.5)
     return model.eval().requires_grad_(False)
@@ -86,10 +95,16 @@ def quantize_nf4(model: Any) -> None:
             weight = layer.weight.data
             with torch.device("meta"):
                 quantized = Linear4bit(
-                    layer.in_features, layer.out_features, bias=False, compute_dtype=weight.dtype, **options
+                    layer.in_features,
+                    layer.out_features,
+                    bias=False,
+                    compute_dtype=weight.dtype,
+                    **options,
                 )
             quantized.weight = Params4bit(weight, requires_grad=False, module=quantized, **options)
-            setattr(module, name, quantized.to(weight.device))  # `to` quantizes, on the same device as well
+            setattr(
+                module, name, quantized.to(weight.device)
+            )  # `to` quantizes, on the same device as well
     model.is_loaded_in_4bit = True  # read by PEFT
     keep_trainable_kernels(model)
 
@@ -100,7 +115,8 @@ class Sizes:
 
     Attributes:
         layers: L. hidden: d. vocab: V. body: matrices of all layers. norms: weights of all norms.
-        queries, keys: width of one position's queries (heads x head size), and of its keys or values.
+        queries, keys: width of one position's queries (heads x head size), and of its keys or
+        values.
     """
 
     layers: int
@@ -113,12 +129,22 @@ class Sizes:
 
     @classmethod
     def of(cls, config: Any) -> Sizes:
-        """Read the sizes from a transformers configuration: attention, gated MLP and two norms in every layer."""
+        """Read the sizes from a transformers configuration: attention, gated MLP and two norms in
+        every layer.
+        """
         hidden, layers = config.hidden_size, config.num_hidden_layers
         head_dim = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
         queries, keys = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
         layer = 2 * hidden * queries + 2 * hidden * keys + 3 * hidden * config.intermediate_size
-        return cls(layers, hidden, config.vocab_size, layers * layer, (2 * layers + 1) * hidden, queries, keys)
+        return cls(
+            layers,
+            hidden,
+            config.vocab_size,
+            layers * layer,
+            (2 * layers + 1) * hidden,
+            queries,
+            keys,
+        )
 
     @property
     def read(self) -> int:
@@ -172,7 +198,9 @@ def read_bandwidth(device: torch.device, seconds: float = 1.0, size: int | None 
 
     A sum may be bound by its additions, so maxima and matrix-vector products are tried as well.
     """
-    buffer = torch.ones((size or (4 << 30 if device.type == "cuda" else 512 << 20)) // 4, device=device)
+    buffer = torch.ones(
+        (size or (4 << 30 if device.type == "cuda" else 512 << 20)) // 4, device=device
+    )
     reads: list[Callable[[], object]] = [buffer.sum, buffer.amax]
     for dtype in (torch.float32, torch.bfloat16):
         matrix = buffer.view(dtype).view(-1, 4096)
@@ -180,7 +208,9 @@ def read_bandwidth(device: torch.device, seconds: float = 1.0, size: int | None 
     return buffer.nbytes / min(fastest_call(read, device, seconds / len(reads)) for read in reads)
 
 
-def matrix_rate(device: torch.device, dtype: torch.dtype, seconds: float = 1.0, width: int | None = None) -> float:
+def matrix_rate(
+    device: torch.device, dtype: torch.dtype, seconds: float = 1.0, width: int | None = None
+) -> float:
     """Return operations per second of an n x n matrix product, 2 n^3 operations each."""
     width = width or (8192 if device.type == "cuda" else 2048)
     left, right = (torch.rand(width, width, device=device).to(dtype) for _ in range(2))
@@ -203,8 +233,12 @@ def time_call(call: Callable[[], object], device: torch.device) -> float:
     return begin.elapsed_time(end) / 1000
 
 
-def fastest_call(call: Callable[[], object], device: torch.device, seconds: float, minimum: int = 3) -> float:
-    """Return the seconds of the fastest of `minimum` or more calls within about `seconds`, after one to warm up."""
+def fastest_call(
+    call: Callable[[], object], device: torch.device, seconds: float, minimum: int = 3
+) -> float:
+    """Return the seconds of the fastest of `minimum` or more calls within about `seconds`, after
+    one to warm up.
+    """
     call()
     times: list[float] = []
     while len(times) < minimum or sum(times) < seconds:

@@ -18,10 +18,15 @@ BUSY_LOAD = 0.25  # load average per core above which the machine counts as busy
 
 
 def backbone_note(base_model: str) -> str:
-    """Return what must be said wherever drafts are compared on the tiny backbone; empty for other backbones."""
+    """Return what must be said wherever drafts are compared on the tiny backbone; empty for other
+    backbones.
+    """
     if Path(base_model).name != "tiny":
         return ""
-    return "The tiny backbone was trained with Medusa-shaped heads: that flatters Medusa against other drafts."
+    return (
+        "The tiny backbone was trained with Medusa-shaped heads: that flatters Medusa against other"
+        " drafts."
+    )
 
 
 def machine_facts(script: str, arguments: Sequence[str] | None) -> dict[str, Any]:
@@ -65,16 +70,20 @@ def machine_line(machine: Mapping[str, Any]) -> str:
     cuda = f" (CUDA {machine['cuda']})" if machine["cuda"] else ""
     gpu = "" if machine["kind"] == "cuda" else " Not run on a GPU."
     return (
-        f"{machine['device']}, {machine['cores']} cores, {machine['threads']} threads, Python {machine['python']}, "
-        f"torch {machine['torch']}{cuda}, transformers {machine['transformers']}, {machine['date']}, "
-        f"load average {machine['load']:.2f} before. `{machine['command']}`{gpu}"
+        f"{machine['device']}, {machine['cores']} cores, {machine['threads']} threads, Python"
+        f" {machine['python']}, torch {machine['torch']}{cuda}, transformers"
+        f" {machine['transformers']}, {machine['date']}, load average {machine['load']:.2f} before."
+        f" `{machine['command']}`{gpu}"
     )
 
 
 def warn_if_busy(machine: Mapping[str, Any]) -> None:
     """Print a warning if other processes were running before the benchmark began."""
     if machine["load"] > BUSY_LOAD * (machine["cores"] or 1):
-        print(f"warning: load average {machine['load']:.2f}: other processes are running, times will be too long")
+        print(
+            f"warning: load average {machine['load']:.2f}: other processes are running, times will"
+            " be too long"
+        )
 
 
 def table(titles: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int = 1) -> str:
@@ -95,7 +104,9 @@ def rounded(value: Any, digits: int = 4) -> Any:
 
 
 def to_json(record: Mapping[str, Any]) -> str:
-    """Serialize with one line per entry of a top-level list or object, so that results can be read and compared."""
+    """Serialize with one line per entry of a top-level list or object, so that results can be read
+    and compared.
+    """
     parts = []
     for key, value in record.items():
         text = json.dumps(value)
@@ -108,8 +119,12 @@ def to_json(record: Mapping[str, Any]) -> str:
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
-def write_page(out: Path, name: str, title: str, record: Mapping[str, Any], parts: Sequence[str]) -> str:
-    """Write `name`.json, and `name`.md with the title, the machine and these parts; returns the page."""
+def write_page(
+    out: Path, name: str, title: str, record: Mapping[str, Any], parts: Sequence[str]
+) -> str:
+    """Write `name`.json, and `name`.md with the title, the machine and these parts; returns the
+    page.
+    """
     page = "\n\n".join([f"# {title}", machine_line(record["machine"]), *filter(None, parts)]) + "\n"
     write_result(out, name, record, page)
     return page
@@ -119,7 +134,10 @@ def write_result(out: Path, name: str, record: Mapping[str, Any], page: str) -> 
     """Write `name`.md and `name`.json into `out`; warns if the JSON is too large to be committed."""
     text = to_json(record)
     if len(text) > MAX_JSON_BYTES:
-        print(f"warning: {name}.json has {len(text)} bytes, more than {MAX_JSON_BYTES}; measure fewer cases at once")
+        print(
+            f"warning: {name}.json has {len(text)} bytes, more than {MAX_JSON_BYTES}; measure fewer"
+            " cases at once"
+        )
     out.mkdir(parents=True, exist_ok=True)
     replace_text(out / f"{name}.json", text)
     replace_text(out / f"{name}.md", page)

@@ -1,13 +1,15 @@
-"""What do the loss, beside the stacked logits of the public Medusa trainer, and a training step cost?
+"""What do the loss, beside the stacked logits of the public Medusa trainer, and a training step
+cost?
 
     python benchmarks/train.py --quick --parts loss
     python benchmarks/train.py --parts shape7b           # a whole step at the shape of a 7B model; meant for a GPU
 
-Parts: `loss` (loss and gradients over given states), `shape7b` (a whole step at the shape of a 7B model), `compiled7b`
-(the same with torch_compile, which only Medusa-1 takes). The loss is measured by two methods in turns. naive: logits of
-backbone and heads stacked as one float tensor [K + 1, B, T, V], a shifted slice and `cross_entropy` for each. ours:
-`medusa_train/losses`, a chunk of logits at a time, with gradients as one process computes them. Every case runs in a
-process of its own. Writes train.md and train.json to `--out` after every case.
+Parts: `loss` (loss and gradients over given states), `shape7b` (a whole step at the shape of a 7B
+model), `compiled7b` (the same with torch_compile, which only Medusa-1 takes). The loss is measured
+by two methods in turns. naive: logits of backbone and heads stacked as one float tensor [K + 1, B,
+T, V], a shifted slice and `cross_entropy` for each. ours: `medusa_train/losses`, a chunk of logits
+at a time, with gradients as one process computes them. Every case runs in a process of its own.
+Writes train.md and train.json to `--out` after every case.
 """
 
 from __future__ import annotations
@@ -34,7 +36,14 @@ sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
 
 import peft  # noqa: E402, F401 (imported before memory is measured, since it takes some)
 import torch  # noqa: E402
-from shapes import SHAPES, Sizes, llama_config, matrix_rate, quantize_nf4, random_model  # noqa: E402
+from shapes import (  # noqa: E402
+    SHAPES,
+    Sizes,
+    llama_config,
+    matrix_rate,
+    quantize_nf4,
+    random_model,
+)
 from shared import machine_facts, table, warn_if_busy, write_page  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch.nn.functional import cross_entropy  # noqa: E402
@@ -62,7 +71,13 @@ PARTS = ("loss", "shape7b", "compiled7b")
 DECAY, LAMBDA0 = 0.8, 0.2  # c and lambda0 (Medusa, Training Strategies)
 SMALL_LLAMA = (128, 256, 2, 4, 4, 512)  # runs the code of `shape7b` where there is no GPU
 #: As in configs/vicuna7b_m1.yaml and configs/vicuna7b_m2.yaml.
-QLORA_KEYS = {"recipe": "medusa2", "adapter": "qlora", "load_in_4bit": True, "lora_r": 32, "lora_alpha": 16}
+QLORA_KEYS = {
+    "recipe": "medusa2",
+    "adapter": "qlora",
+    "load_in_4bit": True,
+    "lora_r": 32,
+    "lora_alpha": 16,
+}
 QLORA_KEYS |= {"lora_dropout": 0.05, "lora_target_linear": True, "gradient_checkpointing": True}
 TITLES = {
     "shape1": "Medusa-1, 7B shape, frozen backbone in bfloat16",
@@ -77,8 +92,8 @@ class Case:
     Attributes:
         what: `loss`, or a whole step: one of `TITLES`.
         method: `naive` (`loss` only), `ours`, or `compiled` (with torch_compile).
-        dtype: of the products; parameters and gradients are float32.
-        tokens, vocab, heads, width: T, V, K, d. masked: share of positions without a loss. rows: of a micro-batch.
+        dtype: of the products; parameters and gradients are float32. tokens, vocab, heads, width:
+        T, V, K, d. masked: share of positions without a loss. rows: of a micro-batch.
         repeats: measurements at most. seconds: after which no further one begins.
     """
 
@@ -100,8 +115,10 @@ class Result:
     """What a case took.
 
     Attributes:
-        fits: False if memory did not suffice. seconds: of each repeat. loss: the last one. tokens: of one repeat.
-        peak: bytes beyond parameters, gradients and optimizer, of the loss as counted by torch's allocator.
+        fits: False if memory did not suffice. seconds: of each repeat. loss: the last one. tokens:
+            of one repeat.
+        peak: bytes beyond parameters, gradients and optimizer, of the loss as counted by torch's
+            allocator.
         accumulating: the same for a second micro-batch (`loss` only).
         total, estimate: bytes in all, measured and by `--inspect` (whole steps only).
         operations, rate: of one step, and of a large product per second (whole steps only).
@@ -125,7 +142,9 @@ class Result:
 
 
 class PeakMemory:
-    """Peak memory of this process beyond what it held at construction: resident on a CPU, torch's on a GPU."""
+    """Peak memory of this process beyond what it held at construction: resident on a CPU, torch's
+    on a GPU.
+    """
 
     def __init__(self) -> None:
         self.cuda = torch.cuda.is_available()
@@ -136,7 +155,9 @@ class PeakMemory:
         else:
             self.before = _peak_resident()
             with suppress(OSError):
-                self.before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+                self.before = (
+                    int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+                )
 
     def peak(self) -> int:
         """Return the peak in bytes."""
@@ -145,7 +166,9 @@ class PeakMemory:
 
 def _peak_resident() -> int:
     """Peak resident size; Linux reports KiB, macOS bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
 
 
 def peak_allocated(run: Callable[[], Any]) -> int:
@@ -154,10 +177,14 @@ def peak_allocated(run: Callable[[], Any]) -> int:
         memory = PeakMemory()
         run()
         return memory.peak()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
         run()
     held = peak = 0
-    for event in sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+    for event in sorted(
+        profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()
+    ):
         if event.name() == "[memory]":
             held += event.nbytes()
             peak = max(peak, held)
@@ -165,7 +192,9 @@ def peak_allocated(run: Callable[[], Any]) -> int:
 
 
 def repeated(step: Callable[[], float], case: Case) -> tuple[list[float], float]:
-    """Return the seconds of each repeat of `step` and the last value; reading a number back waits for a GPU."""
+    """Return the seconds of each repeat of `step` and the last value; reading a number back waits
+    for a GPU.
+    """
     seconds: list[float] = []
     value = 0.0
     while not seconds or (len(seconds) < case.repeats and sum(seconds) < case.seconds):
@@ -177,7 +206,9 @@ def repeated(step: Callable[[], float], case: Case) -> tuple[list[float], float]
 
 def device_and_precision(case: Case) -> Precision:
     """Return the device that torch finds, with the case's dtype."""
-    return Precision(torch.device("cuda" if torch.cuda.is_available() else "cpu"), getattr(torch, case.dtype))
+    return Precision(
+        torch.device("cuda" if torch.cuda.is_available() else "cpu"), getattr(torch, case.dtype)
+    )
 
 
 def tensor_bytes(tensors: Iterable[Any]) -> int:
@@ -186,10 +217,12 @@ def tensor_bytes(tensors: Iterable[Any]) -> int:
 
 
 def naive_loss(logits: Iterable[Tensor], labels: Tensor, weights: Sequence[float]) -> Tensor:
-    """Compute the public Medusa trainer's loss: weighted mean cross-entropies over stacked float logits.
+    """Compute the public Medusa trainer's loss: weighted mean cross-entropies over stacked float
+    logits.
 
     Args:
-        logits: [B, T, V] each, of the backbone and of every head. labels: [B, T]. weights: one for each.
+        logits: [B, T, V] each, of the backbone and of every head. labels: [B, T]. weights: one for
+            each.
     """
     stacked = torch.stack(list(logits)).float()
     terms = []
@@ -199,7 +232,9 @@ def naive_loss(logits: Iterable[Tensor], labels: Tensor, weights: Sequence[float
     return torch.stack(terms).sum()
 
 
-def all_logits(feats: Features, batch: TokenRows, draft: MedusaDraft, lm_head: LMHead) -> Iterator[Tensor]:
+def all_logits(
+    feats: Features, batch: TokenRows, draft: MedusaDraft, lm_head: LMHead
+) -> Iterator[Tensor]:
     """Yield logits [B, T, V] of the backbone and of every head."""
     yield lm_head.logits(feats.hidden)
     for k, state in enumerate(draft.head_states(feats, batch), start=1):
@@ -215,8 +250,12 @@ def measure_loss(case: Case) -> Result:
         weight = torch.nn.Linear(case.width, case.vocab, bias=False).weight
         hidden = torch.randn(1, case.tokens, case.width, requires_grad=True)
         tokens = torch.randint(case.vocab, (1, case.tokens))
-        prompt = torch.arange(case.tokens) % 64 < round(64 * case.masked)  # prompts and answers in turns
-        batch = Batch(tokens, tokens.masked_fill(prompt, IGNORE_INDEX), tokens, torch.zeros_like(tokens), [])
+        prompt = torch.arange(case.tokens) % 64 < round(
+            64 * case.masked
+        )  # prompts and answers in turns
+        batch = Batch(
+            tokens, tokens.masked_fill(prompt, IGNORE_INDEX), tokens, torch.zeros_like(tokens), []
+        )
     objective = Objective(draft, DECAY, lm="ce", heads_coefficient=LAMBDA0)
     parameters = [*draft.parameters(), weight]
     weights = [1.0, *(LAMBDA0 * DECAY**k for k in range(1, case.heads + 1))]
@@ -236,7 +275,9 @@ def measure_loss(case: Case) -> Result:
             tensor.grad = None
 
     last = 32  # rows, to warm up threads and kernels
-    ids, labels, positions = (tensor[:, -last:] for tensor in (batch.tokens, batch.labels, batch.positions))
+    ids, labels, positions = (
+        tensor[:, -last:] for tensor in (batch.tokens, batch.labels, batch.positions)
+    )
     small = Batch(ids, labels, positions, batch.segments[:, -last:], [])
     loss_and_gradients(hidden[:, -last:].detach().requires_grad_(), small)
     clear_gradients()
@@ -271,7 +312,11 @@ class Step:
         trained = self.student.parameters.values()
         self.parameters = [*self.draft.parameters(), *trained]
         groups = parameter_groups(
-            self.draft.parameters(), cfg.heads_learning_rate, trained, cfg.learning_rate, cfg.weight_decay
+            self.draft.parameters(),
+            cfg.heads_learning_rate,
+            trained,
+            cfg.learning_rate,
+            cfg.weight_decay,
         )
         self.optimizer = build_optimizer(cfg.optimizer, groups, precision.device)[0]
 
@@ -291,10 +336,17 @@ class Step:
 
 
 def shape_setup(case: Case, precision: Precision) -> tuple[TrainConfig, Backbone, Batch]:
-    """Create random weights at the shape of a 7B model, a small shape without a GPU, and one micro-batch."""
+    """Create random weights at the shape of a 7B model, a small shape without a GPU, and one
+    micro-batch.
+    """
     shape = SHAPES["7B"] if precision.device.type == "cuda" else SMALL_LLAMA
     config = llama_config(*shape)
-    keys = {"base_model": "none", "datasets": [{"path": "none"}], "learning_rate": 5e-4, "optimizer": "adamw_bnb_8bit"}
+    keys = {
+        "base_model": "none",
+        "datasets": [{"path": "none"}],
+        "learning_rate": 5e-4,
+        "optimizer": "adamw_bnb_8bit",
+    }
     medusa1 = {"recipe": "medusa1", "torch_compile": case.method == "compiled"}
     keys |= {"medusa_num_heads": case.heads, **(QLORA_KEYS if case.what == "shape2" else medusa1)}
     cfg = TrainConfig.model_validate(keys).resolved()
@@ -304,13 +356,19 @@ def shape_setup(case: Case, precision: Precision) -> tuple[TrainConfig, Backbone
     model = random_model(config, precision.dtype, precision.device)
     if cfg.load_in_4bit:
         quantize_nf4(model)
-    return cfg, Backbone(model, None, "7B"), Batch(tokens, tokens, positions, torch.zeros_like(tokens), [])
+    return (
+        cfg,
+        Backbone(model, None, "7B"),
+        Batch(tokens, tokens, positions, torch.zeros_like(tokens), []),
+    )
 
 
 def measure_step(case: Case) -> Result:
     """Measure a whole optimizer step of one micro-batch."""
     precision = device_and_precision(case)
-    rate = matrix_rate(precision.device, precision.dtype, 1.0, None if precision.device.type == "cuda" else 512)
+    rate = matrix_rate(
+        precision.device, precision.dtype, 1.0, None if precision.device.type == "cuda" else 512
+    )
     cfg, backbone, batch = shape_setup(case, precision)
     release_memory()
     weights = tensor_bytes(backbone.model.parameters())
@@ -319,7 +377,9 @@ def measure_step(case: Case) -> Result:
     step(batch)  # warms up kernels and creates the optimizer states
     seconds, loss = repeated(lambda: step(batch), case)
     states = (state for group in step.optimizer.state.values() for state in group.values())
-    held = 2 * tensor_bytes(step.parameters) + tensor_bytes(states)  # parameters, gradients, optimizer
+    held = 2 * tensor_bytes(step.parameters) + tensor_bytes(
+        states
+    )  # parameters, gradients, optimizer
     peak, (rows, width) = memory.peak(), batch.tokens.shape
     trained = sum(parameter.numel() for parameter in step.student.parameters.values())
     estimate = Estimate(cfg, backbone.config).memory(
@@ -333,7 +393,11 @@ def measure_step(case: Case) -> Result:
         max(0, peak - held),  # a small shape's lies below what torch allocated before
         total=weights + peak,
         estimate=estimate.total,
-        operations=needed_operations(Sizes.of(backbone.config), cfg.medusa_num_heads, width, trained) * rows * width,
+        operations=needed_operations(
+            Sizes.of(backbone.config), cfg.medusa_num_heads, width, trained
+        )
+        * rows
+        * width,
         rate=rate,
     )
 
@@ -341,11 +405,13 @@ def measure_step(case: Case) -> Result:
 def needed_operations(sizes: Sizes, heads: int, tokens: int, trained: int) -> int:
     """Return the operations per token that a recipe needs; recomputed activations do not count.
 
-    2 per weight forward, 2 for the gradient of the input and 2 for the weight's own. A frozen backbone below the heads
-    runs forward alone, without lm_head; a frozen matrix under an adapter needs no gradient of its own.
+    2 per weight forward, 2 for the gradient of the input and 2 for the weight's own. A frozen
+    backbone below the heads runs forward alone, without lm_head; a frozen matrix under an adapter
+    needs no gradient of its own.
 
     Args:
-        tokens: length of a row; attention sees half of it on average. trained: parameters of the adapter, 0 without.
+        tokens: length of a row; attention sees half of it on average. trained: parameters of the
+            adapter, 0 without.
     """
     attention = 4 * sizes.layers * sizes.queries * tokens // 2
     head = 6 * sizes.head_weights(heads)
@@ -360,7 +426,9 @@ def megabytes(size: int | None, fits: bool = True) -> str:
 
 
 def loss_table(measured: Mapping[Case, Result]) -> str:
-    """Format loss and backward; `accumulating` is a second micro-batch beside the gradients of the first."""
+    """Format loss and backward; `accumulating` is a second micro-batch beside the gradients of the
+    first.
+    """
     rows = []
     for case, ours in measured.items():
         naive = measured.get(replace(case, method="naive"))
@@ -380,7 +448,19 @@ def loss_table(measured: Mapping[Case, Result]) -> str:
                 f"{(ours.accumulating or 0) / (naive.accumulating or 1):.3f}" if fit else "",
             ]
         )
-    titles = ["dtype", "V", "T", "K", "masked", "naive s", "ours s", "times faster", "naive MB", "ours MB", "share"]
+    titles = [
+        "dtype",
+        "V",
+        "T",
+        "K",
+        "masked",
+        "naive s",
+        "ours s",
+        "times faster",
+        "naive MB",
+        "ours MB",
+        "share",
+    ]
     return table([*titles, "accumulating: naive MB", "ours MB", "share"], rows)
 
 
@@ -397,7 +477,9 @@ def step_table(measured: Mapping[Case, Result]) -> str:
             continue
         speed = one.tokens / one.median
         mfu = f"{one.operations / one.median / one.rate:.2f}"
-        rows.append([*first, f"{speed:,.0f}", mfu, *map(megabytes, (one.peak, one.total, one.estimate))])
+        rows.append(
+            [*first, f"{speed:,.0f}", mfu, *map(megabytes, (one.peak, one.total, one.estimate))]
+        )
     return table(["recipe", "rows", "tokens/s", "MFU", "MB", "all MB", "--inspect MB"], rows, 2)
 
 
@@ -410,8 +492,14 @@ def write_report(out: Path, machine: dict[str, Any], measured: Mapping[Case, Res
         sizes = ("peak", "accumulating", "total", "estimate")
         figures: dict[str, Any] = {"fits": False}
         if one.fits:
-            figures = {"seconds": round(one.median, 4), "runs": len(one.seconds), "loss": round(one.loss, 5)}
-            figures |= {f"{key}_mb": round(size / 1e6) for key in sizes if (size := getattr(one, key))}
+            figures = {
+                "seconds": round(one.median, 4),
+                "runs": len(one.seconds),
+                "loss": round(one.loss, 5),
+            }
+            figures |= {
+                f"{key}_mb": round(size / 1e6) for key in sizes if (size := getattr(one, key))
+            }
             figures["tokens_counted"] = one.tokens
             if one.rate:
                 figures["mfu"] = round(one.operations / one.median / one.rate, 4)
@@ -419,36 +507,56 @@ def write_report(out: Path, machine: dict[str, Any], measured: Mapping[Case, Res
     whats, parts = {case.what for case in measured}, []
     if "loss" in whats:
         parts.append(
-            "Loss and gradients. MB: peak of torch's allocator beyond parameters and their gradients; *accumulating*: "
-            "of a second micro-batch, beside the gradients of the first."
+            "Loss and gradients. MB: peak of torch's allocator beyond parameters and their"
+            " gradients; *accumulating*: of a second micro-batch, beside the gradients of the"
+            " first."
         )
         parts.append(loss_table(measured))
     if whats & set(TITLES):
         note = (
-            "Whole steps. MB: beyond parameters, gradients and optimizer. MFU: operations that the recipe needs over "
-            "the measured matrix rate."
+            "Whole steps. MB: beyond parameters, gradients and optimizer. MFU: operations that the"
+            " recipe needs over the measured matrix rate."
         )
         if machine["kind"] != "cuda":
-            note += " **7B shape: without a GPU a small stand-in runs; its figures say nothing about 7B.**"
+            note += (
+                " **7B shape: without a GPU a small stand-in runs; its figures say nothing about"
+                " 7B.**"
+            )
         parts += [note, step_table(measured)]
     write_page(out, "train", "Cost of training", {"machine": machine, "cases": cases}, parts)
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/train"), metavar="DIR")
-    parser.add_argument("--quick", action="store_true", help="512 tokens, 32,000 entries, one round")
+    parser.add_argument(
+        "--quick", action="store_true", help="512 tokens, 32,000 entries, one round"
+    )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=["loss", "shape7b"])
-    parser.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"])
+    parser.add_argument(
+        "--dtypes", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"]
+    )
     parser.add_argument("--tokens", nargs="+", type=int, metavar="T", help="512 2048")
     parser.add_argument("--vocab", nargs="+", type=int, metavar="V", help="32000 128000")
     parser.add_argument("--heads", nargs="+", type=int, default=[1, 5], metavar="K", help="1 5")
-    parser.add_argument("--sequences", nargs="+", type=int, metavar="T", help="of shape7b: 2048 4096; short on a CPU")
+    parser.add_argument(
+        "--sequences",
+        nargs="+",
+        type=int,
+        metavar="T",
+        help="of shape7b: 2048 4096; short on a CPU",
+    )
     parser.add_argument("--rows", type=int, default=2, help="of a micro-batch of shape7b (2)")
-    parser.add_argument("--rounds", type=int, help="processes per case, in turns; the fastest counts (2)")
+    parser.add_argument(
+        "--rounds", type=int, help="processes per case, in turns; the fastest counts (2)"
+    )
     parser.add_argument("--repeats", type=int, default=3, help="measurements per process, at most")
-    parser.add_argument("--seconds", type=float, default=20.0, help="per process, after which no further one begins")
+    parser.add_argument(
+        "--seconds", type=float, default=20.0, help="per process, after which no further one begins"
+    )
     parser.add_argument("--threads", type=int, help="of torch; default: all cores")
     parser.add_argument("--case", help=argparse.SUPPRESS)  # measure this case in this process
     args = parser.parse_args(arguments)
@@ -459,7 +567,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 
 def case_pairs(args: argparse.Namespace) -> list[list[Case]]:
-    """List the cases: those of the loss as [naive, ours], to be measured in turns, and whole steps alone."""
+    """List the cases: those of the loss as [naive, ours], to be measured in turns, and whole steps
+    alone.
+    """
     common = Case("", "ours", repeats=args.repeats, seconds=args.seconds)
     most = max(args.heads)
     cases: list[Case] = []
@@ -479,15 +589,21 @@ def case_pairs(args: argparse.Namespace) -> list[list[Case]]:
         steps = [step for step in steps if step[0] == "shape1" or find_spec("bitsandbytes")]
         steps += [("shape1", "compiled")] if "compiled7b" in args.parts else []
         for (what, method), tokens in itertools.product(steps, lengths):
-            case = replace(common, what=what, method=method, dtype="bfloat16", tokens=tokens, rows=args.rows)
+            case = replace(
+                common, what=what, method=method, dtype="bfloat16", tokens=tokens, rows=args.rows
+            )
             cases.append(case)
-    return [[replace(case, method="naive"), case] if case.what == "loss" else [case] for case in cases]
+    return [
+        [replace(case, method="naive"), case] if case.what == "loss" else [case] for case in cases
+    ]
 
 
 def measure_here(case: Case) -> Result:
     """Measure `case` in this process, with at most nine tenths of the free memory."""
     free = free_memory(torch.device("cpu"))
-    if free is not None and not torch.cuda.is_available():  # let an allocation fail before the machine kills a process
+    if (
+        free is not None and not torch.cuda.is_available()
+    ):  # let an allocation fail before the machine kills a process
         resource.setrlimit(resource.RLIMIT_DATA, (int(0.9 * free),) * 2)
     try:
         return measure_loss(case) if case.what == "loss" else measure_step(case)
@@ -521,7 +637,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(json.dumps(asdict(measure_here(Case(**json.loads(args.case))))))
         return
     machine = machine_facts(__file__, arguments)
-    machine["threads"] = args.threads or int(os.environ.get("OMP_NUM_THREADS", 0)) or machine["cores"]
+    machine["threads"] = (
+        args.threads or int(os.environ.get("OMP_NUM_THREADS", 0)) or machine["cores"]
+    )
     warn_if_busy(machine)
     measured: dict[Case, Result] = {}
     for pair in case_pairs(args):
@@ -532,7 +650,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for case in pair:
             one = measured[case]
             cost = f"{one.median:.2f} s {megabytes(one.peak)} MB" if one.fits else "does not fit"
-            print(f"{case.what} {case.method} {case.dtype} T {case.tokens} K {case.heads}: {cost}", flush=True)
+            print(
+                f"{case.what} {case.method} {case.dtype} T {case.tokens} K {case.heads}: {cost}",
+                flush=True,
+            )
         write_report(args.out, machine, measured)
     print(f"wrote {args.out}/train.md, train.json")
 

@@ -1,4 +1,5 @@
-"""Train, evaluate and export draft heads for speculative decoding: Medusa, Hydra, Amphista, Kangaroo, EAGLE-3.
+"""Train, evaluate and export draft heads for speculative decoding: Medusa, Hydra, Amphista,
+Kangaroo, EAGLE-3.
 
 `medusa_train.load` is imported on first use, so that importing the package stays fast.
 """

@@ -35,21 +35,24 @@ def load(
 
     Args:
         model: run directory or directory of heads; defaults to the newest run under runs/.
-        base_model: directory or Hugging Face hub name of the backbone; defaults to the one that the heads were trained
-            with. Given without `model`, the backbone decodes plainly, without heads.
-        tree: tree file; defaults to tree.json beside the heads ("fixed"). "dynamic", or with nodes and depth
-            "dynamic:32x5": a tree for every step (EAGLE-3); the text is the same.
-        dtype: "float32", "bfloat16" or "float16"; "auto": bfloat16 where the device has fast bfloat16 matrix
-            products, else float16 on a GPU and float32 on a CPU.
-        chat_template: name of a chat template, or a Jinja file; defaults to the run's, else the tokenizer's.
-        chat_template_kwargs: variables of the chat template, such as `{"enable_thinking": False}`; defaults to the
-            run's.
+        base_model: directory or Hugging Face hub name of the backbone; defaults to the one that the
+            heads were trained with. Given without `model`, the backbone decodes plainly, without
+            heads.
+        tree: tree file; defaults to tree.json beside the heads ("fixed"). "dynamic", or with nodes
+            and depth "dynamic:32x5": a tree for every step (EAGLE-3); the text is the same.
+        dtype: "float32", "bfloat16" or "float16"; "auto": bfloat16 where the device has fast
+            bfloat16 matrix products, else float16 on a GPU and float32 on a CPU.
+        chat_template: name of a chat template, or a Jinja file; defaults to the run's, else the
+            tokenizer's.
+        chat_template_kwargs: variables of the chat template, such as `{"enable_thinking": False}`;
+            defaults to the run's.
         trust_remote_code: allow Python code that the backbone's repository ships.
-        compile: compile the decoding passes with torch.compile: one to several minutes more to start, faster steps.
-        draft: a draft without training: "prompt_lookup", "lookahead" or "rest" in place of the heads, or beside them
-            ("medusa+prompt_lookup").
-        draft_settings: its settings, such as `{"max_ngram": 3, "nodes": 10}` (docs/configuration.md); "rest" needs
-            a `datastore`.
+        compile: compile the decoding passes with torch.compile: one to several minutes more to
+            start, faster steps.
+        draft: a draft without training: "prompt_lookup", "lookahead" or "rest" in place of the
+            heads, or beside them ("medusa+prompt_lookup").
+        draft_settings: its settings, such as `{"max_ngram": 3, "nodes": 10}`
+            (docs/configuration.md); "rest" needs a `datastore`.
 
     Raises:
         ConfigError: no such draft or settings.
@@ -85,4 +88,10 @@ def open_model(paths: ModelPaths, dtype: str, *, compiled: bool = False) -> Mode
     from medusa_train.inference.model import Model
 
     loaded = load_with_draft(paths, dtype, compiled=compiled)
-    return Model(loaded.backbone, loaded.proposer, loaded.tree, paths.chat_template, paths.chat_template_kwargs)
+    return Model(
+        loaded.backbone,
+        loaded.proposer,
+        loaded.tree,
+        paths.chat_template,
+        paths.chat_template_kwargs,
+    )

@@ -1,4 +1,6 @@
-"""Choose how to decode on this machine: in which dtype (`dtype: auto`), whether compiled (`compile: auto`)."""
+"""Choose how to decode on this machine: in which dtype (`dtype: auto`), whether compiled (`compile:
+auto`).
+"""
 
 from __future__ import annotations
 
@@ -29,15 +31,18 @@ from medusa_train.progress import RunProgress
 PHASE = "choosing the dtype"
 PROBE_TOKENS = 33  # one from the prefill, 32 plain steps
 PROBE_ROUNDS = 3  # of which the fastest counts: another process may use the machine meanwhile
-#: Another dtype than the checkpoint's must be so many times faster: a small difference is noise, and a tree that was
-#: fitted in the checkpoint's dtype stays.
+#: Another dtype than the checkpoint's must be so many times faster: a small difference is noise,
+# and a tree that was : fitted in the checkpoint's dtype stays.
 CLEARLY_FASTER = 1.1
 
-#: Share of a plain step that compilation is assumed to save, on a GPU beside CUDA graphs (0.10 at 7B shape on an
-#: H100). The saving depends on the model and the machine, and is only known once the passes are compiled.
+#: Share of a plain step that compilation is assumed to save, on a GPU beside CUDA graphs (0.10 at
+# 7B shape on an : H100). The saving depends on the model and the machine, and is only known once
+# the passes are compiled.
 SAVING, GPU_SAVING = 0.25, 0.1
 COMPILE_SECONDS = 60.0  # assumed for small models
-LAYER_SECONDS = 5.0  # and per layer and program for larger ones: 145 s for one of 30 layers on two cores
+LAYER_SECONDS = (
+    5.0  # and per layer and program for larger ones: 145 s for one of 30 layers on two cores
+)
 FACTOR = 2.0  # by which the saving must exceed the cost
 
 
@@ -47,11 +52,12 @@ FACTOR = 2.0  # by which the saving must exceed the cost
 def choose_dtype(question: str, paths: ModelPaths, progress: RunProgress) -> str:
     """Return the dtype to decode in on this machine, and print the measurements.
 
-    It is the checkpoint's, unless plain steps are `CLEARLY_FASTER` in another one. Measured are float32 and bfloat16,
-    and float16 on a GPU (CPUs emulate it), with one backbone in memory at a time, on an answer to `question`. The
-    checkpoint's comes first, as the most likely to fit into memory. A dtype in which the weights do not fit is left
-    out. Where bfloat16 is emulated, it is used only if the weights fit into memory in no other dtype: plain steps of
-    one row may be as fast, but a tree's rows are several times slower.
+    It is the checkpoint's, unless plain steps are `CLEARLY_FASTER` in another one. Measured are
+    float32 and bfloat16, and float16 on a GPU (CPUs emulate it), with one backbone in memory at a
+    time, on an answer to `question`. The checkpoint's comes first, as the most likely to fit into
+    memory. A dtype in which the weights do not fit is left out. Where bfloat16 is emulated, it is
+    used only if the weights fit into memory in no other dtype: plain steps of one row may be as
+    fast, but a tree's rows are several times slower.
 
     Raises:
         BackboneError: the backbone cannot be loaded, or fits into memory in no dtype.
@@ -71,10 +77,16 @@ def choose_dtype(question: str, paths: ModelPaths, progress: RunProgress) -> str
             progress.print(f"dtype {dtype}: not enough memory; left out")
         release_memory()
     if not seconds:
-        raise BackboneError(f"base_model {paths.base_model}: not enough memory in any dtype; free some")
+        raise BackboneError(
+            f"base_model {paths.base_model}: not enough memory in any dtype; free some"
+        )
     stored, fastest = next(iter(seconds)), min(seconds, key=lambda dtype: seconds[dtype])
     best = fastest if seconds[stored] > CLEARLY_FASTER * seconds[fastest] else stored
-    reason = "the fastest for plain decoding here" if best == fastest else "kept, since no other is 10 % faster"
+    reason = (
+        "the fastest for plain decoding here"
+        if best == fastest
+        else "kept, since no other is 10 % faster"
+    )
     measured = ", ".join(f"{dtype} {1000 * value:.2f} ms" for dtype, value in seconds.items())
     progress.print(f"dtype: {best}, {reason} ({measured} per step)")
     return best
@@ -88,8 +100,12 @@ def _candidates(paths: ModelPaths) -> list[str]:
     return sorted(names, key=lambda name: (name == last, name != stored))
 
 
-def _time_dtype(question: str, paths: ModelPaths, dtype: str, progress: RunProgress) -> tuple[float, WeightMemory]:
-    """Load the backbone as for decoding and return the seconds of a plain step; it is released on return."""
+def _time_dtype(
+    question: str, paths: ModelPaths, dtype: str, progress: RunProgress
+) -> tuple[float, WeightMemory]:
+    """Load the backbone as for decoding and return the seconds of a plain step; it is released on
+    return.
+    """
     with progress.phase(PHASE, ticking=True):
         backbone = load_base_model(paths, dtype)
         prepack_linears(backbone.model)
@@ -116,8 +132,8 @@ def compile_if_repaid(
 ) -> None:
     """Compile the decoding passes if that saves time; reports the decision and the reason.
 
-    On a GPU, where the saving is least certain, plain steps are timed again afterwards, and programs that are not
-    faster are dropped.
+    On a GPU, where the saving is least certain, plain steps are timed again afterwards, and
+    programs that are not faster are dropped.
 
     Args:
         steps: plain steps that are expected. prompt: steps are timed after it.
@@ -132,13 +148,18 @@ def compile_if_repaid(
     cost = max(COMPILE_SECONDS, LAYER_SECONDS * backbone.num_layers * (2 if trees else 1))
     is_repaid = saved > FACTOR * cost
     report(
-        f"compile: {'yes' if is_repaid else 'no'}, {steps:,} steps of {1000 * step:.1f} ms are expected, of which it "
-        f"may save {saved:.0f} s, {'' if is_repaid else 'not '}more than {FACTOR:g} times the {cost:.0f} s it takes"
+        f"compile: {'yes' if is_repaid else 'no'}, {steps:,} steps of {1000 * step:.1f} ms are"
+        f" expected, of which it may save {saved:.0f} s, {'' if is_repaid else 'not '}more than"
+        f" {FACTOR:g} times the {cost:.0f} s it takes"
     )
     if not is_repaid:
         return
     compile_or_report(backbone, paths, report, rows=rows, trees=trees)
-    if on_gpu and backbone.compiled is not None and (compiled := plain_step_seconds(backbone, prompt, rows)) >= step:
+    if (
+        on_gpu
+        and backbone.compiled is not None
+        and (compiled := plain_step_seconds(backbone, prompt, rows)) >= step
+    ):
         backbone.compiled = None
         report(f"compile: dropped, steps take {1000 * compiled:.1f} ms with compiled passes")
 
@@ -153,9 +174,16 @@ def compile_obstacle(backbone: Backbone) -> str | None:
 
 
 def compile_or_report(
-    backbone: Backbone, paths: ModelPaths, report: Callable[[str], None], *, rows: int = 1, trees: bool = True
+    backbone: Backbone,
+    paths: ModelPaths,
+    report: Callable[[str], None],
+    *,
+    rows: int = 1,
+    trees: bool = True,
 ) -> None:
-    """Compile the decoding passes, see `compile_backbone`; a failure is reported, and decoding goes on without."""
+    """Compile the decoding passes, see `compile_backbone`; a failure is reported, and decoding goes
+    on without.
+    """
     try:
         compile_backbone(backbone, paths, rows=rows, trees=trees)
     except BackboneError as error:
@@ -166,7 +194,9 @@ def compile_or_report(
 
 
 def plain_step_seconds(backbone: Backbone, prompt: list[int], rows: int = 1) -> float:
-    """Return the shortest mean time of a plain step of `rows` equal rows in `PROBE_ROUNDS` short answers."""
+    """Return the shortest mean time of a plain step of `rows` equal rows in `PROBE_ROUNDS` short
+    answers.
+    """
     decoder = BatchDecoder(backbone)
     tokens = min(PROBE_TOKENS, backbone.max_context)
     prompts = [prompt[-max(1, backbone.max_context - tokens) :]] * rows

@@ -1,7 +1,8 @@
 """Errors that users can cause; messages say what is wrong, where, and what to do.
 
-Commands print them without a stack trace and exit with their `exit_code` (see `cli/common.py`). Any other exception is
-a bug and keeps its trace. Most functions may raise them; docstrings name those that a caller handles.
+Commands print them without a stack trace and exit with their `exit_code` (see `cli/common.py`). Any
+other exception is a bug and keeps its trace. Most functions may raise them; docstrings name those
+that a caller handles.
 """
 
 from __future__ import annotations
@@ -21,8 +22,13 @@ class ConfigError(MedusaError):
     exit_code = 2
 
     def __init__(self, problems: str | Sequence[str]) -> None:
-        self.problems: tuple[str, ...] = (problems,) if isinstance(problems, str) else tuple(problems)
-        lines = [f"{len(self.problems)} problems in the configuration:", *(f"  {one}" for one in self.problems)]
+        self.problems: tuple[str, ...] = (
+            (problems,) if isinstance(problems, str) else tuple(problems)
+        )
+        lines = [
+            f"{len(self.problems)} problems in the configuration:",
+            *(f"  {one}" for one in self.problems),
+        ]
         super().__init__("\n".join(lines) if len(self.problems) > 1 else self.problems[0])
 
 

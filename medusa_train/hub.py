@@ -1,4 +1,6 @@
-"""Access to the Hugging Face hub: whether it can be reached, what its errors mean, and single files of datasets."""
+"""Access to the Hugging Face hub: whether it can be reached, what its errors mean, and single files
+of datasets.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,15 @@ OnBytes = Callable[[int, int], None]
 
 
 class FetchError(Exception):
-    """A file of the hub that could not be fetched; the message is the reason, a clause without a full stop."""
+    """A file of the hub that could not be fetched; the message is the reason, a clause without a
+    full stop.
+    """
 
 
 @cache
 def hub_is_unreachable() -> bool:
-    """Return True if the hub's host name cannot be resolved or `HF_HUB_OFFLINE` is set, so that only the cache is used.
+    """Return True if the hub's host name cannot be resolved or `HF_HUB_OFFLINE` is set, so that
+    only the cache is used.
 
     Behind a proxy, host names need not resolve here, so the hub counts as reachable.
     """
@@ -49,12 +54,13 @@ def hub_is_unreachable() -> bool:
 def fetch_dataset_file(repo: str, filename: str, on_bytes: OnBytes | None = None) -> Path:
     """Return the local path of a file of the dataset `repo`, downloaded if it is not in a cache.
 
-    The hub's client starts a download over in every process, so files of hundreds of megabytes are fetched here: a
-    broken download continues in the same call or in a later one. Size and, where the hub knows it, SHA-256 are checked
-    before the file gets its name.
+    The hub's client starts a download over in every process, so files of hundreds of megabytes are
+    fetched here: a broken download continues in the same call or in a later one. Size and, where
+    the hub knows it, SHA-256 are checked before the file gets its name.
 
     Raises:
-        FetchError: it is in no cache, and the hub does not have it, refuses it or cannot be reached.
+        FetchError: it is in no cache, and the hub does not have it, refuses it or cannot be
+            reached.
     """
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 
@@ -79,7 +85,9 @@ def fetch_dataset_file(repo: str, filename: str, on_bytes: OnBytes | None = None
         reason = describe_hub_error(error, repo, "dataset")
         if reason is None and not isinstance(error, OSError):
             raise
-        raise FetchError(reason or f"{target.parent}: {getattr(error, 'strerror', None) or error}") from error
+        raise FetchError(
+            reason or f"{target.parent}: {getattr(error, 'strerror', None) or error}"
+        ) from error
     return target
 
 
@@ -100,19 +108,25 @@ def _download(url: str, target: Path, size: int, etag: str, on_bytes: OnBytes | 
                 if not _is_connection_error(error) or attempt >= MAX_ATTEMPTS:
                     raise
                 time.sleep(attempt)
-        if done != size or (re.fullmatch("[0-9a-f]{64}", etag) is not None and _sha256(part) != etag):
+        if done != size or (
+            re.fullmatch("[0-9a-f]{64}", etag) is not None and _sha256(part) != etag
+        ):
             part.unlink()
             raise FetchError("the download was damaged and is deleted; run the command again")
         part.replace(target)
 
 
 def _append(url: str, part: Path, done: int, size: int, on_bytes: OnBytes | None) -> None:
-    """Append the bytes from `done` on to `part`; raise httpx.TransportError if the connection breaks."""
+    """Append the bytes from `done` on to `part`; raise httpx.TransportError if the connection
+    breaks.
+    """
     import httpx
     from huggingface_hub.utils import build_hf_headers
 
     headers = {**build_hf_headers(), "Range": f"bytes={done}-", "Accept-Encoding": "identity"}
-    with httpx.stream("GET", url, headers=headers, timeout=_TIMEOUT, follow_redirects=True) as answer:
+    with httpx.stream(
+        "GET", url, headers=headers, timeout=_TIMEOUT, follow_redirects=True
+    ) as answer:
         answer.raise_for_status()
         if answer.status_code != httpx.codes.PARTIAL_CONTENT:
             done = 0
@@ -132,8 +146,12 @@ def _sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def describe_hub_error(error: BaseException, name: str, kind: Literal["model", "dataset"]) -> str | None:
-    """Return what the hub's answer to a request for `name` means and what to do, or None if `error` is not from it."""
+def describe_hub_error(
+    error: BaseException, name: str, kind: Literal["model", "dataset"]
+) -> str | None:
+    """Return what the hub's answer to a request for `name` means and what to do, or None if `error`
+    is not from it.
+    """
     from huggingface_hub import constants
     from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, RepositoryNotFoundError
 
@@ -142,7 +160,10 @@ def describe_hub_error(error: BaseException, name: str, kind: Literal["model", "
     for cause in _causes(error):
         status = getattr(getattr(cause, "response", None), "status_code", None)
         if isinstance(cause, GatedRepoError) and status == 403:
-            return f"{name} is gated and your account has no access to it yet: accept its terms at {page}"
+            return (
+                f"{name} is gated and your account has no access to it yet: accept its terms at"
+                f" {page}"
+            )
         if isinstance(cause, GatedRepoError):
             return f"{name} is gated: accept its terms at {page}, then {login}"
         if isinstance(cause, RepositoryNotFoundError) or status == 401:
@@ -152,10 +173,16 @@ def describe_hub_error(error: BaseException, name: str, kind: Literal["model", "
         if isinstance(cause, EntryNotFoundError) and status == 404:
             return f"{page} does not have this file"
         if status is not None:
-            return f"the hub answered with HTTP status {status} to a request for {name}; try again later"
+            return (
+                f"the hub answered with HTTP status {status} to a request for {name}; try again"
+                " later"
+            )
         if _is_connection_error(cause):
             what = str(cause) or type(cause).__name__
-            return f"the connection to {constants.ENDPOINT} failed ({what}); run the command again to continue"
+            return (
+                f"the connection to {constants.ENDPOINT} failed ({what}); run the command again to"
+                " continue"
+            )
     return None
 
 
@@ -167,6 +194,8 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _is_connection_error(error: Any) -> bool:
-    """Return whether a client of HTTP lost its connection; the hub's client has an httpx package of its own."""
+    """Return whether a client of HTTP lost its connection; the hub's client has an httpx package of
+    its own.
+    """
     kinds = [kind for kind in type(error).__mro__ if kind.__module__.startswith("httpx")]
     return any(kind.__name__ == "TransportError" for kind in kinds)

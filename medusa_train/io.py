@@ -1,4 +1,6 @@
-"""Crash-safe files: atomic replacement, append-only JSON Lines, messages for a full disk; and versions of packages."""
+"""Crash-safe files: atomic replacement, append-only JSON Lines, messages for a full disk; and
+versions of packages.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,11 @@ from medusa_train.errors import DataError, MedusaError
 WRITE_ERRORS = (OSError, SafetensorError)
 """Exceptions that writing raises when the disk is full; safetensors defines its own."""
 
-_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no space, quota exceeded, above the process's file size limit
+_DISK_FULL = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+)  # no space, quota exceeded, above the process's file size limit
 _SCAN_BYTES = 1 << 16
 BUSY = "another process is writing to it; wait for it, or choose another output"
 
@@ -40,8 +46,9 @@ def installed_version(package: str) -> str:
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     """Replace `path` atomically: readers see the old content or the new one, after a crash too.
 
-    `write` fills a temporary file in the same directory, which is flushed to disk and renamed. Its name is random, so
-    that processes writing the same file don't disturb each other. Parent directories are created.
+    `write` fills a temporary file in the same directory, which is flushed to disk and renamed. Its
+    name is random, so that processes writing the same file don't disturb each other. Parent
+    directories are created.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
@@ -80,21 +87,25 @@ def sync(path: Path) -> None:
 
 
 class JsonLinesFile:
-    """An append-only JSON Lines file that recovers from a crash: opening it drops an incomplete last line.
+    """An append-only JSON Lines file that recovers from a crash: opening it drops an incomplete
+    last line.
 
-    Every record is one unbuffered write, so that killing the process leaves complete lines. Parent directories are
-    created.
+    Every record is one unbuffered write, so that killing the process leaves complete lines. Parent
+    directories are created.
 
     Args:
         path: the file, created if absent.
         exclusive: lock the file against other processes, on file systems that have locks.
-        fsync_every: flush to disk after this many records and on closing; None leaves it to the operating system.
+        fsync_every: flush to disk after this many records and on closing; None leaves it to the
+            operating system.
 
     Raises:
         DataError: `exclusive`, and another process has the file open.
     """
 
-    def __init__(self, path: Path, *, exclusive: bool = False, fsync_every: int | None = None) -> None:
+    def __init__(
+        self, path: Path, *, exclusive: bool = False, fsync_every: int | None = None
+    ) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         self._fsync_every = fsync_every
@@ -110,7 +121,9 @@ class JsonLinesFile:
             raise
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Write one record; after an OSError (disk full) it is kept and written before the next one, or by `flush`."""
+        """Write one record; after an OSError (disk full) it is kept and written before the next
+        one, or by `flush`.
+        """
         self._pending += json_line(record)
         self._unsynced += 1
         self.flush()
@@ -172,7 +185,8 @@ def complete_lines(path: Path, start: int = 0) -> Iterator[tuple[int, bytes]]:
 
 
 def write_failure(what: str, directory: Path, error: Exception, needed: int | None = None) -> str:
-    """Describe why `what` could not be written to `directory`; for a full disk, with the bytes `needed` and free.
+    """Describe why `what` could not be written to `directory`; for a full disk, with the bytes
+    `needed` and free.
 
     Remove partly written files first: they count as used space.
     """
@@ -216,7 +230,9 @@ def locked(directory: Path, busy: MedusaError) -> Iterator[None]:
 
 
 def _lock(handle: int, busy: MedusaError) -> None:
-    """Lock an open file or directory; without locks (Windows, some network file systems) do nothing."""
+    """Lock an open file or directory; without locks (Windows, some network file systems) do
+    nothing.
+    """
     try:
         import fcntl
     except ImportError:

@@ -1,7 +1,8 @@
 """Logs a training run's metrics: `metrics.jsonl`, the console, Weights & Biases, TensorBoard.
 
-A record is a mapping with `kind` ("train", "eval" or "skipped"), `step` (optimizer steps done) and that kind's
-figures. Every `MetricLogger` gets every record. A dashboard that fails is dropped with a warning; the run continues.
+A record is a mapping with `kind` ("train", "eval" or "skipped"), `step` (optimizer steps done) and
+that kind's figures. Every `MetricLogger` gets every record. A dashboard that fails is dropped with
+a warning; the run continues.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ Record = Mapping[str, Any]
 Send = Callable[[dict[str, float], int], None]
 T = TypeVar("T")
 
-#: Seconds without a record after which a console that is not a terminal shows the step that training is at.
+#: Seconds without a record after which a console that is not a terminal shows the step that
+# training is at.
 QUIET_SECONDS = 60.0
 
 
@@ -79,7 +81,11 @@ class MetricsFile(MetricLogger):
     """
 
     def __init__(
-        self, path: Path, step: int = 0, evaluated: int = 0, warn: Callable[[str], None] = lambda line: None
+        self,
+        path: Path,
+        step: int = 0,
+        evaluated: int = 0,
+        warn: Callable[[str], None] = lambda line: None,
     ) -> None:
         if path.exists():
             truncate_log(path, step, evaluated)
@@ -104,15 +110,19 @@ class MetricsFile(MetricLogger):
         except OSError as error:
             if not self._warned:
                 directory = self._file.path.parent
-                self._warn(f"{write_failure(self._file.path.name, directory, error)}; retrying with every record")
+                self._warn(
+                    f"{write_failure(self._file.path.name, directory, error)}; retrying with every"
+                    " record"
+                )
             self._warned = True
 
 
 def truncate_log(path: Path, step: int, evaluated: int) -> None:
-    """Remove the lines that a run resumed after `step` will write again, and an incomplete last line.
+    """Remove the lines that a run resumed after `step` will write again, and an incomplete last
+    line.
 
-    These are records of later steps, and validations after step `evaluated`: one that was logged but not saved with a
-    checkpoint is repeated.
+    These are records of later steps, and validations after step `evaluated`: one that was logged
+    but not saved with a checkpoint is repeated.
     """
     replace_bytes(path, [line for _, line in complete_lines(path) if _keep(line, step, evaluated)])
 
@@ -126,7 +136,9 @@ def _keep(line: bytes, step: int, evaluated: int) -> bool:
 
 
 class ConsoleLogger(MetricLogger):
-    """Shows training on the console: a bar with the last figures on a terminal, one line per record elsewhere."""
+    """Shows training on the console: a bar with the last figures on a terminal, one line per record
+    elsewhere.
+    """
 
     def __init__(self, console: Console, total_steps: int, step: int = 0, title: str = "") -> None:
         """Start at `step` of `total_steps`."""
@@ -136,7 +148,9 @@ class ConsoleLogger(MetricLogger):
         self._phase.start()
 
     def log(self, record: Record) -> None:
-        """Show a training record beside the bar; print others, and all where there is no bar, as a line."""
+        """Show a training record beside the bar; print others, and all where there is no bar, as a
+        line.
+        """
         if record["kind"] == "train" and self._is_terminal:
             self._phase.update(record["step"], bar_figures(record))
             return
@@ -169,16 +183,26 @@ def describe(record: Record) -> str:
     if record["kind"] == "skipped":
         count = f"{record['skipped_steps']} of at most {record['max_nonfinite_steps']}"
         records = ", ".join(record["records"])
-        return f"step {record['step']} skipped ({count}): {record['reason']}. Records in it: {records}"
+        return (
+            f"step {record['step']} skipped ({count}): {record['reason']}. Records in it: {records}"
+        )
     heads = " ".join(_share(x) for x in record["head_top1"])
-    joint = "".join(f" | {loss} {record[k]:.4f}" for loss, k in (("lm", "lm_loss"), ("kl", "lm_kl")) if k in record)
+    joint = "".join(
+        f" | {loss} {record[k]:.4f}"
+        for loss, k in (("lm", "lm_loss"), ("kl", "lm_kl"))
+        if k in record
+    )
     if record["kind"] == "eval":
         if (length := record.get("acceptance_length")) is not None:
             joint += f" | {length:.2f} tokens per step"
-        return f"validation at step {record['step']}: loss of the heads {record['loss']:.4f} | top-1 {heads}{joint}"
+        return (
+            f"validation at step {record['step']}: loss of the heads {record['loss']:.4f} | top-1"
+            f" {heads}{joint}"
+        )
     return (
-        f"step {record['step']} | loss {record['loss']:.4f} | top-1 {heads}{joint} | grad {record['grad_norm']:.3f}"
-        f" | lr {record['lr']:.2e} | {record['tokens_per_s']:,.0f} tokens/s"
+        f"step {record['step']} | loss {record['loss']:.4f} | top-1 {heads}{joint} | grad"
+        f" {record['grad_norm']:.3f} | lr {record['lr']:.2e} | {record['tokens_per_s']:,.0f}"
+        " tokens/s"
     )
 
 
@@ -188,12 +212,16 @@ def _share(x: float) -> str:
 
 
 class Dashboard(MetricLogger):
-    """An external service that plots metrics. It is dropped, with a warning on the console, at its first failure.
+    """An external service that plots metrics. It is dropped, with a warning on the console, at its
+    first failure.
 
-    `start` connects to it and returns a function that sends figures of a step, and one that ends it.
+    `start` connects to it and returns a function that sends figures of a step, and one that ends
+    it.
     """
 
-    def __init__(self, name: str, console: Console, start: Callable[[], tuple[Send, Callable[[], None]]]) -> None:
+    def __init__(
+        self, name: str, console: Console, start: Callable[[], tuple[Send, Callable[[], None]]]
+    ) -> None:
         self._name = name
         self._console = console
         self._functions: tuple[Send, Callable[[], None]] | None = None
@@ -222,9 +250,17 @@ class Dashboard(MetricLogger):
 
 
 def wandb(
-    console: Console, run_dir: Path, project: str, entity: str | None, run_id: str | None, name: str | None = None
+    console: Console,
+    run_dir: Path,
+    project: str,
+    entity: str | None,
+    run_id: str | None,
+    name: str | None = None,
 ) -> Dashboard:
-    """Start or resume a run of Weights & Biases, with its files in `run_dir`/wandb. WANDB_MODE applies."""
+    """Start or resume a run of Weights & Biases, with its files in `run_dir`/wandb.
+
+    WANDB_MODE applies.
+    """
 
     def start() -> tuple[Send, Callable[[], None]]:
         import wandb
@@ -245,7 +281,9 @@ def wandb(
 
 
 def tensorboard(console: Console, run_dir: Path, step: int = 0) -> Dashboard:
-    """Write event files to `run_dir`/tensorboard; a run resumed after `step` hides later ones of the earlier run."""
+    """Write event files to `run_dir`/tensorboard; a run resumed after `step` hides later ones of
+    the earlier run.
+    """
 
     def start() -> tuple[Send, Callable[[], None]]:
         from torch.utils.tensorboard import SummaryWriter  # needs the package tensorboard
@@ -262,7 +300,9 @@ def tensorboard(console: Console, run_dir: Path, step: int = 0) -> Dashboard:
 
 
 def flat_figures(record: Record) -> dict[str, float]:
-    """Flatten a record to `kind/name` numbers; a list becomes `name_1`, `name_2`, ..., nested lists are left out."""
+    """Flatten a record to `kind/name` numbers; a list becomes `name_1`, `name_2`, ..., nested lists
+    are left out.
+    """
     flat: dict[str, float] = {}
     for name, value in record.items():
         if isinstance(value, bool) or name == "step":
@@ -275,7 +315,9 @@ def flat_figures(record: Record) -> dict[str, float]:
 
 
 def _wandb_mode() -> Literal["online", "offline", "disabled"]:
-    """Return WANDB_MODE; unset, "online" where wandb is logged in, else "offline", so that no run waits for a login."""
+    """Return WANDB_MODE; unset, "online" where wandb is logged in, else "offline", so that no run
+    waits for a login.
+    """
     mode = os.environ.get("WANDB_MODE", "")
     if mode in ("online", "offline", "disabled"):
         return cast(Literal["online", "offline", "disabled"], mode)

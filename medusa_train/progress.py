@@ -38,15 +38,21 @@ class RunProgress:
     Args:
         console: where bars or lines are shown.
         started: `time.perf_counter()` when the command began; default: now.
-        line_seconds: where the console is not a terminal, at most one progress line in this many seconds.
+        line_seconds: where the console is not a terminal, at most one progress line in this many
+            seconds.
         title: shown before the name of every phase.
 
     Attributes:
-        seconds: wall time of every finished phase by name, in order; phases of the same name are added up.
+        seconds: wall time of every finished phase by name, in order; phases of the same name are
+            added up.
     """
 
     def __init__(
-        self, console: Console, started: float | None = None, line_seconds: float = LINE_SECONDS, title: str = ""
+        self,
+        console: Console,
+        started: float | None = None,
+        line_seconds: float = LINE_SECONDS,
+        title: str = "",
     ) -> None:
         self.console = console
         self.title = title
@@ -77,15 +83,18 @@ class RunProgress:
             total: number of units to do, None where it is unknown.
             unit: the name of a unit, in the plural ("turns").
             completed: units that an earlier run already did; they do not count for the time left.
-            ticking: show the elapsed time beside the bar from a thread although nothing advances, for loading a model.
-                Never for a phase in which something is timed: the thread would run beside it.
-            inline: the phase is part of one that is shown already: print lines in place of a bar, the first after
-                `line_seconds`.
+            ticking: show the elapsed time beside the bar from a thread although nothing advances,
+                for loading a model. Never for a phase in which something is timed: the thread would
+                run beside it.
+            inline: the phase is part of one that is shown already: print lines in place of a bar,
+                the first after `line_seconds`.
         """
         return Phase(self, name, total, unit, completed=completed, ticking=ticking, inline=inline)
 
     def table(self) -> Table:
-        """Return the wall time of every phase and of the whole command, for the end of a command's output."""
+        """Return the wall time of every phase and of the whole command, for the end of a command's
+        output.
+        """
         table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
         table.add_column("phase")
         table.add_column("time", justify="right")
@@ -113,7 +122,9 @@ class RunProgress:
 
 
 class Phase:
-    """One phase of a command: a bar that is redrawn when it advances, or lines; see `RunProgress.phase`."""
+    """One phase of a command: a bar that is redrawn when it advances, or lines; see
+    `RunProgress.phase`.
+    """
 
     def __init__(
         self,
@@ -208,7 +219,11 @@ class Phase:
     def time_left(self) -> str:
         """Return the time left at the rate of this phase so far; empty before anything is done."""
         done, total = self.completed - self._first, self._task.total
-        return "" if total is None or done <= 0 else duration(self.seconds / done * max(total - self.completed, 0))
+        return (
+            ""
+            if total is None or done <= 0
+            else duration(self.seconds / done * max(total - self.completed, 0))
+        )
 
     def _show(self) -> None:
         if not self._has_bar:
@@ -248,7 +263,9 @@ def duration(seconds: float) -> str:
 
 
 class LoadingProgress:
-    """Show what `data` reports while it loads: a clock, or a bar while files are fetched or conversations tokenized."""
+    """Show what `data` reports while it loads: a clock, or a bar while files are fetched or
+    conversations tokenized.
+    """
 
     def __init__(self, progress: RunProgress) -> None:
         self._progress = progress
@@ -262,7 +279,9 @@ class LoadingProgress:
         self._phase.stop()
 
     def update(self, name: str, done: int, total: int) -> None:
-        """Show that `done` of `total` conversations are tokenized, or of `total` bytes fetched (0: of unknown size)."""
+        """Show that `done` of `total` conversations are tokenized, or of `total` bytes fetched (0:
+        of unknown size).
+        """
         is_download = name.startswith(FETCHING)
         unit, scale = ("MB", 1e6) if is_download else ("conversations", 1)
         if self._phase.name != name:
@@ -273,7 +292,11 @@ class LoadingProgress:
         if total and done == total:
             self._switch("loading data")
 
-    def _switch(self, name: str, total: int | None = None, unit: str = "", completed: int = 0) -> None:
+    def _switch(
+        self, name: str, total: int | None = None, unit: str = "", completed: int = 0
+    ) -> None:
         self._phase.stop()
-        self._phase = self._progress.phase(name, total, unit, completed=completed, ticking=total is None)
+        self._phase = self._progress.phase(
+            name, total, unit, completed=completed, ticking=total is None
+        )
         self._phase.start()

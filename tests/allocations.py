@@ -7,7 +7,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class LargestTensor(TorchDispatchMode):
-    """Within this context, `numel` is the size of the largest tensor that an operation, forward or backward, returned.
+    """Within this context, `numel` is the size of the largest tensor that an operation, forward or
+    backward, returned.
 
     Views do not count, only newly allocated memory.
     """
@@ -26,4 +27,6 @@ class LargestTensor(TorchDispatchMode):
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    return [
+        leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)
+    ]

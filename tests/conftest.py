@@ -9,20 +9,26 @@ from pathlib import Path
 
 import pytest
 
-# Keep what torch.compile and torch's C++ extensions build in one folder each: built once, not for every test.
-# A fixture would be too late: torch sets its own default on import, and `compile_cache_dir` does not use that one.
+# Keep what torch.compile and torch's C++ extensions build in one folder each: built once, not for
+# every test. A fixture would be too late: torch sets its own default on import, and
+# `compile_cache_dir` does not use that one.
 COMPILED = Path(tempfile.gettempdir()) / f"medusa_train_tests_{getpass.getuser()}"
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(COMPILED))
 # DeepSpeed's extension in this checkout: the lock of a killed build there stops no run elsewhere
-os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(__file__).parents[1] / "build" / "torch_extensions"))
-# A shell starts background jobs of a script with Ctrl-C ignored, and commands that tests start would inherit that.
+os.environ.setdefault(
+    "TORCH_EXTENSIONS_DIR", str(Path(__file__).parents[1] / "build" / "torch_extensions")
+)
+# A shell starts background jobs of a script with Ctrl-C ignored, and commands that tests start
+# would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
 def traced_layers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Compiled layers are traced by torch.compile and run as they are: in seconds and without a C++ compiler."""
+    """Compiled layers are traced by torch.compile and run as they are: in seconds and without a C++
+    compiler.
+    """
     import torch
 
     from medusa_train.models import compiled
@@ -39,7 +45,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and not has_gpu():
         for item in marked:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU; benchmarks/gpu.sh runs it on one"))
+            item.add_marker(
+                pytest.mark.skip(reason="needs a CUDA GPU; benchmarks/gpu.sh runs it on one")
+            )
 
 
 def has_gpu() -> bool:

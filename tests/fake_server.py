@@ -22,10 +22,12 @@ def error(status: int, message: str, **headers: str) -> Reply:
 
 
 class FakeServer(ThreadingHTTPServer):
-    """Answers `answer to LAST MESSAGE`, unless `script(number of the request, body)` returns another reply.
+    """Answers `answer to LAST MESSAGE`, unless `script(number of the request, body)` returns
+    another reply.
 
     Attributes:
-        others: replies to other paths than `/v1/chat/completions`, functions of the body; 404 by default.
+        others: replies to other paths than `/v1/chat/completions`, functions of the body; 404 by
+            default.
     """
 
     daemon_threads = True
@@ -33,7 +35,10 @@ class FakeServer(ThreadingHTTPServer):
     request_queue_size = 256
 
     def __init__(
-        self, port: int = 0, script: Callable[[int, dict[str, Any]], Reply] = lambda n, body: None, seconds: float = 0.0
+        self,
+        port: int = 0,
+        script: Callable[[int, dict[str, Any]], Reply] = lambda n, body: None,
+        seconds: float = 0.0,
     ) -> None:
         self.script = script
         self.seconds = seconds
@@ -47,8 +52,9 @@ class FakeServer(ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore clients that disconnected before their answer.
 
-        The default prints a traceback in a thread that may outlive its test. Python 3.11 parses source code for it,
-        which can break another thread's imports ("AST constructor recursion depth mismatch").
+        The default prints a traceback in a thread that may outlive its test. Python 3.11 parses
+        source code for it, which can break another thread's imports ("AST constructor recursion
+        depth mismatch").
         """
         if not isinstance(sys.exc_info()[1], ConnectionError):
             super().handle_error(request, client_address)
@@ -81,7 +87,9 @@ class _Handler(BaseHTTPRequestHandler):
         reply = server.script(number, body)
         with server.lock:
             server.busy -= 1
-        default = stream(body) if body.get("stream") else (200, {}, json.dumps(completion(body)).encode())
+        default = (
+            stream(body) if body.get("stream") else (200, {}, json.dumps(completion(body)).encode())
+        )
         self._send(*(reply or default))
 
     def _send(self, status: int, headers: dict[str, str], content: bytes) -> None:
@@ -99,33 +107,59 @@ def _not_found(body: dict[str, Any]) -> tuple[int, dict[str, str], bytes]:
     return 404, {}, b"{}"
 
 
-def completion(body: dict[str, Any], finish: str | None = "stop", text: str | None = None) -> dict[str, Any]:
+def completion(
+    body: dict[str, Any], finish: str | None = "stop", text: str | None = None
+) -> dict[str, Any]:
     text = f"answer to {body['messages'][-1]['content']}" if text is None else text
-    choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": finish}
-    return {"choices": [choice], "usage": {"prompt_tokens": 10, "completion_tokens": len(text.split()) + 1}}
+    choice = {
+        "index": 0,
+        "message": {"role": "assistant", "content": text},
+        "finish_reason": finish,
+    }
+    return {
+        "choices": [choice],
+        "usage": {"prompt_tokens": 10, "completion_tokens": len(text.split()) + 1},
+    }
 
 
 def stream(
-    body: dict[str, Any], text: str | None = None, *, tokens: int | None = None, end: str | None = "stop"
+    body: dict[str, Any],
+    text: str | None = None,
+    *,
+    tokens: int | None = None,
+    end: str | None = "stop",
 ) -> tuple[int, dict[str, str], bytes]:
-    """A streamed answer, a chunk per word. Without `end` the stream stops early; `tokens` -1 leaves out the usage."""
+    """A streamed answer, a chunk per word.
+
+    Without `end` the stream stops early; `tokens` -1 leaves out the usage.
+    """
     text = f"answer to {body['messages'][-1]['content']}" if text is None else text
     count = len(text.split()) + 1 if tokens is None else tokens
-    chunks: list[dict[str, Any]] = [{"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}]
-    chunks += [{"choices": [{"index": 0, "delta": {"content": word}}]} for word in re.findall(r"\S+\s*", text)]
+    chunks: list[dict[str, Any]] = [
+        {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}
+    ]
+    chunks += [
+        {"choices": [{"index": 0, "delta": {"content": word}}]}
+        for word in re.findall(r"\S+\s*", text)
+    ]
     if end is not None:
         chunks.append({"choices": [{"index": 0, "delta": {}, "finish_reason": end}]})
     if tokens != -1:
         chunks.append({"choices": [], "usage": {"prompt_tokens": 10, "completion_tokens": count}})
     lines = [": keep-alive", *(f"data: {json.dumps(chunk)}" for chunk in chunks)]
     lines += ["data: [DONE]"] if end is not None else []
-    return 200, {"content_type": "text/event-stream"}, "".join(f"{line}\n\n" for line in lines).encode()
+    return (
+        200,
+        {"content_type": "text/event-stream"},
+        "".join(f"{line}\n\n" for line in lines).encode(),
+    )
 
 
 def short_context(
     context: int, message: str, answer: int = 40
 ) -> Callable[[int, dict[str, Any]], tuple[int, dict[str, str], bytes]]:
-    """Return a script for a server with a token per word, that rejects what does not fit and answers `answer` words.
+    """Return a script for a server with a token per word, that rejects what does not fit and
+    answers `answer` words.
 
     Args:
         message: message of a rejection, with {context}, {prompt}, {asked} and {total}.
@@ -137,7 +171,9 @@ def short_context(
             text = message.format(context=context, prompt=prompt, asked=asked, total=prompt + asked)
             return 400, {}, json.dumps({"error": {"message": text}}).encode()
         length = min(answer, asked)
-        reply = completion(body, "stop" if length == answer else "length", " ".join(map(str, range(length))))
+        reply = completion(
+            body, "stop" if length == answer else "length", " ".join(map(str, range(length)))
+        )
         reply["usage"] = {"prompt_tokens": prompt, "completion_tokens": length}
         return 200, {}, json.dumps(reply).encode()
 
@@ -161,4 +197,6 @@ def serving(
 
 
 if __name__ == "__main__":
-    FakeServer(int(sys.argv[1]), seconds=float(sys.argv[2]) if len(sys.argv) > 2 else 0.0).serve_forever()
+    FakeServer(
+        int(sys.argv[1]), seconds=float(sys.argv[2]) if len(sys.argv) > 2 else 0.0
+    ).serve_forever()

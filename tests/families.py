@@ -27,7 +27,10 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "mistral": ("MistralConfig", {"sliding_window": None, "head_dim": 16}),
     "mistral-window": ("MistralConfig", {"sliding_window": 7}),
     "qwen2": ("Qwen2Config", {}),
-    "qwen2-window": ("Qwen2Config", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}),
+    "qwen2-window": (
+        "Qwen2Config",
+        {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+    ),
     "qwen3": ("Qwen3Config", {"head_dim": 16}),
     "phi3-longrope": (
         "Phi3Config",
@@ -62,7 +65,12 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "smollm3": ("SmolLM3Config", {"no_rope_layer_interval": 2, "tie_word_embeddings": True}),
     "granite": (
         "GraniteConfig",
-        {"embedding_multiplier": 4.0, "logits_scaling": 8.0, "residual_multiplier": 0.22, "attention_multiplier": 0.25},
+        {
+            "embedding_multiplier": 4.0,
+            "logits_scaling": 8.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.25,
+        },
     ),
     "granite4": (  # dense, of the class of its hybrids
         "GraniteMoeHybridConfig",
@@ -97,13 +105,17 @@ class NoTokenizer:
     eos_token_id = None
 
 
-def random_model(family: str, seed: int = 0, std: float = 0.35, **changes: object) -> transformers.PreTrainedModel:
+def random_model(
+    family: str, seed: int = 0, std: float = 0.35, **changes: object
+) -> transformers.PreTrainedModel:
     """Build a random model with weights large enough that its greedy text varies."""
     name, extra = FAMILIES[family]
     config = getattr(transformers, name)(**{**SHAPE, **extra, **changes})
     capped = getattr(config, "attn_logit_softcapping", None) is not None
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager" if capped else "sdpa")
+    model = AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager" if capped else "sdpa"
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
@@ -111,6 +123,8 @@ def random_model(family: str, seed: int = 0, std: float = 0.35, **changes: objec
     return model
 
 
-def random_backbone(family: str, seed: int = 0, dtype: torch.dtype = torch.float64, **changes: object) -> Backbone:
+def random_backbone(
+    family: str, seed: int = 0, dtype: torch.dtype = torch.float64, **changes: object
+) -> Backbone:
     """Wrap `random_model` for tests that decode token ids only."""
     return Backbone(random_model(family, seed, **changes).to(dtype), NoTokenizer(), family)

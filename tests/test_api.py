@@ -8,7 +8,10 @@ from medusa_train.errors import ConfigError, DataError
 
 
 def test_importing_the_package_loads_no_library() -> None:
-    code = "import sys, medusa_train; medusa_train.load; assert not {'torch', 'transformers'} & set(sys.modules)"
+    code = (
+        "import sys, medusa_train; medusa_train.load; assert not {'torch', 'transformers'} &"
+        " set(sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -17,7 +20,9 @@ def test_drafts_without_training_decode_in_place_of_heads() -> None:
     plain = medusa_train.load(**options).generate("Write the word yes three times.", 24)
     drafted = medusa_train.load(**options, draft="prompt_lookup", draft_settings={"nodes": 4})
     assert drafted.reply("Write the word yes three times.", 24).read() == plain
-    rest = medusa_train.load(**options, draft="rest", draft_settings={"datastore": "data/selfdistill/tiny.jsonl"})
+    rest = medusa_train.load(
+        **options, draft="rest", draft_settings={"datastore": "data/selfdistill/tiny.jsonl"}
+    )
     assert rest.generate("Write the word yes three times.", 24) == plain
     lookahead = medusa_train.load(**options, draft="lookahead", draft_settings={"window": 3})
     assert lookahead.generate("Write the word yes three times.", 24) == plain

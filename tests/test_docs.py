@@ -34,7 +34,9 @@ class Parsed(BaseException):
 
 
 def commands() -> Iterator[tuple[str, list[str]]]:
-    """Every command in the pages' bash blocks, without comments and line breaks; `&&` separates commands."""
+    """Every command in the pages' bash blocks, without comments and line breaks; `&&` separates
+    commands.
+    """
     for name, text in TEXTS.items():
         for block in re.findall(r"```bash\n(.*?)```", text, flags=re.DOTALL):
             for line in block.replace("\\\n", " ").splitlines():
@@ -49,7 +51,11 @@ COMMANDS = list(commands())
 
 
 def of(*programs: str) -> list[Any]:
-    return [pytest.param(words, id=f"{page}: {' '.join(words)}") for page, words in COMMANDS if words[0] in programs]
+    return [
+        pytest.param(words, id=f"{page}: {' '.join(words)}")
+        for page, words in COMMANDS
+        if words[0] in programs
+    ]
 
 
 def stripped(words: list[str]) -> list[str]:
@@ -71,7 +77,9 @@ def parse(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(module, "read_arguments", read_arguments)
     if "--compare" in words:
-        monkeypatch.setattr(module, "_compare", lambda runs, *rest: runs and (_ for _ in ()).throw(Parsed))
+        monkeypatch.setattr(
+            module, "_compare", lambda runs, *rest: runs and (_ for _ in ()).throw(Parsed)
+        )
     line = re.sub(r"--(num-gpus|hostfile) \S+", "", shlex.join(words[1:]))
     from typer.main import get_command
 
@@ -94,21 +102,38 @@ def test_commands_of_launchers_are_valid(words: list[str], monkeypatch: pytest.M
 
 @pytest.mark.parametrize("words", of("make"))
 def test_make_targets_exist(words: list[str]) -> None:
-    assert re.search(rf"^{words[1]}:", (PROJECT_ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert re.search(
+        rf"^{words[1]}:",
+        (PROJECT_ROOT / "Makefile").read_text(encoding="utf-8"),
+        flags=re.MULTILINE,
+    )
 
 
 def test_make_smollm2_runs_valid_commands(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As far as a configuration can be checked: the model and the data are large, and the run takes minutes."""
+    """As far as a configuration can be checked: the model and the data are large, and the run takes
+    minutes.
+    """
     monkeypatch.chdir(PROJECT_ROOT)
-    recipe = subprocess.run(["make", "--dry-run", "smollm2"], capture_output=True, text=True, check=True).stdout
-    commands = [shlex.split(line) for line in re.findall(r"bin/(medusa-(?:train|eval) [^;\n]+);", recipe)]
+    recipe = subprocess.run(
+        ["make", "--dry-run", "smollm2"], capture_output=True, text=True, check=True
+    ).stdout
+    commands = [
+        shlex.split(line) for line in re.findall(r"bin/(medusa-(?:train|eval) [^;\n]+);", recipe)
+    ]
     assert [words[0] for words in commands] == ["medusa-train", "medusa-eval", "medusa-eval"]
     for words in commands:
         parse(words, monkeypatch)
 
 
 def test_every_command_is_checked() -> None:
-    assert {words[0] for _, words in COMMANDS} <= {*MODULES, *FOREIGN, "torchrun", "srun", "make", "python"}
+    assert {words[0] for _, words in COMMANDS} <= {
+        *MODULES,
+        *FOREIGN,
+        "torchrun",
+        "srun",
+        "make",
+        "python",
+    }
     pyproject = (PROJECT_ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert all(f"{name} = " in pyproject for name in MODULES)
     assert os.access(PROJECT_ROOT / ".ci" / "run", os.X_OK)
@@ -117,13 +142,19 @@ def test_every_command_is_checked() -> None:
 @pytest.mark.parametrize("name", TEXTS)
 def test_named_paths_and_links_exist(name: str) -> None:
     text, page = TEXTS[name], next(page for page in PAGES if page.name == name)
-    named = set(re.findall(r"\b(?:configs|data|tests|benchmarks|medusa_train)/[\w./-]+\.\w+\b", text))
+    named = set(
+        re.findall(r"\b(?:configs|data|tests|benchmarks|medusa_train)/[\w./-]+\.\w+\b", text)
+    )
     if name == "architecture.md":
         named |= set(re.findall(r"\b[a-z_]+/[a-z_/]+\.py\b", text))
     named = {path for path in named if not path.startswith(("data/bench/NAME",))}
     roots = (PROJECT_ROOT, PROJECT_ROOT / "medusa_train")
-    assert [path for path in sorted(named) if not any((root / path).exists() for root in roots)] == []
-    links = [link.split("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
+    assert [
+        path for path in sorted(named) if not any((root / path).exists() for root in roots)
+    ] == []
+    links = [
+        link.split("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link
+    ]
     assert [link for link in links if link and not (page.parent / link).exists()] == []
 
 
@@ -132,7 +163,9 @@ def file_list() -> str:
     package = PROJECT_ROOT / "medusa_train"
     lines = []
     for init in sorted(package.rglob("__init__.py")):
-        names = [file.stem for file in sorted(init.parent.glob("*.py")) if file.name != "__init__.py"]
+        names = [
+            file.stem for file in sorted(init.parent.glob("*.py")) if file.name != "__init__.py"
+        ]
         name = init.parent.relative_to(package).as_posix().removeprefix(".") or "medusa_train"
         lines += [f"- **{name}**: {', '.join(names)}"] if names else []
     return "\n".join(lines)
@@ -150,14 +183,22 @@ def test_the_readme_is_short_and_shows_the_demo() -> None:
     assert len(readme.encode()) <= 12 * 1024
     table = readme.split("<!-- demo:start -->")[1].split("<!-- demo:end -->")[0]
     assert "| **overall** |" in table
-    assert table.strip() in (PROJECT_ROOT / "benchmarks/results/demo.md").read_text(encoding="utf-8")
+    assert table.strip() in (PROJECT_ROOT / "benchmarks/results/demo.md").read_text(
+        encoding="utf-8"
+    )
 
 
-def test_python_blocks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_python_blocks_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_run(tmp_path / "runs" / "demo", write_backbone(tmp_path / "backbone"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["python"])
-    blocks = [block for text in TEXTS.values() for block in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)]
+    blocks = [
+        block
+        for text in TEXTS.values()
+        for block in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    ]
     assert any("model.generate" in block for block in blocks)
     for block in blocks:
         exec(compile(block, "docs", "exec"), {})

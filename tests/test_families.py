@@ -23,7 +23,19 @@ from tests.families import random_backbone, random_model
 from tests.training.conftest import build_tokenizer, sentence
 
 #: The supported families; Llama in versions 2 and 3.
-TEN = ["llama", "llama3", "mistral-window", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "olmo2", "smollm3", "granite"]
+TEN = [
+    "llama",
+    "llama3",
+    "mistral-window",
+    "qwen2",
+    "qwen3",
+    "gemma2",
+    "gemma3",
+    "phi3",
+    "olmo2",
+    "smollm3",
+    "granite",
+]
 #: Families that differ little from another one in the list.
 SIMILAR = {"llama3", "qwen2", "olmo2"}
 TOKENS = 24
@@ -39,20 +51,26 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("data") / "chats.jsonl"
     draw = random.Random(1)
     lines = [
-        json.dumps({"conversations": [{"from": who, "value": sentence(draw)} for who in ("human", "gpt")]})
+        json.dumps(
+            {"conversations": [{"from": who, "value": sentence(draw)} for who in ("human", "gpt")]}
+        )
         for _ in range(12)
     ]
     path.write_text("\n".join(lines) + "\n")
     return path
 
 
-@pytest.mark.parametrize("family", [pytest.param(f, marks=pytest.mark.slow) if f in SIMILAR else f for f in TEN])
+@pytest.mark.parametrize(
+    "family", [pytest.param(f, marks=pytest.mark.slow) if f in SIMILAR else f for f in TEN]
+)
 def test_train_export_import_decode(
     family: str, tokenizer: transformers.PreTrainedTokenizerFast, chats: Path, tmp_path: Path
 ) -> None:
     backbone_dir, run = tmp_path / "backbone", tmp_path / "run"
     # eight spare rows, for tokens that a family's tokenizer class adds
-    random_model(family, vocab_size=len(tokenizer) + 8, bos_token_id=0).save_pretrained(backbone_dir)
+    random_model(family, vocab_size=len(tokenizer) + 8, bos_token_id=0).save_pretrained(
+        backbone_dir
+    )
     tokenizer.save_pretrained(backbone_dir)
     cfg = TrainConfig(
         base_model=str(backbone_dir),
@@ -81,15 +99,24 @@ def test_train_export_import_decode(
         backbone_dir, dtype=torch.float64, attn_implementation=loaded.backbone.attention
     )
     plain = stock.generate(
-        torch.tensor([prompt]), max_new_tokens=TOKENS, do_sample=False, eos_token_id=None, pad_token_id=1
+        torch.tensor([prompt]),
+        max_new_tokens=TOKENS,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=1,
     )[0, len(prompt) :].tolist()
     assert len(set(plain)) > 4  # the text varies, so that the comparison can fail
     for tree in (Tree.cartesian([3, 2, 2]), Tree.empty()):
-        assert Decoder(loaded.backbone, loaded.draft, tree).generate(prompt, TOKENS, []).tokens == plain
+        assert (
+            Decoder(loaded.backbone, loaded.draft, tree).generate(prompt, TOKENS, []).tokens
+            == plain
+        )
 
 
 def test_the_random_families_have_their_special_features() -> None:
-    """Otherwise the tests above would not cover soft caps, scales, windows, tied matrices and odd head sizes."""
+    """Otherwise the tests above would not cover soft caps, scales, windows, tied matrices and odd
+    head sizes.
+    """
     backbones = {family: random_backbone(family) for family in TEN}
     assert backbones["gemma2"].softcap == 30.0
     assert backbones["granite"].scale == 1 / 8
@@ -98,7 +125,10 @@ def test_the_random_families_have_their_special_features() -> None:
     assert backbones["mistral-window"].window == 7
     assert backbones["qwen3"].config.head_dim * 4 != backbones["qwen3"].hidden_size
     models = {name: backbone.model for name, backbone in backbones.items()}
-    tied = {name: m.get_output_embeddings().weight is m.get_input_embeddings().weight for name, m in models.items()}
+    tied = {
+        name: m.get_output_embeddings().weight is m.get_input_embeddings().weight
+        for name, m in models.items()
+    }
     assert {tied["llama3"], tied["smollm3"]} == {True}
     assert {tied["llama"], tied["granite"]} == {False}
     assert 0 in backbones["smollm3"].config.no_rope_layers

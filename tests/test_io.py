@@ -8,7 +8,13 @@ import pytest
 from safetensors import SafetensorError
 
 from medusa_train.errors import DataError
-from medusa_train.io import JsonLinesFile, complete_lines, installed_version, replace_text, write_failure
+from medusa_train.io import (
+    JsonLinesFile,
+    complete_lines,
+    installed_version,
+    replace_text,
+    write_failure,
+)
 from tests.full_disk import full_disk
 
 
@@ -17,7 +23,9 @@ from tests.full_disk import full_disk
     [
         OSError(errno.ENOSPC, "No space left on device"),
         OSError(errno.EFBIG, "File too large"),
-        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+        SafetensorError(
+            "Error while serializing: I/O error: No space left on device (os error 28)"
+        ),
     ],
 )
 def test_a_full_disk_is_reported_with_the_bytes_needed_and_free(
@@ -94,7 +102,10 @@ def test_records_are_pending_while_the_disk_is_full(tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform == "win32", reason="no such locks there")
 def test_an_exclusive_file_refuses_a_second_writer(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    with JsonLinesFile(path, exclusive=True), pytest.raises(DataError, match="another process is writing"):
+    with (
+        JsonLinesFile(path, exclusive=True),
+        pytest.raises(DataError, match="another process is writing"),
+    ):
         JsonLinesFile(path, exclusive=True)
     JsonLinesFile(path, exclusive=True).close()
 

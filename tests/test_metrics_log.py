@@ -1,4 +1,6 @@
-"""metrics.jsonl, the console and the dashboards: what each gets, and that none of them can stop a run."""
+"""metrics.jsonl, the console and the dashboards: what each gets, and that none of them can stop a
+run.
+"""
 
 from __future__ import annotations
 
@@ -97,26 +99,43 @@ def test_lines_that_could_not_be_written_are_counted(tmp_path):
 @pytest.mark.parametrize("terminal", [True, False])
 def test_bar_or_lines_show_the_metrics(tmp_path, terminal):
     shown = console_with(terminal)
-    with MetricLoggers([MetricsFile(tmp_path / "metrics.jsonl"), ConsoleLogger(shown, 20)]) as tracker:
+    with MetricLoggers(
+        [MetricsFile(tmp_path / "metrics.jsonl"), ConsoleLogger(shown, 20)]
+    ) as tracker:
         tracker.advance(10)
         tracker.log("train", 10, TRAIN)
         tracker.log("eval", 10, EVAL)
         tracker.log("skipped", 11, SKIPPED)
     text = shown.file.getvalue()
-    held_out = "validation at step 10: loss of the heads 2.5000 | top-1 .62 .30 | 2.35 tokens per step"
+    held_out = (
+        "validation at step 10: loss of the heads 2.5000 | top-1 .62 .30 | 2.35 tokens per step"
+    )
     skipped = "step 11 skipped (1 of at most 2): the loss is nan. Records in it: a.jsonl:3, [b]"
     for figure in ("1.25", ".50 .25", "1,23", "left", held_out, skipped):
         assert figure in text
     assert ("10/20" in text) == terminal
-    assert [line["kind"] for line in lines(tmp_path / "metrics.jsonl")] == ["train", "eval", "skipped"]
+    assert [line["kind"] for line in lines(tmp_path / "metrics.jsonl")] == [
+        "train",
+        "eval",
+        "skipped",
+    ]
 
 
-RECORD = {"kind": "train", "step": 3, "loss": 1.5, "head_top1": [0.5, 0.25], "head_top": [[0.5]], "best": True}
+RECORD = {
+    "kind": "train",
+    "step": 3,
+    "loss": 1.5,
+    "head_top1": [0.5, 0.25],
+    "head_top": [[0.5]],
+    "best": True,
+}
 FIGURES = {"train/loss": 1.5, "train/head_top1_1": 0.5, "train/head_top1_2": 0.25}
 
 
 class Service:
-    """Stands for `wandb` and `torch.utils.tensorboard`: notes every call, and fails in those that it is told to."""
+    """Stands for `wandb` and `torch.utils.tensorboard`: notes every call, and fails in those that
+    it is told to.
+    """
 
     def __init__(self, *failing: str) -> None:
         self.failing = failing
@@ -174,7 +193,9 @@ def test_every_figure_arrives_at_its_step(
     sink.log(RECORD)
     sink.close()
     sent = [given for call, given in service.calls if call == "log"]
-    assert sent == ([(FIGURES, 3)] if name == "wandb" else [(*figure, 3) for figure in FIGURES.items()])
+    assert sent == (
+        [(FIGURES, 3)] if name == "wandb" else [(*figure, 3) for figure in FIGURES.items()]
+    )
     assert [service.calls[0][0], service.calls[-1][0]] == ["start", "finish"]
     assert text_of(console) == ""
     if name == "tensorboard":

@@ -94,7 +94,8 @@ def test_a_ticking_phase_shows_that_time_passes():
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(0.4, "0 s"), (59.6, "1 min 00 s"), (185, "3 min 05 s"), (7640, "2 h 07 min")]
+    ("seconds", "text"),
+    [(0.4, "0 s"), (59.6, "1 min 00 s"), (185, "3 min 05 s"), (7640, "2 h 07 min")],
 )
 def test_duration(seconds, text):
     assert duration(seconds) == text

@@ -1,4 +1,6 @@
-"""Attention implementations that take the bounds of documents, in place of flash-attn's kernels on a CPU."""
+"""Attention implementations that take the bounds of documents, in place of flash-attn's kernels on
+a CPU.
+"""
 
 from itertools import pairwise
 from typing import Any
@@ -11,14 +13,21 @@ from transformers import AttentionInterface
 APART, LEAKING = "varlen_on_a_cpu", "varlen_that_leaks"
 
 
-def apart(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any) -> Any:
-    """Compute what the varlen kernel does: rows joined end to end, attention within each document, no mask."""
+def apart(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
+) -> Any:
+    """Compute what the varlen kernel does: rows joined end to end, attention within each document,
+    no mask.
+    """
     assert mask is None
     assert kwargs["cu_seq_lens_q"] is kwargs["cu_seq_lens_k"]
     bounds = kwargs["cu_seq_lens_q"].tolist()
     assert kwargs["max_length_q"] == max(b - a for a, b in pairwise(bounds))
     rows, _, length, width = query.shape
-    flat = [tensor.transpose(1, 2).reshape(rows * length, -1, width).transpose(0, 1) for tensor in (query, key, value)]
+    flat = [
+        tensor.transpose(1, 2).reshape(rows * length, -1, width).transpose(0, 1)
+        for tensor in (query, key, value)
+    ]
     outputs = []
     for first, last in pairwise(bounds):
         q, k, v = (tensor[None, :, first:last] for tensor in flat)
@@ -26,7 +35,9 @@ def apart(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor |
     return torch.cat(outputs, dim=2)[0].transpose(0, 1).reshape(rows, length, -1, width), None
 
 
-def leaking(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any) -> Any:
+def leaking(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
+) -> Any:
     """Compute what an architecture that drops the bounds does."""
     return attend(query, key, value, kwargs).transpose(1, 2), None
 

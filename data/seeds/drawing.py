@@ -1,4 +1,6 @@
-"""Random draws for the tiny prompts: numbers, people, and the expansion of `[one|or|other]` alternatives."""
+"""Random draws for the tiny prompts: numbers, people, and the expansion of `[one|or|other]`
+alternatives.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ Kaveh Kenji Kofi Kwame Laszlo Leif Lorenzo Luka Magnus Malik Mateo Mehmet Milan 
 Rafael Ravi Reza Ruben Sanjay Stefan Sven Tariq Tobias Umberto Viktor Wei Yusuf Zoran
 """.split()  # noqa: SIM905
 ALTERNATIVES = re.compile(r"\[([^\[\]]*)\]")
-ARTICLE = re.compile(r"\b([Aa]) (?=[aeio])(?!one\b|once\b)")  # "a entry" needs "an"; "a user" and "a unit" do not
+ARTICLE = re.compile(
+    r"\b([Aa]) (?=[aeio])(?!one\b|once\b)"
+)  # "a entry" needs "an"; "a user" and "a unit" do not
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,11 @@ class Draw:
             name = self.rng.choice(WOMEN if is_woman else MEN)
             if name not in self._used_names:
                 self._used_names.add(name)
-                return Person(name, "she", "her", "her") if is_woman else Person(name, "he", "his", "him")
+                return (
+                    Person(name, "she", "her", "her")
+                    if is_woman
+                    else Person(name, "he", "his", "him")
+                )
 
     def expand(self, text: str) -> str:
         """Choose one of each `[a|b|c]`, innermost first; then fix spaces, articles and capitals."""

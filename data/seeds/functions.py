@@ -1,8 +1,10 @@
 # ruff: noqa: E501
-"""Requests for Python functions and methods for the tiny prompts: wordings, composed families, and single ideas.
+"""Requests for Python functions and methods for the tiny prompts: wordings, composed families, and
+single ideas.
 
-In descriptions a verb marked `~` takes the form that the wording needs ("return~": "return" or "returns"), and
-`[one|or|other]` marks alternatives. The order of draws determines data/seeds/tiny.jsonl: keep it.
+In descriptions a verb marked `~` takes the form that the wording needs ("return~": "return" or
+"returns"), and `[one|or|other]` marks alternatives. The order of draws determines
+data/seeds/tiny.jsonl: keep it.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ def from_idea(d: Draw, idea: str) -> FunctionSpec:
 
 
 def word_request(d: Draw, spec: FunctionSpec, *, is_later: bool) -> str:
-    """Word a request as a user would; with `is_later` half of the wordings refer to an earlier turn."""
+    """Word a request as a user would; with `is_later` half of the wordings refer to an earlier
+    turn.
+    """
     description = d.expand(spec.description)
     wording = d.pick(*(LATER_TURN if is_later and d.rng.random() < 0.5 else FIRST_TURN))
     description = description[:1].lower() + description[1:]
@@ -71,7 +75,8 @@ def third_person(verb: str) -> str:
 
 
 # fmt: off
-FIRST_TURN = (  # {sig}: name(arguments); {does}, {do}: "returns ...", "return ..."; {kind}: function or method
+# {sig}: name(arguments); {does}, {do}: "returns ...", "return ..."; {kind}: function or method
+FIRST_TURN = (
     "Write a Python {kind} `{sig}` that {does}.",
     "Write `{sig}` in Python: it should {do}.",
     "Please write {sig}, a {kind} which {does}.",
@@ -274,9 +279,11 @@ def dict_method(d: Draw) -> FunctionSpec:
     )
     return FunctionSpec(name, arguments, description, owner)
 
-FAMILIES = ((over_records, 12), (over_conditions, 6), (over_units, 2), (list_method, 7), (dict_method, 6))  # with weights
+# with weights
+FAMILIES = ((over_records, 12), (over_conditions, 6), (over_units, 2), (list_method, 7), (dict_method, 6))
 
-# names; arguments; description. Alternatives stand apart by `|`; `{0}`, `{1}`, ... are the names chosen for the arguments.
+# names; arguments; description. Alternatives stand apart by `|`; `{0}`, `{1}`, ... are the names
+# chosen for the arguments.
 IDEAS = """
 reverse_words|flip_words; text|sentence|phrase; return~ {0} with its words in the opposite order
 word_lengths|length_of_words; text|sentence; return~ a list with the length of each word in {0}

@@ -1,8 +1,9 @@
 # ruff: noqa: E501
 """Word problems for the tiny prompts: templates, and `word_problem`, which draws one.
 
-A template draws its variables and yields two texts, the problem and a follow-up question. `[one|or|other]` marks
-alternatives, which `Draw.expand` resolves. The order of draws determines data/seeds/tiny.jsonl: keep it.
+A template draws its variables and yields two texts, the problem and a follow-up question.
+`[one|or|other]` marks alternatives, which `Draw.expand` resolves. The order of draws determines
+data/seeds/tiny.jsonl: keep it.
 """
 
 from __future__ import annotations
@@ -15,9 +16,13 @@ Texts = Iterator[str]
 
 
 def word_problem(d: Draw) -> tuple[str, str]:
-    """Return a problem and a follow-up question; 30 % come from COMPOSED, one in eight gets an opener or a closer."""
+    """Return a problem and a follow-up question; 30 % come from COMPOSED, one in eight gets an
+    opener or a closer.
+    """
     template = d.pick(*COMPOSED) if d.rng.random() < 0.3 else d.pick(*TEMPLATES)
-    problem, follow_up = (d.expand(text) for text in list(template(d)))  # all draws come before the first expansion
+    problem, follow_up = (
+        d.expand(text) for text in list(template(d))
+    )  # all draws come before the first expansion
     frame = d.rng.random()
     if frame < 0.06:
         problem = f"{d.pick(*OPENERS)} {problem}"
@@ -393,7 +398,8 @@ def ice_cream(d: Draw) -> Texts:
     yield f"{p} sells ice cream [at the beach|in the park] for ${small} a [small cone|scoop] and ${large} [a large cup|a large one]. [On a hot day|On Sunday] {p.he} sells {d.n(30, 80, 5)} of the small and {d.n(15, 50, 5)} of the large ones. [Ingredients cost ${cost}|{p.He} has paid ${cost} for the ingredients]. What is [left|{p.his} gain]?"
     yield f"[A tub holds|One tub is enough for] {d.n(30, 60, 5)} scoops. If {p} sells {d.n(100, 240, 20)} scoops a day, how many tubs does {p.he} need for {d.n(3, 7)} days?"
 
-COMPOSED = (event_chain, compare_three, basket)  # each composes as many problems as several templates
+# each composes as many problems as several templates
+COMPOSED = (event_chain, compare_three, basket)
 TEMPLATES = (
     orchard, library, aquarium, theater, allowance, bees, marathon, eggs, fence, bus, pages, paint, stamps, gym,
     bakery_orders, school_trip, rain, elevator, phone_plan, concert_choir, candles, soccer, knitting, pizza, rope,

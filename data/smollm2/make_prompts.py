@@ -2,8 +2,8 @@
 
     python data/smollm2/make_prompts.py --count 6000 --output runs/smollm2_prompts.jsonl
 
-Every third conversation of a category has a follow-up turn. No first turn occurs twice, and none is in the bench. The
-same seed gives the same file on every Python.
+Every third conversation of a category has a follow-up turn. No first turn occurs twice, and none is
+in the bench. The same seed gives the same file on every Python.
 
 make_text.py lets the model answer them.
 """
@@ -28,7 +28,9 @@ FOLLOW_UP = 3  # every third conversation of a category has a second turn
 
 
 def fill(template: str, slots: dict[str, list[str]], chosen: dict[str, str], rng: Random) -> str:
-    """Fill the slots of `template`; `chosen` remembers the entries of a conversation, and no slot repeats one."""
+    """Fill the slots of `template`; `chosen` remembers the entries of a conversation, and no slot
+    repeats one.
+    """
 
     def entry(match: re.Match[str]) -> str:
         key, slot = match[1] + match[2], match[1]
@@ -45,7 +47,9 @@ def fill(template: str, slots: dict[str, list[str]], chosen: dict[str, str], rng
     return re.sub(r"(^|[.?!] )([a-z])", lambda match: match[1] + match[2].upper(), text)
 
 
-def make_prompts(count: int, seed: int, phrases: dict[str, Any], excluded: set[str]) -> list[dict[str, Any]]:
+def make_prompts(
+    count: int, seed: int, phrases: dict[str, Any], excluded: set[str]
+) -> list[dict[str, Any]]:
     """Return `count` conversations in ShareGPT form; the categories take turns."""
     categories = list(phrases["categories"])
     records: list[dict[str, Any]] = []
@@ -61,25 +65,37 @@ def make_prompts(count: int, seed: int, phrases: dict[str, Any], excluded: set[s
         if turns[0] in seen:
             attempt += 1
             if attempt > 1000:
-                raise ValueError(f"{category}: no new prompt in 1,000 attempts after {number} conversations")
+                raise ValueError(
+                    f"{category}: no new prompt in 1,000 attempts after {number} conversations"
+                )
             continue
         attempt = 0
         seen.add(turns[0])
         if (number // len(categories)) % FOLLOW_UP == FOLLOW_UP - 1:
             turns.append(fill(rng.choice(phrases["follow_ups"]), phrases["slots"], chosen, rng))
         human = [{"from": "human", "value": text} for text in turns]
-        records.append({"id": f"smollm2-{number:05d}", "category": category, "conversations": human})
+        records.append(
+            {"id": f"smollm2-{number:05d}", "category": category, "conversations": human}
+        )
     return records
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=6000, help="number of conversations (default 6000)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--count", type=int, default=6000, help="number of conversations (default 6000)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="random seed (default 0)")
     parser.add_argument("--output", type=Path, required=True)
     arguments = parser.parse_args()
     phrases = yaml.safe_load((HERE / "prompts.yaml").read_text(encoding="utf-8"))
-    bench = {turn for line in BENCH.read_text(encoding="utf-8").splitlines() for turn in json.loads(line)["turns"]}
+    bench = {
+        turn
+        for line in BENCH.read_text(encoding="utf-8").splitlines()
+        for turn in json.loads(line)["turns"]
+    }
     records = make_prompts(arguments.count, arguments.seed, phrases, bench)
     lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
     arguments.output.parent.mkdir(parents=True, exist_ok=True)

@@ -5,11 +5,14 @@
 
 `make smollm2-text` does the first. text.yaml lists the runs. Written to --out:
 
-- a file of each run, as medusa-selfdistill writes it. Looping answers are dropped, those cut by the limit are kept.
+- a file of each run, as medusa-selfdistill writes it. Looping answers are dropped, those cut by the
+  limit are kept.
 - text.jsonl.gz: all conversations without near-duplicates, in random order.
-- smollm2.jsonl.gz: the first of these, as many as --tokens says: data/selfdistill/smollm2.jsonl.gz. Its second part,
-  smollm2_more.jsonl.gz, has answers of later runs (templates from the 3,000th on, further questions of the model).
-- smollm2_validation.jsonl.gz: answers to the validation prompts: data/selfdistill/smollm2_validation.jsonl.gz.
+- smollm2.jsonl.gz: the first of these, as many as --tokens says: data/selfdistill/smollm2.jsonl.gz.
+  Its second part, smollm2_more.jsonl.gz, has answers of later runs (templates from the 3,000th on,
+  further questions of the model).
+- smollm2_validation.jsonl.gz: answers to the validation prompts:
+  data/selfdistill/smollm2_validation.jsonl.gz.
 """
 
 from __future__ import annotations
@@ -50,7 +53,9 @@ def read_lines(path: Path) -> list[Record]:
 
 
 def write_lines(path: Path, records: Iterable[Record]) -> None:
-    """Write records as JSONL; compressed if the name ends with .gz, the same bytes for the same records."""
+    """Write records as JSONL; compressed if the name ends with .gz, the same bytes for the same
+    records.
+    """
     text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records).encode()
     path.write_bytes(gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
 
@@ -65,7 +70,9 @@ def read_prompts(plan: Record, out: Path) -> dict[str, list[Record]]:
         script = [sys.executable, str(HERE / "make_prompts.py"), "--count", str(PROMPT_COUNT)]
         subprocess.run([*script, "--output", str(templates)], check=True)
     by_hand = (HERE / "validation_prompts.txt").read_text(encoding="utf-8").splitlines()[1:]
-    validation = [conversation(f"validation-{n:03d}", line.split(" | ")) for n, line in enumerate(by_hand)]
+    validation = [
+        conversation(f"validation-{n:03d}", line.split(" | ")) for n, line in enumerate(by_hand)
+    ]
     phrases = yaml.safe_load((HERE / "prompts.yaml").read_text(encoding="utf-8"))
     plain = [turn for turn in phrases["follow_ups"] if "{" not in turn]
     questions = own_questions(read_lines(out / "questions.jsonl"), plain)
@@ -78,7 +85,9 @@ def read_prompts(plan: Record, out: Path) -> dict[str, list[Record]]:
 
 
 def own_questions(records: Sequence[Record], follow_ups: Sequence[str]) -> list[Record]:
-    """Return the model's questions as prompts, without short and repeated ones, every third with a follow-up."""
+    """Return the model's questions as prompts, without short and repeated ones, every third with a
+    follow-up.
+    """
     prompts: dict[str, Record] = {}
     for record in records:
         question = record["messages"][0]["content"].strip()
@@ -111,7 +120,11 @@ def generate(plan: Record, out: Path, arguments: argparse.Namespace) -> None:
             distill(out / "questions.jsonl", arguments, options, *mode)
             continue
         kind = run["prompts"]
-        options = {"max_new_tokens": plan["max_new_tokens"], "temperature": plan["validation"]["temperature"], **run}
+        options = {
+            "max_new_tokens": plan["max_new_tokens"],
+            "temperature": plan["validation"]["temperature"],
+            **run,
+        }
         prompts = read_prompts(plan, out)[kind]
         if kind == "validation":
             name = kind
@@ -125,19 +138,42 @@ def generate(plan: Record, out: Path, arguments: argparse.Namespace) -> None:
             print(f"== {name}: no {kind} are left to answer", flush=True)
             continue
         write_lines(out / f"{name}.prompts.jsonl", prompts)
-        distill(out / f"{name}.jsonl", arguments, options, "--prompts", f"{name}.prompts.jsonl", "drop_truncated=false")
+        distill(
+            out / f"{name}.jsonl",
+            arguments,
+            options,
+            "--prompts",
+            f"{name}.prompts.jsonl",
+            "drop_truncated=false",
+        )
 
 
 def distill(output: Path, arguments: argparse.Namespace, options: Record, *more: str) -> None:
-    """Call medusa-selfdistill in the directory of `output`; end this command with its exit code if it fails."""
+    """Call medusa-selfdistill in the directory of `output`; end this command with its exit code if
+    it fails.
+    """
     print(f"== {output.name}", flush=True)
-    keys = [f"{key}={options[key]}" for key in ("temperature", "top_p", "max_new_tokens") if key in options]
+    keys = [
+        f"{key}={options[key]}"
+        for key in ("temperature", "top_p", "max_new_tokens")
+        if key in options
+    ]
     keys += [f"batch_size={arguments.batch_size}", "compile=true", "dtype=bfloat16"]
-    command = [sys.executable, "-m", "medusa_train.cli.selfdistill", "--model", MODEL, "--output", output.name]
+    command = [
+        sys.executable,
+        "-m",
+        "medusa_train.cli.selfdistill",
+        "--model",
+        MODEL,
+        "--output",
+        output.name,
+    ]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path}
     try:
-        code = subprocess.run([*command, *more, *keys], cwd=output.parent, env=environment).returncode
+        code = subprocess.run(
+            [*command, *more, *keys], cwd=output.parent, env=environment
+        ).returncode
     except KeyboardInterrupt:
         code = 130
     if code:
@@ -150,7 +186,9 @@ def distill(output: Path, arguments: argparse.Namespace, options: Record, *more:
 def select(records: Iterable[Record], seen: set[int]) -> Iterator[Record]:
     """Yield conversations whose answers are not mostly n-grams of earlier ones; `seen` is updated."""
     for record in records:
-        answers = [message["content"] for message in record["messages"] if message["role"] == "assistant"]
+        answers = [
+            message["content"] for message in record["messages"] if message["role"] == "assistant"
+        ]
         grams = {gram for answer in answers for gram in ngrams(answer)}
         if grams and len(grams & seen) > MAX_SEEN * len(grams):
             continue
@@ -171,14 +209,20 @@ def shipped(record: Record) -> Record:
 
 
 def supervised_tokens(record: Record) -> int:
-    """Return the number of an output record's trained tokens: its answers with the end token of complete ones."""
+    """Return the number of an output record's trained tokens: its answers with the end token of
+    complete ones.
+    """
     return sum(record["token_counts"]["completion"]) + record["finish_reasons"].count("stop")
 
 
 def write_selection(out: Path, tokens: int) -> None:
     """Write the whole text, the shipped part and the validation text of what is generated so far."""
     validation = read_lines(out / "validation.jsonl")
-    records = [record for path in sorted(out.glob("[0-9][0-9]_*_t?.?.jsonl")) for record in read_lines(path)]
+    records = [
+        record
+        for path in sorted(out.glob("[0-9][0-9]_*_t?.?.jsonl"))
+        for record in read_lines(path)
+    ]
     records.sort(key=lambda record: hashlib.sha256(record["id"].encode()).digest())
     seen: set[int] = set()
     validation = list(select(validation, seen))
@@ -193,16 +237,30 @@ def write_selection(out: Path, tokens: int) -> None:
         path = out / f"{name}.jsonl.gz"
         write_lines(path, map(shipped, chosen))
         total = sum(map(supervised_tokens, chosen))
-        print(f"{path}: {len(chosen):,} conversations, {total:,} supervised tokens, {path.stat().st_size:,} bytes")
-    print(f"left out as near-duplicates: {len(records) - len(text):,} of {len(records):,} conversations")
+        print(
+            f"{path}: {len(chosen):,} conversations, {total:,} supervised tokens,"
+            f" {path.stat().st_size:,} bytes"
+        )
+    print(
+        f"left out as near-duplicates: {len(records) - len(text):,} of {len(records):,}"
+        " conversations"
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True, help="directory of the text")
-    parser.add_argument("--select", action="store_true", help="generate nothing, select from what is there")
-    parser.add_argument("--tokens", type=int, default=2_000_000, help="supervised tokens of the shipped part")
-    parser.add_argument("--batch-size", type=int, default=32, help="conversations at a time (default 32)")
+    parser.add_argument(
+        "--select", action="store_true", help="generate nothing, select from what is there"
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=2_000_000, help="supervised tokens of the shipped part"
+    )
+    parser.add_argument(
+        "--batch-size", type=int, default=32, help="conversations at a time (default 32)"
+    )
     arguments = parser.parse_args()
     out = arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)

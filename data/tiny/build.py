@@ -1,9 +1,10 @@
-"""Build the embedded tiny backbone: train a byte-level BPE and an 11M-parameter Llama, write both beside this file.
+"""Build the embedded tiny backbone: train a byte-level BPE and an 11M-parameter Llama, write both
+beside this file.
 
     python data/tiny/build.py --gsm8k train.jsonl     # an hour or two on two CPU cores
 
-The text is GSM8K's training problems and the documented functions of the running Python's standard library (the
-shipped model used Python 3.11.7).
+The text is GSM8K's training problems and the documented functions of the running Python's standard
+library (the shipped model used Python 3.11.7).
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from random import Random
 import torch
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))  # the modules beside this file, also when it is imported from elsewhere
+sys.path.insert(
+    0, str(HERE)
+)  # the modules beside this file, also when it is imported from elsewhere
 
 from chats import save_tokenizer, train_tokenizer  # noqa: E402
 from corpus import Corpus, Item, is_held_out, read_items, single_turn  # noqa: E402
@@ -34,7 +37,11 @@ def build(items: Sequence[Item], recipe: Recipe, out: Path) -> None:
     run = TrainingRun(recipe, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     held_out = ", ".join(f"{len(items)} {kind}" for kind, items in corpus.held_out.items())
     parameters = sum(p.numel() for p in run.model.parameters())
-    print(f"{len(corpus.short)} documents, held out: {held_out}; {parameters:,} parameters on {run.device}", flush=True)
+    print(
+        f"{len(corpus.short)} documents, held out: {held_out}; {parameters:,} parameters on"
+        f" {run.device}",
+        flush=True,
+    )
     run.train(corpus)
     run.print_held_out_losses(corpus)
     fine_tune(run, corpus)
@@ -44,9 +51,15 @@ def build(items: Sequence[Item], recipe: Recipe, out: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gsm8k", type=Path, metavar="FILE", help="GSM8K's train.jsonl (default: from the hub)")
-    parser.add_argument("--out", type=Path, default=HERE, metavar="DIR", help="model directory (default: data/tiny)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--gsm8k", type=Path, metavar="FILE", help="GSM8K's train.jsonl (default: from the hub)"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=HERE, metavar="DIR", help="model directory (default: data/tiny)"
+    )
     arguments = parser.parse_args()
     build(read_items(arguments.gsm8k), Recipe(), arguments.out)
     print(f"model written to {arguments.out}")

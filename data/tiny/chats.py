@@ -1,4 +1,6 @@
-"""Chats as tokens: the tokenizer and its chat template, encoded chats with an assistant mask, padded micro-batches."""
+"""Chats as tokens: the tokenizer and its chat template, encoded chats with an assistant mask,
+padded micro-batches.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-BOS, EOS, PAD, SYSTEM, USER, ASSISTANT = "<s>", "</s>", "<pad>", "<|system|>", "<|user|>", "<|assistant|>"
+BOS, EOS, PAD, SYSTEM, USER, ASSISTANT = (
+    "<s>",
+    "</s>",
+    "<pad>",
+    "<|system|>",
+    "<|user|>",
+    "<|assistant|>",
+)
 SPECIAL = (BOS, EOS, PAD, SYSTEM, USER, ASSISTANT)  # token ids 0 to 5
 BOS_ID, EOS_ID, PAD_ID = 0, 1, 2
 
@@ -47,7 +56,10 @@ def train_tokenizer(texts: Iterable[str], size: int) -> Tokenizer:
     """Train a byte-level BPE of `size` entries in which every digit is a token of its own."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -64,7 +76,9 @@ def train_tokenizer(texts: Iterable[str], size: int) -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
-    """Write the tokenizer and its chat template in Hugging Face form, readable by transformers 4 and 5."""
+    """Write the tokenizer and its chat template in Hugging Face form, readable by transformers 4
+    and 5.
+    """
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=BOS,
@@ -86,13 +100,17 @@ def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
 
 def encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
     """Tokenize texts without special tokens."""
-    return [encoding.ids for encoding in tokenizer.encode_batch(list(texts), add_special_tokens=False)]
+    return [
+        encoding.ids for encoding in tokenizer.encode_batch(list(texts), add_special_tokens=False)
+    ]
 
 
 def encode_chats(tokenizer: Tokenizer, chats: Sequence[Sequence[Turn]]) -> list[EncodedChat]:
     """Tokenize chats as CHAT_TEMPLATE renders them, in one batch."""
     user, assistant = SPECIAL.index(USER), SPECIAL.index(ASSISTANT)
-    messages = iter(encode_texts(tokenizer, [text for chat in chats for turn in chat for text in turn]))
+    messages = iter(
+        encode_texts(tokenizer, [text for chat in chats for turn in chat for text in turn])
+    )
     encoded = []
     for chat in chats:
         ids, mask = [BOS_ID], [False]
@@ -104,8 +122,12 @@ def encode_chats(tokenizer: Tokenizer, chats: Sequence[Sequence[Turn]]) -> list[
     return encoded
 
 
-def micro_batches(chats: Sequence[EncodedChat], tokens: int, rng: Random | None) -> list[list[EncodedChat]]:
-    """Group chats of similar length, at most `tokens` padded tokens each; shuffle the groups if `rng` is given."""
+def micro_batches(
+    chats: Sequence[EncodedChat], tokens: int, rng: Random | None
+) -> list[list[EncodedChat]]:
+    """Group chats of similar length, at most `tokens` padded tokens each; shuffle the groups if
+    `rng` is given.
+    """
     noise = {id(chat): rng.random() * 0.1 if rng else 0.0 for chat in chats}
     batches: list[list[EncodedChat]] = []
     longest = 0
@@ -129,7 +151,8 @@ def stream_batches(
 
 
 def to_tensors(chats: Sequence[EncodedChat], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return (ids [B, T], kinds [B, T]) with kind 0 = padding, 1 = bos, user or system, 2 = assistant.
+    """Return (ids [B, T], kinds [B, T]) with kind 0 = padding, 1 = bos, user or system, 2 =
+    assistant.
 
     Rows are padded on the right, so a causal model needs no attention mask.
     """

@@ -1,4 +1,5 @@
-"""The tiny backbone's training text: word problems and library functions, worded as chats and measured in tokens.
+"""The tiny backbone's training text: word problems and library functions, worded as chats and
+measured in tokens.
 
 All randomness comes from seeded `random.Random` objects, so every epoch can be reproduced.
 """
@@ -28,12 +29,17 @@ from functions import third_person
 from make_tiny import code_turns, problem_turns
 
 HELD_OUT_SHARE = 0.03
-FUNCTION_TOKENS = (40, 250)  # answer length of a function in an ordinary chat; a problem only has the upper bound
+FUNCTION_TOKENS = (
+    40,
+    250,
+)  # answer length of a function in an ordinary chat; a problem only has the upper bound
 BRIEF_FUNCTION_TOKENS = (22, 90)  # answer length of a function in `Corpus.brief_epoch`
 LONG_CHAT_ITEM_TOKENS = (40, 900)  # answer length of an item in a long chat
 LONG_CHAT_TOKENS = 2000
 LONG_CHAT_SHARE = 0.08  # share of an epoch's tokens in chats of LONG_CHAT_TOKENS or more
-FUNCTION_COPIES = 2  # plain functions come twice an epoch, in two wordings; methods and problems once
+FUNCTION_COPIES = (
+    2  # plain functions come twice an epoch, in two wordings; methods and problems once
+)
 
 
 @dataclass(frozen=True)
@@ -46,7 +52,9 @@ class Problem:
 
 @dataclass(frozen=True)
 class Function:
-    """A library function: its code without docstring and decorators, and the first sentence of its docstring."""
+    """A library function: its code without docstring and decorators, and the first sentence of its
+    docstring.
+    """
 
     name: str
     signature: str  # name(arguments) with defaults and annotations
@@ -72,11 +80,16 @@ class Request:
 def read_items(gsm8k: Path | None) -> list[Item]:
     """Read all problems and functions; test functions are left out, since nobody asks for them."""
     functions = read_functions(Path(sysconfig.get_path("stdlib")))
-    return [*read_problems(gsm8k), *(function for function in functions if not function.name.startswith("test"))]
+    return [
+        *read_problems(gsm8k),
+        *(function for function in functions if not function.name.startswith("test")),
+    ]
 
 
 def read_problems(path: Path | None) -> list[Problem]:
-    """Read GSM8K's training problems from a JSONL file, or from the Hugging Face hub if `path` is None."""
+    """Read GSM8K's training problems from a JSONL file, or from the Hugging Face hub if `path` is
+    None.
+    """
     if path is None:
         from datasets import load_dataset
 
@@ -94,15 +107,22 @@ def clean_answer(answer: str) -> str:
 
 
 def read_functions(root: Path) -> list[Function]:
-    """Return the documented functions of all modules below `root`, without duplicates and third-party packages."""
+    """Return the documented functions of all modules below `root`, without duplicates and
+    third-party packages.
+    """
     functions: dict[str, Function] = {}
     for path in sorted(root.rglob("*.py")):
-        if not {"site-packages", "dist-packages", "__pycache__"}.isdisjoint(path.relative_to(root).parts):
+        if not {"site-packages", "dist-packages", "__pycache__"}.isdisjoint(
+            path.relative_to(root).parts
+        ):
             continue
         try:
             for function in functions_in(path.read_bytes()):
                 functions.setdefault(function.answer, function)
-        except (SyntaxError, ValueError):  # test data of the standard library that is broken on purpose
+        except (
+            SyntaxError,
+            ValueError,
+        ):  # test data of the standard library that is broken on purpose
             continue
     return list(functions.values())
 
@@ -136,10 +156,16 @@ def functions_in(source: str | bytes) -> Iterator[Function]:
 
 
 def first_sentence(docstring: str) -> str:
-    """Return the first sentence of a docstring on one line; "" if it is not 3 to 45 words of ASCII text."""
+    """Return the first sentence of a docstring on one line; "" if it is not 3 to 45 words of ASCII
+    text.
+    """
     paragraph = " ".join(re.split(r"\n\s*\n", docstring.strip())[0].split())
     sentence = re.split(r"(?<=[a-z0-9)'\"`][.!?])\s+(?=[A-Z`'\"])", paragraph)[0].strip()
-    if not 3 <= len(sentence.split()) <= 45 or sentence.startswith((">>>", "@", ":")) or not sentence.isascii():
+    if (
+        not 3 <= len(sentence.split()) <= 45
+        or sentence.startswith((">>>", "@", ":"))
+        or not sentence.isascii()
+    ):
         return ""
     return sentence
 
@@ -253,7 +279,9 @@ BUNDLE_OPENERS = (
 
 
 def as_clause(description: str) -> str | None:
-    """Turn "Return the sum of x." into "returns the sum of x"; None if the first word is not in VERBS."""
+    """Turn "Return the sum of x." into "returns the sum of x"; None if the first word is not in
+    VERBS.
+    """
     word, _, rest = description.rstrip(".").partition(" ")
     verb = word.lower()
     if verb in THIRD_PERSON.values():
@@ -288,7 +316,9 @@ def single_turn(item: Item, rng: Random) -> Turn:
 def bundle_turn(items: Sequence[Item], rng: Random) -> Turn:
     """Return several items as one turn with numbered requests and answers."""
     requests = [word_item(item, rng) for item in items]
-    question = "\n".join([rng.choice(BUNDLE_OPENERS), *(f"{n}. {text}" for n, text in enumerate(requests, 1))])
+    question = "\n".join(
+        [rng.choice(BUNDLE_OPENERS), *(f"{n}. {text}" for n, text in enumerate(requests, 1))]
+    )
     answer = "\n\n".join(f"# {n}\n{item.answer}" for n, item in enumerate(items, 1))
     return question, answer
 
@@ -304,11 +334,14 @@ def short_chats(items: Sequence[Item], rng: Random) -> list[list[Turn]]:
     return chats
 
 
-def long_chats(items: Sequence[Item], lengths: Sequence[int], tokens: int, rng: Random) -> list[list[Turn]]:
-    """Draw chats of three turns and LONG_CHAT_TOKENS or more until they have `tokens` tokens in all.
+def long_chats(
+    items: Sequence[Item], lengths: Sequence[int], tokens: int, rng: Random
+) -> list[list[Turn]]:
+    """Draw chats of three turns and LONG_CHAT_TOKENS or more until they have `tokens` tokens in
+    all.
 
-    A turn is one long item or a bundle of problems or of functions. `lengths[i]` is the number of tokens of
-    `items[i]`, question and answer.
+    A turn is one long item or a bundle of problems or of functions. `lengths[i]` is the number of
+    tokens of `items[i]`, question and answer.
     """
     chats: list[list[Turn]] = []
     while tokens > 0 and items:
@@ -327,7 +360,9 @@ def long_chats(items: Sequence[Item], lengths: Sequence[int], tokens: int, rng: 
                     bundle.append(items[index])
                     bundle_size += lengths[index]
             if bundle:
-                chat.append(single_turn(bundle[0], rng) if len(bundle) == 1 else bundle_turn(bundle, rng))
+                chat.append(
+                    single_turn(bundle[0], rng) if len(bundle) == 1 else bundle_turn(bundle, rng)
+                )
                 size += bundle_size
         chats.append(chat)
         tokens -= size
@@ -346,9 +381,12 @@ class Corpus:
         self.held_out: dict[str, list[Item]] = {"problems": [], "functions": []}
         answers = encode_texts(tokenizer, [item.answer for item in items])
         questions = encode_texts(
-            tokenizer, [item.question if isinstance(item, Problem) else item.description for item in items]
+            tokenizer,
+            [item.question if isinstance(item, Problem) else item.description for item in items],
         )
-        for item, answer, question in zip(items, map(len, answers), map(len, questions), strict=True):
+        for item, answer, question in zip(
+            items, map(len, answers), map(len, questions), strict=True
+        ):
             is_function = isinstance(item, Function)
             low, high = FUNCTION_TOKENS if is_function else (0, FUNCTION_TOKENS[1])
             if is_held_out(item):
@@ -356,7 +394,9 @@ class Corpus:
                     self.held_out["functions" if is_function else "problems"].append(item)
                 continue
             if low <= answer <= high:
-                self.short += [item] * (FUNCTION_COPIES if is_function and not item.is_method else 1)
+                self.short += [item] * (
+                    FUNCTION_COPIES if is_function and not item.is_method else 1
+                )
             low, high = BRIEF_FUNCTION_TOKENS if is_function else (0, FUNCTION_TOKENS[1])
             if low <= answer <= high:
                 self.brief.append(item)
@@ -373,8 +413,12 @@ class Corpus:
         return chats + encode_chats(self.tokenizer, long)
 
     def brief_epoch(self, number: int) -> list[EncodedChat]:
-        """Return an epoch of problems and brief functions; the last text sets the length of greedy answers."""
-        return encode_chats(self.tokenizer, short_chats(self.brief, Random(f"brief {self.seed} {number}")))
+        """Return an epoch of problems and brief functions; the last text sets the length of greedy
+        answers.
+        """
+        return encode_chats(
+            self.tokenizer, short_chats(self.brief, Random(f"brief {self.seed} {number}"))
+        )
 
     def held_out_chats(self) -> dict[str, list[EncodedChat]]:
         """Return the held-out items as chats of one turn, always in the same wording."""
@@ -387,9 +431,10 @@ class Corpus:
     def requests(self, count: int, number: int) -> list[Request]:
         """Draw the requests of one round of `unlikelihood.py`, every second one for code.
 
-        Two of three are drawn like the prompts of data/seeds, some with a second turn. The others come from the items,
-        a third of them after another turn. Half of those problems get other numbers and half of those functions
-        another description, so that the model cannot answer from memory.
+        Two of three are drawn like the prompts of data/seeds, some with a second turn. The others
+        come from the items, a third of them after another turn. Half of those problems get other
+        numbers and half of those functions another description, so that the model cannot answer
+        from memory.
         """
         rng = Random(f"requests {self.seed} {number}")
         problems = [item for item in self.short if isinstance(item, Problem)]

@@ -1,4 +1,6 @@
-"""Train the tiny backbone on text: recipe, model, losses, multi-token prediction, optimizers, the saved model."""
+"""Train the tiny backbone on text: recipe, model, losses, multi-token prediction, optimizers, the
+saved model.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ class Recipe:
     adam_lr: float = 3e-3
     warmup: int = 40  # steps
     flat: float = 0.4  # share of the steps at the peak learning rate; it then falls linearly ...
-    unlikelihood_rate: float = 0.1  # ... to this share of the peak, at which the unlikelihood rounds begin
+    unlikelihood_rate: float = (
+        0.1  # ... to this share of the peak, at which the unlikelihood rounds begin
+    )
     unlikelihood_rounds: int = 40  # the learning rate falls to zero in their second half
     unlikelihood_requests: int = 36  # a round
     embedding_dropout: float = 0.1
@@ -67,7 +71,9 @@ class Recipe:
         )
 
     def lr_factor(self, step: int) -> float:
-        """Return the factor of the peak learning rates at a step; unlikelihood rounds count on from `steps`."""
+        """Return the factor of the peak learning rates at a step; unlikelihood rounds count on from
+        `steps`.
+        """
         if step < self.warmup:
             return (step + 1) / self.warmup
         if step >= self.steps:
@@ -80,9 +86,9 @@ class Recipe:
 class LookaheadHeads(nn.Module):
     """Heads for multi-token prediction, used in training only.
 
-    Head k predicts the token k + 1 positions ahead from lm_head(h + SiLU(W_k h + b_k)), with W and b zero at first.
-    This is the form of Medusa's heads. After Gloeckle et al. 2024, "Better & Faster Large Language Models via
-    Multi-token Prediction".
+    Head k predicts the token k + 1 positions ahead from lm_head(h + SiLU(W_k h + b_k)), with W and
+    b zero at first. This is the form of Medusa's heads. After Gloeckle et al. 2024, "Better &
+    Faster Large Language Models via Multi-token Prediction".
     """
 
     COUNT = 4
@@ -96,11 +102,14 @@ class LookaheadHeads(nn.Module):
             nn.init.zeros_(block.weight)
             nn.init.zeros_(block.bias)
 
-    def loss(self, hidden: Tensor, lm_head: nn.Module, ids: Tensor, weights: Tensor, rng: Random) -> Tensor:
-        """Return the summed weighted cross-entropy of SAMPLED heads, scaled to be unbiased for all of them.
+    def loss(
+        self, hidden: Tensor, lm_head: nn.Module, ids: Tensor, weights: Tensor, rng: Random
+    ) -> Tensor:
+        """Return the summed weighted cross-entropy of SAMPLED heads, scaled to be unbiased for all
+        of them.
 
-        `hidden` [B, T-1, d] predicts ids[:, 1:], and `weights` [B, T-1] belongs to those tokens. Each head's loss has
-        the weight of the token that it predicts.
+        `hidden` [B, T-1, d] predicts ids[:, 1:], and `weights` [B, T-1] belongs to those tokens.
+        Each head's loss has the weight of the token that it predicts.
         """
         total = hidden.new_zeros((), dtype=torch.float32)
         for k in rng.sample(range(1, self.COUNT + 1), self.SAMPLED):
@@ -108,13 +117,17 @@ class LookaheadHeads(nn.Module):
                 continue
             h = hidden[:, :-k]
             logits = lm_head(h + F.silu(self.blocks[k - 1](h))).float()
-            losses = F.cross_entropy(logits.flatten(0, 1), ids[:, 1 + k :].flatten(), reduction="none")
+            losses = F.cross_entropy(
+                logits.flatten(0, 1), ids[:, 1 + k :].flatten(), reduction="none"
+            )
             total = total + self.DECAY**k * (losses * weights[:, k:].flatten()).sum()
         return total * (self.COUNT / self.SAMPLED)
 
 
 def hidden_states(model: LlamaForCausalLM, ids: Tensor, dropout: float = 0.0) -> Tensor:
-    """Return the last hidden states [B, T-1, d] that predict ids[:, 1:]; `dropout` acts on the embeddings."""
+    """Return the last hidden states [B, T-1, d] that predict ids[:, 1:]; `dropout` acts on the
+    embeddings.
+    """
     embedded = model.model.embed_tokens(ids[:, :-1])
     if dropout:
         embedded = F.dropout(embedded, dropout)
@@ -124,7 +137,9 @@ def hidden_states(model: LlamaForCausalLM, ids: Tensor, dropout: float = 0.0) ->
 def token_losses(model: LlamaForCausalLM, hidden: Tensor, ids: Tensor) -> Tensor:
     """Return the float32 cross-entropy [B, T-1] of each next token; `hidden` is [B, T-1, d]."""
     logits = model.lm_head(hidden).float()
-    return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none").view(ids.shape[0], -1)
+    return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none").view(
+        ids.shape[0], -1
+    )
 
 
 @torch.no_grad()
@@ -154,11 +169,19 @@ def build_model(recipe: Recipe) -> LlamaForCausalLM:
     return model
 
 
-def build_optimizers(model: LlamaForCausalLM, lookahead: LookaheadHeads, recipe: Recipe) -> list[torch.optim.Optimizer]:
+def build_optimizers(
+    model: LlamaForCausalLM, lookahead: LookaheadHeads, recipe: Recipe
+) -> list[torch.optim.Optimizer]:
     """Return Muon for the matrices inside the layers and AdamW for everything else."""
     matrices, norms, embeddings = [], [], []
     for name, parameter in model.named_parameters():
-        group = embeddings if "embed" in name or "lm_head" in name else matrices if parameter.ndim == 2 else norms
+        group = (
+            embeddings
+            if "embed" in name or "lm_head" in name
+            else matrices
+            if parameter.ndim == 2
+            else norms
+        )
         group.append(parameter)
     adam_groups = [
         {"params": embeddings, "weight_decay": 0.01},
@@ -166,7 +189,9 @@ def build_optimizers(model: LlamaForCausalLM, lookahead: LookaheadHeads, recipe:
         {"params": list(lookahead.parameters()), "weight_decay": 0.01},
     ]
     return [
-        torch.optim.Muon(matrices, lr=recipe.muon_lr, weight_decay=recipe.muon_decay, momentum=0.95),
+        torch.optim.Muon(
+            matrices, lr=recipe.muon_lr, weight_decay=recipe.muon_decay, momentum=0.95
+        ),
         torch.optim.AdamW(adam_groups, lr=recipe.adam_lr, betas=(0.9, 0.95)),
     ]
 
@@ -181,10 +206,16 @@ class TrainingRun:
         self.optimizers = build_optimizers(self.model, self.lookahead, recipe)
 
     def update(self, batches: Sequence[Sequence[EncodedChat]]) -> float:
-        """Take one optimizer step on micro-batches and return the next-token loss in nats per weighted token."""
+        """Take one optimizer step on micro-batches and return the next-token loss in nats per
+        weighted token.
+        """
         recipe = self.recipe
-        lookahead_weight = recipe.lookahead_weight if self.step >= recipe.lookahead_from * recipe.steps else 0.0
-        question_weight = recipe.question_weight if self.step < recipe.answers_only_from * recipe.steps else 0.0
+        lookahead_weight = (
+            recipe.lookahead_weight if self.step >= recipe.lookahead_from * recipe.steps else 0.0
+        )
+        question_weight = (
+            recipe.question_weight if self.step < recipe.answers_only_from * recipe.steps else 0.0
+        )
         rng = Random(f"lookahead {recipe.seed} {self.step}")
         torch.manual_seed(recipe.seed * 1_000_003 + self.step)  # dropout
         loaded = [to_tensors(batch, self.device) for batch in batches]
@@ -205,10 +236,14 @@ class TrainingRun:
         return loss
 
     def optimizer_step(self) -> None:
-        """Clip the gradients, step both optimizers at this step's learning rates, and count the step."""
+        """Clip the gradients, step both optimizers at this step's learning rates, and count the
+        step.
+        """
         nn.utils.clip_grad_norm_([*self.model.parameters(), *self.lookahead.parameters()], 1.0)
         factor = self.recipe.lr_factor(self.step)
-        for optimizer, peak in zip(self.optimizers, (self.recipe.muon_lr, self.recipe.adam_lr), strict=True):
+        for optimizer, peak in zip(
+            self.optimizers, (self.recipe.muon_lr, self.recipe.adam_lr), strict=True
+        ):
             for group in optimizer.param_groups:
                 group["lr"] = peak * factor
             optimizer.step()
@@ -226,10 +261,15 @@ class TrainingRun:
             batches = text if self.step < recipe.steps - recipe.brief_steps else brief
             losses.append(self.update([next(batches) for _ in range(recipe.accumulation)]))
             if not math.isfinite(losses[-1]):
-                raise SystemExit(f"loss is {losses[-1]} at step {self.step}: lower the learning rates")
+                raise SystemExit(
+                    f"loss is {losses[-1]} at step {self.step}: lower the learning rates"
+                )
             if self.step % 10 == 0:
                 minutes = (time.monotonic() - start) / self.step * (recipe.steps - self.step) / 60
-                print(f"step {self.step}: loss {sum(losses[-10:]) / 10:.4f}, {minutes:.0f} min left", flush=True)
+                print(
+                    f"step {self.step}: loss {sum(losses[-10:]) / 10:.4f}, {minutes:.0f} min left",
+                    flush=True,
+                )
 
     def print_held_out_losses(self, corpus: Corpus) -> None:
         """Evaluate each kind of held-out document and print nats per assistant token."""
@@ -243,11 +283,21 @@ def save_model(model: LlamaForCausalLM, directory: Path) -> None:
     """Write the model in bf16 with its configuration and a greedy generation configuration."""
     directory.mkdir(parents=True, exist_ok=True)
     config = json.loads(model.config.to_json_string())
-    config.update(architectures=["LlamaForCausalLM"], dtype="bfloat16", torch_dtype="bfloat16", use_cache=True)
+    config.update(
+        architectures=["LlamaForCausalLM"], dtype="bfloat16", torch_dtype="bfloat16", use_cache=True
+    )
     (directory / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     GenerationConfig(
-        bos_token_id=BOS_ID, eos_token_id=EOS_ID, pad_token_id=PAD_ID, do_sample=False, max_new_tokens=256
+        bos_token_id=BOS_ID,
+        eos_token_id=EOS_ID,
+        pad_token_id=PAD_ID,
+        do_sample=False,
+        max_new_tokens=256,
     ).save_pretrained(directory)
-    weights = {k: v.detach().to("cpu", torch.bfloat16).contiguous() for k, v in model.state_dict().items()}
+    weights = {
+        k: v.detach().to("cpu", torch.bfloat16).contiguous() for k, v in model.state_dict().items()
+    }
     save_file(weights, directory / "model.safetensors", {"format": "pt"})
-    (directory / "model.safetensors").chmod(0o644)  # safetensors writes files that only the owner can read
+    (directory / "model.safetensors").chmod(
+        0o644
+    )  # safetensors writes files that only the owner can read

@@ -1,7 +1,9 @@
-"""Save draft heads to a directory, and load them whoever wrote them: this program, the public Medusa code, TGI or vLLM.
+"""Save draft heads to a directory, and load them whoever wrote them: this program, the public
+Medusa code, TGI or vLLM.
 
-Medusa heads are stored in the public code's layout (`reference`), or exported to vLLM's (`vllm`). Other drafts have a
-layout of their own: draft.safetensors with the names of their state dict, and their settings in config.json.
+Medusa heads are stored in the public code's layout (`reference`), or exported to vLLM's (`vllm`).
+Other drafts have a layout of their own: draft.safetensors with the names of their state dict, and
+their settings in config.json.
 """
 
 from __future__ import annotations
@@ -21,8 +23,22 @@ from medusa_train.checkpoint.reference_layout import (
     from_reference,
     to_reference,
 )
-from medusa_train.checkpoint.resolve import DRAFT, HEADS_CONFIG, PICKLED, PREFIXES, SAFETENSORS, HeadFiles, find_heads
-from medusa_train.checkpoint.serialize import read_json, read_pickled_tensors, read_tensors, write_json, write_tensors
+from medusa_train.checkpoint.resolve import (
+    DRAFT,
+    HEADS_CONFIG,
+    PICKLED,
+    PREFIXES,
+    SAFETENSORS,
+    HeadFiles,
+    find_heads,
+)
+from medusa_train.checkpoint.serialize import (
+    read_json,
+    read_pickled_tensors,
+    read_tensors,
+    write_json,
+    write_tensors,
+)
 from medusa_train.checkpoint.server_layouts import from_eagle3, from_vllm
 from medusa_train.errors import CheckpointError
 from medusa_train.io import WRITE_ERRORS, replace_file, write_failure
@@ -37,24 +53,33 @@ _NOT_SETTINGS = ("draft", "base_model_name_or_path")
 
 
 def save_draft(draft: Draft, directory: Path | str, base_model: str) -> Path:
-    """Save a draft of any kind, in its dtype, each file atomically. Weights of the backbone are not saved."""
+    """Save a draft of any kind, in its dtype, each file atomically.
+
+    Weights of the backbone are not saved.
+    """
     directory = Path(directory)
     if isinstance(draft, MedusaDraft):
         tokens = None if draft.token_map is None else draft.vocab_size
         state = dict(draft.state_dict())
-        return write_heads(HeadTensors(draft.num_heads, draft.num_layers, state, base_model, tokens), directory)
+        return write_heads(
+            HeadTensors(draft.num_heads, draft.num_layers, state, base_model, tokens), directory
+        )
     tensors = draft.state_dict()
     config = {"draft": draft_name(draft), **draft.settings, "base_model_name_or_path": base_model}
     write_weights(directory, DRAFT, tensors, config)
     return directory
 
 
-def load_draft(directory: Path | str, backbone: Backbone, dtype: torch.dtype | None = None) -> Draft:
+def load_draft(
+    directory: Path | str, backbone: Backbone, dtype: torch.dtype | None = None
+) -> Draft:
     """Load a draft of any kind for `backbone`, on its device; `dtype` defaults to the backbone's."""
     found = find_heads(Path(directory))
     tensors, config = _read_files(found)
     if found.layout not in ("draft", "eagle3"):
-        return _new_medusa(_medusa_tensors(found, tensors, config), found.directory, backbone, dtype)
+        return _new_medusa(
+            _medusa_tensors(found, tensors, config), found.directory, backbone, dtype
+        )
     draft = _new_draft(config, found.directory, tensors, backbone, dtype)
     if found.layout == "eagle3" and (bias := draft.state_dict().get("lm_heads.0.bias")) is not None:
         tensors["lm_heads.0.bias"] = torch.zeros_like(bias)  # these layouts have none
@@ -67,23 +92,31 @@ def load_draft(directory: Path | str, backbone: Backbone, dtype: torch.dtype | N
 
 
 def read_eagle3(directory: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read the state dict and the settings of an EAGLE-3 draft: ours, or in a layout that servers read."""
+    """Read the state dict and the settings of an EAGLE-3 draft: ours, or in a layout that servers
+    read.
+    """
     tensors, config = _read_files(find_heads(directory))
     if config.get("draft") != "eagle3":
         raise CheckpointError(f"{directory}: holds no EAGLE-3 draft")
     return tensors, {name: value for name, value in config.items() if name not in _NOT_SETTINGS}
 
 
-def _does_not_fit(path: Path, backbone: Backbone, problem: str, config: Mapping[str, Any]) -> CheckpointError:
+def _does_not_fit(
+    path: Path, backbone: Backbone, problem: str, config: Mapping[str, Any]
+) -> CheckpointError:
     base_model = config.get("base_model_name_or_path")
     return CheckpointError(
         f"{path}: does not fit {backbone.name or 'the backbone'} ({problem}). "
-        f"Name the backbone it was trained on" + (f" ({base_model})." if base_model else ".")
+        "Name the backbone it was trained on" + (f" ({base_model})." if base_model else ".")
     )
 
 
 def _new_draft(
-    config: Any, directory: Path, tensors: Mapping[str, Tensor], backbone: Backbone, dtype: torch.dtype | None
+    config: Any,
+    directory: Path,
+    tensors: Mapping[str, Tensor],
+    backbone: Backbone,
+    dtype: torch.dtype | None,
 ) -> Draft:
     """Build an untrained draft with the settings of a config.json and the vocabulary of `tensors`."""
     path = directory / HEADS_CONFIG
@@ -93,10 +126,15 @@ def _new_draft(
     settings = {name: value for name, value in config.items() if name not in _NOT_SETTINGS}
     if settings.get("vocab_size") is not None:
         if TOKEN_MAP not in tensors:
-            raise CheckpointError(f"{directory / DRAFT}: {TOKEN_MAP} is missing, but {path} has vocab_size")
+            raise CheckpointError(
+                f"{directory / DRAFT}: {TOKEN_MAP} is missing, but {path} has vocab_size"
+            )
         settings[TOKEN_MAP] = tokens = checked_token_map(tensors, str(directory / DRAFT))
         if int(tokens.max()) >= backbone.vocab_size:
-            problem = f"{TOKEN_MAP} has the token {int(tokens.max())}, the backbone {backbone.vocab_size} tokens"
+            problem = (
+                f"{TOKEN_MAP} has the token {int(tokens.max())}, the backbone {backbone.vocab_size}"
+                " tokens"
+            )
             raise _does_not_fit(directory / DRAFT, backbone, problem, config)
     try:
         return DRAFTS[kind].from_backbone(backbone, dtype=dtype, **settings)
@@ -104,7 +142,9 @@ def _new_draft(
         raise CheckpointError(f"{path}: not valid settings of a {kind} draft: {error}") from error
 
 
-def _new_medusa(heads: HeadTensors, directory: Path, backbone: Backbone, dtype: torch.dtype | None) -> MedusaDraft:
+def _new_medusa(
+    heads: HeadTensors, directory: Path, backbone: Backbone, dtype: torch.dtype | None
+) -> MedusaDraft:
     """Build Medusa heads with these weights.
 
     Logit soft cap and scale are the backbone's; the lm_heads have a bias only if the file has one.
@@ -114,9 +154,10 @@ def _new_medusa(heads: HeadTensors, directory: Path, backbone: Backbone, dtype: 
         vocab_size = max(vocab_size, int(heads.token_map.max()) + 1)
     if (heads.hidden_size, vocab_size) != (backbone.hidden_size, backbone.vocab_size):
         raise CheckpointError(
-            f"{directory}: made for hidden size {heads.hidden_size} and a vocabulary of {vocab_size}, but "
-            f"{backbone.name or 'the backbone'} has {backbone.hidden_size} and {backbone.vocab_size}. "
-            f"Name the backbone they were trained on" + (f" ({heads.base_model})." if heads.base_model else ".")
+            f"{directory}: made for hidden size {heads.hidden_size} and a vocabulary of"
+            f" {vocab_size}, but {backbone.name or 'the backbone'} has {backbone.hidden_size} and"
+            f" {backbone.vocab_size}. Name the backbone they were trained on"
+            + (f" ({heads.base_model})." if heads.base_model else ".")
         )
     lm_head = backbone.lm_head()
     draft = MedusaDraft(
@@ -137,12 +178,16 @@ def _new_medusa(heads: HeadTensors, directory: Path, backbone: Backbone, dtype: 
 
 
 def write_heads(
-    heads: HeadTensors, directory: Path | str, *, pickled: bool = False, config: Mapping[str, Any] | None = None
+    heads: HeadTensors,
+    directory: Path | str,
+    *,
+    pickled: bool = False,
+    config: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write Medusa heads in the public code's layout: medusa_lm_head.safetensors and config.json.
 
-    Heads with a reduced vocabulary are written with their token_map, and a Markov bias with its matrices; only this
-    program reads them.
+    Heads with a reduced vocabulary are written with their token_map, and a Markov bias with its
+    matrices; only this program reads them.
 
     Args:
         pickled: also write medusa_lm_head.pt, which the public code reads.
@@ -165,30 +210,41 @@ def write_heads(
 
 
 def write_weights(
-    directory: Path, name: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any], *, pickled: str | None = None
+    directory: Path,
+    name: str,
+    tensors: Mapping[str, Tensor],
+    config: Mapping[str, Any],
+    *,
+    pickled: str | None = None,
 ) -> None:
-    """Write a file of weights and config.json, each atomically; the weights as the `.pt` file `pickled`, too."""
+    """Write a file of weights and config.json, each atomically; the weights as the `.pt` file
+    `pickled`, too.
+    """
     try:
         replace_file(directory / name, lambda path: write_tensors(path, tensors))
         if pickled is not None:
             plain = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
             replace_file(directory / pickled, lambda path: torch.save(plain, path))
         replace_file(directory / HEADS_CONFIG, lambda path: write_json(path, config))
-    except (*WRITE_ERRORS, RuntimeError) as error:  # torch.save's zip writer raises RuntimeError on a full disk
+    except (
+        *WRITE_ERRORS,
+        RuntimeError,
+    ) as error:  # torch.save's zip writer raises RuntimeError on a full disk
         size = sum(tensor.nbytes for tensor in tensors.values())
         raise CheckpointError(write_failure("the heads", directory, error, size)) from error
 
 
 def read_heads(directory: Path | str) -> HeadTensors:
-    """Read the Medusa heads in a directory, in the public code's, TGI's or vLLM's layout or in a Medusa-2 full model.
+    """Read the Medusa heads in a directory, in the public code's, TGI's or vLLM's layout or in a
+    Medusa-2 full model.
 
     The numbers of heads and layers are those of the tensors: published configs understate them.
     """
     found = find_heads(Path(directory))
     if found.layout == "draft":
         raise CheckpointError(
-            f"{directory}: holds a draft of another kind than Medusa; other programs have no layout for it. "
-            "Decode with it here (medusa-eval, medusa_train.load)."
+            f"{directory}: holds a draft of another kind than Medusa; other programs have no layout"
+            " for it. Decode with it here (medusa-eval, medusa_train.load)."
         )
     return _medusa_tensors(found, *_read_files(found))
 
@@ -199,7 +255,9 @@ def _medusa_tensors(found: HeadFiles, tensors: dict[str, Tensor], config: Any) -
     if not isinstance(config, dict):
         raise CheckpointError(f"{directory / HEADS_CONFIG}: expected a mapping of keys")
     source = str(files[0] if len(files) == 1 else directory)
-    heads = from_vllm(tensors, config, source) if layout == "vllm" else from_reference(tensors, source)
+    heads = (
+        from_vllm(tensors, config, source) if layout == "vllm" else from_reference(tensors, source)
+    )
     if heads.token_map is not None and isinstance(config.get("vocab_size"), int):
         heads = replace(heads, backbone_tokens=config["vocab_size"])
     base = str(directory) if layout == "model" else config.get("base_model_name_or_path")
@@ -207,12 +265,14 @@ def _medusa_tensors(found: HeadFiles, tensors: dict[str, Tensor], config: Any) -
 
 
 def _read_files(found: HeadFiles) -> tuple[dict[str, Tensor], Any]:
-    """Read the tensors and config.json; those of an EAGLE-3 draft as `save_draft` would have written them."""
+    """Read the tensors and config.json; those of an EAGLE-3 draft as `save_draft` would have
+    written them.
+    """
     directory, layout, files = found
     if layout is None:
         raise CheckpointError(
-            f"{directory}: no Medusa heads here (neither {SAFETENSORS} nor {PICKLED}, no directory in vLLM's layout, "
-            f"no model with {PREFIXES[0]}* weights)"
+            f"{directory}: no Medusa heads here (neither {SAFETENSORS} nor {PICKLED}, no directory"
+            f" in vLLM's layout, no model with {PREFIXES[0]}* weights)"
         )
     without_config = layout in ("reference", "model") and not (directory / HEADS_CONFIG).is_file()
     config = {} if without_config else read_json(directory / HEADS_CONFIG)
@@ -223,7 +283,9 @@ def _read_files(found: HeadFiles) -> tuple[dict[str, Tensor], Any]:
             tensors |= read_tensors(path, prefixes)
         else:
             pickled = read_pickled_tensors(path)
-            tensors |= {name: tensor for name, tensor in pickled.items() if name.startswith(prefixes)}
+            tensors |= {
+                name: tensor for name, tensor in pickled.items() if name.startswith(prefixes)
+            }
     if layout == "eagle3":
         base_model = config.get("base_model_name_or_path")
         tensors, settings = from_eagle3(tensors, config, str(directory))

@@ -28,11 +28,13 @@ from medusa_train.trees.tree import Tree
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A backbone with its draft heads and tree; both are None without heads, and the tree where they are only traced.
+    """A backbone with its draft heads and tree; both are None without heads, and the tree where
+    they are only traced.
 
     Attributes:
         lookup: a draft without training, alone or beside the heads.
-        dynamic: the size of trees that the draft chooses in every step in place of `tree`; None: `tree` is used.
+        dynamic: the size of trees that the draft chooses in every step in place of `tree`; None:
+            `tree` is used.
     """
 
     backbone: Backbone
@@ -43,7 +45,9 @@ class LoadedModel:
 
     @property
     def proposer(self) -> Proposer | None:
-        """What to decode with: heads, a draft without training, or both merged; None for plain decoding."""
+        """What to decode with: heads, a draft without training, or both merged; None for plain
+        decoding.
+        """
         return self.lookup if self.heads is None else self._with_lookup(self.heads)
 
     @property
@@ -70,8 +74,8 @@ def load_with_draft(
 
     Args:
         dtype: "float32", "bfloat16" or "float16".
-        prepack: on a CPU, prepack weights for oneDNN and choose the attention implementation, where that is measured
-            to be faster. Floating-point sums are then rounded in another order.
+        prepack: on a CPU, prepack weights for oneDNN and choose the attention implementation, where
+            that is measured to be faster. Floating-point sums are then rounded in another order.
         compiled: compile the decoding passes of `rows` rows, see `compile_backbone`.
     """
     if paths.adapter is None:
@@ -80,7 +84,9 @@ def load_with_draft(
         backbone = _load_merged(paths, paths.adapter, dtype)
     if prepack:
         prepack_linears(backbone.model)
-    if paths.threshold is None:  # a graph fills the whole tree: its host would wait at every level to stop early
+    if (
+        paths.threshold is None
+    ):  # a graph fills the whole tree: its host would wait at every level to stop early
         use_cuda_graphs(backbone)
     draft = None if paths.heads is None else load_draft(paths.heads, backbone, backbone.dtype)
     if draft is not None:
@@ -108,14 +114,24 @@ def load_lookup(choice: LookupChoice, tokenizer: Any) -> LookupDraft:
         return PromptLookupDraft(**choice.settings)
     settings = {name: value for name, value in choice.settings.items() if name != "datastore"}
     path = resolve_path(choice.datastore) or Path(choice.datastore)
-    return RestDraft(read_datastore(path, tokenizer, settings["max_ngram"] + settings["max_tokens"]), **settings)
+    return RestDraft(
+        read_datastore(path, tokenizer, settings["max_ngram"] + settings["max_tokens"]), **settings
+    )
 
 
 def load_base_model(paths: ModelPaths, dtype: str) -> Backbone:
-    """Load the backbone in the form that it decodes in, without its adapter. Raises BackboneError."""
-    quantization = paths.quantization if paths.adapter is None else None  # merging an adapter dequantises
+    """Load the backbone in the form that it decodes in, without its adapter.
+
+    Raises BackboneError.
+    """
+    quantization = (
+        paths.quantization if paths.adapter is None else None
+    )  # merging an adapter dequantises
     return load_backbone(
-        paths.base_model, dtype=dtype, quantization=quantization, trust_remote_code=paths.trust_remote_code
+        paths.base_model,
+        dtype=dtype,
+        quantization=quantization,
+        trust_remote_code=paths.trust_remote_code,
     )
 
 
@@ -125,26 +141,34 @@ def load_tree(paths: ModelPaths, num_heads: int) -> Tree:
         return Tree.chain(num_heads)
     tree = Tree.load(paths.tree)
     if tree.max_depth > num_heads:
-        raise CheckpointError(f"{paths.tree}: the tree is {tree.max_depth} deep, but there are only {num_heads} heads")
+        raise CheckpointError(
+            f"{paths.tree}: the tree is {tree.max_depth} deep, but there are only {num_heads} heads"
+        )
     return tree
 
 
 def dynamic_size(paths: ModelPaths, tree: Tree) -> Limits | None:
-    """Return the size of dynamic trees, by default that of the fixed `tree`; None for the fixed tree."""
+    """Return the size of dynamic trees, by default that of the fixed `tree`; None for the fixed
+    tree.
+    """
     if paths.tree_mode == FIXED:
         return None
     size = paths.tree_mode.partition(":")[2]
     return Limits(*map(int, size.split("x"))) if size else Limits(tree.size, tree.max_depth)
 
 
-def compile_backbone(backbone: Backbone, paths: ModelPaths, *, rows: int = 1, trees: bool = True) -> None:
+def compile_backbone(
+    backbone: Backbone, paths: ModelPaths, *, rows: int = 1, trees: bool = True
+) -> None:
     """Compile the decoding passes, which takes up to a minute; see `compile_cache_dir`."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(compile_cache_dir(paths.home))
     backbone.compile_passes(rows, trees=trees)
 
 
 def compile_cache_dir(run: Path) -> Path:
-    """Return the folder for torch.compile's cache: TORCHINDUCTOR_CACHE_DIR if the user set it, else RUN/compiled."""
+    """Return the folder for torch.compile's cache: TORCHINDUCTOR_CACHE_DIR if the user set it, else
+    RUN/compiled.
+    """
     if value := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
         from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
@@ -154,9 +178,14 @@ def compile_cache_dir(run: Path) -> Path:
 
 
 def _load_merged(paths: ModelPaths, adapter: Path, dtype: str) -> Backbone:
-    """Load the backbone as in training, quantised or not, merge the adapter into it, and cast it to `dtype`."""
+    """Load the backbone as in training, quantised or not, merge the adapter into it, and cast it to
+    `dtype`.
+    """
     backbone = load_backbone(
-        paths.base_model, dtype=dtype, quantization=paths.quantization, trust_remote_code=paths.trust_remote_code
+        paths.base_model,
+        dtype=dtype,
+        quantization=paths.quantization,
+        trust_remote_code=paths.trust_remote_code,
     )
     Adapter.load(backbone, adapter).merge()
     return backbone.to_dtype(dtype)

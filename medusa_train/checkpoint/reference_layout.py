@@ -4,9 +4,9 @@
 {i}.{n}.weight               lm_head of head i, [V, d]; n = number of blocks
 {i}.{n}.bias                 [V], only if the backbone's lm_head has a bias; other readers ignore it
 
-Heads that share the backbone's lm_head ("version 2") have no {i}.{n}.weight. Heads with a reduced vocabulary have
-matrices [N, d] and `token_map` [N], which only this program reads. So it is with a Markov bias:
-`markov.embedding.weight` [V, r] and `markov.output.weight` [V, r] or [N, r].
+Heads that share the backbone's lm_head ("version 2") have no {i}.{n}.weight. Heads with a reduced
+vocabulary have matrices [N, d] and `token_map` [N], which only this program reads. So it is with a
+Markov bias: `markov.embedding.weight` [V, r] and `markov.output.weight` [V, r] or [N, r].
 """
 
 from __future__ import annotations
@@ -40,10 +40,12 @@ class HeadTensors:
 
     Attributes:
         num_heads, num_layers: number of heads, K, and of residual blocks per head.
-        state: `MedusaDraft`'s state dict: `blocks.{i}.{j}.linear.weight|bias`, `lm_heads.{i}.weight[|bias]`,
-            `token_map` if the vocabulary is reduced, and `markov.*` if there is a Markov bias.
+        state: `MedusaDraft`'s state dict: `blocks.{i}.{j}.linear.weight|bias`,
+            `lm_heads.{i}.weight[|bias]`, `token_map` if the vocabulary is reduced, and `markov.*`
+            if there is a Markov bias.
         base_model: the backbone that they were trained on, as named in config.json.
-        backbone_tokens: V from config.json; for a reduced vocabulary, whose tensors have N rows only.
+        backbone_tokens: V from config.json; for a reduced vocabulary, whose tensors have N rows
+            only.
     """
 
     num_heads: int
@@ -92,11 +94,16 @@ def _reference_name(name: str, num_layers: int) -> str:
     if match is None:
         return name  # of the token map or a Markov bias
     head, block, kind, lm_head, lm_head_kind = match.groups()
-    return f"{head}.{block}.linear.{kind}" if lm_head is None else f"{lm_head}.{num_layers}.{lm_head_kind}"
+    return (
+        f"{head}.{block}.linear.{kind}"
+        if lm_head is None
+        else f"{lm_head}.{num_layers}.{lm_head_kind}"
+    )
 
 
 def from_reference(tensors: Mapping[str, Tensor], source: str = "the heads file") -> HeadTensors:
-    """Rename tensors with the public code's names to a `MedusaDraft`'s; heads and blocks are counted from the names.
+    """Rename tensors with the public code's names to a `MedusaDraft`'s; heads and blocks are
+    counted from the names.
 
     A prefix `medusa_head.` or `medusa_heads.`, which some writers add, is removed.
     """
@@ -113,20 +120,27 @@ def from_reference(tensors: Mapping[str, Tensor], source: str = "the heads file"
                 raise CheckpointError(f"{source}: {full_name}: a head has two lm_head matrices")
             state[f"lm_heads.{match[1]}.{match[3]}"] = tensor
         else:
-            raise CheckpointError(f"{source}: {full_name} is not a weight of Medusa heads in the public code's layout")
+            raise CheckpointError(
+                f"{source}: {full_name} is not a weight of Medusa heads in the public code's layout"
+            )
     if len(counts := sorted(set(lm_head_index.values()))) > 1:
         raise CheckpointError(f"{source}: the heads have different numbers of blocks: {counts}")
     return checked_heads(state, source, counts[0] if counts else None)
 
 
-def checked_heads(state: dict[str, Tensor], source: str, num_layers: int | None = None) -> HeadTensors:
+def checked_heads(
+    state: dict[str, Tensor], source: str, num_layers: int | None = None
+) -> HeadTensors:
     """Build `HeadTensors` from a state dict, with heads and blocks counted and all weights checked.
 
     Args:
-        num_layers: blocks per head, if the file states it; defaults to the largest number that a head has.
+        num_layers: blocks per head, if the file states it; defaults to the largest number that a
+            head has.
     """
     blocks = [match for name in state if (match := _OURS.fullmatch(name)) and match[1] is not None]
-    numbers = {match[1] for match in blocks} | {name.split(".")[1] for name in state if name.startswith("lm_heads.")}
+    numbers = {match[1] for match in blocks} | {
+        name.split(".")[1] for name in state if name.startswith("lm_heads.")
+    }
     if not numbers:
         raise CheckpointError(f"{source}: holds no heads")
     if num_layers is None:
@@ -139,12 +153,16 @@ def checked_heads(state: dict[str, Tensor], source: str, num_layers: int | None 
 
 
 def shared_block_warning(heads: HeadTensors) -> str | None:
-    """Warn that the public Medusa loader computes something else with these heads; None if it doesn't.
+    """Warn that the public Medusa loader computes something else with these heads; None if it
+    doesn't.
 
-    It builds one block per head and repeats it, so of several distinct blocks only the last one is used.
+    It builds one block per head and repeats it, so of several distinct blocks only the last one is
+    used.
     """
     distinct = any(
-        not torch.equal(heads.state[f"blocks.{i}.0.linear.{kind}"], heads.state[f"blocks.{i}.{j}.linear.{kind}"])
+        not torch.equal(
+            heads.state[f"blocks.{i}.0.linear.{kind}"], heads.state[f"blocks.{i}.{j}.linear.{kind}"]
+        )
         for i in range(heads.num_heads)
         for j in range(1, heads.num_layers)
         for kind in ("weight", "bias")
@@ -152,8 +170,8 @@ def shared_block_warning(heads: HeadTensors) -> str | None:
     if not distinct:
         return None
     return (
-        f"these heads have {heads.num_layers} distinct blocks each; the public Medusa loader shares one block among "
-        "all layers of a head, so it does not compute what was trained (TGI does)"
+        f"these heads have {heads.num_layers} distinct blocks each; the public Medusa loader shares"
+        " one block among all layers of a head, so it does not compute what was trained (TGI does)"
     )
 
 
@@ -166,7 +184,9 @@ def _check_tensors(heads: HeadTensors, source: str) -> None:
     state = heads.state
     lm_head_kinds = {name.rpartition(".")[2] for name in state if name.startswith("lm_heads.")}
     lm_head_kinds |= {"weight"} if lm_head_kinds else set()
-    blocks = [f"blocks.{i}.{j}.linear" for i in range(heads.num_heads) for j in range(heads.num_layers)]
+    blocks = [
+        f"blocks.{i}.{j}.linear" for i in range(heads.num_heads) for j in range(heads.num_layers)
+    ]
     expected = {f"{block}.{kind}" for block in blocks for kind in ("weight", "bias")}
     expected |= {f"lm_heads.{i}.{kind}" for i in range(heads.num_heads) for kind in lm_head_kinds}
     expected |= _MARKOV if _MARKOV & state.keys() else set()
@@ -176,7 +196,9 @@ def _check_tensors(heads: HeadTensors, source: str) -> None:
         raise CheckpointError(f"{source}: weights that belong to no head: {listed(extra)}")
     first = "blocks.0.0.linear.weight" if heads.shared else LM_HEAD_0
     if state[first].dim() != 2:
-        raise CheckpointError(f"{source}: {listed({first})} is not a matrix: shape {list(state[first].shape)}")
+        raise CheckpointError(
+            f"{source}: {listed({first})} is not a matrix: shape {list(state[first].shape)}"
+        )
     rows, width = state[first].shape
     tokens = rows if heads.token_map is None and not heads.shared else heads.vocab_size
     predicted = tokens if heads.token_map is None else len(heads.token_map)
@@ -190,14 +212,26 @@ def _check_tensors(heads: HeadTensors, source: str) -> None:
 
 
 def checked_token_map(state: Mapping[str, Tensor], source: str) -> Tensor:
-    """Return the token map in `state` as int64 [N]: unique token ids, as many as the matrices have rows."""
+    """Return the token map in `state` as int64 [N]: unique token ids, as many as the matrices have
+    rows.
+    """
     tokens = state[TOKEN_MAP]
-    if tokens.dim() != 1 or tokens.is_floating_point() or tokens.dtype == torch.bool or not len(tokens):
-        raise CheckpointError(f"{source}: {TOKEN_MAP} is not a list of token ids ({list(tokens.shape)} {tokens.dtype})")
+    if (
+        tokens.dim() != 1
+        or tokens.is_floating_point()
+        or tokens.dtype == torch.bool
+        or not len(tokens)
+    ):
+        raise CheckpointError(
+            f"{source}: {TOKEN_MAP} is not a list of token ids ({list(tokens.shape)}"
+            f" {tokens.dtype})"
+        )
     tokens = tokens.long()
     if int(tokens.min()) < 0 or len(tokens.unique()) < len(tokens):
         raise CheckpointError(f"{source}: {TOKEN_MAP} has duplicate or negative token ids")
     lm_head = state.get(LM_HEAD_0)
     if lm_head is not None and len(lm_head) != len(tokens):
-        raise CheckpointError(f"{source}: {TOKEN_MAP} has {len(tokens)} tokens for matrices of {len(lm_head)} rows")
+        raise CheckpointError(
+            f"{source}: {TOKEN_MAP} has {len(tokens)} tokens for matrices of {len(lm_head)} rows"
+        )
     return tokens

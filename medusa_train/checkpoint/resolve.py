@@ -1,4 +1,5 @@
-"""Which model a user means: resolves a run, a directory of heads or a backbone to paths, from file names and configs.
+"""Which model a user means: resolves a run, a directory of heads or a backbone to paths, from file
+names and configs.
 
 Reads no weights and imports no torch, so that a command refuses a wrong path within a second.
 """
@@ -26,13 +27,15 @@ SAFETENSORS = "medusa_lm_head.safetensors"
 PICKLED = "medusa_lm_head.pt"
 HEADS_CONFIG = "config.json"
 MODEL_FILES = ("model.safetensors", "pytorch_model.bin")
-#: Values of the key `tree` that are no files: the tree of tree.json, none, or another in every step, of a given size.
+#: Values of the key `tree` that are no files: the tree of tree.json, none, or another in every
+# step, of a given size.
 FIXED, NO_TREE, DYNAMIC = "fixed", "none", re.compile(r"dynamic(:[1-9]\d*x[1-9]\d*)?")
 #: Prefixes of the heads in the state dict of a Medusa-2 full model.
 PREFIXES = ("medusa_head.", "medusa_heads.")
 
-#: "draft": any draft but Medusa. "reference": Medusa heads under the public code's names (ours and TGI's, too).
-#: "vllm": Medusa heads under vLLM's names. "model": a Medusa-2 full model, heads and backbone in one state dict.
+#: "draft": any draft but Medusa. "reference": Medusa heads under the public code's names (ours and
+# TGI's, too). : "vllm": Medusa heads under vLLM's names. "model": a Medusa-2 full model, heads and
+# backbone in one state dict.
 Layout = Literal["draft", "reference", "vllm", "model", "eagle3"]
 #: Layouts that are told by the name of one file; where there are several, the first one counts.
 _OWN_FILES: dict[Layout, tuple[str, ...]] = {"draft": (DRAFT,), "reference": (SAFETENSORS, PICKLED)}
@@ -44,7 +47,8 @@ MERGED_CARD = "Backbone trained with Medusa heads"
 
 @dataclass(frozen=True)
 class ModelPaths:
-    """Paths of a backbone, its draft heads and its tree. Without heads (`heads is None`) it decodes plainly.
+    """Paths of a backbone, its draft heads and its tree. Without heads (`heads is None`) it decodes
+    plainly.
 
     Attributes:
         home: directory that results are written under.
@@ -54,8 +58,8 @@ class ModelPaths:
         adapter: LoRA adapter of a joint run, merged into the backbone for decoding.
         quantization: how the backbone was loaded in training.
         lookup: a draft without training, alone (`heads is None`) or added to the heads.
-        tree_mode: "fixed"; "dynamic" or, with nodes and depth, "dynamic:32x5": the draft chooses another tree in every
-            step; "none": nothing is drafted, and heads are only traced.
+        tree_mode: "fixed"; "dynamic" or, with nodes and depth, "dynamic:32x5": the draft chooses
+            another tree in every step; "none": nothing is drafted, and heads are only traced.
         threshold: confidence up to which drafting stops; None: the heads' own.
     """
 
@@ -89,7 +93,9 @@ class ModelPaths:
         return self.adapter is not None or self.trained_model is not None
 
     def with_lookup(self, lookup: LookupChoice | None) -> ModelPaths:
-        """Return the paths with a lookup draft in place of the heads, or beside them if it names their kind."""
+        """Return the paths with a lookup draft in place of the heads, or beside them if it names
+        their kind.
+        """
         if lookup is None:
             return self
         if lookup.datastore is not None and resolve_path(lookup.datastore) is None:
@@ -98,34 +104,57 @@ class ModelPaths:
             return replace(self, heads=None, tree=None, lookup=lookup)
         if self.heads is None:
             raise CheckpointError(
-                f"draft {lookup.name}: {self.base_model} has no heads; name a run with --model, or set draft: "
-                f"{lookup.kind}"
+                f"draft {lookup.name}: {self.base_model} has no heads; name a run with --model, or"
+                f" set draft: {lookup.kind}"
             )
         if (kind := heads_kind(self.heads)) != lookup.heads:
-            raise CheckpointError(f"draft {lookup.name}: the heads in {self.heads} are {kind}; {_advice(kind, lookup)}")
+            raise CheckpointError(
+                f"draft {lookup.name}: the heads in {self.heads} are {kind};"
+                f" {_advice(kind, lookup)}"
+            )
         return replace(self, lookup=lookup)
 
     def with_dynamic_trees(self, tree: str) -> ModelPaths:
-        """Return the paths with trees that are chosen in every step. Raises CheckpointError unless the draft can."""
+        """Return the paths with trees that are chosen in every step.
+
+        Raises CheckpointError unless the draft can.
+        """
         if self.heads is None:
-            raise CheckpointError(f"tree {tree}: {self.base_model} has no heads; name a run with --model")
+            raise CheckpointError(
+                f"tree {tree}: {self.base_model} has no heads; name a run with --model"
+            )
         if not DRAFT_CONFIGS.get(kind := heads_kind(self.heads), DraftConfig).dynamic_trees:
-            able = " or ".join(name for name, config in DRAFT_CONFIGS.items() if config.dynamic_trees)
-            raise CheckpointError(f"tree {tree}: needs {able}, but {self.heads} is {kind}; use --tree {FIXED}")
+            able = " or ".join(
+                name for name, config in DRAFT_CONFIGS.items() if config.dynamic_trees
+            )
+            raise CheckpointError(
+                f"tree {tree}: needs {able}, but {self.heads} is {kind}; use --tree {FIXED}"
+            )
         return replace(self, tree_mode=tree)
 
     def with_threshold(self, threshold: float | None) -> ModelPaths:
-        """Return the paths with another threshold of drafting; raises CheckpointError for heads that have none."""
+        """Return the paths with another threshold of drafting; raises CheckpointError for heads
+        that have none.
+        """
         kind = "no heads" if self.heads is None else heads_kind(self.heads)
-        if threshold is not None and "threshold" not in DRAFT_CONFIGS.get(kind, DraftConfig).model_fields:
-            raise CheckpointError(f"threshold: stops the drafting of Kangaroo, but {self.home} has {kind}; remove it")
+        if (
+            threshold is not None
+            and "threshold" not in DRAFT_CONFIGS.get(kind, DraftConfig).model_fields
+        ):
+            raise CheckpointError(
+                f"threshold: stops the drafting of Kangaroo, but {self.home} has {kind}; remove it"
+            )
         return replace(self, threshold=threshold)
 
     @property
     def backbone_form(self) -> str:
         """How the backbone is loaded for decoding, in words for reports."""
         if self.adapter is not None:
-            return f"{self.quantization}, dequantised, adapter folded in" if self.quantization else "adapter folded in"
+            return (
+                f"{self.quantization}, dequantised, adapter folded in"
+                if self.quantization
+                else "adapter folded in"
+            )
         return self.quantization or "unquantised"
 
     @property
@@ -148,15 +177,16 @@ def resolve_model(
 ) -> ModelPaths:
     """Resolve a run, a directory of heads, a backbone alone, or the newest run to paths.
 
-    Options that are not given (None, False) come from the run's config.yaml where there is one. A run's
-    `trust_remote_code` applies to its own backbone only, not to another `base_model`.
+    Options that are not given (None, False) come from the run's config.yaml where there is one. A
+    run's `trust_remote_code` applies to its own backbone only, not to another `base_model`.
 
     Args:
-        model: run directory or directory of heads; None: the newest run under runs/, or no heads if `base_model` is
-            given.
+        model: run directory or directory of heads; None: the newest run under runs/, or no heads if
+            `base_model` is given.
         base_model: directory or hub name; None: the backbone that the heads were trained with.
-        tree: tree file; None or "fixed": tree.json beside the heads; "none": heads are only traced; "dynamic" or
-            "dynamic:32x5": a tree for every step, as large and deep as the fixed one or as given.
+        tree: tree file; None or "fixed": tree.json beside the heads; "none": heads are only traced;
+            "dynamic" or "dynamic:32x5": a tree for every step, as large and deep as the fixed one
+            or as given.
         needs_backbone: check that a backbone named by a local path exists.
         lookup: a draft without training, in place of the heads or beside them.
         threshold: confidence up to which drafting stops; None: the heads' own.
@@ -168,24 +198,34 @@ def resolve_model(
         elif DYNAMIC.fullmatch(str(tree)):
             paths = paths.with_dynamic_trees(str(tree))
     paths = paths.with_lookup(lookup).with_threshold(threshold)
-    if needs_backbone and resolve_path(paths.base_model) is None and looks_like_path(paths.base_model):
+    if (
+        needs_backbone
+        and resolve_path(paths.base_model) is None
+        and looks_like_path(paths.base_model)
+    ):
         advice = "" if base_model else f" (named by {paths.home}; give another with --base-model)"
         raise BackboneError(f"base_model {paths.base_model}: no such directory{advice}")
     return replace(
         paths,
         chat_template=chat_template or paths.chat_template,
-        chat_template_kwargs=paths.chat_template_kwargs if chat_template_kwargs is None else chat_template_kwargs,
+        chat_template_kwargs=(
+            paths.chat_template_kwargs if chat_template_kwargs is None else chat_template_kwargs
+        ),
         trust_remote_code=trust_remote_code or (paths.trust_remote_code and base_model is None),
     )
 
 
 def names_tree_file(tree: str | Path | None) -> TypeGuard[str | Path]:
     """Return whether a value of the key `tree` is a file."""
-    return tree is not None and str(tree) not in (FIXED, NO_TREE) and not DYNAMIC.fullmatch(str(tree))
+    return (
+        tree is not None and str(tree) not in (FIXED, NO_TREE) and not DYNAMIC.fullmatch(str(tree))
+    )
 
 
 def runs_directory() -> Path:
-    """Return `runs/` of the current directory, or the project's where the current directory has none."""
+    """Return `runs/` of the current directory, or the project's where the current directory has
+    none.
+    """
     return resolve_path("runs") or Path("runs")
 
 
@@ -194,15 +234,23 @@ def newest_run(runs: Path) -> Path:
     trained = [directory for directory in runs.glob("*") if find_heads(directory / HEADS).layout]
     if not trained:
         raise CheckpointError(
-            f"no model given, and no trained run under {runs}.\n"
-            "Run `make demo` or `medusa-train CONFIG.yaml` first, or name a run (or, to measure the baselines alone, a "
-            "base_model)."
+            f"no model given, and no trained run under {runs}.\nRun `make demo` or `medusa-train"
+            " CONFIG.yaml` first, or name a run (or, to measure the baselines alone, a"
+            " base_model)."
         )
-    return max(trained, key=lambda run: (max(one.stat().st_mtime for one in find_heads(run / HEADS).files), run.name))
+    return max(
+        trained,
+        key=lambda run: (
+            max(one.stat().st_mtime for one in find_heads(run / HEADS).files),
+            run.name,
+        ),
+    )
 
 
 class HeadFiles(NamedTuple):
-    """The layout of the heads in a directory (None where it holds none), and the files with their weights."""
+    """The layout of the heads in a directory (None where it holds none), and the files with their
+    weights.
+    """
 
     directory: Path
     layout: Layout | None
@@ -214,12 +262,19 @@ def find_heads(directory: Path) -> HeadFiles:
     for layout, names in _OWN_FILES.items():
         if files := [path for name in names if (path := directory / name).is_file()]:
             return HeadFiles(directory, layout, files[:1])
-    config, weights = read_mapping(directory / HEADS_CONFIG), sorted(directory.glob("*.safetensors"))
+    config, weights = (
+        read_mapping(directory / HEADS_CONFIG),
+        sorted(directory.glob("*.safetensors")),
+    )
     if config.get("model_type") == "medusa" and weights:
         return HeadFiles(directory, "vllm", weights)
-    other = config.get("speculators_model_type", "draft_vocab_size" in config and "eagle3")  # the authors' own drafts
+    other = config.get(
+        "speculators_model_type", "draft_vocab_size" in config and "eagle3"
+    )  # the authors' own drafts
     if EAGLE3 in (config.get("architectures") or ()) or other == "eagle3":
-        return HeadFiles(directory, "eagle3", weights or sorted(directory.glob("pytorch_model.bin")))
+        return HeadFiles(
+            directory, "eagle3", weights or sorted(directory.glob("pytorch_model.bin"))
+        )
     shards = sorted(set(_shards_with_heads(directory)))
     return HeadFiles(directory, "model" if shards else None, shards)
 
@@ -253,23 +308,30 @@ def _resolve(model: str | None, base_model: str | None, tree: Path | None) -> Mo
             name = "-".join(Path(base).resolve().parts[-3:])
         return ModelPaths(runs_directory() / "baselines" / name, base, None, None, None)
     directory = newest_run(runs_directory()) if model is None else _existing_directory(model)
-    if directory.name == HEADS and find_heads(directory).layout and (directory.parent / CONFIG).is_file():
+    if (
+        directory.name == HEADS
+        and find_heads(directory).layout
+        and (directory.parent / CONFIG).is_file()
+    ):
         directory = directory.parent  # RUN/heads means RUN
     if find_heads(directory / HEADS).layout:
         return _resolve_run(directory, base_model, tree)
     if find_heads(directory).layout:
         return _resolve_heads(directory, base_model, tree)
     raise CheckpointError(
-        f"{directory}: neither a run (no heads/medusa_lm_head.safetensors or heads/draft.safetensors) nor a directory "
-        "of heads (ours, the public Medusa code's or TGI's, vLLM's, or a full model with medusa_head weights).\n"
-        "If the run was interrupted, finish it with medusa-train; for a backbone alone use --base-model."
+        f"{directory}: neither a run (no heads/medusa_lm_head.safetensors or"
+        " heads/draft.safetensors) nor a directory of heads (ours, the public Medusa code's or"
+        " TGI's, vLLM's, or a full model with medusa_head weights).\nIf the run was interrupted,"
+        " finish it with medusa-train; for a backbone alone use --base-model."
     )
 
 
 def _existing_directory(name: str) -> Path:
     path = resolve_path(name)
     if path is None or not path.is_dir():
-        raise CheckpointError(f"model {name!r}: no such directory. Name a run directory or a directory of heads.")
+        raise CheckpointError(
+            f"model {name!r}: no such directory. Name a run directory or a directory of heads."
+        )
     return path
 
 
@@ -278,14 +340,17 @@ def _resolve_run(run: Path, base_model: str | None, tree: Path | None) -> ModelP
     config = _read_config(run / CONFIG)
     base = base_model or config.get("base_model")
     if not isinstance(base, str):
-        raise CheckpointError(f"{run / 'config.yaml'}: names no base_model; give it with --base-model NAME")
+        raise CheckpointError(
+            f"{run / 'config.yaml'}: names no base_model; give it with --base-model NAME"
+        )
     quantization: Quantization | None = None
     is_other = _local_or_hub(base) != _local_or_hub(str(config.get("base_model")))
     is_merged = is_other and holds_merged(Path(_local_or_hub(base)))  # the adapter is in it already
     if base_model is None and (run / MODEL / HEADS_CONFIG).is_file():
         base = str(run / MODEL)  # a joint run without an adapter trained the backbone itself
     elif not is_merged and (config.get("load_in_4bit") or config.get("load_in_8bit")):
-        # Heads over a quantised backbone were trained on its hidden states, not on those of the original.
+        # Heads over a quantised backbone were trained on its hidden states, not on those of the
+        # original.
         quantization = "nf4" if config.get("load_in_4bit") else "int8"
     template, template_kwargs = config.get("chat_template"), config.get("chat_template_kwargs")
     return ModelPaths(
@@ -294,7 +359,11 @@ def _resolve_run(run: Path, base_model: str | None, tree: Path | None) -> ModelP
         heads=run / HEADS,
         tree=_resolve_tree(tree, run),
         chat_template=template if isinstance(template, str) else None,
-        adapter=run / ADAPTER if (run / ADAPTER / "adapter_config.json").is_file() and not is_merged else None,
+        adapter=(
+            run / ADAPTER
+            if (run / ADAPTER / "adapter_config.json").is_file() and not is_merged
+            else None
+        ),
         quantization=quantization,
         trust_remote_code=config.get("trust_remote_code") is True,
         chat_template_kwargs=template_kwargs if isinstance(template_kwargs, dict) else {},
@@ -306,12 +375,16 @@ def _resolve_heads(heads: Path, base_model: str | None, tree: Path | None) -> Mo
     if base_model is None and find_heads(heads).layout == "model":
         base = str(heads)  # a Medusa-2 full model holds its backbone
     if not isinstance(base, str) or not base:
-        raise CheckpointError(f"{heads}: its config.json names no base model; give it by base_model=NAME")
+        raise CheckpointError(
+            f"{heads}: its config.json names no base model; give it by base_model=NAME"
+        )
     return ModelPaths(heads, _local_or_hub(base), heads, _resolve_tree(tree, heads), None)
 
 
 def names_no_backbone(model: str) -> bool:
-    """Return whether `model` is a directory of heads whose config.json names no backbone, as of published ones."""
+    """Return whether `model` is a directory of heads whose config.json names no backbone, as of
+    published ones.
+    """
     path = resolve_path(model)
     if path is None or find_heads(path).layout in (None, "model"):
         return False
@@ -328,7 +401,10 @@ def _resolve_tree(tree: Path | None, home: Path) -> Path | None:
         return home / TREE if (home / TREE).is_file() else None
     path = resolve_path(tree)
     if path is None:
-        raise CheckpointError(f"tree {str(tree)!r}: no such file, nor {FIXED}, {NO_TREE}, dynamic, dynamic:NODESxDEPTH")
+        raise CheckpointError(
+            f"tree {str(tree)!r}: no such file, nor {FIXED}, {NO_TREE}, dynamic,"
+            " dynamic:NODESxDEPTH"
+        )
     return path
 
 
@@ -343,7 +419,9 @@ def _shards_with_heads(directory: Path) -> Iterator[Path]:
             if path.suffix == ".safetensors":
                 has_heads = any(key.startswith(PREFIXES) for key in _safetensors_names(path))
             else:
-                has_heads = "medusa_num_heads" in read_mapping(directory / HEADS_CONFIG)  # pickles are not opened here
+                has_heads = "medusa_num_heads" in read_mapping(
+                    directory / HEADS_CONFIG
+                )  # pickles are not opened here
             if has_heads:
                 yield path
             return
@@ -367,7 +445,10 @@ def read_mapping(path: Path) -> dict[str, Any]:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """Read a YAML or JSON mapping; empty if there is no file. Raises CheckpointError if it is anything else."""
+    """Read a YAML or JSON mapping; empty if there is no file.
+
+    Raises CheckpointError if it is anything else.
+    """
     if not path.is_file():
         return {}
     try:

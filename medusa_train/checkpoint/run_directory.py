@@ -1,4 +1,5 @@
-"""Name the files of a run directory, check `output_dir` and the inputs before training, and write config.yaml.
+"""Name the files of a run directory, check `output_dir` and the inputs before training, and write
+config.yaml.
 
 Imports no torch, so that a configuration is refused before anything loads.
 """
@@ -18,7 +19,12 @@ import yaml
 
 from medusa_train.config.load import dump_config, load_config, stage_one_config
 from medusa_train.config.paths import looks_like_path, resolve_path
-from medusa_train.config.schema import NOT_IN_STAGE_ONE, SHARED_WITH_STAGE_ONE, DatasetConfig, TrainConfig
+from medusa_train.config.schema import (
+    NOT_IN_STAGE_ONE,
+    SHARED_WITH_STAGE_ONE,
+    DatasetConfig,
+    TrainConfig,
+)
 from medusa_train.config.types import STAGE_ONE
 from medusa_train.data.builtin_templates import TEMPLATE_SUFFIX
 from medusa_train.data.sources import is_data_file_name
@@ -42,15 +48,25 @@ RUN_FILES = (
 )
 #: Values of `resume_from_checkpoint` that select the newest checkpoint in `output_dir`.
 NEWEST = ("latest", "auto")
-#: Keys on which the trained weights and the optimizer depend, beside base_model and the draft's own.
+#: Keys on which the trained weights and the optimizer depend, beside base_model and the draft's
+# own.
 _WEIGHT_KEYS = (
-    *("recipe", "adapter", "lora_r", "lora_target_modules", "lora_target_linear", "lora_modules_to_save"),
+    *(
+        "recipe",
+        "adapter",
+        "lora_r",
+        "lora_target_modules",
+        "lora_target_linear",
+        "lora_modules_to_save",
+    ),
     *("medusa_num_unfreeze_layers", "optimizer", "lora_alpha"),
 )
 
 
 def check_writable(out: Path) -> None:
-    """Check that `out` is a directory that can be written to, or can be created; raises ConfigError."""
+    """Check that `out` is a directory that can be written to, or can be created; raises
+    ConfigError.
+    """
     existing = existing_parent(out)
     if not existing.is_dir():
         raise ConfigError(f"output_dir: {existing} is a file, not a directory")
@@ -59,27 +75,48 @@ def check_writable(out: Path) -> None:
 
 
 def check_output_dir(cfg: TrainConfig) -> None:
-    """Check that `output_dir` is writable, and empty unless the configuration resumes or overwrites the run in it."""
+    """Check that `output_dir` is writable, and empty unless the configuration resumes or overwrites
+    the run in it.
+    """
     out = cfg.run_dir
     check_writable(out)
     resume = cfg.resume_from_checkpoint
     checkpoint = named_checkpoint(resume, out)
     files = [name for name in RUN_FILES if os.path.exists(out / name)]
-    if cfg.overwrite_output_dir and cfg.initial_run is not None and cfg.initial_run.resolve() == out.resolve():
-        raise ConfigError("overwrite_output_dir: would delete the heads of lora_model_dir; set another output_dir")
+    if (
+        cfg.overwrite_output_dir
+        and cfg.initial_run is not None
+        and cfg.initial_run.resolve() == out.resolve()
+    ):
+        raise ConfigError(
+            "overwrite_output_dir: would delete the heads of lora_model_dir; set another output_dir"
+        )
     base, own = resolve_path(cfg.base_model), [(out / name).resolve() for name in files]
-    if cfg.overwrite_output_dir and base is not None and any(map(base.resolve().is_relative_to, own)):
-        raise ConfigError("overwrite_output_dir: would delete the backbone, base_model; set another output_dir")
-    if cfg.overwrite_output_dir and files and not {CONFIG, METRICS, HEADS, CHECKPOINTS, STAGE_ONE}.intersection(files):
-        raise ConfigError(f"overwrite_output_dir: {out} holds {', '.join(files)}, but no run; set another output_dir")
+    if (
+        cfg.overwrite_output_dir
+        and base is not None
+        and any(map(base.resolve().is_relative_to, own))
+    ):
+        raise ConfigError(
+            "overwrite_output_dir: would delete the backbone, base_model; set another output_dir"
+        )
+    if (
+        cfg.overwrite_output_dir
+        and files
+        and not {CONFIG, METRICS, HEADS, CHECKPOINTS, STAGE_ONE}.intersection(files)
+    ):
+        raise ConfigError(
+            f"overwrite_output_dir: {out} holds {', '.join(files)}, but no run; set another"
+            " output_dir"
+        )
     if not files or cfg.overwrite_output_dir:
         return
     if resume is None:
         raise ConfigError(
             f"output_dir: {out} already holds a run ({', '.join(files)}). Choose one:\n"
-            f"  output_dir=OTHER                a new run elsewhere\n"
-            f"  resume_from_checkpoint=auto     resume this run from its newest checkpoint\n"
-            f"  overwrite_output_dir=true       delete this run and start again"
+            "  output_dir=OTHER                a new run elsewhere\n"
+            "  resume_from_checkpoint=auto     resume this run from its newest checkpoint\n"
+            "  overwrite_output_dir=true       delete this run and start again"
         )
     if checkpoint is None and not any(out.glob(f"{CHECKPOINTS}/*step-*")):
         check_nothing_is_lost(out)
@@ -91,7 +128,9 @@ def check_output_dir(cfg: TrainConfig) -> None:
 
 
 def named_checkpoint(resume: str | None, out: Path) -> Path | None:
-    """Return the checkpoint that `resume_from_checkpoint` names; None if it is unset or selects the newest in `out`."""
+    """Return the checkpoint that `resume_from_checkpoint` names; None if it is unset or selects the
+    newest in `out`.
+    """
     if resume is None or resume in NEWEST:
         return None
     path = resolve_path(resume)
@@ -103,14 +142,16 @@ def named_checkpoint(resume: str | None, out: Path) -> Path | None:
         )
     if re.fullmatch(r"best-\d+", path.name):
         raise CheckpointError(
-            f"resume_from_checkpoint: {resume}: holds weights only, those of the best evaluation; resume from a "
-            f"checkpoint step-N{_list_checkpoints(path.parent.parent)}"
+            f"resume_from_checkpoint: {resume}: holds weights only, those of the best evaluation;"
+            f" resume from a checkpoint step-N{_list_checkpoints(path.parent.parent)}"
         )
     return path
 
 
 def changed_weight_keys(cfg: TrainConfig, run: Path) -> list[str]:
-    """List `key: was A, now B` of the keys behind weights and optimizer; empty if `run` has no readable config.yaml."""
+    """List `key: was A, now B` of the keys behind weights and optimizer; empty if `run` has no
+    readable config.yaml.
+    """
     try:
         before = _weight_keys(load_config(TrainConfig, run / CONFIG))
     except ConfigError:
@@ -130,13 +171,15 @@ def _weight_keys(cfg: TrainConfig) -> dict[str, Any]:
 
 
 def check_nothing_is_lost(out: Path) -> Path | None:
-    """Check that resuming without any checkpoint, which is None, would not overwrite the results of an earlier run."""
+    """Check that resuming without any checkpoint, which is None, would not overwrite the results of
+    an earlier run.
+    """
     if results := [f"{name}/" for name in RESULTS if (out / name).exists()]:
         raise CheckpointError(
-            f"resume_from_checkpoint: no checkpoint to resume from: {out} holds {', '.join(results)} but no complete "
-            "checkpoint. Replace resume_from_checkpoint by one of:\n"
-            "  output_dir=OTHER                a new run elsewhere\n"
-            "  overwrite_output_dir=true       delete this run and start again"
+            f"resume_from_checkpoint: no checkpoint to resume from: {out} holds"
+            f" {', '.join(results)} but no complete checkpoint. Replace resume_from_checkpoint by"
+            " one of:\n  output_dir=OTHER                a new run elsewhere\n "
+            " overwrite_output_dir=true       delete this run and start again"
         )
     return None
 
@@ -144,13 +187,16 @@ def check_nothing_is_lost(out: Path) -> Path | None:
 def prepare_output_dir(out: Path, step: int, initial_run: Path | None = None) -> None:
     """Create `out` for a new run (`step` 0) or one resumed after `step`.
 
-    A new run deletes the files of the run that it overwrites, but not `initial_run`, from which it starts; a resumed
-    one deletes checkpoints of later steps and those that were not written completely. Other files are kept.
+    A new run deletes the files of the run that it overwrites, but not `initial_run`, from which it
+    starts; a resumed one deletes checkpoints of later steps and those that were not written
+    completely. Other files are kept.
     """
     with writing(out):
         out.mkdir(parents=True, exist_ok=True)
         start = (initial_run or out).resolve()
-        files = [out / name for name in RUN_FILES if not start.is_relative_to((out / name).resolve())]
+        files = [
+            out / name for name in RUN_FILES if not start.is_relative_to((out / name).resolve())
+        ]
         for path in files if step == 0 else _stale_checkpoints(out, step):
             if path.is_dir():
                 shutil.rmtree(path)
@@ -159,10 +205,15 @@ def prepare_output_dir(out: Path, step: int, initial_run: Path | None = None) ->
 
 
 def write_config(cfg: TrainConfig, out: Path) -> None:
-    """Write the resolved configuration as config.yaml, with local paths made absolute and stage one in full."""
+    """Write the resolved configuration as config.yaml, with local paths made absolute and stage one
+    in full.
+    """
     portable = _with_absolute_paths(cfg)
     if (first := stage_one_config(cfg)) is not None:
-        whole, part = (yaml.safe_load(dump_config(values)) for values in (portable, _with_absolute_paths(first)))
+        whole, part = (
+            yaml.safe_load(dump_config(values))
+            for values in (portable, _with_absolute_paths(first))
+        )
         same = {key for key in SHARED_WITH_STAGE_ONE if key in part and whole.get(key) == part[key]}
         stage = {key: value for key, value in part.items() if key not in {*NOT_IN_STAGE_ONE, *same}}
         stage |= {key: None for key in SHARED_WITH_STAGE_ONE if key in whole and key not in part}
@@ -176,7 +227,9 @@ def _with_absolute_paths(cfg: TrainConfig) -> TrainConfig:
         "base_model": _absolute(cfg.base_model),
         "lora_model_dir": cfg.lora_model_dir and _absolute(cfg.lora_model_dir),
         "datasets": [_absolute_dataset(entry) for entry in cfg.datasets],
-        "test_datasets": cfg.test_datasets and [_absolute_dataset(entry) for entry in cfg.test_datasets],
+        "test_datasets": (
+            cfg.test_datasets and [_absolute_dataset(entry) for entry in cfg.test_datasets]
+        ),
         "chat_template": _absolute_template(cfg.chat_template),
         "dataset_prepared_path": cfg.prepared_dir and str(cfg.prepared_dir.absolute()),
         "deepspeed": _absolute(cfg.deepspeed) if isinstance(cfg.deepspeed, str) else cfg.deepspeed,
@@ -197,10 +250,14 @@ def writing(out: Path) -> Iterator[None]:
 
 @contextmanager
 def only_writer(out: Path) -> Iterator[None]:
-    """Refuse to run beside another process that trains in `out`: each would delete files of the other."""
+    """Refuse to run beside another process that trains in `out`: each would delete files of the
+    other.
+    """
     with writing(out):
         out.mkdir(parents=True, exist_ok=True)
-    busy = CheckpointError(f"output_dir: another process is training in {out}; wait for it, or set another directory")
+    busy = CheckpointError(
+        f"output_dir: another process is training in {out}; wait for it, or set another directory"
+    )
     try:
         with locked(out, busy):
             yield
@@ -225,9 +282,14 @@ def _absolute_template(name: str | None) -> str | None:
 
 
 def _stale_checkpoints(out: Path, step: int) -> list[Path]:
-    """List checkpoints and best weights of steps after `step`, and what a killed process had not written completely."""
+    """List checkpoints and best weights of steps after `step`, and what a killed process had not
+    written completely.
+    """
     checkpoints = out / CHECKPOINTS
-    numbers = {path: path.name.partition("-")[2] for path in (*checkpoints.glob("step-*"), *checkpoints.glob("best-*"))}
+    numbers = {
+        path: path.name.partition("-")[2]
+        for path in (*checkpoints.glob("step-*"), *checkpoints.glob("best-*"))
+    }
     later = [path for path, number in numbers.items() if number.isdigit() and int(number) > step]
     return [*later, *checkpoints.glob(".tmp-*-*")]
 
@@ -240,15 +302,21 @@ def _list_checkpoints(out: Path) -> str:
 def check_inputs(cfg: TrainConfig) -> None:
     """Check that local inputs exist, before torch is imported."""
     first = stage_one_config(cfg)
-    missing = list(dict.fromkeys([*missing_inputs(cfg), *([] if first is None else missing_inputs(first))]))
+    missing = list(
+        dict.fromkeys([*missing_inputs(cfg), *([] if first is None else missing_inputs(first))])
+    )
     if len(missing) == 1:
         raise MedusaError(missing[0])
     if missing:
-        raise MedusaError(f"{len(missing)} inputs are missing:\n" + "\n".join(f"  {line}" for line in missing))
+        raise MedusaError(
+            f"{len(missing)} inputs are missing:\n" + "\n".join(f"  {line}" for line in missing)
+        )
 
 
 def missing_inputs(cfg: TrainConfig) -> list[str]:
-    """List local files and directories of the configuration that do not exist; names of the hub are not checked."""
+    """List local files and directories of the configuration that do not exist; names of the hub are
+    not checked.
+    """
     missing = []
     backbone = resolve_path(cfg.base_model)
     if backbone is None and looks_like_path(cfg.base_model):

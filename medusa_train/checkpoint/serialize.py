@@ -28,8 +28,9 @@ _DTYPE_NAMES = {
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> int:
     """Write a safetensors file and flush it to disk; return the CRC-32 of its bytes.
 
-    Tensors may be on any device, be views, or share storage: each name gets its values. They are written one after the
-    other, so that no more than one of them is copied at a time, and the checksum needs no second pass over the file.
+    Tensors may be on any device, be views, or share storage: each name gets its values. They are
+    written one after the other, so that no more than one of them is copied at a time, and the
+    checksum needs no second pass over the file.
     """
     # the widest dtypes first keep every tensor aligned, since the header is padded to 8 bytes
     ordered = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
@@ -39,7 +40,11 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> int:
         tensor, begin = tensors[name], end
         end += tensor.numel() * tensor.element_size()
         shape = list(tensor.shape)
-        header[name] = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": shape, "data_offsets": [begin, end]}
+        header[name] = {
+            "dtype": _DTYPE_NAMES[tensor.dtype],
+            "shape": shape,
+            "data_offsets": [begin, end],
+        }
     described = json.dumps(header, separators=(",", ":")).encode()
     described += b" " * (-len(described) % 8)
     with path.open("wb") as file:
@@ -53,7 +58,9 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> int:
 
 
 def write_json(path: Path, value: Any) -> int:
-    """Write JSON, NaN and Infinity in Python's notation, and flush it to disk; return the CRC-32 of its bytes."""
+    """Write JSON, NaN and Infinity in Python's notation, and flush it to disk; return the CRC-32 of
+    its bytes.
+    """
     content = (json.dumps(value, indent=1) + "\n").encode()
     path.write_bytes(content)
     sync(path)
@@ -71,10 +78,13 @@ def _write(file: BinaryIO, content: bytes | memoryview, value: int) -> int:
 
 
 def read_tensors(path: Path, prefixes: tuple[str, ...] = ("",)) -> dict[str, Tensor]:
-    """Read the tensors of a safetensors file whose names begin with one of `prefixes`, onto the CPU."""
+    """Read the tensors of a safetensors file whose names begin with one of `prefixes`, onto the
+    CPU.
+    """
     try:
         with safe_open(str(path), framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys() if name.startswith(prefixes)}  # noqa: SIM118
+            names = [name for name in file.keys() if name.startswith(prefixes)]  # noqa: SIM118
+            return {name: file.get_tensor(name) for name in names}
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: cannot be read as safetensors: {error}") from error
 
@@ -85,16 +95,20 @@ def read_pickled_tensors(path: Path) -> dict[str, Tensor]:
         loaded = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch passes on whatever its unpickler or zip reader raises
         raise CheckpointError(
-            f"{path}: refused, cannot be read as plain tensors: {_reason(error)}\n"
-            "A .pt file can contain code that runs on loading; only files of plain tensors are read."
+            f"{path}: refused, cannot be read as plain tensors: {_reason(error)}\nA .pt file can"
+            " contain code that runs on loading; only files of plain tensors are read."
         ) from error
-    if not isinstance(loaded, Mapping) or not all(isinstance(value, Tensor) for value in loaded.values()):
+    if not isinstance(loaded, Mapping) or not all(
+        isinstance(value, Tensor) for value in loaded.values()
+    ):
         raise CheckpointError(f"{path}: holds something other than named tensors")
     return {str(name): value for name, value in loaded.items()}
 
 
 def _reason(error: Exception) -> str:
-    """Shorten torch's message to its reason, without the advice to load the file with weights_only=False."""
+    """Shorten torch's message to its reason, without the advice to load the file with
+    weights_only=False.
+    """
     text = " ".join(str(error).split()).partition("Check the documentation")[0]
     for before in ("trusted source.", "WeightsUnpickler error:"):
         text = text.rpartition(before)[2]
@@ -123,13 +137,15 @@ _TAGS = {_TENSOR, _TUPLE, _PAIRS}
 
 
 def split_tensors(state: Any) -> tuple[dict[str, Tensor], Any]:
-    """Split a nested state into named tensors and a JSON value that refers to them; `join_tensors` is the inverse.
+    """Split a nested state into named tensors and a JSON value that refers to them; `join_tensors`
+    is the inverse.
 
     `{"lr": 0.1, "betas": (0.9, 0.95), 0: tensor}` becomes `{"0": tensor}` and
     `{"__pairs__": [["lr", 0.1], ["betas", {"__tuple__": [0.9, 0.95]}], [0, {"__tensor__": "0"}]]}`.
 
     Args:
-        state: mappings (keys str, int, float, bool or None), lists, tuples, tensors, str, int, float, bool, None.
+        state: mappings (keys str, int, float, bool or None), lists, tuples, tensors, str, int,
+            float, bool, None.
 
     Raises:
         TypeError: a value or key of another type; the message names its path.
@@ -176,7 +192,9 @@ def _split(state: Any, path: str, tensors: dict[str, Tensor]) -> Any:
 def _split_mapping(state: Mapping[Any, Any], path: str, tensors: dict[str, Tensor]) -> Any:
     for key in state:
         if not (key is None or isinstance(key, str | int | float)):
-            raise TypeError(f"{path or 'state'}: a key of type {type(key).__name__} cannot be saved")
+            raise TypeError(
+                f"{path or 'state'}: a key of type {type(key).__name__} cannot be saved"
+            )
     pairs = [(key, _split(item, _join(path, key), tensors)) for key, item in state.items()]
     if all(isinstance(key, str) for key in state) and not _TAGS & set(state):
         return dict(pairs)

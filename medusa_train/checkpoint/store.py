@@ -1,4 +1,5 @@
-"""Save and load training checkpoints (content: training/snapshot.py): atomic, with checksums; keep the newest ones.
+"""Save and load training checkpoints (content: training/snapshot.py): atomic, with checksums; keep
+the newest ones.
 
 OUTPUT_DIR/checkpoints/step-N/manifest.json       format, step, size and CRC-32 of each other file
                               state.json          the state without tensors
@@ -36,15 +37,16 @@ MANIFEST = "manifest.json"
 STATE = "state.json"
 _FORMAT = 1
 _NAME = re.compile(r"step-(\d+)")
-#: Parts of a run's state that hold trained weights: the heads', and the backbone's where they are trained.
+#: Parts of a run's state that hold trained weights: the heads', and the backbone's where they are
+# trained.
 WEIGHTS = ("draft", "student")
 
 
 class CheckpointStore:
     """The checkpoints of one run, under OUTPUT_DIR/checkpoints.
 
-    Files are written to `.tmp-step-N` or `.tmp-best-N`, flushed to disk and then renamed, so a `step-N` directory is
-    complete even after a crash of the process or the machine.
+    Files are written to `.tmp-step-N` or `.tmp-best-N`, flushed to disk and then renamed, so a
+    `step-N` directory is complete even after a crash of the process or the machine.
 
     Args:
         output_dir: the run directory.
@@ -56,20 +58,26 @@ class CheckpointStore:
         self.limit = save_total_limit or None
 
     def save(self, step: int, state: Mapping[str, Any], best: int | None = None) -> Path:
-        """Save the state after `step` optimizer steps, then delete the oldest checkpoints beyond the limit.
+        """Save the state after `step` optimizer steps, then delete the oldest checkpoints beyond
+        the limit.
 
         Args:
-            state: by part, nested dicts, lists, tuples, tensors and plain values (see `split_tensors`).
-            best: step of the best evaluation, whose weights stay until another one is the best. If it is `step`, they
-                are saved as `best-STEP` too, which takes no further space where the file system has hard links.
+            state: by part, nested dicts, lists, tuples, tensors and plain values (see
+                `split_tensors`).
+            best: step of the best evaluation, whose weights stay until another one is the best. If
+                it is `step`, they are saved as `best-STEP` too, which takes no further space where
+                the file system has hard links.
 
         Raises:
-            CheckpointError: writing failed (disk full, no permission); earlier checkpoints are unchanged.
+            CheckpointError: writing failed (disk full, no permission); earlier checkpoints are
+                unchanged.
             TypeError: the state holds something that cannot be saved without pickle.
         """
         path = self._save(f"step-{step}", step, state, f"the checkpoint of step {step}")
         if best == step:
-            self.save_best(step, {name: part for name, part in state.items() if name in WEIGHTS}, linked=path)
+            self.save_best(
+                step, {name: part for name, part in state.items() if name in WEIGHTS}, linked=path
+            )
         if best is not None:
             self._delete_best({best})
         keep = {step, best if best is not None and self.best(best) == self.at(best) else step}
@@ -79,36 +87,57 @@ class CheckpointStore:
         return path
 
     def save_best(
-        self, step: int, weights: Mapping[str, Any], keep: Collection[int] = (), linked: Path | None = None
+        self,
+        step: int,
+        weights: Mapping[str, Any],
+        keep: Collection[int] = (),
+        linked: Path | None = None,
     ) -> Path:
-        """Save the weights of the best evaluation so far as `best-STEP`, then delete those of earlier ones.
+        """Save the weights of the best evaluation so far as `best-STEP`, then delete those of
+        earlier ones.
 
         Args:
             step: after which it took place.
             weights: the parts `WEIGHTS` of a state.
-            keep: steps of earlier ones to keep: the best one of the checkpoint that the run would be resumed from.
-            linked: a checkpoint with the same weights, whose files are linked in place of written again.
+            keep: steps of earlier ones to keep: the best one of the checkpoint that the run would
+                be resumed from.
+            linked: a checkpoint with the same weights, whose files are linked in place of written
+                again.
         """
-        path = self._save(f"best-{step}", step, weights, f"the best weights, of step {step},", linked)
+        path = self._save(
+            f"best-{step}", step, weights, f"the best weights, of step {step},", linked
+        )
         self._delete_best({step, *keep})
         return path
 
-    def _save(self, name: str, step: int, state: Mapping[str, Any], what: str, linked: Path | None = None) -> Path:
+    def _save(
+        self, name: str, step: int, state: Mapping[str, Any], what: str, linked: Path | None = None
+    ) -> Path:
         parts = {part: split_tensors(value) for part, value in state.items()}
         temporary = self.root / f".tmp-{name}"
         try:
             self._restore_replaced()
-            for stale in self.root.glob(".tmp-*-*"):  # what a killed process had not written completely
+            for stale in self.root.glob(
+                ".tmp-*-*"
+            ):  # what a killed process had not written completely
                 shutil.rmtree(stale)
             temporary.mkdir(parents=True)
             _write(temporary, step, parts, linked)
             self._publish(temporary, self.root / name)
         except WRITE_ERRORS as error:
-            shutil.rmtree(temporary, ignore_errors=True)  # before free space is measured for the message
-            needed = sum(tensor.nbytes for tensors, _ in parts.values() for tensor in tensors.values())
+            shutil.rmtree(
+                temporary, ignore_errors=True
+            )  # before free space is measured for the message
+            needed = sum(
+                tensor.nbytes for tensors, _ in parts.values() for tensor in tensors.values()
+            )
             reason = write_failure(what, self.root, error, needed)
-            last = [f"The last good one is {self.root / f'step-{step}'}." for step in self.steps()[-1:]]
-            raise CheckpointError("\n".join([reason, *(last or ["There is no earlier one."])])) from error
+            last = [
+                f"The last good one is {self.root / f'step-{step}'}." for step in self.steps()[-1:]
+            ]
+            raise CheckpointError(
+                "\n".join([reason, *(last or ["There is no earlier one."])])
+            ) from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
         return self.root / name
@@ -117,7 +146,11 @@ class CheckpointStore:
         """List the steps of complete checkpoints in ascending order."""
         if not self.root.is_dir():
             return []
-        matches = (_NAME.fullmatch(path.name) for path in self.root.iterdir() if (path / MANIFEST).is_file())
+        matches = (
+            _NAME.fullmatch(path.name)
+            for path in self.root.iterdir()
+            if (path / MANIFEST).is_file()
+        )
         return sorted(int(match[1]) for match in matches if match)
 
     def latest(self) -> Path | None:
@@ -144,7 +177,9 @@ class CheckpointStore:
         """Load the state that `save` was given, with tensors on the CPU."""
         path = Path(path)
         if not (path / MANIFEST).is_file():
-            raise CheckpointError(f"{path}: not a checkpoint (no {MANIFEST} in it){self._others(path)}")
+            raise CheckpointError(
+                f"{path}: not a checkpoint (no {MANIFEST} in it){self._others(path)}"
+            )
         try:
             return _read(path)
         except CheckpointError as error:
@@ -152,14 +187,17 @@ class CheckpointStore:
 
     def _publish(self, temporary: Path, final: Path) -> None:
         old = self.root / f".old-{final.name}"
-        if final.exists():  # a directory can't be renamed onto a full one; _restore_replaced undoes this after a crash
+        # a directory can't be renamed onto a full one; _restore_replaced undoes this after a crash
+        if final.exists():
             final.rename(old)
         temporary.rename(final)
         sync(self.root)
         shutil.rmtree(old, ignore_errors=True)
 
     def _restore_replaced(self) -> None:
-        """Restore checkpoints that a killed process moved aside before their replacement was in place."""
+        """Restore checkpoints that a killed process moved aside before their replacement was in
+        place.
+        """
         for path in self.root.glob(".old-*-*"):
             final = self.root / path.name.removeprefix(".old-")
             if final.exists():
@@ -178,9 +216,16 @@ class CheckpointStore:
         return f"\nOther checkpoints in {self.root}: {', '.join(others)}" if others else ""
 
 
-def _write(directory: Path, step: int, parts: Mapping[str, tuple[dict[str, Tensor], Any]], linked: Path | None) -> None:
+def _write(
+    directory: Path,
+    step: int,
+    parts: Mapping[str, tuple[dict[str, Tensor], Any]],
+    linked: Path | None,
+) -> None:
     """Write a checkpoint's files; those of tensors are links to the files of `linked`, if given."""
-    checksums = {STATE: write_json(directory / STATE, {name: value for name, (_, value) in parts.items()})}
+    checksums = {
+        STATE: write_json(directory / STATE, {name: value for name, (_, value) in parts.items()})
+    }
     present = {} if linked is None else _read_manifest(linked / MANIFEST)["files"]
     for part, (tensors, _) in parts.items():
         name = f"{part}.safetensors"
@@ -189,7 +234,10 @@ def _write(directory: Path, step: int, parts: Mapping[str, tuple[dict[str, Tenso
             checksums[name] = present[name]["crc32"]
         elif tensors:
             checksums[name] = write_tensors(directory / name, tensors)
-    files = {n: {"bytes": (directory / n).stat().st_size, "crc32": checksums[n]} for n in sorted(checksums)}
+    files = {
+        n: {"bytes": (directory / n).stat().st_size, "crc32": checksums[n]}
+        for n in sorted(checksums)
+    }
     manifest = {"format": _FORMAT, "step": step, "files": files}
     write_json(directory / MANIFEST, {**manifest, "crc32": _crc(manifest)})
     sync(directory)
@@ -217,7 +265,9 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     if not isinstance(manifest, dict) or "format" not in manifest:
         raise CheckpointError(f"{path}: not a checkpoint manifest")
     if manifest["format"] != _FORMAT:
-        raise CheckpointError(f"{path}: format {manifest['format']!r}; this version of medusa-train reads {_FORMAT}")
+        raise CheckpointError(
+            f"{path}: format {manifest['format']!r}; this version of medusa-train reads {_FORMAT}"
+        )
     if manifest.pop("crc32", None) != _crc(manifest):
         raise CheckpointError(f"{path}: damaged: checksum mismatch")
     return manifest
@@ -231,7 +281,9 @@ def _read(path: Path) -> dict[str, Any]:
     state = {}
     for name, value in parts.items():
         file = f"{name}.safetensors"
-        state[name] = join_tensors(read_tensors(path / file) if file in manifest["files"] else {}, value)
+        state[name] = join_tensors(
+            read_tensors(path / file) if file in manifest["files"] else {}, value
+        )
     return state
 
 
@@ -240,6 +292,8 @@ def _verify(path: Path, expected: Mapping[str, int]) -> None:
         raise CheckpointError(f"{path}: missing; the checkpoint is incomplete")
     size = path.stat().st_size
     if size != expected["bytes"]:
-        raise CheckpointError(f"{path}: truncated or changed, {size} bytes instead of {expected['bytes']}")
+        raise CheckpointError(
+            f"{path}: truncated or changed, {size} bytes instead of {expected['bytes']}"
+        )
     if checksum(path) != expected["crc32"]:
         raise CheckpointError(f"{path}: damaged: checksum mismatch")

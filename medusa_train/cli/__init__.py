@@ -1,6 +1,7 @@
 """The commands. Heavy imports happen inside the functions, so that usage errors appear at once.
 
-Ctrl-C while a command is imported ends it with one line; `run_command` handles that of the command itself.
+Ctrl-C while a command is imported ends it with one line; `run_command` handles that of the command
+itself.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ import sys
 from types import TracebackType
 
 
-def _end_quietly(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _end_quietly(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
     if not issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, trace)
         return

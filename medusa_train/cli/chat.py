@@ -32,8 +32,12 @@ class Chat:
         self._history: list[Message] = []
 
     def run(self) -> None:
-        """Chat until the input ends, `/exit`, or Ctrl-C at the prompt; Ctrl-C within an answer stops the answer."""
-        self._console.print(Text.assemble("accepted drafts are ", (DRAFTED, DRAFTED), f". {_HELP}"), soft_wrap=True)
+        """Chat until the input ends, `/exit`, or Ctrl-C at the prompt; Ctrl-C within an answer
+        stops the answer.
+        """
+        self._console.print(
+            Text.assemble("accepted drafts are ", (DRAFTED, DRAFTED), f". {_HELP}"), soft_wrap=True
+        )
         for line in self._lines():
             if line == "/exit":
                 break
@@ -95,9 +99,15 @@ def printable(text: str) -> str:
 
 
 def _is_control(character: str) -> bool:
-    """Return whether a terminal acts on it: control characters except newline, and marks of writing direction."""
+    """Return whether a terminal acts on it: control characters except newline, and marks of writing
+    direction.
+    """
     direction = "\u200e" <= character <= "\u200f" or "\u202a" <= character <= "\u202e"
-    return direction or "\u2066" <= character <= "\u2069" or (category(character) in ("Cc", "Cs") and character != "\n")
+    return (
+        direction
+        or "\u2066" <= character <= "\u2069"
+        or (category(character) in ("Cc", "Cs") and character != "\n")
+    )
 
 
 def _figures(reply: Reply) -> str:

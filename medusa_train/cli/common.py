@@ -1,7 +1,8 @@
-"""Shared code of all commands: parse arguments, print errors, set exit codes. Does not import torch.
+"""Shared code of all commands: parse arguments, print errors, set exit codes. Does not import
+torch.
 
-Exit codes: 0 success, 1 failure, 2 usage or configuration error, 130 interrupted (Ctrl-C), 143 terminated (SIGTERM).
-`MEDUSA_DEBUG=1` shows stack traces and the libraries' warnings.
+Exit codes: 0 success, 1 failure, 2 usage or configuration error, 130 interrupted (Ctrl-C), 143
+terminated (SIGTERM). `MEDUSA_DEBUG=1` shows stack traces and the libraries' warnings.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ EXIT_INTERRUPTED = 130
 #: Width of tables where the output is not a terminal.
 PIPE_WIDTH = 120
 
-#: Errors of a write to an open file, which names no file: no space, quota exceeded, file too large, device failed.
+#: Errors of a write to an open file, which names no file: no space, quota exceeded, file too
+# large, device failed.
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 OVERRIDE = re.compile(r"[A-Za-z_][\w.\[\]-]*=")
@@ -48,7 +50,9 @@ _QUIET = {
 
 
 class _ErrorConsole(Console):
-    """Falls silent where nobody reads it any more: Ctrl-C ends `| tee` too, and the run has to be saved."""
+    """Falls silent where nobody reads it any more: Ctrl-C ends `| tee` too, and the run has to be
+    saved.
+    """
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
@@ -60,7 +64,9 @@ def error_console() -> Console:
 
 
 def output_console(**options: Any) -> Console:
-    """Return a console that prints names and paths as they are: `[x]` is no markup, and `:x:` no emoji."""
+    """Return a console that prints names and paths as they are: `[x]` is no markup, and `:x:` no
+    emoji.
+    """
     return Console(markup=False, emoji=False, **options)
 
 
@@ -71,7 +77,9 @@ def table_console() -> Console:
 
 
 def join_lines(text: str) -> str:
-    """Join the lines of each paragraph of a help text: typer keeps its line breaks at every width of the terminal."""
+    """Join the lines of each paragraph of a help text: typer keeps its line breaks at every width
+    of the terminal.
+    """
     return re.sub(r"(?<=\S)\n(?=\S)", " ", text)
 
 
@@ -81,11 +89,15 @@ def _print_version(asked: bool) -> None:
         raise typer.Exit
 
 
-_VERSION = Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")]
+_VERSION = Annotated[
+    bool,
+    typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version."),
+]
 
 
 def with_keys(cls: type[Config], *names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorate a command so that keys of `cls` have options, described as in the schema; it gets them as `flags`.
+    """Decorate a command so that keys of `cls` have options, described as in the schema; it gets
+    them as `flags`.
 
     Args:
         names: keys; see `Config.option_of` for the names of their options.
@@ -105,13 +117,22 @@ def with_keys(cls: type[Config], *names: str) -> Callable[[Callable[..., Any]], 
             kind = bool if field.annotation is bool else str
             default = field.default if kind is str else None
             kinds = (field.annotation, *get_args(field.annotation))
-            choices = [str(one) for literal in kinds if get_origin(literal) is Literal for one in get_args(literal)]
+            choices = [
+                str(one)
+                for literal in kinds
+                if get_origin(literal) is Literal
+                for one in get_args(literal)
+            ]
             described = field.description or ""
             if not all(choice in described for choice in choices):
                 described += f" ({', '.join(choices)})"
             described += "" if default is None else f"; default: {default}"
             hint = Annotated[kind | None, typer.Option(*option.split(), help=described)]  # type: ignore[valid-type]
-            parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hint))
+            parameters.append(
+                inspect.Parameter(
+                    name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hint
+                )
+            )
         keyword = inspect.Parameter.KEYWORD_ONLY
         parameters.append(inspect.Parameter("version", keyword, default=False, annotation=_VERSION))
         wrapper.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
@@ -121,7 +142,8 @@ def with_keys(cls: type[Config], *names: str) -> Callable[[Callable[..., Any]], 
 
 
 def run_command(command: Callable[P, int | None]) -> Callable[P, None]:
-    """Decorate a command so that its result is the exit code, and errors of users end it with a message and a code.
+    """Decorate a command so that its result is the exit code, and errors of users end it with a
+    message and a code.
 
     Other exceptions are bugs and propagate. The signature is kept for typer.
     """
@@ -132,7 +154,9 @@ def run_command(command: Callable[P, int | None]) -> Callable[P, None]:
             sys.exit("error: Windows is not supported; use WSL (Linux in Windows)")
         quiet_libraries()
         if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-            sys.stdout.reconfigure(errors="replace")  # a name that the terminal's encoding lacks is no error
+            sys.stdout.reconfigure(
+                errors="replace"
+            )  # a name that the terminal's encoding lacks is no error
         try:
             code = command(*args, **kwargs) or 0
         except BrokenPipeError:
@@ -156,11 +180,16 @@ def _explain(error: BaseException) -> tuple[int, str] | None:
     if isinstance(error, MedusaError):
         return error.exit_code, str(error)
     if isinstance(error, KeyboardInterrupt):
-        return signal_exit_code(error), "terminated" if isinstance(error, Terminated) else "interrupted"
+        return signal_exit_code(error), (
+            "terminated" if isinstance(error, Terminated) else "interrupted"
+        )
     if isinstance(error, OSError) and (error.filename is not None or error.errno in _DISK_ERRORS):
         return 1, f"{'' if error.filename is None else f'{error.filename}: '}{error.strerror}"
     if type(error).__name__ == "OutOfMemoryError":  # torch's, which not every command imports
-        return 1, f"not enough GPU memory; a smaller batch_size or max_new_tokens takes less: {error}"
+        return (
+            1,
+            f"not enough GPU memory; a smaller batch_size or max_new_tokens takes less: {error}",
+        )
     return None
 
 
@@ -172,34 +201,48 @@ def print_error(message: str) -> None:
 
 
 def quiet_libraries() -> None:
-    """Silence warnings of libraries that users cannot act on; must be called before the libraries are imported."""
+    """Silence warnings of libraries that users cannot act on; must be called before the libraries
+    are imported.
+    """
     if _debugging():
         return
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
     if not sys.stderr.isatty():
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # also of loading; useless in a log file
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # warns about kernels that are not installed
+        os.environ.setdefault(
+            "HF_HUB_DISABLE_PROGRESS_BARS", "1"
+        )  # also of loading; useless in a log file
+    logging.getLogger("bitsandbytes").setLevel(
+        logging.ERROR
+    )  # warns about kernels that are not installed
     for category in (FutureWarning, DeprecationWarning):
         warnings.filterwarnings("ignore", category=category)
 
 
 def split_arguments(arguments: Iterable[str]) -> tuple[Path | None, list[str]]:
-    """Split `[CONFIG.yaml] [key=value ...]` into the path (or None) and the overrides, in any order."""
+    """Split `[CONFIG.yaml] [key=value ...]` into the path (or None) and the overrides, in any
+    order.
+    """
     overrides: list[str] = []
     paths: list[str] = []
     for argument in arguments:
-        (overrides if OVERRIDE.match(argument) and not os.path.isfile(argument) else paths).append(argument)
+        (overrides if OVERRIDE.match(argument) and not os.path.isfile(argument) else paths).append(
+            argument
+        )
     if len(paths) > 1:
         raise ConfigError(
-            f"expected one configuration file, got {' and '.join(paths)}; overrides are written key=value, "
-            "without spaces around ="
+            f"expected one configuration file, got {' and '.join(paths)}; overrides are written"
+            " key=value, without spaces around ="
         )
     return (Path(paths[0]) if paths else None), overrides
 
 
-def read_arguments(cls: type[C], arguments: Iterable[str], *, flags: Mapping[str, object] | None = None) -> C:
-    """Load a configuration from `[CONFIG.yaml] [key=value ...]` and `flags`, and print which keys were ignored."""
+def read_arguments(
+    cls: type[C], arguments: Iterable[str], *, flags: Mapping[str, object] | None = None
+) -> C:
+    """Load a configuration from `[CONFIG.yaml] [key=value ...]` and `flags`, and print which keys
+    were ignored.
+    """
     path, overrides = split_arguments(arguments)
     cfg = load_config(cls, path, overrides, flags=flags)
     if cfg.ignored:

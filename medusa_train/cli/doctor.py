@@ -1,4 +1,6 @@
-"""Describe this machine on a page for a bug report: `medusa-train --doctor`. Loads no model and no data."""
+"""Describe this machine on a page for a bug report: `medusa-train --doctor`. Loads no model and no
+data.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ Line = tuple[str, str]
 
 
 def doctor(read_config: Callable[[], TrainConfig] | None) -> int:
-    """Print the page, the choices of a configuration last; return 1 if torch or transformers cannot be imported."""
+    """Print the page, the choices of a configuration last; return 1 if torch or transformers cannot
+    be imported.
+    """
     usable = True
     for name, value in machine():
         print(f"{name}: {value}", flush=True)
@@ -59,18 +63,32 @@ def machine() -> Iterator[Line]:
     from medusa_train.models.precision import default_device, emulates_bf16, has_fast_bf16
 
     device = default_device()
-    yield "torch", f"built for CUDA {torch.version.cuda}; {_ask(lambda: f'{torch.cuda.device_count()} GPUs visible')}"
+    yield (
+        "torch",
+        (
+            f"built for CUDA {torch.version.cuda};"
+            f" {_ask(lambda: f'{torch.cuda.device_count()} GPUs visible')}"
+        ),
+    )
     for index in range(torch.cuda.device_count() if device.type == "cuda" else 0):
         yield f"GPU {index}", _ask(lambda index=index: _gpu(index))  # type: ignore[misc]
     yield "environment", _environment()
-    yield "NCCL", _ask(_nccl) if device.type == "cuda" else "not used without a GPU; gloo connects processes"
+    yield (
+        "NCCL",
+        _ask(_nccl) if device.type == "cuda" else "not used without a GPU; gloo connects processes",
+    )
     yield "/dev/shm", _ask(_shared_memory)
     yield "bitsandbytes", _ask(lambda: _bitsandbytes(device))
     yield "attention of packed rows", _ask(lambda: _attention(device, torch.bfloat16))
     yield "torch.compile", _ask(lambda: _compile(device))
-    fast = _ask(lambda: "fast" if has_fast_bf16(device) else "emulated" if emulates_bf16(device) else "slow")
+    fast = _ask(
+        lambda: "fast" if has_fast_bf16(device) else "emulated" if emulates_bf16(device) else "slow"
+    )
     yield "bfloat16", fast
-    yield "CUDA graphs", _ask(_capture) if device.type == "cuda" else "none without a GPU; steps run as they are"
+    yield (
+        "CUDA graphs",
+        _ask(_capture) if device.type == "cuda" else "none without a GPU; steps run as they are",
+    )
 
 
 def choices(cfg: TrainConfig) -> Iterator[Line]:
@@ -83,9 +101,20 @@ def choices(cfg: TrainConfig) -> Iterator[Line]:
     device = default_device()
     precision = choose_precision(cfg.bf16, device, fp16=cfg.fp16)
     asked = "fp16: true" if cfg.fp16 else f"bf16: {str(cfg.bf16).lower()}"
-    yield asked, f"computes in {precision}" + (", since a CPU is slow in float16" if cfg.fp16 and not _gpus() else "")
-    group = {"params": [torch.nn.Parameter(torch.zeros(1, device=device))], "lr": 0.0, "weight_decay": 0.0}
-    yield f"optimizer: {cfg.optimizer}", _ask(lambda: build_optimizer(cfg.optimizer, [group], device)[1] or "as asked")
+    yield (
+        asked,
+        f"computes in {precision}"
+        + (", since a CPU is slow in float16" if cfg.fp16 and not _gpus() else ""),
+    )
+    group = {
+        "params": [torch.nn.Parameter(torch.zeros(1, device=device))],
+        "lr": 0.0,
+        "weight_decay": 0.0,
+    }
+    yield (
+        f"optimizer: {cfg.optimizer}",
+        _ask(lambda: build_optimizer(cfg.optimizer, [group], device)[1] or "as asked"),
+    )
     for key in ("load_in_4bit", "load_in_8bit"):
         if getattr(cfg, key):
             yield f"{key}: true", _ask(lambda: _bitsandbytes(device))
@@ -98,7 +127,9 @@ def choices(cfg: TrainConfig) -> Iterator[Line]:
 
 
 def _ask(question: Callable[[], str]) -> str:
-    """Return the answer, or the error in one line: a part that is missing or broken is what the page is for."""
+    """Return the answer, or the error in one line: a part that is missing or broken is what the
+    page is for.
+    """
     try:
         return question()
     except Exception as error:
@@ -106,11 +137,17 @@ def _ask(question: Callable[[], str]) -> str:
 
 
 def _output(*command: str) -> str:
-    return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=True).stdout.strip()
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=TIMEOUT, check=True
+    ).stdout.strip()
 
 
 def _memory() -> str:
-    total = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal"))
+    total = next(
+        line
+        for line in Path("/proc/meminfo").read_text().splitlines()
+        if line.startswith("MemTotal")
+    )
     return _gib(int(total.split()[1]) << 10)
 
 
@@ -156,7 +193,9 @@ def _gpu(index: int) -> str:
 
 def _environment() -> str:
     names = ("CUDA_", "NCCL_", "OMP_", "PYTORCH_", "DS_", "CXX", "RANK", "WORLD_SIZE", "LOCAL_RANK")
-    found = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(names)]
+    found = [
+        f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(names)
+    ]
     return ", ".join(found) or "no variable of CUDA, NCCL, OpenMP or PyTorch is set"
 
 
@@ -169,7 +208,9 @@ def _nccl() -> str:
 def _shared_memory() -> str:
     usage = shutil.disk_usage("/dev/shm")
     little = usage.free < SHARED_MEMORY and _gpus() > 1
-    return f"{_gib(usage.free)} free" + (": too little for NCCL; start containers with --shm-size=8g" if little else "")
+    return f"{_gib(usage.free)} free" + (
+        ": too little for NCCL; start containers with --shm-size=8g" if little else ""
+    )
 
 
 def _bitsandbytes(device: torch.device) -> str:
@@ -190,7 +231,11 @@ def _attention(device: torch.device, dtype: torch.dtype) -> str:
     obstacle = flash_obstacle(device.type, dtype, capped=False, supported=True, installed=installed)
     if obstacle is None:
         return "flash-attn's varlen kernel, if the model supports it"
-    other = "torch's varlen kernel" if uses_varlen_kernel(device, dtype, 64) else "one sdpa call per document"
+    other = (
+        "torch's varlen kernel"
+        if uses_varlen_kernel(device, dtype, 64)
+        else "one sdpa call per document"
+    )
     return f"{other} ({obstacle})"
 
 
@@ -198,7 +243,11 @@ def _compile(device: torch.device) -> str:
     from medusa_train.models.compiled import has_compiler
 
     needed = "a C++ compiler and Python.h" if device.type == "cpu" else "Triton"
-    return "can compile" if has_compiler(device) else f"not usable, `true` may be refused: it needs {needed}"
+    return (
+        "can compile"
+        if has_compiler(device)
+        else f"not usable, `true` may be refused: it needs {needed}"
+    )
 
 
 def _capture() -> str:

@@ -1,6 +1,7 @@
 """`medusa-eval`: evaluate a model or a server, calibrate a tree, compare runs, or chat.
 
-Arguments, the bench and all paths are checked before torch is imported, so that a mistake is reported within a second.
+Arguments, the bench and all paths are checked before torch is imported, so that a mistake is
+reported within a second.
 """
 
 from __future__ import annotations
@@ -17,7 +18,14 @@ from rich.console import Console
 
 from medusa_train.checkpoint.resolve import ModelPaths, resolve_model, runs_directory
 from medusa_train.checkpoint.run_directory import check_writable
-from medusa_train.cli.common import error_console, join_lines, read_arguments, run_command, table_console, with_keys
+from medusa_train.cli.common import (
+    error_console,
+    join_lines,
+    read_arguments,
+    run_command,
+    table_console,
+    with_keys,
+)
 from medusa_train.config.paths import expand_user, looks_like_path, resolve_path
 from medusa_train.config.schema import EvalConfig
 from medusa_train.errors import BackboneError, ConfigError
@@ -60,27 +68,60 @@ Exit codes: 0 success, 1 failure, 2 configuration error, 130 interrupted, 143 te
 @run_command
 @with_keys(
     EvalConfig,
-    *("bench", "model", "base_model", "tree", "draft", "max_new_tokens", "chat_template", "dtype", "acceptance"),
-    *("temperature", "top_p", "top_k", "batch_size", "limit", "judge_base_url", "judge_model", "output_dir"),
+    *(
+        "bench",
+        "model",
+        "base_model",
+        "tree",
+        "draft",
+        "max_new_tokens",
+        "chat_template",
+        "dtype",
+        "acceptance",
+    ),
+    *(
+        "temperature",
+        "top_p",
+        "top_k",
+        "batch_size",
+        "limit",
+        "judge_base_url",
+        "judge_model",
+        "output_dir",
+    ),
     *("server_url", "against", "serve"),
 )
 def evaluate(
     flags: dict[str, str | None],
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[CONFIG.yaml] [key=value ...]", show_default=False)
+        list[str] | None,
+        typer.Argument(metavar="[CONFIG.yaml] [key=value ...]", show_default=False),
     ] = None,
     calibrate: Annotated[
-        bool, typer.Option("--calibrate", help="Fit tree.json again: the tree with the most tokens per second here.")
+        bool,
+        typer.Option(
+            "--calibrate",
+            help="Fit tree.json again: the tree with the most tokens per second here.",
+        ),
     ] = False,
     compare: Annotated[
-        bool, typer.Option("--compare", help="Compare evaluated runs: medusa-eval --compare RUN_A RUN_B ...")
+        bool,
+        typer.Option(
+            "--compare", help="Compare evaluated runs: medusa-eval --compare RUN_A RUN_B ..."
+        ),
     ] = False,
-    interactive: Annotated[bool, typer.Option("--interactive", help="Chat with the model in the terminal.")] = False,
+    interactive: Annotated[
+        bool, typer.Option("--interactive", help="Chat with the model in the terminal.")
+    ] = False,
 ) -> None:
-    """Measure speed and output equality of the tree, plain decoding, and transformers' generate; or servers."""
+    """Measure speed and output equality of the tree, plain decoding, and transformers' generate; or
+    servers.
+    """
     started = time.perf_counter()
     if calibrate + compare + interactive > 1:
-        raise ConfigError("--calibrate, --compare and --interactive exclude each other; give one of them")
+        raise ConfigError(
+            "--calibrate, --compare and --interactive exclude each other; give one of them"
+        )
     if compare:
         _compare(arguments or [], flags["bench"], flags["output_dir"])
         return
@@ -88,7 +129,9 @@ def evaluate(
     questions = None if interactive else _load_bench(cfg)
     if cfg.uses_server:
         if calibrate or interactive or questions is None:
-            raise ConfigError("--calibrate and --interactive use no server; remove --serve, or server_url")
+            raise ConfigError(
+                "--calibrate and --interactive use no server; remove --serve, or server_url"
+            )
         _measure_servers(cfg, questions, RunProgress(table_console(), started))
         return
     if calibrate and cfg.draft is not None:
@@ -136,8 +179,14 @@ def _resolve_paths(cfg: EvalConfig) -> ModelPaths:
 
 
 def _measure_servers(cfg: EvalConfig, bench: Bench, progress: RunProgress) -> None:
-    """Measure running servers, or those that `serve` starts. With a running server, a run only sets the directory."""
-    at_server = {"base_model": None, "chat_template": None}  # names of the server, not of this machine
+    """Measure running servers, or those that `serve` starts.
+
+    With a running server, a run only sets the directory.
+    """
+    at_server = {
+        "base_model": None,
+        "chat_template": None,
+    }  # names of the server, not of this machine
     local = cfg if cfg.serve else cfg.model_copy(update=at_server)
     paths = _resolve_paths(local) if cfg.serve or cfg.model is not None else None
     drafts = cfg.draft if paths is None or cfg.draft else f"the heads of {paths.name or paths.home}"
@@ -150,7 +199,9 @@ def _measure_servers(cfg: EvalConfig, bench: Bench, progress: RunProgress) -> No
         from medusa_train.server_bench.run import measure_servers
         from medusa_train.training.signals import sigterm_as_interrupt
     command = shlex.join(["medusa-eval", *sys.argv[1:]])
-    with sigterm_as_interrupt():  # servers are stopped at SIGTERM and when the terminal is closed, too
+    with (
+        sigterm_as_interrupt()
+    ):  # servers are stopped at SIGTERM and when the terminal is closed, too
         _print_paths(progress.console, measure_servers(cfg, bench, paths, command, progress))
 
 
@@ -158,14 +209,22 @@ def _chat(cfg: EvalConfig, paths: ModelPaths, console: Console) -> None:
     from medusa_train.api import open_model
     from medusa_train.cli.chat import Chat
 
-    options: dict[str, Any] = {"typical": cfg.acceptance == "typical", "temperature": cfg.resolved().temperature or 0.0}
+    options: dict[str, Any] = {
+        "typical": cfg.acceptance == "typical",
+        "temperature": cfg.resolved().temperature or 0.0,
+    }
     if cfg.acceptance == "sampling":
         options |= {"top_p": cfg.top_p, "top_k": cfg.top_k or 0}
     if cfg.acceptance == "typical":
         options |= {"epsilon": cfg.epsilon, "delta": cfg.delta}
     if "seed" in cfg.model_fields_set:
         options["seed"] = cfg.seed
-    Chat(open_model(paths, cfg.dtype, compiled=cfg.compile is True), console, cfg.max_new_tokens, **options).run()
+    Chat(
+        open_model(paths, cfg.dtype, compiled=cfg.compile is True),
+        console,
+        cfg.max_new_tokens,
+        **options,
+    ).run()
 
 
 def _compare(names: list[str], bench: str | None, output_dir: str | None) -> None:
@@ -174,16 +233,25 @@ def _compare(names: list[str], bench: str | None, output_dir: str | None) -> Non
     reports = load_reports(names, bench)
     console = table_console()
     console.print(show(reports))
-    _print_paths(console, write(reports, expand_user(output_dir) if output_dir else runs_directory() / "compare"))
+    _print_paths(
+        console,
+        write(reports, expand_user(output_dir) if output_dir else runs_directory() / "compare"),
+    )
 
 
 def _print_paths(console: Console, written: Sequence[Path]) -> None:
-    console.print(f"report: {', '.join(str(path) for path in written)}", highlight=False, soft_wrap=True)
+    console.print(
+        f"report: {', '.join(str(path) for path in written)}", highlight=False, soft_wrap=True
+    )
 
 
 def _first_line(cfg: EvalConfig, bench: Bench | None, paths: ModelPaths) -> str:
     """Return what is evaluated, defaults included."""
-    asked = "" if bench is None else f"; bench {bench.name}: {len(bench.questions)} questions of {bench.path}"
+    asked = (
+        ""
+        if bench is None
+        else f"; bench {bench.name}: {len(bench.questions)} questions of {bench.path}"
+    )
     draft = "" if paths.lookup is None else f", draft {paths.lookup.describe()}"
     if paths.name is None:
         return f"medusa-eval: backbone {paths.base_model}{draft or ' alone, no heads'}{asked}"

@@ -77,7 +77,9 @@ def export(
 
     base_model = cfg.base_model if cfg.run is not None and names_no_backbone(cfg.run) else None
     paths = resolve_model(cfg.run, base_model, None, needs_backbone=False)
-    if cfg.base_model and looks_like_path(paths.base_model) and not Path(paths.base_model).is_dir():  # it has moved
+    if (
+        cfg.base_model and looks_like_path(paths.base_model) and not Path(paths.base_model).is_dir()
+    ):  # it has moved
         paths = replace(paths, base_model=str(resolve_path(cfg.base_model) or cfg.base_model))
 
     from medusa_train.export.write import (  # imports torch, so only after the paths are checked
@@ -94,7 +96,8 @@ def export(
     if cfg.push_to_hub is not None:
         if (path := local_base_model(exported.target)) is not None:
             error_console().print(
-                f"warning: config.json names the backbone by a local path, {path}: set base_model=OWNER/NAME",
+                f"warning: config.json names the backbone by a local path, {path}: set"
+                " base_model=OWNER/NAME",
                 style="yellow",
             )
         if cfg.to == "vllm" and (warning := path_warning(cfg.push_to_hub)) is not None:
@@ -103,8 +106,12 @@ def export(
 
 
 def _read_config(arguments: list[str], flags: dict[str, str | None]) -> ExportConfig:
-    """Read the configuration from the command line; an argument that is neither YAML file nor key=value is the run."""
-    run = next((a for a in arguments if not OVERRIDE.match(a) and not a.endswith((".yaml", ".yml"))), None)
+    """Read the configuration from the command line; an argument that is neither YAML file nor
+    key=value is the run.
+    """
+    run = next(
+        (a for a in arguments if not OVERRIDE.match(a) and not a.endswith((".yaml", ".yml"))), None
+    )
     rest = list(arguments)
     if run is not None:
         rest.remove(run)
@@ -112,7 +119,9 @@ def _read_config(arguments: list[str], flags: dict[str, str | None]) -> ExportCo
 
 
 def export_after_training(run: str, targets: Iterable[ExportTarget], console: Console) -> None:
-    """Export to every target of a training configuration, "merged" first so that exported heads name that backbone."""
+    """Export to every target of a training configuration, "merged" first so that exported heads
+    name that backbone.
+    """
     from medusa_train.checkpoint.resolve import resolve_model
     from medusa_train.export.write import export_run
 

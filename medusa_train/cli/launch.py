@@ -33,9 +33,9 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 def launch(arguments: Sequence[str], num_gpus: int | None, hostfile: Path | None) -> int:
     """Run `medusa-train ARGUMENTS` in several processes, wait for them and return the exit code.
 
-    The processes run in a new session: Ctrl-C only reaches this process, which forwards it (and SIGTERM) to each
-    training process once, so that they save a checkpoint together. Processes on other machines are ended through the
-    launcher.
+    The processes run in a new session: Ctrl-C only reaches this process, which forwards it (and
+    SIGTERM) to each training process once, so that they save a checkpoint together. Processes on
+    other machines are ended through the launcher.
     """
     if importlib.util.find_spec("deepspeed") is None:
         raise MedusaError("training in several processes requires DeepSpeed: pip install deepspeed")
@@ -48,21 +48,37 @@ def launch(arguments: Sequence[str], num_gpus: int | None, hostfile: Path | None
     process = subprocess.Popen(command, env=environment, start_new_session=True)
     with _forward_signals(process, remote=hostfile is not None) as received:
         code = process.wait()
-    return code if code in _EXIT_CODES else 130 if signal.SIGINT in received else 143 if received else 1
+    return (
+        code
+        if code in _EXIT_CODES
+        else 130
+        if signal.SIGINT in received
+        else 143
+        if received
+        else 1
+    )
 
 
 def launcher_command(
-    arguments: Sequence[str], num_gpus: int | None, hostfile: Path | None, visible: str | None = None
+    arguments: Sequence[str],
+    num_gpus: int | None,
+    hostfile: Path | None,
+    visible: str | None = None,
 ) -> list[str]:
-    """Return the command line of DeepSpeed's launcher for `launch`; raises ConfigError as `launch` does.
+    """Return the command line of DeepSpeed's launcher for `launch`; raises ConfigError as `launch`
+    does.
 
     Args:
-        visible: value of CUDA_VISIBLE_DEVICES, which the launcher ignores when it is given a number of GPUs.
+        visible: value of CUDA_VISIBLE_DEVICES, which the launcher ignores when it is given a number
+            of GPUs.
     """
     if num_gpus is not None and num_gpus < 1:
         raise ConfigError(f"--num-gpus: must be at least one, got {num_gpus}")
     if hostfile is not None and not hostfile.is_file():
-        raise ConfigError(f"--hostfile: {hostfile}: no such file; expected one machine per line, `HOST slots=GPUS`")
+        raise ConfigError(
+            f"--hostfile: {hostfile}: no such file; expected one machine per line, `HOST"
+            " slots=GPUS`"
+        )
     options = [f"--num_gpus={num_gpus}"] if num_gpus is not None else []
     if visible and num_gpus is not None:
         options = [f"--include=localhost:{_first_visible(visible, num_gpus)}"]
@@ -72,7 +88,15 @@ def launcher_command(
     else:
         options.append(f"--hostfile={hostfile}")
     options += ["--no_local_rank", "--log_level=critical"]
-    return [sys.executable, "-m", "deepspeed.launcher.runner", *options, "--module", _MODULE, *arguments]
+    return [
+        sys.executable,
+        "-m",
+        "deepspeed.launcher.runner",
+        *options,
+        "--module",
+        _MODULE,
+        *arguments,
+    ]
 
 
 def _first_visible(visible: str, count: int) -> str:
@@ -82,15 +106,18 @@ def _first_visible(visible: str, count: int) -> str:
         raise ConfigError(f"--num-gpus: {count}, but {_VISIBLE}={visible} names {len(devices)}")
     if not all(device.isdecimal() for device in devices):
         raise ConfigError(
-            f"{_VISIBLE}={visible}: DeepSpeed's launcher takes only indices of GPUs. Set indices (nvidia-smi -L lists "
-            f"them), or start the processes with torchrun --nproc-per-node {count} -m {_MODULE}"
+            f"{_VISIBLE}={visible}: DeepSpeed's launcher takes only indices of GPUs. Set indices"
+            " (nvidia-smi -L lists them), or start the processes with torchrun --nproc-per-node"
+            f" {count} -m {_MODULE}"
         )
     return ",".join(devices[:count])
 
 
 @contextlib.contextmanager
 def _forward_signals(process: subprocess.Popen[bytes], *, remote: bool) -> Iterator[list[int]]:
-    """Forward Ctrl-C, SIGTERM and SIGHUP to the training processes; the launcher would kill them instead."""
+    """Forward Ctrl-C, SIGTERM and SIGHUP to the training processes; the launcher would kill them
+    instead.
+    """
     received: list[int] = []
 
     def forward(number: int, frame: FrameType | None) -> None:
@@ -128,19 +155,26 @@ def _training_processes(launcher: int) -> list[int]:
 
 
 def check_and_launch(
-    arguments: Sequence[str], flags: Mapping[str, object], num_gpus: int | None, hostfile: Path | None
+    arguments: Sequence[str],
+    flags: Mapping[str, object],
+    num_gpus: int | None,
+    hostfile: Path | None,
 ) -> int:
     """Check the configuration, then run the command in several processes; return the exit code."""
     path, overrides = split_arguments(arguments)
     cfg = load_config(TrainConfig, path, overrides, flags=flags)
     check_output_dir(cfg)
     check_inputs(cfg)
-    overrides_of_flags = [f"{name}={json.dumps(value)}" for name, value in flags.items() if value is not None]
+    overrides_of_flags = [
+        f"{name}={json.dumps(value)}" for name, value in flags.items() if value is not None
+    ]
     return launch([*arguments, *overrides_of_flags], num_gpus, hostfile)
 
 
 def run_worker(process: ProcessInfo, arguments: Sequence[str], flags: Mapping[str, object]) -> int:
-    """Train as a process of rank 1 or above: without output, except for errors of this process alone."""
+    """Train as a process of rank 1 or above: without output, except for errors of this process
+    alone.
+    """
     path, overrides = split_arguments(arguments)
     try:
         cfg = load_config(TrainConfig, path, overrides, flags=flags)
@@ -153,12 +187,19 @@ def run_worker(process: ProcessInfo, arguments: Sequence[str], flags: Mapping[st
     return train_distributed(process, cfg, quiet, quiet)
 
 
-def train_distributed(process: ProcessInfo, cfg: TrainConfig, console: Console, results: Console) -> int:
+def train_distributed(
+    process: ProcessInfo, cfg: TrainConfig, console: Console, results: Console
+) -> int:
     """Join the process group and train; return the exit code.
 
     If one process fails, it reports the error and the others exit as well.
     """
-    from medusa_train.training.distributed import PeerError, init_distributed, is_communication_error, is_lost_peer
+    from medusa_train.training.distributed import (
+        PeerError,
+        init_distributed,
+        is_communication_error,
+        is_lost_peer,
+    )
 
     try:
         world = init_distributed(process)
@@ -190,9 +231,10 @@ def train_distributed(process: ProcessInfo, cfg: TrainConfig, console: Console, 
 def exit_now(code: int) -> NoReturn:
     """Exit without Python's cleanup, after a run has written everything.
 
-    Threads of gloo may still hold tensors, which DeepSpeed's reference to the process group outlives; dropping one
-    while Python shuts down aborts the process (pytorch issue 190489). And the launcher kills processes that are still
-    cleaning up when the first one has exited after an interruption, and reports a failure.
+    Threads of gloo may still hold tensors, which DeepSpeed's reference to the process group
+    outlives; dropping one while Python shuts down aborts the process (pytorch issue 190489). And
+    the launcher kills processes that are still cleaning up when the first one has exited after an
+    interruption, and reports a failure.
     """
     sys.stdout.flush()
     sys.stderr.flush()

@@ -62,18 +62,31 @@ Exit codes: 0 success, 1 failure, 2 configuration error, 130 interrupted.
 def selfdistill(
     flags: dict[str, object],
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[CONFIG.yaml] [key=value ...]", show_default=False)
+        list[str] | None,
+        typer.Argument(metavar="[CONFIG.yaml] [key=value ...]", show_default=False),
     ] = None,
     server_url: Annotated[
-        list[str] | None, typer.Option(help="OpenAI-compatible server, http://HOST:PORT/v1; can be repeated.")
+        list[str] | None,
+        typer.Option(help="OpenAI-compatible server, http://HOST:PORT/v1; can be repeated."),
     ] = None,
     shard: Annotated[
         str | None,
-        typer.Option(help="Answer only part i of n, written i/n; default: the rank set by torchrun or DeepSpeed."),
+        typer.Option(
+            help=(
+                "Answer only part i of n, written i/n; default: the rank set by torchrun or"
+                " DeepSpeed."
+            )
+        ),
     ] = None,
-    merge: Annotated[bool, typer.Option("--merge", help="Merge the outputs of all shards, then exit.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the first prompts, then exit.")] = False,
-    local_rank: Annotated[int, typer.Option("--local_rank", hidden=True)] = 0,  # passed by DeepSpeed's launcher
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Merge the outputs of all shards, then exit.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the first prompts, then exit.")
+    ] = False,
+    local_rank: Annotated[
+        int, typer.Option("--local_rank", hidden=True)
+    ] = 0,  # passed by DeepSpeed's launcher
 ) -> int:
     """Load the configuration and the prompts, then generate, merge or preview."""
     flags["server_url"] = server_url or None
@@ -121,7 +134,9 @@ def headline(cfg: SelfDistillConfig, out: Path) -> str:
     return f"medusa-selfdistill: model {model}, prompts {prompts}; output {out}"
 
 
-def _generate(cfg: SelfDistillConfig, prompts: list[Prompt], out: Path, part: Shard | None, console: Console) -> int:
+def _generate(
+    cfg: SelfDistillConfig, prompts: list[Prompt], out: Path, part: Shard | None, console: Console
+) -> int:
     """Answer the prompts of this process that are not in the output yet."""
     from medusa_train.selfdistill.engines import resolve_dtype
     from medusa_train.selfdistill.output import OutputWriter, shard_output
@@ -143,7 +158,9 @@ def _generate(cfg: SelfDistillConfig, prompts: list[Prompt], out: Path, part: Sh
         error_console().print(f"interrupted; run the same command again to resume {target}")
         return EXIT_INTERRUPTED
     if part is None and not target.is_file():
-        raise DataError(f"{target}: no answer was kept, so nothing was written; see the dropped turns above")
+        raise DataError(
+            f"{target}: no answer was kept, so nothing was written; see the dropped turns above"
+        )
     console.print(f"output: {target}")
     if part is not None:
         console.print(f"run the same command with --merge to merge all {part.count} shards")
@@ -151,17 +168,25 @@ def _generate(cfg: SelfDistillConfig, prompts: list[Prompt], out: Path, part: Sh
 
 
 def _run(
-    cfg: SelfDistillConfig, prompts: list[Prompt], dtype: str | None, writer: OutputWriter, console: Console
+    cfg: SelfDistillConfig,
+    prompts: list[Prompt],
+    dtype: str | None,
+    writer: OutputWriter,
+    console: Console,
 ) -> RunStats | None:
     """Answer `prompts` with a progress bar and print the statistics; None if the user interrupts."""
     from medusa_train.selfdistill.engines import open_engine
     from medusa_train.selfdistill.run import build_mode, distill, record_metadata, summary
 
     todo = [prompt for prompt in prompts if prompt.id not in writer.done]
-    answers = sum(cfg.rounds if cfg.mode == "selftalk" else len(prompt.turns) or 1 for prompt in todo)
+    answers = sum(
+        cfg.rounds if cfg.mode == "selftalk" else len(prompt.turns) or 1 for prompt in todo
+    )
     engine = open_engine(cfg, dtype, answers, console.print)
     try:
-        with RunProgress(console).phase("conversations", len(prompts), completed=len(prompts) - len(todo)) as phase:
+        with RunProgress(console).phase(
+            "conversations", len(prompts), completed=len(prompts) - len(todo)
+        ) as phase:
             stats = distill(
                 prompts,
                 engine,
@@ -188,9 +213,14 @@ def _merge(cfg: SelfDistillConfig, prompts: list[Prompt], out: Path, console: Co
 
     dtype = None if cfg.dtype == "auto" else resolve_dtype(cfg)
     merged = merge(out, output_settings(cfg, dtype), [prompt.id for prompt in prompts])
-    console.print(f"{out}: {merged.conversations:,} conversations of {merged.parts} files, {merged.dropped:,} dropped")
+    console.print(
+        f"{out}: {merged.conversations:,} conversations of {merged.parts} files, {merged.dropped:,}"
+        " dropped"
+    )
     if merged.missing:
-        error_console().print(f"{merged.missing:,} prompts are not answered yet: run it without --merge")
+        error_console().print(
+            f"{merged.missing:,} prompts are not answered yet: run it without --merge"
+        )
     return 0
 
 

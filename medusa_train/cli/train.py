@@ -70,27 +70,46 @@ def train(
         show_default=False,
     ),
     resume: bool = typer.Option(
-        None, "--resume", help="Resume from the newest checkpoint (key resume_from_checkpoint).", show_default=False
+        None,
+        "--resume",
+        help="Resume from the newest checkpoint (key resume_from_checkpoint).",
+        show_default=False,
     ),
     print_config: bool = typer.Option(
         False, "--print-config", help="Print all values and where they are set, then exit."
     ),
-    schema: bool = typer.Option(False, "--schema", help="Print a JSON Schema of the keys, for editors, then exit."),
+    schema: bool = typer.Option(
+        False, "--schema", help="Print a JSON Schema of the keys, for editors, then exit."
+    ),
     inspect: bool = typer.Option(
         False,
         "--inspect",
-        help="Show samples with their loss mask, steps, memory, disk space and GPU hours, then exit; needs the data.",
+        help=(
+            "Show samples with their loss mask, steps, memory, disk space and GPU hours, then exit;"
+            " needs the data."
+        ),
     ),
     doctor: bool = typer.Option(
-        False, "--doctor", help="Describe this machine, and what CONFIG.yaml gets on it, for a bug report, then exit."
+        False,
+        "--doctor",
+        help="Describe this machine, and what CONFIG.yaml gets on it, for a bug report, then exit.",
     ),
     num_gpus: int = typer.Option(
-        None, "--num-gpus", metavar="N", help="Train in N processes per machine, one per GPU.", show_default=False
+        None,
+        "--num-gpus",
+        metavar="N",
+        help="Train in N processes per machine, one per GPU.",
+        show_default=False,
     ),
     hostfile: Path = typer.Option(
-        None, "--hostfile", help="Train on the machines of this file (lines of HOST slots=GPUS).", show_default=False
+        None,
+        "--hostfile",
+        help="Train on the machines of this file (lines of HOST slots=GPUS).",
+        show_default=False,
     ),
-    local_rank: int = typer.Option(None, "--local_rank", hidden=True, help="Passed by launchers; unused."),
+    local_rank: int = typer.Option(
+        None, "--local_rank", hidden=True, help="Passed by launchers; unused."
+    ),
 ) -> int:
     """Load the configuration, check the inputs, and train."""
     if schema:
@@ -122,7 +141,9 @@ def train(
     results = table_console()
     from medusa_train.checkpoint.run_directory import check_inputs, check_output_dir
 
-    if process is None or inspect:  # of several processes, all check after joining, or the others would wait
+    if (
+        process is None or inspect
+    ):  # of several processes, all check after joining, or the others would wait
         if not inspect:
             check_output_dir(cfg)
         check_inputs(cfg)  # before torch is imported, which takes seconds

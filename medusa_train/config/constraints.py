@@ -1,4 +1,6 @@
-"""Constraints between keys: combinations that are not allowed, and keys that have no effect beside others."""
+"""Constraints between keys: combinations that are not allowed, and keys that have no effect beside
+others.
+"""
 
 from __future__ import annotations
 
@@ -72,14 +74,24 @@ def _is_joint(cfg: Any) -> bool:
 
 
 def _trains_lm_head(cfg: Any) -> bool:
-    """Return whether the backbone's lm_head is trained: through an adapter on it, or with the backbone itself."""
+    """Return whether the backbone's lm_head is trained: through an adapter on it, or with the
+    backbone itself.
+    """
     if not _is_joint(cfg):
         return False
     targets, modules_to_save = cfg.lora_target_modules, cfg.lora_modules_to_save or ()
-    return not cfg.adapter or cfg.lora_target_linear or not targets or "lm_head" in (*targets, *modules_to_save)
+    return (
+        not cfg.adapter
+        or cfg.lora_target_linear
+        or not targets
+        or "lm_head" in (*targets, *modules_to_save)
+    )
 
 
-_RECIPE_KEYS = (*("recipe", "medusa_only_heads", "adapter", "medusa_num_unfreeze_layers"), "medusa_self_distillation")
+_RECIPE_KEYS = (
+    *("recipe", "medusa_only_heads", "adapter", "medusa_num_unfreeze_layers"),
+    "medusa_self_distillation",
+)
 
 
 def _exclusive(key: str, other: str) -> Constraint:
@@ -91,7 +103,11 @@ def _exclusive(key: str, other: str) -> Constraint:
 
 
 _EXPORTS = "; ".join(
-    f"draft: {name} is exported to {', '.join(section.exports)}" if section.exports else f"no program reads {name}"
+    (
+        f"draft: {name} is exported to {', '.join(section.exports)}"
+        if section.exports
+        else f"no program reads {name}"
+    )
     for name, section in DRAFT_CONFIGS.items()
 )
 
@@ -110,20 +126,28 @@ TRAIN_CONSTRAINTS: tuple[Constraint, ...] = (
     ),
     Constraint(
         ("chat_template", "datasets"),
-        lambda cfg: cfg.chat_template and all(d.conversation not in (None, cfg.chat_template) for d in cfg.datasets),
-        "no data set has this template, since each sets another `conversation`; remove one of the two",
+        lambda cfg: (
+            cfg.chat_template
+            and all(d.conversation not in (None, cfg.chat_template) for d in cfg.datasets)
+        ),
+        "no data set has this template, since each sets another `conversation`; remove one of"
+        " the two",
     ),
-    Constraint(("bf16", "fp16"), lambda cfg: cfg.bf16 is True and cfg.fp16, "excludes fp16: choose one"),
+    Constraint(
+        ("bf16", "fp16"), lambda cfg: cfg.bf16 is True and cfg.fp16, "excludes fp16: choose one"
+    ),
     Constraint(
         ("medusa_num_layers", "medusa_share_lm_head"),
         lambda cfg: cfg.medusa_num_layers == 0 and cfg.medusa_share_lm_head,
-        "heads without residual blocks that share the lm_head have no parameters to train; set 1 or more",
+        "heads without residual blocks that share the lm_head have no parameters to train; set 1 or"
+        " more",
     ),
     *(
         Constraint(
             (name, "adapter"),
             lambda cfg, name=name: getattr(cfg, name) and not cfg.adapter,  # type: ignore[misc]
-            "the teacher is the backbone with its adapter disabled; set adapter: lora or qlora, or remove it",
+            "the teacher is the backbone with its adapter disabled; set adapter: lora or qlora, or"
+            " remove it",
         )
         for name in ("medusa_self_distillation", "medusa_distillation_regularization")
     ),
@@ -143,19 +167,28 @@ TRAIN_CONSTRAINTS: tuple[Constraint, ...] = (
     ),
     Constraint(
         ("recipe", "medusa_only_heads", "medusa_num_unfreeze_layers"),
-        lambda cfg: (cfg.recipe == "medusa1" or cfg.medusa_only_heads) and cfg.medusa_num_unfreeze_layers > 0,
+        lambda cfg: (
+            (cfg.recipe == "medusa1" or cfg.medusa_only_heads)
+            and cfg.medusa_num_unfreeze_layers > 0
+        ),
         "only the heads are trained, so medusa_num_unfreeze_layers must be 0",
     ),
     Constraint(
         ("load_in_4bit", "load_in_8bit", *_RECIPE_KEYS),
-        lambda cfg: _is_quantized(cfg) and not cfg.adapter and not cfg.medusa_num_unfreeze_layers and _is_joint(cfg),
-        "a quantized backbone can be trained jointly only with an adapter; set adapter, or recipe: medusa1",
+        lambda cfg: (
+            _is_quantized(cfg)
+            and not cfg.adapter
+            and not cfg.medusa_num_unfreeze_layers
+            and _is_joint(cfg)
+        ),
+        "a quantized backbone can be trained jointly only with an adapter; set adapter, or recipe:"
+        " medusa1",
     ),
     Constraint(
         ("medusa_share_lm_head", "lora_target_linear", "lora_target_modules", *_RECIPE_KEYS),
         lambda cfg: cfg.medusa_share_lm_head and _trains_lm_head(cfg),
-        "heads cannot share an lm_head that is being trained; keep it frozen (recipe: medusa1, or an adapter with "
-        "other lora_target_modules)",
+        "heads cannot share an lm_head that is being trained; keep it frozen (recipe: medusa1, or"
+        " an adapter with other lora_target_modules)",
     ),
     *(
         Constraint(
@@ -167,35 +200,45 @@ TRAIN_CONSTRAINTS: tuple[Constraint, ...] = (
     ),
     Constraint(
         ("amphista",),
-        lambda cfg: cfg.amphista is not None and not (cfg.amphista.alignment_weight or cfg.amphista.label_weight),
-        "alignment_weight and label_weight are both 0, so there is no loss; set at least one of them",
+        lambda cfg: (
+            cfg.amphista is not None
+            and not (cfg.amphista.alignment_weight or cfg.amphista.label_weight)
+        ),
+        "alignment_weight and label_weight are both 0, so there is no loss; set at least one of"
+        " them",
     ),
     Constraint(
         ("amphista",),
-        lambda cfg: cfg.amphista is not None and not (cfg.amphista.auto_blocks or cfg.amphista.position_encoding),
+        lambda cfg: (
+            cfg.amphista is not None
+            and not (cfg.amphista.auto_blocks or cfg.amphista.position_encoding)
+        ),
         "auto_blocks: 0 also omits the positions; remove position_encoding: false",
     ),
     Constraint(
         ("kangaroo",),
-        lambda cfg: cfg.kangaroo is not None and not (cfg.kangaroo.attention or cfg.kangaroo.mlp_size),
+        lambda cfg: (
+            cfg.kangaroo is not None and not (cfg.kangaroo.attention or cfg.kangaroo.mlp_size)
+        ),
         "an adapter without attention needs an MLP; set mlp_size, or remove attention: false",
     ),
     Constraint(
         ("draft", *_RECIPE_KEYS),
         lambda cfg: not DRAFT_CONFIGS[cfg.draft].trains_jointly and _is_joint(cfg),
-        "can be trained on a frozen backbone only; remove the keys of joint training (recipe: medusa1)",
+        "can be trained on a frozen backbone only; remove the keys of joint training (recipe:"
+        " medusa1)",
     ),
     Constraint(
         ("cache_hidden_states", *_RECIPE_KEYS),
         lambda cfg: cfg.cache_hidden_states and _is_joint(cfg),
-        "the hidden states of a backbone that is trained change with every step; set cache_hidden_states: false, or "
-        "recipe: medusa1",
+        "the hidden states of a backbone that is trained change with every step; set"
+        " cache_hidden_states: false, or recipe: medusa1",
     ),
     Constraint(
         ("torch_compile", *_RECIPE_KEYS),
         lambda cfg: cfg.torch_compile and _is_joint(cfg),
-        "only passes of a frozen backbone are compiled, and this recipe trains it; set torch_compile: false, or "
-        "recipe: medusa1",
+        "only passes of a frozen backbone are compiled, and this recipe trains it; set"
+        " torch_compile: false, or recipe: medusa1",
     ),
     Constraint(
         ("cache_hidden_states", "dataset_prepared_path"),
@@ -215,26 +258,33 @@ TRAIN_CONSTRAINTS: tuple[Constraint, ...] = (
     Constraint(
         ("export", "medusa_share_lm_head"),
         lambda cfg: "reference-v2" in (cfg.export or ()) and not cfg.medusa_share_lm_head,
-        "reference-v2 requires heads that share the backbone's lm_head; set medusa_share_lm_head: true",
+        "reference-v2 requires heads that share the backbone's lm_head; set medusa_share_lm_head:"
+        " true",
     ),
     Constraint(
         ("export", "medusa_vocab_size"),
         lambda cfg: (
-            cfg.medusa_vocab_size is not None and bool(set(cfg.export or ()) - {"vllm", "transformers", "merged"})
+            cfg.medusa_vocab_size is not None
+            and bool(set(cfg.export or ()) - {"vllm", "transformers", "merged"})
         ),
-        "only the vllm and transformers layouts support a reduced vocabulary (medusa_vocab_size); export to these",
+        "only the vllm and transformers layouts support a reduced vocabulary (medusa_vocab_size);"
+        " export to these",
     ),
     Constraint(
         ("export", "medusa_markov_rank"),
         lambda cfg: cfg.medusa_markov_rank > 0 and bool(set(cfg.export or ()) - {"merged"}),
-        "no other program reads heads with a Markov bias (medusa_markov_rank): their guesses depend on the token "
-        "before; remove export, or train without it",
+        "no other program reads heads with a Markov bias (medusa_markov_rank): their guesses depend"
+        " on the token before; remove export, or train without it",
     ),
     _exclusive("warmup_steps", "warmup_ratio"),
     _exclusive("save_steps", "saves_per_epoch"),
     Constraint(
         ("val_set_size", "test_datasets"),
-        lambda cfg: cfg.test_datasets is not None and cfg.val_set_size > 0 and "val_set_size" in cfg.model_fields_set,
+        lambda cfg: (
+            cfg.test_datasets is not None
+            and cfg.val_set_size > 0
+            and "val_set_size" in cfg.model_fields_set
+        ),
         "test_datasets are the data for evaluation; remove one of the two",
     ),
     _exclusive("eval_steps", "evals_per_epoch"),
@@ -251,39 +301,54 @@ TRAIN_CONSTRAINTS: tuple[Constraint, ...] = (
     Constraint(
         ("sequence_len", "medusa_num_heads"),
         lambda cfg: cfg.draft not in SECTIONS and cfg.sequence_len < cfg.medusa_num_heads + 2,
-        "too short: head k predicts the token at offset k + 1, so it must exceed medusa_num_heads + 1",
+        "too short: head k predicts the token at offset k + 1, so it must exceed"
+        " medusa_num_heads + 1",
     ),
 )
 
 
 #: Why a bench of programming problems needs `allow_code_execution`.
 CODE_BENCH = (
-    "scoring this bench runs code that the model writes; set allow_code_execution=true (docs/evaluation.md, Quality), "
-    "or choose another bench"
+    "scoring this bench runs code that the model writes; set allow_code_execution=true"
+    " (docs/evaluation.md, Quality), or choose another bench"
 )
 
 
-#: Arguments of `vllm serve` that medusa-eval sets itself, and secrets, which the report would contain.
+#: Arguments of `vllm serve` that medusa-eval sets itself, and secrets, which the report would
+# contain.
 _REFUSED_SERVE_ARGS = frozenset(
-    ["--host", "--port", "--model", "--served-model-name", "--speculative-config", "--api-key", "--hf-token"]
+    [
+        "--host",
+        "--port",
+        "--model",
+        "--served-model-name",
+        "--speculative-config",
+        "--api-key",
+        "--hf-token",
+    ]
 )
 
-#: Constraints of `medusa-eval`. Question files in HumanEval's format are checked when they have been read.
+#: Constraints of `medusa-eval`. Question files in HumanEval's format are checked when they have
+# been read.
 EVAL_CONSTRAINTS: tuple[Constraint, ...] = (
     Constraint(
         ("bench", "allow_code_execution", "serve", "server_url"),
-        lambda cfg: cfg.bench == "humaneval" and not cfg.allow_code_execution and not cfg.uses_server,
+        lambda cfg: (
+            cfg.bench == "humaneval" and not cfg.allow_code_execution and not cfg.uses_server
+        ),
         CODE_BENCH,
     ),
     Constraint(
         ("temperature", "acceptance"),
         lambda cfg: cfg.acceptance == "greedy" and bool(cfg.temperature),
-        "greedy decoding has no temperature; set acceptance: sampling or typical, or remove temperature",
+        "greedy decoding has no temperature; set acceptance: sampling or typical, or remove"
+        " temperature",
     ),
     Constraint(
         ("acceptance", "temperature"),
         lambda cfg: cfg.acceptance != "greedy" and cfg.temperature == 0,
-        "at temperature 0 this is greedy decoding; set acceptance: greedy, or a temperature above 0",
+        "at temperature 0 this is greedy decoding; set acceptance: greedy, or a temperature"
+        " above 0",
     ),
     *(
         Constraint(
@@ -293,12 +358,17 @@ EVAL_CONSTRAINTS: tuple[Constraint, ...] = (
             ),
             f"belongs to another draft; set draft: {name}, or medusa+{name}, or remove it",
         )
-        for name, section in (("prompt_lookup", "lookup"), ("lookahead", "lookahead"), ("rest", "rest"))
+        for name, section in (
+            ("prompt_lookup", "lookup"),
+            ("lookahead", "lookahead"),
+            ("rest", "rest"),
+        )
     ),
     Constraint(
         ("draft", "rest"),
         lambda cfg: cfg.rest is None and (cfg.draft or "").endswith("rest"),
-        "copies from a datastore; set rest.datastore to a file of the model's answers or of any text",
+        "copies from a datastore; set rest.datastore to a file of the model's answers or of any"
+        " text",
     ),
     Constraint(
         ("judge_base_url", "judge_model"),
@@ -308,12 +378,14 @@ EVAL_CONSTRAINTS: tuple[Constraint, ...] = (
     Constraint(
         ("server_url", "serve"),
         lambda cfg: cfg.serve and cfg.server_url is not None,
-        "is the address of a running server, and serve starts servers itself; remove one of the two",
+        "is the address of a running server, and serve starts servers itself; remove one of"
+        " the two",
     ),
     Constraint(
         ("draft", "serve"),
         lambda cfg: cfg.serve and cfg.draft not in (None, "prompt_lookup"),
-        "vLLM drafts with the heads of a run, or alone with prompt_lookup; remove draft, or set draft: prompt_lookup",
+        "vLLM drafts with the heads of a run, or alone with prompt_lookup; remove draft, or set"
+        " draft: prompt_lookup",
     ),
     Constraint(
         ("against", "server_url"),
@@ -337,19 +409,35 @@ EVAL_CONSTRAINTS: tuple[Constraint, ...] = (
     ),
     Constraint(
         ("serve_args",),
-        lambda cfg: any(arg.split("=")[0].replace("_", "-") in _REFUSED_SERVE_ARGS for arg in cfg.serve_args or ()),
-        "--host, --port, --model, --served-model-name and --speculative-config are set by medusa-eval, and --api-key "
-        "or --hf-token would appear in the report (set HF_TOKEN instead); remove them",
+        lambda cfg: any(
+            arg.split("=")[0].replace("_", "-") in _REFUSED_SERVE_ARGS
+            for arg in cfg.serve_args or ()
+        ),
+        "--host, --port, --model, --served-model-name and --speculative-config are set by"
+        " medusa-eval, and --api-key or --hf-token would appear in the report (set HF_TOKEN"
+        " instead); remove them",
     ),
 )
 
 #: Keys of an evaluation in this process, which have no effect on a server.
 _EVAL_LOCAL_KEYS = (
     *("tree", "threshold", "lookahead", "rest", "compile", "batch_size", "exactness"),
-    *("generate", "prompt_lookup", "assistant_model", "judge_base_url", "judge_model", "judge_concurrency"),
+    *(
+        "generate",
+        "prompt_lookup",
+        "assistant_model",
+        "judge_base_url",
+        "judge_model",
+        "judge_concurrency",
+    ),
     *("allow_code_execution", "rouge", "calibration_tokens"),
 )
-_EVAL_SERVE_KEYS = ("serve_speculative_tokens", "serve_together", "serve_args", "serve_start_seconds")
+_EVAL_SERVE_KEYS = (
+    "serve_speculative_tokens",
+    "serve_together",
+    "serve_args",
+    "serve_start_seconds",
+)
 _EVAL_SERVER_KEYS = ("concurrency", "request_timeout", "retry_seconds", "api_key_env")
 
 
@@ -380,7 +468,16 @@ def _uses_server(cfg: Any) -> bool:
 
 
 #: Keys that read and select prompts.
-SEED_KEYS = ("seed_dataset", "type", "split", "skip_bad_records", "max_turns", "min_chars", "max_chars", "sample")
+SEED_KEYS = (
+    "seed_dataset",
+    "type",
+    "split",
+    "skip_bad_records",
+    "max_turns",
+    "min_chars",
+    "max_chars",
+    "sample",
+)
 
 
 def _without_questions(key: str) -> Constraint:
@@ -411,7 +508,8 @@ SELFDISTILL_CONSTRAINTS: tuple[Constraint, ...] = (
     Constraint(
         ("mode", "engine", "server_url"),
         lambda cfg: _uses_server(cfg) and cfg.mode != "replay",
-        "a chat server generates assistant turns only; selftalk and questions require engine: local",
+        "a chat server generates assistant turns only; selftalk and questions require engine:"
+        " local",
     ),
     Constraint(
         ("mode", "limit"),
@@ -431,14 +529,24 @@ SELFDISTILL_CONSTRAINTS: tuple[Constraint, ...] = (
             message,
         )
         for name, message in (
-            ("heads", "has no effect on a server, which does its own speculative decoding; use engine: local"),
+            (
+                "heads",
+                (
+                    "has no effect on a server, which does its own speculative decoding; use"
+                    " engine: local"
+                ),
+            ),
             ("batch_size", "a server does its own batching; set concurrency instead"),
             ("chat_template", "the server applies its own chat template; remove chat_template"),
         )
     ),
     Constraint(
         ("min_chars", "max_chars"),
-        lambda cfg: cfg.min_chars is not None and cfg.max_chars is not None and cfg.min_chars > cfg.max_chars,
+        lambda cfg: (
+            cfg.min_chars is not None
+            and cfg.max_chars is not None
+            and cfg.min_chars > cfg.max_chars
+        ),
         "is greater than max_chars, so no conversation is left",
     ),
 )

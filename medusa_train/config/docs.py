@@ -1,4 +1,5 @@
-"""Generate documentation of the keys: JSON Schema, Markdown tables, and the resolved values of a configuration.
+"""Generate documentation of the keys: JSON Schema, Markdown tables, and the resolved values of a
+configuration.
 
 `python -m medusa_train.config.docs` rewrites `configs/schema.json` and `docs/configuration.md`.
 """
@@ -17,7 +18,13 @@ from pydantic_core import PydanticUndefined
 
 from medusa_train.config.drafts import LOOKUPS, SECTIONS
 from medusa_train.config.paths import PROJECT_ROOT
-from medusa_train.config.schema import DatasetConfig, EvalConfig, ExportConfig, SelfDistillConfig, TrainConfig
+from medusa_train.config.schema import (
+    DatasetConfig,
+    EvalConfig,
+    ExportConfig,
+    SelfDistillConfig,
+    TrainConfig,
+)
 from medusa_train.config.types import Config, format_value
 
 DIALECT = "http://json-schema.org/draft-07/schema#"
@@ -36,14 +43,21 @@ class _Generator(GenerateJsonSchema):
     def default_schema(self, schema: Any) -> dict[str, Any]:
         value = super().default_schema(schema)
         default = value.pop("default", None)
-        forms = [{_LIMITS.get(key, key): limit for key, limit in form.items()} for form in value.get("anyOf", [value])]
+        forms = [
+            {_LIMITS.get(key, key): limit for key, limit in form.items()}
+            for form in value.get("anyOf", [value])
+        ]
         return {"default": default, "anyOf": [*(form for form in forms if form != _NULL), _NULL]}
 
 
 def json_schema(cls: type[Config], title: str) -> dict[str, Any]:
-    """Return the JSON Schema of a YAML file for `cls`: type, limits, default and description of every key."""
+    """Return the JSON Schema of a YAML file for `cls`: type, limits, default and description of
+    every key.
+    """
     schema = cls.model_json_schema(mode="validation", schema_generator=_Generator)
-    schema["properties"] |= {name: {"description": _IGNORED} for name in sorted(cls.ignored_axolotl_keys)}
+    schema["properties"] |= {
+        name: {"description": _IGNORED} for name in sorted(cls.ignored_axolotl_keys)
+    }
     return {"$schema": DIALECT, **schema, "title": title}
 
 
@@ -58,8 +72,8 @@ _COMMENT_COLUMN = 56
 def format_config(cfg: Config) -> str:
     """Format every key with its resolved value, followed by its origin in a comment.
 
-    The origin is a location in a file (`configs/x.yaml:12`), an override, a flag, `default`, or `derived`. Keys that
-    have no effect given the others are marked `no effect`.
+    The origin is a location in a file (`configs/x.yaml:12`), an override, a flag, `default`, or
+    `derived`. Keys that have no effect given the others are marked `no effect`.
     """
     values = cfg.model_dump(mode="json")
     ineffective = {*cfg.ineffective_keys, *cfg.ignored}
@@ -78,10 +92,14 @@ def _inline(value: object) -> str:
     """Format a value as one line of YAML, without the empty keys of list items."""
     if isinstance(value, list):
         value = [
-            {key: item for key, item in entry.items() if item is not None} if isinstance(entry, dict) else entry
+            {key: item for key, item in entry.items() if item is not None}
+            if isinstance(entry, dict)
+            else entry
             for entry in value
         ]
-    text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, allow_unicode=True, width=10**9)
+    text = yaml.safe_dump(
+        value, default_flow_style=True, sort_keys=False, allow_unicode=True, width=10**9
+    )
     return text.removesuffix("...\n").strip()
 
 
@@ -103,7 +121,9 @@ def key_reference() -> str:
         **{f"medusa-eval: section `{name}`": section for section, name in LOOKUPS.values()},
         "medusa-export": ExportConfig,
     }
-    return "\n\n".join([START, *(f"## {title}\n\n{key_table(cls)}" for title, cls in classes.items()), END])
+    return "\n\n".join(
+        [START, *(f"## {title}\n\n{key_table(cls)}" for title, cls in classes.items()), END]
+    )
 
 
 def replace_reference(text: str) -> str:
@@ -141,7 +161,11 @@ def _type_name(annotation: Any) -> str:
     if origin is Literal:
         return ", ".join(f"`{value}`" for value in get_args(annotation))
     if origin in (typing.Union, types.UnionType):
-        return " or ".join(dict.fromkeys([_type_name(part) for part in get_args(annotation) if part is not type(None)]))
+        return " or ".join(
+            dict.fromkeys(
+                [_type_name(part) for part in get_args(annotation) if part is not type(None)]
+            )
+        )
     if origin in (list, tuple):
         return f"list of {_type_name(get_args(annotation)[0])}"
     if origin is dict:
@@ -149,7 +173,11 @@ def _type_name(annotation: Any) -> str:
     plain = {bool: "boolean", int: "integer", float: "number", str: "text"}
     if annotation in plain:
         return plain[annotation]
-    return "mapping" if isinstance(annotation, type) and issubclass(annotation, BaseModel) else str(annotation)
+    return (
+        "mapping"
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel)
+        else str(annotation)
+    )
 
 
 if __name__ == "__main__":

@@ -19,7 +19,8 @@ class HeadsLoss(NamedTuple):
     """The heads' loss on a frozen backbone: `weight * sum_k decay**k * L_k`.
 
     Attributes:
-        soft_targets: weight of the backbone's distribution in the target of L_k; the data's token has the rest.
+        soft_targets: weight of the backbone's distribution in the target of L_k; the data's token
+            has the rest.
     """
 
     decay: float
@@ -30,9 +31,15 @@ class HeadsLoss(NamedTuple):
         """Describe the loss in one phrase."""
         soft, kind = self.soft_targets, "cross-entropy"
         if soft in (0.0, 1.0):
-            text = f"{kind} against the {'distribution of the backbone' if soft else 'tokens of the data'}"
+            text = (
+                f"{kind} against the"
+                f" {'distribution of the backbone' if soft else 'tokens of the data'}"
+            )
         else:
-            text = f"{soft:.0%} {kind} against the distribution of the backbone, rest cross-entropy against the data"
+            text = (
+                f"{soft:.0%} {kind} against the distribution of the backbone, rest cross-entropy"
+                " against the data"
+            )
         return text if self.decay == 1.0 else f"{text}; head k weighted by {self.decay:g}^k"
 
 
@@ -40,7 +47,8 @@ class DraftConfig(BaseModel):
     """Base class of a draft's section.
 
     Attributes:
-        training_keys: keys that only affect training; all others are arguments of the draft's class.
+        training_keys: keys that only affect training; all others are arguments of the draft's
+            class.
         prefix: prefix of the keys in a configuration.
         title: name of the draft in messages.
         trains_jointly: whether it can be trained together with the backbone.
@@ -85,18 +93,26 @@ class DraftConfig(BaseModel):
         return 0
 
     def early_layers(self, num_layers: int) -> tuple[int, ...]:
-        """Return after how many of the backbone's layers the draft reads states, besides the final ones."""
+        """Return after how many of the backbone's layers the draft reads states, besides the final
+        ones.
+        """
         return ()
 
     @property
     def shared_lm_heads(self) -> int:
-        """Number of heads that read the backbone's lm_head instead of training an output matrix of their own."""
+        """Number of heads that read the backbone's lm_head instead of training an output matrix of
+        their own.
+        """
         return 0
 
     @property
     def heads_loss(self) -> HeadsLoss:
-        """Loss of the heads: soft cross-entropies `sum_k c^k CE_k`, against the backbone alone without other keys."""
-        return HeadsLoss(getattr(self, "decay_coefficient", 1.0), getattr(self, "soft_targets", 1.0))
+        """Loss of the heads: soft cross-entropies `sum_k c^k CE_k`, against the backbone alone
+        without other keys.
+        """
+        return HeadsLoss(
+            getattr(self, "decay_coefficient", 1.0), getattr(self, "soft_targets", 1.0)
+        )
 
     def describe(self) -> str:
         """Describe the draft in one phrase, for the first line of the output."""
@@ -128,20 +144,31 @@ class MedusaConfig(DraftConfig):
     def describe(self) -> str:
         """Describe the draft by its heads, layers, reduced vocabulary and Markov bias."""
         markov = f" with a Markov bias of rank {self.markov_rank}" if self.markov_rank else ""
-        return f"{self.num_heads} Medusa heads x {_layers(self.num_layers)}{_vocabulary(self.vocab_size)}{markov}"
+        return (
+            f"{self.num_heads} Medusa heads x"
+            f" {_layers(self.num_layers)}{_vocabulary(self.vocab_size)}{markov}"
+        )
 
 
 def _vocab_size_key() -> Any:
-    text = "N: heads predict only the N most frequent tokens of the training data; default: all tokens"
+    text = (
+        "N: heads predict only the N most frequent tokens of the training data; default: all tokens"
+    )
     return key(None, text, ge=16)
 
 
 def _normalize_embeddings_key() -> Any:
-    return key(True, "scale the tokens' embeddings to a root mean square of 1 for the heads; false: as published")
+    return key(
+        True,
+        "scale the tokens' embeddings to a root mean square of 1 for the heads; false: as"
+        " published",
+    )
 
 
 def _decay_key() -> Any:
-    return key(1.0, "c: weight of head k's loss is c**k; 1: all heads have the same weight", gt=0, le=1)
+    return key(
+        1.0, "c: weight of head k's loss is c**k; 1: all heads have the same weight", gt=0, le=1
+    )
 
 
 class HydraConfig(DraftConfig):
@@ -153,23 +180,33 @@ class HydraConfig(DraftConfig):
 
     num_heads: Int = key(
         4,
-        "number of heads; head k predicts the k-th token after the next one, given the tokens between them",
+        "number of heads; head k predicts the k-th token after the next one, given the tokens"
+        " between them",
         ge=1,
         le=32,
     )
     num_layers: Int = key(
         4,
-        "MLP blocks per head; the first one reads the hidden state and the embeddings of the path's tokens",
+        "MLP blocks per head; the first one reads the hidden state and the embeddings of the path's"
+        " tokens",
         ge=1,
         le=32,
     )
-    prefix_layer: Bool = key(True, "add a decoder layer with its own KV cache before the heads (Hydra++)")
+    prefix_layer: Bool = key(
+        True, "add a decoder layer with its own KV cache before the heads (Hydra++)"
+    )
     normalize_embeddings: Bool = _normalize_embeddings_key()
-    dropout: Float = key(0.2, "dropout on the residual branch of each block during training", ge=0, lt=1)
+    dropout: Float = key(
+        0.2, "dropout on the residual branch of each block during training", ge=0, lt=1
+    )
     vocab_size: Int | None = _vocab_size_key()
     decay_coefficient: Float = _decay_key()
     soft_targets: Float = key(
-        1.0, "weight of the backbone's distribution in the heads' targets; the data's token has the rest", ge=0, le=1
+        1.0,
+        "weight of the backbone's distribution in the heads' targets; the data's token has the"
+        " rest",
+        ge=0,
+        le=1,
     )
 
     @property
@@ -178,34 +215,49 @@ class HydraConfig(DraftConfig):
         return int(self.prefix_layer)
 
     def describe(self) -> str:
-        """Describe the draft by its heads, layers and reduced vocabulary; Hydra++ has a prefix layer."""
+        """Describe the draft by its heads, layers and reduced vocabulary; Hydra++ has a prefix
+        layer.
+        """
         heads = f"{self.num_heads} Hydra{'++' if self.prefix_layer else ''} heads"
         return f"{heads} x {_layers(self.num_layers)}{_vocabulary(self.vocab_size)}"
 
 
 class AmphistaConfig(DraftConfig):
-    """Keys of `amphista`: heads that attend to each other, after staged adaptation layers (Amphista)."""
+    """Keys of `amphista`: heads that attend to each other, after staged adaptation layers
+    (Amphista).
+    """
 
     prefix = "amphista."
     title = "Amphista"
     training_keys = frozenset({"alignment_weight", "label_weight", "decay_coefficient"})
 
-    num_heads: Int = key(4, "heads; head k predicts the k-th token after the next one, all in one pass", ge=1, le=32)
-    auto_blocks: Int = key(1, "self-attention blocks over the heads; 2: the alpha variant, 0: none", ge=0, le=8)
+    num_heads: Int = key(
+        4, "heads; head k predicts the k-th token after the next one, all in one pass", ge=1, le=32
+    )
+    auto_blocks: Int = key(
+        1, "self-attention blocks over the heads; 2: the alpha variant, 0: none", ge=0, le=8
+    )
     position_encoding: Bool = key(True, "learned position of every head before these blocks")
     adaptation_layers: Int = key(
         2,
-        "decoder layers before the heads; 2: the later heads read the second one, 1: one for all heads, 0: none",
+        "decoder layers before the heads; 2: the later heads read the second one, 1: one for all"
+        " heads, 0: none",
         ge=0,
         le=2,
     )
-    sampled_token: Bool = key(True, "also read the embedding of the token that the backbone has just chosen")
+    sampled_token: Bool = key(
+        True, "also read the embedding of the token that the backbone has just chosen"
+    )
     normalize_embeddings: Bool = _normalize_embeddings_key()
     vocab_size: Int | None = _vocab_size_key()
     alignment_weight: Float = key(
-        0.5, "lambda_1: weight of the cross-entropy against the backbone's distribution (default: ours)", ge=0
+        0.5,
+        "lambda_1: weight of the cross-entropy against the backbone's distribution (default: ours)",
+        ge=0,
     )
-    label_weight: Float = key(0.5, "lambda_2: weight of the loss against the data's tokens (default: ours)", ge=0)
+    label_weight: Float = key(
+        0.5, "lambda_2: weight of the loss against the data's tokens (default: ours)", ge=0
+    )
     decay_coefficient: Float = _decay_key()
 
     @property
@@ -215,9 +267,13 @@ class AmphistaConfig(DraftConfig):
 
     @property
     def heads_loss(self) -> HeadsLoss:
-        """`lambda_1 * alignment + lambda_2 * CE`, as one weighted soft target (Amphista, Training Objective)."""
+        """`lambda_1 * alignment + lambda_2 * CE`, as one weighted soft target (Amphista, Training
+        Objective).
+        """
         weight = self.alignment_weight + self.label_weight
-        return HeadsLoss(self.decay_coefficient, self.alignment_weight / weight if weight else 0.0, weight)
+        return HeadsLoss(
+            self.decay_coefficient, self.alignment_weight / weight if weight else 0.0, weight
+        )
 
     def describe(self) -> str:
         """Describe the draft by its heads and reduced vocabulary."""
@@ -225,19 +281,40 @@ class AmphistaConfig(DraftConfig):
 
 
 class KangarooConfig(DraftConfig):
-    """Keys of `kangaroo`: the backbone's first layers, an adapter and the backbone's lm_head (Kangaroo)."""
+    """Keys of `kangaroo`: the backbone's first layers, an adapter and the backbone's lm_head
+    (Kangaroo).
+    """
 
     prefix = "kangaroo."
     title = "Kangaroo"
     layers_key = "kangaroo.exit_layer"
     merges = False  # its guesses pass through the backbone's first layers while they are drafted
 
-    num_heads: Int = key(6, "gamma: maximum number of tokens that are drafted per step, one after another", ge=1, le=32)
-    exit_layer: Int = key(2, "l: number of backbone layers before the early exit; the adapter reads their output", ge=1)
-    threshold: Float = key(0.6, "eta: drafting stops after a token of at most this probability; 0: never", ge=0, le=1)
-    mlp_size: Int = key(0, "intermediate size of an MLP after the adapter's attention; 0: no MLP, as published", ge=0)
-    attention: Bool = key(True, "false: an MLP alone (Kangaroo, The Architecture of the Adapter Module: MLP Only)")
-    share_lm_head: Bool = key(True, "false: train an lm_head of the draft's own (the same table: Kangaroo + Head)")
+    num_heads: Int = key(
+        6,
+        "gamma: maximum number of tokens that are drafted per step, one after another",
+        ge=1,
+        le=32,
+    )
+    exit_layer: Int = key(
+        2,
+        "l: number of backbone layers before the early exit; the adapter reads their output",
+        ge=1,
+    )
+    threshold: Float = key(
+        0.6, "eta: drafting stops after a token of at most this probability; 0: never", ge=0, le=1
+    )
+    mlp_size: Int = key(
+        0,
+        "intermediate size of an MLP after the adapter's attention; 0: no MLP, as published",
+        ge=0,
+    )
+    attention: Bool = key(
+        True, "false: an MLP alone (Kangaroo, The Architecture of the Adapter Module: MLP Only)"
+    )
+    share_lm_head: Bool = key(
+        True, "false: train an lm_head of the draft's own (the same table: Kangaroo + Head)"
+    )
 
     def early_layers(self, num_layers: int) -> tuple[int, ...]:
         """Return the exit layer."""
@@ -250,7 +327,10 @@ class KangarooConfig(DraftConfig):
 
     def describe(self) -> str:
         """Describe the draft by its exit layer and its maximum length."""
-        return f"Kangaroo, early exit after {_layers(self.exit_layer)}, drafting up to {self.num_heads} tokens"
+        return (
+            f"Kangaroo, early exit after {_layers(self.exit_layer)}, drafting up to"
+            f" {self.num_heads} tokens"
+        )
 
 
 def _ascending(layers: tuple[int, int, int]) -> tuple[int, int, int]:
@@ -260,7 +340,9 @@ def _ascending(layers: tuple[int, int, int]) -> tuple[int, int, int]:
 
 
 class Eagle3Config(DraftConfig):
-    """Keys of `eagle3`: one decoder layer over the states of three layers, trained on its own outputs (EAGLE-3)."""
+    """Keys of `eagle3`: one decoder layer over the states of three layers, trained on its own
+    outputs (EAGLE-3).
+    """
 
     prefix = "eagle3."
     title = "EAGLE-3"
@@ -269,21 +351,31 @@ class Eagle3Config(DraftConfig):
     exports = ("vllm", "sglang", "speculators")
     training_keys = frozenset({"decay_coefficient", "soft_targets"})
 
-    num_heads: Int = key(7, "maximum number of tokens that are drafted one after another", ge=1, le=32)
+    num_heads: Int = key(
+        7, "maximum number of tokens that are drafted one after another", ge=1, le=32
+    )
     train_steps: Int = key(
         4,
-        "steps of the training-time test: how many tokens in a row are drafted in training; 7 as published",
+        "steps of the training-time test: how many tokens in a row are drafted in training; 7 as"
+        " published",
         ge=1,
         le=16,
     )
     layers: Annotated[tuple[Int, Int, Int], AfterValidator(_ascending)] | None = key(
-        None, "after how many of the backbone's layers the draft reads states; default: 2, half, all but 3"
+        None,
+        "after how many of the backbone's layers the draft reads states; default: 2, half, all"
+        " but 3",
     )
     vocab_size: Int | None = key(
-        None, "N: the draft predicts only the N most frequent tokens of the training data; default: all tokens", ge=16
+        None,
+        "N: the draft predicts only the N most frequent tokens of the training data; default: all"
+        " tokens",
+        ge=16,
     )
     decay_coefficient: Float = key(0.8, "c: weight of step k's loss is c**k", gt=0, le=1)
-    soft_targets: Float = key(1.0, "weight of the backbone's distribution in the targets; rest: the token", ge=0, le=1)
+    soft_targets: Float = key(
+        1.0, "weight of the backbone's distribution in the targets; rest: the token", ge=0, le=1
+    )
 
     @property
     def blocks_per_head(self) -> int:
@@ -302,11 +394,16 @@ class Eagle3Config(DraftConfig):
     def describe(self) -> str:
         """Describe the draft by its depth, its trained steps and its reduced vocabulary."""
         steps = f"{self.train_steps} training step{'' if self.train_steps == 1 else 's'}"
-        return f"EAGLE-3, drafting up to {self.num_heads} tokens, {steps}{_vocabulary(self.vocab_size)}"
+        return (
+            f"EAGLE-3, drafting up to {self.num_heads} tokens,"
+            f" {steps}{_vocabulary(self.vocab_size)}"
+        )
 
 
 def default_layers(num_layers: int) -> tuple[int, int, int]:
-    """Return the layers that vLLM reads by default: after 2, half, and all but 3; first to last but one if few."""
+    """Return the layers that vLLM reads by default: after 2, half, and all but 3; first to last but
+    one if few.
+    """
     if num_layers < 7:
         return 1, max(1, num_layers // 2), max(1, num_layers - 1)
     return 2, num_layers // 2, num_layers - 3
@@ -335,17 +432,29 @@ DRAFT_CONFIGS: dict[str, type[DraftConfig]] = {"medusa": MedusaConfig, **SECTION
 
 
 class LookupConfig(BaseModel):
-    """Keys of `lookup`: prompt lookup, which copies what followed the same n-gram in the prompt and the answer."""
+    """Keys of `lookup`: prompt lookup, which copies what followed the same n-gram in the prompt and
+    the answer.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
-    max_ngram: Int = key(3, "longest n-gram that is looked up; shorter ones where it did not occur before", ge=1, le=32)
+    max_ngram: Int = key(
+        3,
+        "longest n-gram that is looked up; shorter ones where it did not occur before",
+        ge=1,
+        le=32,
+    )
     max_tokens: Int = key(10, "maximum number of tokens that are copied per step", ge=1, le=128)
-    nodes: Int = key(10, "maximum number of nodes, where several continuations are copied as a tree", ge=1, le=256)
+    nodes: Int = key(
+        10,
+        "maximum number of nodes, where several continuations are copied as a tree",
+        ge=1,
+        le=256,
+    )
     min_probability: Float = key(
         0.05,
-        "verify a node only if its probability is at least this, estimated from the earlier steps of the answer; 0: no "
-        "minimum",
+        "verify a node only if its probability is at least this, estimated from the earlier steps"
+        " of the answer; 0: no minimum",
         ge=0,
         lt=1,
     )
@@ -356,26 +465,47 @@ class RestConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    datastore: Text = key(..., "text to copy from: the assistant's turns of chats (JSONL, JSON, Parquet), or any file")
-    max_ngram: Int = key(16, "longest n-gram that is looked up; shorter ones where it does not occur", ge=1, le=64)
+    datastore: Text = key(
+        ..., "text to copy from: the assistant's turns of chats (JSONL, JSON, Parquet), or any file"
+    )
+    max_ngram: Int = key(
+        16, "longest n-gram that is looked up; shorter ones where it does not occur", ge=1, le=64
+    )
     max_tokens: Int = key(10, "maximum number of tokens that are copied per step", ge=1, le=128)
-    nodes: Int = key(16, "maximum number of nodes, where several continuations are copied as a tree", ge=1, le=256)
+    nodes: Int = key(
+        16,
+        "maximum number of nodes, where several continuations are copied as a tree",
+        ge=1,
+        le=256,
+    )
 
 
 class LookaheadConfig(BaseModel):
-    """Keys of `lookahead`: n-grams that the backbone guesses ahead of the text (Lookahead Decoding)."""
+    """Keys of `lookahead`: n-grams that the backbone guesses ahead of the text (Lookahead
+    Decoding).
+    """
 
     model_config = ConfigDict(extra="forbid")
 
-    window: Int = key(5, "W: columns of the window: positions that are guessed ahead in every step", ge=1, le=64)
+    window: Int = key(
+        5, "W: columns of the window: positions that are guessed ahead in every step", ge=1, le=64
+    )
     ngram: Int = key(
         4,
-        "N: tokens of an n-gram; a step computes W x (N - 1) - 1 tokens of the window beside its guesses",
+        "N: tokens of an n-gram; a step computes W x (N - 1) - 1 tokens of the window beside its"
+        " guesses",
         ge=3,
         le=16,
     )
-    guesses: Int = key(5, "G: most n-grams to verify per step, the latest that begin with the last token", ge=1, le=64)
-    pool_from_prompt: Bool = key(True, "also verify n-grams of the prompt and the answer; false: only of the window")
+    guesses: Int = key(
+        5,
+        "G: most n-grams to verify per step, the latest that begin with the last token",
+        ge=1,
+        le=64,
+    )
+    pool_from_prompt: Bool = key(
+        True, "also verify n-grams of the prompt and the answer; false: only of the window"
+    )
 
 
 #: Section class and its key by the kind of draft.
@@ -388,7 +518,10 @@ LOOKUPS: dict[str, tuple[type[BaseModel], str]] = {
 
 def _as_trained_draft(value: object) -> object:
     if isinstance(value, str) and value.rpartition("+")[2] in LOOKUPS:
-        text = f"{format_value(value)} has no weights to train; use it for decoding: medusa-eval --draft {value}"
+        text = (
+            f"{format_value(value)} has no weights to train; use it for decoding: medusa-eval"
+            f" --draft {value}"
+        )
         raise PydanticCustomError("config_type", "{text}", {"text": text})
     return value
 
@@ -419,7 +552,9 @@ class LookupChoice:
 
     @classmethod
     def from_keys(cls, draft: str, section: BaseModel | None) -> LookupChoice:
-        """Return the choice of a valid value of `draft`; `section` with its keys, None for their defaults."""
+        """Return the choice of a valid value of `draft`; `section` with its keys, None for their
+        defaults.
+        """
         heads, _, kind = draft.rpartition("+")
         section = LOOKUPS[kind][0].model_validate({}) if section is None else section
         return cls(heads or None, kind, section.model_dump())
@@ -436,6 +571,9 @@ class LookupChoice:
 
     def describe(self) -> str:
         """Describe the draft in one phrase, for reports."""
-        shown = {key: public_name(value) if key == "datastore" else value for key, value in self.settings.items()}
+        shown = {
+            key: public_name(value) if key == "datastore" else value
+            for key, value in self.settings.items()
+        }
         settings = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in shown.items())
         return f"{self.name} ({settings})"

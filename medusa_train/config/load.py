@@ -1,6 +1,8 @@
-"""Load a configuration from a YAML file, `key=value` overrides and flags; with `stage_one`, that of the first stage.
+"""Load a configuration from a YAML file, `key=value` overrides and flags; with `stage_one`, that of
+the first stage.
 
-All problems are reported at once, each with file and line and, for a mistyped key, the nearest valid one.
+All problems are reported at once, each with file and line and, for a mistyped key, the nearest
+valid one.
 """
 
 from __future__ import annotations
@@ -18,7 +20,13 @@ from pydantic_core import ErrorDetails
 from medusa_train.config.paths import PROJECT_ROOT, resolve_path
 from medusa_train.config.schema import NOT_IN_STAGE_ONE, SHARED_WITH_STAGE_ONE, TrainConfig
 from medusa_train.config.types import STAGE_ONE, Config, format_value
-from medusa_train.config.yaml_lines import KeyPath, StringDateLoader, YamlSource, format_path, read_yaml_file
+from medusa_train.config.yaml_lines import (
+    KeyPath,
+    StringDateLoader,
+    YamlSource,
+    format_path,
+    read_yaml_file,
+)
 from medusa_train.errors import ConfigError
 
 C = TypeVar("C", bound=Config)
@@ -34,14 +42,19 @@ _LIMITS = {
 
 
 def load_config(
-    cls: type[C], path: Path | None, overrides: Iterable[str] = (), *, flags: Mapping[str, object] | None = None
+    cls: type[C],
+    path: Path | None,
+    overrides: Iterable[str] = (),
+    *,
+    flags: Mapping[str, object] | None = None,
 ) -> C:
     """Load the configuration at `path`, then apply `overrides` and then `flags`.
 
     Args:
         cls: configuration class.
         path: YAML file, resolved by `resolve_path`; None for an empty configuration.
-        overrides: `key=value` with a YAML value; `a.b=c` sets a key of a mapping, `datasets.0.path=x` one of a list.
+        overrides: `key=value` with a YAML value; `a.b=c` sets a key of a mapping,
+            `datasets.0.path=x` one of a list.
         flags: values of command-line options by key (`--bench` is `bench`); None means not set.
 
     Raises:
@@ -76,7 +89,9 @@ def stage_one_config(cfg: TrainConfig) -> TrainConfig | None:
 
 
 def dump_config(cfg: Config) -> str:
-    """Format the resolved values as YAML for `load_config`; keys without a value or an effect are omitted."""
+    """Format the resolved values as YAML for `load_config`; keys without a value or an effect are
+    omitted.
+    """
     cfg = cfg.resolved()
     values = cfg.model_dump(mode="json", exclude_none=True, exclude=set(cfg.ineffective_keys))
     ordered = {name: values[name] for name in type(cfg).model_fields if name in values}
@@ -89,11 +104,17 @@ def _read(path: Path) -> YamlSource:
         raise ConfigError(f"{path}: no such file{_nearby_files(path)}")
     if resolved.is_dir():
         nearby = _nearby_files(resolved / "config.yaml")
-        raise ConfigError(f"{path}: is a directory, not a YAML file (medusa-eval takes a run by --model){nearby}")
+        raise ConfigError(
+            f"{path}: is a directory, not a YAML file (medusa-eval takes a run by --model){nearby}"
+        )
     source = read_yaml_file(resolved, str(path))
     run = resolved.parent
-    if resolved.name == "config.yaml" and any((run / name).exists() for name in ("metrics.jsonl", STAGE_ONE)):
-        source.values["output_dir"] = str(run)  # a run's own file names its directory, wherever it is read from
+    if resolved.name == "config.yaml" and any(
+        (run / name).exists() for name in ("metrics.jsonl", STAGE_ONE)
+    ):
+        source.values["output_dir"] = str(
+            run
+        )  # a run's own file names its directory, wherever it is read from
     stage = source.values.get(STAGE_ONE)
     values, key = (stage, "config") if isinstance(stage, dict) else (source.values, STAGE_ONE)
     name = values.get(key)
@@ -103,11 +124,17 @@ def _read(path: Path) -> YamlSource:
 
 
 def _nearby_files(path: Path) -> str:
-    """Suggest a file of the same directory, else of `configs/`, and list the directory's YAML files."""
+    """Suggest a file of the same directory, else of `configs/`, and list the directory's YAML
+    files.
+    """
     for directory in (path.parent, PROJECT_ROOT / path.parent, PROJECT_ROOT / "configs"):
         names = sorted(file.name for file in directory.glob("*.y*ml"))
         if names and directory not in (Path(), PROJECT_ROOT):
-            short = directory.relative_to(PROJECT_ROOT) if directory.is_relative_to(PROJECT_ROOT) else directory
+            short = (
+                directory.relative_to(PROJECT_ROOT)
+                if directory.is_relative_to(PROJECT_ROOT)
+                else directory
+            )
             nearest = difflib.get_close_matches(path.name, names, n=1)
             suggestion = f"; did you mean {short / nearest[0]}?" if nearest else ";"
             return f"{suggestion} {short}/ contains {', '.join(names)}"
@@ -135,18 +162,26 @@ def _set_value(source: YamlSource, path: KeyPath, value: object, location: str) 
     if path[0] == STAGE_ONE and len(path) > 1 and isinstance(target.get(STAGE_ONE), str):
         target[STAGE_ONE] = {"config": target[STAGE_ONE]}
     for depth, part in enumerate(path[:-1]):
-        if isinstance(target, dict) and target.get(str(part)) is None and isinstance(path[depth + 1], str):
+        if (
+            isinstance(target, dict)
+            and target.get(str(part)) is None
+            and isinstance(path[depth + 1], str)
+        ):
             target[str(part)] = {}
             source.locations[path[: depth + 1]] = location
         child = _child(target, part)
         if not isinstance(child, (dict, list)):
             parent = format_path(path[: depth + 1])
-            source.problems.append(((), f"{location}: cannot set {format_path(path)}: {parent} is not a mapping"))
+            source.problems.append(
+                ((), f"{location}: cannot set {format_path(path)}: {parent} is not a mapping")
+            )
             return
         target = child
     last = path[-1]
     if isinstance(target, list) and (not isinstance(last, int) or last >= len(target)):
-        source.problems.append(((), f"{location}: {format_path(path[:-1])} has {len(target)} items, counted from 0"))
+        source.problems.append(
+            ((), f"{location}: {format_path(path[:-1])} has {len(target)} items, counted from 0")
+        )
         return
     target[last if isinstance(target, list) else str(last)] = value
     for below in [below for below in source.locations if below[: len(path)] == path]:
@@ -160,8 +195,12 @@ def _child(target: Any, part: str | int) -> Any:
     return target[part] if isinstance(part, int) and part < len(target) else None
 
 
-def _load_stage_one(cfg: TrainConfig, outer: YamlSource, invalid: set[str]) -> tuple[TrainConfig, list[str]]:
-    """Build the configuration of stage one: its file, then the keys that it shares with `cfg`, then its overrides."""
+def _load_stage_one(
+    cfg: TrainConfig, outer: YamlSource, invalid: set[str]
+) -> tuple[TrainConfig, list[str]]:
+    """Build the configuration of stage one: its file, then the keys that it shares with `cfg`, then
+    its overrides.
+    """
     written, location = outer.values[STAGE_ONE], outer.location((STAGE_ONE,))
     overrides = dict(written) if isinstance(written, dict) else {"config": str(written)}
     file = overrides.pop("config", None)
@@ -176,8 +215,12 @@ def _load_stage_one(cfg: TrainConfig, outer: YamlSource, invalid: set[str]) -> t
     for key in SHARED_WITH_STAGE_ONE:
         if outer.values.get(key) is not None and key not in invalid:
             source.values[key] = outer.values[key]
-            source.locations = {path: where for path, where in source.locations.items() if path[0] != key}
-            source.locations |= {path: where for path, where in outer.locations.items() if path[0] == key}
+            source.locations = {
+                path: where for path, where in source.locations.items() if path[0] != key
+            }
+            source.locations |= {
+                path: where for path, where in outer.locations.items() if path[0] == key
+            }
     source.values |= cfg.stage_one_values
     for key, value in overrides.items():
         source.locations[(key,)] = f"{outer.location((STAGE_ONE, key))}: {STAGE_ONE}"
@@ -190,12 +233,17 @@ def _load_stage_one(cfg: TrainConfig, outer: YamlSource, invalid: set[str]) -> t
     problems = [(path, text) for path, text in problems if not path or path[0] not in unknown]
     if not unknown and not any(path and path[0] in SHARED_WITH_STAGE_ONE for path, _ in problems):
         first = first.resolved()
-        problems += [((*key.split("."),), message) for key, message in cfg.stage_one_mismatches(first).items()]
+        problems += [
+            ((*key.split("."),), message)
+            for key, message in cfg.stage_one_mismatches(first).items()
+        ]
     return first, _problem_lines(problems, source)
 
 
 def _validate(cls: type[C], source: YamlSource) -> tuple[C, list[tuple[KeyPath, str]]]:
-    """Validate every key, then the constraints between the valid ones, so that no problem hides another."""
+    """Validate every key, then the constraints between the valid ones, so that no problem hides
+    another.
+    """
     problems: list[tuple[KeyPath, str]] = list(source.problems)
     cfg = cast(C, cls.model_construct())
     invalid: set[str] = set()
@@ -225,7 +273,11 @@ def _validate(cls: type[C], source: YamlSource) -> tuple[C, list[tuple[KeyPath, 
 
 def _origin(source: YamlSource, name: str) -> tuple[str, ...]:
     """Return the location of a key and those of overrides within its value."""
-    overrides = (where for path, where in source.locations.items() if path[0] == name and where.startswith("override "))
+    overrides = (
+        where
+        for path, where in source.locations.items()
+        if path[0] == name and where.startswith("override ")
+    )
     return tuple(dict.fromkeys([source.location((name,)), *overrides]))
 
 
@@ -238,19 +290,31 @@ def _without_nulls(value: Any) -> Any:
     return value
 
 
-def _violations(cfg: Config, given: set[str], invalid: set[str], source: YamlSource) -> Iterable[tuple[KeyPath, str]]:
+def _violations(
+    cfg: Config, given: set[str], invalid: set[str], source: YamlSource
+) -> Iterable[tuple[KeyPath, str]]:
     for constraint in type(cfg).constraints:
         if invalid.isdisjoint(constraint.keys) and constraint.violated(cfg):
-            key, *others = [name for name in constraint.keys if name in given] or constraint.keys[:1]
+            key, *others = [name for name in constraint.keys if name in given] or constraint.keys[
+                :1
+            ]
             also = ", ".join(f"{name}: {source.location((name,))}" for name in others)
-            yield (key,), f"{format_value(getattr(cfg, key))}: {constraint.message}" + (f" ({also})" if also else "")
+            yield (
+                (key,),
+                f"{format_value(getattr(cfg, key))}: {constraint.message}"
+                + (f" ({also})" if also else ""),
+            )
 
 
 def _unknown(name: str, owner: type[BaseModel]) -> str:
     if name in (hints := getattr(owner, "axolotl_hints", {})):
         return str(hints[name])
     nearest = difflib.get_close_matches(name.lower(), owner.model_fields, n=1, cutoff=0.65)
-    return f"unknown key; did you mean {nearest[0]}?" if nearest else "unknown key; see docs/configuration.md"
+    return (
+        f"unknown key; did you mean {nearest[0]}?"
+        if nearest
+        else "unknown key; see docs/configuration.md"
+    )
 
 
 def _explain(detail: ErrorDetails, cls: type[BaseModel]) -> tuple[KeyPath, str]:
@@ -265,12 +329,17 @@ def _explain(detail: ErrorDetails, cls: type[BaseModel]) -> tuple[KeyPath, str]:
         name, wording = _LIMITS[kind]
         return path, f"{wording.format(context[name])}, got {format_value(value)}"
     if kind == "literal_error":
-        return path, f"must be {str(context['expected']).replace(chr(39), '')}, got {format_value(value)}"
+        return (
+            path,
+            f"must be {str(context['expected']).replace(chr(39), '')}, got {format_value(value)}",
+        )
     if kind == "list_type":
         return path, f"expected a list, got {format_value(value)}"
     if kind in ("model_type", "dict_type"):
         return path, f"expected `key: value` lines, got {format_value(value)}"
-    return path, detail["msg"] if kind == "config_type" else f"{detail['msg']}, got {format_value(value)}"
+    return path, detail[
+        "msg"
+    ] if kind == "config_type" else f"{detail['msg']}, got {format_value(value)}"
 
 
 def _owner(cls: type[BaseModel], path: KeyPath) -> type[BaseModel]:
@@ -298,4 +367,8 @@ def _problem_line(path: KeyPath, message: str, source: YamlSource) -> str:
     if not path:
         return message
     location, key = source.location(path), format_path(path)
-    return f"{location}: {message}" if location == f"--{key.replace('_', '-')}" else f"{location}: {key}: {message}"
+    return (
+        f"{location}: {message}"
+        if location == f"--{key.replace('_', '-')}"
+        else f"{location}: {key}: {message}"
+    )

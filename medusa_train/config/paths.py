@@ -1,4 +1,6 @@
-"""Resolve file names in configurations: relative to the working directory, else to the project's root."""
+"""Resolve file names in configurations: relative to the working directory, else to the project's
+root.
+"""
 
 from __future__ import annotations
 
@@ -9,23 +11,31 @@ from pathlib import Path
 from medusa_train.errors import ConfigError
 
 _PACKAGE = Path(__file__).resolve().parents[1]
-#: Directory that holds `configs/` and `data/`: the parent of the package, or `shipped/` inside it in a wheel.
+#: Directory that holds `configs/` and `data/`: the parent of the package, or `shipped/` inside it
+# in a wheel.
 PROJECT_ROOT = next(
-    (root for root in (_PACKAGE.parent, _PACKAGE / "shipped") if (root / "configs" / "tiny_m1.yaml").is_file()),
+    (
+        root
+        for root in (_PACKAGE.parent, _PACKAGE / "shipped")
+        if (root / "configs" / "tiny_m1.yaml").is_file()
+    ),
     _PACKAGE.parent,
 )
 
 
 def looks_like_path(name: str) -> bool:
-    """Return whether `name` cannot be a hub name (`NAME` or `OWNER/NAME`), so that it must be a local path."""
+    """Return whether `name` cannot be a hub name (`NAME` or `OWNER/NAME`), so that it must be a
+    local path.
+    """
     return name.startswith((".", "/", "~")) or name.endswith("/") or len(Path(name).parts) > 2
 
 
 def resolve_path(name: str | Path) -> Path | None:
-    """Return the file or directory `name`, as given or below the project's root; None if neither exists.
+    """Return the file or directory `name`, as given or below the project's root; None if neither
+    exists.
 
-    So `configs/tiny_m1.yaml` and `data/tiny` work from every directory. What cannot be looked up (a name that is
-    too long) does not exist.
+    So `configs/tiny_m1.yaml` and `data/tiny` work from every directory. What cannot be looked up (a
+    name that is too long) does not exist.
     """
     path = expand_user(name)
     candidates = [path] if path.is_absolute() else [path, PROJECT_ROOT / path]
@@ -37,12 +47,14 @@ def expand_user(name: str | Path) -> Path:
     try:
         return Path(name).expanduser()
     except RuntimeError:
-        raise ConfigError(f"{name}: the home of {Path(name).parts[0]} is not known; write the whole path") from None
+        raise ConfigError(
+            f"{name}: the home of {Path(name).parts[0]} is not known; write the whole path"
+        ) from None
 
 
 def public_name(name: str) -> str:
-    """Return a name without private directories: hub names and relative paths unchanged, absolute paths relative to the
-    project or working directory, or else only their last part.
+    """Return a name without private directories: hub names and relative paths unchanged, absolute
+    paths relative to the project or working directory, or else only their last part.
     """
     path = expand_user(name)
     if not path.is_absolute():
@@ -54,7 +66,9 @@ def public_name(name: str) -> str:
 
 
 def nearest_path(name: str) -> str | None:
-    """Return the existing name that is most like a mistyped relative path; None if no name in its directory is."""
+    """Return the existing name that is most like a mistyped relative path; None if no name in its
+    directory is.
+    """
     path = Path(name)
     directory = None if path.parent == Path() else resolve_path(path.parent)
     if directory is None or not directory.is_dir():

@@ -1,7 +1,7 @@
 """Define the keys of every command: type, default, limits and description.
 
-Names are Axolotl's, so that its YAML files work, and those of its Medusa fork (`medusa_*`). Defaults are the Medusa
-paper's settings. An empty key (null) means the default.
+Names are Axolotl's, so that its YAML files work, and those of its Medusa fork (`medusa_*`).
+Defaults are the Medusa paper's settings. An empty key (null) means the default.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ from medusa_train.config.types import (
     key,
 )
 
-#: Axolotl keys without a meaning here: accepted with any value, and listed as ignored. Classes and special tokens
-#: follow from the backbone's files; batches are padded to their longest row.
+#: Axolotl keys without a meaning here: accepted with any value, and listed as ignored. Classes and
+# special tokens : follow from the backbone's files; batches are padded to their longest row.
 IGNORED_AXOLOTL_KEYS = frozenset(
     (
         *("is_llama_derived_model", "is_mistral_derived_model", "is_falcon_derived_model"),
@@ -73,14 +73,33 @@ IGNORED_AXOLOTL_KEYS = frozenset(
         *("hub_model_id", "torchdistx_path", "gptq", "tokens", "eval_table_size"),
         *("shuffle_merged_datasets", "model_type", "tokenizer_type", "base_model_config"),
         *("pad_to_sequence_len", "special_tokens", "eval_sample_packing", "eval_max_new_tokens"),
-        *("plugins", "liger_rope", "liger_rms_norm", "liger_glu_activation", "liger_fused_linear_cross_entropy"),
-        *("s2_attention", "flash_attn_cross_entropy", "lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel"),
-        *("gradient_checkpointing_kwargs", "save_safetensors", "eval_table_max_new_tokens", "use_reentrant"),
+        *(
+            "plugins",
+            "liger_rope",
+            "liger_rms_norm",
+            "liger_glu_activation",
+            "liger_fused_linear_cross_entropy",
+        ),
+        *(
+            "s2_attention",
+            "flash_attn_cross_entropy",
+            "lora_mlp_kernel",
+            "lora_qkv_kernel",
+            "lora_o_kernel",
+        ),
+        *(
+            "gradient_checkpointing_kwargs",
+            "save_safetensors",
+            "eval_table_max_new_tokens",
+            "use_reentrant",
+        ),
         *("loss_watchdog_threshold", "loss_watchdog_patience"),
     )
 )
 
-Optimizer = Literal["adamw_torch", "adamw_torch_fused", "adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit"]
+Optimizer = Literal[
+    "adamw_torch", "adamw_torch_fused", "adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit"
+]
 
 #: Keys that stage one takes from the configuration that names it, where that sets them.
 SHARED_WITH_STAGE_ONE = (
@@ -93,7 +112,8 @@ SHARED_WITH_STAGE_ONE = (
     *("skip_bad_records", "optimizer", "seed", "bf16", "fp16", "tf32", "flash_attention"),
     *("deepspeed", "use_tensorboard", "wandb_project", "wandb_entity"),
 )
-#: Keys that stage one's file does not set: the run decides for both, so that both hold out the same conversations.
+#: Keys that stage one's file does not set: the run decides for both, so that both hold out the
+# same conversations.
 NOT_IN_STAGE_ONE = (
     *("stage_one", "output_dir", "overwrite_output_dir", "resume_from_checkpoint", "export"),
     *("wandb_name", "wandb_run_id", "seed", "val_set_size", "test_datasets"),
@@ -107,7 +127,11 @@ def _record_format(value: object) -> object:
 def _datasets(value: object) -> object:
     """Let a path, or a list with paths, name datasets."""
     entries = [value] if isinstance(value, str) else value
-    return [{"path": one} if isinstance(one, str) else one for one in entries] if isinstance(entries, list) else entries
+    return (
+        [{"path": one} if isinstance(one, str) else one for one in entries]
+        if isinstance(entries, list)
+        else entries
+    )
 
 
 class DatasetConfig(BaseModel):
@@ -118,25 +142,40 @@ class DatasetConfig(BaseModel):
     #: Keys of Axolotl's datasets, with what to do instead.
     axolotl_hints: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(
-            ("field_messages", "message_property_mappings", "message_field_role", "message_field_content", "roles"),
-            "is not needed: chats are recognized by their own keys (role and content, or from and value); remove it",
+            (
+                "field_messages",
+                "message_property_mappings",
+                "message_field_role",
+                "message_field_content",
+                "roles",
+            ),
+            "is not needed: chats are recognized by their own keys (role and content, or from and"
+            " value); remove it",
         ),
-        **dict.fromkeys(("train_on_eos", "train_on_eot"), "the end of every answer is trained; remove it"),
+        **dict.fromkeys(
+            ("train_on_eos", "train_on_eot"), "the end of every answer is trained; remove it"
+        ),
         "data_files": "name the file or directory as `path`",
         "ds_type": "follows from the file's name; remove it",
         "roles_to_train": "applies to all datasets: set it beside `datasets`",
-        "chat_template": "is named `conversation` here, or set it for all datasets beside `datasets`",
+        "chat_template": (
+            "is named `conversation` here, or set it for all datasets beside `datasets`"
+        ),
     }
 
     path: Text = key(
         ...,
-        "file (JSONL or JSON, also gzipped, or Parquet), directory of files, name of a dataset on the hub, "
-        "or sharegpt, ultrachat or tiny",
+        "file (JSONL or JSON, also gzipped, or Parquet), directory of files, name of a dataset on"
+        " the hub, or sharegpt, ultrachat or tiny",
     )
-    type: Annotated[Literal["auto", "sharegpt", "messages", "alpaca"], BeforeValidator(_record_format)] = key(
+    type: Annotated[
+        Literal["auto", "sharegpt", "messages", "alpaca"], BeforeValidator(_record_format)
+    ] = key(
         "auto", "format of the records; auto, and Axolotl's chat_template: detected from their keys"
     )
-    conversation: Text | None = key(None, "chat template of this dataset (vicuna_v1.1, zephyr, ...), or a .jinja file")
+    conversation: Text | None = key(
+        None, "chat template of this dataset (vicuna_v1.1, zephyr, ...), or a .jinja file"
+    )
     split: Text | None = key(None, "split of a hub dataset; default: train")
     name: Text | None = key(None, "configuration name of a hub dataset")
 
@@ -146,13 +185,18 @@ class TrainConfig(Config):
 
     #: Keys of Axolotl, with what to do instead.
     axolotl_hints: ClassVar[Mapping[str, str]] = {
-        "attn_implementation": "is chosen by `flash_attention`; leave it out for the fastest that there is",
+        "attn_implementation": (
+            "is chosen by `flash_attention`; leave it out for the fastest that there is"
+        ),
         "batch_size": "is micro_batch_size x gradient_accumulation_steps; set these",
         "eval_batch_size": "is micro_batch_size; remove it",
         "train_on_eos": "the end of every answer is trained; remove it",
         "wandb_mode": "set the environment variable WANDB_MODE",
     }
-    options: ClassVar[Mapping[str, str]] = {"overwrite_output_dir": "--overwrite", "resume_from_checkpoint": "--resume"}
+    options: ClassVar[Mapping[str, str]] = {
+        "overwrite_output_dir": "--overwrite",
+        "resume_from_checkpoint": "--resume",
+    }
 
     # Backbone
     base_model: Text = key(..., "the backbone: a Hugging Face model directory or a hub name")
@@ -162,95 +206,146 @@ class TrainConfig(Config):
 
     # Draft heads
     recipe: Literal["medusa1", "medusa2"] | None = key(
-        None, "medusa1: frozen backbone; medusa2: joint training; default: medusa2 if adapter or another key implies it"
+        None,
+        "medusa1: frozen backbone; medusa2: joint training; default: medusa2 if adapter or another"
+        " key implies it",
     )
-    draft: TrainedDraft = key("medusa", "kind of draft to train; all but medusa require a frozen backbone")
+    draft: TrainedDraft = key(
+        "medusa", "kind of draft to train; all but medusa require a frozen backbone"
+    )
     hydra: HydraConfig | None = key(None, "settings of draft: hydra")
     amphista: AmphistaConfig | None = key(None, "settings of draft: amphista")
     kangaroo: KangarooConfig | None = key(None, "settings of draft: kangaroo")
     eagle3: Eagle3Config | None = key(None, "settings of draft: eagle3")
-    medusa_num_heads: Int = key(5, "K: number of heads; head k predicts the k-th token after the next one", ge=1, le=32)
-    medusa_num_layers: Int = key(1, "residual blocks per head; 0: a linear head without blocks", ge=0, le=32)
+    medusa_num_heads: Int = key(
+        5, "K: number of heads; head k predicts the k-th token after the next one", ge=1, le=32
+    )
+    medusa_num_layers: Int = key(
+        1, "residual blocks per head; 0: a linear head without blocks", ge=0, le=32
+    )
     medusa_decay_coefficient: Float = key(0.8, "c: weight of head k's loss is c**k", gt=0, le=1)
-    medusa_heads_coefficient: Float = key(0.2, "lambda0: weight of the heads' loss (medusa2 only)", ge=0)
+    medusa_heads_coefficient: Float = key(
+        0.2, "lambda0: weight of the heads' loss (medusa2 only)", ge=0
+    )
     medusa_scheduler: Schedule = key(
         "constant",
-        "schedule of lambda0 (medusa2 only): constant, linear, sine, or sine_R (sine over the fraction R of the run)",
+        "schedule of lambda0 (medusa2 only): constant, linear, sine, or sine_R (sine over the"
+        " fraction R of the run)",
     )
-    medusa_only_heads: Bool | None = key(None, "true: recipe medusa1, false: medusa2; default: follows from recipe")
+    medusa_only_heads: Bool | None = key(
+        None, "true: recipe medusa1, false: medusa2; default: follows from recipe"
+    )
     medusa_lr_multiplier: Float | None = key(
-        None, "learning rate of the draft relative to learning_rate; default: 4 for medusa, else 1", gt=0
+        None,
+        "learning rate of the draft relative to learning_rate; default: 4 for medusa, else 1",
+        gt=0,
     )
-    medusa_self_distillation: Bool = key(False, "LM loss is the KL from the backbone without adapter (medusa2 only)")
+    medusa_self_distillation: Bool = key(
+        False, "LM loss is the KL from the backbone without adapter (medusa2 only)"
+    )
     medusa_distillation_regularization: Float = key(
         0.0, "rho: weight of the teacher's distribution in the LM target (medusa2 only)", ge=0, le=1
     )
-    medusa_soft_targets: Float = key(0.0, "weight of the backbone's distribution in the heads' targets", ge=0, le=1)
+    medusa_soft_targets: Float = key(
+        0.0, "weight of the backbone's distribution in the heads' targets", ge=0, le=1
+    )
     medusa_num_unfreeze_layers: Int = key(
-        0, "N: train the last N layers, final norm and lm_head; 0: all (medusa2 without an adapter)", ge=0
+        0,
+        "N: train the last N layers, final norm and lm_head; 0: all (medusa2 without an adapter)",
+        ge=0,
     )
     medusa_logging: Bool = key(False, "log the top-k accuracy of each head during training")
-    medusa_share_lm_head: Bool = key(False, "heads share the backbone's lm_head instead of training one each")
+    medusa_share_lm_head: Bool = key(
+        False, "heads share the backbone's lm_head instead of training one each"
+    )
     medusa_vocab_size: Int | None = key(
-        None, "N: heads predict only the N most frequent tokens of the training data; default: all tokens", ge=16
+        None,
+        "N: heads predict only the N most frequent tokens of the training data; default: all"
+        " tokens",
+        ge=16,
     )
     medusa_markov_rank: Int = key(
         0,
-        "r: rank of a bias on the heads' logits that depends on the token before the predicted one; 0: none",
+        "r: rank of a bias on the heads' logits that depends on the token before the predicted one;"
+        " 0: none",
         ge=0,
         le=1024,
     )
-    calibration_tokens: Int = key(6000, "tokens to generate on held-out prompts to fit tree.json; 0: no tree", ge=0)
+    calibration_tokens: Int = key(
+        6000, "tokens to generate on held-out prompts to fit tree.json; 0: no tree", ge=0
+    )
 
     # Adapter
-    adapter: Literal["lora", "qlora"] | None = key(None, "train the backbone through a LoRA adapter (medusa2 only)")
+    adapter: Literal["lora", "qlora"] | None = key(
+        None, "train the backbone through a LoRA adapter (medusa2 only)"
+    )
     lora_r: Int = key(32, "rank of the adapter", ge=1)
     lora_alpha: Int = key(16, "scaling of the adapter: lora_alpha / lora_r", ge=1)
     lora_dropout: Float = key(0.05, "dropout on the adapter's input", ge=0, lt=1)
     lora_target_modules: TextList | None = key(None, "linear layers to adapt; default: all")
     lora_target_linear: Bool = key(False, "adapt every linear layer")
-    lora_modules_to_save: TextList | None = key(None, "modules to train in full in addition to the adapter")
+    lora_modules_to_save: TextList | None = key(
+        None, "modules to train in full in addition to the adapter"
+    )
     lora_model_dir: Text | None = key(
-        None, "finished run to initialize heads and adapter from (two-stage training); replaces stage_one"
+        None,
+        "finished run to initialize heads and adapter from (two-stage training); replaces"
+        " stage_one",
     )
     stage_one: TextOrMapping | None = key(
         None,
-        "two-stage training in one run: configuration that trains the heads first, in output_dir/stage_one; a YAML "
-        "file, or a mapping of `config: FILE` and keys that override it (stage_one.max_steps=100). Model, heads, data, "
-        "precision, optimizer, deepspeed, seed and dashboards that are set here hold for it, too; batch size, learning "
-        "rate, epochs and quantization are its own",
+        "two-stage training in one run: configuration that trains the heads first, in"
+        " output_dir/stage_one; a YAML file, or a mapping of `config: FILE` and keys that override"
+        " it (stage_one.max_steps=100). Model, heads, data, precision, optimizer, deepspeed, seed"
+        " and dashboards that are set here hold for it, too; batch size, learning rate, epochs and"
+        " quantization are its own",
     )
 
     # Data
-    datasets: Annotated[list[DatasetConfig], BeforeValidator(_datasets)] = key(..., "training data", min_length=1)
+    datasets: Annotated[list[DatasetConfig], BeforeValidator(_datasets)] = key(
+        ..., "training data", min_length=1
+    )
     dataset_prepared_path: Text | None = key(None, "directory to cache tokenized data in")
     cache_hidden_states: Bool = key(
         False,
-        "store the frozen backbone's hidden states under dataset_prepared_path; later epochs and runs read them "
-        "instead of running the backbone",
+        "store the frozen backbone's hidden states under dataset_prepared_path; later epochs and"
+        " runs read them instead of running the backbone",
     )
     dataset_processes: Int | None = key(
-        None, "maximum number of processes that tokenize; default: the CPU cores, 16 at most; small data: 1", ge=1
+        None,
+        "maximum number of processes that tokenize; default: the CPU cores, 16 at most; small"
+        " data: 1",
+        ge=1,
     )
-    sequence_len: Int = key(2048, "maximum length in tokens; longer conversations are cut at the end of a turn", ge=4)
-    sample_packing: Bool = key(False, "pack several conversations into one row of sequence_len tokens")
+    sequence_len: Int = key(
+        2048, "maximum length in tokens; longer conversations are cut at the end of a turn", ge=4
+    )
+    sample_packing: Bool = key(
+        False, "pack several conversations into one row of sequence_len tokens"
+    )
     chat_template: Text | None = key(
         None,
         "name of the chat template, or a .jinja file; "
         "default: the datasets' `conversation` if all are equal, else the tokenizer's",
     )
-    chat_template_kwargs: TemplateKwargs | None = key(None, "variables of the template: {enable_thinking: false}")
+    chat_template_kwargs: TemplateKwargs | None = key(
+        None, "variables of the template: {enable_thinking: false}"
+    )
     reasoning_tags: ReasoningTags = key(
-        ("<think>", "</think>"), "tags around the reasoning part of an answer; join `reasoning_content` and `content`"
+        ("<think>", "</think>"),
+        "tags around the reasoning part of an answer; join `reasoning_content` and `content`",
     )
     roles_to_train: list[Literal["assistant", "user", "system"]] = key(
         ["assistant"], "roles whose turns are training targets", min_length=1
     )
     train_on_inputs: Bool = key(False, "train on all tokens, including prompts")
-    val_set_size: Float = key(0.05, "share of the conversations to hold out, if test_datasets is not set", ge=0, lt=1)
+    val_set_size: Float = key(
+        0.05, "share of the conversations to hold out, if test_datasets is not set", ge=0, lt=1
+    )
     test_datasets: Annotated[list[DatasetConfig] | None, BeforeValidator(_datasets)] = key(
         None,
-        "data for evaluation and to fit the tree, of which nothing is trained on; default: held out by val_set_size",
+        "data for evaluation and to fit the tree, of which nothing is trained on; default: held out"
+        " by val_set_size",
         min_length=1,
     )
     skip_bad_records: Bool = key(False, "skip invalid records instead of failing")
@@ -259,51 +354,87 @@ class TrainConfig(Config):
     micro_batch_size: Int = key(1, "conversations per forward pass (rows if sample_packing)", ge=1)
     gradient_accumulation_steps: Int = key(1, "forward passes per optimizer step", ge=1)
     num_epochs: Float = key(2, "number of epochs", gt=0)
-    max_steps: Int | None = key(None, "maximum number of optimizer steps; overrides num_epochs", ge=1)
-    optimizer: Optimizer = key("adamw_torch", "8-bit ones need bitsandbytes, and ZeRO stage 0 in several processes")
+    max_steps: Int | None = key(
+        None, "maximum number of optimizer steps; overrides num_epochs", ge=1
+    )
+    optimizer: Optimizer = key(
+        "adamw_torch", "8-bit ones need bitsandbytes, and ZeRO stage 0 in several processes"
+    )
     lr_scheduler: Literal["cosine", "linear", "constant", "constant_with_warmup"] = key(
         "cosine", "learning rate schedule; constant has no warm-up"
     )
-    cosine_min_lr_ratio: Float = key(0.0, "final learning rate of cosine, relative to the peak", ge=0, lt=1)
-    learning_rate: Float = key(5e-4, "peak of the backbone; the draft's is multiplied by medusa_lr_multiplier", gt=0)
+    cosine_min_lr_ratio: Float = key(
+        0.0, "final learning rate of cosine, relative to the peak", ge=0, lt=1
+    )
+    learning_rate: Float = key(
+        5e-4, "peak of the backbone; the draft's is multiplied by medusa_lr_multiplier", gt=0
+    )
     warmup_steps: Int | None = key(None, "linear warm-up in optimizer steps", ge=0)
     warmup_ratio: Float | None = key(None, "linear warm-up as a fraction of the run", ge=0, lt=1)
     weight_decay: Float = key(0.0, "weight decay, applied to matrices only", ge=0)
     max_grad_norm: Float = key(1.0, "maximum gradient norm for clipping; 0: no clipping", ge=0)
-    max_nonfinite_steps: Int = key(0, "maximum number of NaN/Inf steps to skip before aborting", ge=0)
+    max_nonfinite_steps: Int = key(
+        0, "maximum number of NaN/Inf steps to skip before aborting", ge=0
+    )
     seed: Int = key(42, "random seed", ge=0)
 
     # Precision and memory
-    bf16: BoolOrAuto = key("auto", "compute in bfloat16; auto: if the device multiplies it faster than float32")
+    bf16: BoolOrAuto = key(
+        "auto", "compute in bfloat16; auto: if the device multiplies it faster than float32"
+    )
     fp16: Bool = key(False, "compute in float16 with loss scaling (GPU only; float32 on a CPU)")
     tf32: Bool = key(False, "allow TF32 in float32 matrix products")
     gradient_checkpointing: Bool = key(False, "recompute activations to save memory (medusa2 only)")
     flash_attention: BoolOrAuto = key(
-        "auto", "use flash-attn's varlen kernel on packed rows, else torch's; auto: if it is installed and supported"
+        "auto",
+        "use flash-attn's varlen kernel on packed rows, else torch's; auto: if it is installed and"
+        " supported",
     )
     torch_compile: Bool = key(
-        False, "run the frozen backbone's layers compiled by torch.compile (medusa1 only); the first steps take longer"
+        False,
+        "run the frozen backbone's layers compiled by torch.compile (medusa1 only); the first steps"
+        " take longer",
     )
-    deepspeed: TextOrMapping | None = key(None, "a JSON file (configs/deepspeed/zero2.json), or a mapping")
+    deepspeed: TextOrMapping | None = key(
+        None, "a JSON file (configs/deepspeed/zero2.json), or a mapping"
+    )
 
     # Run
     output_dir: Text = key("runs/medusa", "output directory of the run")
     overwrite_output_dir: Bool = key(False, "delete an earlier run in output_dir and start over")
-    resume_from_checkpoint: Resume = key(None, "true or auto: resume from the newest checkpoint; or the path of one")
-    logging_steps: Int = key(10, "log metrics every N optimizer steps", ge=1)
-    eval_steps: Interval | None = key(None, "evaluate every N optimizer steps (below 1: fraction of the run)")
-    evals_per_epoch: Int | None = key(None, "evaluations per epoch; default: 1 if eval_steps is not set", ge=1)
-    save_steps: Interval | None = key(None, "save a checkpoint every N optimizer steps (below 1: fraction of the run)")
-    saves_per_epoch: Int | None = key(None, "checkpoints per epoch; default: 1 if save_steps is not set", ge=1)
-    save_total_limit: Int = key(2, "number of newest checkpoints to keep, beside the weights of the best one", ge=1)
-    early_stopping_patience: Int | None = key(
-        None, "stop after this many evaluations without improvement, and use the weights of the best one", ge=1
+    resume_from_checkpoint: Resume = key(
+        None, "true or auto: resume from the newest checkpoint; or the path of one"
     )
-    export: ExportTargets | None = key(None, "layouts to export to output_dir/export after training")
+    logging_steps: Int = key(10, "log metrics every N optimizer steps", ge=1)
+    eval_steps: Interval | None = key(
+        None, "evaluate every N optimizer steps (below 1: fraction of the run)"
+    )
+    evals_per_epoch: Int | None = key(
+        None, "evaluations per epoch; default: 1 if eval_steps is not set", ge=1
+    )
+    save_steps: Interval | None = key(
+        None, "save a checkpoint every N optimizer steps (below 1: fraction of the run)"
+    )
+    saves_per_epoch: Int | None = key(
+        None, "checkpoints per epoch; default: 1 if save_steps is not set", ge=1
+    )
+    save_total_limit: Int = key(
+        2, "number of newest checkpoints to keep, beside the weights of the best one", ge=1
+    )
+    early_stopping_patience: Int | None = key(
+        None,
+        "stop after this many evaluations without improvement, and use the weights of the best one",
+        ge=1,
+    )
+    export: ExportTargets | None = key(
+        None, "layouts to export to output_dir/export after training"
+    )
     use_tensorboard: Bool = key(False, "write TensorBoard event files to output_dir/tensorboard")
     wandb_project: Text | None = key(None, "Weights & Biases project to log to")
     wandb_entity: Text | None = key(None, "Weights & Biases entity (team or user)")
-    wandb_name: Text | None = key(None, "Weights & Biases name of the run; default: its directory's")
+    wandb_name: Text | None = key(
+        None, "Weights & Biases name of the run; default: its directory's"
+    )
     wandb_run_id: Text | None = key(None, "Weights & Biases run to resume")
 
     ignored_axolotl_keys: ClassVar[frozenset[str]] = IGNORED_AXOLOTL_KEYS
@@ -327,7 +458,9 @@ class TrainConfig(Config):
     @property
     def prepared_dir(self) -> Path | None:
         """`dataset_prepared_path` with `~` expanded."""
-        return None if self.dataset_prepared_path is None else expand_user(self.dataset_prepared_path)
+        return (
+            None if self.dataset_prepared_path is None else expand_user(self.dataset_prepared_path)
+        )
 
     @property
     def quantization(self) -> Quantization | None:
@@ -356,18 +489,25 @@ class TrainConfig(Config):
         """Compare the heads that `first` trains with those of this run; it must train nothing else."""
         theirs = first.heads_keys
         different = {
-            key: f"{format_value(theirs.get(key))}: the heads of stage two have {format_value(value)}"
-            f" ({', '.join(self.origin(key)) or 'default'}); both must be equal"
+            key: (
+                f"{format_value(theirs.get(key))}: the heads of stage two have"
+                f" {format_value(value)} ({', '.join(self.origin(key)) or 'default'}); both must be"
+                " equal"
+            )
             for key, value in self.heads_keys.items()
             if value != theirs.get(key)
         }
         if first.recipe != "medusa1":
-            different["recipe"] = f"{first.recipe}: stage one trains heads on a frozen backbone, recipe: medusa1"
+            different["recipe"] = (
+                f"{first.recipe}: stage one trains heads on a frozen backbone, recipe: medusa1"
+            )
         return different
 
     @property
     def ineffective_keys(self) -> tuple[str, ...]:
-        """Keys of joint training if the backbone is frozen, of the adapter if there is none, and similar ones."""
+        """Keys of joint training if the backbone is frozen, of the adapter if there is none, and
+        similar ones.
+        """
         return tuple(find_ineffective_keys(self))
 
     @property
@@ -377,10 +517,15 @@ class TrainConfig(Config):
 
     @property
     def draft_config(self) -> DraftConfig:
-        """The section of the selected `draft`, with defaults filled in; for Medusa, collected from the flat keys."""
+        """The section of the selected `draft`, with defaults filled in; for Medusa, collected from
+        the flat keys.
+        """
         if self.draft in SECTIONS:
             return getattr(self, self.draft) or SECTIONS[self.draft].model_validate({})
-        flat = {name: getattr(self, f"{MedusaConfig.prefix}{name}") for name in MedusaConfig.model_fields}
+        flat = {
+            name: getattr(self, f"{MedusaConfig.prefix}{name}")
+            for name in MedusaConfig.model_fields
+        }
         return MedusaConfig(**flat)
 
     @property
@@ -395,9 +540,9 @@ class TrainConfig(Config):
     def resolved(self) -> TrainConfig:
         """Return a copy with derived values filled in.
 
-        `recipe` and `medusa_only_heads` follow from each other or from the keys of joint training. `chat_template`
-        follows from the datasets if all have the same `conversation`, so that decoding uses the template of training.
-        The section of `draft` gets its defaults.
+        `recipe` and `medusa_only_heads` follow from each other or from the keys of joint training.
+        `chat_template` follows from the datasets if all have the same `conversation`, so that
+        decoding uses the template of training. The section of `draft` gets its defaults.
         """
         recipe = self.recipe or ("medusa2" if implies_joint_training(self) else "medusa1")
         templates = {dataset.conversation for dataset in self.datasets}
@@ -418,109 +563,157 @@ class TrainConfig(Config):
 class EvalConfig(Config):
     """Keys of `medusa-eval`."""
 
-    bench: Text = key("tiny", "benchmark: tiny, mtbench, specbench, humaneval, gsm8k, or a question file")
-    model: Text | None = key(None, "run directory or directory of heads; default: the newest run in runs/")
+    bench: Text = key(
+        "tiny", "benchmark: tiny, mtbench, specbench, humaneval, gsm8k, or a question file"
+    )
+    model: Text | None = key(
+        None, "run directory or directory of heads; default: the newest run in runs/"
+    )
     base_model: Text | None = key(
         None,
-        "backbone; default: the one that the run or the heads were trained with; with server_url: the model's name on "
-        "the server, default: the only one that it lists",
+        "backbone; default: the one that the run or the heads were trained with; with server_url:"
+        " the model's name on the server, default: the only one that it lists",
     )
     trust_remote_code: Bool = key(False, "allow Python code from the backbone's repository")
-    chat_template: Text | None = key(None, "chat template, or a .jinja file; default: the run's, else the tokenizer's")
+    chat_template: Text | None = key(
+        None, "chat template, or a .jinja file; default: the run's, else the tokenizer's"
+    )
     chat_template_kwargs: TemplateKwargs | None = key(
         None, "variables of the template, such as {enable_thinking: false}; default: the run's"
     )
     tree: Text | None = key(
         None,
-        "fixed: the run's tree.json (the default); dynamic: another tree in every step, as large and deep (EAGLE-3), "
-        "or dynamic:32x5 with 32 nodes, 5 deep, with the fixed one measured beside it; none: plain decoding, with "
-        "the heads' guesses recorded; or a tree file",
+        "fixed: the run's tree.json (the default); dynamic: another tree in every step, as large"
+        " and deep (EAGLE-3), or dynamic:32x5 with 32 nodes, 5 deep, with the fixed one measured"
+        " beside it; none: plain decoding, with the heads' guesses recorded; or a tree file",
     )
     draft: LookupName | None = key(
         None,
-        "draft without training: prompt_lookup copies from the text so far, rest copies from a datastore, lookahead "
-        "takes n-grams that the backbone guesses ahead; with a prefix (medusa+...): added to the tree of the run's "
-        "heads; default: the run's heads alone",
+        "draft without training: prompt_lookup copies from the text so far, rest copies from a"
+        " datastore, lookahead takes n-grams that the backbone guesses ahead; with a prefix"
+        " (medusa+...): added to the tree of the run's heads; default: the run's heads alone",
     )
     lookup: LookupConfig | None = key(None, "settings of prompt_lookup")
     lookahead: LookaheadConfig | None = key(None, "settings of lookahead")
     rest: RestConfig | None = key(None, "settings of rest; required by it, for the datastore")
     threshold: Float | None = key(
         None,
-        "Kangaroo: drafting stops after a token whose probability is at most this; 0: never; if set, no CUDA graphs; "
-        "default: the run's, 0 with CUDA graphs",
+        "Kangaroo: drafting stops after a token whose probability is at most this; 0: never; if"
+        " set, no CUDA graphs; default: the run's, 0 with CUDA graphs",
         ge=0,
         le=1,
     )
     max_new_tokens: Int = key(256, "maximum length of an answer in tokens", ge=1)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
-        "auto", "data type; auto: the checkpoint's, unless plain decoding is 10 % faster in another one"
+        "auto",
+        "data type; auto: the checkpoint's, unless plain decoding is 10 % faster in another one",
     )
     compile: BoolOrAuto = key(
         False,
-        "compile decoding with torch.compile: faster steps, one to several minutes of additional start-up time; auto: "
-        "if that is expected to save time in all, also the default for trees that were fitted to compiled passes",
+        "compile decoding with torch.compile: faster steps, one to several minutes of additional"
+        " start-up time; auto: if that is expected to save time in all, also the default for trees"
+        " that were fitted to compiled passes",
     )
     acceptance: Literal["greedy", "sampling", "typical"] = key(
         "greedy",
-        "greedy: plain decoding's tokens; sampling: samples of the model's distribution (lossless); typical: any "
-        "plausible draft token, which changes the distribution",
+        "greedy: plain decoding's tokens; sampling: samples of the model's distribution (lossless);"
+        " typical: any plausible draft token, which changes the distribution",
     )
-    temperature: Float | None = key(None, "temperature of sampling and typical acceptance; default: 0.7", ge=0)
+    temperature: Float | None = key(
+        None, "temperature of sampling and typical acceptance; default: 0.7", ge=0
+    )
     top_p: Float = key(1.0, "sample from the fewest tokens with this total probability", gt=0, le=1)
     top_k: Int | None = key(None, "sample from the k most probable tokens; default: all", ge=1)
-    epsilon: Float = key(0.09, "typical acceptance: probability above which a token is always accepted", gt=0)
-    delta: Float = key(0.3, "typical acceptance: factor of exp(-entropy), the threshold at uncertain positions", gt=0)
+    epsilon: Float = key(
+        0.09, "typical acceptance: probability above which a token is always accepted", gt=0
+    )
+    delta: Float = key(
+        0.3,
+        "typical acceptance: factor of exp(-entropy), the threshold at uncertain positions",
+        gt=0,
+    )
     batch_size: Int = key(1, "number of questions to answer in the same passes", ge=1)
     limit: Int | None = key(None, "use only N questions, taken from all categories in turn", ge=1)
     output_dir: Text | None = key(
-        None, "directory of the report; default: eval/BENCH in the run directory, eval/served-BENCH for a server"
+        None,
+        "directory of the report; default: eval/BENCH in the run directory, eval/served-BENCH for a"
+        " server",
     )
-    warmup: Int = key(2, "questions answered untimed first; for a server at least as many as run concurrently", ge=0)
+    warmup: Int = key(
+        2,
+        "questions answered untimed first; for a server at least as many as run concurrently",
+        ge=0,
+    )
     exactness: Bool = key(
         True,
-        "also compare greedy answers with plain decoding's in float32 and bfloat16, not only in the measured dtype",
+        "also compare greedy answers with plain decoding's in float32 and bfloat16, not only in the"
+        " measured dtype",
     )
     generate: Bool = key(True, "also measure transformers' generate")
     prompt_lookup: Bool = key(True, "also measure transformers' prompt lookup decoding")
     assistant_model: Text | None = key(
-        None, "small model with the same tokenizer; also measure transformers' assisted generation with it"
+        None,
+        "small model with the same tokenizer; also measure transformers' assisted generation"
+        " with it",
     )
-    judge_base_url: Text | None = key(None, "URL of an OpenAI-compatible server that grades with judge_model")
+    judge_base_url: Text | None = key(
+        None, "URL of an OpenAI-compatible server that grades with judge_model"
+    )
     judge_model: Text | None = key(None, "name of the judge model; default: answers are not judged")
     judge_concurrency: Int = key(4, "number of concurrent judge requests", ge=1)
     allow_code_execution: Bool = key(
-        False, "allow running the code that the model writes, in isolated processes; required by humaneval (pass@1)"
+        False,
+        "allow running the code that the model writes, in isolated processes; required by humaneval"
+        " (pass@1)",
     )
-    rouge: Bool = key(False, "score answers by ROUGE-1/2/L where the question file has a `reference` (rouge-score)")
-    calibration_tokens: Int = key(12000, "number of tokens to generate on held-out prompts for --calibrate", ge=100)
+    rouge: Bool = key(
+        False,
+        "score answers by ROUGE-1/2/L where the question file has a `reference` (rouge-score)",
+    )
+    calibration_tokens: Int = key(
+        12000, "number of tokens to generate on held-out prompts for --calibrate", ge=100
+    )
     seed: Int = key(42, "random seed", ge=0)
 
     # Servers
     server_url: Text | None = key(None, "OpenAI-compatible server to measure, http://HOST:PORT/v1")
-    against: Text | None = key(None, "server of the same model without heads; it and server_url are measured in turns")
+    against: Text | None = key(
+        None, "server of the same model without heads; it and server_url are measured in turns"
+    )
     serve: Bool = key(
         False,
-        "start and stop vLLM servers for the model, without heads and with them (or with draft: prompt_lookup, vLLM's "
-        "ngram), and measure them; environment variable VLLM_PYTHON: the interpreter that has vLLM, if not this one",
+        "start and stop vLLM servers for the model, without heads and with them (or with draft:"
+        " prompt_lookup, vLLM's ngram), and measure them; environment variable VLLM_PYTHON: the"
+        " interpreter that has vLLM, if not this one",
     )
     serve_speculative_tokens: IntList | None = key(
         None,
-        "values of num_speculative_tokens to measure; default: 1 to the number of heads, 1 to 5 (EAGLE-3), or 2, 4, 8 "
-        "(prompt_lookup)",
+        "values of num_speculative_tokens to measure; default: 1 to the number of heads, 1 to 5"
+        " (EAGLE-3), or 2, 4, 8 (prompt_lookup)",
         min_length=1,
     )
     serve_together: BoolOrAuto = key(
         "auto",
-        "keep the server without heads running beside the one with heads, and measure them in turns; false: one server "
-        "at a time, the one without heads first and last; auto: true without a GPU",
+        "keep the server without heads running beside the one with heads, and measure them in"
+        " turns; false: one server at a time, the one without heads first and last; auto: true"
+        " without a GPU",
     )
-    serve_args: TextList | None = key(None, 'more arguments of vLLM, such as ["--max-model-len", "4096"]', min_length=1)
-    serve_start_seconds: Float = key(900.0, "timeout in seconds for a server of `serve` to become ready", gt=0)
-    concurrency: IntList = key([1, 2, 4, 8, 16, 32], "numbers of concurrent conversations to measure", min_length=1)
+    serve_args: TextList | None = key(
+        None, 'more arguments of vLLM, such as ["--max-model-len", "4096"]', min_length=1
+    )
+    serve_start_seconds: Float = key(
+        900.0, "timeout in seconds for a server of `serve` to become ready", gt=0
+    )
+    concurrency: IntList = key(
+        [1, 2, 4, 8, 16, 32], "numbers of concurrent conversations to measure", min_length=1
+    )
     request_timeout: Float = key(600.0, "timeout of a request to a server in seconds", gt=0)
-    retry_seconds: Float = key(120.0, "failed requests are retried for up to this many seconds", ge=0)
-    api_key_env: Text = key("OPENAI_API_KEY", "environment variable that holds the API key of the servers")
+    retry_seconds: Float = key(
+        120.0, "failed requests are retried for up to this many seconds", ge=0
+    )
+    api_key_env: Text = key(
+        "OPENAI_API_KEY", "environment variable that holds the API key of the servers"
+    )
 
     constraints: ClassVar[tuple[Constraint, ...]] = EVAL_CONSTRAINTS
 
@@ -529,7 +722,9 @@ class EvalConfig(Config):
         """The draft without training; None: the run's heads alone."""
         if self.draft is None:
             return None
-        return LookupChoice.from_keys(self.draft, getattr(self, LOOKUPS[self.draft.rpartition("+")[2]][1]))
+        return LookupChoice.from_keys(
+            self.draft, getattr(self, LOOKUPS[self.draft.rpartition("+")[2]][1])
+        )
 
     @property
     def uses_server(self) -> bool:
@@ -538,7 +733,9 @@ class EvalConfig(Config):
 
     @property
     def ineffective_keys(self) -> tuple[str, ...]:
-        """Keys of another acceptance, of single answers in a batch, and of servers or of everything else."""
+        """Keys of another acceptance, of single answers in a batch, and of servers or of everything
+        else.
+        """
         return tuple(find_ineffective_eval_keys(self))
 
     def resolved(self) -> EvalConfig:
@@ -551,75 +748,119 @@ class EvalConfig(Config):
 class SelfDistillConfig(Config):
     """Keys of `medusa-selfdistill`."""
 
-    options: ClassVar[Mapping[str, str]] = {"base_model": "--model", "seed_dataset": "--prompts --seed"}
+    options: ClassVar[Mapping[str, str]] = {
+        "base_model": "--model",
+        "seed_dataset": "--prompts --seed",
+    }
 
     # Prompts
     seed_dataset: Text = key(
-        "tiny", "prompts: tiny, sharegpt, ultrachat, a file or directory of conversations, or the name of a hub dataset"
+        "tiny",
+        "prompts: tiny, sharegpt, ultrachat, a file or directory of conversations, or the name of a"
+        " hub dataset",
     )
-    type: Literal["auto", "sharegpt", "messages", "alpaca"] = key("auto", "record format; auto: by its keys")
+    type: Literal["auto", "sharegpt", "messages", "alpaca"] = key(
+        "auto", "record format; auto: by its keys"
+    )
     split: Text | None = key(None, "split of a hub dataset; default: train")
     skip_bad_records: Bool = key(False, "skip invalid records instead of failing")
     max_turns: Int | None = key(None, "use only the first N user turns of each conversation", ge=1)
-    min_chars: Int | None = key(None, "minimum length of a conversation's user turns in characters", ge=1)
-    max_chars: Int | None = key(None, "maximum length of a conversation's user turns in characters", ge=1)
-    sample: Int | None = key(None, "number of conversations to sample at random; default: all", ge=1)
+    min_chars: Int | None = key(
+        None, "minimum length of a conversation's user turns in characters", ge=1
+    )
+    max_chars: Int | None = key(
+        None, "maximum length of a conversation's user turns in characters", ge=1
+    )
+    sample: Int | None = key(
+        None, "number of conversations to sample at random; default: all", ge=1
+    )
     sample_seed: Int = key(42, "random seed of sample", ge=0)
-    limit: Int | None = key(None, "use only the first N prompts; mode questions: questions to write", ge=1)
+    limit: Int | None = key(
+        None, "use only the first N prompts; mode questions: questions to write", ge=1
+    )
 
     # Conversations
     mode: Literal["replay", "selftalk", "questions"] = key(
         "replay",
-        "replay: answer the user's turns; selftalk: continue from the first one, with the model in both roles; "
-        "questions: let the model write `limit` first turns, as prompts for a second run",
+        "replay: answer the user's turns; selftalk: continue from the first one, with the model in"
+        " both roles; questions: let the model write `limit` first turns, as prompts for a"
+        " second run",
     )
     rounds: Int = key(5, "maximum number of answers per conversation in selftalk", ge=1)
-    temperature: Float = key(0.3, "sampling temperature; 0: greedy; default in mode questions: 1.0", ge=0)
+    temperature: Float = key(
+        0.3, "sampling temperature; 0: greedy; default in mode questions: 1.0", ge=0
+    )
     top_p: Float = key(1.0, "sample from the fewest tokens with this total probability", gt=0, le=1)
     top_k: Int | None = key(None, "sample from the k most probable tokens; default: all", ge=1)
     max_new_tokens: Int = key(2048, "maximum length of an answer in tokens", ge=1)
-    drop_truncated: Bool = key(True, "drop answers that reached max_new_tokens, and the turns after them")
-    drop_looping: Bool = key(True, "drop answers that repeat eight words three times, and the turns after them")
+    drop_truncated: Bool = key(
+        True, "drop answers that reached max_new_tokens, and the turns after them"
+    )
+    drop_looping: Bool = key(
+        True, "drop answers that repeat eight words three times, and the turns after them"
+    )
     seed: Int = key(42, "random seed of sampling", ge=0)
 
     # Model or server
     engine: Literal["local", "openai"] | None = key(
-        None, "local: run the model in this process; openai: use an OpenAI-compatible server; default: by server_url"
+        None,
+        "local: run the model in this process; openai: use an OpenAI-compatible server; default: by"
+        " server_url",
     )
     base_model: Text | None = key(
-        None, "model: a Hugging Face directory, a hub name or a run; on a server, its name there; default: data/tiny"
+        None,
+        "model: a Hugging Face directory, a hub name or a run; on a server, its name there;"
+        " default: data/tiny",
     )
     trust_remote_code: Bool = key(False, "allow Python code from the model's repository")
-    chat_template: Text | None = key(None, "name of the chat template, or a .jinja file; default: the tokenizer's")
+    chat_template: Text | None = key(
+        None, "name of the chat template, or a .jinja file; default: the tokenizer's"
+    )
     chat_template_kwargs: TemplateKwargs | None = key(
-        None, "variables of the template, such as {enable_thinking: false}; sent to a server as they are"
+        None,
+        "variables of the template, such as {enable_thinking: false}; sent to a server as they are",
     )
     reasoning_tags: ReasoningTags = key(
-        ("<think>", "</think>"), "tags around the reasoning part of an answer; join `reasoning_content` and `content`"
+        ("<think>", "</think>"),
+        "tags around the reasoning part of an answer; join `reasoning_content` and `content`",
     )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = key("auto", "auto: the fastest on this device")
-    batch_size: Int | None = key(None, "rows of a batch (engine: local); default: 16, 1 in float32 or with heads", ge=1)
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
+        "auto", "auto: the fastest on this device"
+    )
+    batch_size: Int | None = key(
+        None, "rows of a batch (engine: local); default: 16, 1 in float32 or with heads", ge=1
+    )
     compile: BoolOrAuto = key(
         False,
-        "compile decoding with torch.compile (engine: local): faster steps, one to several minutes of additional "
-        "start-up time; auto: if that is expected to save time in all, and never for single rows in float32, whose "
-        "answers are reproducible",
+        "compile decoding with torch.compile (engine: local): faster steps, one to several minutes"
+        " of additional start-up time; auto: if that is expected to save time in all, and never for"
+        " single rows in float32, whose answers are reproducible",
     )
-    heads: Text | None = key(None, "run or directory of heads to decode with; its backbone is the default model")
+    heads: Text | None = key(
+        None, "run or directory of heads to decode with; its backbone is the default model"
+    )
     server_url: TextList | None = key(
-        None, "URL of the server, http://HOST:PORT/v1, or a list of servers with the same model", min_length=1
+        None,
+        "URL of the server, http://HOST:PORT/v1, or a list of servers with the same model",
+        min_length=1,
     )
-    concurrency: Int = key(64, "maximum number of concurrent requests to each server", ge=1, le=1024)
+    concurrency: Int = key(
+        64, "maximum number of concurrent requests to each server", ge=1, le=1024
+    )
     request_timeout: Float = key(600.0, "timeout of a request in seconds", gt=0)
-    retry_seconds: Float = key(900.0, "failed requests are retried for up to this many seconds", ge=0)
+    retry_seconds: Float = key(
+        900.0, "failed requests are retried for up to this many seconds", ge=0
+    )
     api_key_env: Text = key("OPENAI_API_KEY", "environment variable that holds the API key")
-    output: Text | None = key(None, "JSONL file to write; default: runs/selfdistill/SEED_DATASET.jsonl")
+    output: Text | None = key(
+        None, "JSONL file to write; default: runs/selfdistill/SEED_DATASET.jsonl"
+    )
 
     constraints: ClassVar[tuple[Constraint, ...]] = SELFDISTILL_CONSTRAINTS
 
     def resolved(self) -> SelfDistillConfig:
-        """Fill in `engine` (openai if `server_url` is set), `base_model` (data/tiny, unless `heads` is set), and the
-        temperature of mode questions.
+        """Fill in `engine` (openai if `server_url` is set), `base_model` (data/tiny, unless `heads`
+        is set), and the temperature of mode questions.
         """
         engine = self.engine or ("openai" if self.server_url else "local")
         base = self.base_model or ("data/tiny" if self.heads is None else None)
@@ -632,9 +873,15 @@ class SelfDistillConfig(Config):
 class ExportConfig(Config):
     """Keys of `medusa-export`."""
 
-    run: Text | None = key(None, "run directory or directory of heads; default: the newest run in runs/")
-    to: ExportTarget = key("reference", "layout to write; merged: the jointly trained backbone with its adapter merged")
-    output_dir: Text | None = key(None, "directory to write; default: export/TO in the run directory")
+    run: Text | None = key(
+        None, "run directory or directory of heads; default: the newest run in runs/"
+    )
+    to: ExportTarget = key(
+        "reference", "layout to write; merged: the jointly trained backbone with its adapter merged"
+    )
+    output_dir: Text | None = key(
+        None, "directory to write; default: export/TO in the run directory"
+    )
     base_model: Text | None = key(None, "backbone to name in config.json; default: the run's")
     license: Text | None = key(None, "license in the model card; default: the base model's")
     push_to_hub: Text | None = key(None, "hub repository (OWNER/NAME) to upload the export to")

@@ -1,7 +1,7 @@
 """Define the value types of configuration keys and the base class of configurations.
 
-PyYAML reads `1e-3` as text and `yes` as a boolean: number keys accept the first and reject the second. Each type
-raises `PydanticCustomError`, whose text is shown to the user unchanged.
+PyYAML reads `1e-3` as text and `yes` as a boolean: number keys accept the first and reject the
+second. Each type raises `PydanticCustomError`, whose text is shown to the user unchanged.
 """
 
 from __future__ import annotations
@@ -24,7 +24,14 @@ SCHEDULES = r"^(constant|linear|sine|sine_(0?\.[0-9]*[1-9][0-9]*|1(\.0*)?))$"
 
 #: What the rendering of a chat sets: arguments of a template that no configuration may set.
 _RENDERING = frozenset(
-    {"messages", "conversations", "chat_template", "add_generation_prompt", "continue_final_message", "tools"}
+    {
+        "messages",
+        "conversations",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tools",
+    }
     | {"documents", "return_assistant_tokens_mask"}
 )
 
@@ -92,7 +99,9 @@ def _as_bool(value: object) -> object:
 def _as_text(value: object) -> object:
     if isinstance(value, str):
         if not value.strip():
-            raise PydanticCustomError("config_type", "is empty; leave the key out, or give it a value")
+            raise PydanticCustomError(
+                "config_type", "is empty; leave the key out, or give it a value"
+            )
         return value
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
@@ -151,10 +160,14 @@ def _as_reasoning_tags(value: object) -> object:
 
 
 def _as_schedule(value: object) -> object:
-    """Validate a schedule of lambda0 (names of Axolotl's Medusa fork); sine_R rises over the fraction R of the run."""
+    """Validate a schedule of lambda0 (names of Axolotl's Medusa fork); sine_R rises over the
+    fraction R of the run.
+    """
     if isinstance(value, str) and re.fullmatch(SCHEDULES, value):
         return value
-    raise _type_error("constant, linear, sine, or sine_R with a share R of the run such as sine_0.5", value)
+    raise _type_error(
+        "constant, linear, sine, or sine_R with a share R of the run such as sine_0.5", value
+    )
 
 
 def _as_list(value: object) -> object:
@@ -175,18 +188,24 @@ Text = Annotated[str, BeforeValidator(_as_text), WithJsonSchema({"type": ["strin
 BoolOrAuto = Annotated[bool | Literal["auto"], BeforeValidator(_as_bool_or_auto)]
 #: None (a new run), "latest" or a path.
 Resume = Annotated[
-    str | None, BeforeValidator(_as_resume), WithJsonSchema({"type": ["boolean", "string", "integer", "null"]})
+    str | None,
+    BeforeValidator(_as_resume),
+    WithJsonSchema({"type": ["boolean", "string", "integer", "null"]}),
 ]
 #: int: interval in optimizer steps; float: interval as a fraction of the run.
 Interval = Annotated[int | float, BeforeValidator(_as_interval)]
-TextList = Annotated[list[Text], BeforeValidator(_as_list), WithJsonSchema(_one_or_more({"type": "string"}))]
+TextList = Annotated[
+    list[Text], BeforeValidator(_as_list), WithJsonSchema(_one_or_more({"type": "string"}))
+]
 #: Positive integers; a single one is a list of one.
 IntList = Annotated[
     list[Annotated[int, BeforeValidator(_as_int), Field(ge=1)]],
     BeforeValidator(_as_list),
     WithJsonSchema(_one_or_more({"type": "integer", "minimum": 1})),
 ]
-TextOrMapping = Annotated[str | dict[str, Any], BeforeValidator(lambda x: x if isinstance(x, dict) else _as_text(x))]
+TextOrMapping = Annotated[
+    str | dict[str, Any], BeforeValidator(lambda x: x if isinstance(x, dict) else _as_text(x))
+]
 #: Variables of a chat template, by name.
 TemplateKwargs = Annotated[dict[str, Any], BeforeValidator(_as_template_kwargs)]
 #: The tags before and after the reasoning part of an answer.
@@ -199,13 +218,25 @@ ReasoningTags = Annotated[
 Quantization = Literal["nf4", "int8"]
 #: Layout of an export; "merged" is the backbone with its adapter merged.
 ExportTarget = Literal[
-    "reference", "reference-v2", "tgi", "vllm", "sglang", "speculators", "trtllm", "transformers", "merged"
+    "reference",
+    "reference-v2",
+    "tgi",
+    "vllm",
+    "sglang",
+    "speculators",
+    "trtllm",
+    "transformers",
+    "merged",
 ]
 ExportTargets = Annotated[
-    list[ExportTarget], BeforeValidator(_as_list), WithJsonSchema(_one_or_more({"enum": list(get_args(ExportTarget))}))
+    list[ExportTarget],
+    BeforeValidator(_as_list),
+    WithJsonSchema(_one_or_more({"enum": list(get_args(ExportTarget))})),
 ]
 #: "constant", "linear", "sine" or "sine_R".
-Schedule = Annotated[str, BeforeValidator(_as_schedule), WithJsonSchema({"type": "string", "pattern": SCHEDULES})]
+Schedule = Annotated[
+    str, BeforeValidator(_as_schedule), WithJsonSchema({"type": "string", "pattern": SCHEDULES})
+]
 
 
 Self = TypeVar("Self", bound="Config")
@@ -220,12 +251,13 @@ def key(default: Any, description: str, **limits: Any) -> Any:
 class Constraint:
     """A condition on several keys that a configuration must not violate.
 
-    It is checked only if each of `keys` has a valid value, so that it can be reported together with errors in other
-    keys.
+    It is checked only if each of `keys` has a valid value, so that it can be reported together with
+    errors in other keys.
 
     Attributes:
         keys: the keys that it reads; the problem is reported at the first one that the user set.
-        violated: function of the configuration that returns True for values that are not allowed; reads only `keys`.
+        violated: function of the configuration that returns True for values that are not allowed;
+            reads only `keys`.
         message: what is wrong and what to do.
     """
 
@@ -235,7 +267,8 @@ class Constraint:
 
 
 class Config(BaseModel):
-    """Base class of configurations: flat keys, read by `load.load_config`, which reports all problems at once.
+    """Base class of configurations: flat keys, read by `load.load_config`, which reports all
+    problems at once.
 
     The constructor validates single values; constraints between keys are checked by `load_config`.
     """
@@ -253,19 +286,29 @@ class Config(BaseModel):
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """Keys that the user set and that have no effect, but for those left at a default of false, 0 or null."""
+        """Keys that the user set and that have no effect, but for those left at a default of false,
+        0 or null.
+        """
         names = self.model_fields_set.intersection(self.ineffective_keys)
         fields = type(self).model_fields
-        names = {name for name in names if getattr(self, name) or getattr(self, name) != fields[name].default}
+        names = {
+            name
+            for name in names
+            if getattr(self, name) or getattr(self, name) != fields[name].default
+        }
         return tuple(sorted({*self._ignored, *names}))
 
     @classmethod
     def option_of(cls, name: str) -> str:
-        """Return a key's option, or several with spaces: `max_new_tokens` is --max-new-tokens, but for some keys."""
+        """Return a key's option, or several with spaces: `max_new_tokens` is --max-new-tokens, but
+        for some keys.
+        """
         return cls.options.get(name, f"--{name.replace('_', '-')}")
 
     def origin(self, name: str) -> tuple[str, ...]:
-        """Return where a key was set: locations in files, overrides, flags; empty if it was not set."""
+        """Return where a key was set: locations in files, overrides, flags; empty if it was not
+        set.
+        """
         return self._origins.get(name, ())
 
     @property

@@ -1,6 +1,7 @@
 """Parse YAML into plain values and record the line of every key, for error messages.
 
-PyYAML's loader drops line numbers and silently keeps the last of two equal keys, so the node tree is walked here.
+PyYAML's loader drops line numbers and silently keeps the last of two equal keys, so the node tree
+is walked here.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from medusa_train.errors import ConfigError
 
 
 class StringDateLoader(yaml.SafeLoader):
-    """SafeLoader that reads dates as text: no key takes a date, and names of runs often look like one."""
+    """SafeLoader that reads dates as text: no key takes a date, and names of runs often look like
+    one.
+    """
 
 
 StringDateLoader.yaml_implicit_resolvers = {
@@ -27,7 +30,9 @@ StringDateLoader.yaml_implicit_resolvers = {
 
 
 def _plain_integer(loader: StringDateLoader, node: yaml.ScalarNode) -> int | str:
-    """Read only decimal literals as numbers: 0123, 1_000, 12:30 and 0x1F may be names (numeric keys parse text)."""
+    """Read only decimal literals as numbers: 0123, 1_000, 12:30 and 0x1F may be names (numeric keys
+    parse text).
+    """
     return int(node.value) if re.fullmatch(r"[-+]?(0|[1-9][0-9]*)", node.value) else str(node.value)
 
 
@@ -45,7 +50,8 @@ class YamlSource:
         name: name of the whole source ("configs/x.yaml").
         values: nested plain values.
         locations: location of each key and list item ("configs/x.yaml:12").
-        problems: (path, message) of errors that are known from parsing: duplicate keys, bad overrides.
+        problems: (path, message) of errors that are known from parsing: duplicate keys, bad
+            overrides.
     """
 
     name: str
@@ -76,14 +82,18 @@ def read_yaml(text: str, name: str) -> YamlSource:
         loader = StringDateLoader(text)
         root = loader.get_single_node()
         if root is None:
-            raise ConfigError(f"{name}: is empty; a configuration holds lines like `base_model: data/tiny`")
+            raise ConfigError(
+                f"{name}: is empty; a configuration holds lines like `base_model: data/tiny`"
+            )
         if not isinstance(root, yaml.MappingNode):
             kind = "a list" if isinstance(root, yaml.SequenceNode) else "plain text"
             raise ConfigError(f"{name}:{_line(root)}: expected `key: value` lines, found {kind}")
         source.values = _NodeReader(loader, source).read(root, ())
     except yaml.MarkedYAMLError as error:
         line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise ConfigError(f"{name}{line}: not valid YAML: {error.problem or error.context}") from None
+        raise ConfigError(
+            f"{name}{line}: not valid YAML: {error.problem or error.context}"
+        ) from None
     except RecursionError:
         raise ConfigError(f"{name}: not valid YAML: nested too deeply") from None
     except yaml.YAMLError as error:
@@ -107,11 +117,15 @@ class _NodeReader:
     def __init__(self, loader: yaml.SafeLoader, source: YamlSource) -> None:
         self.loader = loader
         self.source = source
-        self.open: set[int] = set()  # ids of the nodes being read, to detect an alias that contains itself
+        self.open: set[int] = (
+            set()
+        )  # ids of the nodes being read, to detect an alias that contains itself
 
     def read(self, node: yaml.Node, path: KeyPath) -> Any:
         if id(node) in self.open:
-            raise ConfigError(f"{self._location(node)}: {format_path(path)}: the alias contains itself")
+            raise ConfigError(
+                f"{self._location(node)}: {format_path(path)}: the alias contains itself"
+            )
         self.open.add(id(node))
         try:
             if isinstance(node, yaml.MappingNode):
@@ -125,8 +139,14 @@ class _NodeReader:
     def _scalar(self, node: yaml.Node, path: KeyPath) -> Any:
         try:
             return self.loader.construct_object(node)
-        except (ValueError, KeyError, AttributeError):  # 0b_, thousands of digits, !!bool maybe, !!timestamp x
-            raise ConfigError(f"{self._location(node)}: {format_path(path)}: cannot be read as a value") from None
+        except (
+            ValueError,
+            KeyError,
+            AttributeError,
+        ):  # 0b_, thousands of digits, !!bool maybe, !!timestamp x
+            raise ConfigError(
+                f"{self._location(node)}: {format_path(path)}: cannot be read as a value"
+            ) from None
 
     def _item(self, node: yaml.Node, path: KeyPath) -> Any:
         self.source.locations[path] = self._location(node)
@@ -135,16 +155,26 @@ class _NodeReader:
     def _entries(self, node: yaml.MappingNode, path: KeyPath) -> Iterator[tuple[str, Any]]:
         self._drop_empty_duplicates(node)
         self._report_duplicates(node, path)
-        self.loader.flatten_mapping(node)  # `<<: *base`: merged keys come first, so that explicit ones override them
-        node.value = list({key.value: (key, value) for key, value in node.value}.values())  # an alias is read again
+        self.loader.flatten_mapping(
+            node
+        )  # `<<: *base`: merged keys come first, so that explicit ones override them
+        node.value = list(
+            {key.value: (key, value) for key, value in node.value}.values()
+        )  # an alias is read again
         for key, value in node.value:
             child = (*path, str(key.value))
             self.source.locations[child] = self._location(key)
             yield str(key.value), self.read(value, child)
 
     def _drop_empty_duplicates(self, node: yaml.MappingNode) -> None:
-        """Drop an empty key that is set elsewhere in its mapping, common in YAML files that list every key."""
-        entries = [(key.value, _is_null(value)) for key, value in node.value if isinstance(key, yaml.ScalarNode)]
+        """Drop an empty key that is set elsewhere in its mapping, common in YAML files that list
+        every key.
+        """
+        entries = [
+            (key.value, _is_null(value))
+            for key, value in node.value
+            if isinstance(key, yaml.ScalarNode)
+        ]
         filled = {name for name, empty in entries if not empty}
         node.value = [
             (key, value)

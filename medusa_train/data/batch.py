@@ -1,4 +1,6 @@
-"""Batches of tokenized conversations: collation, sample packing, and the shifted labels of each head."""
+"""Batches of tokenized conversations: collation, sample packing, and the shifted labels of each
+head.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,13 @@ class Batch:
 
     Attributes:
         tokens: int64 [B, T].
-        labels: int64 [B, T], the token itself where it is supervised, else `IGNORE_INDEX`; not shifted.
+        labels: int64 [B, T], the token itself where it is supervised, else `IGNORE_INDEX`; not
+            shifted.
         positions: int64 [B, T], from 0 in each document; they continue over padding.
         segments: int64 [B, T], index of the document within its row; -1 for padding.
         records: `file:line` of each document, row by row.
-        documents: the documents of each row, on the CPU; None where the rows were not collated from examples.
+        documents: the documents of each row, on the CPU; None where the rows were not collated from
+            examples.
     """
 
     tokens: Tensor
@@ -50,7 +54,9 @@ def collate(rows: Sequence[Sequence[Example]]) -> Batch:
     segments    0 0 0 1 1 -
     """
     shape = (len(rows), max(sum(len(example) for example in row) for row in rows))
-    tokens = torch.zeros(shape, dtype=torch.long)  # padding is masked: any token with an embedding will do
+    tokens = torch.zeros(
+        shape, dtype=torch.long
+    )  # padding is masked: any token with an embedding will do
     labels = torch.full(shape, IGNORE_INDEX, dtype=torch.long)
     positions = torch.zeros(shape, dtype=torch.long)
     segments = torch.full(shape, -1, dtype=torch.long)
@@ -59,19 +65,29 @@ def collate(rows: Sequence[Sequence[Example]]) -> Batch:
         for segment, example in enumerate(row):
             end = start + len(example)
             tokens[number, start:end] = example.tokens
-            labels[number, start:end] = torch.where(example.supervised, example.tokens.long(), IGNORE_INDEX)
+            labels[number, start:end] = torch.where(
+                example.supervised, example.tokens.long(), IGNORE_INDEX
+            )
             positions[number, start:] = torch.arange(shape[1] - start)
             segments[number, start:end] = segment
             start = end
-    return Batch(tokens, labels, positions, segments, [example.source for row in rows for example in row], rows)
+    return Batch(
+        tokens,
+        labels,
+        positions,
+        segments,
+        [example.source for row in rows for example in row],
+        rows,
+    )
 
 
 def shift_labels(labels: Tensor, k: int, segments: Tensor) -> Tensor:
     """Align labels with the positions that predict them: `out[b, t] = labels[b, t + k + 1]`.
 
-    k = 0 is next-token prediction by the language model; Medusa head k >= 1 predicts the token k + 1 positions ahead
-    (Medusa, Medusa Heads). Only the label decides whether a position counts: position t itself may be in a prompt.
-    Targets never cross a document boundary, and the last k + 1 positions have none.
+    k = 0 is next-token prediction by the language model; Medusa head k >= 1 predicts the token k +
+    1 positions ahead (Medusa, Medusa Heads). Only the label decides whether a position counts:
+    position t itself may be in a prompt. Targets never cross a document boundary, and the last k +
+    1 positions have none.
 
         labels    a b c | d e f        (two documents, segments 0 0 0 1 1 1)
         shift 0   b c - | e f -
@@ -88,26 +104,35 @@ def shift_labels(labels: Tensor, k: int, segments: Tensor) -> Tensor:
     offset = k + 1
     out = torch.full_like(labels, IGNORE_INDEX)
     if offset < labels.shape[1]:
-        out[:, :-offset] = torch.where(segments[:, offset:] == segments[:, :-offset], labels[:, offset:], IGNORE_INDEX)
+        out[:, :-offset] = torch.where(
+            segments[:, offset:] == segments[:, :-offset], labels[:, offset:], IGNORE_INDEX
+        )
     return out
 
 
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Pack whole documents into rows of at most `capacity` tokens (first-fit decreasing bin packing).
+    """Pack whole documents into rows of at most `capacity` tokens (first-fit decreasing bin
+    packing).
 
-    Documents are placed from the longest to the shortest (ties in the order of `lengths`), each into the first row
-    with enough space. This takes at most 11/9 of the optimal number of rows, plus one.
+    Documents are placed from the longest to the shortest (ties in the order of `lengths`), each
+    into the first row with enough space. This takes at most 11/9 of the optimal number of rows,
+    plus one.
 
         capacity 10, lengths 4 7 3 6   ->   rows [7 3] [6 4], that is [[1, 2], [3, 0]]
 
-    A segment tree over the free space of each row finds the first fit, so n documents take O(n log n).
+    A segment tree over the free space of each row finds the first fit, so n documents take O(n log
+    n).
     """
     if not lengths:
         return []
     if min(lengths) < 1 or max(lengths) > capacity:
-        raise ValueError(f"documents must have 1 to {capacity} tokens, got {min(lengths)} to {max(lengths)}")
+        raise ValueError(
+            f"documents must have 1 to {capacity} tokens, got {min(lengths)} to {max(lengths)}"
+        )
     leaves = 1 << (len(lengths) - 1).bit_length()
-    free = [capacity] * (2 * leaves)  # node n has children 2n and 2n + 1, and the maximum of their free space
+    free = [capacity] * (
+        2 * leaves
+    )  # node n has children 2n and 2n + 1, and the maximum of their free space
     rows: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
         node = 1

@@ -1,7 +1,7 @@
 """Built-in chat templates, written from the published prompt formats, and templates in files.
 
-Each is a Jinja template as Hugging Face tokenizers use them. Assistant text and its end token are enclosed in
-`{% generation %}` marks, for programs that derive a loss mask from them.
+Each is a Jinja template as Hugging Face tokenizers use them. Assistant text and its end token are
+enclosed in `{% generation %}` marks, for programs that derive a loss mask from them.
 """
 
 from __future__ import annotations
@@ -18,13 +18,16 @@ TEMPLATE_SUFFIX = ".jinja"
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """A chat template and the token that ends its answers: None for the tokenizer's EOS token, '' if it is unknown."""
+    """A chat template and the token that ends its answers: None for the tokenizer's EOS token, ''
+    if it is unknown.
+    """
 
     source: str
     answer_end: str | None = None
 
 
-# The system prompt that Vicuna v1.1 and later were trained with; their answers are worse without it.
+# The system prompt that Vicuna v1.1 and later were trained with; their answers are worse without
+# it.
 _VICUNA_SYSTEM = (
     "A chat between a curious user and an artificial intelligence assistant. "
     "The assistant gives helpful, detailed, and polite answers to the user's questions."
@@ -45,23 +48,17 @@ _VICUNA = (
     + "{{ (system or "
     + repr(_VICUNA_SYSTEM)
     + ") + ' ' }}"
-    + "{% for message in turns %}"
-    "{% if message['role'] == 'user' %}{{ 'USER: ' + message['content'] }}"
-    "{% else %}"
-    "{{ ' ASSISTANT:' }}{% generation %}{{ ' ' + message['content'] + eos_token }}{% endgeneration %}"
-    "{% endif %}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ ' ASSISTANT:' }}{% endif %}"
+    + "{% for message in turns %}{% if message['role'] == 'user' %}{{ 'USER: ' + message['content']"
+    " }}{% else %}{{ ' ASSISTANT:' }}{% generation %}{{ ' ' + message['content'] + eos_token }}{%"
+    " endgeneration %}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ ' ASSISTANT:' }}{%"
+    " endif %}"
 )
 
 _ZEPHYR = (
-    "{% for message in messages %}"
-    "{% if message['role'] == 'assistant' %}"
-    "{{ '<|assistant|>\\n' }}{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}{{ '\\n' }}"
-    "{% else %}{{ '<|' + message['role'] + '|>\\n' + message['content'] + eos_token + '\\n' }}"
-    "{% endif %}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
+    "{% for message in messages %}{% if message['role'] == 'assistant' %}{{ '<|assistant|>\\n' }}{%"
+    " generation %}{{ message['content'] + eos_token }}{% endgeneration %}{{ '\\n' }}{% else %}{{"
+    " '<|' + message['role'] + '|>\\n' + message['content'] + eos_token + '\\n' }}{% endif %}{%"
+    " endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
 )
 
 _CHATML = (
@@ -88,15 +85,11 @@ _LLAMA_2 = (
 )
 
 _LLAMA_3 = (
-    "{{ bos_token }}"
-    "{% for message in messages %}"
-    "{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}"
-    "{% if message['role'] == 'assistant' %}"
-    "{% generation %}{{ message['content'] | trim + '<|eot_id|>' }}{% endgeneration %}"
-    "{% else %}{{ message['content'] | trim + '<|eot_id|>' }}"
-    "{% endif %}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
+    "{{ bos_token }}{% for message in messages %}{{ '<|start_header_id|>' + message['role'] +"
+    " '<|end_header_id|>\\n\\n' }}{% if message['role'] == 'assistant' %}{% generation %}{{"
+    " message['content'] | trim + '<|eot_id|>' }}{% endgeneration %}{% else %}{{ message['content']"
+    " | trim + '<|eot_id|>' }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{"
+    " '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
 )
 
 _MISTRAL = (
@@ -121,7 +114,9 @@ TEMPLATES: dict[str, Template] = {
 
 
 def get_template(name: str) -> Template:
-    """Return a built-in template by name, or that in a Jinja file, relative to the working directory or the project."""
+    """Return a built-in template by name, or that in a Jinja file, relative to the working
+    directory or the project.
+    """
     if name in TEMPLATES:
         return TEMPLATES[name]
     if name.endswith(TEMPLATE_SUFFIX):
@@ -135,6 +130,6 @@ def get_template(name: str) -> Template:
     near = difflib.get_close_matches(name, TEMPLATES, n=1)
     hint = f"did you mean '{near[0]}'? " if near else ""
     raise ConfigError(
-        f"chat template '{name}' is unknown; {hint}choose {', '.join(TEMPLATES)}, or a .jinja file, or leave it out "
-        "for the tokenizer's own"
+        f"chat template '{name}' is unknown; {hint}choose {', '.join(TEMPLATES)}, or a .jinja file,"
+        " or leave it out for the tokenizer's own"
     )

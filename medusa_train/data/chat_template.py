@@ -1,4 +1,6 @@
-"""Rendering of chats: prompts, answers as they are generated, and the character spans of message contents."""
+"""Rendering of chats: prompts, answers as they are generated, and the character spans of message
+contents.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,14 @@ from medusa_train.errors import ConfigError
 
 Span = tuple[int, int]
 
-#: Written by templates that print today's date (`strftime_now`); the one that Llama 3 falls back to.
+#: Written by templates that print today's date (`strftime_now`); the one that Llama 3 falls back
+# to.
 DATE = datetime.date(2024, 7, 26)
 
-_CHANGED = "the chat template modifies message contents, so their positions in the text cannot be determined"
+_CHANGED = (
+    "the chat template modifies message contents, so their positions in the text cannot be"
+    " determined"
+)
 
 
 class ChatTemplateError(ValueError):
@@ -57,7 +63,8 @@ class ChatTemplate:
 
     Attributes:
         special_tokens: the special tokens that it may use, by name (`bos_token`, ...).
-        added_tokens: all tokens that the tokenizer never splits, among them those that may end an answer.
+        added_tokens: all tokens that the tokenizer never splits, among them those that may end an
+            answer.
         kwargs: further variables of the template, such as `enable_thinking`.
     """
 
@@ -68,7 +75,9 @@ class ChatTemplate:
     reasoning_tags: ReasoningTags = REASONING_TAGS
 
     def render(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
-        """Render the chat, with `prompt` plus the generation prompt; ChatTemplateError if the template rejects it."""
+        """Render the chat, with `prompt` plus the generation prompt; ChatTemplateError if the
+        template rejects it.
+        """
         try:
             texts, _ = render_jinja_template(
                 conversations=[[message.as_dict() for message in messages]],
@@ -83,15 +92,24 @@ class ChatTemplate:
         return str(texts[0])
 
     def describe_unused_kwargs(self) -> str | None:
-        """Name the variables in `kwargs` that the template does not have, such as mistyped ones; None if it has all."""
-        unused = [name for name in self.kwargs if not re.search(rf"\b{re.escape(name)}\b", self.source)]
-        return f"chat_template_kwargs: not in the chat template: {', '.join(unused)}" if unused else None
+        """Name the variables in `kwargs` that the template does not have, such as mistyped ones;
+        None if it has all.
+        """
+        unused = [
+            name for name in self.kwargs if not re.search(rf"\b{re.escape(name)}\b", self.source)
+        ]
+        return (
+            f"chat_template_kwargs: not in the chat template: {', '.join(unused)}"
+            if unused
+            else None
+        )
 
     def answers(self, messages: Sequence[Message]) -> list[RenderedAnswer]:
         """Return every answer of the chat as it is generated.
 
-        An answer is the text that the template renders for it as the last message. Where the template does not keep
-        its content there (DeepSeek-R1's drops the reasoning even then), it is the content, followed by the end token.
+        An answer is the text that the template renders for it as the last message. Where the
+        template does not keep its content there (DeepSeek-R1's drops the reasoning even then), it
+        is the content, followed by the end token.
         """
         indices = [index for index, message in enumerate(messages) if message.role == "assistant"]
         if not indices:
@@ -101,35 +119,60 @@ class ChatTemplate:
         answers = []
         for number, (index, prompt) in enumerate(zip(indices, prompts, strict=True)):
             content = self._without_prompted(prompt, messages[index].content)
-            # Most templates render an answer alike in the next prompt, which saves rendering it as the last message.
+            # Most templates render an answer alike in the next prompt, which saves rendering it as
+            # the last message.
             following = prompts[number + 1 : number + 2]
             text = _rendered_answer(following[0], prompt, lead, content, end) if following else None
             if text is None:
-                text = _rendered_answer(self.render(messages[: index + 1]), prompt, lead, content, end)
+                text = _rendered_answer(
+                    self.render(messages[: index + 1]), prompt, lead, content, end
+                )
             if text is None:
-                if content == messages[index].content and not messages[index].is_cut:  # no opening tag was removed
+                if (
+                    content == messages[index].content and not messages[index].is_cut
+                ):  # no opening tag was removed
                     content = self._with_closed_reasoning(prompt, content)
                 text = (lead if lead.isspace() else "") + content + end
             message = messages[index]
             if message.is_cut:  # within its reasoning, or after it
                 opened, closed = map((prompt + content).rfind, self.reasoning_tags)
                 text = content if opened > closed else text.removesuffix(end)
-            answers.append(RenderedAnswer(index, prompt, text, "" if message.is_cut else end, message.token_ids))
+            answers.append(
+                RenderedAnswer(
+                    index, prompt, text, "" if message.is_cut else end, message.token_ids
+                )
+            )
         return answers
 
     def opened_reasoning(self, prompt: str) -> str:
-        """Return the end of a rendered prompt that opens the reasoning, such as `<think>` and a line break, or ''."""
-        opening = self.reasoning_tags[0]
-        return prompt[len(prompt.rstrip()) - len(opening) :] if prompt.rstrip().endswith(opening) else ""
-
-    def content_spans(self, messages: Sequence[Message], roles: Collection[Role]) -> dict[int, Span]:
-        """Return the character spans in `render(messages, prompt=True)` of the contents of all messages of `roles`.
-
-        The chat is rendered again with a placeholder for each of them; the text around the placeholders must equal the
-        text around the contents. A template may strip white space around a content.
+        """Return the end of a rendered prompt that opens the reasoning, such as `<think>` and a
+        line break, or ''.
         """
-        located = {index: _placeholder(index) for index, message in enumerate(messages) if message.role in roles}
-        replaced = [Message(m.role, located.get(index, m.content)) for index, m in enumerate(messages)]
+        opening = self.reasoning_tags[0]
+        return (
+            prompt[len(prompt.rstrip()) - len(opening) :]
+            if prompt.rstrip().endswith(opening)
+            else ""
+        )
+
+    def content_spans(
+        self, messages: Sequence[Message], roles: Collection[Role]
+    ) -> dict[int, Span]:
+        """Return the character spans in `render(messages, prompt=True)` of the contents of all
+        messages of `roles`.
+
+        The chat is rendered again with a placeholder for each of them; the text around the
+        placeholders must equal the text around the contents. A template may strip white space
+        around a content.
+        """
+        located = {
+            index: _placeholder(index)
+            for index, message in enumerate(messages)
+            if message.role in roles
+        }
+        replaced = [
+            Message(m.role, located.get(index, m.content)) for index, m in enumerate(messages)
+        ]
         text, outline = self.render(messages, prompt=True), self.render(replaced, prompt=True)
         if not located:
             return {}
@@ -150,21 +193,29 @@ class ChatTemplate:
         return spans
 
     def _around_answer(self, messages: Sequence[Message], prompt: str) -> tuple[str, str]:
-        """Return what the template writes between `prompt` and the content of a last answer, and its end token.
+        """Return what the template writes between `prompt` and the content of a last answer, and
+        its end token.
 
-        The end is what follows the content, up to the first added token; without one, up to trailing white space. So
-        neither the line break before the next turn nor a token that closes the whole text belongs to the answer.
+        The end is what follows the content, up to the first added token; without one, up to
+        trailing white space. So neither the line break before the next turn nor a token that closes
+        the whole text belongs to the answer.
         """
         placeholder = _placeholder(len(messages))
-        before, found, after = self.render([*messages, Message("assistant", placeholder)]).rpartition(placeholder)
+        before, found, after = self.render(
+            [*messages, Message("assistant", placeholder)]
+        ).rpartition(placeholder)
         if not found:
             raise ChatTemplateError("the chat template leaves out the content of answers")
-        return before[len(prompt) :] if before.startswith(prompt) else "", _end_of_answer(after, self.added_tokens)
+        return before[len(prompt) :] if before.startswith(prompt) else "", _end_of_answer(
+            after, self.added_tokens
+        )
 
     def _without_prompted(self, prompt: str, content: str) -> str:
-        """Return an answer's content without what the generation prompt already says of its reasoning.
+        """Return an answer's content without what the generation prompt already says of its
+        reasoning.
 
-        That is the opening tag, or all of the reasoning where the prompt closes it (`enable_thinking: false`).
+        That is the opening tag, or all of the reasoning where the prompt closes it
+        (`enable_thinking: false`).
         """
         opening, closing = self.reasoning_tags
         if prompt.rstrip().endswith(closing):
@@ -175,7 +226,9 @@ class ChatTemplate:
         return content
 
     def _with_closed_reasoning(self, prompt: str, content: str) -> str:
-        """Return the content, after an empty reasoning part where the prompt opens one that the content lacks."""
+        """Return the content, after an empty reasoning part where the prompt opens one that the
+        content lacks.
+        """
         closing = self.reasoning_tags[1]
         is_open = bool(self.opened_reasoning(prompt)) and closing not in content
         return f"\n{closing}\n\n{content}" if is_open else content
@@ -183,12 +236,18 @@ class ChatTemplate:
 
 @lru_cache(maxsize=8)
 def _without_today(source: str) -> str:
-    """Replace today's date by `DATE`, so that tokens do not change from day to day and a run can be resumed."""
-    return re.sub(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)", lambda call: repr(DATE.strftime(call[2])), source)
+    """Replace today's date by `DATE`, so that tokens do not change from day to day and a run can be
+    resumed.
+    """
+    return re.sub(
+        r"strftime_now\(\s*(['\"])(.*?)\1\s*\)", lambda call: repr(DATE.strftime(call[2])), source
+    )
 
 
 def _rendered_answer(rendered: str, prompt: str, lead: str, content: str, end: str) -> str | None:
-    """Return the answer that follows `prompt` in `rendered`, if its content is unchanged or only stripped."""
+    """Return the answer that follows `prompt` in `rendered`, if its content is unchanged or only
+    stripped.
+    """
     for words in (content, content.strip()):
         text = lead + words + end
         if rendered.startswith(prompt) and rendered.startswith(text, len(prompt)):
@@ -196,7 +255,9 @@ def _rendered_answer(rendered: str, prompt: str, lead: str, content: str, end: s
     return None
 
 
-@lru_cache(maxsize=64)  # there are thousands of added tokens in some tokenizers, and few texts after answers
+@lru_cache(
+    maxsize=64
+)  # there are thousands of added tokens in some tokenizers, and few texts after answers
 def _end_of_answer(after: str, added_tokens: frozenset[str]) -> str:
     """Cut the text that follows the content of a last answer after its end token."""
     ends = [after.index(token) + len(token) for token in added_tokens if token in after]
@@ -204,4 +265,6 @@ def _end_of_answer(after: str, added_tokens: frozenset[str]) -> str:
 
 
 def _placeholder(index: int) -> str:
-    return f"\ue000{index}\ue001"  # private use characters, which neither templates nor text contain
+    return (  # private use characters, which neither templates nor text contain
+        f"\ue000{index}\ue001"
+    )

@@ -18,7 +18,8 @@ REASONING_TAGS: ReasoningTags = ("<think>", "</think>")
 NOTABLE_LOOPING = 0.05
 
 SURROGATES = re.compile("[\ud800-\udfff]")
-# Words, runs of other symbols (a ruled line is one), and single characters in scripts without spaces.
+# Words, runs of other symbols (a ruled line is one), and single characters in scripts without
+# spaces.
 _WORDS = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|\w+|[^\w\s]+")
 
 
@@ -26,8 +27,9 @@ _WORDS = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|\w+|[^\w\s]+")
 class Message:
     """One message of a chat.
 
-    `token_ids` are the tokens of a generated answer whose content tokenizes otherwise, without the end token. `is_cut`:
-    a generated answer reached the length limit, so that it has no end token. `is_target`: the answer is trained.
+    `token_ids` are the tokens of a generated answer whose content tokenizes otherwise, without the
+    end token. `is_cut`: a generated answer reached the length limit, so that it has no end token.
+    `is_target`: the answer is trained.
     """
 
     role: Role
@@ -43,10 +45,11 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A chat: at most one leading system message, then alternating user and assistant messages, user first.
+    """A chat: at most one leading system message, then alternating user and assistant messages,
+    user first.
 
-    The last message may be the user's (an unanswered prompt). A chat without any answer may hold several user
-    messages in a row (prompts for self-distillation).
+    The last message may be the user's (an unanswered prompt). A chat without any answer may hold
+    several user messages in a row (prompts for self-distillation).
 
     Attributes:
         id: the record's id, or a digest of its content.
@@ -85,7 +88,10 @@ def problem_with(messages: tuple[Message, ...]) -> str | None:
         if not message.content.strip():
             return f"turn {number} ({message.role}) is empty"
         if SURROGATES.search(message.content):
-            return f"turn {number} ({message.role}) contains a lone surrogate, which UTF-8 cannot encode"
+            return (
+                f"turn {number} ({message.role}) contains a lone surrogate, which UTF-8 cannot"
+                " encode"
+            )
         if message.role == "system":
             if number > 1:
                 return f"turn {number} is a system message; only the first may be"
@@ -102,8 +108,8 @@ def problem_with(messages: tuple[Message, ...]) -> str | None:
 def join_reasoning(reasoning: str, content: str, tags: ReasoningTags = REASONING_TAGS) -> str:
     """Return reasoning and answer as one text, as a model generates it; '' if the answer is blank.
 
-    Servers split the two, and some strip the line breaks around the tags: missing ones are added as Qwen3 and
-    DeepSeek-R1 write them.
+    Servers split the two, and some strip the line breaks around the tags: missing ones are added as
+    Qwen3 and DeepSeek-R1 write them.
     """
     if not content.strip():
         return ""
@@ -127,12 +133,16 @@ def without_reasoning(text: str) -> str:
 
 
 def is_looping(text: str | Sequence[Hashable]) -> bool:
-    """Return whether some 8-gram of words and symbols, or tokens, occurs three times, overlaps included.
+    """Return whether some 8-gram of words and symbols, or tokens, occurs three times, overlaps
+    included.
 
-    N-grams of a text without any letter count from four times as often: ruled tables and lists of zeros are no loops.
+    N-grams of a text without any letter count from four times as often: ruled tables and lists of
+    zeros are no loops.
     """
     tokens = _WORDS.findall(text) if isinstance(text, str) else text
     ngrams = Counter(zip(*(tokens[start:] for start in range(8)), strict=False))
     if max(ngrams.values(), default=0) < 3 or not isinstance(text, str):
         return max(ngrams.values(), default=0) >= 3
-    return any(n >= (3 if any(map(str.isalpha, "".join(ngram))) else 12) for ngram, n in ngrams.items())
+    return any(
+        n >= (3 if any(map(str.isalpha, "".join(ngram))) else 12) for ngram, n in ngrams.items()
+    )

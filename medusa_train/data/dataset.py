@@ -61,8 +61,12 @@ class EncodedDataset(Sequence[Example]):
         return sum(int(example.supervised.sum()) for example in self.examples)
 
     def distinct_share(self, length: int = 8) -> float:
-        """Return the share of distinct ones among all sequences of `length` supervised tokens; 1 if there is none."""
-        factors = torch.randint(1 << 62, (length,), generator=torch.Generator().manual_seed(0))  # of a hash mod 2**64
+        """Return the share of distinct ones among all sequences of `length` supervised tokens; 1 if
+        there is none.
+        """
+        factors = torch.randint(
+            1 << 62, (length,), generator=torch.Generator().manual_seed(0)
+        )  # of a hash mod 2**64
         hashes = [factors.new_empty(0)]
         for example in self.examples:
             if len(example) >= length:
@@ -93,18 +97,23 @@ class EncodedDataset(Sequence[Example]):
 
 
 def load_datasets(
-    cfg: TrainConfig, encoder: ChatEncoder, on_progress: OnProgress | None = None, held_out: set[str] | None = None
+    cfg: TrainConfig,
+    encoder: ChatEncoder,
+    on_progress: OnProgress | None = None,
+    held_out: set[str] | None = None,
 ) -> tuple[EncodedDataset, EncodedDataset]:
-    """Read, tokenize and split the configured data sets; `held_out`: an earlier split's validation keys.
+    """Read, tokenize and split the configured data sets; `held_out`: an earlier split's validation
+    keys.
 
-    Tokens come from `dataset_prepared_path` if they are cached there. With `sample_packing` rows hold several
-    conversations. See `encode_examples` for long conversations and `select_validation` for the split. `on_progress` is
-    called while files are fetched, and while the conversations of a data set are tokenized.
+    Tokens come from `dataset_prepared_path` if they are cached there. With `sample_packing` rows
+    hold several conversations. See `encode_examples` for long conversations and `select_validation`
+    for the split. `on_progress` is called while files are fetched, and while the conversations of a
+    data set are tokenized.
 
-    Returns:
-        (training, validation). `test_datasets` are the validation set if they are configured, with a report of their
-        own, and conversations that both have are not trained on. Else both have the same report, and the validation
-        set is empty if `val_set_size` is 0 or there is only one conversation.
+    Returns: (training, validation). `test_datasets` are the validation set if they are configured,
+        with a report of their own, and conversations that both have are not trained on. Else both
+        have the same report, and the validation set is empty if `val_set_size` is 0 or there is
+        only one conversation.
     """
     readers = open_datasets(cfg, encoder, on_progress)
     options: dict[str, Any] = {"max_workers": cfg.dataset_processes, "on_progress": on_progress}
@@ -121,11 +130,15 @@ def load_datasets(
         keys = {"datasets": cfg.test_datasets, "test_datasets": None, "val_set_size": 0.0}
         keys["early_stopping_patience"] = None
         test, _ = load_datasets(cfg.model_copy(update=keys), encoder, on_progress)
-    whole = [example.key for example in encoded.examples if example.row == 0]  # the split is by conversation
+    whole = [
+        example.key for example in encoded.examples if example.row == 0
+    ]  # the split is by conversation
     if test is not None:
         validation_keys = {example.key for example in test}
         if repeated := sum(key in validation_keys for key in whole):
-            report.notes.append(f"{repeated} conversations not trained on, since test_datasets have them")
+            report.notes.append(
+                f"{repeated} conversations not trained on, since test_datasets have them"
+            )
     elif held_out is not None:
         validation_keys = held_out
     else:
@@ -137,7 +150,9 @@ def load_datasets(
     if not train:
         raise DataError("no conversation left to train on: test_datasets have all of them")
     if not (test or validation) and cfg.early_stopping_patience is not None:
-        raise DataError("early_stopping_patience: no conversation is left for validation; set test_datasets")
+        raise DataError(
+            "early_stopping_patience: no conversation is left for validation; set test_datasets"
+        )
     row_len = cfg.sequence_len if cfg.sample_packing else None
     return (
         EncodedDataset(train, report, row_len),
@@ -146,16 +161,18 @@ def load_datasets(
 
 
 class BatchLoader:
-    """Infinite iterator over micro-batches, epoch after epoch, whose position can be saved and restored.
+    """Infinite iterator over micro-batches, epoch after epoch, whose position can be saved and
+    restored.
 
-    Each epoch has every example once, in an order that depends on (seed, epoch) only; packed rows are composed again in
-    each epoch. To limit padding, rows are sorted by length within windows of batches, and the batches shuffled. Without
-    shuffling every epoch has the same batches, longest first.
+    Each epoch has every example once, in an order that depends on (seed, epoch) only; packed rows
+    are composed again in each epoch. To limit padding, rows are sorted by length within windows of
+    batches, and the batches shuffled. Without shuffling every epoch has the same batches, longest
+    first.
 
     Args:
-        micro_batch_size: rows per batch; one batch of an epoch may have fewer.
-        rank, size: data parallelism: this loader yields every `size`-th batch, starting with the `rank`-th. Loaders of
-            all ranks are at the same position after the same number of batches.
+        micro_batch_size: rows per batch; one batch of an epoch may have fewer. rank, size: data
+        parallelism: this loader yields every `size`-th batch, starting with the `rank`-th. Loaders
+        of all ranks are at the same position after the same number of batches.
     """
 
     def __init__(
@@ -210,8 +227,8 @@ class BatchLoader:
         changed = [name for name, value in self._identity().items() if state.get(name) != value]
         if changed:
             raise DataError(
-                f"cannot resume the data order, changed since the checkpoint: {', '.join(changed)}. Resume with the "
-                "data and settings of that run, or start a new one"
+                f"cannot resume the data order, changed since the checkpoint: {', '.join(changed)}."
+                " Resume with the data and settings of that run, or start a new one"
             )
         self.epoch, self._batch = int(state["epoch"]), int(state["batch"])
         self._batches = self._draw_epoch(self.epoch)
@@ -259,8 +276,12 @@ class BatchLoader:
         return batches
 
 
-def validation_batches(validation: EncodedDataset, micro_batch_size: int) -> Callable[[], Iterable[Batch]] | None:
-    """Return a function that iterates once over the validation set in a fixed order; None if the set is empty."""
+def validation_batches(
+    validation: EncodedDataset, micro_batch_size: int
+) -> Callable[[], Iterable[Batch]] | None:
+    """Return a function that iterates once over the validation set in a fixed order; None if the
+    set is empty.
+    """
     if not len(validation):
         return None
 

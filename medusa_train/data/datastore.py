@@ -1,4 +1,6 @@
-"""A datastore of tokenized text with a suffix array, to look up what followed a sequence of tokens (REST)."""
+"""A datastore of tokenized text with a suffix array, to look up what followed a sequence of tokens
+(REST).
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,13 @@ CHAT_FILES = (".json", ".jsonl", ".json.gz", ".jsonl.gz", ".parquet")
 class Datastore:
     """Documents of token ids, sorted by what follows every position.
 
-    Positions are sorted by their next tokens, at least `order` of them, by prefix doubling: about log2(order) sorts of
-    all positions in numpy. All occurrences of an n-gram are then neighbours, found by binary search, and evenly spaced
-    ones among them have its continuations in proportion.
+    Positions are sorted by their next tokens, at least `order` of them, by prefix doubling: about
+    log2(order) sorts of all positions in numpy. All occurrences of an n-gram are then neighbours,
+    found by binary search, and evenly spaced ones among them have its continuations in proportion.
 
     Args:
-        documents: token ids. order: number of following tokens by which positions are sorted, at least.
+        documents: token ids. order: number of following tokens by which positions are sorted, at
+            least.
     """
 
     def __init__(self, documents: Iterable[Sequence[int]], order: int) -> None:
@@ -34,7 +37,9 @@ class Datastore:
         parts = [[*document, SEPARATOR] for document in documents if document]
         if not parts:
             raise DataError("the datastore has no tokens")
-        self._tokens: NDArray[np.int32] = np.concatenate([np.array(part, dtype=np.int32) for part in parts])
+        self._tokens: NDArray[np.int32] = np.concatenate(
+            [np.array(part, dtype=np.int32) for part in parts]
+        )
         self._suffixes = _sort_suffixes(self._tokens, order)
         self.size = len(self._tokens) - len(parts)
         self.seconds = time.perf_counter() - started
@@ -81,7 +86,8 @@ class Datastore:
 def _sort_suffixes(tokens: NDArray[np.int32], order: int) -> NDArray[np.int32]:
     """Sort positions by their next `order` tokens or more (prefix doubling; Manber and Myers 1990).
 
-    In numpy: libraries such as pydivsufsort sort faster, but are compiled dependencies, and this runs once per start.
+    In numpy: libraries such as pydivsufsort sort faster, but are compiled dependencies, and this
+    runs once per start.
     """
     ranks = np.unique(tokens, return_inverse=True)[1].reshape(-1).astype(np.int64)
     suffixes = np.argsort(ranks, kind="stable")
@@ -98,10 +104,17 @@ def _sort_suffixes(tokens: NDArray[np.int32], order: int) -> NDArray[np.int32]:
 
 
 def read_datastore(path: Path, tokenizer: Any, order: int) -> Datastore:
-    """Build a datastore from the assistant's turns of a file of chats (JSON, JSON Lines, parquet), or from any text."""
+    """Build a datastore from the assistant's turns of a file of chats (JSON, JSON Lines, parquet),
+    or from any text.
+    """
     if path.name.endswith(CHAT_FILES):
         chats = read_conversations(path, skip_bad=True).conversations
-        texts = [message.content for chat in chats for message in chat.messages if message.role == "assistant"]
+        texts = [
+            message.content
+            for chat in chats
+            for message in chat.messages
+            if message.role == "assistant"
+        ]
     else:
         try:
             texts = [path.read_text(encoding="utf-8")]

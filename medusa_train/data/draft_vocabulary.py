@@ -1,4 +1,6 @@
-"""Reduced draft vocabulary (`vocab_size` of a draft): its most frequent targets, for heads with a smaller lm_head."""
+"""Reduced draft vocabulary (`vocab_size` of a draft): its most frequent targets, for heads with a
+smaller lm_head.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +15,22 @@ from medusa_train.errors import ConfigError
 
 
 def check_vocabulary(size: int | None, vocab_size: int, key: str) -> None:
-    """Raise ConfigError unless the draft vocabulary (`size`, set by `key`) is smaller than the backbone's."""
+    """Raise ConfigError unless the draft vocabulary (`size`, set by `key`) is smaller than the
+    backbone's.
+    """
     if size is not None and size >= vocab_size:
         raise ConfigError(
-            f"{key}: {size:,} must be less than the {vocab_size:,} tokens of the backbone; leave it out to use all of "
-            "them"
+            f"{key}: {size:,} must be less than the {vocab_size:,} tokens of the backbone; leave it"
+            " out to use all of them"
         )
 
 
 def choose_draft_vocabulary(
     size: int | None, train: EncodedDataset, tokenizer: Any, vocab_size: int, key: str
 ) -> Tensor | None:
-    """Return the `size` tokens that heads predict, long [size] in ascending order; None for all (`size` None)."""
+    """Return the `size` tokens that heads predict, long [size] in ascending order; None for all
+    (`size` None).
+    """
     if size is None:
         return None
     special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
@@ -34,7 +40,9 @@ def choose_draft_vocabulary(
 
 def token_counts(dataset: EncodedDataset, vocab_size: int) -> Tensor:
     """Count the supervised tokens of a data set, long [V]."""
-    return torch.cat([one.tokens[one.supervised] for one in dataset.examples]).bincount(minlength=vocab_size)
+    return torch.cat([one.tokens[one.supervised] for one in dataset.examples]).bincount(
+        minlength=vocab_size
+    )
 
 
 def frequent_tokens(
@@ -42,15 +50,22 @@ def frequent_tokens(
 ) -> Tensor:
     """Return the `size` tokens with the highest `counts` [V], long [size] in ascending order.
 
-    Ties go to smaller ids; so do rows beyond the number of distinct tokens. Tokens of `special` (end of turn, for
-    instance) that occur are always included. The result depends on the counts only, so all processes agree. `key` is
-    the name of the size in errors.
+    Ties go to smaller ids; so do rows beyond the number of distinct tokens. Tokens of `special`
+    (end of turn, for instance) that occur are always included. The result depends on the counts
+    only, so all processes agree. `key` is the name of the size in errors.
     """
     kept = torch.zeros_like(counts, dtype=torch.bool)
     kept[[token for token in special if token < len(counts) and counts[token]]] = True
     if int(kept.sum()) > size:
-        raise ConfigError(f"{key}: {size:,} is less than the {int(kept.sum()):,} special tokens in the data")
-    return torch.where(kept, counts.max() + 1, counts).argsort(descending=True, stable=True)[:size].sort().values
+        raise ConfigError(
+            f"{key}: {size:,} is less than the {int(kept.sum()):,} special tokens in the data"
+        )
+    return (
+        torch.where(kept, counts.max() + 1, counts)
+        .argsort(descending=True, stable=True)[:size]
+        .sort()
+        .values
+    )
 
 
 def coverage(counts: Tensor, token_map: Tensor) -> float:
@@ -59,15 +74,23 @@ def coverage(counts: Tensor, token_map: Tensor) -> float:
     return int(counts[token_map].sum()) / total if total else 1.0
 
 
-def describe_vocabulary(token_map: Tensor, train: EncodedDataset, validation: EncodedDataset, vocab_size: int) -> str:
-    """Describe in one line how much of the training and validation targets the draft vocabulary covers."""
+def describe_vocabulary(
+    token_map: Tensor, train: EncodedDataset, validation: EncodedDataset, vocab_size: int
+) -> str:
+    """Describe in one line how much of the training and validation targets the draft vocabulary
+    covers.
+    """
     counts = token_counts(train, vocab_size)
     distinct = int((counts > 0).sum())
     line = (
-        f"{len(token_map):,} of {vocab_size:,} tokens, covering {coverage(counts, token_map):.2%} of training targets"
+        f"{len(token_map):,} of {vocab_size:,} tokens, covering {coverage(counts, token_map):.2%}"
+        " of training targets"
     )
     if len(validation):
-        line += f" and {coverage(token_counts(validation, vocab_size), token_map):.2%} of validation targets"
+        line += (
+            f" and {coverage(token_counts(validation, vocab_size), token_map):.2%} of validation"
+            " targets"
+        )
     line += f"; {distinct:,} distinct tokens occur in training targets"
     if unused := int((counts[token_map] == 0).sum()):
         line += f", the other {unused:,} rows are filled with unused tokens of the lowest ids"

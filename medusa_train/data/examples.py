@@ -1,4 +1,6 @@
-"""Tokenized chats: rows cut to whole answers, the validation split, statistics, and their byte format (safetensors)."""
+"""Tokenized chats: rows cut to whole answers, the validation split, statistics, and their byte
+format (safetensors).
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,9 @@ class Example:
     Attributes:
         tokens: int32 [T].
         supervised: bool [T], the loss mask; the last is always true.
-        key: `content_key` up to the first answer that is trained: chats that begin alike are on the same side of the
-            split; the same for all rows of a conversation.
-        id, source: of the record.
+        key: `content_key` up to the first answer that is trained: chats that begin alike are on the
+            same side of the split; the same for all rows of a conversation. id, source: of the
+            record.
         row: index among the rows of its conversation.
     """
 
@@ -47,22 +49,35 @@ class Example:
     def prompts(self) -> list[list[int]]:
         """Return the prompt of each answer: all tokens before it, its header included."""
         before = torch.cat([self.supervised.new_ones(1), self.supervised[:-1]])
-        return [self.tokens[:start].tolist() for start in torch.nonzero(self.supervised & ~before).flatten().tolist()]
+        return [
+            self.tokens[:start].tolist()
+            for start in torch.nonzero(self.supervised & ~before).flatten().tolist()
+        ]
 
 
-def encode_examples(conversation: Conversation, encoder: ChatEncoder, max_length: int) -> tuple[list[Example], Outcome]:
-    """Tokenize a conversation into rows of at most `max_length` tokens, truncating each after a complete answer.
+def encode_examples(
+    conversation: Conversation, encoder: ChatEncoder, max_length: int
+) -> tuple[list[Example], Outcome]:
+    """Tokenize a conversation into rows of at most `max_length` tokens, truncating each after a
+    complete answer.
 
     Tokens after the last supervised one are dropped.
 
-    Returns:
-        The rows (see `ChatEncoder.encode`, also for the errors) and "complete" or "truncated"; or an empty list and the
-        reason: "too_long" (every row's first answer ends beyond `max_length`) or "unsupervised" (no supervised token).
+    Returns: The rows (see `ChatEncoder.encode`, also for the errors) and "complete" or "truncated";
+        or an empty list and the
+        reason: "too_long" (every row's first answer ends beyond `max_length`) or "unsupervised" (no
+            supervised token).
     """
-    rows = [row for row in (row.trimmed() for row in encoder.encode(conversation)) if row is not None and row.ids]
+    rows = [
+        row
+        for row in (row.trimmed() for row in encoder.encode(conversation))
+        if row is not None and row.ids
+    ]
     if not rows:
         return [], "unsupervised"
-    kept = [part for part in (row.trimmed(max_length) for row in rows) if part is not None and part.ids]
+    kept = [
+        part for part in (row.trimmed(max_length) for row in rows) if part is not None and part.ids
+    ]
     if not kept:
         return [], "too_long"
     key = conversation.first(kept[0].ends[0][0]).content_key
@@ -84,9 +99,10 @@ def encode_examples(conversation: Conversation, encoder: ChatEncoder, max_length
 def select_validation(keys: Sequence[str], share: float, seed: int) -> set[str]:
     """Return the contents of the validation set, among those of all conversations (`Example.key`).
 
-    Contents are ranked by a hash with `seed`; the first ones are held out until `share` of all conversations is
-    reached. So the split does not depend on the order of files, and duplicates are on the same side of it. If `share`
-    is above 0 and there are two contents, at least one is held out and at least one is left.
+    Contents are ranked by a hash with `seed`; the first ones are held out until `share` of all
+    conversations is reached. So the split does not depend on the order of files, and duplicates are
+    on the same side of it. If `share` is above 0 and there are two contents, at least one is held
+    out and at least one is left.
     """
     sizes = Counter(keys)
     if share <= 0 or len(sizes) < 2:
@@ -113,8 +129,9 @@ class DataReport:
 
     Attributes:
         skipped: `file:line: reason` of invalid records.
-        counts: conversations by `Outcome`; those "split", and into how many "rows"; "answers" in the kept ones, and how
-            many of these are "looping", or known to be "cut" off by a length limit.
+        counts: conversations by `Outcome`; those "split", and into how many "rows"; "answers" in
+            the kept ones, and how many of these are "looping", or known to be "cut" off by a length
+            limit.
         notes: further sentences.
     """
 
@@ -138,21 +155,30 @@ class DataReport:
     def describe_looping(self) -> str:
         """Say how many answers loop, and what to do about it."""
         return (
-            f"{self.counts['looping']:,} of {self.counts['answers']:,} answers ({self.looping_share:.0%}) loop: they "
-            "repeat the same eight words three times, and heads learn to repeat. medusa-selfdistill drops such answers "
-            "(drop_looping); sampling at a temperature of 0.3 to 0.7 makes fewer of them"
+            f"{self.counts['looping']:,} of {self.counts['answers']:,} answers"
+            f" ({self.looping_share:.0%}) loop: they repeat the same eight words three times, and"
+            " heads learn to repeat. medusa-selfdistill drops such answers (drop_looping);"
+            " sampling at a temperature of 0.3 to 0.7 makes fewer of them"
         )
 
     def describe(self) -> list[str]:
-        """Return a sentence for each kind of conversation that was skipped or truncated, and the notes."""
+        """Return a sentence for each kind of conversation that was skipped or truncated, and the
+        notes.
+        """
         counts, limit = self.counts, self.sequence_len
         became = f"conversation{'' if counts['split'] == 1 else 's'} became {counts['rows']} rows"
         sentences = [
-            (len(self.skipped), f"invalid records skipped, the first: {self.skipped[0] if self.skipped else ''}"),
+            (
+                len(self.skipped),
+                f"invalid records skipped, the first: {self.skipped[0] if self.skipped else ''}",
+            ),
             (counts["truncated"], f"truncated at the end of a turn to fit sequence_len {limit}"),
             (counts["too_long"], f"skipped: their first answer ends beyond sequence_len {limit}"),
             (counts["unsupervised"], "skipped: no answer to train on"),
-            (counts["split"], f"{became}: the chat template changes earlier turns in later prompts"),
+            (
+                counts["split"],
+                f"{became}: the chat template changes earlier turns in later prompts",
+            ),
         ]
         return [f"{count} {what}" for count, what in sentences if count] + self.notes
 
@@ -172,7 +198,9 @@ class EncodedExamples:
         self.report.counts.update(other.report.counts)
 
     def to_bytes(self) -> bytes:
-        """Return the examples and the counts of the report, without its notes, as a safetensors file."""
+        """Return the examples and the counts of the report, without its notes, as a safetensors
+        file.
+        """
         examples = self.examples
         names = [[example.key, example.id, example.source, example.row] for example in examples]
         info = {"examples": names, "counts": self.report.counts, "skipped": self.report.skipped}
@@ -198,7 +226,10 @@ class EncodedExamples:
         except (SafetensorError, KeyError, ValueError) as error:
             raise CorruptDataError(str(error).split("\n")[0]) from None
         parts = zip(
-            info["examples"], tensors["tokens"].split(lengths), tensors["supervised"].split(lengths), strict=True
+            info["examples"],
+            tensors["tokens"].split(lengths),
+            tensors["supervised"].split(lengths),
+            strict=True,
         )
         examples = [Example(tokens, supervised, *names) for names, tokens, supervised in parts]
         return cls(DataReport(sequence_len, info["skipped"], Counter(info["counts"])), examples)

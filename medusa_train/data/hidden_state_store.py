@@ -1,13 +1,14 @@
-"""Store hidden states of documents on disk: append-only shards of raw values, each entry with a checksum.
+"""Store hidden states of documents on disk: append-only shards of raw values, each entry with a
+checksum.
 
 A shard is two files, named by the time at which a process began to write it:
 
     NAME.states   the values of its entries, one after the other: [states, T, d] each, without padding
     NAME.jsonl    a line per entry: {"key": ..., "tokens": T, "offset": in bytes, "crc32": of the values}
 
-An entry's line is written after its values, so a killed process leaves complete entries and at most one tail without a
-line. Shards are never appended to again nor rewritten, so processes that share a directory need no locks. Where
-several shards have an entry for a key, the newest counts.
+An entry's line is written after its values, so a killed process leaves complete entries and at most
+one tail without a line. Shards are never appended to again nor rewritten, so processes that share a
+directory need no locks. Where several shards have an entry for a key, the newest counts.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ _INDEX, _VALUES = ".jsonl", ".states"
 
 @dataclass(frozen=True)
 class StateFormat:
-    """Shape and dtype of the states of a token: `states` vectors (after the final norm, ...) of `width` values each."""
+    """Shape and dtype of the states of a token: `states` vectors (after the final norm, ...) of
+    `width` values each.
+    """
 
     states: int
     width: int
@@ -45,7 +48,9 @@ class StateFormat:
 
 
 def document_key(example: Example, context: str = "") -> str:
-    """Digest a document's tokens, on which alone its hidden states depend, and `context`, if anything else matters."""
+    """Digest a document's tokens, on which alone its hidden states depend, and `context`, if
+    anything else matters.
+    """
     return sha256(context.encode() + example.tokens.numpy().tobytes()).hexdigest()[:32]
 
 
@@ -58,7 +63,8 @@ class StateStore:
         rank: of this process, for the names of its shards.
 
     Attributes:
-        damaged: number of entries that could not be read, or did not have the values of their checksum.
+        damaged: number of entries that could not be read, or did not have the values of their
+            checksum.
     """
 
     def __init__(self, directory: Path, format: StateFormat, rank: int = 0) -> None:
@@ -89,7 +95,8 @@ class StateStore:
                     self.damaged += 1
 
     def read(self, key: str, tokens: int) -> Tensor | None:
-        """Return the states [states, tokens, d] of a document, on the CPU; None if there is no intact entry.
+        """Return the states [states, tokens, d] of a document, on the CPU; None if there is no
+        intact entry.
 
         A damaged entry is counted and forgotten, so that its document can be stored again.
         """
@@ -104,10 +111,14 @@ class StateStore:
         return None
 
     def append(self, key: str, values: Tensor) -> None:
-        """Store a document's states, contiguous [states, T, d] on the CPU; an OSError leaves earlier ones intact."""
+        """Store a document's states, contiguous [states, T, d] on the CPU; an OSError leaves
+        earlier ones intact.
+        """
         if self._shard is None:
             self.directory.mkdir(parents=True, exist_ok=True)
-            self._shard = _ShardWriter(self.directory / f"{time.time_ns()}-{self._rank}-{os.getpid()}")
+            self._shard = _ShardWriter(
+                self.directory / f"{time.time_ns()}-{self._rank}-{os.getpid()}"
+            )
         self._entries[key] = self._shard.append(key, values)
 
     def _read(self, entry: _Entry, values: Tensor) -> bool:
@@ -149,7 +160,9 @@ class _ShardWriter:
         while written < len(content):
             written += self._values.write(content[written:])
         self._size += written
-        self.index.append({"key": key, "tokens": entry.tokens, "offset": entry.offset, "crc32": entry.crc32})
+        self.index.append(
+            {"key": key, "tokens": entry.tokens, "offset": entry.offset, "crc32": entry.crc32}
+        )
         return entry
 
 

@@ -1,4 +1,6 @@
-"""Raw records of JSON, JSON Lines (also gzipped) and parquet files, each with the `file:line` that it was read from."""
+"""Raw records of JSON, JSON Lines (also gzipped) and parquet files, each with the `file:line` that
+it was read from.
+"""
 
 from __future__ import annotations
 
@@ -36,19 +38,23 @@ class RawRecord:
 def read_file(path: Path) -> Iterator[RawRecord]:
     """Yield the records of a JSON Lines file, a JSON file (one array of records) or a parquet file.
 
-    The content decides between JSON and JSON Lines, whose blank lines are skipped; the suffix `.gz` marks gzip. A line
-    that cannot be decoded has `error` set; a broken array raises DataError.
+    The content decides between JSON and JSON Lines, whose blank lines are skipped; the suffix `.gz`
+    marks gzip. A line that cannot be decoded has `error` set; a broken array raises DataError.
     """
     if path.suffix == PARQUET:
         yield from number_rows(parquet_rows(path), str(path))
         return
     try:
         data = path.read_bytes()
-        data = (gzip.decompress(data) if path.suffix == ".gz" else data).removeprefix(b"\xef\xbb\xbf")
+        data = (gzip.decompress(data) if path.suffix == ".gz" else data).removeprefix(
+            b"\xef\xbb\xbf"
+        )
     except FileNotFoundError:
         raise DataError(f"{path}: no such file") from None
     except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        raise DataError(
+            f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}"
+        ) from None
     if data.lstrip()[:1] == b"[" and not _ends_with_its_first_line(data):
         yield from _read_array(path, data)
     else:
@@ -62,7 +68,9 @@ def settings_path(path: Path) -> Path:
 
 def number_rows(rows: Iterable[Any], name: str) -> Iterator[RawRecord]:
     """Wrap rows without line numbers; their sources are `name:1`, `name:2`, ..."""
-    return (RawRecord(f"{name}:{number}", number, value) for number, value in enumerate(rows, start=1))
+    return (
+        RawRecord(f"{name}:{number}", number, value) for number, value in enumerate(rows, start=1)
+    )
 
 
 def parquet_rows(path: Path) -> Iterator[Any]:
@@ -79,13 +87,16 @@ def parquet_rows(path: Path) -> Iterator[Any]:
 
 
 def _ends_with_its_first_line(data: bytes) -> bool:
-    """Return whether more lines follow a first one that is complete JSON: together they are no array."""
+    """Return whether more lines follow a first one that is complete JSON: together they are no
+    array.
+    """
     first, _, rest = data.strip().partition(b"\n")
     return bool(rest) and _decode(first)[1] is None
 
 
 def _read_lines(path: Path, data: bytes) -> Iterator[RawRecord]:
-    # Split bytes, not text: str.splitlines would also break at U+2028, which JSON strings may hold unescaped.
+    # Split bytes, not text: str.splitlines would also break at U+2028, which JSON strings may hold
+    # unescaped.
     for number, line in enumerate(io.BytesIO(data), start=1):
         if not (line := line.strip()):
             continue
@@ -109,12 +120,18 @@ def _reason(error: Exception) -> str:
         return f"not UTF-8 text (byte {error.start + 1} of the line)"
     if isinstance(error, json.JSONDecodeError):
         return f"not valid JSON: {error.msg} (column {error.colno})"
-    limit = "nested too deeply" if isinstance(error, RecursionError) else "a number has thousands of digits"
+    limit = (
+        "nested too deeply"
+        if isinstance(error, RecursionError)
+        else "a number has thousands of digits"
+    )
     return f"not valid JSON: {limit}"
 
 
 def _read_array(path: Path, data: bytes) -> Iterator[RawRecord]:
-    """Yield a JSON array's elements with the line that each starts on; a syntax error ends the file."""
+    """Yield a JSON array's elements with the line that each starts on; a syntax error ends the
+    file.
+    """
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -1,6 +1,7 @@
 """Chat records in the formats ShareGPT, OpenAI messages and alpaca, parsed into conversations.
 
-Training reads whole chats (`parse_record`), self-distillation their user turns alone (`parse_user_turns`).
+Training reads whole chats (`parse_record`), self-distillation their user turns alone
+(`parse_user_turns`).
 """
 
 from __future__ import annotations
@@ -30,9 +31,16 @@ _ROLES: dict[str, Role] = {
 }  # fmt: skip
 _TOOL_ROLES = ("tool", "function", "function_call", "observation", "ipython")
 #: The keys that identify each format, in the order in which `auto` tries them.
-_CHAT_FORMATS = {"sharegpt": ("conversations",), "messages": ("messages",), "alpaca": ("instruction", "output")}
+_CHAT_FORMATS = {
+    "sharegpt": ("conversations",),
+    "messages": ("messages",),
+    "alpaca": ("instruction", "output"),
+}
 #: The keys of a record's turns, and of the role and the text of a turn.
-_TURN_KEYS = {"sharegpt": ("conversations", "from", "value"), "messages": ("messages", "role", "content")}
+_TURN_KEYS = {
+    "sharegpt": ("conversations", "from", "value"),
+    "messages": ("messages", "role", "content"),
+}
 _PROMPT_FORMATS = {**_CHAT_FORMATS, "alpaca": ("instruction",), "mt_bench": ("turns",)}
 #: The keys under which servers return the reasoning part of an answer.
 REASONING_KEYS = ("reasoning_content", "reasoning")
@@ -48,13 +56,17 @@ class RecordError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ReadResult:
-    """Conversations in file order, and `file:line: reason` for each invalid record that was skipped."""
+    """Conversations in file order, and `file:line: reason` for each invalid record that was
+    skipped.
+    """
 
     conversations: list[Conversation]
     skipped: list[str]
 
 
-def read_conversations(path: Path | str, type: str = "auto", *, skip_bad: bool = False) -> ReadResult:
+def read_conversations(
+    path: Path | str, type: str = "auto", *, skip_bad: bool = False
+) -> ReadResult:
     """Read every chat of a JSON, JSON Lines or parquet file.
 
     Args:
@@ -62,15 +74,24 @@ def read_conversations(path: Path | str, type: str = "auto", *, skip_bad: bool =
         skip_bad: skip invalid records and list them in `skipped` instead of raising.
 
     Raises:
-        DataError: the file does not exist, has no valid record, or has invalid ones (unless `skip_bad`).
+        DataError: the file does not exist, has no valid record, or has invalid ones (unless
+            `skip_bad`).
     """
-    return with_some(parse_records(read_file(Path(path)), type, name=str(path), skip_bad=skip_bad), str(path))
+    return with_some(
+        parse_records(read_file(Path(path)), type, name=str(path), skip_bad=skip_bad), str(path)
+    )
 
 
 def parse_records(
-    records: Iterable[RawRecord], type: str, *, name: str, skip_bad: bool, tags: ReasoningTags = REASONING_TAGS
+    records: Iterable[RawRecord],
+    type: str,
+    *,
+    name: str,
+    skip_bad: bool,
+    tags: ReasoningTags = REASONING_TAGS,
 ) -> ReadResult:
-    """Parse the records of a file or split called `name`; raises as `read_conversations`, for all records at once.
+    """Parse the records of a file or split called `name`; raises as `read_conversations`, for all
+    records at once.
 
     With `skip_bad` all records may be invalid; `with_some` raises then.
     """
@@ -99,7 +120,9 @@ def with_some(result: ReadResult, name: str) -> ReadResult:
 
 
 def describe_problems(problems: Sequence[str], name: str) -> str:
-    """Format an error message on the invalid records of `name`: the first ones, the number of others, and a hint."""
+    """Format an error message on the invalid records of `name`: the first ones, the number of
+    others, and a hint.
+    """
     lines = [f"{name}: {len(problems)} invalid record{'s' if len(problems) > 1 else ''}"]
     lines += [f"  {line}" for line in first_problems(problems)]
     lines.append("Fix the file, or set skip_bad_records: true to skip such records.")
@@ -119,9 +142,10 @@ def parse_record(
 
     Args:
         record: a JSON object: ShareGPT `{"conversations": [{"from", "value"}]}`, OpenAI
-            `{"messages": [{"role", "content"}]}` or alpaca `{"instruction", "input", "output"}`. Turns may have their
-            reasoning apart, as `reasoning_content`, which `tags` join with the content. Output of self-distillation
-            may have `token_ids` beside an answer's content, and `finish_reasons`. Answers of `weight` 0 are no targets.
+            `{"messages": [{"role", "content"}]}` or alpaca `{"instruction", "input", "output"}`.
+            Turns may have their reasoning apart, as `reasoning_content`, which `tags` join with the
+            content. Output of self-distillation may have `token_ids` beside an answer's content,
+            and `finish_reasons`. Answers of `weight` 0 are no targets.
         type: which of the three, or "auto" to detect it by the keys.
         source: `file:line`, stored in the conversation.
 
@@ -129,27 +153,36 @@ def parse_record(
         RecordError: the record is not a valid chat.
     """
     record, type = _detect_format(record, type, _CHAT_FORMATS)
-    messages = _alpaca_chat(record) if type == "alpaca" else _parse_turns(record, *_turn_keys(record, type), tags)
+    messages = (
+        _alpaca_chat(record)
+        if type == "alpaca"
+        else _parse_turns(record, *_turn_keys(record, type), tags)
+    )
     if type == "sharegpt" and messages[0].role == "assistant":
         messages = messages[1:]  # continues a longer chat; FastChat's `preprocess` skips it as well
     if type != "alpaca" and not (messages and messages[0].role == "system"):
         messages = (*_system_of(record), *messages)
     if messages and messages[0].role == "system" and not messages[0].content.strip():
-        messages = messages[1:]  # many data sets always have the field, and leave it empty for "none"
+        messages = messages[
+            1:
+        ]  # many data sets always have the field, and leave it empty for "none"
     if problem := problem_with(messages):
         raise RecordError(problem)
     conversation = Conversation("", messages, source)
     record_id = record.get("id")
     is_usable = isinstance(record_id, (str, int)) and str(record_id)
-    return Conversation(str(record_id) if is_usable else conversation.content_key[:16], messages, source)
+    return Conversation(
+        str(record_id) if is_usable else conversation.content_key[:16], messages, source
+    )
 
 
 def parse_user_turns(record: object, type: str = "auto") -> tuple[list[str], str | None]:
     """Return the user's messages of one record, and its system message or None.
 
-    Assistant messages are ignored, so that prompts without answers and chats in any order are accepted. Besides the
-    formats of `parse_record`, "auto" accepts MT-Bench's `{"turns": [text, ...]}`. Blank messages are dropped; the
-    last system message counts; lone surrogates become question marks.
+    Assistant messages are ignored, so that prompts without answers and chats in any order are
+    accepted. Besides the formats of `parse_record`, "auto" accepts MT-Bench's `{"turns": [text,
+    ...]}`. Blank messages are dropped; the last system message counts; lone surrogates become
+    question marks.
 
     Raises:
         RecordError: the record has none of these formats, or its turns are not text.
@@ -159,11 +192,17 @@ def parse_user_turns(record: object, type: str = "auto") -> tuple[list[str], str
         messages = [*_system_of(record), Message("user", _alpaca_prompt(record))]
     elif type == "mt_bench":
         turns = [{"role": "user", "content": text} for text in _as_list(record, "turns")]
-        messages = [*_parse_turns({"turns": turns}, "turns", "role", "content", REASONING_TAGS, _PROMPT_ROLES)]
+        messages = [
+            *_parse_turns(
+                {"turns": turns}, "turns", "role", "content", REASONING_TAGS, _PROMPT_ROLES
+            )
+        ]
     else:
         read = _parse_turns(record, *_turn_keys(record, type), REASONING_TAGS, _PROMPT_ROLES)
         messages = [*_system_of(record), *read]
-    texts = [(message.role, message.content.encode("utf-8", "replace").decode()) for message in messages]
+    texts = [
+        (message.role, message.content.encode("utf-8", "replace").decode()) for message in messages
+    ]
     user = [text for role, text in texts if role == "user" and text.strip()]
     system = [text for role, text in texts if role == "system" and text.strip()]
     return user, system[-1] if system else None
@@ -171,29 +210,48 @@ def parse_user_turns(record: object, type: str = "auto") -> tuple[list[str], str
 
 def reasoning_part(message: Mapping[str, Any]) -> str:
     """Return the reasoning that a message has beside its content, or ''."""
-    return next((text for key in REASONING_KEYS if isinstance(text := message.get(key), str) and text.strip()), "")
+    return next(
+        (
+            text
+            for key in REASONING_KEYS
+            if isinstance(text := message.get(key), str) and text.strip()
+        ),
+        "",
+    )
 
 
-def _detect_format(record: object, type: str, formats: Mapping[str, tuple[str, ...]]) -> tuple[Mapping[str, Any], str]:
-    """Return the record, which has to be an object, and its format: `type`, or the one that has its keys."""
+def _detect_format(
+    record: object, type: str, formats: Mapping[str, tuple[str, ...]]
+) -> tuple[Mapping[str, Any], str]:
+    """Return the record, which has to be an object, and its format: `type`, or the one that has its
+    keys.
+    """
     if not isinstance(record, Mapping):
         raise RecordError(f"a record must be a JSON object, this is {_json_type(record)}")
-    filled = [key for key, value in record.items() if value is not None]  # tables have null in the other's columns
+    filled = [
+        key for key, value in record.items() if value is not None
+    ]  # tables have null in the other's columns
     for known in (filled, list(record)):
         for name, keys in formats.items():
             if type == name or (type == "auto" and all(key in known for key in keys)):
                 return record, name
-    expected = ", ".join(f"{' and '.join(map(repr, keys))} ({name})" for name, keys in formats.items())
+    expected = ", ".join(
+        f"{' and '.join(map(repr, keys))} ({name})" for name, keys in formats.items()
+    )
     present = ", ".join(sorted(map(str, record))) or "none"
     raise RecordError(f"unknown record format, expected the keys {expected}; its keys: {present}")
 
 
 def _turn_keys(record: Mapping[str, Any], type: str) -> tuple[str, str, str]:
-    """Return the keys of the turns, of a role and of a text; a format's turns may have the keys of the other."""
+    """Return the keys of the turns, of a role and of a text; a format's turns may have the keys of
+    the other.
+    """
     keys = _TURN_KEYS[type]
     turns = record.get(keys[0])
     if isinstance(turns, list) and turns and isinstance(turns[0], Mapping):
-        keys = next(((keys[0], *one[1:]) for one in _TURN_KEYS.values() if one[1] in turns[0]), keys)
+        keys = next(
+            ((keys[0], *one[1:]) for one in _TURN_KEYS.values() if one[1] in turns[0]), keys
+        )
     return keys
 
 
@@ -205,7 +263,11 @@ def _system_of(record: Mapping[str, Any]) -> tuple[Message, ...]:
 
 def _alpaca_chat(record: Mapping[str, Any]) -> tuple[Message, ...]:
     system, answer = _field(record, "system", required=False), _field(record, "output")
-    return (Message("system", system), Message("user", _alpaca_prompt(record)), Message("assistant", answer))
+    return (
+        Message("system", system),
+        Message("user", _alpaca_prompt(record)),
+        Message("assistant", answer),
+    )
 
 
 def _alpaca_prompt(record: Mapping[str, Any]) -> str:
@@ -239,7 +301,9 @@ def _parse_turns(
     tags: ReasoningTags,
     roles: Collection[Role] | None = None,
 ) -> tuple[Message, ...]:
-    """Parse the list of turns under `key`; with `roles`, other turns are skipped unparsed, and there may be none."""
+    """Parse the list of turns under `key`; with `roles`, other turns are skipped unparsed, and
+    there may be none.
+    """
     turns = _as_list(record, key)
     if not turns and roles is None:
         raise RecordError(f"'{key}' is an empty list")
@@ -254,10 +318,16 @@ def _parse_turns(
         if name in _TOOL_ROLES or turn.get("tool_calls"):
             raise RecordError(f"turn {number} is a tool call or its result, which is not supported")
         if role is None:
-            raise RecordError(f"turn {number}: unknown '{role_key}': {name!r}, expected one of {', '.join(_ROLES)}")
+            raise RecordError(
+                f"turn {number}: unknown '{role_key}': {name!r}, expected one of"
+                f" {', '.join(_ROLES)}"
+            )
         content = _content(turn.get(content_key), number, content_key)
         ids = _token_ids(turn.get("token_ids"), number) if role == "assistant" else None
-        text, is_target = join_reasoning(reasoning_part(turn), content, tags), turn.get("weight") != 0
+        text, is_target = (
+            join_reasoning(reasoning_part(turn), content, tags),
+            turn.get("weight") != 0,
+        )
         messages.append(Message(role, text, ids, is_target=is_target))
     return _with_finish_reasons(messages, record.get("finish_reasons"))
 
@@ -266,18 +336,28 @@ def _token_ids(ids: object, number: int) -> tuple[int, ...] | None:
     """Return the tokens that self-distillation stores beside an answer."""
     if ids is None:
         return None
-    if isinstance(ids, (list, tuple)) and all(type(one) is int and 0 <= one < 1 << 31 for one in ids):
+    if isinstance(ids, (list, tuple)) and all(
+        type(one) is int and 0 <= one < 1 << 31 for one in ids
+    ):
         return tuple(ids)
     raise RecordError(f"turn {number}: 'token_ids' must be a list of token ids")
 
 
 def _with_finish_reasons(messages: Sequence[Message], reasons: object) -> tuple[Message, ...]:
-    """Mark the answers that reached a length limit: `reasons` of self-distillation has an entry for each answer."""
+    """Mark the answers that reached a length limit: `reasons` of self-distillation has an entry for
+    each answer.
+    """
     answers = [index for index, message in enumerate(messages) if message.role == "assistant"]
     if not isinstance(reasons, (list, tuple)) or len(reasons) != len(answers):
         return tuple(messages)
-    cut = {index for index, reason in zip(answers, reasons, strict=True) if reason in ("length", "context")}
-    return tuple(replace(message, is_cut=True) if i in cut else message for i, message in enumerate(messages))
+    cut = {
+        index
+        for index, reason in zip(answers, reasons, strict=True)
+        if reason in ("length", "context")
+    }
+    return tuple(
+        replace(message, is_cut=True) if i in cut else message for i, message in enumerate(messages)
+    )
 
 
 def _content(content: object, number: int, key: str) -> str:

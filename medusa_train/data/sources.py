@@ -15,7 +15,13 @@ from medusa_train.config.paths import expand_user, looks_like_path, resolve_path
 from medusa_train.config.schema import DatasetConfig
 from medusa_train.data.record_files import PARQUET, RawRecord, number_rows, read_file
 from medusa_train.errors import ConfigError, DataError
-from medusa_train.hub import FETCHING, FetchError, describe_hub_error, fetch_dataset_file, hub_is_unreachable
+from medusa_train.hub import (
+    FETCHING,
+    FetchError,
+    describe_hub_error,
+    fetch_dataset_file,
+    hub_is_unreachable,
+)
 
 #: Names a directory with `sharegpt.json`, for instance, that is searched before `data/seeds/`.
 SEED_DIR_VARIABLE = "MEDUSA_SEED_DIR"
@@ -23,7 +29,8 @@ _SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", PARQUET)
 _BESIDE = (".settings.json", ".dropped.jsonl")  # written beside the data by self-distillation
 _UNSUPPORTED_SUFFIXES = (".csv", ".tsv", ".txt", ".arrow", ".gz", ".zip", ".zst")
 
-#: Receives the name of what is being done, and how much of it is done of how much; 0 of 0 where that is unknown.
+#: Receives the name of what is being done, and how much of it is done of how much; 0 of 0 where
+# that is unknown.
 OnProgress = Callable[[str, int, int], None]
 
 
@@ -43,7 +50,9 @@ class LocalFiles:
         return [(str(path), read_file(path)) for path in self.paths]
 
     def fingerprint(self) -> str:
-        """Digest paths, sizes and contents, so that an edit within the same size and second changes it."""
+        """Digest paths, sizes and contents, so that an edit within the same size and second changes
+        it.
+        """
         digest = hashlib.sha256()
         for path in self.paths:
             try:
@@ -72,8 +81,12 @@ class HubSplit:
         return hashlib.sha256(f"{self.name}\0{self.rows._fingerprint}".encode()).hexdigest()
 
 
-def open_source(source: DatasetConfig, on_progress: OnProgress | None = None) -> LocalFiles | HubSplit:
-    """Open a file, a directory of files, a public data set, or a data set of the hub: the first that has this name."""
+def open_source(
+    source: DatasetConfig, on_progress: OnProgress | None = None
+) -> LocalFiles | HubSplit:
+    """Open a file, a directory of files, a public data set, or a data set of the hub: the first
+    that has this name.
+    """
     path = resolve_path(source.path)
     if path is None:
         if source.path in PUBLIC_DATASETS:
@@ -82,31 +95,54 @@ def open_source(source: DatasetConfig, on_progress: OnProgress | None = None) ->
     hub_keys = {"split": None if source.split == "train" else source.split, "name": source.name}
     if unused := [key for key, value in hub_keys.items() if value is not None]:
         raise ConfigError(
-            f"{' and '.join(unused)} cannot be used with {source.path}, a local path that is read whole; "
-            f"leave {' and '.join(unused)} out, or name the file to read"
+            f"{' and '.join(unused)} cannot be used with {source.path}, a local path that is read"
+            f" whole; leave {' and '.join(unused)} out, or name the file to read"
         )
     if path.is_dir():
-        paths = tuple(sorted(file for file in path.iterdir() if file.name.endswith(_SUFFIXES) and file.is_file()))
-        paths = tuple(file for file in paths if not file.name.startswith("."))  # macOS writes ._NAME beside NAME
-        names = {file.name for file in paths}  # shards whose merged file is there hold the same conversations
+        paths = tuple(
+            sorted(
+                file for file in path.iterdir() if file.name.endswith(_SUFFIXES) and file.is_file()
+            )
+        )
+        paths = tuple(
+            file for file in paths if not file.name.startswith(".")
+        )  # macOS writes ._NAME beside NAME
+        names = {
+            file.name for file in paths
+        }  # shards whose merged file is there hold the same conversations
         whole = {name: re.sub(r"\.shard-\d+-of-\d+", "", name) for name in names}
-        paths = tuple(f for f in paths if not f.name.endswith(_BESIDE) and whole[f.name] not in names - {f.name})
+        paths = tuple(
+            f
+            for f in paths
+            if not f.name.endswith(_BESIDE) and whole[f.name] not in names - {f.name}
+        )
         if not paths:
-            raise DataError(f"{path}: no {', '.join(_SUFFIXES[:-1])} or {_SUFFIXES[-1]} file in this directory")
+            raise DataError(
+                f"{path}: no {', '.join(_SUFFIXES[:-1])} or {_SUFFIXES[-1]} file in this directory"
+            )
         return LocalFiles(paths)
     if path.suffix in _UNSUPPORTED_SUFFIXES and not path.name.endswith(_SUFFIXES):
-        raise DataError(f"{path}: only JSON and JSONL (also gzipped) and parquet are supported; convert it first")
+        raise DataError(
+            f"{path}: only JSON and JSONL (also gzipped) and parquet are supported; convert it"
+            " first"
+        )
     return LocalFiles((path,))
 
 
-def open_prompts(name: str, split: str | None, on_progress: OnProgress | None = None) -> LocalFiles | HubSplit:
-    """Open the prompts of self-distillation (`seed_dataset`): a public data set, a local path, or one of the hub."""
+def open_prompts(
+    name: str, split: str | None, on_progress: OnProgress | None = None
+) -> LocalFiles | HubSplit:
+    """Open the prompts of self-distillation (`seed_dataset`): a public data set, a local path, or
+    one of the hub.
+    """
     source = DatasetConfig(path=name, split=split)
     if name in PUBLIC_DATASETS:
         return open_public(source, on_progress)
     if resolve_path(name) is None and (name.count("/") != 1 or is_data_file_name(name)):
         names = ", ".join(PUBLIC_DATASETS)
-        raise DataError(f"seed_dataset {name}: no such file, and no public data set of that name ({names})")
+        raise DataError(
+            f"seed_dataset {name}: no such file, and no public data set of that name ({names})"
+        )
     return open_source(source, on_progress)
 
 
@@ -122,8 +158,9 @@ def _open_hub(source: DatasetConfig, on_progress: OnProgress | None) -> HubSplit
         return _load_split(source, on_progress)
     except FetchError as error:
         raise DataError(
-            f"{source.path}: no such file or directory, and it cannot be loaded from the hub: {error}\n"
-            "Check its name, its `name` and `split` on the hub, and the connection, or set the path of a JSONL file."
+            f"{source.path}: no such file or directory, and it cannot be loaded from the hub:"
+            f" {error}\nCheck its name, its `name` and `split` on the hub, and the connection, or"
+            " set the path of a JSONL file."
         ) from None
 
 
@@ -138,10 +175,14 @@ def _load_split(source: DatasetConfig, on_progress: OnProgress | None) -> HubSpl
     try:
         rows: Any = datasets.load_dataset(source.path, source.name, split=split)
     except Exception as error:  # those of HTTP clients have no common base
-        known = isinstance(error, (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError))
+        known = isinstance(
+            error, (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError)
+        )
         if not known and describe_hub_error(error, source.path, "dataset") is None:
             raise
-        raise FetchError(" ".join(str(error).split("\n")[:2]).strip() or type(error).__name__) from None
+        raise FetchError(
+            " ".join(str(error).split("\n")[:2]).strip() or type(error).__name__
+        ) from None
     return HubSplit(f"{source.path}[{split}]", rows)
 
 
@@ -150,8 +191,8 @@ class PublicDataset:
     """A data set that has a short name: conversations, or a bench of `evaluation/questions.py`.
 
     Attributes:
-        local_paths: where to look for it first, relative to the project or working directory; a downloaded JSON Lines
-            file belongs at the first, the original format at the second.
+        local_paths: where to look for it first, relative to the project or working directory; a
+            downloaded JSON Lines file belongs at the first, the original format at the second.
         hub_repo: its repository on the hub; with neither that nor `url`, it ships with the project.
         hub_file: the file of `hub_repo` to read; None reads `split`.
         split: the split of `hub_repo` to read.
@@ -175,7 +216,8 @@ class PublicDataset:
 
 PUBLIC_DATASETS = {
     "tiny": PublicDataset(("data/seeds/tiny.jsonl",)),
-    # the file that Medusa's authors train on and take prompts from; the last path is that of Axolotl's fork
+    # the file that Medusa's authors train on and take prompts from; the last path is that of
+    # Axolotl's fork
     "sharegpt": PublicDataset(
         (
             *("data/seeds/sharegpt.jsonl", "data/seeds/sharegpt.json"),
@@ -185,17 +227,25 @@ PUBLIC_DATASETS = {
         hub_file="ShareGPT_V4.3_unfiltered_cleaned_split.json",
     ),
     "ultrachat": PublicDataset(
-        ("data/seeds/ultrachat.jsonl", "data/seeds/ultrachat"), "HuggingFaceH4/ultrachat_200k", split="train_sft"
+        ("data/seeds/ultrachat.jsonl", "data/seeds/ultrachat"),
+        "HuggingFaceH4/ultrachat_200k",
+        split="train_sft",
     ),
 }
 
 
-def open_public(source: DatasetConfig, on_progress: OnProgress | None = None) -> LocalFiles | HubSplit:
-    """Open a data set of `PUBLIC_DATASETS`: a local copy, else that in the hub's cache, else fetched from the hub."""
+def open_public(
+    source: DatasetConfig, on_progress: OnProgress | None = None
+) -> LocalFiles | HubSplit:
+    """Open a data set of `PUBLIC_DATASETS`: a local copy, else that in the hub's cache, else
+    fetched from the hub.
+    """
     public = PUBLIC_DATASETS[source.path]
     local_paths = list(map(str, public.local_paths))
     if directory := os.environ.get(SEED_DIR_VARIABLE):
-        local_paths = [str(expand_user(directory) / Path(path).name) for path in local_paths] + local_paths
+        local_paths = [
+            str(expand_user(directory) / Path(path).name) for path in local_paths
+        ] + local_paths
     for path in local_paths:
         if resolve_path(path) is not None:
             return open_source(source.model_copy(update={"path": path}))
@@ -204,8 +254,12 @@ def open_public(source: DatasetConfig, on_progress: OnProgress | None = None) ->
     try:
         if public.hub_file is None:
             split = source.split or public.split
-            return _load_split(source.model_copy(update={"path": public.hub_repo, "split": split}), on_progress)
-        on_bytes = on_progress and partial(on_progress, f"{FETCHING} {source.path} from {public.hub_repo}")
+            return _load_split(
+                source.model_copy(update={"path": public.hub_repo, "split": split}), on_progress
+            )
+        on_bytes = on_progress and partial(
+            on_progress, f"{FETCHING} {source.path} from {public.hub_repo}"
+        )
         file = str(fetch_dataset_file(public.hub_repo, public.hub_file, on_bytes))
     except FetchError as error:
         reason = str(error)
@@ -217,7 +271,7 @@ def open_public(source: DatasetConfig, on_progress: OnProgress | None = None) ->
         what = f"the parquet files of the split {public.split}"
         where = f"put them into the directory {original}/ (JSON Lines: {jsonl})"
     raise DataError(
-        f"{source.path}: not found locally, and could not be fetched from the Hugging Face hub: {reason}\n"
-        f"Download {what} of the data set {public.hub_repo} and {where},\n"
-        "or name another file of conversations."
+        f"{source.path}: not found locally, and could not be fetched from the Hugging Face hub:"
+        f" {reason}\nDownload {what} of the data set {public.hub_repo} and {where},\nor name"
+        " another file of conversations."
     )

@@ -13,7 +13,13 @@ from typing import Any
 
 from medusa_train.data.builtin_templates import TEMPLATES, get_template
 from medusa_train.data.chat_template import ChatTemplate, ChatTemplateError, RenderedAnswer, Span
-from medusa_train.data.conversation import REASONING_TAGS, Conversation, Message, ReasoningTags, Role
+from medusa_train.data.conversation import (
+    REASONING_TAGS,
+    Conversation,
+    Message,
+    ReasoningTags,
+    Role,
+)
 from medusa_train.errors import DataError
 
 _MAX_TAILS = 64
@@ -27,7 +33,8 @@ class EncodedRow:
     Attributes:
         ids: token ids [T].
         supervised: the loss mask [T].
-        ends: for each answer that is trained in this row, in order, the number of messages and of tokens up to its end.
+        ends: for each answer that is trained in this row, in order, the number of messages and of
+            tokens up to its end.
     """
 
     ids: list[int]
@@ -51,8 +58,9 @@ class EncodedRow:
 class ChatEncoder:
     """Tokenizes chats with a chat template, and determines the loss mask.
 
-    Training rows hold what decoding sees: the tokens of a rendered prompt, as `prompt` returns them, then the tokens of
-    the answer. It is picklable, and `encode` depends on its settings and the chat only.
+    Training rows hold what decoding sees: the tokens of a rendered prompt, as `prompt` returns
+    them, then the tokens of the answer. It is picklable, and `encode` depends on its settings and
+    the chat only.
 
     Args:
         tokenizer: a fast Hugging Face tokenizer.
@@ -77,9 +85,14 @@ class ChatEncoder:
         self.roles = frozenset(roles)
         self.train_on_inputs = train_on_inputs
         if not getattr(tokenizer, "is_fast", False):
-            raise DataError("a fast tokenizer (with tokenizer.json) is required: loss masks need character offsets")
+            raise DataError(
+                "a fast tokenizer (with tokenizer.json) is required: loss masks need character"
+                " offsets"
+            )
         added = tokenizer.get_added_vocab()
-        self._tails: dict[str, list[int]] = {}  # tokens of the last headers of prompts, for `_is_prompt`
+        self._tails: dict[
+            str, list[int]
+        ] = {}  # tokens of the last headers of prompts, for `_is_prompt`
         self._added_tokens = {number: token for token, number in added.items()}
         self.template = ChatTemplate(
             _template_source(tokenizer, template),
@@ -90,18 +103,22 @@ class ChatEncoder:
         )
 
     def with_settings(self, *, template: str | None = None, **settings: Any) -> ChatEncoder:
-        """Return an encoder with the same tokenizer, other `settings`, and another template unless it is None."""
+        """Return an encoder with the same tokenizer, other `settings`, and another template unless
+        it is None.
+        """
         name = template if template is not None else self.template_name
         return ChatEncoder(self.tokenizer, name, self.template.kwargs, **settings)
 
     def encode(self, conversation: Conversation) -> list[EncodedRow]:
-        """Tokenize a chat into rows that end with an answer. Special tokens come from the template only.
+        """Tokenize a chat into rows that end with an answer. Special tokens come from the template
+        only.
 
-        Answers share a row where the prompt of each begins with the tokens of the previous prompt and answer. There are
-        several rows if the template changes earlier turns, the tokenizer merges characters of a prompt and its answer,
-        or an answer was generated as other tokens than those of its text. Each answer is supervised in one row only,
-        where it is not history, and each other message (see `roles`) in the first row that has it. An answer that
-        reached the length limit has no end token to learn.
+        Answers share a row where the prompt of each begins with the tokens of the previous prompt
+        and answer. There are several rows if the template changes earlier turns, the tokenizer
+        merges characters of a prompt and its answer, or an answer was generated as other tokens
+        than those of its text. Each answer is supervised in one row only, where it is not history,
+        and each other message (see `roles`) in the first row that has it. An answer that reached
+        the length limit has no end token to learn.
         """
         messages = conversation.messages
         rows: list[EncodedRow] = []
@@ -136,11 +153,17 @@ class ChatEncoder:
             raise DataError(str(error)) from None
 
     def opened_reasoning(self, messages: Sequence[Message]) -> str:
-        """Return the reasoning tag that the prompt of a chat ends with, or ''; see `ChatTemplate.opened_reasoning`."""
+        """Return the reasoning tag that the prompt of a chat ends with, or ''; see
+        `ChatTemplate.opened_reasoning`.
+        """
         return self.template.opened_reasoning(self.template.render(messages, prompt=True))
 
-    def _encode_rows(self, answers: list[RenderedAnswer], messages: Sequence[Message], first: int) -> list[EncodedRow]:
-        """Tokenize answers whose texts are prefixes of each other; messages before `first` are trained elsewhere."""
+    def _encode_rows(
+        self, answers: list[RenderedAnswer], messages: Sequence[Message], first: int
+    ) -> list[EncodedRow]:
+        """Tokenize answers whose texts are prefixes of each other; messages before `first` are
+        trained elsewhere.
+        """
         last = answers[-1]
         ids, offsets = self._tokenize(last.whole)
         borders = [len(text) for answer in answers for text in (answer.prompt, answer.whole)]
@@ -159,7 +182,8 @@ class ChatEncoder:
             ]
         generated = self._generated_tokens(last, messages[last.index].content)
         if counts is None or generated is not None:
-            # the prompt has other tokens when it stands alone, as in decoding; or those of the answer are known
+            # the prompt has other tokens when it stands alone, as in decoding; or those of the
+            # answer are known
             ids, offsets = self._tokenize(last.prompt)
             counts = [len(ids)]
             ids = ids + (self.tokenize_continuation(last.text) if generated is None else generated)
@@ -173,16 +197,21 @@ class ChatEncoder:
         ends = [(answer.index + 1, end) for answer, end in zip(answers, counts[1::2], strict=True)]
         return [EncodedRow(ids, supervised, ends)]
 
-    def _is_prompt(self, count: int, border: int, text: str, ids: list[int], offsets: Sequence[Span]) -> bool:
-        """Return whether the first `count` tokens of `text` are those of its first `border` characters alone.
+    def _is_prompt(
+        self, count: int, border: int, text: str, ids: list[int], offsets: Sequence[Span]
+    ) -> bool:
+        """Return whether the first `count` tokens of `text` are those of its first `border`
+        characters alone.
 
-        Some tokenizers split white space by what follows it (GPT-2's). Added tokens are never merged with others, so
-        the text from the last one on suffices.
+        Some tokenizers split white space by what follows it (GPT-2's). Added tokens are never
+        merged with others, so the text from the last one on suffices.
         """
         if not text[border - 1].isspace():
             return True
 
-        def is_added(token: int) -> bool:  # not an unknown token, which has the text that it stands for
+        def is_added(
+            token: int,
+        ) -> bool:  # not an unknown token, which has the text that it stands for
             start, end = offsets[token]
             return self._added_tokens.get(ids[token]) == text[start:end].strip()
 
@@ -194,8 +223,12 @@ class ChatEncoder:
             self._tails[tail] = self._tokenize(tail)[0]
         return self._tails[tail] == ids[start:count]
 
-    def _spans_of_others(self, last: RenderedAnswer, messages: Sequence[Message], first: int) -> list[Span]:
-        """Return the supervised spans in the prompt of the last answer, apart from the answers in it."""
+    def _spans_of_others(
+        self, last: RenderedAnswer, messages: Sequence[Message], first: int
+    ) -> list[Span]:
+        """Return the supervised spans in the prompt of the last answer, apart from the answers in
+        it.
+        """
         history = messages[: last.index]
         if self.train_on_inputs:
             start = self.template.content_spans(history, ["user"])[first][0] if first else 0
@@ -203,29 +236,45 @@ class ChatEncoder:
         others = self.roles - {"assistant"}
         if not others:
             return []
-        return [span for index, span in self.template.content_spans(history, others).items() if index >= first]
+        return [
+            span
+            for index, span in self.template.content_spans(history, others).items()
+            if index >= first
+        ]
 
     def _tokenize(self, text: str) -> tuple[list[int], list[Span]]:
-        encoding = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        encoding = self.tokenizer(
+            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+        )
         return list(encoding["input_ids"]), encoding["offset_mapping"]
 
     def _generated_tokens(self, answer: RenderedAnswer, content: str) -> list[int] | None:
-        """Return the tokens that the answer was generated as, unless this tokenizer reads another text in them."""
+        """Return the tokens that the answer was generated as, unless this tokenizer reads another
+        text in them.
+        """
         if answer.token_ids is None:
             return None
-        text = self.tokenizer.decode(answer.token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text = self.tokenizer.decode(
+            answer.token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
         # self-distillation stores the text of an answer without most special tokens
         special = re.compile("|".join(map(re.escape, self.tokenizer.all_special_tokens)) or "(?!)")
-        texts = [special.sub("", t).strip() for t in (text, content, answer.text.removesuffix(answer.end))]
+        texts = [
+            special.sub("", t).strip()
+            for t in (text, content, answer.text.removesuffix(answer.end))
+        ]
         if texts[0] not in texts[1:]:
             return None  # generated by a model with another tokenizer, or edited
-        return [*answer.token_ids, *self._tokenize(answer.end.lstrip())[0]]  # a space would be one of the ids
+        return [
+            *answer.token_ids,
+            *self._tokenize(answer.end.lstrip())[0],
+        ]  # a space would be one of the ids
 
     def tokenize_continuation(self, text: str) -> list[int]:
         """Tokenize text that follows other text.
 
-        It is tokenized after a line break where these do not merge: some tokenizers put a space before the first word
-        of a text.
+        It is tokenized after a line break where these do not merge: some tokenizers put a space
+        before the first word of a text.
         """
         before, ids = self._tokenize("\n")[0], self._tokenize("\n" + text)[0]
         return ids[len(before) :] if ids[: len(before)] == before else self._tokenize(text)[0]
@@ -234,19 +283,26 @@ class ChatEncoder:
 def _template_source(tokenizer: Any, name: str | None) -> str:
     if name is None:
         if not tokenizer.chat_template:
-            raise DataError(f"the tokenizer has no chat template; set chat_template to one of {', '.join(TEMPLATES)}")
+            raise DataError(
+                "the tokenizer has no chat template; set chat_template to one of"
+                f" {', '.join(TEMPLATES)}"
+            )
         return str(tokenizer.get_chat_template())
     template = get_template(name)
     if template.answer_end == "":
         return template.source
     end = template.answer_end or tokenizer.eos_token
     if end is None:
-        raise DataError(f"chat template '{name}' ends answers with the EOS token, which the tokenizer does not have")
-    # Split into several tokens it would be trained as plain text, at which the backbone does not stop.
+        raise DataError(
+            f"chat template '{name}' ends answers with the EOS token, which the tokenizer does not"
+            " have"
+        )
+    # Split into several tokens it would be trained as plain text, at which the backbone does not
+    # stop.
     if len(tokenizer(end, add_special_tokens=False)["input_ids"]) != 1:
         raise DataError(
-            f"chat template '{name}' ends answers with {end}, which is not a single token of this tokenizer; "
-            "use the template that the backbone was trained with"
+            f"chat template '{name}' ends answers with {end}, which is not a single token of this"
+            " tokenizer; use the template that the backbone was trained with"
         )
     return template.source
 
@@ -266,11 +322,12 @@ def _with_common_prefix(answers: Sequence[RenderedAnswer]) -> list[list[Rendered
 
 
 def _tokens_before(borders: Sequence[int], offsets: Sequence[Span], text: str) -> list[int] | None:
-    """Return the number of tokens before each character position (ascending), or None if a token covers one.
+    """Return the number of tokens before each character position (ascending), or None if a token
+    covers one.
 
-    Positions are starts and ends of answers in turn. The last token of an answer may include white space after it, as
-    Phi-3's end token does. Many tokenizers exclude spaces from offsets: characters between two tokens belong to the
-    second.
+    Positions are starts and ends of answers in turn. The last token of an answer may include white
+    space after it, as Phi-3's end token does. Many tokenizers exclude spaces from offsets:
+    characters between two tokens belong to the second.
     """
     counts: list[int] = []
     for number, border in enumerate(borders):
@@ -286,7 +343,8 @@ def _tokens_before(borders: Sequence[int], offsets: Sequence[Span], text: str) -
 
 
 def _overlaps(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
-    """Return for each token's characters [start, end) whether they overlap any of `spans` (sorted, disjoint).
+    """Return for each token's characters [start, end) whether they overlap any of `spans` (sorted,
+    disjoint).
 
     Many tokenizers exclude spaces from offsets: a token of one space has the empty span after it.
     """

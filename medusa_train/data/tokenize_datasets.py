@@ -1,8 +1,9 @@
-"""Tokenize the configured data sets in one process or several, cached on disk (`dataset_prepared_path`).
+"""Tokenize the configured data sets in one process or several, cached on disk
+(`dataset_prepared_path`).
 
-A cache file is one safetensors file, named by a hash of everything that affects the tokens: data, tokenizer, chat
-template, settings and the code of this package. It holds the concatenated tokens of all examples, and their metadata
-as JSON. It is written atomically; a corrupt one is rebuilt.
+A cache file is one safetensors file, named by a hash of everything that affects the tokens: data,
+tokenizer, chat template, settings and the code of this package. It holds the concatenated tokens of
+all examples, and their metadata as JSON. It is written atomically; a corrupt one is rebuilt.
 """
 
 from __future__ import annotations
@@ -27,7 +28,12 @@ import torch
 
 from medusa_train.config.schema import DatasetConfig, TrainConfig
 from medusa_train.data.conversation import Conversation
-from medusa_train.data.examples import CorruptDataError, DataReport, EncodedExamples, encode_examples
+from medusa_train.data.examples import (
+    CorruptDataError,
+    DataReport,
+    EncodedExamples,
+    encode_examples,
+)
 from medusa_train.data.records import ReadResult, describe_problems, parse_records, with_some
 from medusa_train.data.sources import HubSplit, LocalFiles, OnProgress, open_source
 from medusa_train.data.tokenize import ChatEncoder
@@ -35,7 +41,8 @@ from medusa_train.errors import DataError
 from medusa_train.io import replace_bytes, write_failure
 
 _LIBRARIES = ("jinja2", "tokenizers", "transformers")
-#: A worker imports torch and transformers, which takes as long as tokenizing about this many conversations.
+#: A worker imports torch and transformers, which takes as long as tokenizing about this many
+# conversations.
 CONVERSATIONS_PER_WORKER = 2000
 #: Conversations that are tokenized between two updates of the progress.
 CHUNK = 128
@@ -47,7 +54,9 @@ TOKENIZING = "tokenizing"
 
 @dataclass(frozen=True)
 class DatasetReader:
-    """One entry of `datasets`, opened, with the encoder for its chats; `skip_bad` as in `read_conversations`."""
+    """One entry of `datasets`, opened, with the encoder for its chats; `skip_bad` as in
+    `read_conversations`.
+    """
 
     config: DatasetConfig
     source: LocalFiles | HubSplit
@@ -58,17 +67,21 @@ class DatasetReader:
         """Read all conversations; every file must hold records, and one of them a conversation."""
         result, tags = ReadResult([], []), self.encoder.template.reasoning_tags
         for name, records in self.source.parts():
-            part = parse_records(records, self.config.type, name=name, skip_bad=self.skip_bad, tags=tags)
+            part = parse_records(
+                records, self.config.type, name=name, skip_bad=self.skip_bad, tags=tags
+            )
             result.conversations.extend(part.conversations)
             result.skipped.extend(part.skipped)
         return with_some(result, self.source.name)
 
 
-def open_datasets(cfg: TrainConfig, encoder: ChatEncoder, on_progress: OnProgress | None = None) -> list[DatasetReader]:
+def open_datasets(
+    cfg: TrainConfig, encoder: ChatEncoder, on_progress: OnProgress | None = None
+) -> list[DatasetReader]:
     """Open every entry of `datasets` without reading it; see `open_source`.
 
-    Supervision follows `roles_to_train` and `train_on_inputs`; the chat template is the entry's `conversation`, by
-    default that of `encoder`.
+    Supervision follows `roles_to_train` and `train_on_inputs`; the chat template is the entry's
+    `conversation`, by default that of `encoder`.
     """
     return [
         DatasetReader(
@@ -89,7 +102,9 @@ def open_datasets(cfg: TrainConfig, encoder: ChatEncoder, on_progress: OnProgres
 def load_or_encode(
     readers: Sequence[DatasetReader], directory: Path, max_length: int, **options: Any
 ) -> EncodedExamples:
-    """Load the examples from the cache in `directory`, or encode them and store them there, and note which."""
+    """Load the examples from the cache in `directory`, or encode them and store them there, and
+    note which.
+    """
     path = directory / f"{cache_key(readers, max_length)[:32]}.safetensors"
     note = None
     try:
@@ -106,7 +121,9 @@ def load_or_encode(
     try:
         replace_bytes(path, [content])
     except OSError as error:
-        encoded.report.notes.append(f"dataset_prepared_path: {write_failure(path.name, directory, error)}")
+        encoded.report.notes.append(
+            f"dataset_prepared_path: {write_failure(path.name, directory, error)}"
+        )
     return encoded
 
 
@@ -121,7 +138,9 @@ def encode_datasets(
     for reader in readers:
         result = reader.read()
         encoded.report.skipped += result.skipped
-        part = encode_conversations(result.conversations, reader.encoder, max_length, max_workers, on_progress)
+        part = encode_conversations(
+            result.conversations, reader.encoder, max_length, max_workers, on_progress
+        )
         if part.report.skipped and not reader.skip_bad:
             raise DataError(describe_problems(part.report.skipped, reader.config.path))
         encoded.extend(part)
@@ -129,15 +148,22 @@ def encode_datasets(
 
 
 def cache_key(readers: Sequence[DatasetReader], max_length: int) -> str:
-    """Hash everything that affects the tokens: data, tokenizer, templates, settings, code and library versions.
+    """Hash everything that affects the tokens: data, tokenizer, templates, settings, code and
+    library versions.
 
-    The source text of this package is part of the key, so that a changed tokenization never uses an old cache.
+    The source text of this package is part of the key, so that a changed tokenization never uses an
+    old cache.
     """
     package = Path(__file__).parent
     inputs = {
         "sequence_len": max_length,
-        "sources": [[r.config.type, r.skip_bad, r.source.fingerprint(), r.encoder.fingerprint()] for r in readers],
-        "code": [hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(package.glob("*.py"))],
+        "sources": [
+            [r.config.type, r.skip_bad, r.source.fingerprint(), r.encoder.fingerprint()]
+            for r in readers
+        ],
+        "code": [
+            hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(package.glob("*.py"))
+        ],
         "libraries": [metadata.version(name) for name in _LIBRARIES],
     }
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
@@ -164,8 +190,9 @@ def encode_conversations(
 ) -> EncodedExamples:
     """Tokenize the conversations of a data set; see `encode_examples` for long ones.
 
-    Few are tokenized in this process, others in up to `max_workers` (default: `default_workers`), with the same result:
-    the examples in order, and in `skipped` of the report those that the template does not support.
+    Few are tokenized in this process, others in up to `max_workers` (default: `default_workers`),
+    with the same result: the examples in order, and in `skipped` of the report those that the
+    template does not support.
     """
     encoded, total = EncodedExamples(DataReport(max_length)), len(conversations)
     chunks = [conversations[start : start + CHUNK] for start in range(0, total, CHUNK)]
@@ -185,7 +212,9 @@ def encode_conversations(
     return encoded
 
 
-def _encode(conversations: Sequence[Conversation], encoder: ChatEncoder, max_length: int) -> EncodedExamples:
+def _encode(
+    conversations: Sequence[Conversation], encoder: ChatEncoder, max_length: int
+) -> EncodedExamples:
     encoded = EncodedExamples(DataReport(max_length))
     report = encoded.report
     for conversation in conversations:
@@ -213,19 +242,24 @@ def _encode_in_workers(
 ) -> Generator[EncodedExamples, None, None]:
     """Yield the examples of every chunk, in order.
 
-    Workers are spawned, not forked: this process has threads by now (progress, gloo, NCCL), whose locks a fork would
-    copy. They return bytes, since torch passes each tensor between processes through a file descriptor of its own.
+    Workers are spawned, not forked: this process has threads by now (progress, gloo, NCCL), whose
+    locks a fork would copy. They return bytes, since torch passes each tensor between processes
+    through a file descriptor of its own.
     """
-    resource_tracker.ensure_running()  # it would unblock Ctrl-C if it were started with the first worker
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start, (encoder, max_length))
+    # it would unblock Ctrl-C if it were started with the first worker
+    resource_tracker.ensure_running()
+    pool = ProcessPoolExecutor(
+        workers, multiprocessing.get_context("spawn"), _start, (encoder, max_length)
+    )
     try:
         with _ctrl_c_blocked():
             parts = pool.map(_work, chunks)
         yield from (EncodedExamples.from_bytes(part, max_length) for part in parts)
     except BrokenProcessPool:
         raise DataError(
-            f"one of {workers} tokenization processes ended, killed for lack of memory or by an error above; "
-            "set dataset_processes to a smaller number, or to 1 to tokenize in the main process"
+            f"one of {workers} tokenization processes ended, killed for lack of memory or by an"
+            " error above; set dataset_processes to a smaller number, or to 1 to tokenize in the"
+            " main process"
         ) from None
     finally:
         pool.shutdown(cancel_futures=True)

@@ -1,1 +1,3 @@
-"""Evaluation of a backbone with its draft heads: benches, timed decoding, output equality, calibration, reports."""
+"""Evaluation of a backbone with its draft heads: benches, timed decoding, output equality,
+calibration, reports.
+"""

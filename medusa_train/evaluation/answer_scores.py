@@ -1,9 +1,11 @@
-r"""Score answers: the result of GSM8K's by exact match, the code of HumanEval's by its tests (pass@1), texts by ROUGE.
+r"""Score answers: the result of GSM8K's by exact match, the code of HumanEval's by its tests
+(pass@1), texts by ROUGE.
 
-The result of an answer is the number that follows its last `####`, else the number in its last `\boxed{}`, else its
-last number; numbers are compared as decimals, so 18 equals 18.00. The code of an answer is its first block of Python
-that defines the function (its first fenced block, if none is marked as Python), else the function in its text, else its
-text as the continuation of the prompt. The reasoning part of an answer is left out of all this.
+The result of an answer is the number that follows its last `####`, else the number in its last
+`\boxed{}`, else its last number; numbers are compared as decimals, so 18 equals 18.00. The code of
+an answer is its first block of Python that defines the function (its first fenced block, if none is
+marked as Python), else the function in its text, else its text as the continuation of the prompt.
+The reasoning part of an answer is left out of all this.
 """
 
 from __future__ import annotations
@@ -26,25 +28,34 @@ from medusa_train.inference.detokenize import answer_text
 
 EXACT_MATCH, PASS_AT_1 = "exact match", "pass@1"
 
-#: A number, with commas between thousands or without. Its minus follows neither a number nor a word: "10-5" has none.
-_NUMBER = re.compile(r"((?<![\w)])[-−])?\$?((?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)")
+#: A number, with commas between thousands or without. Its minus follows neither a number nor a
+# word: "10-5" has none.
+_NUMBER = re.compile(
+    r"((?<![\w)])[-−])?\$?((?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
+)
 _BOXED = re.compile(r"\\boxed\s*\{((?:[^{}]|\{[^{}]*\})*)\}")
-#: `####` with the number right behind it; `#### 12 eggs` counts, a heading such as `#### Step 2` does not.
+#: `####` with the number right behind it; `#### 12 eggs` counts, a heading such as `#### Step 2`
+# does not.
 _RESULT = re.compile(r"####[\s:*]*" + _NUMBER.pattern)
 #: The same unless it is followed as in the heading `#### 2. Sum`.
 _NO_HEADING = re.compile(_RESULT.pattern + r"(?!\d|,\d|[.)][ \t]+\S)")
 #: LaTeX within numbers: 1{,}000, 1\,000 and \$5.
 _LATEX = (("{,}", ","), ("\\,", ""), ("\\!", ""), ("\\$", "$"))
 
-_PYTHON_BLOCK = re.compile(r"```[ \t]*(?:python3?|py)[ \t]*\n(.*?)(?:^[ \t]*```|\Z)", re.S | re.M | re.I)
+_PYTHON_BLOCK = re.compile(
+    r"```[ \t]*(?:python3?|py)[ \t]*\n(.*?)(?:^[ \t]*```|\Z)", re.S | re.M | re.I
+)
 _BLOCK = re.compile(r"```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.S | re.M)
 _FUTURE = re.compile(r"^from __future__ import .*$", re.M)
-#: The first characters of lines of a module: the keywords before a definition, decorators, comments, brackets.
+#: The first characters of lines of a module: the keywords before a definition, decorators,
+# comments, brackets.
 _TOP_LEVEL = re.compile(r"(import|from|def|class|async)\b|[@#)\]}]")
 
 
 def require_code_execution(allowed: bool, questions: Sequence[Question]) -> None:
-    """Raise ConfigError if questions are scored by running code, unless that is allowed and can be isolated."""
+    """Raise ConfigError if questions are scored by running code, unless that is allowed and can be
+    isolated.
+    """
     if not any(isinstance(question.expected, FunctionTest) for question in questions):
         return
     if not allowed:
@@ -52,9 +63,10 @@ def require_code_execution(allowed: bool, questions: Sequence[Question]) -> None
     outcome = run_program("import decimal, heapq, typing")
     if not outcome.passed:
         raise ConfigError(
-            f"allow_code_execution: the code that the model writes cannot be isolated on this machine: "
-            f"{outcome.detail}.\nRun medusa-eval in a container without network (docker run --network none ...), on "
-            "a Linux machine that permits user namespaces, or with another bench."
+            "allow_code_execution: the code that the model writes cannot be isolated on this"
+            f" machine: {outcome.detail}.\nRun medusa-eval in a container without network (docker"
+            " run --network none ...), on a Linux machine that permits user namespaces, or with"
+            " another bench."
         )
 
 
@@ -64,10 +76,11 @@ def score_answers(
     tokenizer: Any,
     on_answer: Callable[[], None] = lambda: None,
 ) -> None:
-    """Score the tree's and the plain answer of every turn whose question has `expected`; fills in `record.scores`.
+    """Score the tree's and the plain answer of every turn whose question has `expected`; fills in
+    `record.scores`.
 
-    Runs code for questions of HumanEval: the caller has checked that this is allowed. Equal answers run once.
-    `on_answer` is called after each turn.
+    Runs code for questions of HumanEval: the caller has checked that this is allowed. Equal answers
+    run once. `on_answer` is called after each turn.
     """
     expected = {question.question_id: question.expected for question in questions}
     for record in records:
@@ -84,7 +97,9 @@ def score_answers(
                 text = answer_text(tokenizer, answer.tokens)
                 scores[answer.tokens] = score_text(target, without_reasoning(record.opened + text))
             found[name] = scores[answer.tokens]
-        record.scores |= found  # together: the report of an interrupted evaluation needs both or none
+        record.scores |= (
+            found  # together: the report of an interrupted evaluation needs both or none
+        )
         on_answer()
 
 
@@ -92,7 +107,11 @@ def score_text(expected: Decimal | FunctionTest, text: str) -> Score:
     """Score one answer."""
     if isinstance(expected, FunctionTest):
         outcome = run_program(build_program(expected, text))
-        return Score(PASS_AT_1, outcome.passed, outcome.status + (f": {outcome.detail}" if outcome.detail else ""))
+        return Score(
+            PASS_AT_1,
+            outcome.passed,
+            outcome.status + (f": {outcome.detail}" if outcome.detail else ""),
+        )
     number = extract_number(text)
     return Score(EXACT_MATCH, number == expected, "no number" if number is None else f"{number:f}")
 
@@ -113,16 +132,24 @@ def extract_number(text: str) -> Decimal | None:
 def build_program(test: FunctionTest, text: str) -> str:
     """Return a program that raises an exception unless the function in an answer passes its test."""
     function = extract_function(test, text)
-    future = _FUTURE.findall(function)  # stands at the beginning of a program, so before the prompt's imports
-    return "\n".join([*future, _FUTURE.sub("", function), "", test.test, "", f"check({test.entry_point})", ""])
+    future = _FUTURE.findall(
+        function
+    )  # stands at the beginning of a program, so before the prompt's imports
+    return "\n".join(
+        [*future, _FUTURE.sub("", function), "", test.test, "", f"check({test.entry_point})", ""]
+    )
 
 
 def extract_function(test: FunctionTest, text: str) -> str:
     """Return the code of an answer, with the imports and helper functions of its prompt."""
     header = re.compile(rf"^(async )?def {test.entry_point}\b", re.MULTILINE)
     blocks = _PYTHON_BLOCK.findall(text) or _BLOCK.findall(text)
-    level = [textwrap.dedent(block) for block in blocks]  # a block of a list item is indented, and so is a body alone
-    blocks = [one if header.search(one) else block for one, block in zip(level, blocks, strict=True)]
+    level = [
+        textwrap.dedent(block) for block in blocks
+    ]  # a block of a list item is indented, and so is a body alone
+    blocks = [
+        one if header.search(one) else block for one, block in zip(level, blocks, strict=True)
+    ]
     code = next((block for block in blocks if header.search(block)), blocks[0] if blocks else text)
     start = header.search(code)
     if start is None:  # the body alone
@@ -143,7 +170,9 @@ def _cut_at_margin(text: str) -> str:
 
 
 def _without_prose(text: str, start: int) -> str:
-    """Return the definitions around position `start` of a text, without the sentences before and after them."""
+    """Return the definitions around position `start` of a text, without the sentences before and
+    after them.
+    """
     lines, first = text.split("\n"), text.count("\n", 0, start)
 
     def is_code(line: str) -> bool:
@@ -157,48 +186,65 @@ def _without_prose(text: str, start: int) -> str:
     return "\n".join(lines[first : last + 1])
 
 
-#: ROUGE (Lin, "ROUGE: A Package for Automatic Evaluation of Summaries"), as the package rouge-score names its kinds.
+#: ROUGE (Lin, "ROUGE: A Package for Automatic Evaluation of Summaries"), as the package
+# rouge-score names its kinds.
 ROUGE = ("rouge1", "rouge2", "rougeL")
 
 
 def rouge_scorer(questions: Sequence[Question]) -> Any:
-    """Return the scorer of `rouge_means`; raises ConfigError without its package, or without any reference."""
+    """Return the scorer of `rouge_means`; raises ConfigError without its package, or without any
+    reference.
+    """
     try:
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError:
-        raise ConfigError("rouge: requires the package rouge-score; pip install rouge-score") from None
+        raise ConfigError(
+            "rouge: requires the package rouge-score; pip install rouge-score"
+        ) from None
     if not any(any(question.reference) for question in questions):
-        raise ConfigError("rouge: no question of this bench has a `reference`; remove it, or choose another bench")
+        raise ConfigError(
+            "rouge: no question of this bench has a `reference`; remove it, or choose another bench"
+        )
     return RougeScorer(list(ROUGE), use_stemmer=True)
 
 
 def rouge_means(
     records: Sequence[TurnRecord], questions: Sequence[Question], tokenizer: Any, scorer: Any
 ) -> dict[str, Any] | None:
-    """Return mean F1 of ROUGE-1, -2 and -L in per cent, of the `tree`'s and the `plain` answers with a reference.
+    """Return mean F1 of ROUGE-1, -2 and -L in per cent, of the `tree`'s and the `plain` answers
+    with a reference.
 
     Words are compared by their stems, ASCII letters and digits alone. None without such an answer.
     """
-    references = {(one.question_id, turn): text for one in questions for turn, text in enumerate(one.reference, 1)}
+    references = {
+        (one.question_id, turn): text
+        for one in questions
+        for turn, text in enumerate(one.reference, 1)
+    }
     scored: dict[str, list[Any]] = {}
     for record in records:
         reference = references.get((record.question_id, record.turn))
         for name, answer in (("tree", record.tree), ("plain", record.plain)):
             if reference and answer is not None:
                 text = answer_text(tokenizer, answer.tokens)
-                scored.setdefault(name, []).append(scorer.score(reference, without_reasoning(record.opened + text)))
+                scored.setdefault(name, []).append(
+                    scorer.score(reference, without_reasoning(record.opened + text))
+                )
     if not scored:
         return None
-    means = {name: {k: 100 * fmean(one[k].fmeasure for one in ours) for k in ROUGE} for name, ours in scored.items()}
+    means = {
+        name: {k: 100 * fmean(one[k].fmeasure for one in ours) for k in ROUGE}
+        for name, ours in scored.items()
+    }
     return {"answers": len(scored["plain"]), **means}
 
 
 def summarize_scores(records: Sequence[TurnRecord]) -> dict[str, Any] | None:
     """Summarize the scores of a group of answers; None if none is scored.
 
-    Returns:
-        `metric`, `answers` (number of scored ones), for `tree` (absent in a baseline-only run) and `plain` the number
-        `correct`, the `rate` and its 95 % `interval`, and with a tree `differing` (answers whose two scores differ).
+    Returns: `metric`, `answers` (number of scored ones), for `tree` (absent in a baseline-only run)
+        and `plain` the number `correct`, the `rate` and its 95 % `interval`, and with a tree
+        `differing` (answers whose two scores differ).
     """
     scored = [record.scores for record in records if record.scores]
     if not scored:
@@ -216,12 +262,16 @@ def summarize_scores(records: Sequence[TurnRecord]) -> dict[str, Any] | None:
                 "interval": wilson_interval(correct, len(scored)),
             }
     if "tree" in summary:
-        summary["differing"] = sum(scores["tree"].correct != scores["plain"].correct for scores in scored)
+        summary["differing"] = sum(
+            scores["tree"].correct != scores["plain"].correct for scores in scored
+        )
     return summary
 
 
 def wilson_interval(successes: int, trials: int) -> tuple[float, float]:
-    """Return the 95 % score interval of a proportion (Wilson, 1927), which is not empty at 0 and at 1 either."""
+    """Return the 95 % score interval of a proportion (Wilson, 1927), which is not empty at 0 and at
+    1 either.
+    """
     z = 1.959964
     share = successes / trials
     centre = share + z * z / (2 * trials)

@@ -1,4 +1,6 @@
-"""Measure how joint training changed the backbone: perplexity before and after, and the KL divergence between them."""
+"""Measure how joint training changed the backbone: perplexity before and after, and the KL
+divergence between them.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +30,16 @@ from medusa_train.models.lora import Adapter
 
 QUALITY_TOKENS = 20_000  # supervised tokens to measure on
 
-#: Maps a batch to the backbone's final hidden states [B, T, d], and the LM head that turns them into logits.
+#: Maps a batch to the backbone's final hidden states [B, T, d], and the LM head that turns them
+# into logits.
 Version = Callable[[Batch], tuple[Tensor, LMHead]]
 
 
 @dataclass(frozen=True)
 class Quality:
-    """The backbone before and after training, over the supervised tokens of a text; in nats per token."""
+    """The backbone before and after training, over the supervised tokens of a text; in nats per
+    token.
+    """
 
     tokens: int
     loss_before: float  # mean cross-entropy
@@ -43,7 +48,8 @@ class Quality:
 
 
 def measure_backbone_quality(paths: ModelPaths, dtype: str = "float32") -> dict[str, Any] | None:
-    """Return perplexity before and after joint training, and KL(before || after) in nats per token, for the report.
+    """Return perplexity before and after joint training, and KL(before || after) in nats per token,
+    for the report.
 
     None if the run did not train its backbone, or its data are gone.
     """
@@ -58,7 +64,9 @@ def measure_backbone_quality(paths: ModelPaths, dtype: str = "float32") -> dict[
     quality = compare_backbones(before, after, _batches(conversations))
     return {
         "tokens": quality.tokens,
-        "text": "held-out conversations" if is_held_out else "training conversations (nothing was held out)",
+        "text": "held-out conversations"
+        if is_held_out
+        else "training conversations (nothing was held out)",
         "perplexity_before": math.exp(quality.loss_before),
         "perplexity_after": math.exp(quality.loss_after),
         "kl": quality.kl,
@@ -67,7 +75,9 @@ def measure_backbone_quality(paths: ModelPaths, dtype: str = "float32") -> dict[
 
 
 def run_config(paths: ModelPaths) -> TrainConfig | None:
-    """Return the configuration of the run that `paths` belong to; None if it is no run, or its configuration broken."""
+    """Return the configuration of the run that `paths` belong to; None if it is no run, or its
+    configuration broken.
+    """
     path = paths.home / CONFIG
     if not path.is_file():
         return None
@@ -77,16 +87,27 @@ def run_config(paths: ModelPaths) -> TrainConfig | None:
         return None
 
 
-def validation_conversations(cfg: TrainConfig, chat: ChatEncoder) -> tuple[EncodedDataset, bool] | None:
-    """Return a run's validation split (else its training split) with the assistant's turns supervised.
+def validation_conversations(
+    cfg: TrainConfig, chat: ChatEncoder
+) -> tuple[EncodedDataset, bool] | None:
+    """Return a run's validation split (else its training split) with the assistant's turns
+    supervised.
 
     With whether it was held out of training; None if the data are gone.
     """
     try:
         answers_only = {"train_on_inputs": False, "roles_to_train": ["assistant"]}
-        differs = cfg.train_on_inputs or cfg.roles_to_train != ["assistant"]  # and so may the split, as in `load_data`
-        held_out = {one.key for one in load_datasets(cfg, chat)[1]} if differs and not cfg.test_datasets else None
-        train, validation = load_datasets(cfg.model_copy(update=answers_only), chat, held_out=held_out)
+        differs = cfg.train_on_inputs or cfg.roles_to_train != [
+            "assistant"
+        ]  # and so may the split, as in `load_data`
+        held_out = (
+            {one.key for one in load_datasets(cfg, chat)[1]}
+            if differs and not cfg.test_datasets
+            else None
+        )
+        train, validation = load_datasets(
+            cfg.model_copy(update=answers_only), chat, held_out=held_out
+        )
     except MedusaError:
         return None
     return (validation, True) if len(validation) else (train, False)
@@ -102,8 +123,11 @@ def _batches(conversations: EncodedDataset) -> Iterator[Batch]:
         yield conversations.batch([[index]])
 
 
-def load_versions(paths: ModelPaths, original: str, dtype: str = "float32") -> tuple[Version, Version]:
-    """Load the backbone before and after a run: with the adapter off and on, or the original and the trained model.
+def load_versions(
+    paths: ModelPaths, original: str, dtype: str = "float32"
+) -> tuple[Version, Version]:
+    """Load the backbone before and after a run: with the adapter off and on, or the original and
+    the trained model.
 
     A backbone that was quantised in training is so in both versions.
 
@@ -113,7 +137,9 @@ def load_versions(paths: ModelPaths, original: str, dtype: str = "float32") -> t
 
     def load(name: str) -> Backbone:
         quantization, trusted = paths.quantization, paths.trust_remote_code
-        return load_backbone(name, dtype=dtype, quantization=quantization, trust_remote_code=trusted)
+        return load_backbone(
+            name, dtype=dtype, quantization=quantization, trust_remote_code=trusted
+        )
 
     trained = load(paths.base_model)
     after = _version(trained)
@@ -125,14 +151,18 @@ def load_versions(paths: ModelPaths, original: str, dtype: str = "float32") -> t
                 return after(batch)
 
         return before, after
-    same = Path(paths.base_model).resolve() == Path(original).resolve() or paths.base_model == original
+    same = (
+        Path(paths.base_model).resolve() == Path(original).resolve() or paths.base_model == original
+    )
     return (after if same else _version(load(original))), after
 
 
 def _version(backbone: Backbone) -> Version:
     def version(batch: Batch) -> tuple[Tensor, LMHead]:
         moved = batch.to(backbone.device)
-        return backbone.run(moved.tokens, positions=moved.positions, segments=moved.segments).hidden, backbone.lm_head()
+        return backbone.run(
+            moved.tokens, positions=moved.positions, segments=moved.segments
+        ).hidden, backbone.lm_head()
 
     return version
 
@@ -141,8 +171,8 @@ def _version(backbone: Backbone) -> Version:
 def compare_backbones(before: Version, after: Version, batches: Iterable[Batch]) -> Quality:
     """Measure both versions of a backbone on `batches`.
 
-    Only supervised tokens count, each predicted from the position before it in its document. Logits are computed in
-    chunks, never for a whole batch.
+    Only supervised tokens count, each predicted from the position before it in its document. Logits
+    are computed in chunks, never for a whole batch.
     """
     tokens, losses, kl = 0, [0.0, 0.0], 0.0
     for batch in batches:

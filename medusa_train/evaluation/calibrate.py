@@ -1,4 +1,6 @@
-"""Fit the tree to how a model decodes: by `--calibrate`, or where tree.json was fitted with other settings."""
+"""Fit the tree to how a model decodes: by `--calibrate`, or where tree.json was fitted with other
+settings.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,12 @@ from medusa_train.inference.decoding_settings import DecodingSettings
 from medusa_train.pages.page import Table, number
 from medusa_train.progress import RunProgress
 from medusa_train.tree_search.choose import TreeChoice, answer_prompts, choose_tree
-from medusa_train.tree_search.traces import Prompts, load_traces, prompts_by_conversation, weights_key
+from medusa_train.tree_search.traces import (
+    Prompts,
+    load_traces,
+    prompts_by_conversation,
+    weights_key,
+)
 
 LEAST_TOKENS = 2000  # to fit a tree to
 
@@ -27,30 +34,51 @@ LEAST_TOKENS = 2000  # to fit a tree to
 def load_model(
     paths: ModelPaths, dtype: str, progress: RunProgress, *, compiled: bool = False, rows: int = 1
 ) -> LoadedModel:
-    """Load backbone, heads and tree for decoding `rows` rows in `dtype`; says so where there is no tree.json."""
+    """Load backbone, heads and tree for decoding `rows` rows in `dtype`; says so where there is no
+    tree.json.
+    """
     with progress.phase(f"loading {'and compiling ' if compiled else ''}in {dtype}", ticking=True):
         model = load_with_draft(paths, dtype, compiled=compiled, rows=rows)
     if model.tree is not None and paths.tree is None:
-        progress.print("no tree.json beside the heads: using the chain of top-1 guesses (--tree names another tree)")
+        progress.print(
+            "no tree.json beside the heads: using the chain of top-1 guesses (--tree names another"
+            " tree)"
+        )
     return model
 
 
-def calibrate(cfg: EvalConfig, bench: Bench, paths: ModelPaths, progress: RunProgress) -> list[Path]:
-    """Choose the tree with the most expected tokens per second on this machine; returns the paths of the files."""
+def calibrate(
+    cfg: EvalConfig, bench: Bench, paths: ModelPaths, progress: RunProgress
+) -> list[Path]:
+    """Choose the tree with the most expected tokens per second on this machine; returns the paths
+    of the files.
+    """
     if paths.heads is None:
         raise CheckpointError("--calibrate chooses a tree for heads; name them with --model")
-    dtype = cfg.dtype if cfg.dtype != "auto" else choose_dtype(bench.questions[0].turns[0], paths, progress)
+    dtype = (
+        cfg.dtype
+        if cfg.dtype != "auto"
+        else choose_dtype(bench.questions[0].turns[0], paths, progress)
+    )
     if cfg.compile == "auto":
-        progress.print("compile: auto is for benches: calibrating uncompiled; compile=true fits to compiled steps")
+        progress.print(
+            "compile: auto is for benches: calibrating uncompiled; compile=true fits to compiled"
+            " steps"
+        )
     model = load_model(paths, dtype, progress, compiled=cfg.compile is True)
     chat = ChatEncoder(model.backbone.tokenizer, paths.chat_template, paths.chat_template_kwargs)
     of_bench = [[chat.prompt(question.opening)] for question in bench.questions]
     of_run = validation_prompts(paths, chat, cfg.seed, cfg.calibration_tokens)
-    conversations, source = of_run or (of_bench, f"questions of bench {bench.name}: evaluate on another one")
+    conversations, source = of_run or (
+        of_bench,
+        f"questions of bench {bench.name}: evaluate on another one",
+    )
     assert model.draft is not None
     budget = cfg.calibration_tokens
     progress.print(f"calibrating on {budget:,} greedy tokens, {source}")
-    traced = answer_prompts(model.backbone, model.draft, conversations, budget, progress, cfg.max_new_tokens)
+    traced = answer_prompts(
+        model.backbone, model.draft, conversations, budget, progress, cfg.max_new_tokens
+    )
     choice = choose_tree(model.backbone, model.draft, traced, progress)
     progress.console.print(_sizes_table(choice).terminal())
     progress.print(f"chosen: {choice.describe()}")
@@ -63,10 +91,12 @@ def refit_tree(
 ) -> tuple[LoadedModel, ModelPaths] | None:
     """Choose the tree again if tree.json was fitted with other settings.
 
-    What the heads guess hardly depends on dtype, device and compilation: only steps are timed again where the traces
-    were kept. With other weights (merged, or another quantization) the backbone answers again.
+    What the heads guess hardly depends on dtype, device and compilation: only steps are timed again
+    where the traces were kept. With other weights (merged, or another quantization) the backbone
+    answers again.
 
-    A tree that the user named, or whose settings are unknown, is used as it is. So is any tree if the run's data are
+    A tree that the user named, or whose settings are unknown, is used as it is. So is any tree if
+    the run's data are
     gone: a tree fitted to the questions of the bench would be measured on what it was fitted to.
 
     Returns:
@@ -76,10 +106,15 @@ def refit_tree(
         return None
     settings = DecodingSettings.of(model.backbone)
     if (fitted := DecodingSettings.load(paths.tree)) is None:
-        progress.print(f"{paths.tree}: does not say for which dtype and device it was fitted; using it as it is")
+        progress.print(
+            f"{paths.tree}: does not say for which dtype and device it was fitted; using it as"
+            " it is"
+        )
         return None
     if not settings.compiled and (cfg.batch_size > 1 or chooses_compilation(cfg, paths)):
-        fitted = replace(fitted, compiled=False)  # passes of batches are compiled, or none are only this time
+        fitted = replace(
+            fitted, compiled=False
+        )  # passes of batches are compiled, or none are only this time
     if not (differences := settings.differences(fitted)):
         return None
     reason = f"{paths.tree} was fitted with other settings ({', '.join(differences)})"
@@ -89,16 +124,26 @@ def refit_tree(
     kept = traced = load_traces(paths.tree.parent / TREE_TRACES, weights_key(paths, settings))
     try:
         if traced is not None:
-            progress.print(f"{reason}: choosing it again from the {traced.tokens:,} kept tokens, timing steps only")
+            progress.print(
+                f"{reason}: choosing it again from the {traced.tokens:,} kept tokens, timing steps"
+                " only"
+            )
         else:
-            chat = ChatEncoder(model.backbone.tokenizer, paths.chat_template, paths.chat_template_kwargs)
+            chat = ChatEncoder(
+                model.backbone.tokenizer, paths.chat_template, paths.chat_template_kwargs
+            )
             budget = refit_tokens(cfg, bench_tokens)
             if (found := validation_prompts(paths, chat, cfg.seed, budget)) is None:
-                progress.print(f"{reason}; using it as it is, since the run's data to fit it again are not available")
+                progress.print(
+                    f"{reason}; using it as it is, since the run's data to fit it again are not"
+                    " available"
+                )
                 return None
             progress.print(f"{reason}: fitting it again")
             progress.print(f"calibrating on {budget:,} greedy tokens, {found[1]}")
-            traced = answer_prompts(model.backbone, model.draft, found[0], budget, progress, cfg.max_new_tokens)
+            traced = answer_prompts(
+                model.backbone, model.draft, found[0], budget, progress, cfg.max_new_tokens
+            )
         choice = choose_tree(model.backbone, model.draft, traced, progress, quick=kept is not None)
     except MedusaError as error:
         progress.print(f"using the tree as it is: {error}")
@@ -114,26 +159,35 @@ def _results_of(cfg: EvalConfig, paths: ModelPaths) -> Path:
 
 
 def resumed_tree(cfg: EvalConfig, paths: ModelPaths) -> ModelPaths:
-    """Take the tree that an interrupted evaluation fitted to these heads and left in `output_dir`, if there is one."""
+    """Take the tree that an interrupted evaluation fitted to these heads and left in `output_dir`,
+    if there is one.
+    """
     tree = expand_user(cfg.output_dir or paths.home) / TREE
     if cfg.output_dir is None or paths.tree != paths.home / TREE or not tree.is_file():
         return paths
     if tree.stat().st_mtime < paths.tree.stat().st_mtime:  # the run's was chosen again since
         return paths
     settings = DecodingSettings.load(tree)
-    fits = settings is not None and load_traces(tree.with_name(TREE_TRACES), weights_key(paths, settings)) is not None
+    fits = (
+        settings is not None
+        and load_traces(tree.with_name(TREE_TRACES), weights_key(paths, settings)) is not None
+    )
     return replace(paths, tree=tree) if fits else paths
 
 
 def refit_tokens(cfg: EvalConfig, bench_tokens: int) -> int:
-    """Return how many tokens to answer for a tree that a bench needs: by default at most half of the bench's own."""
+    """Return how many tokens to answer for a tree that a bench needs: by default at most half of
+    the bench's own.
+    """
     if "calibration_tokens" in cfg.model_fields_set:
         return cfg.calibration_tokens
     return min(cfg.calibration_tokens, max(LEAST_TOKENS, bench_tokens // 2))
 
 
 def chooses_compilation(cfg: EvalConfig, paths: ModelPaths) -> bool:
-    """Return whether to decide about compilation: for `auto`, and by default where the tree was fitted to it."""
+    """Return whether to decide about compilation: for `auto`, and by default where the tree was
+    fitted to it.
+    """
     if "compile" in cfg.model_fields_set or paths.tree is None:
         return cfg.compile == "auto"
     fitted = DecodingSettings.load(paths.tree)
@@ -143,11 +197,17 @@ def chooses_compilation(cfg: EvalConfig, paths: ModelPaths) -> bool:
 def validation_prompts(
     paths: ModelPaths, chat: ChatEncoder, seed: int, token_budget: int
 ) -> tuple[list[Prompts], str] | None:
-    """Return the prompts of the run's validation conversations, in random order, and their name; None without data."""
+    """Return the prompts of the run's validation conversations, in random order, and their name;
+    None without data.
+    """
     cfg = run_config(paths)
     if cfg is None or (data := validation_conversations(cfg, chat)) is None:
         return None
-    source = "validation prompts of the run" if data[1] else "training prompts of the run, which holds none out"
+    source = (
+        "validation prompts of the run"
+        if data[1]
+        else "training prompts of the run, which holds none out"
+    )
     return prompts_by_conversation(data[0], token_budget, seed), source
 
 

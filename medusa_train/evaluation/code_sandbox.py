@@ -1,13 +1,16 @@
-"""Run Python programs that a model wrote in processes without network, with limits on time, memory and files.
+"""Run Python programs that a model wrote in processes without network, with limits on time, memory
+and files.
 
-What is isolated: the network, other processes, and writing files (except to a temporary directory that lives in
-memory). What is not: the program can read every file that the user can read, and reach services of this machine that
-listen on a Unix socket file. Use a container or a virtual machine for programs that may be malicious.
+What is isolated: the network, other processes, and writing files (except to a temporary directory
+that lives in memory). What is not: the program can read every file that the user can read, and
+reach services of this machine that listen on a Unix socket file. Use a container or a virtual
+machine for programs that may be malicious.
 
-`run_program` runs this file as a script, with `python -I -S`. It needs the standard library only: nothing of this
-package may be imported by a process whose program is not trusted. The script reads `_run`'s arguments from stdin as
-JSON, isolates itself and forks; the fork gives up its privileges and runs the program. The first process stays outside
-the fork's process namespace, stops it when its time is over, and reports to stdout.
+`run_program` runs this file as a script, with `python -I -S`. It needs the standard library only:
+nothing of this package may be imported by a process whose program is not trusted. The script reads
+`_run`'s arguments from stdin as JSON, isolates itself and forks; the fork gives up its privileges
+and runs the program. The first process stays outside the fork's process namespace, stops it when
+its time is over, and reports to stdout.
 """
 
 from __future__ import annotations
@@ -52,14 +55,16 @@ DETAIL_CHARACTERS = 200
 #: Exit status of a program that ran to its end; one that calls exit() itself does not pass.
 PASSED_STATUS = 77
 
-#: A public address that belongs to nobody (TEST-NET-1); a datagram socket is connected to it without sending anything.
+#: A public address that belongs to nobody (TEST-NET-1); a datagram socket is connected to it
+# without sending anything.
 PROBE_ADDRESS = ("192.0.2.1", 9)
 
 
 class Outcome(NamedTuple):
     """How a program ended."""
 
-    status: str  # PASSED, FAILED, TIMED_OUT, or REFUSED: not run, since the network cannot be cut off here
+    # PASSED, FAILED, TIMED_OUT, or REFUSED: not run, since the network cannot be cut off here
+    status: str
     detail: str  # the exception, or what is missing
 
     @property
@@ -69,7 +74,9 @@ class Outcome(NamedTuple):
 
 
 def run_program(program: str, seconds: float = 10.0, megabytes: int = 1024) -> Outcome:
-    """Run a Python program in its own isolated process with limited time and address space; its output is discarded."""
+    """Run a Python program in its own isolated process with limited time and address space; its
+    output is discarded.
+    """
     if sys.platform != "linux":
         return Outcome(REFUSED, f"processes can be isolated on Linux only, not on {sys.platform}")
     job = json.dumps([program, seconds, megabytes])
@@ -86,7 +93,9 @@ def run_program(program: str, seconds: float = 10.0, megabytes: int = 1024) -> O
         try:
             output, errors = process.communicate(job.encode(), timeout=seconds + MARGIN)
         except subprocess.TimeoutExpired:
-            return Outcome(TIMED_OUT, f"its process did not report within {seconds + MARGIN:g} seconds")
+            return Outcome(
+                TIMED_OUT, f"its process did not report within {seconds + MARGIN:g} seconds"
+            )
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # and what it started
@@ -95,7 +104,9 @@ def run_program(program: str, seconds: float = 10.0, megabytes: int = 1024) -> O
         return Outcome(*json.loads(output))
     except (ValueError, TypeError):
         reason = errors.decode("utf-8", "replace").strip().split("\n")[-1]
-        return Outcome(FAILED, f"its process did not report: {reason or f'exit status {process.returncode}'}")
+        return Outcome(
+            FAILED, f"its process did not report: {reason or f'exit status {process.returncode}'}"
+        )
 
 
 # The script
@@ -154,7 +165,8 @@ def _run(program: str, seconds: float, megabytes: int) -> Outcome:
 
 
 def isolate(libc: ctypes.CDLL, directory: str) -> None:
-    """Move this process into namespaces without network, with a read-only file system except for `directory`.
+    """Move this process into namespaces without network, with a read-only file system except for
+    `directory`.
 
     Args:
         directory: becomes an empty file system in memory, and the working directory.
@@ -163,13 +175,22 @@ def isolate(libc: ctypes.CDLL, directory: str) -> None:
         OSError: the system does not permit one of the steps; the message names it.
     """
     user, group = os.getuid(), os.getgid()
-    _check(libc.unshare(NEW_NAMESPACES), "new user, mount, network, process and IPC namespaces (unshare)")
-    for name, text in (("setgroups", "deny"), ("uid_map", f"{NOBODY} {user} 1"), ("gid_map", f"{NOBODY} {group} 1")):
+    _check(
+        libc.unshare(NEW_NAMESPACES),
+        "new user, mount, network, process and IPC namespaces (unshare)",
+    )
+    for name, text in (
+        ("setgroups", "deny"),
+        ("uid_map", f"{NOBODY} {user} 1"),
+        ("gid_map", f"{NOBODY} {group} 1"),
+    ):
         with open(f"/proc/self/{name}", "w", encoding="ascii") as file:
             file.write(text)
     _check(libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None), "private mounts (mount)")
     attributes = struct.pack("=4Q", MOUNT_ATTR_RDONLY, 0, 0, 0)
-    made = libc.syscall(MOUNT_SETATTR, -1, b"/", AT_RECURSIVE, attributes, ctypes.c_size_t(len(attributes)))
+    made = libc.syscall(
+        MOUNT_SETATTR, -1, b"/", AT_RECURSIVE, attributes, ctypes.c_size_t(len(attributes))
+    )
     _check(made, "a read-only file system (mount_setattr, Linux 5.12)")
     options = f"size={FILE_BYTES},mode=700".encode()
     made = libc.mount(b"tmpfs", os.fsencode(directory), b"tmpfs", MS_NOSUID | MS_NODEV, options)
@@ -183,7 +204,9 @@ def _check(result: int, what: str) -> None:
 
 
 def network_access() -> str | None:
-    """Return what connects this process to a network: an interface that is up, or a route; None if nothing does."""
+    """Return what connects this process to a network: an interface that is up, or a route; None if
+    nothing does.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             request = struct.pack("16s24x", name.encode())
@@ -198,9 +221,11 @@ def network_access() -> str | None:
 
 
 def restrict(libc: ctypes.CDLL, seconds: float, megabytes: int) -> None:
-    """Give up all capabilities, and limit time, memory, files and processes; the process dies with its parent.
+    """Give up all capabilities, and limit time, memory, files and processes; the process dies with
+    its parent.
 
-    Linux does not enforce the limit on processes for root; ending the process ends those that it started.
+    Linux does not enforce the limit on processes for root; ending the process ends those that it
+    started.
     """
     os.setsid()  # a signal to its process group must not reach the parent
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -223,14 +248,18 @@ def restrict(libc: ctypes.CDLL, seconds: float, megabytes: int) -> None:
 
 
 def _execute(program: str, writer: int) -> None:
-    """Run `program` and end the process: with PASSED_STATUS if it raises nothing, else the exception to `writer`."""
+    """Run `program` and end the process: with PASSED_STATUS if it raises nothing, else the
+    exception to `writer`.
+    """
     null = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1, 2):
         os.dup2(null, standard)
     names: dict[str, object] = {}  # not "__main__": an answer may end in a call that this guards
     try:
         exec(compile(program, "<program>", "exec"), names)
-    except BaseException as error:  # SystemExit and KeyboardInterrupt as well: only the end of the program passes
+    except (
+        BaseException
+    ) as error:  # SystemExit and KeyboardInterrupt as well: only the end of the program passes
         names.clear()
         text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         os.write(writer, text[:DETAIL_CHARACTERS].encode("utf-8", "replace"))

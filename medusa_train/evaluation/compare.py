@@ -1,4 +1,6 @@
-"""Compare finished evaluations: read their report.json files, and write tables, compare.html and compare.json."""
+"""Compare finished evaluations: read their report.json files, and write tables, compare.html and
+compare.json.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ class Evaluated:
 
 
 def load_reports(names: Sequence[str], bench: str | None) -> list[Evaluated]:
-    """Read the reports of runs, directories or report.json files; `bench`: which one of a run, default the newest."""
+    """Read the reports of runs, directories or report.json files; `bench`: which one of a run,
+    default the newest.
+    """
     if len(names) < 2:
         raise ConfigError("--compare needs two runs or more: medusa-eval --compare runs/a runs/b")
     reports = [_read(_find(name, bench)) for name in names]
@@ -55,7 +59,10 @@ def load_reports(names: Sequence[str], bench: str | None) -> list[Evaluated]:
         )
     benches = [report["meta"]["bench"] for report in reports]
     shown = [f" ({bench})" if len(set(benches)) > 1 else "" for bench in benches]
-    return [Evaluated(name.rstrip("/") + bench, one) for name, bench, one in zip(names, shown, reports, strict=True)]
+    return [
+        Evaluated(name.rstrip("/") + bench, one)
+        for name, bench, one in zip(names, shown, reports, strict=True)
+    ]
 
 
 def _find(name: str, bench: str | None) -> Path:
@@ -71,7 +78,9 @@ def _find(name: str, bench: str | None) -> Path:
         reports = [file for file in reports if file.parent.name == bench]
     if not reports:
         on_bench = "" if bench is None else f" on bench {bench}"
-        raise CheckpointError(f"{name}: holds no evaluation{on_bench} yet; run medusa-eval --model {name} first")
+        raise CheckpointError(
+            f"{name}: holds no evaluation{on_bench} yet; run medusa-eval --model {name} first"
+        )
     return reports[-1]
 
 
@@ -85,7 +94,9 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 
 def differences(evaluated: Sequence[Evaluated]) -> list[str]:
-    """List the conditions in which the evaluations differ, one line each; then their speeds are not comparable."""
+    """List the conditions in which the evaluations differ, one line each; then their speeds are not
+    comparable.
+    """
     lines = []
     for key, label in CONDITIONS.items():
         values = [str(one.report["meta"].get(key)) for one in evaluated]
@@ -97,16 +108,24 @@ def differences(evaluated: Sequence[Evaluated]) -> list[str]:
 
 def runs_table(evaluated: Sequence[Evaluated]) -> Table:
     """Return one row of figures per evaluation; older reports lack some."""
-    metas, figures = [one.report["meta"] for one in evaluated], [one.report["overall"] for one in evaluated]
+    metas, figures = (
+        [one.report["meta"] for one in evaluated],
+        [one.report["overall"] for one in evaluated],
+    )
 
     def column(key: str, digits: int = 2, suffix: str = "") -> list[str]:
-        return [number(one.get(key), digits, suffix, one.get("intervals", {}).get(key)) for one in figures]
+        return [
+            number(one.get(key), digits, suffix, one.get("intervals", {}).get(key))
+            for one in figures
+        ]
 
     grades = [(one.report.get("judge") or {}).get("score") for one in evaluated]
     columns = {
         "run": [one.name for one in evaluated],
         "heads": [str(meta.get("heads") or "-") for meta in metas],
-        "nodes": ["-" if meta.get("tree_nodes") is None else str(meta["tree_nodes"]) for meta in metas],
+        "nodes": [
+            "-" if meta.get("tree_nodes") is None else str(meta["tree_nodes"]) for meta in metas
+        ],
         "tokens per step": column("acceleration_rate"),
         "overhead": column("overhead"),
         "speedup": column("speedup", suffix="x"),
@@ -142,13 +161,17 @@ def categories_table(evaluated: Sequence[Evaluated]) -> Table:
 def show(evaluated: Sequence[Evaluated]) -> Group:
     """Return both tables for the terminal, and the conditions that differ."""
     runs = runs_table(evaluated)
-    titles, *rows = (list(row) for row in zip(runs.titles, *runs.rows, strict=True))  # a run per column: it has many
+    titles, *rows = (
+        list(row) for row in zip(runs.titles, *runs.rows, strict=True)
+    )  # a run per column: it has many
     tables = [table.terminal() for table in (Table(titles, rows), categories_table(evaluated))]
     return Group(*tables, *(Text(line, style="yellow") for line in differences(evaluated)))
 
 
 def write(evaluated: Sequence[Evaluated], directory: Path) -> list[Path]:
-    """Write compare.html and compare.json to `directory`, created if it does not exist; returns their paths."""
+    """Write compare.html and compare.json to `directory`, created if it does not exist; returns
+    their paths.
+    """
     reports = {one.name: one.report for one in evaluated}
     sections = [
         Section(lines=[f"Not comparable as they stand: {line}" for line in differences(evaluated)]),

@@ -1,7 +1,9 @@
-"""Compute the figures of an evaluation from its timed answers: rates, speedups, overhead, acceptance, equal answers.
+"""Compute the figures of an evaluation from its timed answers: rates, speedups, overhead,
+acceptance, equal answers.
 
-A rate is a ratio of sums (total tokens over total time); None if its denominator is zero, that is if nothing of the
-kind was measured. Intervals are bootstrap intervals over the questions of a bench.
+A rate is a ratio of sums (total tokens over total time); None if its denominator is zero, that is
+if nothing of the kind was measured. Intervals are bootstrap intervals over the questions of a
+bench.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ from medusa_train.evaluation.records import TimedAnswer, TurnRecord, Verdict
 from medusa_train.tree_search.fit import Trace, head_accuracy, tokens_per_step
 from medusa_train.trees.tree import Tree
 
-#: By name: numbers (None: not measured), lists of them (`ctar`, `chain_rates`), and mappings (`baselines`,
-#: `intervals`, `scores`).
+#: By name: numbers (None: not measured), lists of them (`ctar`, `chain_rates`), and mappings
+# (`baselines`, : `intervals`, `scores`).
 Figures = dict[str, Any]
 Interval = tuple[float, float]
 
@@ -53,7 +55,9 @@ def summarize(records: Sequence[TurnRecord]) -> Figures:
             "tokens_per_step": _number(rates[name].tokens_per_step),
             "speedup": _number(ratios.get(f"over_{name}")),
             "speedup_interval": intervals.get(f"over_{name}"),
-            "equal_to_plain": sum(record.baselines[name].tokens == record.plain.tokens for record in records),
+            "equal_to_plain": sum(
+                record.baselines[name].tokens == record.plain.tokens for record in records
+            ),
         }
         for name in rates
         if name != "tree"
@@ -66,7 +70,9 @@ def summarize(records: Sequence[TurnRecord]) -> Figures:
         "speedup_over_fastest": _number(ratios.get("speedup_over_fastest")),
         "tokens_per_s": _number(ratios.get("tokens_per_s")),
         "baseline_tokens_per_s": _number(rates["plain"].tokens_per_s),
-        "generate_tokens_per_s": _number(rates["generate"].tokens_per_s) if "generate" in rates else None,
+        "generate_tokens_per_s": (
+            _number(rates["generate"].tokens_per_s) if "generate" in rates else None
+        ),
         "answers": len(records),
         "equal_answers": _count(records, "float32", Verdict.EQUAL),
         "tie_answers": _count(records, "float32", Verdict.TIE),
@@ -80,7 +86,9 @@ def summarize(records: Sequence[TurnRecord]) -> Figures:
         "chain_rates": chain_rates(traces),
         "head_accuracy": head_accuracy(traces) if traces else None,
         "baselines": baselines,
-        "intervals": {name: interval for name, interval in intervals.items() if not name.startswith("over_")},
+        "intervals": {
+            name: interval for name, interval in intervals.items() if not name.startswith("over_")
+        },
     }
 
 
@@ -89,7 +97,8 @@ class Rates(NamedTuple):
 
     Attributes:
         tokens_per_s: with the prefill's time.
-        tokens_per_step: without the tokens of the prefill, which is no step; 1.0 for plain decoding.
+        tokens_per_step: without the tokens of the prefill, which is no step; 1.0 for plain
+            decoding.
         pass_seconds: of a decoding pass (of a batch: over all its rows), prefill excluded.
     """
 
@@ -105,26 +114,40 @@ def _rates(sums: Tensor) -> Rates:
 
 
 def _sums(records: Sequence[TurnRecord]) -> dict[str, Tensor]:
-    """Return by decoder the sums [6] of tokens and seconds; and of the decoding steps' tokens, steps, seconds, passes.
+    """Return by decoder the sums [6] of tokens and seconds; and of the decoding steps' tokens,
+    steps, seconds, passes.
 
     "tree" is absent without one.
     """
     answers: dict[str, list[TimedAnswer]] = {}
     for record in records:
-        for name, answer in {**({} if record.tree is None else {"tree": record.tree}), **record.baselines}.items():
+        for name, answer in {
+            **({} if record.tree is None else {"tree": record.tree}),
+            **record.baselines,
+        }.items():
             answers.setdefault(name, []).append(answer)
     rows = {
         name: [
-            [len(a.tokens), a.seconds, len(a.tokens) - a.prefill_tokens, a.steps, a.decode_seconds, a.passes]
+            [
+                len(a.tokens),
+                a.seconds,
+                len(a.tokens) - a.prefill_tokens,
+                a.steps,
+                a.decode_seconds,
+                a.passes,
+            ]
             for a in made
         ]
         for name, made in answers.items()
     }
-    return {name: torch.tensor(values, dtype=torch.float64).sum(dim=0) for name, values in rows.items()}
+    return {
+        name: torch.tensor(values, dtype=torch.float64).sum(dim=0) for name, values in rows.items()
+    }
 
 
 def _ratios(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Compute the tree's rates and its ratios to the baselines [...] from the sums [..., 6] of every decoder.
+    """Compute the tree's rates and its ratios to the baselines [...] from the sums [..., 6] of
+    every decoder.
 
     Empty without a tree.
     """
@@ -133,7 +156,11 @@ def _ratios(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
     rates = {name: _rates(part) for name, part in sums.items()}
     tree, plain, generate = rates["tree"], rates["plain"], rates.get("generate")
     over_generate = None if generate is None else tree.tokens_per_s / generate.tokens_per_s
-    fastest = plain.tokens_per_s if generate is None else torch.maximum(plain.tokens_per_s, generate.tokens_per_s)
+    fastest = (
+        plain.tokens_per_s
+        if generate is None
+        else torch.maximum(plain.tokens_per_s, generate.tokens_per_s)
+    )
     return {
         "acceleration_rate": tree.tokens_per_step,
         "overhead": tree.pass_seconds / plain.pass_seconds,
@@ -141,7 +168,11 @@ def _ratios(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
         **({} if over_generate is None else {"speedup_over_generate": over_generate}),
         "speedup_over_fastest": tree.tokens_per_s / fastest,
         "tokens_per_s": tree.tokens_per_s,
-        **{f"over_{name}": tree.tokens_per_s / one.tokens_per_s for name, one in rates.items() if name != "tree"},
+        **{
+            f"over_{name}": tree.tokens_per_s / one.tokens_per_s
+            for name, one in rates.items()
+            if name != "tree"
+        },
     }
 
 
@@ -176,7 +207,8 @@ def ctar(answers: Sequence[TimedAnswer]) -> list[float]:
 
 
 def chain_rates(traces: Sequence[Trace]) -> list[float]:
-    """Simulate decoding with the chain of the first k heads' top-1 tokens; return the tokens per step for k = 1..K.
+    """Simulate decoding with the chain of the first k heads' top-1 tokens; return the tokens per
+    step for k = 1..K.
 
     Servers that draft without a tree (vLLM's Medusa) decode like this. Empty without traces.
     """
@@ -194,7 +226,9 @@ def _count(records: Iterable[TurnRecord], dtype: str, verdict: Verdict) -> int |
 
 
 def interval(samples: Tensor, share: float = 0.95) -> Interval | None:
-    """Return the central interval that holds `share` of the samples [R]; None if over a tenth of them is not finite."""
+    """Return the central interval that holds `share` of the samples [R]; None if over a tenth of
+    them is not finite.
+    """
     finite = samples[torch.isfinite(samples)]
     if len(finite) < 0.9 * len(samples):
         return None
@@ -215,9 +249,10 @@ def resample(rows: Tensor, resamples: int = RESAMPLES, seed: int = SEED) -> Tens
 def speed_intervals(records: Sequence[TurnRecord]) -> dict[str, Interval | None]:
     """Compute 95 % percentile bootstrap intervals of the ratios in `summarize`, by the same names.
 
-    The unit of resampling is a question with all its turns, since the turns of a conversation are not independent. The
-    questions of a batch share its time, so ratios of times are resampled by batch, and left out with fewer than
-    `LEAST_BATCHES`. Empty with fewer than two questions or without a tree.
+    The unit of resampling is a question with all its turns, since the turns of a conversation are
+    not independent. The questions of a batch share its time, so ratios of times are resampled by
+    batch, and left out with fewer than `LEAST_BATCHES`. Empty with fewer than two questions or
+    without a tree.
     """
     questions: dict[int | str, list[TurnRecord]] = {}
     for record in records:
@@ -228,7 +263,9 @@ def speed_intervals(records: Sequence[TurnRecord]) -> dict[str, Interval | None]
     if any(record.plain.rows > 1 for record in records):
         batches: dict[float, list[TurnRecord]] = {}
         for turns in questions.values():
-            batches.setdefault(turns[0].plain.seconds, []).extend(turns)  # each has an equal share of its batch's time
+            batches.setdefault(turns[0].plain.seconds, []).extend(
+                turns
+            )  # each has an equal share of its batch's time
         timed = _bootstrap(batches.values()) if len(batches) >= LEAST_BATCHES else {}
         result = {**timed, "acceleration_rate": result["acceleration_rate"]}
     return result
@@ -242,7 +279,9 @@ def _bootstrap(units: Iterable[Sequence[TurnRecord]]) -> dict[str, Interval | No
 
 
 class Counts(NamedTuple):
-    """Totals of a question's answers: tokens (without the prefill's) and decoding steps, or tokens and seconds."""
+    """Totals of a question's answers: tokens (without the prefill's) and decoding steps, or tokens
+    and seconds.
+    """
 
     tokens: int
     steps: float
@@ -251,19 +290,26 @@ class Counts(NamedTuple):
 def compare_rates(
     first: Mapping[str, Counts], second: Mapping[str, Counts], resamples: int = PAIRED_RESAMPLES
 ) -> tuple[float, Interval]:
-    """Return the ratio of the second run's rate (tokens over steps) to the first one's, with its 95 % interval.
+    """Return the ratio of the second run's rate (tokens over steps) to the first one's, with its 95
+    % interval.
 
-    A paired percentile bootstrap over questions: one that is easy to draft is easy for both runs, and resampling pairs
-    removes that variance (Efron and Tibshirani, "An Introduction to the Bootstrap"). A rate is a ratio of sums over the
-    drawn questions; the turns of a question are not independent and form one unit.
+    A paired percentile bootstrap over questions: one that is easy to draft is easy for both runs,
+    and resampling pairs removes that variance (Efron and Tibshirani, "An Introduction to the
+    Bootstrap"). A rate is a ratio of sums over the drawn questions; the turns of a question are not
+    independent and form one unit.
 
     Raises:
         DataError: the questions differ, or there are fewer than two in which both runs made steps.
     """
     if set(first) != set(second):
         unpaired = sorted(set(first) ^ set(second))[:5]
-        raise DataError(f"only one of the two runs answered {', '.join(unpaired)}: measure both on the same questions")
-    names = [question for question in sorted(first) if first[question].steps and second[question].steps]
+        raise DataError(
+            f"only one of the two runs answered {', '.join(unpaired)}: measure both on the same"
+            " questions"
+        )
+    names = [
+        question for question in sorted(first) if first[question].steps and second[question].steps
+    ]
     if len(names) < 2:
         raise DataError("comparing two runs needs two or more questions")
     rows = torch.tensor([[*first[name], *second[name]] for name in names], dtype=torch.float64)
@@ -277,16 +323,19 @@ def compare_rates(
 
 
 def block_interval(first: Sequence[Counts], second: Sequence[Counts]) -> Interval | None:
-    """Return the 95 % interval of the ratio of rates in `compare_rates`, from the same blocks of both runs.
+    """Return the 95 % interval of the ratio of rates in `compare_rates`, from the same blocks of
+    both runs.
 
-    What is measured together shares the machine's speed of the moment, so blocks are the independent units; there are
-    few, so the interval is Student's, around the logarithm, with the jackknife's standard error. None with fewer than
-    `LEAST_BLOCKS` blocks.
+    What is measured together shares the machine's speed of the moment, so blocks are the
+    independent units; there are few, so the interval is Student's, around the logarithm, with the
+    jackknife's standard error. None with fewer than `LEAST_BLOCKS` blocks.
     """
     count = len(first)
     if count < LEAST_BLOCKS:
         return None
-    rows = torch.tensor([[*one, *other] for one, other in zip(first, second, strict=True)], dtype=torch.float64)
+    rows = torch.tensor(
+        [[*one, *other] for one, other in zip(first, second, strict=True)], dtype=torch.float64
+    )
     whole = rows.sum(dim=0)
     sums = torch.cat([whole[None], whole - rows])
     logs = (sums[:, 2] / sums[:, 3] / (sums[:, 0] / sums[:, 1])).log()
@@ -296,7 +345,9 @@ def block_interval(first: Sequence[Counts], second: Sequence[Counts]) -> Interva
 
 
 def student_quantile(freedom: int) -> float:
-    """Return the 97.5 % quantile of Student's t, to 1 % from 2 degrees of freedom on (Abramowitz, Stegun 26.7.5)."""
+    """Return the 97.5 % quantile of Student's t, to 1 % from 2 degrees of freedom on (Abramowitz,
+    Stegun 26.7.5).
+    """
     z = 1.959964
     terms = (
         (z**3 + z) / 4,

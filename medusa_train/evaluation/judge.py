@@ -1,6 +1,8 @@
-"""Grade answers from 1 to 10 with a judge model (MT-Bench, single-answer grading), and write FastChat's file formats.
+"""Grade answers from 1 to 10 with a judge model (MT-Bench, single-answer grading), and write
+FastChat's file formats.
 
-The prompts are worded differently from FastChat's, so scores are close to published MT-Bench scores but not the same
+The prompts are worded differently from FastChat's, so scores are close to published MT-Bench scores
+but not the same
 measurement: compare only runs that one judge graded with these prompts.
 """
 
@@ -32,10 +34,11 @@ Key = tuple[int | str, int]
 """Question id and turn."""
 
 _TASK = (
-    "You are an impartial examiner. Grade the assistant's answer to the user's {which} message for helpfulness, "
-    "relevance, correctness, depth, creativity and level of detail{reference}. First explain your view in a few "
-    "sentences, as objectively as you can. Then give a grade from 1 (worthless) to 10 (excellent) on a line of its "
-    'own, strictly in the form "[[grade]]", for example "[[5]]".'
+    "You are an impartial examiner. Grade the assistant's answer to the user's {which} message"
+    " for helpfulness, relevance, correctness, depth, creativity and level of detail{reference}."
+    " First explain your view in a few sentences, as objectively as you can. Then give a grade from"
+    ' 1 (worthless) to 10 (excellent) on a line of its own, strictly in the form "[[grade]]", for'
+    ' example "[[5]]".'
 )
 _BY_REFERENCE = "; compare it with the reference answer, and point out its mistakes"
 _GRADE = re.compile(r"\[\[\s*(\d+(?:\.\d+)?)\s*(?:/\s*10\s*)?\]\]")
@@ -49,8 +52,16 @@ class Judge:
     model: str
 
     def ask(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """Return the reply to a conversation; empty if the server returns no text. Raises like `complete`."""
-        body = {"model": self.model, "messages": list(messages), "temperature": 0, "max_tokens": REPLY_TOKENS}
+        """Return the reply to a conversation; empty if the server returns no text.
+
+        Raises like `complete`.
+        """
+        body = {
+            "model": self.model,
+            "messages": list(messages),
+            "temperature": 0,
+            "max_tokens": REPLY_TOKENS,
+        }
         content = self.server.complete(body)["choices"][0]["message"].get("content")
         return content if isinstance(content, str) else ""
 
@@ -64,17 +75,20 @@ def grade(
     concurrency: int = 4,
     on_done: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Grade every answer; judgements are appended to `path` as they arrive, and those already there are reused.
+    """Grade every answer; judgements are appended to `path` as they arrive, and those already there
+    are reused.
 
-    A judgement is reused if judge, question, turn and the whole prompt, which contains the answer, are the same. An
-    answer whose request the server rejects counts as failed; after any other server error all remaining ones do. Failed
-    answers are graded when the evaluation is run again.
+    A judgement is reused if judge, question, turn and the whole prompt, which contains the answer,
+    are the same. An answer whose request the server rejects counts as failed; after any other
+    server error all remaining ones do. Failed answers are graded when the evaluation is run again.
 
-    Returns:
-        Mean grades overall, per turn and per category, and the numbers of answers with a grade (`graded`), with a reply
-        that has none (`without_grade`), and without a reply (`failed`, and the `reason` of the last).
+    Returns: Mean grades overall, per turn and per category, and the numbers of answers with a grade
+        (`graded`), with a reply that has none (`without_grade`), and without a reply (`failed`, and
+        the `reason` of the last).
     """
-    prompts = dict(zip([(r.question_id, r.turn) for r in records], _prompts(records, questions), strict=True))
+    prompts = dict(
+        zip([(r.question_id, r.turn) for r in records], _prompts(records, questions), strict=True)
+    )
     texts = {key: json.dumps(prompt) for key, prompt in prompts.items()}
     lines: dict[Key, dict[str, Any]] = {}
     for line in _read(path):
@@ -91,7 +105,9 @@ def grade(
     reason = ""
     with JsonLinesFile(path) as file:
         try:
-            for key, reply in run_concurrently(ask, [key for key in prompts if key not in lines], concurrency):
+            for key, reply in run_concurrently(
+                ask, [key for key in prompts if key not in lines], concurrency
+            ):
                 on_done()
                 if isinstance(reply, str):
                     lines[key] = _judgement(key, model_id, judge.model, texts[key], reply)
@@ -103,10 +119,16 @@ def grade(
     categories = {record.question_id: record.category for record in records}
     judged = [lines[key] for key in prompts if key in lines]
     failed = len(prompts) - len(judged)
-    return {**_means(judged, categories, judge.model), "failed": failed, **({"reason": reason} if failed else {})}
+    return {
+        **_means(judged, categories, judge.model),
+        "failed": failed,
+        **({"reason": reason} if failed else {}),
+    }
 
 
-def _means(lines: Sequence[Mapping[str, Any]], categories: Mapping[int | str, str], judge: str) -> dict[str, Any]:
+def _means(
+    lines: Sequence[Mapping[str, Any]], categories: Mapping[int | str, str], judge: str
+) -> dict[str, Any]:
     graded = [line for line in lines if line["score"] != NO_SCORE]
     by_turn: dict[str, list[float]] = {}
     by_category: dict[str, list[float]] = {}
@@ -131,7 +153,9 @@ def parse_grade(reply: str) -> float:
     return next((value for value in reversed(grades) if 1 <= value <= 10), NO_SCORE)
 
 
-def _prompts(records: Sequence[TurnRecord], questions: Sequence[Question]) -> list[list[dict[str, str]]]:
+def _prompts(
+    records: Sequence[TurnRecord], questions: Sequence[Question]
+) -> list[list[dict[str, str]]]:
     by_id = {question.question_id: question for question in questions}
     earlier: dict[int | str, list[TurnRecord]] = {}
     prompts = []
@@ -142,13 +166,18 @@ def _prompts(records: Sequence[TurnRecord], questions: Sequence[Question]) -> li
     return prompts
 
 
-def _prompt(question: Question, before: Sequence[TurnRecord], record: TurnRecord) -> list[dict[str, str]]:
-    """Build the judge's prompt for one turn: the conversation up to it, with reference answers where there are any.
+def _prompt(
+    question: Question, before: Sequence[TurnRecord], record: TurnRecord
+) -> list[dict[str, str]]:
+    """Build the judge's prompt for one turn: the conversation up to it, with reference answers
+    where there are any.
 
     Earlier answers are the plain ones, which the model has seen.
     """
     references = question.reference[: record.turn]
-    task = _TASK.format(which="last" if before else "only", reference=_BY_REFERENCE if any(references) else "")
+    task = _TASK.format(
+        which="last" if before else "only", reference=_BY_REFERENCE if any(references) else ""
+    )
     parts = [f"### System message\n{question.system}"] if question.system is not None else []
     for number, turn in enumerate([*before, record]):
         parts.append(f"### User, message {number + 1}\n{question.turns[turn.turn - 1]}")
@@ -165,7 +194,13 @@ def _read(path: Path) -> list[dict[str, Any]]:
     for _, line in complete_lines(path) if path.is_file() else ():
         try:
             record = json.loads(line)
-            record["question_id"], record["turn"], record["judge"], record["user_prompt"], record["score"]
+            (
+                record["question_id"],
+                record["turn"],
+                record["judge"],
+                record["user_prompt"],
+                record["score"],
+            )
         except (ValueError, KeyError, TypeError):
             continue
         judgements.append(record)
@@ -173,7 +208,9 @@ def _read(path: Path) -> list[dict[str, Any]]:
 
 
 def _judgement(key: Key, model_id: str, judge: str, prompt: str, reply: str) -> dict[str, Any]:
-    """Build one `model_judgment` line in FastChat's format; a score of -1 means that the reply has no grade."""
+    """Build one `model_judgment` line in FastChat's format; a score of -1 means that the reply has
+    no grade.
+    """
     return {
         "question_id": key[0],
         "model": model_id,
@@ -190,15 +227,20 @@ def _judgement(key: Key, model_id: str, judge: str, prompt: str, reply: str) -> 
 
 
 def _step_lengths(answer: TimedAnswer) -> list[int]:
-    """Count the tokens of each step: the accepted ones and one of the backbone, which the last step may lack."""
+    """Count the tokens of each step: the accepted ones and one of the backbone, which the last step
+    may lack.
+    """
     lengths = [accepted + 1 for accepted in answer.accepted]
     if lengths:
-        lengths[-1] -= sum(lengths) + 1 - len(answer.tokens)  # the first token comes from the prefill
+        lengths[-1] -= (
+            sum(lengths) + 1 - len(answer.tokens)
+        )  # the first token comes from the prefill
     return lengths
 
 
 def model_answers(records: Sequence[TurnRecord], model_id: str) -> list[dict[str, Any]]:
-    """Build one `model_answer` line per question, with FastChat's keys and the ones that Spec-Bench adds.
+    """Build one `model_answer` line per question, with FastChat's keys and the ones that Spec-Bench
+    adds.
 
     Spec-Bench's `accept_lengths` counts all tokens of a step, including the one of the backbone.
     """
@@ -208,7 +250,9 @@ def model_answers(records: Sequence[TurnRecord], model_id: str) -> list[dict[str
     lines = []
     for question_id, turns in questions.items():
         texts = [turn.text for turn in turns]
-        answer_id = hashlib.sha256(json.dumps([model_id, question_id, texts]).encode()).hexdigest()[:22]
+        answer_id = hashlib.sha256(json.dumps([model_id, question_id, texts]).encode()).hexdigest()[
+            :22
+        ]
         choice = {
             "index": 0,
             "turns": texts,

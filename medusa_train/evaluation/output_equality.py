@@ -15,7 +15,8 @@ from medusa_train.models.backbone import Backbone
 #: Dtypes in which the answers are compared.
 EQUALITY_DTYPES = ("float32", "bfloat16")
 
-#: Two tokens whose logits lie within this of the best one are a tie: rounding in float32 may swap them.
+#: Two tokens whose logits lie within this of the best one are a tie: rounding in float32 may swap
+# them.
 TIE_MARGIN = 1e-4
 
 
@@ -24,7 +25,11 @@ def compare_timed_answers(records: Sequence[TurnRecord], backbone: Backbone, dty
     for record in records:
         if record.tree is not None:
             record.exact[dtype] = compare_answers(
-                backbone, record.prompt_ids, record.tree.tokens, record.plain.tokens, ties=dtype == "float32"
+                backbone,
+                record.prompt_ids,
+                record.tree.tokens,
+                record.plain.tokens,
+                ties=dtype == "float32",
             )
 
 
@@ -36,7 +41,8 @@ def compare_regenerated_answers(
     on_turn: Callable[[int], None],
     batch_size: int = 1,
 ) -> None:
-    """Generate every answer again in `dtype`, with the tree and with the empty tree; results go to `record.exact`.
+    """Generate every answer again in `dtype`, with the tree and with the empty tree; results go to
+    `record.exact`.
 
     `on_turn` is called after each turn with the number of tokens generated for it.
     """
@@ -45,21 +51,34 @@ def compare_regenerated_answers(
     for start in range(0, len(records), batch_size):
         batch = records[start : start + batch_size]
         prompts = [list(record.prompt_ids) for record in batch]
-        answers = [decoder.generate_batch(prompts, max_new_tokens) for decoder in (tree_decoder, plain_decoder)]
+        answers = [
+            decoder.generate_batch(prompts, max_new_tokens)
+            for decoder in (tree_decoder, plain_decoder)
+        ]
         for record, tree, plain in zip(batch, *answers, strict=True):
             record.exact[dtype] = compare_answers(
-                model.backbone, record.prompt_ids, tree.tokens, plain.tokens, ties=dtype == "float32"
+                model.backbone,
+                record.prompt_ids,
+                tree.tokens,
+                plain.tokens,
+                ties=dtype == "float32",
             )
             on_turn(len(tree.tokens) + len(plain.tokens))
 
 
 def compare_answers(
-    backbone: Backbone, prompt_ids: Sequence[int], tree: Sequence[int], plain: Sequence[int], *, ties: bool
+    backbone: Backbone,
+    prompt_ids: Sequence[int],
+    tree: Sequence[int],
+    plain: Sequence[int],
+    *,
+    ties: bool,
 ) -> Verdict:
     """Compare two answers to a prompt, as token ids.
 
     Args:
-        ties: return TIE where the two tokens that first differ both have logits within `TIE_MARGIN` of the best.
+        ties: return TIE where the two tokens that first differ both have logits within `TIE_MARGIN`
+            of the best.
     """
     position = first_difference(tree, plain)
     if position is None:

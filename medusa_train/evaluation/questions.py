@@ -1,8 +1,9 @@
 """Find and read a bench: its question file in MT-Bench's, HumanEval's or GSM8K's format, or chats.
 
-MT-Bench's format has one JSON object per line: `question_id` (number or text), `turns` (the user's messages, asked one
-after the other), and optionally `category`, `system` (a message) and `reference` (answers). Questions in HumanEval's
-and GSM8K's formats also say what a correct answer is; `answer_scores` checks it. Chats' user messages are asked.
+MT-Bench's format has one JSON object per line: `question_id` (number or text), `turns` (the user's
+messages, asked one after the other), and optionally `category`, `system` (a message) and
+`reference` (answers). Questions in HumanEval's and GSM8K's formats also say what a correct answer
+is; `answer_scores` checks it. Chats' user messages are asked.
 """
 
 from __future__ import annotations
@@ -30,9 +31,13 @@ from medusa_train.io import replace_file
 BENCH_DIR_VARIABLE = "MEDUSA_BENCH_DIR"
 FETCH_TIMEOUT = 15  # seconds
 #: HumanEval's prompts are the beginning of a file; a chat model needs an instruction.
-HUMANEVAL_INSTRUCTION = "Complete this Python function. Answer with the whole function in a ```python block.\n\n"
+HUMANEVAL_INSTRUCTION = (
+    "Complete this Python function. Answer with the whole function in a ```python block.\n\n"
+)
 #: Follows a question of GSM8K, so that the answer can be told from the numbers of the calculation.
-GSM8K_INSTRUCTION = "\n\nSolve it step by step. Write the result on the last line, as #### and the number."
+GSM8K_INSTRUCTION = (
+    "\n\nSolve it step by step. Write the result on the last line, as #### and the number."
+)
 
 
 @dataclass(frozen=True)
@@ -53,13 +58,20 @@ class Question:
     turns: tuple[str, ...]  # the user's messages
     source: str  # where it was read, as `file:line`
     reference: tuple[str, ...] = ()  # reference answers, one per turn; '' where there is none
-    expected: Decimal | FunctionTest | None = None  # the correct number or function; None if answers are not scored
+    expected: Decimal | FunctionTest | None = (
+        None  # the correct number or function; None if answers are not scored
+    )
     system: str | None = None  # the system message
 
     @property
     def opening(self) -> list[Message]:
-        """The messages before the first answer: the system message, if there is one, and the first turn."""
-        return [*([] if self.system is None else [Message("system", self.system)]), Message("user", self.turns[0])]
+        """The messages before the first answer: the system message, if there is one, and the first
+        turn.
+        """
+        return [
+            *([] if self.system is None else [Message("system", self.system)]),
+            Message("user", self.turns[0]),
+        ]
 
 
 @dataclass(frozen=True)
@@ -71,7 +83,8 @@ class Bench:
     questions: tuple[Question, ...]
 
     def limited(self, limit: int | None) -> Bench:
-        """Return a bench of `limit` questions, taken from the categories in turn (None: of all questions).
+        """Return a bench of `limit` questions, taken from the categories in turn (None: of all
+        questions).
 
         Bench files are sorted by category, so their first lines would cover one category only.
         """
@@ -86,10 +99,13 @@ class Bench:
         return Bench(self.name, self.path, tuple(self.questions[index] for index in chosen))
 
 
-#: Benches that are known by name; `local_paths` are the usual names of their folder in a directory of benches.
+#: Benches that are known by name; `local_paths` are the usual names of their folder in a directory
+# of benches.
 NAMED_BENCHES = {
     "tiny": PublicDataset(("tiny",)),
-    "mtbench": PublicDataset(("mtbench", "mt_bench"), "HuggingFaceH4/mt_bench_prompts", "raw/question.jsonl"),
+    "mtbench": PublicDataset(
+        ("mtbench", "mt_bench"), "HuggingFaceH4/mt_bench_prompts", "raw/question.jsonl"
+    ),
     "specbench": PublicDataset(
         ("specbench", "spec_bench"),
         url="https://raw.githubusercontent.com/hemingkkk/Spec-Bench/main/data/spec_bench/question.jsonl",
@@ -100,11 +116,19 @@ NAMED_BENCHES = {
     "gsm8k": PublicDataset(("gsm8k",), "openai/gsm8k", "main/test-00000-of-00001.parquet"),
 }
 #: Names of a question file in a bench's folder; messages name the first.
-FILES = ("question.jsonl", "test.jsonl", "HumanEval.jsonl", "HumanEval.jsonl.gz", "test-00000-of-00001.parquet")
+FILES = (
+    "question.jsonl",
+    "test.jsonl",
+    "HumanEval.jsonl",
+    "HumanEval.jsonl.gz",
+    "test-00000-of-00001.parquet",
+)
 
 
 def load_bench(name_or_file: str, note: Callable[[str], None] = lambda line: None) -> Bench:
-    """Find and read a bench, by name or file (see `find_bench`); `note` is called with a line before a download."""
+    """Find and read a bench, by name or file (see `find_bench`); `note` is called with a line
+    before a download.
+    """
     path = find_bench(name_or_file, note)
     is_file = name_or_file not in NAMED_BENCHES and resolve_path(name_or_file) == path
     return Bench(_name_of_file(path) if is_file else name_or_file, path, read_questions(path))
@@ -122,8 +146,15 @@ def find_bench(name_or_file: str, note: Callable[[str], None] = lambda line: Non
             return candidate
     named = NAMED_BENCHES.get(name_or_file)
     if named is None:
-        reason = f"bench {name_or_file!r}: no such file, and no bench of that name ({', '.join(NAMED_BENCHES)})"
-        tried = [str(one) for one in (Path(name_or_file), *candidates) if one.name in (name_or_file, FILES[0])]
+        reason = (
+            f"bench {name_or_file!r}: no such file, and no bench of that name"
+            f" ({', '.join(NAMED_BENCHES)})"
+        )
+        tried = [
+            str(one)
+            for one in (Path(name_or_file), *candidates)
+            if one.name in (name_or_file, FILES[0])
+        ]
         raise DataError("\n  ".join([f"{reason}. Looked for:", *tried]))
     try:
         return _download(name_or_file, named, note)
@@ -149,10 +180,14 @@ def _download_directory() -> Path:
 
 
 def _download(name: str, bench: PublicDataset, note: Callable[[str], None]) -> Path:
-    """Return the file from the hub or its cache, or from the bench's URL; raises FetchError if it is in neither."""
+    """Return the file from the hub or its cache, or from the bench's URL; raises FetchError if it
+    is in neither.
+    """
     if bench.hub_repo is not None and bench.hub_file is not None:
         fetched = f"bench {name}: fetched {bench.hub_file} of {bench.hub_repo}"
-        return fetch_dataset_file(bench.hub_repo, bench.hub_file, lambda n, of: note(fetched) if n == of else None)
+        return fetch_dataset_file(
+            bench.hub_repo, bench.hub_file, lambda n, of: note(fetched) if n == of else None
+        )
     url = bench.url
     if url is None:
         raise FetchError("it ships with this project")
@@ -162,7 +197,10 @@ def _download(name: str, bench: PublicDataset, note: Callable[[str], None]) -> P
     target = _download_directory() / name / FILES[0]
 
     def write(temporary: Path) -> None:
-        with urllib.request.urlopen(url, timeout=FETCH_TIMEOUT) as answer, temporary.open("wb") as file:
+        with (
+            urllib.request.urlopen(url, timeout=FETCH_TIMEOUT) as answer,
+            temporary.open("wb") as file,
+        ):
             shutil.copyfileobj(answer, file)
         read_questions(temporary)  # an error page is not kept
 
@@ -176,10 +214,11 @@ def _download(name: str, bench: PublicDataset, note: Callable[[str], None]) -> P
 def _missing_bench(name: str, bench: PublicDataset, reason: str) -> str:
     tried = f" and it could not be downloaded: {reason}" if bench.origin else ""
     return (
-        f"bench {name!r}: its question file is not on this machine{tried}\n"
-        f"Get it from {bench.origin or 'this project'} and put it at "
-        f"{PROJECT_ROOT / 'data' / 'bench' / name / 'question.jsonl'} (the original file name works as well),\n"
-        f"or set {BENCH_DIR_VARIABLE} to a directory that holds {name}/question.jsonl or {name}.jsonl."
+        f"bench {name!r}: its question file is not on this machine{tried}\nGet it from"
+        f" {bench.origin or 'this project'} and put it at"
+        f" {PROJECT_ROOT / 'data' / 'bench' / name / 'question.jsonl'} (the original file name"
+        f" works as well),\nor set {BENCH_DIR_VARIABLE} to a directory that holds"
+        f" {name}/question.jsonl or {name}.jsonl."
     )
 
 
@@ -191,7 +230,9 @@ def _name_of_file(path: Path) -> str:
 
 
 def read_questions(path: Path) -> tuple[Question, ...]:
-    """Read a question file; DataError if it has no questions, or invalid lines, of which it names the first."""
+    """Read a question file; DataError if it has no questions, or invalid lines, of which it names
+    the first.
+    """
     questions: list[Question] = []
     problems: list[str] = []
     first_seen: dict[int | str, str] = {}
@@ -200,13 +241,18 @@ def read_questions(path: Path) -> tuple[Question, ...]:
             question = _parse(record)
             earlier = first_seen.setdefault(question.question_id, record.source)
             if earlier != record.source:
-                raise ValueError(f"question_id {question.question_id!r} was used before, at {earlier}")
+                raise ValueError(
+                    f"question_id {question.question_id!r} was used before, at {earlier}"
+                )
         except ValueError as error:
             problems.append(f"{record.source}: {error}")
             continue
         questions.append(question)
     if problems:
-        expected = "Expected: question_id and turns, a list of the user's messages; HumanEval's or GSM8K's keys; chats"
+        expected = (
+            "Expected: question_id and turns, a list of the user's messages; HumanEval's or GSM8K's"
+            " keys; chats"
+        )
         raise DataError("\n".join([*first_problems(problems), f"{expected} (docs/evaluation.md)"]))
     if not questions:
         raise DataError(f"{path}: holds no questions; one JSON object per line is expected")
@@ -229,7 +275,8 @@ def _parse(raw: RawRecord) -> Question:
         if not said:
             raise ValueError("the chat has no message of the user")
         return Question(raw.number, "general", tuple(said), source, system=system)
-    # The hub's copy of MT-Bench calls the turns `prompt` and, in its parquet form, the id `prompt_id`.
+    # The hub's copy of MT-Bench calls the turns `prompt` and, in its parquet form, the id
+    # `prompt_id`.
     question_id = record.get("question_id", record.get("prompt_id"))
     if isinstance(question_id, bool) or not isinstance(question_id, (int, str)):
         raise ValueError("question_id is missing or neither a number nor text")
@@ -240,12 +287,20 @@ def _parse(raw: RawRecord) -> Question:
         if not isinstance(turn, str) or not turn.strip():
             raise ValueError(f"turn {position} is empty or not text")
         if SURROGATES.search(turn):
-            raise ValueError(f"turn {position} contains half a surrogate pair, which no UTF-8 text can hold")
+            raise ValueError(
+                f"turn {position} contains half a surrogate pair, which no UTF-8 text can hold"
+            )
     category = record.get("category", "general")
     if not isinstance(category, str) or not category.strip():
         raise ValueError("category is empty or not text")
     reference = record.get("reference")
-    answers = [reference] if isinstance(reference, str) else reference if isinstance(reference, list) else []
+    answers = (
+        [reference]
+        if isinstance(reference, str)
+        else reference
+        if isinstance(reference, list)
+        else []
+    )
     texts = tuple(answer if isinstance(answer, str) else "" for answer in answers)
     category = " ".join(SURROGATES.sub("\N{REPLACEMENT CHARACTER}", category).split())
     if isinstance(question_id, str):
@@ -257,13 +312,21 @@ def _parse(raw: RawRecord) -> Question:
 
 
 def _parse_humaneval(record: dict[str, Any], source: str) -> Question:
-    task_id, prompt, entry_point, test = (record.get(key) for key in ("task_id", "prompt", "entry_point", "test"))
+    task_id, prompt, entry_point, test = (
+        record.get(key) for key in ("task_id", "prompt", "entry_point", "test")
+    )
     if not (isinstance(entry_point, str) and entry_point.isidentifier()):
         raise ValueError("entry_point is missing or not the name of a function")
     if not (isinstance(test, str) and "def check" in test):
         raise ValueError("test is missing or does not define check(function)")
     turns = (f"{HUMANEVAL_INSTRUCTION}{prompt}",)
-    return Question(str(task_id), "humaneval", turns, source, expected=FunctionTest(str(prompt), entry_point, test))
+    return Question(
+        str(task_id),
+        "humaneval",
+        turns,
+        source,
+        expected=FunctionTest(str(prompt), entry_point, test),
+    )
 
 
 def _parse_gsm8k(record: dict[str, Any], source: str, number: int) -> Question:
@@ -271,7 +334,14 @@ def _parse_gsm8k(record: dict[str, Any], source: str, number: int) -> Question:
     expected = parse_number(result) if mark else None
     if expected is None:
         raise ValueError("answer does not end in #### and a number")
-    return Question(number, "gsm8k", (record["question"] + GSM8K_INSTRUCTION,), source, (record["answer"],), expected)
+    return Question(
+        number,
+        "gsm8k",
+        (record["question"] + GSM8K_INSTRUCTION,),
+        source,
+        (record["answer"],),
+        expected,
+    )
 
 
 def parse_number(text: str) -> Decimal | None:

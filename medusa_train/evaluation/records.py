@@ -21,13 +21,17 @@ class Verdict(str, enum.Enum):
     """Result of comparing the tree's answer with the plain one, token for token."""
 
     EQUAL = "equal"
-    TIE = "tie"  # where they first differ, both tokens' logits lie within the tie margin of the best
+    TIE = (  # where they first differ, both tokens' logits lie within the tie margin of the best
+        "tie"
+    )
     DIFFERENT = "different"
 
 
 @dataclass(frozen=True)
 class Score:
-    """Whether an answer is correct by `metric`, and the number that was read from it, or how its tests ended."""
+    """Whether an answer is correct by `metric`, and the number that was read from it, or how its
+    tests ended.
+    """
 
     metric: str
     correct: bool
@@ -41,11 +45,17 @@ class TimedAnswer:
     tokens: tuple[int, ...]
     seconds: float  # wall time of the whole call
     prefill_seconds: float = 0.0  # until the first token; 0 where it is not reported
-    steps: int = 0  # decoding passes of this answer, without the prefill; 0 for transformers' `generate`
+    steps: int = (
+        0  # decoding passes of this answer, without the prefill; 0 for transformers' `generate`
+    )
     accepted: tuple[int, ...] = ()  # number of accepted draft tokens per step
     rows: int = 1  # answers in the batch
-    batch_passes: int | None = None  # of the whole batch; None for a single answer, whose passes are `steps`
-    prefill_tokens: int = 1  # more than one where the prefill also verifies a draft (assisted generation)
+    batch_passes: int | None = (
+        None  # of the whole batch; None for a single answer, whose passes are `steps`
+    )
+    prefill_tokens: int = (
+        1  # more than one where the prefill also verifies a draft (assisted generation)
+    )
 
     @property
     def decode_seconds(self) -> float:
@@ -54,7 +64,9 @@ class TimedAnswer:
 
     @property
     def passes(self) -> float:
-        """Decoding passes that `decode_seconds` paid for: a share of the batch's, so that sums count each pass once."""
+        """Decoding passes that `decode_seconds` paid for: a share of the batch's, so that sums
+        count each pass once.
+        """
         return self.steps if self.batch_passes is None else self.batch_passes / self.rows
 
 
@@ -72,8 +84,12 @@ class TurnRecord:
     text: str = ""  # of the reported answer, with the reasoning tag that the prompt opened
     history: str = ""  # the plain answer, which later turns were asked after
     opened: str = ""  # the reasoning tag at the end of the prompt
-    exact: dict[str, Verdict] = field(default_factory=dict)  # the tree's and the plain answer, by dtypes that were run
-    scores: dict[str, Score] = field(default_factory=dict)  # of `tree` and `plain`, on benches with correct answers
+    exact: dict[str, Verdict] = field(
+        default_factory=dict
+    )  # the tree's and the plain answer, by dtypes that were run
+    scores: dict[str, Score] = field(
+        default_factory=dict
+    )  # of `tree` and `plain`, on benches with correct answers
     others: dict[str, TimedAnswer] = field(default_factory=dict)  # of further baselines
     asked: str = ""  # the user's message
     pieces: tuple[str, ...] = ()  # the reported answer token by token
@@ -87,7 +103,11 @@ class TurnRecord:
     @property
     def baselines(self) -> dict[str, TimedAnswer]:
         """The baselines by name: the loop with the empty tree, and decoders of transformers."""
-        return {"plain": self.plain, **({} if self.generate is None else {"generate": self.generate}), **self.others}
+        return {
+            "plain": self.plain,
+            **({} if self.generate is None else {"generate": self.generate}),
+            **self.others,
+        }
 
 
 @dataclass(frozen=True)
@@ -113,16 +133,21 @@ class MeasurementLog(Generic[Entry]):
     Args:
         path: the file; created by `start`.
         settings: everything that answers and their times depend on, as plain JSON values.
-        parse: returns the entry of a line's JSON; raises ValueError, KeyError or TypeError if it is none.
+        parse: returns the entry of a line's JSON; raises ValueError, KeyError or TypeError if it is
+            none.
         as_json: returns the JSON value of an entry.
 
-    Attributes:
-        header, entries: of an existing file with the same settings, up to the first invalid line; else empty.
+    Attributes: header, entries: of an existing file with the same settings, up to the first invalid
+        line; else empty.
         differing: settings in which an existing file differs; nothing of it is used then.
     """
 
     def __init__(
-        self, path: Path, settings: Mapping[str, Any], parse: Callable[[Any], Entry], as_json: Callable[[Entry], Any]
+        self,
+        path: Path,
+        settings: Mapping[str, Any],
+        parse: Callable[[Any], Entry],
+        as_json: Callable[[Entry], Any],
     ) -> None:
         self.path = path
         self.header: dict[str, Any] = {}
@@ -135,7 +160,11 @@ class MeasurementLog(Generic[Entry]):
             first, *lines = [line for _, line in complete_lines(path)]
             header = json.loads(first)
             stored = header["settings"]
-            self.differing = [key for key in {**stored, **self._settings} if stored.get(key) != self._settings.get(key)]
+            self.differing = [
+                key
+                for key in {**stored, **self._settings}
+                if stored.get(key) != self._settings.get(key)
+            ]
         except (OSError, ValueError, LookupError, TypeError):
             return
         if self.differing:
@@ -146,16 +175,28 @@ class MeasurementLog(Generic[Entry]):
         self.header = header if self.entries else {}
 
     def resumption(self, what: str, units: str, count: int) -> str | None:
-        """Say whether an interrupted measurement, of which `count` units are there, is resumed; None without one."""
+        """Say whether an interrupted measurement, of which `count` units are there, is resumed;
+        None without one.
+        """
         if self.differing:
             names = ", ".join(self.differing)
-            return f"the interrupted {what} in {self.path.parent} had a different {names}: starting over"
+            return (
+                f"the interrupted {what} in {self.path.parent} had a different {names}: starting"
+                " over"
+            )
         over = f"(delete {self.path} to start over)"
-        return f"resuming an interrupted {what}: {count} {units} are measured {over}" if count else None
+        return (
+            f"resuming an interrupted {what}: {count} {units} are measured {over}"
+            if count
+            else None
+        )
 
     def start(self, kept: Iterable[Entry], **header: Any) -> None:
         """Replace the file by a header and the `kept` entries, and open it for appending."""
-        replace_bytes(self.path, map(json_line, [{"settings": self._settings, **header}, *map(self._as_json, kept)]))
+        replace_bytes(
+            self.path,
+            map(json_line, [{"settings": self._settings, **header}, *map(self._as_json, kept)]),
+        )
         self._file = JsonLinesFile(self.path)
 
     def append(self, entry: Entry) -> None:
@@ -177,11 +218,15 @@ class MeasurementLog(Generic[Entry]):
 
 
 def turn_log(path: Path, settings: Mapping[str, Any]) -> MeasurementLog[Turn]:
-    """Open the log of an evaluation's turns; its header holds `dtype`, and whether passes were `compiled`."""
+    """Open the log of an evaluation's turns; its header holds `dtype`, and whether passes were
+    `compiled`.
+    """
     return MeasurementLog(path, settings, _parse_turn, _as_json)
 
 
-def completed_turns(turns: Iterable[Turn], questions: Sequence[Question]) -> dict[int | str, list[Turn]]:
+def completed_turns(
+    turns: Iterable[Turn], questions: Sequence[Question]
+) -> dict[int | str, list[Turn]]:
     """Return the turns of the questions of which all turns are there, by question."""
     logged: dict[int | str, list[Turn]] = {}
     for turn in turns:
@@ -197,6 +242,10 @@ def _as_json(turn: Turn) -> dict[str, Any]:
 def _parse_turn(record: dict[str, Any]) -> Turn:
     if "prompt_tokens" in record:
         return SkippedTurn(**record)
-    answers = {name: _ANSWER.validate_python(record[name]) for name in ("tree", "plain", "generate")}
+    answers = {
+        name: _ANSWER.validate_python(record[name]) for name in ("tree", "plain", "generate")
+    }
     others = {name: _ANSWER.validate_python(answer) for name, answer in record["others"].items()}
-    return TurnRecord(**{**record, **answers, "others": others, "prompt_ids": tuple(record["prompt_ids"])})
+    return TurnRecord(
+        **{**record, **answers, "others": others, "prompt_ids": tuple(record["prompt_ids"])}
+    )

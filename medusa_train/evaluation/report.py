@@ -29,8 +29,9 @@ class Report:
     Attributes:
         meta: what was run, on what and with what; plain JSON values.
         overall, categories: figures of the whole bench, and per category.
-        extra: `judge` (grades; None if nothing was judged), `rouge`, `joint` (the backbone before and after training),
-            `tree` (its paths and each one's acceptance) and `calibration` (how the tree was chosen, from tree.json).
+        extra: `judge` (grades; None if nothing was judged), `rouge`, `joint` (the backbone before
+            and after training), `tree` (its paths and each one's acceptance) and `calibration` (how
+            the tree was chosen, from tree.json).
     """
 
     meta: dict[str, Any]
@@ -50,7 +51,10 @@ class Report:
         parts: dict[str, Any] = {"judge": None}
         traces = [record.trace for record in records if record.trace is not None]
         if tree is not None and tree.size and (shares := node_acceptance(traces, tree)) is not None:
-            parts["tree"] = {"medusa_choices": [list(path) for path in tree.paths], "accepted": shares}
+            parts["tree"] = {
+                "medusa_choices": [list(path) for path in tree.paths],
+                "accepted": shares,
+            }
         return cls(meta, summarize(records), by_category(records), {**parts, **(extra or {})})
 
     def as_json(self) -> dict[str, Any]:
@@ -67,13 +71,20 @@ class Report:
 def write_report(
     report: Report, records: Sequence[TurnRecord], skipped: Sequence[SkippedTurn], directory: Path
 ) -> list[Path]:
-    """Write report.json, report.md, report.html, answers.jsonl and FastChat's model_answer/MODEL.jsonl.
+    """Write report.json, report.md, report.html, answers.jsonl and FastChat's
+    model_answer/MODEL.jsonl.
 
-    With heads also ranks.jsonl, from which decoding with other trees can be simulated, see `Trace.ranks`.
+    With heads also ranks.jsonl, from which decoding with other trees can be simulated, see
+    `Trace.ranks`.
     """
     answers = [_answer_line(record) for record in records]
     answers += [
-        {"question_id": turn.question_id, "turn": turn.turn, "prompt_tokens": turn.prompt_tokens, "skipped": True}
+        {
+            "question_id": turn.question_id,
+            "turn": turn.turn,
+            "prompt_tokens": turn.prompt_tokens,
+            "skipped": True,
+        }
         for turn in skipped
     ]
     ranks = [
@@ -125,7 +136,9 @@ def _answer_line(record: TurnRecord) -> dict[str, Any]:
 
 
 def terminal_report(report: Report) -> Group:
-    """Return title, tables and summary for the terminal; further decoders than plain and `generate` have a table."""
+    """Return title, tables and summary for the terminal; further decoders than plain and `generate`
+    have a table.
+    """
     tables = [figures_table(report, columns=TERMINAL_COLUMNS)]
     if set(report.overall["baselines"]) - {"plain", "generate"}:
         tables.append(decoders_table(report))
@@ -147,7 +160,9 @@ def _of_answers(figures: Figures, count: object) -> str:
 
 
 def _correct_cell(figures: Figures) -> str:
-    """Format correct answers out of those scored: the tree's, and plain decoding's if their number differs."""
+    """Format correct answers out of those scored: the tree's, and plain decoding's if their number
+    differs.
+    """
     scores = figures["scores"]
     if scores is None:
         return "-"
@@ -180,7 +195,9 @@ TERMINAL_COLUMNS = [title for title in COLUMNS if title not in ("answers", "corr
 
 
 def figures_table(report: Report, columns: Sequence[str] = tuple(COLUMNS)) -> Table:
-    """Return one row per category, the overall row last, without columns of which nothing was measured."""
+    """Return one row per category, the overall row last, without columns of which nothing was
+    measured.
+    """
     groups = {**report.categories, "overall": report.overall}
     cells = {title: [COLUMNS[title](figures) for figures in groups.values()] for title in columns}
     return Table.of_columns({"category": list(groups), **cells}, overall=True)
@@ -191,17 +208,24 @@ def decoders_table(report: Report) -> Table:
     overall = report.overall
     decoders = {name.replace("_", " "): figures for name, figures in overall["baselines"].items()}
     if report.has_tree:
-        rates = {"tokens_per_s": overall["tokens_per_s"], "tokens_per_step": overall["acceleration_rate"]}
+        rates = {
+            "tokens_per_s": overall["tokens_per_s"],
+            "tokens_per_step": overall["acceleration_rate"],
+        }
         decoders = {"tree": {**rates, "speedup": None, "speedup_interval": None}, **decoders}
     figures = decoders.values()
     columns = {
         "decoder": list(decoders),
         "tokens/s": [number(one["tokens_per_s"], 0) for one in figures],
         "tokens per step": [number(one["tokens_per_step"]) for one in figures],
-        "tree's speedup over it": [number(one["speedup"], 2, "x", one["speedup_interval"]) for one in figures],
+        "tree's speedup over it": [
+            number(one["speedup"], 2, "x", one["speedup_interval"]) for one in figures
+        ],
     }
     if mode_of(report.meta)["acceptance"] == "greedy":  # other answers are samples
-        columns["answers equal to plain ones"] = [number(one.get("equal_to_plain"), 0) for one in figures]
+        columns["answers equal to plain ones"] = [
+            number(one.get("equal_to_plain"), 0) for one in figures
+        ]
     return Table.of_columns(columns)
 
 
@@ -223,12 +247,16 @@ def summary_of(report: Report) -> list[str]:
         traced = "nothing was drafted; the heads' guesses are along these answers"
         why = "no draft heads were given" if meta["heads"] is None else traced
         return [f"Baselines only: {why}. {answers}", _quality(report)]
-    speedup = number(overall["speedup_over_fastest"], 2, "x", overall["intervals"].get("speedup_over_fastest"))
+    speedup = number(
+        overall["speedup_over_fastest"], 2, "x", overall["intervals"].get("speedup_over_fastest")
+    )
     other = "the faster baseline" if "generate" in overall["baselines"] else "plain decoding"
     faster = f"{speedup} the speed of {other} (total tokens per second, prefill included)"
     lines = [f"{faster}; {_draft(meta)}; {answers}"]
     if overall["looping_answers"] and overall["speedup_without_loops"] is not None:
-        lines.append(f"Speedup without the answers with loops: {overall['speedup_without_loops']:.2f}x.")
+        lines.append(
+            f"Speedup without the answers with loops: {overall['speedup_without_loops']:.2f}x."
+        )
     return [*lines, _output_note(report), _quality(report)]
 
 
@@ -236,9 +264,13 @@ def _draft(meta: Mapping[str, Any]) -> str:
     """Say what proposed the guesses."""
     parts = []
     if (dynamic := meta.get("dynamic_trees")) is not None:
-        parts.append(f"dynamic trees of {_count(dynamic['size'], 'node')}, up to {dynamic['depth']} deep")
+        parts.append(
+            f"dynamic trees of {_count(dynamic['size'], 'node')}, up to {dynamic['depth']} deep"
+        )
     elif meta["heads"] is not None:
-        parts.append(f"tree of {_count(meta['tree_nodes'], 'node')}, {_count(meta['heads'], 'head')}")
+        parts.append(
+            f"tree of {_count(meta['tree_nodes'], 'node')}, {_count(meta['heads'], 'head')}"
+        )
     if meta.get("draft") is not None:
         parts.append(f"draft {meta['draft']}")
     return ", ".join(parts)
@@ -270,39 +302,62 @@ def _output_note(report: Report) -> str:
 
 
 _OUTPUT = {
-    "sampling": "samples, lossless in distribution: whatever the draft, tokens follow the model's own distribution. "
-    "This is a property of the method, held by the project's tests; single answers differ from the baselines'.",
-    "typical": "typical acceptance changes the distribution: it accepts draft tokens that the model finds plausible. "
-    "The baselines sample from the model's distribution at the same temperature; compare the answers' quality, too.",
+    "sampling": (
+        "samples, lossless in distribution: whatever the draft, tokens follow the model's own"
+        " distribution. This is a property of the method, held by the project's tests; single"
+        " answers differ from the baselines'."
+    ),
+    "typical": (
+        "typical acceptance changes the distribution: it accepts draft tokens that the model finds"
+        " plausible. The baselines sample from the model's distribution at the same temperature;"
+        " compare the answers' quality, too."
+    ),
 }
 
 
 def _not_compared(outcome: str | None) -> str:
-    return f"not compared ({outcome})" if outcome not in (None, "not compared", "compared") else "not compared"
+    return (
+        f"not compared ({outcome})"
+        if outcome not in (None, "not compared", "compared")
+        else "not compared"
+    )
 
 
 def _quality(report: Report) -> str:
-    """Say how good the answers are: correct ones, grades, and perplexity where joint training changed it."""
+    """Say how good the answers are: correct ones, grades, and perplexity where joint training
+    changed it.
+    """
     parts = []
     if (scores := report.overall["scores"]) is not None:
         parts.append(_scores_text(scores))
     if (rouge := report.extra.get("rouge")) is not None:
-        means = {name: "/".join(f"{rouge[name][kind]:.2f}" for kind in ROUGE) for name in rouge if name != "answers"}
+        means = {
+            name: "/".join(f"{rouge[name][kind]:.2f}" for kind in ROUGE)
+            for name in rouge
+            if name != "answers"
+        }
         plain = f", plain decoding {means['plain']}" if "tree" in means else ""
         count = _count(rouge["answers"], "answer")
-        parts.append(f"ROUGE-1/2/L {means.get('tree', means['plain'])}{plain} (F1 in % of {count} with a reference)")
+        parts.append(
+            f"ROUGE-1/2/L {means.get('tree', means['plain'])}{plain} (F1 in % of {count} with a"
+            " reference)"
+        )
     if (joint := report.extra.get("joint")) is not None:
         change = joint["perplexity_after"] / joint["perplexity_before"] - 1
         parts.append(
-            f"perplexity {joint['perplexity_after']:.3f} after joint training, {joint['perplexity_before']:.3f} before "
-            f"({change:+.1%}), KL {joint['kl']:.4f} nats per token"
+            f"perplexity {joint['perplexity_after']:.3f} after joint training,"
+            f" {joint['perplexity_before']:.3f} before ({change:+.1%}), KL {joint['kl']:.4f} nats"
+            " per token"
         )
     judged = report.extra.get("judge")
     if judged is None:
         if scores is None and rouge is None:
             parts.append("not judged")
     elif judged["score"] is None:
-        parts.append(f"{judged['model']} graded no answer ({judged.get('reason', 'no grade in its replies')})")
+        parts.append(
+            f"{judged['model']} graded no answer"
+            f" ({judged.get('reason', 'no grade in its replies')})"
+        )
     else:
         missing = judged["without_grade"] + judged["failed"]
         graded = f"{judged['graded']} answers" + (f", {missing} without a grade" if missing else "")
@@ -323,7 +378,10 @@ def _scores_text(scores: Mapping[str, Any]) -> str:
     text = f"{scores['metric']} {rate('tree')}"
     if not scores["differing"]:
         return f"{text}, with plain decoding equal on every question"
-    return f"{text}, with plain decoding {rate('plain')}; {_count(scores['differing'], 'question')} scored differently"
+    return (
+        f"{text}, with plain decoding {rate('plain')}; {_count(scores['differing'], 'question')}"
+        " scored differently"
+    )
 
 
 def _count(number: int, noun: str) -> str:

@@ -8,11 +8,22 @@ from typing import Any
 
 from medusa_train.inference.decoding_settings import describe_mode, mode_of
 from medusa_train.pages.charts import Bar, Curve, bars, curves, tree_drawing
-from medusa_train.pages.page import AnswerGroup, Figure, Section, Table, number, percent, render_page
+from medusa_train.pages.page import (
+    AnswerGroup,
+    Figure,
+    Section,
+    Table,
+    number,
+    percent,
+    render_page,
+)
 
 Json = Mapping[str, Any]
 
-TERMS = "Terms: docs/evaluation.md, What is measured. Brackets hold 95 % bootstrap intervals over questions."
+TERMS = (
+    "Terms: docs/evaluation.md, What is measured. Brackets hold 95 % bootstrap intervals over"
+    " questions."
+)
 SPEEDUP_CAPTION = (
     "Total tokens per second over those of plain decoding (the same loop without a tree). "
     "Whiskers: 95 % bootstrap intervals over questions."
@@ -22,11 +33,15 @@ SPEEDUP_CAPTION = (
 def sections_of(
     report: Json, answers: Sequence[Json], tables: Sequence[Table], summary: Sequence[str]
 ) -> list[Section]:
-    """Return the parts of both pages of an evaluation; `summary`: what was measured and how to read the figures."""
+    """Return the parts of both pages of an evaluation; `summary`: what was measured and how to read
+    the figures.
+    """
     return [
         Section(lines=summary),
         Section("Speed", figures=_speed_figures(report), tables=tables, remarks=[TERMS]),
-        Section("Draft", figures=_draft_figures(report), remarks=further_figures(report["overall"])),
+        Section(
+            "Draft", figures=_draft_figures(report), remarks=further_figures(report["overall"])
+        ),
         answers_section(answers),
         Section("Run", facts=meta_rows(report["meta"])),
     ]
@@ -36,10 +51,13 @@ def html_page(report: Json, sections: Sequence[Section]) -> str:
     """Render report.html."""
     meta = report["meta"]
     setting = (
-        f"{describe_mode(mode_of(meta))}; {meta['dtype']} on {meta['device']}, threads: {meta['threads']}; "
-        f"questions: {meta['questions']}, at most {meta['max_new_tokens']} new tokens per answer; {meta['date']}"
+        f"{describe_mode(mode_of(meta))}; {meta['dtype']} on {meta['device']}, threads:"
+        f" {meta['threads']}; questions: {meta['questions']}, at most {meta['max_new_tokens']} new"
+        f" tokens per answer; {meta['date']}"
     )
-    return render_page(f"{meta['bench']}: {meta['model'] or meta['base_model']}", setting, sections, _tiles(report))
+    return render_page(
+        f"{meta['bench']}: {meta['model'] or meta['base_model']}", setting, sections, _tiles(report)
+    )
 
 
 def _tiles(report: Json) -> list[tuple[str, str]]:
@@ -50,7 +68,9 @@ def _tiles(report: Json) -> list[tuple[str, str]]:
         "tokens per step on this bench": number(overall["acceleration_rate"]),
         "tokens per second": number(overall["tokens_per_s"], 0),
         "tokens per second, plain decoding": number(overall["baseline_tokens_per_s"], 0),
-        "time to first token": number(None if first_token is None else 1000 * first_token, 1, " ms"),
+        "time to first token": number(
+            None if first_token is None else 1000 * first_token, 1, " ms"
+        ),
     }
     return [(figure, label) for label, figure in tiles.items() if figure != "-"]
 
@@ -60,11 +80,21 @@ def _speed_figures(report: Json) -> list[Figure]:
     if overall["speedup"] is not None:
         figures.append(speedup_figure({"": report}))
     rates = {"tree": overall["tokens_per_s"]}
-    rates |= {name.replace("_", " "): baseline["tokens_per_s"] for name, baseline in overall["baselines"].items()}
+    rates |= {
+        name.replace("_", " "): baseline["tokens_per_s"]
+        for name, baseline in overall["baselines"].items()
+    }
     bounds = {"tree": overall["intervals"].get("tokens_per_s")}
-    groups = [(name, [Bar(rate, bounds.get(name), int(name == "tree"))]) for name, rate in rates.items() if rate]
+    groups = [
+        (name, [Bar(rate, bounds.get(name), int(name == "tree"))])
+        for name, rate in rates.items()
+        if rate
+    ]
     drawing = bars(groups, "tokens per second", digits=0, width=480)
-    caption = "Total tokens over total time, prefill included. The decoders took turns on every prompt or batch."
+    caption = (
+        "Total tokens over total time, prefill included. The decoders took turns on every prompt or"
+        " batch."
+    )
     return [*figures, Figure("Tokens per second", drawing, caption)]
 
 
@@ -73,12 +103,22 @@ def speedup_figure(reports: Mapping[str, Json]) -> Figure:
     shown = [{**report["categories"], "overall": report["overall"]} for report in reports.values()]
     several = len(shown) > 1
     groups = []
-    for category in [*dict.fromkeys(name for one in shown for name in one if name != "overall"), "overall"]:
+    for category in [
+        *dict.fromkeys(name for one in shown for name in one if name != "overall"),
+        "overall",
+    ]:
         found = [one.get(category, {}) for one in shown]
         colours = range(len(shown)) if several else [int(category == "overall")]
-        measured = [(figures.get("speedup"), figures.get("intervals", {}).get("speedup")) for figures in found]
-        groups.append((category, [Bar(*one, colour) for one, colour in zip(measured, colours, strict=True)]))
-    drawing = bars(groups, "speedup per category", unit="x", reference=1.0, width=760 if several else 560)
+        measured = [
+            (figures.get("speedup"), figures.get("intervals", {}).get("speedup"))
+            for figures in found
+        ]
+        groups.append(
+            (category, [Bar(*one, colour) for one, colour in zip(measured, colours, strict=True)])
+        )
+    drawing = bars(
+        groups, "speedup per category", unit="x", reference=1.0, width=760 if several else 560
+    )
     return Figure("Speedup per category", drawing, SPEEDUP_CAPTION, wide=several)
 
 
@@ -91,18 +131,30 @@ def _draft_figures(report: Json) -> list[Figure]:
         caption = f"Share of the {steps:,} decoding steps by number of accepted draft tokens."
         figures.append(Figure("Accepted length", drawing, caption))
     if table := overall["head_accuracy"]:
-        heads = [Curve(f"head {k}", list(enumerate(row, start=1))) for k, row in enumerate(table, start=1)]
+        heads = [
+            Curve(f"head {k}", list(enumerate(row, start=1)))
+            for k, row in enumerate(table, start=1)
+        ]
         drawing = curves(heads, "head accuracy", "k", y_text=percent)
-        caption = "Top-k accuracy: share of positions where the answer's token is among the head's k most probable."
+        caption = (
+            "Top-k accuracy: share of positions where the answer's token is among the head's k most"
+            " probable."
+        )
         figures.append(Figure("Head accuracy", drawing, caption))
     if calibration := report.get("calibration"):
         figures += size_figures(calibration["sizes"], calibration.get("nodes"))
     if tree := report.get("tree"):
-        caption = f"{len(tree['medusa_choices'])} nodes. Below each node: the share of steps in which it was accepted."
+        caption = (
+            f"{len(tree['medusa_choices'])} nodes. Below each node: the share of steps in which it"
+            " was accepted."
+        )
         if report["meta"].get("early_stop"):
             caption += " Simulated without the draft's early exit."
         if chains := overall["chain_rates"]:
-            caption += f" The chain of top-1 guesses alone would give {chains[-1]:.2f} tokens per step (simulated)."
+            caption += (
+                f" The chain of top-1 guesses alone would give {chains[-1]:.2f} tokens per step"
+                " (simulated)."
+            )
         drawing = tree_drawing(tree["medusa_choices"], tree["accepted"])
         figures.append(Figure("The tree", drawing, caption, wide=True))
     return figures
@@ -113,31 +165,54 @@ def further_figures(overall: Json) -> list[str]:
     lines = []
     if rates := overall["chain_rates"]:
         values = ", ".join(f"{k}: {rate:.2f}" for k, rate in enumerate(rates, start=1))
-        lines.append(f"tokens per step with the chain of the first k heads' top-1 guesses (simulated), k = {values}")
+        lines.append(
+            "tokens per step with the chain of the first k heads' top-1 guesses (simulated), k ="
+            f" {values}"
+        )
     if shares := overall["ctar"]:
         values = ", ".join(f"{w}: {share:.1%}" for w, share in enumerate(shares, start=1))
         lines.append(f"CTAR(w), steps that accepted at least w draft tokens: {values}")
     if table := overall["head_accuracy"]:
-        values = ", ".join(f"head {k}: {row[0]:.1%} / {row[4]:.1%}" for k, row in enumerate(table, start=1))
+        values = ", ".join(
+            f"head {k}: {row[0]:.1%} / {row[4]:.1%}" for k, row in enumerate(table, start=1)
+        )
         lines.append(f"top-1 / top-5 accuracy on the answers: {values}")
     return lines
 
 
 def size_figures(sizes: Sequence[Json], chosen: int | None) -> list[Figure]:
-    """Draw simulated tokens per step and tokens per second over the number of nodes; the chosen size ringed."""
+    """Draw simulated tokens per step and tokens per second over the number of nodes; the chosen
+    size ringed.
+    """
     ring = "Simulated on answers that the tree was not fitted to. The ring marks the chosen size."
     figures = []
     for title, key, caption in (
-        ("Tokens per step over tree size", "tokens_per_step", f"From the tree's calibration. {ring}"),
-        ("Speed over tree size", "tokens_per_s", "Those tokens per step over the measured step latency, no prefill."),
+        (
+            "Tokens per step over tree size",
+            "tokens_per_step",
+            f"From the tree's calibration. {ring}",
+        ),
+        (
+            "Speed over tree size",
+            "tokens_per_s",
+            "Those tokens per step over the measured step latency, no prefill.",
+        ),
     ):
-        curve = Curve("tree", [(size["nodes"], size[key]) for size in sizes], [] if chosen is None else [chosen])
-        figures.append(Figure(title, curves([curve], title.lower(), "nodes", from_zero=False), caption))
+        curve = Curve(
+            "tree",
+            [(size["nodes"], size[key]) for size in sizes],
+            [] if chosen is None else [chosen],
+        )
+        figures.append(
+            Figure(title, curves([curve], title.lower(), "nodes", from_zero=False), caption)
+        )
     return figures
 
 
 def answers_section(answers: Sequence[Json]) -> Section:
-    """Return all answers (lines of answers.jsonl) by category, with the places of accepted tokens in their drafts."""
+    """Return all answers (lines of answers.jsonl) by category, with the places of accepted tokens
+    in their drafts.
+    """
     answered = [answer for answer in answers if not answer.get("skipped")]
     categories: dict[str, list[Json]] = {}
     for answer in answered:
@@ -152,7 +227,11 @@ def answers_section(answers: Sequence[Json]) -> Section:
         lines=lines,
         legend=[f"token {place}" for place in range(1, heads + 1)],
         answers=[AnswerGroup(category, members) for category, members in categories.items()],
-        remarks=[f"{skipped} turns were skipped: prompt and answer do not fit the model's context."] if skipped else [],
+        remarks=(
+            [f"{skipped} turns were skipped: prompt and answer do not fit the model's context."]
+            if skipped
+            else []
+        ),
     )
 
 
@@ -181,22 +260,30 @@ def _score_details(scores: Json) -> list[str]:
         return "correct" if score["correct"] else f"wrong ({score['detail']})"
 
     plain, reported = scores["plain"], scores.get("tree", scores["plain"])
-    return [verdict(reported)] + ([f"plain: {verdict(plain)}"] if plain["correct"] != reported["correct"] else [])
+    return [verdict(reported)] + (
+        [f"plain: {verdict(plain)}"] if plain["correct"] != reported["correct"] else []
+    )
 
 
 def coloured_runs(answer: Json) -> list[tuple[int, str]]:
-    """Return the text of an answer in runs of tokens by one head, each after the head's number (0: backbone)."""
+    """Return the text of an answer in runs of tokens by one head, each after the head's number (0:
+    backbone).
+    """
     pieces = answer.get("pieces")
     if not pieces:
         return [(0, answer["text"])]
     by_head = zip(proposing_heads(len(pieces), answer["accepted"]), pieces, strict=True)
-    return [(head, "".join(piece for _, piece in run)) for head, run in groupby(by_head, key=lambda pair: pair[0])]
+    return [
+        (head, "".join(piece for _, piece in run))
+        for head, run in groupby(by_head, key=lambda pair: pair[0])
+    ]
 
 
 def proposing_heads(tokens: int, accepted: Sequence[int]) -> list[int]:
     """Return which head proposed each token of an answer: k for head k, 0 for the backbone.
 
-    After the prefill's token each step adds those that were accepted, by heads 1, 2, ..., and one of the backbone.
+    After the prefill's token each step adds those that were accepted, by heads 1, 2, ..., and one
+    of the backbone.
     """
     heads = [0]
     for length in accepted:

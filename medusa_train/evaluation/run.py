@@ -20,20 +20,46 @@ from medusa_train.config.paths import expand_user
 from medusa_train.config.schema import EvalConfig
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import BackboneError, MedusaError
-from medusa_train.evaluation.answer_scores import require_code_execution, rouge_means, rouge_scorer, score_answers
+from medusa_train.evaluation.answer_scores import (
+    require_code_execution,
+    rouge_means,
+    rouge_scorer,
+    score_answers,
+)
 from medusa_train.evaluation.backbone_quality import measure_backbone_quality
-from medusa_train.evaluation.calibrate import chooses_compilation, load_model, refit_tree, resumed_tree
+from medusa_train.evaluation.calibrate import (
+    chooses_compilation,
+    load_model,
+    refit_tree,
+    resumed_tree,
+)
 from medusa_train.evaluation.judge import Judge, grade
-from medusa_train.evaluation.output_equality import EQUALITY_DTYPES, compare_regenerated_answers, compare_timed_answers
+from medusa_train.evaluation.output_equality import (
+    EQUALITY_DTYPES,
+    compare_regenerated_answers,
+    compare_timed_answers,
+)
 from medusa_train.evaluation.questions import Bench
-from medusa_train.evaluation.records import MeasurementLog, SkippedTurn, Turn, TurnRecord, completed_turns, turn_log
+from medusa_train.evaluation.records import (
+    MeasurementLog,
+    SkippedTurn,
+    Turn,
+    TurnRecord,
+    completed_turns,
+    turn_log,
+)
 from medusa_train.evaluation.report import Report, model_id, terminal_report, write_report
 from medusa_train.evaluation.run_metadata import collect_metadata, measurement_settings
 from medusa_train.evaluation.timed_decoders import extra_baselines
 from medusa_train.evaluation.timing import SpeedTest
 from medusa_train.inference.decoding_settings import DecodingMode
 from medusa_train.inference.detokenize import token_pieces
-from medusa_train.models.precision import WeightMemory, catch_out_of_memory, emulates_bf16, release_memory
+from medusa_train.models.precision import (
+    WeightMemory,
+    catch_out_of_memory,
+    emulates_bf16,
+    release_memory,
+)
 from medusa_train.progress import RunProgress
 from medusa_train.servers.client import OpenAIClient
 from medusa_train.tree_search.traces import trace_answer
@@ -52,8 +78,9 @@ def evaluate(
 ) -> tuple[Report, list[Path]]:
     """Measure speed and output equality of a model on a bench, and write the report.
 
-    The files are written once the bench is timed, and again after every further part: these may take as long as the
-    bench, and may not fit into memory. An interrupted bench is resumed by the same command.
+    The files are written once the bench is timed, and again after every further part: these may
+    take as long as the bench, and may not fit into memory. An interrupted bench is resumed by the
+    same command.
 
     Args:
         paths: backbone, and draft heads if any; without them only the baselines are measured.
@@ -69,11 +96,17 @@ def evaluate(
     mode = DecodingMode.from_config(cfg)
     name = mode.directory_name(bench.name, *_drafting(cfg, paths))
     directory = expand_user(cfg.output_dir) if cfg.output_dir else paths.home / "eval" / name
-    model, paths, log, dtype, records, skipped = _load_and_time(cfg, bench, paths, directory, mode, progress)
+    model, paths, log, dtype, records, skipped = _load_and_time(
+        cfg, bench, paths, directory, mode, progress
+    )
 
     meta = collect_metadata(cfg, bench, model, paths, dtype, records, skipped, command)
-    meta["resumed_turns"] = sum(len(turns) for turns in completed_turns(log.entries, bench.questions).values())
-    extra: dict[str, Any] = {} if (calibration := _calibration(paths)) is None else {"calibration": calibration}
+    meta["resumed_turns"] = sum(
+        len(turns) for turns in completed_turns(log.entries, bench.questions).values()
+    )
+    extra: dict[str, Any] = (
+        {} if (calibration := _calibration(paths)) is None else {"calibration": calibration}
+    )
     tree = model.tree if model.dynamic is None else None  # no tree to draw if each step has its own
 
     def write() -> tuple[Report, list[Path]]:
@@ -86,7 +119,9 @@ def evaluate(
     write()
     try:
         if any(question.expected is not None for question in bench.questions):
-            with progress.phase("scoring the answers", len(records), "turns", ticking=True) as phase:
+            with progress.phase(
+                "scoring the answers", len(records), "turns", ticking=True
+            ) as phase:
                 score_answers(records, bench.questions, model.backbone.tokenizer, phase.advance)
             write()
         if scorer is not None:
@@ -104,7 +139,11 @@ def evaluate(
                 _compare_again(cfg, records, paths, other, memory, meta["exactness"], progress)
         if paths.trained_backbone:
             extra["joint"] = _backbone_quality(paths, progress)
-        graded = None if judge is None else _grade(judge, cfg, bench, records, model_id(meta), directory, progress)
+        graded = (
+            None
+            if judge is None
+            else _grade(judge, cfg, bench, records, model_id(meta), directory, progress)
+        )
         extra["judge"] = graded
     except KeyboardInterrupt:
         progress.console.print(terminal_report(write()[0]))
@@ -117,9 +156,16 @@ def evaluate(
 
 
 def _load_and_time(
-    cfg: EvalConfig, bench: Bench, paths: ModelPaths, directory: Path, mode: DecodingMode, progress: RunProgress
+    cfg: EvalConfig,
+    bench: Bench,
+    paths: ModelPaths,
+    directory: Path,
+    mode: DecodingMode,
+    progress: RunProgress,
 ) -> tuple[LoadedModel, ModelPaths, MeasurementLog[Turn], str, list[TurnRecord], list[SkippedTurn]]:
-    """Load the model, choose what is not set (dtype, compilation, tree), time the bench and trace the answers."""
+    """Load the model, choose what is not set (dtype, compilation, tree), time the bench and trace
+    the answers.
+    """
     paths = resumed_tree(cfg, paths)
     log = open_log(directory / "turns.jsonl", cfg, bench, paths, progress)
     dtype = log.header.get("dtype", cfg.dtype)
@@ -127,7 +173,9 @@ def _load_and_time(
         dtype = choose_dtype(bench.questions[0].turns[0], paths, progress)
     most_tokens = cfg.max_new_tokens * sum(len(question.turns) for question in bench.questions)
     with catch_out_of_memory() as caught:
-        model = load_model(paths, dtype, progress, compiled=cfg.compile is True, rows=cfg.batch_size)
+        model = load_model(
+            paths, dtype, progress, compiled=cfg.compile is True, rows=cfg.batch_size
+        )
         if chooses_compilation(cfg, paths):
             _choose_compile(cfg, bench, model, paths, log.header.get("compiled"), progress)
         if (refitted := refit_tree(cfg, model, paths, most_tokens, progress)) is not None:
@@ -136,8 +184,9 @@ def _load_and_time(
         records, skipped = time_bench(cfg, bench, model, paths, dtype, log, mode, progress)
     if caught:
         raise BackboneError(
-            f"base_model {paths.base_model}: not enough memory to decode with it in {dtype}.\n"
-            "Set another dtype, a lower --max-new-tokens or a smaller --tree, or measure on a larger device."
+            f"base_model {paths.base_model}: not enough memory to decode with it in {dtype}.\nSet"
+            " another dtype, a lower --max-new-tokens or a smaller --tree, or measure on a larger"
+            " device."
         )
     trace_records(records, model, progress)
     return model, paths, log, dtype, records, skipped
@@ -148,7 +197,9 @@ def _drafting(cfg: EvalConfig, paths: ModelPaths) -> Iterator[str]:
     if cfg.draft is not None:
         yield cfg.draft
     choice = cfg.lookup_choice
-    if choice is not None and (choice.datastore or choice != LookupChoice.from_keys(choice.name, None)):
+    if choice is not None and (
+        choice.datastore or choice != LookupChoice.from_keys(choice.name, None)
+    ):
         yield f"{zlib.crc32(repr(choice.settings).encode()):08x}"
     if paths.tree_mode != FIXED:
         yield paths.tree_mode.replace(":", "-")
@@ -159,12 +210,17 @@ def _drafting(cfg: EvalConfig, paths: ModelPaths) -> Iterator[str]:
 
 
 def _choose_compile(
-    cfg: EvalConfig, bench: Bench, model: LoadedModel, paths: ModelPaths, earlier: bool | None, progress: RunProgress
+    cfg: EvalConfig,
+    bench: Bench,
+    model: LoadedModel,
+    paths: ModelPaths,
+    earlier: bool | None,
+    progress: RunProgress,
 ) -> None:
     """Compile the decoding passes if the bench repays it, or if the interrupted evaluation did.
 
-    It assumes one answer of full length per turn, for plain decoding and the tree together: most answers of both end
-    earlier, and a tree needs fewer steps.
+    It assumes one answer of full length per turn, for plain decoding and the tree together: most
+    answers of both end earlier, and a tree needs fewer steps.
     """
     backbone, rows, trees = model.backbone, cfg.batch_size, model.proposer is not None
     if earlier is not None:
@@ -207,7 +263,9 @@ def time_bench(
     mode: DecodingMode,
     progress: RunProgress,
 ) -> tuple[list[TurnRecord], list[SkippedTurn]]:
-    """Time every decoder on every turn of the bench, and log each turn; returns the measured and the skipped ones."""
+    """Time every decoder on every turn of the bench, and log each turn; returns the measured and
+    the skipped ones.
+    """
     completed = completed_turns(log.entries, bench.questions)
     compared = paths.tree_mode != NO_TREE
     extra = extra_baselines(
@@ -220,9 +278,13 @@ def time_bench(
     chat = ChatEncoder(model.backbone.tokenizer, paths.chat_template, paths.chat_template_kwargs)
     if note := chat.template.describe_unused_kwargs():
         progress.print(f"note: {note}", style="yellow")
-    test = SpeedTest(model, chat, cfg.max_new_tokens, extra, mode, generate=cfg.generate and compared)
+    test = SpeedTest(
+        model, chat, cfg.max_new_tokens, extra, mode, generate=cfg.generate and compared
+    )
     warm_up = bench.questions[: cfg.warmup]
-    with progress.phase("warm-up", len(warm_up) * len(test.names), "answers", ticking=True) as phase:
+    with progress.phase(
+        "warm-up", len(warm_up) * len(test.names), "answers", ticking=True
+    ) as phase:
         test.warm_up(warm_up, phase.advance)
     if model.backbone.step_runner is not None:
         with progress.phase("capturing steps of all lengths", ticking=True):
@@ -230,11 +292,14 @@ def time_bench(
                 test.capture(bench.questions)
             if full:  # most answers are shorter than the longest that may be given
                 progress.print(
-                    "not enough memory to capture the longest answers' steps beforehand: they are captured when needed"
+                    "not enough memory to capture the longest answers' steps beforehand: they are"
+                    " captured when needed"
                 )
     kept = [turn for turns in completed.values() for turn in turns]
     log.start(kept, dtype=dtype, compiled=model.backbone.compiled is not None)
-    turns = sum(len(question.turns) for question in bench.questions if question.question_id not in completed)
+    turns = sum(
+        len(question.turns) for question in bench.questions if question.question_id not in completed
+    )
 
     def on_turn(turn: TurnRecord | SkippedTurn) -> None:
         log.append(turn)
@@ -244,7 +309,12 @@ def time_bench(
     try:
         # Not ticking: no thread may run beside the decoders.
         with progress.phase(f"timing in {dtype}", turns * len(test.names), "answers") as timing:
-            return test.run(bench.questions, on_turn, completed, lambda one: timing.advance(tokens=len(one.tokens)))
+            return test.run(
+                bench.questions,
+                on_turn,
+                completed,
+                lambda one: timing.advance(tokens=len(one.tokens)),
+            )
     except KeyboardInterrupt:
         progress.print(f"the turns measured so far are in {log.path}; the same command resumes")
         raise
@@ -255,8 +325,8 @@ def time_bench(
 def trace_records(records: Sequence[TurnRecord], model: LoadedModel, progress: RunProgress) -> None:
     """Fill in `pieces` and, with a draft, `trace` of every record.
 
-    A trace takes one pass over prompt and answer, with the logits of the whole answer in memory. If they don't fit for
-    one record, no record gets a trace.
+    A trace takes one pass over prompt and answer, with the logits of the whole answer in memory. If
+    they don't fit for one record, no record gets a trace.
     """
     for record in records:
         record.pieces = token_pieces(model.backbone.tokenizer, record.answer.tokens)
@@ -280,18 +350,26 @@ def _calibration(paths: ModelPaths) -> dict[str, Any] | None:
     record = json.loads(paths.tree.read_text(encoding="utf-8"))
     if not isinstance(record, dict) or "sizes" not in record:
         return None
-    return {key: value for key, value in record.items() if key not in ("medusa_choices", "head_accuracy")}
+    return {
+        key: value
+        for key, value in record.items()
+        if key not in ("medusa_choices", "head_accuracy")
+    }
 
 
 @contextmanager
-def _comparing(records: Sequence[TurnRecord], dtype: str, outcomes: dict[str, str]) -> Iterator[None]:
+def _comparing(
+    records: Sequence[TurnRecord], dtype: str, outcomes: dict[str, str]
+) -> Iterator[None]:
     """Note in `outcomes` how filling in `exact` of the records ended: COMPARED or NO_MEMORY."""
     try:
         with catch_out_of_memory() as caught:
             yield
         outcomes[dtype] = NO_MEMORY if caught else COMPARED
     finally:
-        if outcomes[dtype] != COMPARED:  # or was interrupted: a count over some answers would pass for one over all
+        if (
+            outcomes[dtype] != COMPARED
+        ):  # or was interrupted: a count over some answers would pass for one over all
             for record in records:
                 record.exact.pop(dtype, None)
 
@@ -315,7 +393,9 @@ def _compare_again(
         return
     with _comparing(records, dtype, outcomes):
         model = load_model(paths, dtype, progress)
-        with progress.phase(f"output equality in {dtype}", len(records), "turns", ticking=True) as phase:
+        with progress.phase(
+            f"output equality in {dtype}", len(records), "turns", ticking=True
+        ) as phase:
             compare_regenerated_answers(
                 records,
                 model,
@@ -327,11 +407,16 @@ def _compare_again(
 
 
 def _backbone_quality(paths: ModelPaths, progress: RunProgress) -> dict[str, Any] | None:
-    """Return `measure_backbone_quality`, or None if memory runs out or the original backbone is gone."""
+    """Return `measure_backbone_quality`, or None if memory runs out or the original backbone is
+    gone.
+    """
     release_memory()
     reason = NO_MEMORY
     try:
-        with catch_out_of_memory(), progress.phase("perplexity before and after joint training", ticking=True):
+        with (
+            catch_out_of_memory(),
+            progress.phase("perplexity before and after joint training", ticking=True),
+        ):
             return measure_backbone_quality(paths)
     except MedusaError as error:
         reason = str(error)
@@ -366,8 +451,12 @@ def _grade(
     name = re.sub(r"[^\w.-]+", "_", judge.model)
     path = directory / "model_judgment" / f"{name}_single.jsonl"
     try:
-        with progress.phase(f"grading by {judge.model}", len(records), "turns", ticking=True) as phase:
-            return grade(records, bench.questions, model, judge, path, cfg.judge_concurrency, phase.advance)
+        with progress.phase(
+            f"grading by {judge.model}", len(records), "turns", ticking=True
+        ) as phase:
+            return grade(
+                records, bench.questions, model, judge, path, cfg.judge_concurrency, phase.advance
+            )
     finally:
         judge.server.close()
 
@@ -379,5 +468,7 @@ def _print_results(report: Report, skipped: Sequence[SkippedTurn], progress: Run
         if outcome in (NO_MEMORY, EMULATED):
             progress.print(f"answers were not compared in {dtype}: {outcome}")
     if skipped:
-        progress.print(f"{len(skipped)} turns were skipped: prompt and answer do not fit the model's context")
+        progress.print(
+            f"{len(skipped)} turns were skipped: prompt and answer do not fit the model's context"
+        )
     progress.console.print(progress.table())

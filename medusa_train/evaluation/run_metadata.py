@@ -1,4 +1,6 @@
-"""Describe what an evaluation ran, on what and with what: `meta` of report.json, and the settings of a resumed run."""
+"""Describe what an evaluation ran, on what and with what: `meta` of report.json, and the settings
+of a resumed run.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,10 @@ def collect_metadata(
     skipped: Sequence[SkippedTurn],
     command: str,
 ) -> dict[str, Any]:
-    """Return `meta` of report.json after the timed pass: plain JSON values. Output equality is still open."""
+    """Return `meta` of report.json after the timed pass: plain JSON values.
+
+    Output equality is still open.
+    """
     draft, mode = model.draft, DecodingMode.from_config(cfg)
     tree = model.tree if model.dynamic is None else None
     greedy = mode.acceptance == "greedy"
@@ -66,13 +71,23 @@ def collect_metadata(
         "packed": is_prepacked(model.backbone.model),
         "attention": model.backbone.attention,
         "compiled": model.backbone.compiled is not None,
-        "cuda_graphs": getattr(model.backbone.step_runner, "works", model.backbone.step_runner is not None),
+        "cuda_graphs": getattr(
+            model.backbone.step_runner, "works", model.backbone.step_runner is not None
+        ),
         "draft": None if paths.lookup is None else paths.lookup.describe(),
-        "datastore": model.lookup.datastore.describe() if isinstance(model.lookup, RestDraft) else None,
+        "datastore": model.lookup.datastore.describe()
+        if isinstance(model.lookup, RestDraft)
+        else None,
         "heads": None if draft is None else draft.num_heads,
-        "weights": None if paths.heads is None else digest_files(find_heads(paths.heads).files)[:16],
+        "weights": None
+        if paths.heads is None
+        else digest_files(find_heads(paths.heads).files)[:16],
         "early_stop": 0.0 if has_static_steps or draft is None else draft.threshold,
-        "tree_nodes": "dynamic" if model.dynamic is not None else None if tree is None else tree.size,
+        "tree_nodes": "dynamic"
+        if model.dynamic is not None
+        else None
+        if tree is None
+        else tree.size,
         "tree_depth": None if tree is None else tree.max_depth,
         "dynamic_trees": None if model.dynamic is None else model.dynamic._asdict(),
         "tree_file": None if paths.tree is None else public_name(str(paths.tree)),
@@ -86,8 +101,12 @@ def collect_metadata(
                 if name not in references
             },
         },
-        "plain_equal_generate": sum(first_difference(*pair) is None for pair in pairs) if greedy and pairs else None,
-        "exactness": None if model.proposer is None or not greedy else dict.fromkeys(EQUALITY_DTYPES, "not compared"),
+        "plain_equal_generate": sum(first_difference(*pair) is None for pair in pairs)
+        if greedy and pairs
+        else None,
+        "exactness": None
+        if model.proposer is None or not greedy
+        else dict.fromkeys(EQUALITY_DTYPES, "not compared"),
         "device": device_name(model.backbone.device),
         "threads": torch.get_num_threads(),
         "medusa_train": installed_version("medusa-train"),
@@ -100,7 +119,9 @@ def collect_metadata(
 
 
 def measurement_settings(cfg: EvalConfig, bench: Bench, paths: ModelPaths) -> dict[str, Any]:
-    """Return everything that answers and their times depend on; an interrupted evaluation is resumed if it is equal."""
+    """Return everything that answers and their times depend on; an interrupted evaluation is
+    resumed if it is equal.
+    """
     mode = DecodingMode.from_config(cfg)
     return {
         **bench_settings(bench),
@@ -128,14 +149,28 @@ def measurement_settings(cfg: EvalConfig, bench: Bench, paths: ModelPaths) -> di
 
 def bench_settings(bench: Bench) -> dict[str, Any]:
     """Return what identifies the questions of a bench."""
-    asked = [[q.question_id, *(one.content for one in q.opening), *q.turns[1:]] for q in bench.questions]
-    return {"bench": bench.name, "questions": hashlib.sha256(json.dumps(asked).encode()).hexdigest()}
+    asked = [
+        [q.question_id, *(one.content for one in q.opening), *q.turns[1:]] for q in bench.questions
+    ]
+    return {
+        "bench": bench.name,
+        "questions": hashlib.sha256(json.dumps(asked).encode()).hexdigest(),
+    }
 
 
 def model_settings(paths: ModelPaths) -> dict[str, Any]:
     """Return what identifies the weights of a model and its chat template, which may be a file."""
-    folders = [folder for folder in (paths.heads, paths.adapter, Path(paths.base_model)) if folder is not None]
-    weights = [file for folder in folders for kind in ("*.pt", "*.safetensors") for file in sorted(folder.glob(kind))]
+    folders = [
+        folder
+        for folder in (paths.heads, paths.adapter, Path(paths.base_model))
+        if folder is not None
+    ]
+    weights = [
+        file
+        for folder in folders
+        for kind in ("*.pt", "*.safetensors")
+        for file in sorted(folder.glob(kind))
+    ]
     return {
         "model": paths.name,
         "base_model": paths.base_model,

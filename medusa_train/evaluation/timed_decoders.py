@@ -1,4 +1,6 @@
-"""Decoders that an evaluation times: this project's loop, plain or with a tree, and `generate` of transformers."""
+"""Decoders that an evaluation times: this project's loop, plain or with a tree, and `generate` of
+transformers.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,13 @@ from medusa_train.models.drafts.base import Proposer
 from medusa_train.models.loading import load_backbone
 from medusa_train.trees.tree import Tree
 
-PLAIN, TREE, GENERATE, PROMPT_LOOKUP, ASSISTED = "plain", "tree", "generate", "prompt_lookup", "assisted"
+PLAIN, TREE, GENERATE, PROMPT_LOOKUP, ASSISTED = (
+    "plain",
+    "tree",
+    "generate",
+    "prompt_lookup",
+    "assisted",
+)
 #: Measured beside dynamic trees.
 FIXED_TREE = "fixed_tree"
 #: Measured beside a merged draft: each of its parts.
@@ -44,32 +52,48 @@ class TimedDecoder(Protocol):
 
 
 class LoopDecoder:
-    """This project's decoding loop, with a tree or, without a draft, with the empty one; greedy by default.
+    """This project's decoding loop, with a tree or, without a draft, with the empty one; greedy by
+    default.
 
-    A `Decoder` answers one prompt at a time. In a batch, complete rows leave; none joins before its end.
+    A `Decoder` answers one prompt at a time. In a batch, complete rows leave; none joins before its
+    end.
     """
 
-    def __init__(self, decoder: Decoder | BatchDecoder, mode: DecodingMode = GREEDY, rule: Rule = None) -> None:
+    def __init__(
+        self, decoder: Decoder | BatchDecoder, mode: DecodingMode = GREEDY, rule: Rule = None
+    ) -> None:
         self._decoder = decoder
         self._mode = mode
         self._rule = rule
 
     def answer(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[TimedAnswer]:
         """Generate up to `max_new_tokens` tokens for each prompt, the first eos included."""
-        generators, decoder, passes = self._mode.generators(prompts, self._rule), self._decoder, None
+        generators, decoder, passes = (
+            self._mode.generators(prompts, self._rule),
+            self._decoder,
+            None,
+        )
         started = time.perf_counter()
         if isinstance(decoder, Decoder):
             (prompt,), generator = prompts, None if generators is None else generators[0]
-            outputs = [decoder.generate(list(prompt), max_new_tokens, rule=self._rule, generator=generator)]
+            outputs = [
+                decoder.generate(list(prompt), max_new_tokens, rule=self._rule, generator=generator)
+            ]
         else:
             rows, before = [list(prompt) for prompt in prompts], decoder.passes
-            outputs = decoder.generate_batch(rows, max_new_tokens, rule=self._rule, generators=generators)
+            outputs = decoder.generate_batch(
+                rows, max_new_tokens, rule=self._rule, generators=generators
+            )
             passes = decoder.passes - before
         count = len(outputs)
         seconds = (time.perf_counter() - started) / count
-        prefill = max(one.prefill_seconds for one in outputs) / count  # decoding begins once all prompts are read
+        prefill = (
+            max(one.prefill_seconds for one in outputs) / count
+        )  # decoding begins once all prompts are read
         return [
-            TimedAnswer(tuple(one.tokens), seconds, prefill, one.steps, tuple(one.accepted), count, passes)
+            TimedAnswer(
+                tuple(one.tokens), seconds, prefill, one.steps, tuple(one.accepted), count, passes
+            )
             for one in outputs
         ]
 
@@ -79,7 +103,9 @@ class LoopDecoder:
         return self._decoder.tree.size
 
     def capture(self, rows: int, positions: int) -> None:
-        """Capture the steps of `rows` rows with up to `positions` tokens, see `BatchDecoder.capture`."""
+        """Capture the steps of `rows` rows with up to `positions` tokens, see
+        `BatchDecoder.capture`.
+        """
         if isinstance(self._decoder, Decoder):
             self._decoder.capture(positions)
         else:
@@ -87,7 +113,9 @@ class LoopDecoder:
 
 
 class PassLog(BaseStreamer):
-    """Logs the number of tokens of each pass (`sizes`) of assisted generation or prompt lookup, the prefill first."""
+    """Logs the number of tokens of each pass (`sizes`) of assisted generation or prompt lookup, the
+    prefill first.
+    """
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
@@ -106,12 +134,12 @@ class PassLog(BaseStreamer):
 class GenerateDecoder:
     """`generate` of transformers, with its own cache; greedy by default.
 
-    The backbone's generation config is replaced by a bare one for good: a checkpoint may bring a repetition penalty or
-    a sampling temperature, which `generate` takes from there.
+    The backbone's generation config is replaced by a bare one for good: a checkpoint may bring a
+    repetition penalty or a sampling temperature, which `generate` takes from there.
 
     Args:
-        options: further arguments of `generate` that make it verify drafts, such as an assistant model; only then
-            does it report its steps.
+        options: further arguments of `generate` that make it verify drafts, such as an assistant
+            model; only then does it report its steps.
     """
 
     def __init__(self, backbone: Backbone, mode: DecodingMode = GREEDY, **options: Any) -> None:
@@ -121,7 +149,9 @@ class GenerateDecoder:
         backbone.model.generation_config = _bare_config(backbone, mode)
 
     def answer(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[TimedAnswer]:
-        """Generate up to `max_new_tokens` tokens for each prompt, the first eos included; prompts are padded before."""
+        """Generate up to `max_new_tokens` tokens for each prompt, the first eos included; prompts
+        are padded before.
+        """
         if self._mode.baseline_rule is not None:
             torch.manual_seed(self._mode.seed_of(prompts[0]))
         passes = PassLog() if self._options else None
@@ -157,7 +187,9 @@ def _bare_config(backbone: Backbone, mode: DecodingMode) -> GenerationConfig:
     pad = backbone.tokenizer.pad_token_id
     if pad is None:
         pad = eos[0] if eos else 0
-    return GenerationConfig(num_beams=1, use_cache=True, eos_token_id=eos, pad_token_id=pad, **mode.generate_options)
+    return GenerationConfig(
+        num_beams=1, use_cache=True, eos_token_id=eos, pad_token_id=pad, **mode.generate_options
+    )
 
 
 @dataclass(frozen=True)
@@ -170,7 +202,9 @@ class Reference:
 
 
 def reference_decoders(model: LoadedModel) -> dict[str, Reference]:
-    """Return what to measure beside a model's proposals: the fixed tree, and the parts of a merged draft."""
+    """Return what to measure beside a model's proposals: the fixed tree, and the parts of a merged
+    draft.
+    """
     references: dict[str, Reference] = {}
     if model.tree is None or model.fixed_proposer is None:
         return references
@@ -179,9 +213,15 @@ def reference_decoders(model: LoadedModel) -> dict[str, Reference]:
         what = f"{loop} the same tree of {model.tree.size} nodes in every step"
         references[FIXED_TREE] = Reference(model.fixed_proposer, model.tree, what)
     if model.heads is not None and model.lookup is not None:
-        trees_of = "dynamic trees" if model.dynamic is not None else f"a tree of {model.tree.size} nodes"
-        references[HEADS_ALONE] = Reference(model.heads, model.tree, f"{loop} the heads alone, {trees_of}")
-        references[LOOKUP_ALONE] = Reference(model.lookup, None, f"{loop} the draft without training alone")
+        trees_of = (
+            "dynamic trees" if model.dynamic is not None else f"a tree of {model.tree.size} nodes"
+        )
+        references[HEADS_ALONE] = Reference(
+            model.heads, model.tree, f"{loop} the heads alone, {trees_of}"
+        )
+        references[LOOKUP_ALONE] = Reference(
+            model.lookup, None, f"{loop} the draft without training alone"
+        )
     return references
 
 
@@ -193,16 +233,19 @@ def extra_baselines(
     note: Callable[[str], None],
     mode: DecodingMode = GREEDY,
 ) -> dict[str, GenerateDecoder]:
-    """Return the baselines for single rows: prompt-lookup decoding, and assisted generation if a draft model is named.
+    """Return the baselines for single rows: prompt-lookup decoding, and assisted generation if a
+    draft model is named.
 
-    Each generates a few tokens first: some architectures' caches cannot be cropped, and a baseline that does not run
-    is left out, with a line to `note`.
+    Each generates a few tokens first: some architectures' caches cannot be cropped, and a baseline
+    that does not run is left out, with a line to `note`.
     """
     baselines: dict[str, GenerateDecoder] = {}
     if mode.batch_size > 1:
         return baselines
     if prompt_lookup:
-        baselines[PROMPT_LOOKUP] = GenerateDecoder(backbone, mode, prompt_lookup_num_tokens=LOOKUP_TOKENS)
+        baselines[PROMPT_LOOKUP] = GenerateDecoder(
+            backbone, mode, prompt_lookup_num_tokens=LOOKUP_TOKENS
+        )
     if assistant_model is not None:
         assistant = _load_assistant(assistant_model, backbone, mode)
         baselines[ASSISTED] = GenerateDecoder(backbone, mode, assistant_model=assistant)
@@ -211,7 +254,10 @@ def extra_baselines(
         try:
             decoder.answer([prompt], 3)
         except (ValueError, RuntimeError, NotImplementedError, TypeError) as error:
-            note(f"baseline {name}: not supported by transformers for this backbone, left out ({error})")
+            note(
+                f"baseline {name}: not supported by transformers for this backbone, left out"
+                f" ({error})"
+            )
             del baselines[name]
     return baselines
 
@@ -220,7 +266,8 @@ def _load_assistant(name: str, backbone: Backbone, mode: DecodingMode) -> torch.
     assistant = load_backbone(name, dtype=backbone.dtype, device=backbone.device)
     if assistant.tokenizer.get_vocab() != backbone.tokenizer.get_vocab():
         raise BackboneError(
-            f"assistant_model {name}: its tokenizer differs from the backbone's; use a smaller model of the same family"
+            f"assistant_model {name}: its tokenizer differs from the backbone's; use a smaller"
+            " model of the same family"
         )
     assistant.model.generation_config = _bare_config(assistant, mode)
     return assistant.model
@@ -228,10 +275,14 @@ def _load_assistant(name: str, backbone: Backbone, mode: DecodingMode) -> torch.
 
 def describe_baseline(name: str, assistant_model: str | None, mode: DecodingMode = GREEDY) -> str:
     """Describe a baseline of transformers for the report."""
-    how = "greedy" if mode.baseline_rule is None else f"sampling at temperature {mode.temperature:g}"
+    how = (
+        "greedy" if mode.baseline_rule is None else f"sampling at temperature {mode.temperature:g}"
+    )
     descriptions = {
         GENERATE: f"generate, {how}, with its own cache",
-        PROMPT_LOOKUP: f"prompt-lookup decoding, {how}, up to {LOOKUP_TOKENS} tokens copied per step",
+        PROMPT_LOOKUP: (
+            f"prompt-lookup decoding, {how}, up to {LOOKUP_TOKENS} tokens copied per step"
+        ),
         ASSISTED: f"assisted generation, {how}, with {assistant_model}",
     }
     return f"transformers {__version__} {descriptions[name]}"

@@ -1,7 +1,7 @@
 """Ask questions and time every decoder on every turn, alone or in batches.
 
-Every prompt, or batch of prompts, is decoded by all of them before the next one, in an order that rotates, so that a
-busy machine slows all of them alike.
+Every prompt, or batch of prompts, is decoded by all of them before the next one, in an order that
+rotates, so that a busy machine slows all of them alike.
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ class _Asked(NamedTuple):
 class SpeedTest:
     """Asks questions and times every decoder on every turn.
 
-    The decoders are the model's (with dynamic trees also fixed ones, with merged drafts also their parts), plain
-    decoding, `generate` unless it is False, and the baselines `extra`, which do not decode in batches.
+    The decoders are the model's (with dynamic trees also fixed ones, with merged drafts also their
+    parts), plain decoding, `generate` unless it is False, and the baselines `extra`, which do not
+    decode in batches.
     """
 
     def __init__(
@@ -76,14 +77,20 @@ class SpeedTest:
             **({GENERATE: GenerateDecoder(model.backbone, mode)} if generate else {}),
             **(extra or {}),
         }
-        proposers = {name: (one.proposer, one.tree) for name, one in reference_decoders(model).items()}
+        proposers = {
+            name: (one.proposer, one.tree) for name, one in reference_decoders(model).items()
+        }
         if model.proposer is not None:
             proposers[TREE] = (model.proposer, model.tree)
         for name, (proposer, tree) in proposers.items():
             self._decoders[name] = LoopDecoder(self._new_decoder(proposer, tree), mode, mode.rule)
 
-    def _new_decoder(self, proposer: Proposer | None = None, tree: Tree | None = None) -> Decoder | BatchDecoder:
-        """Return a decoder; those of single rows that need fixed memory share it, since they answer in turns."""
+    def _new_decoder(
+        self, proposer: Proposer | None = None, tree: Tree | None = None
+    ) -> Decoder | BatchDecoder:
+        """Return a decoder; those of single rows that need fixed memory share it, since they answer
+        in turns.
+        """
         if self._batch_size > 1:
             return BatchDecoder(self._backbone, proposer, tree)
         if supports_static_steps(self._backbone, effective_draft(proposer, tree or Tree.empty())):
@@ -96,8 +103,12 @@ class SpeedTest:
         """Names of the decoders."""
         return sorted(self._decoders)
 
-    def warm_up(self, questions: Sequence[Question], on_answer: Callable[[], None] = lambda: None) -> None:
-        """Answer the first turn of every question with every decoder, untimed; calls `on_answer` after each."""
+    def warm_up(
+        self, questions: Sequence[Question], on_answer: Callable[[], None] = lambda: None
+    ) -> None:
+        """Answer the first turn of every question with every decoder, untimed; calls `on_answer`
+        after each.
+        """
         tokens = min(WARM_UP_TOKENS, self._max_new_tokens)
         for wave in _waves(questions, self._batch_size):
             prompts = [self._chat.prompt(question.opening) for question in wave]
@@ -111,7 +122,8 @@ class SpeedTest:
                     on_answer()
 
     def capture(self, questions: Sequence[Question]) -> None:
-        """After the warm-up, capture the CUDA graphs that the answers to `questions` replay: not while they are timed.
+        """After the warm-up, capture the CUDA graphs that the answers to `questions` replay: not
+        while they are timed.
 
         Takes a moment for each multiple of `KEY_BLOCK` positions.
         """
@@ -120,10 +132,15 @@ class SpeedTest:
             messages = question.opening
             for turn in question.turns[1:]:
                 messages += [Message("assistant", "."), Message("user", turn)]
-            longest = max(longest, len(self._chat.prompt(messages)) + len(question.turns) * self._max_new_tokens)
+            longest = max(
+                longest,
+                len(self._chat.prompt(messages)) + len(question.turns) * self._max_new_tokens,
+            )
         longest += KEY_BLOCK  # an answer may have more tokens where it is part of the next prompt
         loops = [one for one in self._decoders.values() if isinstance(one, LoopDecoder)]
-        for decoder in sorted(loops, key=lambda one: -one.tree_size):  # the largest first, since they share memory
+        for decoder in sorted(
+            loops, key=lambda one: -one.tree_size
+        ):  # the largest first, since they share memory
             decoder.capture(self._batch_size, min(longest, self._backbone.max_context))
 
     def run(
@@ -135,13 +152,15 @@ class SpeedTest:
     ) -> tuple[list[TurnRecord], list[SkippedTurn]]:
         """Time every decoder on every turn of every question.
 
-        The plain answer becomes the history of later turns for all decoders, so that all get the same prompts. A turn
-        whose prompt and longest answer do not fit the context is skipped, and so are the turns after it. In batches,
-        the questions of a batch are asked their first turns together, then their second turns, and so on.
+        The plain answer becomes the history of later turns for all decoders, so that all get the
+        same prompts. A turn whose prompt and longest answer do not fit the context is skipped, and
+        so are the turns after it. In batches, the questions of a batch are asked their first turns
+        together, then their second turns, and so on.
 
         Args:
             on_turn: called with each turn when it is done.
-            completed: turns of questions that an interrupted evaluation has measured; these are not asked again.
+            completed: turns of questions that an interrupted evaluation has measured; these are not
+                asked again.
             on_answer: called with each answer of each decoder, between two measurements.
         """
         measured: list[list[TurnRecord | SkippedTurn]] = [
@@ -158,15 +177,21 @@ class SpeedTest:
                     history.append(Message("user", question.turns[turn - 1]))
                     prompt = self._chat.prompt(history)
                     if self._fits(prompt):
-                        asked[index] = _Asked(question, turn, prompt, self._chat.opened_reasoning(history))
+                        asked[index] = _Asked(
+                            question, turn, prompt, self._chat.opened_reasoning(history)
+                        )
                         continue
                     del histories[index]
                     for later in range(turn, len(question.turns) + 1):
-                        measured[index].append(SkippedTurn(question.question_id, later, len(prompt)))
+                        measured[index].append(
+                            SkippedTurn(question.question_id, later, len(prompt))
+                        )
                         on_turn(measured[index][-1])
                 if not asked:
                     continue
-                for index, record in zip(asked, self._measure(list(asked.values()), rotation, on_answer), strict=True):
+                for index, record in zip(
+                    asked, self._measure(list(asked.values()), rotation, on_answer), strict=True
+                ):
                     measured[index].append(record)
                     on_turn(record)
                     histories[index].append(Message("assistant", record.history))
@@ -176,9 +201,9 @@ class SpeedTest:
         if not records:
             shortest = min(turn.prompt_tokens for turn in skipped)
             raise DataError(
-                f"no question fits the context of {self._backbone.max_context} tokens: {self._max_new_tokens} are "
-                f"reserved for the answer, and the shortest prompt has {shortest}.\n"
-                "Set --max-new-tokens lower, or use shorter questions."
+                f"no question fits the context of {self._backbone.max_context} tokens:"
+                f" {self._max_new_tokens} are reserved for the answer, and the shortest prompt has"
+                f" {shortest}.\nSet --max-new-tokens lower, or use shorter questions."
             )
         return records, skipped
 
@@ -193,7 +218,9 @@ class SpeedTest:
         first = rotation % len(names)
         timed: dict[str, list[TimedAnswer]] = {}
         for name in names[first:] + names[:first]:
-            timed[name] = self._decoders[name].answer([one.prompt for one in asked], self._max_new_tokens)
+            timed[name] = self._decoders[name].answer(
+                [one.prompt for one in asked], self._max_new_tokens
+            )
             for answer in timed[name]:
                 on_answer(answer)
         return [
@@ -208,7 +235,11 @@ class SpeedTest:
                 text=one.opened + self._text(timed.get(TREE, timed[PLAIN])[row].tokens),
                 history=self._text(timed[PLAIN][row].tokens),
                 opened=one.opened,
-                others={name: rows[row] for name, rows in timed.items() if name not in (TREE, PLAIN, GENERATE)},
+                others={
+                    name: rows[row]
+                    for name, rows in timed.items()
+                    if name not in (TREE, PLAIN, GENERATE)
+                },
                 asked=one.question.turns[one.turn - 1],
             )
             for row, one in enumerate(asked)

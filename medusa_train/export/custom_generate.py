@@ -1,10 +1,12 @@
-"""Decode with Medusa heads in transformers' `generate`, which loads this file as a `custom_generate` directory.
+"""Decode with Medusa heads in transformers' `generate`, which loads this file as a
+`custom_generate` directory.
 
     model.generate(**inputs, custom_generate=DIRECTORY, trust_remote_code=True)
 
-Each step guesses a tree of tokens with the heads, runs the model once over the whole tree, and keeps the longest path
-of tokens that the model generates itself (Medusa, arXiv 2401.10774). Greedy output is that of plain `generate`, up to
-rounding where two logits are nearly equal; sampled output follows the model's own distribution.
+Each step guesses a tree of tokens with the heads, runs the model once over the whole tree, and
+keeps the longest path of tokens that the model generates itself (Medusa, arXiv 2401.10774). Greedy
+output is that of plain `generate`, up to rounding where two logits are nearly equal; sampled output
+follows the model's own distribution.
 
 DIRECTORY contains, beside custom_generate/generate.py, which is this file:
 
@@ -45,9 +47,17 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
 from transformers.utils import cached_file
 
-# Processors that read only the scores of a token, so that they apply to each node of a tree as to a row of its own.
+# Processors that read only the scores of a token, so that they apply to each node of a tree as to a
+# row of its own.
 PROCESSORS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)
-MODEL_INPUTS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position"}
+MODEL_INPUTS = {
+    "attention_mask",
+    "position_ids",
+    "past_key_values",
+    "use_cache",
+    "logits_to_keep",
+    "cache_position",
+}
 OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 # On a GPU, without cuDNN's kernel, which builds a plan for each new length, that is in every step.
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -57,8 +67,11 @@ HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only")
 _loaded: WeakKeyDictionary[nn.Module, tuple[tuple[Any, ...], Heads]] = WeakKeyDictionary()
 
 
-def generate(inputs: Tensor | None = None, *, model: Any, medusa_heads: str | None = None, **arguments: Any) -> Any:
-    """Generate as `model.generate(inputs, **arguments)` does, with the heads in a directory or hub repository.
+def generate(
+    inputs: Tensor | None = None, *, model: Any, medusa_heads: str | None = None, **arguments: Any
+) -> Any:
+    """Generate as `model.generate(inputs, **arguments)` does, with the heads in a directory or hub
+    repository.
 
     Args:
         medusa_heads: the directory; by default the one that `generate` got as `custom_generate`.
@@ -68,14 +81,18 @@ def generate(inputs: Tensor | None = None, *, model: Any, medusa_heads: str | No
     for name in ("assistant_model", "synced_gpus"):
         if arguments.pop(name, None):
             raise refusal(f"{name} is not supported")
-    # generate does not pass `tokenizer` on to callables, so the criterion that needs it is built here
+    # generate does not pass `tokenizer` on to callables, so the criterion that needs it is built
+    # here
     tokenizer, stop_strings = arguments.pop("tokenizer", None), arguments.pop("stop_strings", None)
     if stop_strings is not None:
         given = arguments.get("stopping_criteria") or []
-        arguments["stopping_criteria"] = StoppingCriteriaList([*given, StopStringCriteria(tokenizer, stop_strings)])
+        arguments["stopping_criteria"] = StoppingCriteriaList(
+            [*given, StopStringCriteria(tokenizer, stop_strings)]
+        )
     record = _read_json(source, "tree.json", hub)
     choices = record["medusa_choices"] if isinstance(record, dict) else record
-    # `generate` of transformers prepares the inputs, processors and stopping criteria, and then calls `decode`
+    # `generate` of transformers prepares the inputs, processors and stopping criteria, and then
+    # calls `decode`
     method = partial(
         decode,
         heads=load_heads(model, source, hub),
@@ -88,11 +105,13 @@ def generate(inputs: Tensor | None = None, *, model: Any, medusa_heads: str | No
 def _requested_directory(caller: Any) -> str:
     """Return the value of `custom_generate` in the frame of transformers' `generate`.
 
-    transformers runs a copy of this file in its cache of modules and passes neither the original's path nor the
-    argument on, so that this is the only trace of where the heads are.
+    transformers runs a copy of this file in its cache of modules and passes neither the original's
+    path nor the argument on, so that this is the only trace of where the heads are.
     """
     directory = caller.f_locals.get("custom_generate")
-    if caller.f_globals.get("__name__") != GenerationMixin.__module__ or not isinstance(directory, str):
+    if caller.f_globals.get("__name__") != GenerationMixin.__module__ or not isinstance(
+        directory, str
+    ):
         raise refusal("pass the directory of the heads as medusa_heads=DIRECTORY")
     return directory
 
@@ -103,13 +122,15 @@ def _read_json(source: str, name: str, hub: dict[str, Any]) -> Any:
 
 
 class Tree:
-    """The guesses to verify. Node 0 is the root, the token that is known; parents come before their children.
+    """The guesses to verify. Node 0 is the root, the token that is known; parents come before their
+    children.
 
     Attributes:
         depth: number of heads used. width: number of guesses used of each head.
         depths: of the nodes, long [n + 1].
         guesses: index of nodes 1 .. n in the flat [depth x width] table of guesses, long [n].
-        ancestors: bool [n + 1, n + 1], true in row i at node i and the nodes on its path from the root.
+        ancestors: bool [n + 1, n + 1], true in row i at node i and the nodes on its path from the
+            root.
         children: of each node.
     """
 
@@ -117,11 +138,16 @@ class Tree:
         paths = sorted({tuple(path) for path in choices}, key=lambda path: (len(path), path))
         nodes = {path: node for node, path in enumerate([(), *paths])}
         if not paths or any(len(path) == 0 or path[:-1] not in nodes for path in paths):
-            raise refusal(f"{source}: tree.json: medusa_choices needs at least one path, and each path its parent")
+            raise refusal(
+                f"{source}: tree.json: medusa_choices needs at least one path, and each path its"
+                " parent"
+            )
         self.depth = len(paths[-1])
         self.width = 1 + max(path[-1] for path in paths)
         self.depths = torch.tensor([0, *map(len, paths)], device=device)
-        self.guesses = torch.tensor([(len(path) - 1) * self.width + path[-1] for path in paths], device=device)
+        self.guesses = torch.tensor(
+            [(len(path) - 1) * self.width + path[-1] for path in paths], device=device
+        )
         self.ancestors = torch.eye(len(nodes), dtype=torch.bool, device=device)
         self.children: list[list[int]] = [[] for _ in nodes]
         for node, path in enumerate(paths, start=1):
@@ -132,10 +158,13 @@ class Tree:
 class Heads:
     """Medusa heads, `softmax(W2 (SiLU(W1 h + b1) + h))` with one or more residual blocks (W1, b1).
 
-    Heads without matrices of their own use the model's `lm_head`, or its rows `token_map`, copied once.
+    Heads without matrices of their own use the model's `lm_head`, or its rows `token_map`, copied
+    once.
     """
 
-    def __init__(self, tensors: dict[str, Tensor], count: int, blocks: int, lm_head: Any, source: str) -> None:
+    def __init__(
+        self, tensors: dict[str, Tensor], count: int, blocks: int, lm_head: Any, source: str
+    ) -> None:
         self.blocks = [
             [
                 (tensors[f"{head}.{block}.linear.weight"], tensors[f"{head}.{block}.linear.bias"])
@@ -145,24 +174,37 @@ class Heads:
         ]
         self.token_map = tensors.get("token_map")
         names = [f"{head}.{blocks}" for head in range(count)]
-        self.matrices = [(tensors[f"{n}.weight"], tensors.get(f"{n}.bias")) for n in names if f"{n}.weight" in tensors]
+        self.matrices = [
+            (tensors[f"{n}.weight"], tensors.get(f"{n}.bias"))
+            for n in names
+            if f"{n}.weight" in tensors
+        ]
         vocabulary, hidden_size = lm_head.weight.shape
         rows = vocabulary if self.token_map is None else len(self.token_map)
         width = (self.blocks[0][0] if blocks else self.matrices[0])[0].shape[1]
         if width != hidden_size or any(len(weight) != rows for weight, _ in self.matrices):
-            raise refusal(f"{source}: not the heads of this model (hidden size {hidden_size}, {vocabulary} tokens)")
+            raise refusal(
+                f"{source}: not the heads of this model (hidden size {hidden_size}, {vocabulary}"
+                " tokens)"
+            )
         if self.token_map is not None and not self.matrices:
             bias = getattr(lm_head, "bias", None)
-            restricted = lm_head.weight[self.token_map], None if bias is None else bias[self.token_map]
+            restricted = (
+                lm_head.weight[self.token_map],
+                None if bias is None else bias[self.token_map],
+            )
             self.matrices = [restricted] * count
 
     def guess(self, hidden: Tensor, lm_head: Any, tree: Tree) -> Tensor:
-        """Return the tokens of nodes 1 .. n, long [n], from the hidden state [d] of the last accepted token.
+        """Return the tokens of nodes 1 .. n, long [n], from the hidden state [d] of the last
+        accepted token.
 
         Scale and soft cap, which some models apply to logits, do not change the order of tokens.
         """
         best = []
-        hidden = hidden.to((self.blocks[0] or self.matrices)[0][0].device)  # a model may be spread over several devices
+        hidden = hidden.to(
+            (self.blocks[0] or self.matrices)[0][0].device
+        )  # a model may be spread over several devices
         for head in range(tree.depth):
             state = hidden
             for weight, bias in self.blocks[head]:
@@ -175,16 +217,25 @@ class Heads:
 
 @torch.no_grad()
 def load_heads(model: Any, source: str, hub: dict[str, Any]) -> Heads:
-    """Load the heads for `model`, in its dtype and on its device; once, as long as these do not change."""
+    """Load the heads for `model`, in its dtype and on its device; once, as long as these do not
+    change.
+    """
     key = (source, model.dtype, model.device)
     if model not in _loaded or _loaded[model][0] != key:
         config, lm_head = _read_json(source, "config.json", hub), model.get_output_embeddings()
         tensors = load_file(cached_file(source, "medusa_lm_head.safetensors", **hub))
         tensors = {
-            name: tensor.to(lm_head.weight.device, model.dtype if tensor.is_floating_point() else torch.long)
+            name: tensor.to(
+                lm_head.weight.device, model.dtype if tensor.is_floating_point() else torch.long
+            )
             for name, tensor in tensors.items()
         }
-        _loaded[model] = key, Heads(tensors, config["medusa_num_heads"], config["medusa_num_layers"], lm_head, source)
+        _loaded[model] = (
+            key,
+            Heads(
+                tensors, config["medusa_num_heads"], config["medusa_num_layers"], lm_head, source
+            ),
+        )
     return _loaded[model][1]
 
 
@@ -200,24 +251,37 @@ def decode(
     streamer: Any = None,
     **model_kwargs: Any,
 ) -> Any:
-    """Generate tokens after `input_ids` [1, T]; transformers' `generate` calls it in place of its own loop."""
+    """Generate tokens after `input_ids` [1, T]; transformers' `generate` calls it in place of its
+    own loop.
+    """
     check_supported(model, logits_processor, generation_config, model_kwargs)
     if tree.depth > len(heads.blocks):
-        raise refusal(f"tree.json: the tree is {tree.depth} deep, but there are only {len(heads.blocks)} heads")
-    prompt = unpadded_prompt(input_ids, model_kwargs.get("attention_mask"), model_kwargs.get("position_ids"))
-    cache = empty_cache(model_kwargs.get("past_key_values"), model, prompt.shape[1], generation_config.max_length)
+        raise refusal(
+            f"tree.json: the tree is {tree.depth} deep, but there are only {len(heads.blocks)}"
+            " heads"
+        )
+    prompt = unpadded_prompt(
+        input_ids, model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
+    )
+    cache = empty_cache(
+        model_kwargs.get("past_key_values"), model, prompt.shape[1], generation_config.max_length
+    )
     lm_head = model.get_output_embeddings()
     sequence = input_ids
 
     def choose(logits: Tensor) -> Tensor:
-        """Choose the token after each node, [n + 1, V] -> [n + 1], as plain `generate` does after the last one."""
+        """Choose the token after each node, [n + 1, V] -> [n + 1], as plain `generate` does after
+        the last one.
+        """
         scores = logits_processor(sequence, logits.float())
         if generation_config.do_sample:
             return torch.multinomial(scores.softmax(-1), 1)[:, 0]
         return scores.argmax(-1)
 
     def append(tokens: list[int]) -> bool:
-        """Append tokens one by one, and return whether one of them ends the answer: the rest is dropped."""
+        """Append tokens one by one, and return whether one of them ends the answer: the rest is
+        dropped.
+        """
         nonlocal sequence
         for token in tokens:
             sequence = torch.cat([sequence, sequence.new_tensor([[token]])], dim=1)
@@ -228,7 +292,9 @@ def decode(
         return False
 
     keep_one = {"logits_to_keep": 1} if "logits_to_keep" in model_kwargs else {}
-    hidden, logits = forward(model, lm_head, prompt.to(model.device), past_key_values=cache, **keep_one)
+    hidden, logits = forward(
+        model, lm_head, prompt.to(model.device), past_key_values=cache, **keep_one
+    )
     last, root = hidden[0, -1], int(choose(logits[0, -1:]))
     done = append([root])
     branches = torch.zeros(tree.ancestors.shape, dtype=hidden.dtype, device=hidden.device)
@@ -239,10 +305,16 @@ def decode(
         nodes = torch.cat([guesses.new_tensor([root]), guesses])
         # a node attends to the text so far, to its ancestors and to itself
         mask = torch.cat([branches.new_zeros(len(nodes), length), branches], dim=1)[None, None]
-        # nodes beyond max_length are never kept, but the model must not see positions that it would not reach
+        # nodes beyond max_length are never kept, but the model must not see positions that it would
+        # not reach
         positions = (length + tree.depths).clamp(max=generation_config.max_length - 1)[None]
         hidden, logits = forward(
-            model, lm_head, nodes[None], attention_mask=mask, position_ids=positions, past_key_values=cache
+            model,
+            lm_head,
+            nodes[None],
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
         )
         path, tokens = accept(nodes, choose(logits[0]), tree)
         keep_path(cache, length, path)
@@ -250,7 +322,11 @@ def decode(
         done = append(tokens)
     if streamer is not None:
         streamer.end()
-    return GenerateDecoderOnlyOutput(sequences=sequence) if generation_config.return_dict_in_generate else sequence
+    return (
+        GenerateDecoderOnlyOutput(sequences=sequence)
+        if generation_config.return_dict_in_generate
+        else sequence
+    )
 
 
 def forward(model: Any, lm_head: Any, tokens: Tensor, **arguments: Any) -> tuple[Tensor, Tensor]:
@@ -266,10 +342,11 @@ def forward(model: Any, lm_head: Any, tokens: Tensor, **arguments: Any) -> tuple
 
 
 def accept(nodes: Tensor, following: Tensor, tree: Tree) -> tuple[list[int], list[int]]:
-    """Go down from the root as long as a child holds the token that the model chose after its parent.
+    """Go down from the root as long as a child holds the token that the model chose after its
+    parent.
 
-    The model's tokens at the nodes, argmax or sample, are those that it would have generated there, so the result has
-    the distribution of plain decoding, whatever was guessed.
+    The model's tokens at the nodes, argmax or sample, are those that it would have generated there,
+    so the result has the distribution of plain decoding, whatever was guessed.
 
     Args:
         nodes, following: the token of each node and the one chosen after it, long [n + 1].
@@ -277,16 +354,22 @@ def accept(nodes: Tensor, following: Tensor, tree: Tree) -> tuple[list[int], lis
     Returns:
         The accepted nodes, the root first, and the tokens after each of them.
     """
-    guessed, chosen = torch.stack([nodes, following.to(nodes.device)]).tolist()  # one transfer from the device
+    guessed, chosen = torch.stack(
+        [nodes, following.to(nodes.device)]
+    ).tolist()  # one transfer from the device
     path, tokens = [0], [chosen[0]]
-    while child := next((child for child in tree.children[path[-1]] if guessed[child] == tokens[-1]), 0):
+    while child := next(
+        (child for child in tree.children[path[-1]] if guessed[child] == tokens[-1]), 0
+    ):
         path.append(child)
         tokens.append(chosen[child])
     return path, tokens
 
 
 def keep_path(cache: DynamicCache, length: int, path: list[int]) -> None:
-    """Move keys and values of the accepted nodes to the end of the text, in place, and drop those of the others."""
+    """Move keys and values of the accepted nodes to the end of the text, in place, and drop those
+    of the others.
+    """
     end = length + len(path)
     rows = torch.tensor(path) + length
     for layer in cache.layers:
@@ -305,35 +388,47 @@ def refusal(problem: str) -> ValueError:
     return ValueError(f"custom_generate with Medusa heads: {problem}")
 
 
-def check_supported(model: Any, logits_processor: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> None:
+def check_supported(
+    model: Any, logits_processor: Any, generation_config: Any, model_kwargs: dict[str, Any]
+) -> None:
     """Raise a ValueError with everything that this decoding does not support."""
     problems = []
     if (attention := model.config.get_text_config()._attn_implementation) not in ("sdpa", "eager"):
-        problems.append(f"attn_implementation={attention!r} takes no mask for a tree; load the model with 'sdpa'")
+        problems.append(
+            f"attn_implementation={attention!r} takes no mask for a tree; load the model with"
+            " 'sdpa'"
+        )
     mode = generation_config.get_generation_mode()
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         problems.append(f"{mode.value} is not supported; only greedy decoding and sampling are")
     for processor in logits_processor:
         if not isinstance(processor, PROCESSORS):
             problems.append(
-                f"{type(processor).__name__} is not supported, only temperature, top_k and top_p; the model's "
-                "generation_config may set it (repetition_penalty=1.0 and the like turn it off)"
+                f"{type(processor).__name__} is not supported, only temperature, top_k and top_p;"
+                " the model's generation_config may set it (repetition_penalty=1.0 and the like"
+                " turn it off)"
             )
     for name in OUTPUTS:
         if getattr(generation_config, name) and generation_config.return_dict_in_generate:
             problems.append(f"{name} is not supported")
-    inputs = sorted(name for name, value in model_kwargs.items() if value is not None and name not in MODEL_INPUTS)
+    inputs = sorted(
+        name
+        for name, value in model_kwargs.items()
+        if value is not None and name not in MODEL_INPUTS
+    )
     problems += [f"the model input {name} is not supported" for name in inputs]
     if problems:
         raise refusal("; ".join(problems))
 
 
-def unpadded_prompt(input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None) -> Tensor:
+def unpadded_prompt(
+    input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
+) -> Tensor:
     """Return the prompt [1, T] without padding on the left."""
     if len(input_ids) != 1:
         raise refusal(
-            f"one sequence at a time, got {len(input_ids)} (batch size times num_return_sequences); call generate for "
-            "each prompt"
+            f"one sequence at a time, got {len(input_ids)} (batch size times num_return_sequences);"
+            " call generate for each prompt"
         )
     padding = 0 if attention_mask is None else int((attention_mask == 0).sum())
     if attention_mask is not None and bool(attention_mask[0, :padding].any()):
@@ -348,15 +443,21 @@ def unpadded_prompt(input_ids: Tensor, attention_mask: Tensor | None, position_i
 def empty_cache(cache: Any, model: Any, prompt_length: int, max_length: int) -> DynamicCache:
     """Return a cache that holds every position of every layer, which `keep_path` needs.
 
-    Sliding windows would drop positions and need a mask of their own; they make no difference while the text is
-    shorter. Rotary embeddings that depend on the length of the text may not change inside a tree: "longrope" changes
-    once, at the original length, "dynamic" at every position after it.
+    Sliding windows would drop positions and need a mask of their own; they make no difference while
+    the text is shorter. Rotary embeddings that depend on the length of the text may not change
+    inside a tree: "longrope" changes once, at the original length, "dynamic" at every position
+    after it.
     """
     if not isinstance(cache, DynamicCache) or cache.offloading or cache.get_seq_length() > 0:
-        raise refusal("needs an empty DynamicCache; leave out past_key_values, use_cache and cache_implementation")
+        raise refusal(
+            "needs an empty DynamicCache; leave out past_key_values, use_cache and"
+            " cache_implementation"
+        )
     if any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers):
         raise refusal("this model has layers whose state is more than keys and values")
-    limits = {layer.sliding_window: "a sliding window" for layer in cache.layers if layer.is_sliding}
+    limits = {
+        layer.sliding_window: "a sliding window" for layer in cache.layers if layer.is_sliding
+    }
     config = model.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") in ("longrope", "dynamic"):
@@ -366,7 +467,7 @@ def empty_cache(cache: Any, model: Any, prompt_length: int, max_length: int) -> 
     for limit, reason in limits.items():
         if max_length > limit:
             raise refusal(
-                f"this model has {reason}, so prompt and answer must not exceed {limit} tokens, and max_length is "
-                f"{max_length}; set max_new_tokens"
+                f"this model has {reason}, so prompt and answer must not exceed {limit} tokens, and"
+                f" max_length is {max_length}; set max_new_tokens"
             )
     return DynamicCache()

@@ -1,4 +1,6 @@
-"""Write what single targets need besides the heads: TensorRT-LLM's config, decoding code, merged models."""
+"""Write what single targets need besides the heads: TensorRT-LLM's config, decoding code, merged
+models.
+"""
 
 from __future__ import annotations
 
@@ -48,57 +50,69 @@ def check_vllm_config(config: Mapping[str, Any]) -> None:
         for key in ("vocab_size", "hidden_size"):
             if (size := backbone.get(key, config[key])) != config[key]:
                 raise CheckpointError(
-                    f"vLLM would not load these heads: their {key} is {config[key]}, that of {path} {size}"
+                    f"vLLM would not load these heads: their {key} is {config[key]}, that of {path}"
+                    f" {size}"
                 )
 
 
 def tensorrt_config(paths: ModelPaths, num_heads: int) -> dict[str, Any]:
-    """Return the backbone's config.json plus `num_medusa_heads`, as TensorRT-LLM's Medusa conversion reads it."""
+    """Return the backbone's config.json plus `num_medusa_heads`, as TensorRT-LLM's Medusa
+    conversion reads it.
+    """
     try:
         path = cached_file(paths.base_model, "config.json", local_files_only=hub_is_unreachable())
     except OSError as error:
         raise BackboneError(
-            f"base_model {paths.base_model}: cannot read its config.json, which this export contains: {error}"
+            f"base_model {paths.base_model}: cannot read its config.json, which this export"
+            f" contains: {error}"
         ) from error
     return {**read_json(Path(path)), "num_medusa_heads": num_heads}
 
 
 def medusa_choices(paths: ModelPaths, num_heads: int) -> tuple[str, str | None]:
-    """Return the run's tree as the value of `--medusa_choices`, and a warning where there is no usable tree."""
+    """Return the run's tree as the value of `--medusa_choices`, and a warning where there is no
+    usable tree.
+    """
     tree = Tree.empty() if paths.tree is None else Tree.load(paths.tree)
     if tree.size and tree.size <= MAX_NODES and tree.max_depth <= num_heads:
         return json.dumps([list(path) for path in tree.paths]), None
     reason = (
-        f"{paths.tree} has {tree.size} nodes and depth {tree.max_depth}; TensorRT-LLM accepts 1 to {MAX_NODES} nodes, "
-        f"and there are {num_heads} heads"
+        f"{paths.tree} has {tree.size} nodes and depth {tree.max_depth}; TensorRT-LLM accepts 1 to"
+        f" {MAX_NODES} nodes, and there are {num_heads} heads"
     )
     reason = "no tree.json in the run" if paths.tree is None else reason
     return "", f"{reason}: pass a --medusa_choices to TensorRT-LLM yourself"
 
 
 def write_custom_generate(paths: ModelPaths, num_heads: int, directory: Path) -> str:
-    """Write the decoding code that transformers' `generate` loads, and its tree; return how to use it, in words."""
+    """Write the decoding code that transformers' `generate` loads, and its tree; return how to use
+    it, in words.
+    """
     tree = load_tree(paths, num_heads)
     if not tree.size:
         raise CheckpointError(
-            f"{paths.tree}: the tree is empty, since none was faster than plain decoding where it was fitted, so the "
-            "heads would not be used; fit it on the machine that will decode (medusa-eval --calibrate)"
+            f"{paths.tree}: the tree is empty, since none was faster than plain decoding where it"
+            " was fitted, so the heads would not be used; fit it on the machine that will decode"
+            " (medusa-eval --calibrate)"
         )
     try:
         tree.save(directory / TREE)
         code = Path(__file__).with_name("custom_generate.py").read_text(encoding="utf-8")
         replace_text(directory / "custom_generate" / "generate.py", code)
-        replace_text(directory / "custom_generate" / "requirements.txt", CUSTOM_GENERATE_REQUIREMENTS)
+        replace_text(
+            directory / "custom_generate" / "requirements.txt", CUSTOM_GENERATE_REQUIREMENTS
+        )
     except WRITE_ERRORS as error:
         raise CheckpointError(write_failure("custom_generate", directory, error)) from error
     return f'decode with model.generate(..., custom_generate="{directory}", trust_remote_code=True)'
 
 
 def load_trained_backbone(paths: ModelPaths) -> Backbone:
-    """Load the backbone that the heads were trained with, unquantised, in its stored dtype, on the CPU.
+    """Load the backbone that the heads were trained with, unquantised, in its stored dtype, on the
+    CPU.
 
-    An adapter is merged. If it was trained over 4-bit or 8-bit weights, those are dequantised first: merged into the
-    original weights it would give another model.
+    An adapter is merged. If it was trained over 4-bit or 8-bit weights, those are dequantised
+    first: merged into the original weights it would give another model.
     """
     _, config = resolve_backbone(paths.base_model, trust_remote_code=paths.trust_remote_code)
     backbone = load_backbone(
@@ -114,7 +128,9 @@ def load_trained_backbone(paths: ModelPaths) -> Backbone:
 
 
 def write_merged(paths: ModelPaths, target: Path) -> str:
-    """Write the trained backbone, adapter merged, and its tokenizer atomically; return what was written, in words."""
+    """Write the trained backbone, adapter merged, and its tokenizer atomically; return what was
+    written, in words.
+    """
     target = target.resolve()  # "." has no name
     temporary = target.with_name(f".{target.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -126,12 +142,17 @@ def write_merged(paths: ModelPaths, target: Path) -> str:
         else:
             content = _save_merged_adapter(paths, temporary)
         if paths.chat_template is not None:  # the one that the run was trained with
-            tokenizer = AutoTokenizer.from_pretrained(temporary, trust_remote_code=paths.trust_remote_code)
+            tokenizer = AutoTokenizer.from_pretrained(
+                temporary, trust_remote_code=paths.trust_remote_code
+            )
             if not tokenizer.chat_template:
                 tokenizer.chat_template = get_template(paths.chat_template).source
                 tokenizer.save_pretrained(temporary)
             elif tokenizer.chat_template != get_template(paths.chat_template).source:
-                content += f"; the tokenizer keeps its own chat template, not {paths.chat_template} of the run"
+                content += (
+                    f"; the tokenizer keeps its own chat template, not {paths.chat_template} of"
+                    " the run"
+                )
         if target.exists():
             shutil.rmtree(target)
         temporary.rename(target)
@@ -145,7 +166,8 @@ def write_merged(paths: ModelPaths, target: Path) -> str:
 
 def _save_merged_adapter(paths: ModelPaths, directory: Path) -> str:
     backbone = load_trained_backbone(paths)
-    # transformers imports DeepSpeed in save_pretrained, which prints a warning if it has to guess the accelerator
+    # transformers imports DeepSpeed in save_pretrained, which prints a warning if it has to guess
+    # the accelerator
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     backbone.save(directory)
     dequantised = f"dequantised from {paths.quantization}, " if paths.quantization else ""
@@ -167,24 +189,33 @@ _EAGLE3_COMMANDS: dict[ExportTarget, str] = {
     "speculators": "vllm serve {directory}",
 }
 _EAGLE3_DESCRIPTION = (
-    "One decoder layer that drafts the tokens after the next one (EAGLE-3, arXiv 2503.01840), from the backbone's "
-    "states after {layers} layers. Draft vocabulary: {tokens}. The server verifies every drafted token."
+    "One decoder layer that drafts the tokens after the next one (EAGLE-3, arXiv 2503.01840), from"
+    " the backbone's states after {layers} layers. Draft vocabulary: {tokens}. The server verifies"
+    " every drafted token."
 )
 _EAGLE3_USE = (
-    "```bash\n%s\n```\n\nServers draft a chain of its first guesses, or a tree of their own. {chain}\n\n"
-    "Measure your server under your load, with and without the draft: with many requests at a time it can be slower."
+    "```bash\n%s\n```\n\nServers draft a chain of its first guesses, or a tree of their own."
+    " {chain}\n\nMeasure your server under your load, with and without the draft: with many"
+    " requests at a time it can be slower."
 )
 
 
 def write_eagle3(
-    paths: ModelPaths, heads: Path, to: ExportTarget, target: Path, base_model: str, licence: str | None
+    paths: ModelPaths,
+    heads: Path,
+    to: ExportTarget,
+    target: Path,
+    base_model: str,
+    licence: str | None,
 ) -> list[str]:
     """Write the EAGLE-3 draft in `heads`, with a model card; return what was written, in lines.
 
     `base_model` is named in config.json, `licence` on the card.
     """
     if to not in _EAGLE3_COMMANDS:
-        raise CheckpointError(f"{heads}: an EAGLE-3 draft is exported --to {', '.join(_EAGLE3_COMMANDS)}, not to {to}")
+        raise CheckpointError(
+            f"{heads}: an EAGLE-3 draft is exported --to {', '.join(_EAGLE3_COMMANDS)}, not to {to}"
+        )
     state, settings = read_eagle3(heads)
     _, backbone = resolve_backbone(paths.base_model, trust_remote_code=paths.trust_remote_code)
     text_config = backbone.get_text_config()
@@ -208,4 +239,8 @@ def write_eagle3(
     facts = [f"EAGLE-3, {drafted}; backbone {base_model}"]
     directory = str(target) if to == "vllm" else quote(str(target))  # there it stands within quotes
     command = _EAGLE3_COMMANDS[to].format(directory=directory, backbone=quote(base_model))
-    return [*facts, f"serve it: {command}", "servers draft a chain, or a tree of their own; tree.json is not read"]
+    return [
+        *facts,
+        f"serve it: {command}",
+        "servers draft a chain, or a tree of their own; tree.json is not read",
+    ]

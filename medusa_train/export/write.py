@@ -1,4 +1,6 @@
-"""Export the heads or the backbone of a run to the layout of another program, with a model card; upload it."""
+"""Export the heads or the backbone of a run to the layout of another program, with a model card;
+upload it.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from medusa_train.checkpoint.heads import VLLM_WEIGHTS, read_eagle3, read_heads, write_heads, write_weights
+from medusa_train.checkpoint.heads import (
+    VLLM_WEIGHTS,
+    read_eagle3,
+    read_heads,
+    write_heads,
+    write_weights,
+)
 from medusa_train.checkpoint.reference_layout import HeadTensors, shared_block_warning
-from medusa_train.checkpoint.resolve import SAFETENSORS, ModelPaths, find_heads, heads_kind, holds_merged
+from medusa_train.checkpoint.resolve import (
+    SAFETENSORS,
+    ModelPaths,
+    find_heads,
+    heads_kind,
+    holds_merged,
+)
 from medusa_train.checkpoint.run_directory import CONFIG, HEADS, TREE
 from medusa_train.checkpoint.serialize import read_json
 from medusa_train.checkpoint.server_layouts import method_in_path, to_vllm, with_own_lm_heads
@@ -36,8 +50,8 @@ PUBLIC_HEADS = 5
 """The public Medusa loader builds five heads regardless of config.json."""
 
 BIAS_IGNORED = (
-    "the heads' lm_head matrices have a bias, which the layout cannot store: without it the heads guess worse; every "
-    "guess is still verified by the backbone"
+    "the heads' lm_head matrices have a bias, which the layout cannot store: without it the heads"
+    " guess worse; every guess is still verified by the backbone"
 )
 
 CARD = "README.md"
@@ -46,7 +60,9 @@ CHOICES = "medusa_choices.json"
 
 @dataclass
 class Exported:
-    """The directory that was written, lines that describe it, and what the target program will not do with it."""
+    """The directory that was written, lines that describe it, and what the target program will not
+    do with it.
+    """
 
     target: Path
     facts: list[str] = field(default_factory=list)
@@ -80,7 +96,9 @@ def export_run(
             exported.warnings.append(BIAS_IGNORED)
         return exported
     if to in ("sglang", "speculators"):
-        raise CheckpointError(f"{paths.heads}: {to} reads EAGLE-3 drafts only; export --to vllm, tgi or transformers")
+        raise CheckpointError(
+            f"{paths.heads}: {to} reads EAGLE-3 drafts only; export --to vllm, tgi or transformers"
+        )
     heads = replace(read_heads(paths.heads), base_model=base_model or _backbone_name(paths))
     _check_layout(paths, heads, to)
     _WRITERS[to](paths, heads, exported)
@@ -103,31 +121,47 @@ def _check_target(paths: ModelPaths, to: ExportTarget, target: Path) -> None:
     """Refuse to write over files of other programs, of the user, or of the run itself."""
     if target.exists() and not target.is_dir():
         raise CheckpointError(f"output_dir: {target} is a file, not a directory")
-    own = [path.resolve() for path in (paths.home, paths.heads, Path(paths.base_model)) if path is not None]
+    own = [
+        path.resolve()
+        for path in (paths.home, paths.heads, Path(paths.base_model))
+        if path is not None
+    ]
     if to == MERGED:  # replaces the whole directory
         foreign = target.exists() and any(target.iterdir()) and not holds_merged(target)
     else:
-        foreign = target.is_dir() and any(target.iterdir()) and find_heads(target).layout in (None, "model")
-        foreign = foreign or (target.name == HEADS and (target.parent / CONFIG).is_file())  # another run's
+        foreign = (
+            target.is_dir()
+            and any(target.iterdir())
+            and find_heads(target).layout in (None, "model")
+        )
+        foreign = foreign or (
+            target.name == HEADS and (target.parent / CONFIG).is_file()
+        )  # another run's
         weights = VLLM_WEIGHTS if to in ("vllm", "sglang", "speculators") else SAFETENSORS
-        foreign = foreign or any(path.name != weights for path in target.glob("*.safetensors"))  # vLLM reads them all
+        foreign = foreign or any(
+            path.name != weights for path in target.glob("*.safetensors")
+        )  # vLLM reads them all
     if foreign or target.resolve() in own:
-        raise CheckpointError(f"output_dir: {target} holds other files that would be overwritten; name a new directory")
+        raise CheckpointError(
+            f"output_dir: {target} holds other files that would be overwritten; name a new"
+            " directory"
+        )
 
 
 def _check_layout(paths: ModelPaths, heads: HeadTensors, to: ExportTarget) -> None:
     """Refuse heads with weights that the layout of `to` has no place for."""
     if heads.markov_rank and to != MERGED:
         raise CheckpointError(
-            f"{paths.heads}: the guesses of these heads depend on the token before, by a Markov bias "
-            f"(medusa_markov_rank: {heads.markov_rank}), which the layout of {to} cannot store and no other program "
-            "computes; decode with them here (medusa-eval, medusa_train.load), or train without medusa_markov_rank"
+            f"{paths.heads}: the guesses of these heads depend on the token before, by a Markov"
+            f" bias (medusa_markov_rank: {heads.markov_rank}), which the layout of {to} cannot"
+            " store and no other program computes; decode with them here (medusa-eval,"
+            " medusa_train.load), or train without medusa_markov_rank"
         )
     if heads.token_map is not None and to not in ("vllm", "transformers", MERGED):
         raise CheckpointError(
-            f"{paths.heads}: these heads have a draft vocabulary of {len(heads.token_map):,} tokens "
-            f"(medusa_vocab_size), which the layout of {to} cannot store; export --to vllm or transformers, or train "
-            "without medusa_vocab_size"
+            f"{paths.heads}: these heads have a draft vocabulary of {len(heads.token_map):,} tokens"
+            f" (medusa_vocab_size), which the layout of {to} cannot store; export --to vllm or"
+            " transformers, or train without medusa_vocab_size"
         )
 
 
@@ -139,7 +173,10 @@ def describe(heads: HeadTensors) -> str:
     if heads.markov_rank:
         matrix += f", Markov bias of rank {heads.markov_rank}"
     blocks = f"{heads.num_layers} block{'' if heads.num_layers == 1 else 's'}"
-    return f"{heads.num_heads} heads x {blocks}, d {heads.hidden_size}, {matrix}; backbone {heads.base_model}"
+    return (
+        f"{heads.num_heads} heads x {blocks}, d {heads.hidden_size}, {matrix}; backbone"
+        f" {heads.base_model}"
+    )
 
 
 def warnings_for(to: ExportTarget, heads: HeadTensors) -> list[str]:
@@ -154,8 +191,8 @@ def warnings_for(to: ExportTarget, heads: HeadTensors) -> list[str]:
             warnings.append(shared)
         if heads.num_heads < PUBLIC_HEADS:
             warnings.append(
-                f"the public Medusa loader always builds {PUBLIC_HEADS} heads: those beyond the {heads.num_heads} of "
-                "this run stay randomly initialized, without a warning"
+                f"the public Medusa loader always builds {PUBLIC_HEADS} heads: those beyond the"
+                f" {heads.num_heads} of this run stay randomly initialized, without a warning"
             )
     return warnings
 
@@ -165,13 +202,15 @@ def backbone_warnings(paths: ModelPaths) -> list[str]:
     if paths.adapter is None or _merged_directory(paths) is not None:
         return []
     return [
-        f"this run trained the backbone too ({paths.adapter}): serve these heads with the merged backbone "
-        f"(medusa-export {paths.home} --to merged), not with {paths.base_model}"
+        f"this run trained the backbone too ({paths.adapter}): serve these heads with the merged"
+        f" backbone (medusa-export {paths.home} --to merged), not with {paths.base_model}"
     ]
 
 
 def _backbone_name(paths: ModelPaths) -> str:
-    """Return the backbone that the heads decode with, the merged one if it exists; directories as absolute paths."""
+    """Return the backbone that the heads decode with, the merged one if it exists; directories as
+    absolute paths.
+    """
     if (merged := _merged_directory(paths)) is not None:
         return str(merged.resolve())
     base = Path(paths.base_model)
@@ -191,12 +230,18 @@ def _with_lm_head_copies(paths: ModelPaths, heads: HeadTensors, exported: Export
     """Return heads with one lm_head each, copied from the backbone's where they share it."""
     if not heads.shared:
         return heads
-    exported.facts.append("target format cannot share lm_head: a copy of that lm_head for each head")
+    exported.facts.append(
+        "target format cannot share lm_head: a copy of that lm_head for each head"
+    )
     return with_own_lm_heads(heads, *_lm_head(paths, heads, exported))
 
 
-def _lm_head(paths: ModelPaths, heads: HeadTensors, exported: Exported) -> tuple[Tensor, Tensor | None]:
-    """Load weight [V, d] and bias [V] of the trained backbone's lm_head, on the CPU, in the heads' dtype."""
+def _lm_head(
+    paths: ModelPaths, heads: HeadTensors, exported: Exported
+) -> tuple[Tensor, Tensor | None]:
+    """Load weight [V, d] and bias [V] of the trained backbone's lm_head, on the CPU, in the heads'
+    dtype.
+    """
     lm_head = load_trained_backbone(paths).lm_head()
     if lm_head.bias is not None:
         exported.warnings.append(BIAS_IGNORED)
@@ -212,8 +257,8 @@ def _write_reference(paths: ModelPaths, heads: HeadTensors, exported: Exported) 
 def _write_reference_v2(paths: ModelPaths, heads: HeadTensors, exported: Exported) -> None:
     if not heads.shared:
         raise CheckpointError(
-            f"{paths.heads}: each of these heads has its own lm_head matrix, which reference-v2 cannot store; "
-            "train with medusa_share_lm_head: true, or export --to reference"
+            f"{paths.heads}: each of these heads has its own lm_head matrix, which reference-v2"
+            " cannot store; train with medusa_share_lm_head: true, or export --to reference"
         )
     write_heads(heads, exported.target, pickled=True)
 
@@ -223,32 +268,36 @@ def _write_vllm(paths: ModelPaths, heads: HeadTensors, exported: Exported) -> No
     check_vllm_config(config)
     write_weights(exported.target, VLLM_WEIGHTS, tensors, config)
     exported.facts.append(
-        f"vLLM drafts a chain of top-1 tokens (no tree): set num_speculative_tokens to 1 to {heads.num_heads}, as "
-        "measured on your server; it is fixed while the server runs"
+        "vLLM drafts a chain of top-1 tokens (no tree): set num_speculative_tokens to 1 to"
+        f" {heads.num_heads}, as measured on your server; it is fixed while the server runs"
     )
     if heads.token_map is not None:
         exported.facts.append(
-            "vLLM cannot load a reduced vocabulary: the other rows are filled in so that their tokens are not drafted; "
-            "a step reads whole lm_head matrices"
+            "vLLM cannot load a reduced vocabulary: the other rows are filled in so that their"
+            " tokens are not drafted; a step reads whole lm_head matrices"
         )
     if (warning := path_warning(str(exported.target.resolve()))) is not None:
         exported.warnings.append(warning)
 
 
 def path_warning(path: str) -> str | None:
-    """Warn of a path or hub name of heads for which vLLM chooses another method; None for other paths."""
+    """Warn of a path or hub name of heads for which vLLM chooses another method; None for other
+    paths.
+    """
     method = method_in_path(path)
     if method is None:
         return None
     return (
-        f"vLLM would load heads at {path} as {method}, whatever the method in --speculative-config, because of that "
-        "word in the path: serve them from another path"
+        f"vLLM would load heads at {path} as {method}, whatever the method in --speculative-config,"
+        " because of that word in the path: serve them from another path"
     )
 
 
 def _write_tensorrt(paths: ModelPaths, heads: HeadTensors, exported: Exported) -> None:
     config = tensorrt_config(paths, heads.num_heads)
-    write_heads(_with_lm_head_copies(paths, heads, exported), exported.target, pickled=True, config=config)
+    write_heads(
+        _with_lm_head_copies(paths, heads, exported), exported.target, pickled=True, config=config
+    )
     choices, warning = medusa_choices(paths, heads.num_heads)
     if warning:
         (exported.target / CHOICES).unlink(missing_ok=True)  # of an earlier tree
@@ -267,7 +316,8 @@ def _write_merged(paths: ModelPaths, heads: HeadTensors, exported: Exported) -> 
     is_full = paths.heads is not None and find_heads(paths.heads).layout == "model"
     if not paths.trained_backbone and not is_full:
         raise CheckpointError(
-            f"{paths.home}: this run did not train the backbone, so there is nothing to merge: use {paths.base_model}"
+            f"{paths.home}: this run did not train the backbone, so there is nothing to merge: use"
+            f" {paths.base_model}"
         )
     exported.facts.append(write_merged(paths, exported.target))
 
@@ -296,7 +346,9 @@ def push(directory: Path, repo: str, *, private: bool, api: Any = None) -> str:
         raise ConfigError(f"push_to_hub: {repo}: {error}") from None
     if api is None:
         if hub_is_unreachable():
-            raise MedusaError(f"the hub can't be reached (or HF_HUB_OFFLINE is set); the export is in {directory}")
+            raise MedusaError(
+                f"the hub can't be reached (or HF_HUB_OFFLINE is set); the export is in {directory}"
+            )
         from huggingface_hub import HfApi
 
         api = HfApi()
@@ -304,18 +356,25 @@ def push(directory: Path, repo: str, *, private: bool, api: Any = None) -> str:
         url = api.create_repo(repo, repo_type="model", private=private, exist_ok=True)
         # evaluations of the export lie in it, with paths of this machine
         api.upload_folder(
-            repo_id=url.repo_id, folder_path=str(directory), repo_type="model", ignore_patterns=["eval/*", "compiled/*"]
+            repo_id=url.repo_id,
+            folder_path=str(directory),
+            repo_type="model",
+            ignore_patterns=["eval/*", "compiled/*"],
         )
-    except Exception as error:  # the client raises a dozen unrelated types: no token, no permission, no network
+    except (
+        Exception
+    ) as error:  # the client raises a dozen unrelated types: no token, no permission, no network
         raise MedusaError(
-            f"upload of {directory} to {repo} failed: {error}\n"
-            "Log in with `hf auth login` (or set HF_TOKEN) with a token that has write access; the export is complete"
+            f"upload of {directory} to {repo} failed: {error}\nLog in with `hf auth login` (or set"
+            " HF_TOKEN) with a token that has write access; the export is complete"
         ) from error
     return str(url)
 
 
 def local_base_model(directory: Path) -> str | None:
-    """Return the local path that config.json names as backbone, which is invalid elsewhere; None if it is no path."""
+    """Return the local path that config.json names as backbone, which is invalid elsewhere; None if
+    it is no path.
+    """
     config = directory / "config.json"
     base = read_json(config).get("base_model_name_or_path") if config.is_file() else None
     return base if isinstance(base, str) and Path(base).is_absolute() else None

@@ -1,10 +1,12 @@
 """Decide which nodes of a verified tree are accepted; pure functions on tokens and logits.
 
-There are three rules. *Greedy* gives the tokens of plain greedy decoding. *Rejection* (lossless sampling) gives samples
-of the backbone's distribution. *Typical* accepts tokens that the backbone finds plausible enough: paths are longer, but
-the tokens are not samples of the backbone's distribution.
+There are three rules. *Greedy* gives the tokens of plain greedy decoding. *Rejection* (lossless
+sampling) gives samples of the backbone's distribution. *Typical* accepts tokens that the backbone
+finds plausible enough: paths are longer, but the tokens are not samples of the backbone's
+distribution.
 
-Each rule judges all nodes of all rows at once on the device and needs one transfer to the host; top-p needs another.
+Each rule judges all nodes of all rows at once on the device and needs one transfer to the host;
+top-p needs another.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ class Accepted(NamedTuple):
 
     Attributes:
         path: accepted nodes in order, the root (0) first.
-        tokens: the tokens of these nodes, followed by the backbone's token after the last one: the next root.
+        tokens: the tokens of these nodes, followed by the backbone's token after the last one: the
+            next root.
     """
 
     path: list[int]
@@ -39,8 +42,9 @@ class Typical:
     """Typical acceptance: `p(x) > min(epsilon, delta * exp(-H(p)))` (Medusa, Typical Acceptance).
 
     Attributes:
-        temperature: of the distribution p, which top-p and top-k do not cut; above 0.
-        epsilon, delta: defaults of the reference implementation (the paper sets delta to the square root of epsilon).
+        temperature: of the distribution p, which top-p and top-k do not cut; above 0. epsilon,
+        delta: defaults of the reference implementation (the paper sets delta to the square root of
+        epsilon).
 
     Raises:
         ConfigError: a value is out of range.
@@ -51,9 +55,15 @@ class Typical:
     delta: float = 0.3
 
     def __post_init__(self) -> None:
-        named = (("temperature", self.temperature), ("epsilon", self.epsilon), ("delta", self.delta))
+        named = (
+            ("temperature", self.temperature),
+            ("epsilon", self.epsilon),
+            ("delta", self.delta),
+        )
         if problems := [
-            f"{name} must be above 0 for typical acceptance, got {value}" for name, value in named if value <= 0
+            f"{name} must be above 0 for typical acceptance, got {value}"
+            for name, value in named
+            if value <= 0
         ]:
             raise ConfigError(problems)
 
@@ -68,11 +78,14 @@ def accept(
     tree: Tree | RowTrees,
     generators: Sequence[torch.Generator] | None = None,
 ) -> list[Accepted]:
-    """Accept a path of each of B verified trees by `rule`: None for greedy, `Sampling` for rejection, or `Typical`.
+    """Accept a path of each of B verified trees by `rule`: None for greedy, `Sampling` for
+    rejection, or `Typical`.
 
     Args:
-        node_tokens: long [B, n + 1], the root first. logits: [B, n + 1, V], of the backbone at every node.
-        tree: of all rows, or one per row; with the empty tree the result is only the token after the root.
+        node_tokens: long [B, n + 1], the root first. logits: [B, n + 1, V], of the backbone at
+            every node.
+        tree: of all rows, or one per row; with the empty tree the result is only the token after
+            the root.
         generators: one per row, for `Sampling`.
     """
     if rule is None:
@@ -87,8 +100,8 @@ def accept(
 def accept_greedy(node_tokens: Tensor, logits: Tensor, tree: Tree | RowTrees) -> list[Accepted]:
     """Accept the longest path on which every token is the backbone's argmax at its parent.
 
-    Siblings have different tokens, so at most one child can match, and descending from the root gives the longest
-    path.
+    Siblings have different tokens, so at most one child can match, and descending from the root
+    gives the longest path.
     """
     return accept_matching(torch.stack([next_tokens_of(logits), node_tokens], dim=1), tree)
 
@@ -100,28 +113,36 @@ def accept_rejection(
     sampling: Sampling,
     generators: Sequence[torch.Generator],
 ) -> list[Accepted]:
-    """Draw y from the backbone's p at a node; descend if a child has token y, else y is the next root (lossless).
+    """Draw y from the backbone's p at a node; descend if a child has token y, else y is the next
+    root (lossless).
 
-    The tree never changes what is drawn, so the tokens follow p whatever the draft. This equals recursive rejection
-    sampling (accept a child with probability min(1, p / q), else continue with the residual distribution; SpecInfer,
-    Multi-Step Speculative Sampling). The children are a head's top-k guesses or copied text and are not sampled, so q
-    is 1 at each child's token. The first child is accepted with probability p(x1), the next with p(x2) / (1 - p(x1)),
-    and the residual distribution is p without the children. Drawing y once from p gives the same probabilities. Using
-    the heads' softmax as q for children that were not sampled from it would change the output distribution.
+    The tree never changes what is drawn, so the tokens follow p whatever the draft. This equals
+    recursive rejection sampling (accept a child with probability min(1, p / q), else continue with
+    the residual distribution; SpecInfer, Multi-Step Speculative Sampling). The children are a
+    head's top-k guesses or copied text and are not sampled, so q is 1 at each child's token. The
+    first child is accepted with probability p(x1), the next with p(x2) / (1 - p(x1)), and the
+    residual distribution is p without the children. Drawing y once from p gives the same
+    probabilities. Using the heads' softmax as q for children that were not sampled from it would
+    change the output distribution.
 
-    A token is drawn at every node although only those of the path are used: draws at different nodes are independent,
-    and the host synchronises once.
+    A token is drawn at every node although only those of the path are used: draws at different
+    nodes are independent, and the host synchronises once.
     """
     counts = [tree.row(row).size + 1 for row in range(len(node_tokens))]  # none for padding
-    drawn = draw(sampling.warp(_at_least_float32(logits)), uniforms(generators, counts, logits.device))
+    drawn = draw(
+        sampling.warp(_at_least_float32(logits)), uniforms(generators, counts, logits.device)
+    )
     return accept_matching(torch.stack([drawn, node_tokens], dim=1), tree)
 
 
-def accept_typical(node_tokens: Tensor, logits: Tensor, tree: Tree | RowTrees, rule: Typical) -> list[Accepted]:
-    """Accept the longest path of typical tokens; ties go to the largest sum of log p (Medusa, Typical Acceptance).
+def accept_typical(
+    node_tokens: Tensor, logits: Tensor, tree: Tree | RowTrees, rule: Typical
+) -> list[Accepted]:
+    """Accept the longest path of typical tokens; ties go to the largest sum of log p (Medusa,
+    Typical Acceptance).
 
-    The token after the path is the backbone's argmax, accepted without a test, so every step adds a token and the
-    result is deterministic.
+    The token after the path is the backbone's argmax, accepted without a test, so every step adds a
+    token and the result is deterministic.
     """
     log_p = (_at_least_float32(logits) / rule.temperature).log_softmax(-1)
     entropy = torch.special.entr(log_p.exp()).sum(-1)
@@ -134,12 +155,20 @@ def accept_typical(node_tokens: Tensor, logits: Tensor, tree: Tree | RowTrees, r
     token_log_p[:, 0] = 0.0
     ancestors = tree.ancestors.to(logits.device).expand(len(node_tokens), -1, -1)
     path_typical = (typical[:, None] | ~ancestors).all(-1)
-    score = torch.where(ancestors, token_log_p[:, None], 0.0).sum(-1)  # 0 * -inf would be NaN for impossible tokens
-    packed = torch.stack([next_tokens_of(logits).double(), node_tokens.double(), path_typical.double(), score], dim=1)
+    score = torch.where(ancestors, token_log_p[:, None], 0.0).sum(
+        -1
+    )  # 0 * -inf would be NaN for impossible tokens
+    packed = torch.stack(
+        [next_tokens_of(logits).double(), node_tokens.double(), path_typical.double(), score], dim=1
+    )
     accepted = []
-    for row, (following, tokens, on_path, scores) in enumerate(packed.tolist()):  # one transfer from the device
+    for row, (following, tokens, on_path, scores) in enumerate(
+        packed.tolist()
+    ):  # one transfer from the device
         nodes: Nodes = tree.row(row)
-        ranking = list(zip(nodes.depth_list, scores, strict=False))  # padding comes after the tree's nodes
+        ranking = list(
+            zip(nodes.depth_list, scores, strict=False)
+        )  # padding comes after the tree's nodes
         node = max((i for i in range(nodes.size + 1) if on_path[i]), key=ranking.__getitem__)
         path = nodes.path_nodes(node)
         accepted.append(Accepted(path, [*(int(tokens[i]) for i in path), int(following[node])]))

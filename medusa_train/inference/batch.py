@@ -29,13 +29,17 @@ from medusa_train.trees.kv_cache import BatchCache, TreeCache
 from medusa_train.trees.tree import Tree
 
 REFILL_FRACTION = 4  # refill a batch once 1/4 of its rows are free: each refill costs a prefill
-PREFILL_TOKENS = 1024  # of a prefill pass of several prompts, padding included: more take no less time per token
+PREFILL_TOKENS = (
+    1024  # of a prefill pass of several prompts, padding included: more take no less time per token
+)
 PREFILL_PADDING = 128  # positions of padding in such a pass; more take longer than another pass
 
 
 @dataclass(frozen=True, slots=True)
 class PendingRequest:
-    """A prompt to be continued in a batch, and for `Sampling` the only source of its row's random numbers."""
+    """A prompt to be continued in a batch, and for `Sampling` the only source of its row's random
+    numbers.
+    """
 
     request_id: int
     prompt: list[int]
@@ -45,19 +49,24 @@ class PendingRequest:
 class BatchDecoder:
     """Generate answers to several prompts at once.
 
-    Rows accept paths of different lengths and finish at different times. A finished row leaves the batch, which goes
-    on with fewer rows, and new ones may join. The tokens of a row do not depend on the other rows, except that matrix
-    products of another shape round differently, and that Kangaroo's early stop, which all rows share, changes how many
-    random numbers a sampled row draws. Its distribution stays the same.
+    Rows accept paths of different lengths and finish at different times. A finished row leaves the
+    batch, which goes on with fewer rows, and new ones may join. The tokens of a row do not depend
+    on the other rows, except that matrix products of another shape round differently, and that
+    Kangaroo's early stop, which all rows share, changes how many random numbers a sampled row
+    draws. Its distribution stays the same.
 
     Args:
-        backbone: verifies the tokens. draft: proposes them. tree: the guesses to verify; by default the empty tree.
+        backbone: verifies the tokens. draft: proposes them. tree: the guesses to verify; by default
+            the empty tree.
 
     Attributes:
-        passes: verification passes so far over all batches; `Generation.steps` counts those of one row.
+        passes: verification passes so far over all batches; `Generation.steps` counts those of one
+            row.
     """
 
-    def __init__(self, backbone: Backbone, draft: Proposer | None = None, tree: Tree | None = None) -> None:
+    def __init__(
+        self, backbone: Backbone, draft: Proposer | None = None, tree: Tree | None = None
+    ) -> None:
         self.backbone = backbone
         self.draft = draft
         self.tree = check_tree(backbone, draft, tree)
@@ -75,10 +84,12 @@ class BatchDecoder:
         rule: Rule = None,
         generators: Sequence[torch.Generator] | None = None,
     ) -> list[Generation]:
-        """Return an answer to every prompt, in their order; arguments and errors as in `Decoder.stream`.
+        """Return an answer to every prompt, in their order; arguments and errors as in
+        `Decoder.stream`.
 
-        All rows are in memory at the same time: their number times the longest prompt and answer. `seconds` of each
-        answer is the time until it was complete. There is one generator per prompt.
+        All rows are in memory at the same time: their number times the longest prompt and answer.
+        `seconds` of each answer is the time until it was complete. There is one generator per
+        prompt.
         """
         if generators is not None and len(generators) != len(prompts):
             raise ValueError(f"got {len(generators)} generators for {len(prompts)} prompts")
@@ -86,21 +97,32 @@ class BatchDecoder:
         if not self.can_batch or (len(prompts) < 2 and self._idle_steps is None):
             return self._one_by_one(prompts, max_new_tokens, eos_ids, rule, row_generators)
         batch = self.begin(max_new_tokens, eos_ids, rule)
-        batch.add_requests([PendingRequest(i, prompt, row_generators[i]) for i, prompt in enumerate(prompts)])
+        batch.add_requests(
+            [PendingRequest(i, prompt, row_generators[i]) for i, prompt in enumerate(prompts)]
+        )
         answers: dict[int, Generation] = {}
         while len(answers) < len(prompts):
             answers.update(batch.step())
         return [answers[i] for i in range(len(prompts))]
 
-    def begin(self, max_new_tokens: int, eos_ids: Collection[int] | None = None, rule: Rule = None) -> RunningBatch:
-        """Return an empty batch, to which requests can be added at any time; arguments as in `generate_batch`."""
+    def begin(
+        self, max_new_tokens: int, eos_ids: Collection[int] | None = None, rule: Rule = None
+    ) -> RunningBatch:
+        """Return an empty batch, to which requests can be added at any time; arguments as in
+        `generate_batch`.
+        """
         return RunningBatch(
-            self, max_new_tokens, frozenset(self.backbone.eos_ids if eos_ids is None else eos_ids), rule
+            self,
+            max_new_tokens,
+            frozenset(self.backbone.eos_ids if eos_ids is None else eos_ids),
+            rule,
         )
 
     @torch.inference_mode()
     def capture(self, rows: int, positions: int) -> None:
-        """After a first batch, capture the steps of all with `rows` rows of `positions` tokens, prompts included."""
+        """After a first batch, capture the steps of all with `rows` rows of `positions` tokens,
+        prompts included.
+        """
         if (steps := self._idle_steps) is None:
             return
         positions = min(positions + self.limits.size + 1, steps.cache.capacity)
@@ -110,7 +132,9 @@ class BatchDecoder:
 
     @property
     def can_batch(self) -> bool:
-        """Whether rows may share a pass: not with longrope, where the longest row would set the angles of all."""
+        """Whether rows may share a pass: not with longrope, where the longest row would set the
+        angles of all.
+        """
         return self.backbone.rope_switch is None
 
     @property
@@ -127,8 +151,11 @@ class BatchDecoder:
             return None
         steps, self._idle_steps = self._idle_steps, None
         if steps is None:
-            # the last token of an answer may lie one position past the context, see `max_answer_length`
-            cache = StaticCache.for_backbone(self.backbone, self.backbone.max_context + self.limits.size + 2)
+            # the last token of an answer may lie one position past the context, see
+            # `max_answer_length`
+            cache = StaticCache.for_backbone(
+                self.backbone, self.backbone.max_context + self.limits.size + 2
+            )
             return new_static_steps(self.backbone, draft, self.tree, cache)
         steps.reset()
         return steps
@@ -167,13 +194,16 @@ class _Row:
 
 
 class RunningBatch:
-    """Rows that share passes: `add_requests` adds some, `step` extends all. Created by `BatchDecoder.begin`.
+    """Rows that share passes: `add_requests` adds some, `step` extends all. Created by
+    `BatchDecoder.begin`.
 
     Attributes:
         active: the rows that are not finished, in the order of the cache's rows.
     """
 
-    def __init__(self, decoder: BatchDecoder, max_new_tokens: int, stops: Collection[int], rule: Rule) -> None:
+    def __init__(
+        self, decoder: BatchDecoder, max_new_tokens: int, stops: Collection[int], rule: Rule
+    ) -> None:
         self.active: list[_Row] = []
         self._decoder = decoder
         self._max_new_tokens = max_new_tokens
@@ -190,13 +220,20 @@ class RunningBatch:
         Prompts of similar length share a pass, see `group_prompts`.
 
         Raises:
-            MedusaError: a prompt is empty or longer than the model's context; no request is added then.
+            MedusaError: a prompt is empty or longer than the model's context; no request is added
+                then.
             ValueError: rows can't share passes, see `BatchDecoder.can_batch`.
         """
         if len(self.active) + len(requests) > 1 and not self._decoder.can_batch:
-            raise ValueError("longrope models can't decode in batches: the longest row would set the angles of all")
+            raise ValueError(
+                "longrope models can't decode in batches: the longest row would set the angles"
+                " of all"
+            )
         now = time.perf_counter()
-        limits = [max_answer_length(self._decoder.backbone, one.prompt, self._max_new_tokens) for one in requests]
+        limits = [
+            max_answer_length(self._decoder.backbone, one.prompt, self._max_new_tokens)
+            for one in requests
+        ]
         rows = [
             _Row(one.request_id, Generation([]), limit, one.generator, started=now)
             for one, limit in zip(requests, limits, strict=True)
@@ -216,7 +253,9 @@ class RunningBatch:
                 self._session = self._prefill(joining, texts, capacity, len(rows))
             else:
                 assert self._session is not None
-                self._session.append_rows(self._prefill(joining, texts, max(map(len, texts))), capacity)
+                self._session.append_rows(
+                    self._prefill(joining, texts, max(map(len, texts))), capacity
+                )
             self.active += joining
         self._retire()
 
@@ -228,7 +267,9 @@ class RunningBatch:
             cache: TreeCache = BatchCache(decoder.backbone.num_layers, capacity, cache_rows)
         else:
             cache = steps.prompt_cache(len(rows))
-        session = DecodingSession(decoder.backbone, decoder.draft, decoder.tree, cache, self._rule, steps)
+        session = DecodingSession(
+            decoder.backbone, decoder.draft, decoder.tree, cache, self._rule, steps
+        )
         first = session.prefill(prompts, _generators(rows))
         now = time.perf_counter()
         for row, token in zip(rows, first, strict=True):
@@ -245,7 +286,9 @@ class RunningBatch:
         """
         if self.active:
             assert self._session is not None
-            accepted = self._session.step([row.out.tokens[-1] for row in self.active], _generators(self.active))
+            accepted = self._session.step(
+                [row.out.tokens[-1] for row in self.active], _generators(self.active)
+            )
             self._decoder.passes += 1
             for row, (path, tokens) in zip(self.active, accepted, strict=True):
                 new = truncate_at_stop(tokens[1:], self._stops, row.limit - len(row.out.tokens))
@@ -257,8 +300,14 @@ class RunningBatch:
         return finished
 
     def _retire(self) -> None:
-        """Remove finished rows. Rows from the end of the batch fill the gaps, so that few keys and values move."""
-        done = [row.out.tokens[-1] in self._stops or len(row.out.tokens) >= row.limit for row in self.active]
+        """Remove finished rows.
+
+        Rows from the end of the batch fill the gaps, so that few keys and values move.
+        """
+        done = [
+            row.out.tokens[-1] in self._stops or len(row.out.tokens) >= row.limit
+            for row in self.active
+        ]
         if not any(done):
             return
         for row, is_done in zip(self.active, done, strict=True):
@@ -282,13 +331,18 @@ class RunningBatch:
 def group_prompts(lengths: Sequence[int]) -> list[list[int]]:
     """Group prompts of similar length for prefill; returns indices, groups of longer prompts first.
 
-    A group has at most `PREFILL_TOKENS` positions, `PREFILL_PADDING` of them padding, or it is a single prompt.
+    A group has at most `PREFILL_TOKENS` positions, `PREFILL_PADDING` of them padding, or it is a
+    single prompt.
     """
     groups: list[list[int]] = []
     longest = padding = 0
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         padding += longest - lengths[i]
-        if not groups or padding > PREFILL_PADDING or longest * (len(groups[-1]) + 1) > PREFILL_TOKENS:
+        if (
+            not groups
+            or padding > PREFILL_PADDING
+            or longest * (len(groups[-1]) + 1) > PREFILL_TOKENS
+        ):
             groups.append([])
             longest, padding = lengths[i], 0
         groups[-1].append(i)

@@ -1,4 +1,6 @@
-"""How a model decodes: with what (dtype, device, compilation), and by which rule, sampling and batches."""
+"""How a model decodes: with what (dtype, device, compilation), and by which rule, sampling and
+batches.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +27,15 @@ _KEY = "form"  # of tree.json
 
 @dataclass(frozen=True)
 class DecodingSettings:
-    """With what a backbone decodes, as tree.json records it: latencies and the best tree depend on it.
+    """With what a backbone decodes, as tree.json records it: latencies and the best tree depend on
+    it.
 
     Attributes:
         dtype: of the weights, or of the matrix products of a quantized backbone.
         quantization: "nf4", "int8" or another method's name; None: weights in `dtype`.
         merged: False with an adapter beside the weights; merged into them it costs nothing.
-        compiled: whether passes of a single row are compiled by torch.compile. graphs: whether steps are CUDA graphs.
+        compiled: whether passes of a single row are compiled by torch.compile. graphs: whether
+            steps are CUDA graphs.
         device: "cpu" or "cuda". device_name: of the processor or GPU.
         threads: that torch uses on a CPU; None on a GPU.
     """
@@ -61,7 +65,9 @@ class DecodingSettings:
 
     @classmethod
     def load(cls, path: Path) -> DecodingSettings | None:
-        """Return the settings that a tree file records, None without any; CheckpointError if it cannot be read."""
+        """Return the settings that a tree file records, None without any; CheckpointError if it
+        cannot be read.
+        """
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -78,7 +84,9 @@ class DecodingSettings:
         return {_KEY: asdict(self)}
 
     def differences(self, fitted: DecodingSettings) -> list[str]:
-        """Name the fields in which a tree's settings differ from these: "dtype bfloat16, now float32"."""
+        """Name the fields in which a tree's settings differ from these: "dtype bfloat16, now
+        float32".
+        """
         return [
             f"{name.replace('_', ' ')} {_text(value)}, now {_text(getattr(self, name))}"
             for name, value in asdict(fitted).items()
@@ -97,8 +105,8 @@ class DecodingMode:
     """The acceptance rule of the tree, the sampling of its baselines, and the size of batches.
 
     Attributes:
-        acceptance: "greedy"; "sampling", which is lossless in distribution; or "typical", which is not.
-        temperature, top_p, top_k: of sampling; the temperature of typical acceptance, too.
+        acceptance: "greedy"; "sampling", which is lossless in distribution; or "typical", which is
+        not. temperature, top_p, top_k: of sampling; the temperature of typical acceptance, too.
         epsilon, delta: of typical acceptance, see `Typical`.
         batch_size: questions that are answered in the same passes.
         seed: of sampling.
@@ -142,13 +150,22 @@ class DecodingMode:
         rule = self.baseline_rule
         if rule is None:
             return {"do_sample": False}
-        return {"do_sample": True, "temperature": rule.temperature, "top_k": rule.top_k, "top_p": rule.top_p}
+        return {
+            "do_sample": True,
+            "temperature": rule.temperature,
+            "top_k": rule.top_k,
+            "top_p": rule.top_p,
+        }
 
     def seed_of(self, prompt: Sequence[int]) -> int:
-        """Return the seed of an answer, which depends on its prompt and not on the answers before it."""
+        """Return the seed of an answer, which depends on its prompt and not on the answers before
+        it.
+        """
         return zlib.crc32(array("q", prompt).tobytes(), self.seed & 0xFFFFFFFF)
 
-    def generators(self, prompts: Sequence[Sequence[int]], rule: Rule) -> list[torch.Generator] | None:
+    def generators(
+        self, prompts: Sequence[Sequence[int]], rule: Rule
+    ) -> list[torch.Generator] | None:
         """Return a random generator for each prompt; None if `rule` draws no numbers."""
         if not isinstance(rule, Sampling):
             return None
@@ -167,7 +184,9 @@ class DecodingMode:
         return {**values, "batch_size": self.batch_size}
 
     def directory_name(self, bench: str, *drafting: str) -> str:
-        """Name the report's directory: the bench, what is not the default, and `drafting`: what is not the run's."""
+        """Name the report's directory: the bench, what is not the default, and `drafting`: what is
+        not the run's.
+        """
         parts = [bench, *drafting]
         if self.acceptance != "greedy":
             parts += [self.acceptance, f"t{self.temperature:g}"]
@@ -181,7 +200,9 @@ class DecodingMode:
 
 
 def mode_of(meta: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the decoding mode that a report was measured with; older reports are of greedy decoding."""
+    """Return the decoding mode that a report was measured with; older reports are of greedy
+    decoding.
+    """
     return meta.get("decoding") or DecodingMode().as_json
 
 
@@ -191,8 +212,8 @@ def describe_mode(mode: Mapping[str, Any]) -> str:
         text = "greedy decoding"
     elif mode["acceptance"] == "typical":
         text = (
-            f"typical acceptance at temperature {mode['temperature']:g} (epsilon {mode['epsilon']:g}, "
-            f"delta {mode['delta']:g})"
+            f"typical acceptance at temperature {mode['temperature']:g} (epsilon"
+            f" {mode['epsilon']:g}, delta {mode['delta']:g})"
         )
     else:
         text = f"sampling at temperature {mode['temperature']:g}"

@@ -11,24 +11,36 @@ _INCOMPLETE = "\ufffd"  # at the end of a decoded text: its last character needs
 
 
 def hidden_ids(tokenizer: Any, shown: Collection[str] = REASONING_TAGS) -> frozenset[int]:
-    """Return the special tokens that no answer shows: all but reasoning tags, which are special in some models."""
-    special = {token: str(added) for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+    """Return the special tokens that no answer shows: all but reasoning tags, which are special in
+    some models.
+    """
+    special = {
+        token: str(added)
+        for token, added in tokenizer.added_tokens_decoder.items()
+        if added.special
+    }
     special |= dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
     return frozenset(token for token, text in special.items() if text not in shown)
 
 
-def answer_text(tokenizer: Any, tokens: Sequence[int], shown: Collection[str] = REASONING_TAGS) -> str:
+def answer_text(
+    tokenizer: Any, tokens: Sequence[int], shown: Collection[str] = REASONING_TAGS
+) -> str:
     """Decode an answer without special tokens, see `hidden_ids`."""
     hidden = hidden_ids(tokenizer, shown)
     kept = [token for token in tokens if token not in hidden]
-    return str(tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    return str(
+        tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    )
 
 
 class Detokenizer:
-    """Decode a growing sequence of tokens incrementally. The returned pieces add up to the decoded text.
+    """Decode a growing sequence of tokens incrementally. The returned pieces add up to the decoded
+    text.
 
-    A token that ends inside a character adds nothing; the token that completes the character adds it. Each token is
-    decoded together with the piece before it, because the first token of a text may lose its leading space.
+    A token that ends inside a character adds nothing; the token that completes the character adds
+    it. Each token is decoded together with the piece before it, because the first token of a text
+    may lose its leading space.
 
     Args:
         hidden: tokens that are left out of the text.
@@ -38,7 +50,8 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._hidden = hidden
         self._tokens: list[int] = []
-        # tokens[context:done] are decoded again as context for tokens[done:], whose text is not returned yet
+        # tokens[context:done] are decoded again as context for tokens[done:], whose text is not
+        # returned yet
         self._context = self._done = 0
 
     def push(self, token: int) -> str:
@@ -52,7 +65,9 @@ class Detokenizer:
         """Return the remaining text, an incomplete character as U+FFFD."""
         text = self._decode(self._context, len(self._tokens))
         returned = self._decode(self._context, self._done)
-        if not text.startswith(returned):  # an incomplete character changes how bytes before it are decoded
+        if not text.startswith(
+            returned
+        ):  # an incomplete character changes how bytes before it are decoded
             text = returned + self._decode(self._done, len(self._tokens))
         if len(text) > len(returned):  # a skipped token alone is no context
             self._context, self._done = self._done, len(self._tokens)
@@ -62,7 +77,11 @@ class Detokenizer:
         tokens = [token for token in self._tokens[start:end] if token not in self._hidden]
         if not tokens:
             return ""
-        return str(self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        return str(
+            self._tokenizer.decode(
+                tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+        )
 
 
 def token_pieces(tokenizer: Any, tokens: Sequence[int]) -> tuple[str, ...]:
@@ -77,8 +96,8 @@ def token_pieces(tokenizer: Any, tokens: Sequence[int]) -> tuple[str, ...]:
 class TextStream:
     """The text of a growing answer without special tokens, up to the first stop string.
 
-    Text is held back while it ends inside a character or could be the beginning of a stop string. The results of
-    `push` and `finish` add up to the decoded answer before the first stop string.
+    Text is held back while it ends inside a character or could be the beginning of a stop string.
+    The results of `push` and `finish` add up to the decoded answer before the first stop string.
 
     Attributes:
         stopped: whether a stop string was found; nothing more may be pushed then.

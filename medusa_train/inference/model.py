@@ -34,11 +34,12 @@ class Reply:
     """A streamed answer. Iterate over it for its pieces; the attributes grow with them.
 
     Attributes:
-        text: the text so far. tokens: ids so far, including the closing end-of-text token or the stop string's tokens.
+        text: the text so far. tokens: ids so far, including the closing end-of-text token or the
+            stop string's tokens.
         steps: verification passes; the prefill, which gives the first token, is not counted.
         seconds: wall time.
-        finish: "eos", "length" (max_new_tokens), "context" (the model's positions are used up) or "stop" (a stop
-            string); None while the answer is not complete.
+        finish: "eos", "length" (max_new_tokens), "context" (the model's positions are used up) or
+            "stop" (a stop string); None while the answer is not complete.
     """
 
     _steps: Iterator[Step]
@@ -68,7 +69,9 @@ class Reply:
             self.steps += bool(self.tokens)
             for i, token in enumerate(step.tokens):
                 self.tokens.append(token)
-                piece = Piece("" if token in self._stops else self._stream.push(token), i < step.accepted)
+                piece = Piece(
+                    "" if token in self._stops else self._stream.push(token), i < step.accepted
+                )
                 self.text += piece.text
                 self.seconds = time.perf_counter() - started
                 if piece.text:
@@ -80,7 +83,11 @@ class Reply:
         self.text += rest.text
         if rest.text:
             yield rest
-        self.finish = "stop" if self._stream.stopped else finish_reason(self.tokens, self._stops, self._max_new_tokens)
+        self.finish = (
+            "stop"
+            if self._stream.stopped
+            else finish_reason(self.tokens, self._stops, self._max_new_tokens)
+        )
 
     def read(self) -> str:
         """Generate the rest and return the whole text."""
@@ -93,7 +100,8 @@ class Model:
     """A backbone with its draft and tree that takes and returns text.
 
     Args:
-        backbone: the language model. draft, tree: for speculative decoding; without them decoding is plain.
+        backbone: the language model. draft, tree: for speculative decoding; without them decoding
+            is plain.
         chat_template: name of the chat template, or a Jinja file; None for the tokenizer's.
         chat_template_kwargs: variables of the chat template.
     """
@@ -135,24 +143,30 @@ class Model:
         """Stream the answer piece by piece. A model streams one answer at a time.
 
         Args:
-            prompt: the user's message; or a chat, as messages with role and content, ending with the user's turn.
+            prompt: the user's message; or a chat, as messages with role and content, ending with
+                the user's turn.
             max_new_tokens: maximum length of the answer.
             temperature: 0 for greedy decoding; above 0, sampling from the model's distribution.
             top_p, top_k: restrict that distribution, as in transformers.
-            typical: typical acceptance at this temperature instead of sampling: longer steps, but the tokens do not
-                follow the model's distribution. epsilon, delta: its thresholds (see `Typical`).
+            typical: typical acceptance at this temperature instead of sampling: longer steps, but
+                the tokens do not follow the model's distribution. epsilon, delta: its thresholds
+                (see `Typical`).
             stop: strings that end the answer; they are not part of it.
             eos_ids: tokens that end the answer; by default the model's.
             seed: for sampling; None for a new one in every call.
             raw: continue `prompt` as it is, without a chat template.
 
         Raises:
-            MedusaError: the prompt does not fit the model's context, an option is out of range, or the model has no
-                chat template.
+            MedusaError: the prompt does not fit the model's context, an option is out of range, or
+                the model has no chat template.
         """
         rule: Rule = None  # greedy: the limit of both other rules
         if temperature:
-            rule = Typical(temperature, epsilon, delta) if typical else Sampling(temperature, top_k, top_p)
+            rule = (
+                Typical(temperature, epsilon, delta)
+                if typical
+                else Sampling(temperature, top_k, top_p)
+            )
         generator = torch.Generator()
         if seed is None:
             generator.seed()
@@ -160,8 +174,12 @@ class Model:
             generator.manual_seed(seed)
         texts, tokenizer = [stop] if isinstance(stop, str) else stop, self.backbone.tokenizer
         stops = frozenset(self.backbone.eos_ids if eos_ids is None else eos_ids)
-        special = {str(token): n for n, token in tokenizer.added_tokens_decoder.items() if token.special}
-        stops |= {special[text] for text in texts if text in special}  # the text is decoded without them
+        special = {
+            str(token): n for n, token in tokenizer.added_tokens_decoder.items() if token.special
+        }
+        stops |= {
+            special[text] for text in texts if text in special
+        }  # the text is decoded without them
         return Reply(
             self._decoder.stream(self._ids(prompt, raw), max_new_tokens, stops, rule, generator),
             TextStream(tokenizer, texts),

@@ -1,10 +1,10 @@
 """The loss of one predictor and its gradients, computed a chunk of rows at a time.
 
-A chunk is one matrix product; softmax and loss run over blocks of it that fit the caches, and write the gradient over
-the logits in the products' dtype, so float32 logits exist for one block only.
+A chunk is one matrix product; softmax and loss run over blocks of it that fit the caches, and write
+the gradient over the logits in the products' dtype, so float32 logits exist for one block only.
 
-Every target is a distribution: the label, a teacher's prediction, or a mixture. The loss is a cross-entropy up to a
-constant, and its gradient with respect to the logits is softmax minus target.
+Every target is a distribution: the label, a teacher's prediction, or a mixture. The loss is a
+cross-entropy up to a constant, and its gradient with respect to the logits is softmax minus target.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from medusa_train.losses.logits import Projection, product_dtype
 from medusa_train.models.lm_head import LMHead
 
 _CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
-#: Chunks of a GPU grow up to so many bytes, and to this fraction of the memory that no process has taken.
+#: Chunks of a GPU grow up to so many bytes, and to this fraction of the memory that no process has
+# taken.
 _MAX_CHUNK_BYTES, _FREE_SHARE = 2 << 30, 1 / 8
 _MIN_ROWS = 512
 _BLOCK_BYTES = {"cpu": 2 << 20, "cuda": 64 << 20}
@@ -33,7 +34,8 @@ class Teacher(NamedTuple):
         lm_head: over the same V tokens; its LoRA branch is applied without dropout.
         shift: row n of the student is compared with row n + shift of the teacher.
         teacher_weight: weight of the teacher in the target; the label has the rest.
-        divergence: subtract the teacher's entropy: KL instead of cross-entropy, with the same gradient.
+        divergence: subtract the teacher's entropy: KL instead of cross-entropy, with the same
+            gradient.
     """
 
     hidden: Tensor
@@ -47,7 +49,8 @@ class LossInputs(NamedTuple):
     """What a loss is computed from, besides the student's hidden states and the low-rank z.
 
     Attributes:
-        rows: long [M], indices of the supervised rows among N. labels: long [M], rows of the weight.
+        rows: long [M], indices of the supervised rows among N. labels: long [M], rows of the
+            weight.
         autocast: the products' dtype under autocast. chunk: rows of a product; None: `chunk_rows`.
     """
 
@@ -64,7 +67,8 @@ class Gradients(NamedTuple):
 
     Attributes:
         hidden: [N, d], z: [M, r], zeros: each supervised row is written once.
-        weight: [V, d], bias: [V], up: [V, r], in the dtype of the softmax: gradients are added to them.
+        weight: [V, d], bias: [V], up: [V, r], in the dtype of the softmax: gradients are added to
+            them.
     """
 
     hidden: Tensor | None = None
@@ -81,36 +85,50 @@ class ChunkedLoss:
     """Sums over the supervised rows of one call, and the gradients of their loss.
 
     Attributes:
-        correct: long scalar, rows whose argmax is the label.
-        ce, kl: cross-entropy against the labels and KL(teacher || student) in nats, float32 (float64 for float64
-            weights). entropy: the teacher's.
+        correct: long scalar, rows whose argmax is the label. ce, kl: cross-entropy against the
+        labels and KL(teacher || student) in nats, float32 (float64 for float64 weights). entropy:
+        the teacher's.
     """
 
     def __init__(
-        self, inputs: LossInputs, hidden: Tensor, z: Tensor | None, grads: Gradients = NO_GRADIENTS, scale: float = 1.0
+        self,
+        inputs: LossInputs,
+        hidden: Tensor,
+        z: Tensor | None,
+        grads: Gradients = NO_GRADIENTS,
+        scale: float = 1.0,
     ) -> None:
-        """Compute the sums from states [N, d] and z [M, r], and add `scale` times the loss's gradients to `grads`."""
+        """Compute the sums from states [N, d] and z [M, r], and add `scale` times the loss's
+        gradients to `grads`.
+        """
         self.inputs = inputs
         self.student = student = Projection(inputs.lm_head, inputs.autocast)
         self.teacher: _TeacherRows | None = None
         if inputs.teacher is not None:
             self.teacher = _TeacherRows(inputs.teacher, inputs, student)
         self.grads, self.scale = grads, scale
-        # sums over rows may exceed float16's range whatever the loss scale, unless they are scaled before
+        # sums over rows may exceed float16's range whatever the loss scale, unless they are scaled
+        # before
         half = student.weight.dtype == torch.float16
         self.scale_before, self.scale_after = (scale, 1.0) if half else (1.0, scale)
         self.any_grad = any(grad is not None for grad in grads)
         self.correct = inputs.labels.new_zeros(())
-        self.ce, self.kl, self.entropy = (student.weight.new_zeros((), dtype=student.dtype) for _ in range(3))
+        self.ce, self.kl, self.entropy = (
+            student.weight.new_zeros((), dtype=student.dtype) for _ in range(3)
+        )
 
         vocab, device = student.weight.shape[0], hidden.device.type
-        chunk = inputs.chunk or chunk_rows(vocab, device, student.buffer_dtype.itemsize, free_bytes(hidden.device))
+        chunk = inputs.chunk or chunk_rows(
+            vocab, device, student.buffer_dtype.itemsize, free_bytes(hidden.device)
+        )
         self.block = block_rows(vocab, device)
         rows = min(chunk, inputs.rows.shape[0])
         self.buffer = student.weight.new_empty(rows, vocab, dtype=student.buffer_dtype)
         self.theirs: Tensor | None = None
         if self.teacher is not None:
-            self.theirs = student.weight.new_empty(rows, vocab, dtype=self.teacher.matrix.buffer_dtype)
+            self.theirs = student.weight.new_empty(
+                rows, vocab, dtype=self.teacher.matrix.buffer_dtype
+            )
         for start in range(0, inputs.rows.shape[0], chunk):
             self._add_chunk(hidden, z, slice(start, start + chunk))
 
@@ -135,12 +153,16 @@ class ChunkedLoss:
             self._add_grads(logits, states, None if z is None else z[part], rows, part)
 
     def _add_block(self, z: Tensor | None, block: slice, start: int) -> None:
-        """Add a block of the chunk that starts at `start`; overwrite its raw logits with their gradient."""
+        """Add a block of the chunk that starts at `start`; overwrite its raw logits with their
+        gradient.
+        """
         student = self.student
         part = slice(start + block.start, start + block.stop)
         product, index = self.buffer[block], self.inputs.labels[part].unsqueeze(1)
         logits = student.raw_logits(product, None if z is None else z[part])  # [b, V]
-        self.correct += (logits.argmax(dim=1, keepdim=True) == index).sum()  # scale and soft cap are monotonic
+        self.correct += (
+            logits.argmax(dim=1, keepdim=True) == index
+        ).sum()  # scale and soft cap are monotonic
         log_probs = log_softmax(student.transform_(logits), dim=1)
         self.ce -= log_probs.gather(1, index).sum()
         theirs = None
@@ -159,16 +181,21 @@ class ChunkedLoss:
     def _add_sums(self, log_probs: Tensor, index: Tensor, theirs: Tensor | None) -> Tensor:
         """Add KL and entropy of a block; return its gradient over the logits, softmax minus target.
 
-        `log_probs` [b, V] and the teacher's, `theirs`, are overwritten; `index` [b, 1] are the labels.
+        `log_probs` [b, V] and the teacher's, `theirs`, are overwritten; `index` [b, 1] are the
+        labels.
         """
         soft, label_weight = None, 1.0
         if self.teacher is not None and theirs is not None:
             probs = theirs.exp()
             if not self.teacher.divergence:
                 self.entropy -= (probs * theirs).sum()
-            # sum differences of logarithms: a difference of two cross-entropies would cancel for small KL
+            # sum differences of logarithms: a difference of two cross-entropies would cancel for
+            # small KL
             self.kl += theirs.sub_(log_probs).mul_(probs).sum()
-            soft, label_weight = probs.mul_(self.teacher.teacher_weight), 1.0 - self.teacher.teacher_weight
+            soft, label_weight = (
+                probs.mul_(self.teacher.teacher_weight),
+                1.0 - self.teacher.teacher_weight,
+            )
         if not self.any_grad:
             return log_probs
         grad = log_probs.exp_()
@@ -178,8 +205,12 @@ class ChunkedLoss:
             grad.scatter_add_(1, index, grad.new_full((1, 1), -label_weight).expand_as(index))
         return grad
 
-    def _add_grads(self, grad: Tensor, states: Tensor, z: Tensor | None, rows: Tensor, part: slice) -> None:
-        """Backpropagate the raw logits' gradient [C, V], times `scale_before`, to weights, z and hidden states."""
+    def _add_grads(
+        self, grad: Tensor, states: Tensor, z: Tensor | None, rows: Tensor, part: slice
+    ) -> None:
+        """Backpropagate the raw logits' gradient [C, V], times `scale_before`, to weights, z and
+        hidden states.
+        """
         student, grads = self.student, self.grads
         if student.up is not None and z is not None:
             narrow = grad.to(student.up.dtype)
@@ -190,7 +221,9 @@ class ChunkedLoss:
             del narrow
         grad = grad.to(student.weight.dtype)
         if grads.hidden is not None:
-            grads.hidden.index_copy_(0, rows, (grad @ student.weight).to(grads.hidden.dtype).mul_(self.scale_after))
+            grads.hidden.index_copy_(
+                0, rows, (grad @ student.weight).to(grads.hidden.dtype).mul_(self.scale_after)
+            )
         if grads.weight is not None:
             _add_product(grads.weight, grad, states, self.scale_after)
 
@@ -218,7 +251,9 @@ class _TeacherRows:
         low_rank = teacher.lm_head.low_rank
         if low_rank is not None:
             a = low_rank.a.detach().to(product_dtype(low_rank.a, inputs.autocast))
-            self.z = (self.hidden[self.rows].to(a.dtype) @ a.t()) * low_rank.scaling  # without dropout
+            self.z = (
+                self.hidden[self.rows].to(a.dtype) @ a.t()
+            ) * low_rank.scaling  # without dropout
 
     def product(self, part: slice, out: Tensor) -> None:
         """Write W h of a chunk of supervised rows into `out` [C, V]."""
@@ -231,10 +266,11 @@ class _TeacherRows:
 
 
 def chunk_rows(vocab: int, device: str, itemsize: int = 4, free: int = 0) -> int:
-    """Return the rows of one chunk: its logits (`itemsize` bytes each) stay small compared with the weights.
+    """Return the rows of one chunk: its logits (`itemsize` bytes each) stay small compared with the
+    weights.
 
-    At least 512, since every chunk reads the whole weight and, if trained, its whole gradient. On a GPU more, in powers
-    of two so that few sizes occur, where `free` bytes leave room.
+    At least 512, since every chunk reads the whole weight and, if trained, its whole gradient. On a
+    GPU more, in powers of two so that few sizes occur, where `free` bytes leave room.
     """
     size = _CHUNK_BYTES.get(device, _CHUNK_BYTES["cuda"])
     while 2 * size <= min(_MAX_CHUNK_BYTES, _FREE_SHARE * free):

@@ -1,13 +1,16 @@
-"""Cross-entropy and distillation losses fused with the lm_head product, so that no [N, V] logits are kept.
+"""Cross-entropy and distillation losses fused with the lm_head product, so that no [N, V] logits
+are kept.
 
-Logits are computed a chunk of rows at a time, and used while the chunk is in memory (as in Liger Kernel's fused linear
-cross-entropy, https://arxiv.org/abs/2410.10989): see `chunked_loss.py`. Gradients are computed in one of two ways:
+Logits are computed a chunk of rows at a time, and used while the chunk is in memory (as in Liger
+Kernel's fused linear cross-entropy, https://arxiv.org/abs/2410.10989): see `chunked_loss.py`.
+Gradients are computed in one of two ways:
 
-- with `grad_scale`, together with the loss. The factor that the caller will apply to the loss is given beforehand, so
-  gradients of trained matrices are added to their `.grad` without a copy of that size, and the logits are computed
-  once. For training in one process.
-- without it, by autograd's backward pass, from logits that are computed a second time. A matrix's gradient then exists
-  only while that pass visits its loss, and hooks on the matrix see it, as DeepSpeed needs.
+- with `grad_scale`, together with the loss. The factor that the caller will apply to the loss is
+  given beforehand, so gradients of trained matrices are added to their `.grad` without a copy of
+  that size, and the logits are computed once. For training in one process.
+- without it, by autograd's backward pass, from logits that are computed a second time. A matrix's
+  gradient then exists only while that pass visits its loss, and hooks on the matrix see it, as
+  DeepSpeed needs.
 """
 
 from __future__ import annotations
@@ -51,22 +54,27 @@ def linear_loss(
     chunk: int | None = None,
     grad_scale: float | None = None,
 ) -> LossSums:
-    """Sum over rows of the cross-entropy (or divergence) between the target distribution and the student's.
+    """Sum over rows of the cross-entropy (or divergence) between the target distribution and the
+    student's.
 
-    Rows with target IGNORE_INDEX are removed before every product. `hidden`, weight, bias and low-rank matrices get
-    gradients in their own dtype if they require them, the teacher gets none. Products run in the weight's dtype or
-    autocast's (a float32 master weight is cast once per pass); softmax and loss are float32. A divergence from a
-    teacher whose distribution equals the student's bit for bit, and its gradients, are exactly 0.
+    Rows with target IGNORE_INDEX are removed before every product. `hidden`, weight, bias and
+    low-rank matrices get gradients in their own dtype if they require them, the teacher gets none.
+    Products run in the weight's dtype or autocast's (a float32 master weight is cast once per
+    pass); softmax and loss are float32. A divergence from a teacher whose distribution equals the
+    student's bit for bit, and its gradients, are exactly 0.
 
     Args:
         hidden: [N, d].
-        lm_head: weight [V, d], bias [V] or None, softcap, scale, low_rank or token_bias (hidden is then [N, d + r]).
-        targets: long [N], rows of the weight (token ids, unless there is a token_map) or IGNORE_INDEX.
+        lm_head: weight [V, d], bias [V] or None, softcap, scale, low_rank or token_bias (hidden is
+            then [N, d + r]).
+        targets: long [N], rows of the weight (token ids, unless there is a token_map) or
+            IGNORE_INDEX.
         teacher: its part of the target distribution; None for labels only.
         chunk: rows per chunk; default `chunk_rows`.
-        grad_scale: if given, `grad_scale` times the gradients are computed now, and the returned loss has no graph.
-            Those of leaf matrices in the softmax's dtype are added to `.grad` directly, without running hooks; the
-            others, and those of `hidden`, go through their graphs, which are freed.
+        grad_scale: if given, `grad_scale` times the gradients are computed now, and the returned
+            loss has no graph. Those of leaf matrices in the softmax's dtype are added to `.grad`
+            directly, without running hooks; the others, and those of `hidden`, go through their
+            graphs, which are freed.
 
     Raises:
         IndexError: a target is neither IGNORE_INDEX nor in [0, V).
@@ -92,7 +100,9 @@ def _supervised_rows(targets: Tensor, lm_head: LMHead) -> tuple[Tensor, Tensor]:
     return rows, labels
 
 
-def _loss_and_gradients(tensors: Sequence[Tensor | None], inputs: LossInputs, scale: float) -> LossSums:
+def _loss_and_gradients(
+    tensors: Sequence[Tensor | None], inputs: LossInputs, scale: float
+) -> LossSums:
     """Compute the sums and `scale` times the gradients of hidden, weight, bias, z and up."""
     hidden, z = tensors[0], tensors[3]
     assert hidden is not None
@@ -105,7 +115,9 @@ def _loss_and_gradients(tensors: Sequence[Tensor | None], inputs: LossInputs, sc
         rest = [
             (tensor, grad.to(tensor.dtype))
             for tensor, grad in zip(tensors, grads, strict=True)
-            if tensor is not None and grad is not None and not (tensor.is_leaf and grad is tensor.grad)
+            if tensor is not None
+            and grad is not None
+            and not (tensor.is_leaf and grad is tensor.grad)
         ]
         if rest:
             torch.autograd.backward([tensor for tensor, _ in rest], [grad for _, grad in rest])
@@ -113,7 +125,9 @@ def _loss_and_gradients(tensors: Sequence[Tensor | None], inputs: LossInputs, sc
 
 
 class GraphCut:
-    """States detached from their graphs, whose gradients are collected for one backward pass into these graphs."""
+    """States detached from their graphs, whose gradients are collected for one backward pass into
+    these graphs.
+    """
 
     def __init__(self) -> None:
         self._pairs: list[tuple[Tensor, Tensor]] = []
@@ -159,7 +173,8 @@ class _LinearLoss(torch.autograd.Function):
     def backward(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         tensors = ctx.saved_tensors
         grads = _zero_gradients(tensors, ctx.needs_input_grad[: len(tensors)])
-        # the factor (1 / number of targets, loss scaling) comes before casting: sums may exceed float16's range
+        # the factor (1 / number of targets, loss scaling) comes before casting: sums may exceed
+        # float16's range
         ChunkedLoss(ctx.inputs, tensors[0], tensors[3], grads, float(grad_loss))
         cast = [
             None if tensor is None or grad is None else grad.to(tensor.dtype)
@@ -168,13 +183,16 @@ class _LinearLoss(torch.autograd.Function):
         return (*cast, None)
 
 
-def _zero_gradients(tensors: Sequence[Tensor | None], trained: Sequence[bool], in_place: bool = False) -> Gradients:
+def _zero_gradients(
+    tensors: Sequence[Tensor | None], trained: Sequence[bool], in_place: bool = False
+) -> Gradients:
     """Return a zero gradient for each trained one of hidden, weight, bias, z and up.
 
     Those of matrices are float32 (float64 for float64 weights), since they are sums over many rows.
 
     Args:
-        in_place: return the matrices' `.grad` where it can be added to directly, zeros if there is none so far.
+        in_place: return the matrices' `.grad` where it can be added to directly, zeros if there is
+            none so far.
     """
     weight = tensors[1]
     assert weight is not None

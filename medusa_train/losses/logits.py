@@ -14,14 +14,18 @@ def product_dtype(matrix: Tensor, autocast: torch.dtype | None) -> torch.dtype:
 
 
 def low_rank_matrix(lm_head: LMHead) -> Tensor | None:
-    """Return the matrix [V, r] that adds a low-rank part to W h: LoRA's B or the token bias; None without one."""
+    """Return the matrix [V, r] that adds a low-rank part to W h: LoRA's B or the token bias; None
+    without one.
+    """
     return lm_head.token_bias if lm_head.low_rank is None else lm_head.low_rank.b
 
 
 def low_rank_input(hidden: Tensor, lm_head: LMHead, rows: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Split `hidden`, [N, d] or with a token bias [N, d + r], into what W reads, [N, d], and z at `rows`, [M, r].
+    """Split `hidden`, [N, d] or with a token bias [N, d + r], into what W reads, [N, d], and z at
+    `rows`, [M, r].
 
-    z is the input of `low_rank_matrix`; autograd handles what leads to it (LoRA's A and dropout, or an embedding).
+    z is the input of `low_rank_matrix`; autograd handles what leads to it (LoRA's A and dropout, or
+    an embedding).
     """
     if lm_head.token_bias is not None:
         width = lm_head.weight.shape[1]
@@ -30,7 +34,8 @@ def low_rank_input(hidden: Tensor, lm_head: LMHead, rows: Tensor) -> tuple[Tenso
 
 
 class Projection:
-    """The products and logit transform of an lm_head, detached from the graph and cast to the products' dtype.
+    """The products and logit transform of an lm_head, detached from the graph and cast to the
+    products' dtype.
 
     Attributes:
         weight: [V, d], in the dtype of its products.
@@ -41,8 +46,12 @@ class Projection:
 
     weight: Tensor
 
-    def __init__(self, lm_head: LMHead, autocast: torch.dtype | None = None, shared: Projection | None = None) -> None:
-        """Cast the matrices to `autocast`, if any; reuse the cast weight of `shared` if it has the same source."""
+    def __init__(
+        self, lm_head: LMHead, autocast: torch.dtype | None = None, shared: Projection | None = None
+    ) -> None:
+        """Cast the matrices to `autocast`, if any; reuse the cast weight of `shared` if it has the
+        same source.
+        """
         self.source = lm_head.weight
         self.dtype = torch.float64 if self.source.dtype == torch.float64 else torch.float32
         if shared is not None and shared.source is self.source:
@@ -53,7 +62,9 @@ class Projection:
         up = low_rank_matrix(lm_head)
         self.up = None if up is None else up.detach().to(product_dtype(up, autocast))
         # the buffer holds W h, and later the gradient that goes through both matrices
-        self.buffer_dtype = torch.promote_types(self.weight.dtype, (self.weight if self.up is None else self.up).dtype)
+        self.buffer_dtype = torch.promote_types(
+            self.weight.dtype, (self.weight if self.up is None else self.up).dtype
+        )
         self.scale = lm_head.scale
         self.softcap = lm_head.softcap
 
@@ -65,7 +76,9 @@ class Projection:
             out.copy_(states @ self.weight.t())
 
     def raw_logits(self, product: Tensor, z: Tensor | None) -> Tensor:
-        """Return logits [C, V] before scale and soft cap, from W h (which may be overwritten) and z [C, r]."""
+        """Return logits [C, V] before scale and soft cap, from W h (which may be overwritten) and z
+        [C, r].
+        """
         logits = product.to(self.dtype)
         if self.bias is not None:
             logits += self.bias
@@ -88,6 +101,8 @@ class Projection:
     def transform_grad_(self, grad: Tensor, logits: Tensor) -> None:
         """Turn `grad` into the raw logits' gradient in place; overwrites the transformed `logits`."""
         if self.softcap is not None:
-            grad.addcmul_(grad, logits.div_(self.softcap).square_(), value=-1.0)  # tanh' = 1 - tanh^2
+            grad.addcmul_(
+                grad, logits.div_(self.softcap).square_(), value=-1.0
+            )  # tanh' = 1 - tanh^2
         if self.scale != 1.0:
             grad *= self.scale

@@ -1,4 +1,6 @@
-"""The training objective: a weighted sum of the LM's and the draft heads' losses, and the schedule of lambda0."""
+"""The training objective: a weighted sum of the LM's and the draft heads' losses, and the schedule
+of lambda0.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,8 @@ class ObjectiveOutput:
     """One micro-batch's contribution to the loss of the global batch.
 
     Attributes:
-        loss: scalar, differentiable unless gradients were computed with it; the contributions of all micro-batches
-            add up to the loss of the global batch.
+        loss: scalar, differentiable unless gradients were computed with it; the contributions of
+            all micro-batches add up to the loss of the global batch.
         head_correct: long [K], top-1 hits.
         head_counts: long [K], valid targets in this micro-batch.
         head_in_vocab: long [K], valid targets in the head's vocabulary; only these have a loss.
@@ -52,18 +54,20 @@ class ObjectiveOutput:
 
 
 class Objective:
-    """`L = L_LM + lambda0 * sum_k c^k * L_k`, each term a mean over its valid targets (Medusa, Training Strategies).
+    """`L = L_LM + lambda0 * sum_k c^k * L_k`, each term a mean over its valid targets (Medusa,
+    Training Strategies).
 
-    Means are over the global batch. Head k at position t predicts the label at t + k + 1, the language model the one at
-    t + 1; a position counts if that label is supervised, even if t itself is in a prompt. Targets, and the teacher's
-    position t + k before them, never cross a document boundary.
+    Means are over the global batch. Head k at position t predicts the label at t + k + 1, the
+    language model the one at t + 1; a position counts if that label is supervised, even if t itself
+    is in a prompt. Targets, and the teacher's position t + k before them, never cross a document
+    boundary.
 
     With a frozen backbone there is no L_LM and no lambda0: Medusa-1 minimizes L = sum_k c^k * L_k.
 
-    A head over a reduced vocabulary S has no loss for targets y outside S, and averages over those in S:
-    `L_k = 1/|{t: y in S}| * sum_{t: y in S} CE(q_t, p_k,t)`, p_k,t being its softmax over S. With teacher
-    weight s, `q_t = s * p0_{t+k|S} + (1 - s) * onehot(y)`, where `p0_{|S}(x) = p0(x) / sum_{x' in S} p0(x')` for x in S
-    is the teacher's distribution restricted to S.
+    A head over a reduced vocabulary S has no loss for targets y outside S, and averages over those
+    in S: `L_k = 1/|{t: y in S}| * sum_{t: y in S} CE(q_t, p_k,t)`, p_k,t being its softmax over S.
+    With teacher weight s, `q_t = s * p0_{t+k|S} + (1 - s) * onehot(y)`, where `p0_{|S}(x) = p0(x) /
+    sum_{x' in S} p0(x')` for x in S is the teacher's distribution restricted to S.
     """
 
     def __init__(
@@ -83,18 +87,22 @@ class Objective:
         Args:
             draft: the heads.
             decay: c, `medusa_decay_coefficient`.
-            lm: the language model's loss: None (frozen), "ce" against labels, or "kl" to the teacher
-                (`medusa_self_distillation`).
-            rho: weight of the teacher in the target of "ce" (`medusa_distillation_regularization`); unused by "kl".
+            lm: the language model's loss: None (frozen), "ce" against labels, or "kl" to the
+                teacher (`medusa_self_distillation`).
+            rho: weight of the teacher in the target of "ce" (`medusa_distillation_regularization`);
+                unused by "kl".
             heads_coefficient: maximum of lambda0, `medusa_heads_coefficient`.
             schedule: of lambda0, `medusa_scheduler`.
-            soft_targets: weight of the teacher in the heads' targets: head k at t against the teacher at t + k.
+            soft_targets: weight of the teacher in the heads' targets: head k at t against the
+                teacher at t + k.
             weight: factor on the heads' loss with a frozen backbone, instead of lambda0.
         """
         self.draft = draft
         self.decay = decay
         self.lm = lm
-        self.teacher_weight = {None: 0.0, "ce": rho, "kl": 1.0}[lm]  # in the language model's target
+        self.teacher_weight = {None: 0.0, "ce": rho, "kl": 1.0}[
+            lm
+        ]  # in the language model's target
         self.heads_coefficient = heads_coefficient
         self.schedule = schedule
         self.soft_targets = soft_targets
@@ -110,9 +118,11 @@ class Objective:
         return self.decay**k
 
     def target_counts(self, batch: Batch) -> Tensor:
-        """Count the targets of each term that have a loss: long [K], or [1 + K] starting with the language model's.
+        """Count the targets of each term that have a loss: long [K], or [1 + K] starting with the
+        language model's.
 
-        Their sum over the global batch (micro-batches and processes) is the argument `counts_total` of `loss`.
+        Their sum over the global batch (micro-batches and processes) is the argument `counts_total`
+        of `loss`.
         """
         targets = [self._target_rows(batch, k) for k in range(1, self.draft.trained_heads + 1)]
         if self.lm is not None:
@@ -132,20 +142,22 @@ class Objective:
     ) -> ObjectiveOutput:
         """Compute one micro-batch's contribution to L.
 
-        With `grad_scale` the gradients of each term are computed right after its value, so that at any time there are
-        the activations of one head and no gradients besides those in `.grad`.
+        With `grad_scale` the gradients of each term are computed right after its value, so that at
+        any time there are the activations of one head and no gradients besides those in `.grad`.
 
         Args:
-            feats: the backbone's features of this batch for the draft, with a graph if the backbone is trained. The
-                language model's loss needs `hidden` [B, T, d].
+            feats: the backbone's features of this batch for the draft, with a graph if the backbone
+                is trained. The language model's loss needs `hidden` [B, T, d].
             batch: labels and segments [B, T], and what the draft reads besides.
-            counts_total: `target_counts` summed over the global batch; a term without targets contributes 0.
+            counts_total: `target_counts` summed over the global batch; a term without targets
+                contributes 0.
             progress: step / max_steps, for lambda0.
             lm_head: of the backbone, with its LoRA branch; required for the language model's loss.
-            teacher: its hidden states [B, T, d'] of the same batch, and the lm_head to apply to them; required if
-                `needs_teacher`. In Medusa-1 the frozen backbone is the teacher.
-            grad_scale: if given, `grad_scale` times the gradients of L are accumulated in `.grad`, and the returned
-                loss has no graph. States in `feats` must not have one either, see `GraphCut`.
+            teacher: its hidden states [B, T, d'] of the same batch, and the lm_head to apply to
+                them; required if `needs_teacher`. In Medusa-1 the frozen backbone is the teacher.
+            grad_scale: if given, `grad_scale` times the gradients of L are accumulated in `.grad`,
+                and the returned loss has no graph. States in `feats` must not have one either, see
+                `GraphCut`.
         """
         factors = self._factors(counts_total, progress)
         scales = [None if grad_scale is None else grad_scale * factor for factor in factors]
@@ -154,13 +166,19 @@ class Objective:
             assert lm_head is not None
             target = _targets(batch, 0).flatten()
             theirs = _teacher(teacher, 0, self.teacher_weight, divergence=self.lm == "kl")
-            terms.append(linear_loss(feats.hidden.flatten(0, -2), lm_head, target, theirs, grad_scale=scales[0]))
+            terms.append(
+                linear_loss(
+                    feats.hidden.flatten(0, -2), lm_head, target, theirs, grad_scale=scales[0]
+                )
+            )
         heads = self._head_terms(feats, batch, teacher, scales[len(terms) :])
         counts = self.target_counts(batch)
         lm = LMSums(terms[0].ce_sum, terms[0].kl_sum, counts[0]) if terms else None
         terms += heads
         return ObjectiveOutput(
-            loss=torch.stack([term.loss_sum * factor for term, factor in zip(terms, factors, strict=True)]).sum(),
+            loss=torch.stack(
+                [term.loss_sum * factor for term, factor in zip(terms, factors, strict=True)]
+            ).sum(),
             head_correct=torch.stack([term.correct for term in heads]),
             head_counts=_count([_targets(batch, k) for k in range(1, len(heads) + 1)]),
             head_in_vocab=counts[-len(heads) :],
@@ -168,7 +186,11 @@ class Objective:
         )
 
     def _head_terms(
-        self, feats: Any, batch: Batch, teacher: tuple[Tensor, LMHead] | None, scales: Sequence[float | None]
+        self,
+        feats: Any,
+        batch: Batch,
+        teacher: tuple[Tensor, LMHead] | None,
+        scales: Sequence[float | None],
     ) -> list[LossSums]:
         """Return the sums of each head, and accumulate gradients where `scales` are numbers."""
         tokens = self.draft.lm_head(1).token_map  # the same for all heads
@@ -178,20 +200,30 @@ class Objective:
         cut = GraphCut()
         for k, states in enumerate(self.draft.head_states(feats, batch), start=1):
             scale = scales[k - 1]
-            student = states if scale is None or self.draft.independent_heads else cut.detach(states)
+            student = (
+                states if scale is None or self.draft.independent_heads else cut.detach(states)
+            )
             theirs = _teacher(teacher, k, self.soft_targets)
             student, target = student.flatten(0, -2), self._target_rows(batch, k).flatten()
-            terms.append(linear_loss(student, self.draft.lm_head(k), target, theirs, grad_scale=scale))
+            terms.append(
+                linear_loss(student, self.draft.lm_head(k), target, theirs, grad_scale=scale)
+            )
         cut.backward()
         return terms
 
     def _factors(self, totals: Tensor, progress: float) -> list[float]:
         """Return the factor on each term's sum in L: its weight over its number of targets."""
-        scale = self.weight if self.lm is None else self.heads_coefficient * lambda0(self.schedule, progress)
+        scale = (
+            self.weight
+            if self.lm is None
+            else self.heads_coefficient * lambda0(self.schedule, progress)
+        )
         weights = [scale * self.head_weight(k) for k in range(1, self.draft.trained_heads + 1)]
         if self.lm is not None:
             weights.insert(0, 1.0)
-        return [weight / max(1, count) for weight, count in zip(weights, totals.tolist(), strict=True)]
+        return [
+            weight / max(1, count) for weight, count in zip(weights, totals.tolist(), strict=True)
+        ]
 
     def _target_rows(self, batch: Batch, k: int) -> Tensor:
         """Return head k's targets [B, T] as rows of its lm_head, IGNORE_INDEX where there is none."""
@@ -203,10 +235,12 @@ class Objective:
 
 
 def lambda0(schedule: str, progress: float) -> float:
-    """Return the factor on the heads' loss in joint training, relative to `medusa_heads_coefficient`.
+    """Return the factor on the heads' loss in joint training, relative to
+    `medusa_heads_coefficient`.
 
     Args:
-        schedule: `constant` 1, `linear` s, `sine` sin(pi/2 s), `sine_R` sin(pi/2 s/R) until s = R and then 1.
+        schedule: `constant` 1, `linear` s, `sine` sin(pi/2 s), `sine_R` sin(pi/2 s/R) until s = R
+            and then 1.
         progress: s = step / max_steps, 0 at the start and 1 at the end; clamped to [0, 1].
     """
     s = min(max(progress, 0.0), 1.0)
@@ -214,7 +248,9 @@ def lambda0(schedule: str, progress: float) -> float:
         return 1.0
     if schedule == "linear":
         return s
-    return math.sin(math.pi / 2 * min(s / float(schedule.removeprefix("sine").removeprefix("_") or 1.0), 1.0))
+    return math.sin(
+        math.pi / 2 * min(s / float(schedule.removeprefix("sine").removeprefix("_") or 1.0), 1.0)
+    )
 
 
 def _targets(batch: Batch, k: int) -> Tensor:
@@ -230,8 +266,8 @@ def _teacher(
 ) -> Teacher | None:
     """Return the teacher's part, `weight`, of the target of a predictor of token t + k + 1.
 
-    Rows are flattened, so t + k can point into the next row. That happens only where t + k + 1 is not a valid target,
-    and such positions are ignored.
+    Rows are flattened, so t + k can point into the next row. That happens only where t + k + 1 is
+    not a valid target, and such positions are ignored.
     """
     if teacher is None or not weight:
         return None

@@ -14,35 +14,43 @@ from transformers.masking_utils import sdpa_mask
 #: Name under which `folded_head_forward` is registered with transformers.
 FOLDED_HEADS = "sdpa_folded_heads"
 
-#: Batches for which attention in bfloat16 on a CPU is computed as two products: at least so many rows of the batch, and
-#: at most so many queries per key head. torch's fused kernel calls a small product for each row and head, which in a
-#: batch of 32 with one query takes twice as long; with fewer rows or more queries it is faster.
+#: Batches for which attention in bfloat16 on a CPU is computed as two products: at least so many
+# rows of the batch, and : at most so many queries per key head. torch's fused kernel calls a small
+# product for each row and head, which in a : batch of 32 with one query takes twice as long; with
+# fewer rows or more queries it is faster.
 _PRODUCT_ROWS, _PRODUCT_QUERIES = 8, 32
 
-#: On a GPU, attention of at most so many rows of scores is computed as two products where torch's memory-efficient
-#: kernel, with a block for each head and `_BLOCK_QUERIES` queries, would leave a quarter of the multiprocessors idle.
+#: On a GPU, attention of at most so many rows of scores is computed as two products where torch's
+# memory-efficient : kernel, with a block for each head and `_BLOCK_QUERIES` queries, would leave a
+# quarter of the multiprocessors idle.
 _GPU_SCORE_ROWS, _BLOCK_QUERIES = 2500, 64
 _GPU_SCORES = 2**26  # of these products at most: 256 MB in float32, of which there are two
 
-#: Queries of a prompt in one product. Whole prompts in one take 1.5 times as long at 1,000 tokens, 3 times at 2,000.
+#: Queries of a prompt in one product. Whole prompts in one take 1.5 times as long at 1,000 tokens,
+# 3 times at 2,000.
 _PROMPT_BLOCK = 128
 
-# score under a bool mask, of transformers' `generate`, in which padding may see nothing: -inf alone would make it NaN
+# score under a bool mask, of transformers' `generate`, in which padding may see nothing: -inf alone
+# would make it NaN
 _HIDDEN = torch.finfo(torch.bfloat16).min
 
-# torch's memory-efficient kernel on a GPU copies a mask whose rows don't start at multiples of this many numbers
+# torch's memory-efficient kernel on a GPU copies a mask whose rows don't start at multiples of this
+# many numbers
 _MASK_ALIGNMENT = 8
 
 
 def use_folded_heads(model: Any) -> str:
-    """Switch a model from "sdpa" to `folded_head_forward` where that gains; return its attention's name now.
+    """Switch a model from "sdpa" to `folded_head_forward` where that gains; return its attention's
+    name now.
 
     It does with grouped query heads, and with 16-bit numbers.
     """
     config = model.config.get_text_config()
     heads = config.num_attention_heads
     grouped = (getattr(config, "num_key_value_heads", None) or heads) != heads
-    if config._attn_implementation == "sdpa" and (grouped or model.dtype in (torch.bfloat16, torch.float16)):
+    if config._attn_implementation == "sdpa" and (
+        grouped or model.dtype in (torch.bfloat16, torch.float16)
+    ):
         AttentionInterface.register(FOLDED_HEADS, folded_head_forward)
         AttentionMaskInterface.register(FOLDED_HEADS, sdpa_mask)
         model.set_attn_implementation(FOLDED_HEADS)
@@ -59,12 +67,15 @@ def folded_head_forward(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention in transformers' interface: query [B, H, q, d], key and value [B, H_kv, S, d] -> [B, q, H, d].
+    """Compute attention in transformers' interface: query [B, H, q, d], key and value [B, H_kv, S,
+    d] -> [B, q, H, d].
 
-    Decoding passes use `folded_head_attention`, prompts in bfloat16 on a CPU `_causal_attention`; all others (training,
-    prefill with a window, a mask per head) transformers' "sdpa".
+    Decoding passes use `folded_head_attention`, prompts in bfloat16 on a CPU `_causal_attention`;
+    all others (training, prefill with a window, a mask per head) transformers' "sdpa".
     """
-    unsupported = any(kwargs.get(name) is not None for name in ("position_bias", "softcap", "cache"))
+    unsupported = any(
+        kwargs.get(name) is not None for name in ("position_bias", "softcap", "cache")
+    )
     is_causal = kwargs.get("is_causal", getattr(module, "is_causal", True))
     if not unsupported and is_causal and _is_prompt(query, key, attention_mask, dropout):
         return _causal_attention(query, key, value, scaling).transpose(1, 2).contiguous(), None
@@ -72,20 +83,28 @@ def folded_head_forward(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
-    return folded_head_attention(query, key, value, attention_mask, scaling).transpose(1, 2).contiguous(), None
+    return folded_head_attention(query, key, value, attention_mask, scaling).transpose(
+        1, 2
+    ).contiguous(), None
 
 
 def folded_head_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None = None, dropout: float = 0.0
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
 ) -> Tensor:
     """Compute grouped-query attention, [B, H, q, d] -> [B, H, q, d_v].
 
         query   H = 6 heads, q rows each     ->   H_kv = 2 heads, 3 q rows each
         mask    q rows                       ->   the same q rows, 3 times
 
-    The query heads that share a key head become rows of one product. transformers' "sdpa" copies keys and values for
-    each of them if there is a mask, since torch's masked kernels for GPUs take no groups (`enable_gqa` falls back to
-    the one that stores all scores). What is copied here is the mask, of q rows.
+    The query heads that share a key head become rows of one product. transformers' "sdpa" copies
+    keys and values for each of them if there is a mask, since torch's masked kernels for GPUs take
+    no groups (`enable_gqa` falls back to the one that stores all scores). What is copied here is
+    the mask, of q rows.
 
     Args:
         key: [B, H_kv, S, d]. value: [B, H_kv, S, d_v].
@@ -105,24 +124,32 @@ def folded_head_attention(
             out = _attention_by_products(folded, key, value, mask, scale)
         return out.reshape(*query.shape[:3], value.shape[3])
     if rows == 1 and bfloat16_on_cpu:
-        folded = folded.expand(-1, -1, 2, -1)  # torch's kernel takes longer for one row than for two
+        folded = folded.expand(
+            -1, -1, 2, -1
+        )  # torch's kernel takes longer for one row than for two
     if mask is not None:
         mask = mask.expand(-1, -1, folded.shape[2], -1) if q == 1 else _repeat_rows(mask, groups)
-    out = scaled_dot_product_attention(folded, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling)
+    out = scaled_dot_product_attention(
+        folded, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling
+    )
     return out[:, :, :rows].reshape(*query.shape[:3], value.shape[3])
 
 
 def _use_products(folded: Tensor, key: Tensor, mask: Tensor | None) -> bool:
-    """Return whether products are faster; under torch.compile alike for all batches, which one program serves.
+    """Return whether products are faster; under torch.compile alike for all batches, which one
+    program serves.
 
-    On a GPU compiled passes keep torch's kernel: traced products had not compiled after two minutes.
+    On a GPU compiled passes keep torch's kernel: traced products had not compiled after two
+    minutes.
     """
     batch, kv_heads, rows, _ = folded.shape
     compiling = torch.compiler.is_compiling()
     if folded.device.type == "cpu":
         enough = batch > 1 if compiling else batch >= _PRODUCT_ROWS and rows <= _PRODUCT_QUERIES
         return folded.dtype == torch.bfloat16 and enough
-    usable = folded.is_cuda and torch.version.cuda and mask is not None and folded.element_size() == 2
+    usable = (
+        folded.is_cuda and torch.version.cuda and mask is not None and folded.element_size() == 2
+    )
     if compiling or not usable or torch.is_grad_enabled():
         return False
     score_rows, blocks = batch * kv_heads * rows, batch * kv_heads * -(-rows // _BLOCK_QUERIES)
@@ -131,13 +158,20 @@ def _use_products(folded: Tensor, key: Tensor, mask: Tensor | None) -> bool:
     return blocks <= 3 * torch.cuda.get_device_properties(folded.device).multi_processor_count // 4
 
 
-def _attention_by_products(folded: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Compute attention of folded queries [B, H_kv, G q, d] as one product of all scores and one of all values.
+def _attention_by_products(
+    folded: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
+) -> Tensor:
+    """Compute attention of folded queries [B, H_kv, G q, d] as one product of all scores and one of
+    all values.
 
-    Scores are rounded to the queries' dtype, as in transformers' "eager" attention. They are computed as K Q^T, since
-    for Q K^T oneDNN would transpose all keys first.
+    Scores are rounded to the queries' dtype, as in transformers' "eager" attention. They are
+    computed as K Q^T, since for Q K^T oneDNN would transpose all keys first.
     """
-    scores = torch.matmul(key, (folded * scale).transpose(2, 3).contiguous()).transpose(2, 3).contiguous()
+    scores = (
+        torch.matmul(key, (folded * scale).transpose(2, 3).contiguous())
+        .transpose(2, 3)
+        .contiguous()
+    )
     if mask is not None:
         by_head = scores.unflatten(2, (-1, mask.shape[2]))
         if mask.dtype == torch.bool:
@@ -147,19 +181,26 @@ def _attention_by_products(folded: Tensor, key: Tensor, value: Tensor, mask: Ten
     return torch.matmul(scores.softmax(-1), value)
 
 
-def _attention_in_float32(folded: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Compute attention of folded queries on a GPU by two products, with scores in float32 as torch's kernels do."""
+def _attention_in_float32(
+    folded: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
+) -> Tensor:
+    """Compute attention of folded queries on a GPU by two products, with scores in float32 as
+    torch's kernels do.
+    """
     queries, keys = folded.flatten(0, 1), key.flatten(0, 1).transpose(1, 2)
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=torch.float32).masked_fill_(~mask, _HIDDEN)
-    scores = torch.bmm(queries, keys, out_dtype=torch.float32).view(*folded.shape[:2], -1, *mask.shape[2:])
+    scores = torch.bmm(queries, keys, out_dtype=torch.float32).view(
+        *folded.shape[:2], -1, *mask.shape[2:]
+    )
     scores = torch.add(mask[:, :, None], scores, alpha=scale).flatten(2, 3)
     weights = scores.softmax(-1).to(value.dtype)
     return torch.bmm(weights.flatten(0, 1), value.flatten(0, 1)).unflatten(0, folded.shape[:2])
 
 
 def _causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
-    """Compute causal attention of whole prompts by two products for each block of queries, [B, H, q, d] -> [.., d_v].
+    """Compute causal attention of whole prompts by two products for each block of queries, [B, H,
+    q, d] -> [.., d_v].
 
         block 0   x . . . . .       a block reads the keys up to its last query
                   x x . . . .
@@ -177,9 +218,13 @@ def _causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float 
         block = scaled[:, :, start : start + size]
         count = block.shape[2]
         keys, values = key[:, :, : start + count], value[:, :, : start + count]
-        scores = torch.matmul(block.reshape(len(query), kv_heads, -1, query.shape[3]), keys.transpose(2, 3))
+        scores = torch.matmul(
+            block.reshape(len(query), kv_heads, -1, query.shape[3]), keys.transpose(2, 3)
+        )
         scores.unflatten(2, (-1, count))[..., start:].add_(causal[:count, :count])
-        blocks.append(torch.matmul(scores.softmax(-1), values).reshape(*block.shape[:3], value.shape[3]))
+        blocks.append(
+            torch.matmul(scores.softmax(-1), values).reshape(*block.shape[:3], value.shape[3])
+        )
     return torch.cat(blocks, dim=2)
 
 
@@ -197,7 +242,8 @@ def _repeat_rows(mask: Tensor, times: int) -> Tensor:
 
 
 def _is_prompt(query: Tensor, key: Tensor, mask: Tensor | None, dropout: float) -> bool:
-    """Return whether `_causal_attention` computes this pass: whole prompts, without gradient or dropout.
+    """Return whether `_causal_attention` computes this pass: whole prompts, without gradient or
+    dropout.
 
     Under autocast, in joint training, a teacher has to round as its student with gradients does.
     """
@@ -205,13 +251,19 @@ def _is_prompt(query: Tensor, key: Tensor, mask: Tensor | None, dropout: float) 
         return False
     if torch.is_autocast_enabled("cpu"):
         return False
-    return query.dtype == torch.bfloat16 and query.device.type == "cpu" and 1 < query.shape[2] == key.shape[2]
+    return (
+        query.dtype == torch.bfloat16
+        and query.device.type == "cpu"
+        and 1 < query.shape[2] == key.shape[2]
+    )
 
 
 def _is_decoding(query: Tensor, key: Tensor, mask: Tensor | None, dropout: float) -> bool:
-    """Return whether there is neither gradient nor dropout, and few queries with one mask for all heads or none needed.
+    """Return whether there is neither gradient nor dropout, and few queries with one mask for all
+    heads or none needed.
 
-    The mask of a prefill with a sliding window has as many queries as keys: repeating it would take more than the keys.
+    The mask of a prefill with a sliding window has as many queries as keys: repeating it would take
+    more than the keys.
     """
     if torch.is_grad_enabled() or dropout:
         return False

@@ -1,4 +1,6 @@
-"""A causal language model of transformers, run to hidden states with explicit masks, positions and cache."""
+"""A causal language model of transformers, run to hidden states with explicit masks, positions and
+cache.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,13 @@ from medusa_train.errors import BackboneError
 from medusa_train.models.attention import use_folded_heads
 from medusa_train.models.compiled import CompiledPass, compiled_capacity, has_compiler, needed_forms
 from medusa_train.models.document_attention import document_bounds, separates_documents
-from medusa_train.models.features import FINAL_STATES, Features, FeatureSpec, capture_inputs, capture_outputs
+from medusa_train.models.features import (
+    FINAL_STATES,
+    Features,
+    FeatureSpec,
+    capture_inputs,
+    capture_outputs,
+)
 from medusa_train.models.hf_config import (
     context_length,
     decoder_of,
@@ -38,10 +46,11 @@ from medusa_train.trees.tree import Tree
 class Backbone:
     """The language model whose next tokens are drafted and verified.
 
-    The transformers model is used unchanged but for its attention function (`models.attention`): its forward gets a
-    4-D additive mask, explicit position ids and a `TreeCache`. Logits are computed here from the hidden states, so that
-    heads can apply the same transforms.
-    `loading.load_backbone` builds a backbone from a directory or the hub and checks that it is supported.
+    The transformers model is used unchanged but for its attention function (`models.attention`):
+    its forward gets a 4-D additive mask, explicit position ids and a `TreeCache`. Logits are
+    computed here from the hidden states, so that heads can apply the same transforms.
+    `loading.load_backbone` builds a backbone from a directory or the hub and checks that it is
+    supported.
 
     Args:
         model: a transformers causal language model; it is frozen and set to eval mode.
@@ -54,7 +63,8 @@ class Backbone:
         varlen: whether packed documents are separated by their bounds, see `use_varlen`.
         decoding_need: hidden states that compiled passes return; set it before `compile_passes`.
         compiled: the compiled decoding passes, after `compile_passes`.
-        step_runner: runs steps on fixed memory, see `inference.static.graphs.use_cuda_graphs`; None: no such steps.
+        step_runner: runs steps on fixed memory, see `inference.static.graphs.use_cuda_graphs`;
+            None: no such steps.
 
     Raises:
         BackboneError: the model has no lm_head, or a layer type that trees do not support.
@@ -68,7 +78,9 @@ class Backbone:
         self.config = model.config.get_text_config()
         head = model.get_output_embeddings()
         if head is None:
-            raise BackboneError(f"{type(model).__name__} has no lm_head: not a causal language model")
+            raise BackboneError(
+                f"{type(model).__name__} has no lm_head: not a causal language model"
+            )
         self.device: torch.device = head.weight.device
         self.dtype: torch.dtype = head.weight.dtype
         self.vocab_size, self.hidden_size = full_shape(head.weight)
@@ -103,14 +115,15 @@ class Backbone:
 
         Args:
             tokens, positions: [B, T]; position ids continue those in the cache by default.
-            mask: additive mask [1 or B, 1, T, S] over the S = cache.length + T keys, 0 or -inf, in the model's dtype;
-                by default causal. Sliding windows are applied to it here.
+            mask: additive mask [1 or B, 1, T, S] over the S = cache.length + T keys, 0 or -inf, in
+                the model's dtype; by default causal. Sliding windows are applied to it here.
             cache: keys and values before `tokens`; the T new ones are pending in it afterwards.
-            segments: [B, T], index of the document in a packed row, -1: padding. Each document is computed as in a row
-                of its own, with positions that restart. Excludes `mask` and `cache`.
-            early: [B, T, d], states of `tokens` after the number of layers in `need.early`, from `LayerSplit.run_first`
-                with the same positions and mask; their keys and values are pending in `cache`. Only the remaining
-                layers run.
+            segments: [B, T], index of the document in a packed row, -1: padding. Each document is
+                computed as in a row of its own, with positions that restart. Excludes `mask` and
+                `cache`.
+            early: [B, T, d], states of `tokens` after the number of layers in `need.early`, from
+                `LayerSplit.run_first` with the same positions and mask; their keys and values are
+                pending in `cache`. Only the remaining layers run.
 
         Returns:
             Hidden states after the final norm, and after the layers of `need.early`.
@@ -120,7 +133,9 @@ class Backbone:
         """
         if early is not None:
             if positions is None or cache is None:
-                raise ValueError("early states need position ids and the cache in which they are pending")
+                raise ValueError(
+                    "early states need position ids and the cache in which they are pending"
+                )
             split = self.split_at(*need.early)
             return split.run_rest(early, split.inputs(positions, mask, cache.length), cache)
         if mask is not None and positions is None:
@@ -132,7 +147,9 @@ class Backbone:
             mask = document_mask(segments, self.dtype)
         attention_mask: Any = mask
         if mask is not None and positions is not None:
-            attention_mask = self._with_windows(mask, positions, 0 if cache is None else cache.length)
+            attention_mask = self._with_windows(
+                mask, positions, 0 if cache is None else cache.length
+            )
         with self.masked_attention(enabled=not bounds), self.early_states(need) as captured:
             out = self.body(
                 input_ids=tokens,
@@ -145,7 +162,9 @@ class Backbone:
         return Features(out.last_hidden_state, torch.cat(captured, dim=-1) if captured else None)
 
     def early_states(self, need: FeatureSpec) -> AbstractContextManager[list[Tensor]]:
-        """Within this context a pass appends the states after the layers of `need` to a list, which it yields."""
+        """Within this context a pass appends the states after the layers of `need` to a list, which
+        it yields.
+        """
         return capture_outputs([self.layer(count - 1) for count in need.early])
 
     def _with_windows(self, mask: Tensor, positions: Tensor, prefix: int) -> Any:
@@ -160,9 +179,13 @@ class Backbone:
         return self.lm_head().transform(self.output_embeddings(hidden))
 
     def lm_head(self) -> LMHead:
-        """Return the weights of lm_head, an active LoRA branch included, with the transforms of its logits."""
+        """Return the weights of lm_head, an active LoRA branch included, with the transforms of its
+        logits.
+        """
         head = self.output_embeddings
-        return LMHead(head.weight, getattr(head, "bias", None), self.softcap, self.scale, low_rank_of(head))
+        return LMHead(
+            head.weight, getattr(head, "bias", None), self.softcap, self.scale, low_rank_of(head)
+        )
 
     @property
     def output_embeddings(self) -> Any:
@@ -171,9 +194,11 @@ class Backbone:
 
     @torch.no_grad()
     def embedding(self) -> Embedding:
-        """Return the input embedding, with the factor that some models apply before the first layer.
+        """Return the input embedding, with the factor that some models apply before the first
+        layer.
 
-        The factor is measured on the first layer's input. BackboneError: the model changes embeddings in another way.
+        The factor is measured on the first layer's input. BackboneError: the model changes
+        embeddings in another way.
         """
         table = self.model.get_input_embeddings()
         probe = torch.arange(min(4, self.vocab_size), device=self.device)[None]
@@ -183,8 +208,8 @@ class Backbone:
         scale = float((inputs * vectors).sum() / vectors.square().sum().clamp(min=1e-30))
         if (inputs - vectors * scale).norm() > 1e-2 * inputs.norm():
             raise BackboneError(
-                f"{type(self.body).__name__} is not supported by this draft: the input of its first layer is not a "
-                "scaled token embedding"
+                f"{type(self.body).__name__} is not supported by this draft: the input of its first"
+                " layer is not a scaled token embedding"
             )
         return Embedding(table, 1.0 if abs(scale - 1.0) < 1e-3 else scale)
 
@@ -193,19 +218,25 @@ class Backbone:
         """The decoder layers; raises BackboneError if the architecture has no `layers`."""
         layers = getattr(self.body, "layers", None)
         if not isinstance(layers, nn.ModuleList):
-            raise BackboneError(f"{type(self.body).__name__} has no list of decoder layers named `layers`")
+            raise BackboneError(
+                f"{type(self.body).__name__} has no list of decoder layers named `layers`"
+            )
         return layers
 
     def layer(self, index: int) -> nn.Module:
         """Return decoder layer `index`, from 0; raises BackboneError if there is none."""
         layers = self.layers
         if not 0 <= index < len(layers):
-            raise BackboneError(f"no layer {index + 1}: {self.name or 'the backbone'} has {len(layers)} layers")
+            raise BackboneError(
+                f"no layer {index + 1}: {self.name or 'the backbone'} has {len(layers)} layers"
+            )
         return layers[index]
 
     def new_cache(self, capacity: int) -> TreeCache:
         """Return an empty cache for at least `capacity` positions of a single row."""
-        return TreeCache(self.num_layers, capacity if self.compiled is None else compiled_capacity(capacity))
+        return TreeCache(
+            self.num_layers, capacity if self.compiled is None else compiled_capacity(capacity)
+        )
 
     def to_dtype(self, dtype: str | torch.dtype) -> Backbone:
         """Convert the weights in place and return the model as a new backbone."""
@@ -214,25 +245,33 @@ class Backbone:
         return Backbone(self.model, self.tokenizer, self.name)
 
     def agrees(self, states: Tensor, expected: Tensor) -> bool:
-        """Return whether two results of the same computation agree up to the rounding of this model.
+        """Return whether two results of the same computation agree up to the rounding of this
+        model.
 
-        Half precision and quantized weights round differently in passes of different sizes, so only a gross difference
-        counts there. A mixture of experts always agrees there, since rounding may route a token to another expert.
+        Half precision and quantized weights round differently in passes of different sizes, so only
+        a gross difference counts there. A mixture of experts always agrees there, since rounding
+        may route a token to another expert.
         """
         if not self.is_exact and has_experts(self.config):
             return True
-        distance = (states.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-12)
+        distance = (states.double() - expected.double()).norm() / expected.double().norm().clamp(
+            min=1e-12
+        )
         return float(distance) < (1e-3 if self.is_exact else 0.25)
 
     @property
     def is_exact(self) -> bool:
         """Whether passes of different sizes give the same result up to rounding errors of float32."""
-        return self.dtype in (torch.float32, torch.float64) and not getattr(self.model, "is_quantized", False)
+        return self.dtype in (torch.float32, torch.float64) and not getattr(
+            self.model, "is_quantized", False
+        )
 
     # Early exit
 
     def split_at(self, exit_layer: int) -> LayerSplit:
-        """Split the layers after the first `exit_layer`; BackboneError: out of range, or they cannot run separately."""
+        """Split the layers after the first `exit_layer`; BackboneError: out of range, or they
+        cannot run separately.
+        """
         if exit_layer not in self._splits:
             check_exit_layer(exit_layer, self.num_layers, self.name or "the backbone")
             runner = LayerRunner(self.body, self.layer_types)
@@ -244,9 +283,15 @@ class Backbone:
 
     @torch.no_grad()
     def _check_split(self, split: LayerSplit) -> None:
-        """Run a small tree in two parts, the first of them in two passes, and compare with the whole model."""
+        """Run a small tree in two parts, the first of them in two passes, and compare with the
+        whole model.
+        """
         tree = Tree.cartesian([2])
-        tokens = torch.arange(5, device=self.device)[None] * max(1, self.vocab_size // 8) % self.vocab_size
+        tokens = (
+            torch.arange(5, device=self.device)[None]
+            * max(1, self.vocab_size // 8)
+            % self.vocab_size
+        )
         positions = 2 + tree.depths.to(self.device)[None]
         cache = self.new_cache(5)
         self.run(tokens[:, :2], cache=cache)
@@ -257,24 +302,30 @@ class Backbone:
         try:
             inputs = split.inputs(positions, mask, 2)
             parts = ((0, 1), (1, 3))
-            early = [split.run_first(tokens[:, 2 + a : 2 + b], inputs.slice(a, b), cache) for a, b in parts]
+            early = [
+                split.run_first(tokens[:, 2 + a : 2 + b], inputs.slice(a, b), cache)
+                for a, b in parts
+            ]
             hidden = split.run_rest(torch.cat(early, dim=1), inputs, cache).hidden
         except (TypeError, AttributeError, KeyError) as error:
             raise BackboneError(f"{name} cannot run layer by layer: {error}") from error
         if not self.agrees(hidden, expected):
-            raise BackboneError(f"{name} cannot run layer by layer: hidden states differ from the whole model's")
+            raise BackboneError(
+                f"{name} cannot run layer by layer: hidden states differ from the whole model's"
+            )
 
     # Packed documents
 
     def use_varlen(self, implementation: str) -> None:
-        """Separate packed documents by their bounds with an attention implementation that takes no mask.
+        """Separate packed documents by their bounds with an attention implementation that takes no
+        mask.
 
-        It stays set on the model between passes, since activations may be recomputed in the backward pass; passes
-        without `segments` still run with the implementation that takes masks.
+        It stays set on the model between passes, since activations may be recomputed in the
+        backward pass; passes without `segments` still run with the implementation that takes masks.
 
         Raises:
-            BackboneError: documents attend to each other, since the model does not pass the bounds on. The model is
-                left unchanged, also by errors of the implementation.
+            BackboneError: documents attend to each other, since the model does not pass the bounds
+                on. The model is left unchanged, also by errors of the implementation.
         """
         self.model.set_attn_implementation(implementation)
         self.varlen = True
@@ -282,14 +333,19 @@ class Backbone:
         try:
             tokens = torch.arange(10, device=self.device).view(2, 5) % self.vocab_size
             separate = separates_documents(
-                lambda rows, positions, segments: self.run(rows, positions=positions, segments=segments).hidden, tokens
+                lambda rows, positions, segments: (
+                    self.run(rows, positions=positions, segments=segments).hidden
+                ),
+                tokens,
             )
         finally:
             if not separate:
                 self.model.set_attn_implementation(self.attention)
                 self.varlen = False
         if not separate:
-            raise BackboneError(f"{type(self.model).__name__} with {implementation} mixes packed documents")
+            raise BackboneError(
+                f"{type(self.model).__name__} with {implementation} mixes packed documents"
+            )
 
     @contextmanager
     def masked_attention(self, *, enabled: bool) -> Iterator[None]:
@@ -298,7 +354,8 @@ class Backbone:
         if not (enabled and self.varlen):
             yield
             return
-        # on the config, which the layers read: the model's method visits all modules, and this is part of every step
+        # on the config, which the layers read: the model's method visits all modules, and this is
+        # part of every step
         self.config._attn_implementation = self.attention
         try:
             yield
@@ -306,7 +363,9 @@ class Backbone:
             self.config._attn_implementation = varlen
 
     def save(self, directory: Path) -> None:
-        """Save the model and its tokenizer; a generation config as it is, which save_pretrained may find invalid."""
+        """Save the model and its tokenizer; a generation config as it is, which save_pretrained may
+        find invalid.
+        """
         kept, self.model.generation_config = self.model.generation_config, GenerationConfig()
         try:
             self.model.save_pretrained(directory, safe_serialization=True)
@@ -332,16 +391,22 @@ class Backbone:
             trees: whether passes verify trees too.
 
         Raises:
-            BackboneError: the model has sliding windows or longrope, or torch.compile fails on this machine; not where
-                steps are CUDA graphs, which are fast without it.
+            BackboneError: the model has sliding windows or longrope, or torch.compile fails on this
+                machine; not where steps are CUDA graphs, which are fast without it.
         """
-        if self.step_runner is not None and (self.compile_obstacle is not None or not has_compiler(self.device)):
+        if self.step_runner is not None and (
+            self.compile_obstacle is not None or not has_compiler(self.device)
+        ):
             return
         if self.compile_obstacle is not None:
-            raise BackboneError(f"compile: {self.name or 'this model'} {self.compile_obstacle}; leave the key out")
+            raise BackboneError(
+                f"compile: {self.name or 'this model'} {self.compile_obstacle}; leave the key out"
+            )
         on_cpu = self.device.type == "cpu"
         early = [self.layer(count - 1) for count in self.decoding_need.early]
-        compiled = CompiledPass(self.body, self.logits, on_cpu=on_cpu, forms=needed_forms(rows, trees), early=early)
+        compiled = CompiledPass(
+            self.body, self.logits, on_cpu=on_cpu, forms=needed_forms(rows, trees), early=early
+        )
         cache = TreeCache(self.num_layers, 1)
         self.run(torch.zeros(1, 1, dtype=torch.long, device=self.device), cache=cache)
         layers, _, _, heads, _, dim = cache.reserve(1).shape

@@ -1,10 +1,10 @@
 """Decoding passes of a backbone compiled by torch.compile, with fixed memory and few shapes.
 
-A pass over a few tokens spends as much time between kernels as in them. Compilation fuses small operations and calls
-kernels without Python, but nothing may depend on the length of the prefix: keys and values are written to slots given
-by a tensor, and attention reads a part of the cache that grows by `BLOCK` positions at a time, masked after the last
-token. So one program serves plain decoding and another one trees of any size, and two more do so for batches of any
-number of rows.
+A pass over a few tokens spends as much time between kernels as in them. Compilation fuses small
+operations and calls kernels without Python, but nothing may depend on the length of the prefix:
+keys and values are written to slots given by a tensor, and attention reads a part of the cache that
+grows by `BLOCK` positions at a time, masked after the last token. So one program serves plain
+decoding and another one trees of any size, and two more do so for batches of any number of rows.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from medusa_train.errors import BackboneError
 from medusa_train.models.features import Features, capture_outputs
 
-#: Positions by which the part of the cache that attention reads grows. Larger blocks are read for nothing: with 128 a
-#: step of 32 rows of a 135M model took a fifth longer.
+#: Positions by which the part of the cache that attention reads grows. Larger blocks are read for
+# nothing: with 128 a : step of 32 rows of a 135M model took a fifth longer.
 BLOCK = 32
 _COUNTER = itertools.count()
 
@@ -40,14 +40,16 @@ def round_up_to_block(positions: int) -> int:
 def compiled_capacity(positions: int) -> int:
     """Return the cache capacity that compiled passes over up to `positions` positions need.
 
-    It is one more than they read, so that what they read is always a strict part of the memory: torch.compile would
-    otherwise build a second program for the whole memory.
+    It is one more than they read, so that what they read is always a strict part of the memory:
+    torch.compile would otherwise build a second program for the whole memory.
     """
     return round_up_to_block(positions) + 1
 
 
 def has_compiler(device: torch.device) -> bool:
-    """Return whether torch.compile finds what it needs: Triton for a GPU; a C++ compiler and Python.h for a CPU."""
+    """Return whether torch.compile finds what it needs: Triton for a GPU; a C++ compiler and
+    Python.h for a CPU.
+    """
     if device.type != "cpu":
         from torch.utils._triton import has_triton
 
@@ -67,7 +69,8 @@ class SlotCache(Cache):
 
     Args:
         storage: per layer [2, rows, kv_heads, capacity, head_dim].
-        slots: positions at which new keys and values are written, long [q], or [B, q] for the first B rows.
+        slots: positions at which new keys and values are written, long [q], or [B, q] for the first
+            B rows.
     """
 
     def __init__(self, storage: Sequence[Tensor], slots: Tensor, key_length: int) -> None:
@@ -77,7 +80,8 @@ class SlotCache(Cache):
 class _SlotLayer(CacheLayerMixin):
     """One layer of a `SlotCache`.
 
-    Keys and values are written at once: if memory is written twice, torch.compile copies all of it instead.
+    Keys and values are written at once: if memory is written twice, torch.compile copies all of it
+    instead.
     """
 
     is_sliding = False
@@ -92,7 +96,9 @@ class _SlotLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Do nothing; the memory is allocated."""
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         storage = self._storage
         states = torch.stack([key_states, value_states])
         if self._slots.dim() == 1:
@@ -101,7 +107,8 @@ class _SlotLayer(CacheLayerMixin):
             rows = torch.arange(len(key_states), device=storage.device)[:, None]
             storage[:, rows, :, self._slots] = states.permute(1, 3, 0, 2, 4)
             storage = storage.narrow(1, 0, len(key_states))
-        # sliced here: strides of a slice made by the caller would become constants, different for each capacity
+        # sliced here: strides of a slice made by the caller would become constants, different for
+        # each capacity
         keys, values = storage.narrow(3, 0, self._key_length)
         return keys, values
 
@@ -116,12 +123,16 @@ class _SlotLayer(CacheLayerMixin):
 
 
 def slot_cache(storage: Tensor, slots: Tensor, key_length: int) -> SlotCache:
-    """Return a cache that writes to `slots`, long [B, q], of the first B rows of a storage [layers, 2, rows, ...]."""
+    """Return a cache that writes to `slots`, long [B, q], of the first B rows of a storage [layers,
+    2, rows, ...].
+    """
     return SlotCache(storage.unbind(), slots[0] if storage.shape[2] == 1 else slots, key_length)
 
 
 class Form(NamedTuple):
-    """What one program computes: passes of a single row or of several, of one token per row or of a tree."""
+    """What one program computes: passes of a single row or of several, of one token per row or of a
+    tree.
+    """
 
     batched: bool
     is_tree: bool
@@ -160,7 +171,11 @@ class CompiledPass:
         captured: list[Tensor] = []
 
         def run(
-            tokens: Tensor, positions: Tensor, mask: Tensor, slots: Tensor, storage: Sequence[Tensor]
+            tokens: Tensor,
+            positions: Tensor,
+            mask: Tensor,
+            slots: Tensor,
+            storage: Sequence[Tensor],
         ) -> tuple[Features, Tensor]:
             captured.clear()
             out = body(
@@ -180,9 +195,12 @@ class CompiledPass:
         options: dict[str, Any] = {"guard_filter_fn": torch.compiler.keep_tensor_guards_unsafe}
         if on_cpu:
             options["cpp_wrapper"] = True  # no Python between kernels
-        # Every form is a separate function: with so few guards torch.compile would use one program for several. Each
-        # gets a copy of the options, since torch.compile removes the filter from the dict it is given.
-        self._programs = {form: torch.compile(with_unique_code(run), options=dict(options)) for form in forms}
+        # Every form is a separate function: with so few guards torch.compile would use one program
+        # for several. Each gets a copy of the options, since torch.compile removes the filter from
+        # the dict it is given.
+        self._programs = {
+            form: torch.compile(with_unique_code(run), options=dict(options)) for form in forms
+        }
         self._ready: set[Form] = set()
 
     def covers(self, rows: int, count: int) -> bool:
@@ -190,7 +208,9 @@ class CompiledPass:
         return Form.of(rows, count) in self._programs
 
     @torch.inference_mode()
-    def warm_up(self, shape: tuple[int, int, int], device: torch.device, dtype: torch.dtype) -> None:
+    def warm_up(
+        self, shape: tuple[int, int, int], device: torch.device, dtype: torch.dtype
+    ) -> None:
         """Compile all programs, with numbers of rows, tokens and positions that all differ.
 
         torch.compile takes dimensions of the same size for the same dimension.
@@ -206,17 +226,32 @@ class CompiledPass:
                 rows, memory_rows = (5, 7) if form.batched else (1, 1)
                 count = 3 if form.is_tree else 1
                 storage = torch.zeros(
-                    layers, 2, memory_rows, heads, compiled_capacity(2 * BLOCK), dim, dtype=dtype, device=device
+                    layers,
+                    2,
+                    memory_rows,
+                    heads,
+                    compiled_capacity(2 * BLOCK),
+                    dim,
+                    dtype=dtype,
+                    device=device,
                 )
                 tokens = torch.zeros(rows, count, dtype=torch.long, device=device)
-                # a slice of a larger mask, as in the decoding loop, or its strides would become constants
-                mask = torch.full((rows, 1, count, 2 * BLOCK), float("-inf"), dtype=dtype, device=device)
+                # a slice of a larger mask, as in the decoding loop, or its strides would become
+                # constants
+                mask = torch.full(
+                    (rows, 1, count, 2 * BLOCK), float("-inf"), dtype=dtype, device=device
+                )
                 mask[..., :2] = 0
                 slots = torch.arange(1, 1 + count, device=device)
                 self(tokens, torch.ones_like(tokens), mask[..., :BLOCK], slots, storage)
         except TorchDynamoException as error:
-            needed = "On a CPU it needs a C++ compiler and Python.h (python3-dev), on a GPU Triton; or leave it out"
-            raise BackboneError(f"compile: torch.compile failed: {_first_line(error)}\n{needed}") from error
+            needed = (
+                "On a CPU it needs a C++ compiler and Python.h (python3-dev), on a GPU Triton; or"
+                " leave it out"
+            )
+            raise BackboneError(
+                f"compile: torch.compile failed: {_first_line(error)}\n{needed}"
+            ) from error
 
     def __call__(
         self, tokens: Tensor, positions: Tensor, mask: Tensor, slots: Tensor, storage: Tensor
@@ -225,12 +260,12 @@ class CompiledPass:
 
         Args:
             tokens, positions: [B, q].
-            mask: additive [B, 1, q, S], -inf after the last token; S is a multiple of `BLOCK`. For a single row a
-                slice of a larger one.
-            slots: positions at which the keys and values of the tokens are written, long [q] for a single row, [B, q]
-                for several.
-            storage: the cache's memory [layers, 2, rows, kv_heads, capacity, head_dim] with capacity > S, of which the
-                first B rows are used.
+            mask: additive [B, 1, q, S], -inf after the last token; S is a multiple of `BLOCK`. For
+                a single row a slice of a larger one.
+            slots: positions at which the keys and values of the tokens are written, long [q] for a
+                single row, [B, q] for several.
+            storage: the cache's memory [layers, 2, rows, kv_heads, capacity, head_dim] with
+                capacity > S, of which the first B rows are used.
         """
         inputs = (tokens, positions, mask, slots, storage.unbind())
         form = Form.of(*tokens.shape)
@@ -239,7 +274,13 @@ class CompiledPass:
         return self._programs[form](*inputs)
 
     def _compile(
-        self, form: Form, tokens: Tensor, positions: Tensor, mask: Tensor, slots: Tensor, storage: Sequence[Tensor]
+        self,
+        form: Form,
+        tokens: Tensor,
+        positions: Tensor,
+        mask: Tensor,
+        slots: Tensor,
+        storage: Sequence[Tensor],
     ) -> tuple[Features, Tensor]:
         """Run the first pass of its form, with the dimensions marked that vary between passes."""
         import torch._inductor.config as inductor
@@ -257,8 +298,9 @@ class CompiledPass:
         if form.is_tree:
             for tensor, dim in ((tokens, 1), (positions, 1), (mask, 2), (slots, slots.dim() - 1)):
                 mark_dynamic(tensor, dim)
-        # On a CPU weights become constants, which can be prepacked, and projections with the same input become one
-        # product (from torch 2.12). As options of torch.compile both settings take effect too late.
+        # On a CPU weights become constants, which can be prepacked, and projections with the same
+        # input become one product (from torch 2.12). As options of torch.compile both settings take
+        # effect too late.
         settings = {"freezing": self._on_cpu, "cpp.enable_concat_linear": self._on_cpu}
         with inductor.patch(settings), self._capture():  # hooks become part of the program
             out = self._programs[form](tokens, positions, mask, slots, storage)
@@ -267,7 +309,8 @@ class CompiledPass:
 
 
 def with_unique_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Copy a function with a code object of its own, the key under which torch.compile finds compiled programs.
+    """Copy a function with a code object of its own, the key under which torch.compile finds
+    compiled programs.
 
     With few guards, the program of another model would be used otherwise.
     """
@@ -275,14 +318,16 @@ def with_unique_code(function: Callable[..., Any]) -> Callable[..., Any]:
     return FunctionType(code, function.__globals__, code.co_name, None, function.__closure__)
 
 
-#: Dimensions that differ between batches, by the number of dimensions: [documents], [B, T], [B, T, d] and [B, 1, T, T].
+#: Dimensions that differ between batches, by the number of dimensions: [documents], [B, T], [B, T,
+# d] and [B, 1, T, T].
 _VARYING = {1: (0,), 2: (0, 1), 3: (0, 1), 4: (0, 2, 3)}
 
 
 class CompiledLayers:
     """Programs of torch.compile for decoder layers, which run in their place within `active`.
 
-    Batch size and length are dynamic dimensions. So each kind of layer is compiled at most four times, when it is first
+    Batch size and length are dynamic dimensions. So each kind of layer is compiled at most four
+    times, when it is first
     needed: for one row and for several, with a mask and without one.
 
     Args:
@@ -296,26 +341,40 @@ class CompiledLayers:
         device = next(layers[0].parameters()).device
         if not has_compiler(device):
             needed = "a C++ compiler (g++ or clang)" if device.type == "cpu" else "Triton"
-            raise BackboneError(f"torch_compile: needs {needed}, which was not found; install it, or leave the key out")
-        # functions with code of their own, since the limit of programs that torch.compile keeps is one for each code
-        programs = {kind: torch.compile(with_unique_code(_run_layer)) for kind in dict.fromkeys(kinds)}
+            raise BackboneError(
+                f"torch_compile: needs {needed}, which was not found; install it, or leave the"
+                " key out"
+            )
+        # functions with code of their own, since the limit of programs that torch.compile keeps is
+        # one for each code
+        programs = {
+            kind: torch.compile(with_unique_code(_run_layer)) for kind in dict.fromkeys(kinds)
+        }
         self._forwards = [
-            (layer, partial(_run_marked, programs[k], layer)) for layer, k in zip(layers, kinds, strict=True)
+            (layer, partial(_run_marked, programs[k], layer))
+            for layer, k in zip(layers, kinds, strict=True)
         ]
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Run the layers' programs in passes without gradients; decoding runs outside. BackboneError: it fails."""
+        """Run the layers' programs in passes without gradients; decoding runs outside.
+
+        BackboneError: it fails.
+        """
         from torch._dynamo.exc import TorchDynamoException  # takes a second to import
 
-        before: list[Any] = [vars(layer).get("forward") for layer, _ in self._forwards]  # accelerate sets it, too
+        before: list[Any] = [
+            vars(layer).get("forward") for layer, _ in self._forwards
+        ]  # accelerate sets it, too
         for layer, program in self._forwards:
             layer.forward = program
         try:
             yield
         except TorchDynamoException as error:
             reason = _first_line(error)
-            raise BackboneError(f"torch_compile: torch.compile failed: {reason}\nLeave the key out") from error
+            raise BackboneError(
+                f"torch_compile: torch.compile failed: {reason}\nLeave the key out"
+            ) from error
         finally:
             for (layer, _), forward in zip(self._forwards, before, strict=True):
                 if forward is None:

@@ -1,4 +1,6 @@
-"""Attention within the documents of packed rows, from their bounds and without a mask of T x T positions."""
+"""Attention within the documents of packed rows, from their bounds and without a mask of T x T
+positions.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ from medusa_train.models.attention import folded_head_attention, folded_head_for
 
 #: transformers' name of flash-attn's kernels.
 FLASH = "flash_attention_2"
-#: Name under which `document_attention_forward` is registered with transformers. It has no mask function there, so
-#: models build no mask of their own.
+#: Name under which `document_attention_forward` is registered with transformers. It has no mask
+# function there, so : models build no mask of their own.
 DOCUMENTS = "sdpa_documents"
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -27,13 +29,14 @@ _WINDOW_QUERIES = 256  # queries with a sliding window that share a mask
 
 
 def document_bounds(segments: Tensor) -> dict[str, Any]:
-    """Return the bounds of packed documents as keyword arguments of a model (transformers' `FlashAttentionKwargs`).
+    """Return the bounds of packed documents as keyword arguments of a model (transformers'
+    `FlashAttentionKwargs`).
 
         segments   0 0 0 1 -      cumulative lengths   0 3 4 5 | 7 10      rows joined end to end
                    0 0 1 1 1      maximum length       3
 
-    Padding counts as a document. The bounds are passed explicitly, since transformers derives them from restarting
-    position ids only for a batch of one row.
+    Padding counts as a document. The bounds are passed explicitly, since transformers derives them
+    from restarting position ids only for a batch of one row.
 
     Args:
         segments: [B, T], index of the document within the row, contiguous; -1: padding.
@@ -46,12 +49,18 @@ def document_bounds(segments: Tensor) -> dict[str, Any]:
     rows = starts.flatten().nonzero().squeeze(1)
     bounds = torch.cat([rows, rows.new_full((1,), segments.numel())]).to(torch.int32)
     longest = int(bounds.diff().max())
-    return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
+    return {
+        "cu_seq_lens_q": bounds,
+        "cu_seq_lens_k": bounds,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
 
 
 @torch.no_grad()
 def separates_documents(run: Callable[[Tensor, Tensor, Tensor], Tensor], inputs: Tensor) -> bool:
-    """Return whether a row's second document is unchanged, bit for bit, when its first document changes.
+    """Return whether a row's second document is unchanged, bit for bit, when its first document
+    changes.
 
     Args:
         run: inputs, position ids [2, 5] and segments [2, 5] -> states [2, 5, d].
@@ -68,10 +77,13 @@ def separates_documents(run: Callable[[Tensor, Tensor, Tensor], Tensor], inputs:
 # The implementations that can be chosen
 
 
-def flash_obstacle(device: str, dtype: torch.dtype, *, capped: bool, supported: bool, installed: bool) -> str | None:
+def flash_obstacle(
+    device: str, dtype: torch.dtype, *, capped: bool, supported: bool, installed: bool
+) -> str | None:
     """Return why flash-attn's varlen kernel cannot be used, or None if it can.
 
-    The model may cap its scores, the architecture not support flash attention, the package not be installed.
+    The model may cap its scores, the architecture not support flash attention, the package not be
+    installed.
     """
     if device != "cuda":
         return f"flash-attn needs a GPU, the device is {device}"
@@ -87,7 +99,8 @@ def flash_obstacle(device: str, dtype: torch.dtype, *, capped: bool, supported: 
 def register_document_attention() -> str:
     """Register `document_attention_forward` with transformers, and return its name there.
 
-    torch.compile leaves it out of the programs of layers that call it: the lengths of documents differ in every batch.
+    torch.compile leaves it out of the programs of layers that call it: the lengths of documents
+    differ in every batch.
     """
     AttentionInterface.register(DOCUMENTS, torch.compiler.disable(document_attention_forward))
     return DOCUMENTS
@@ -95,16 +108,24 @@ def register_document_attention() -> str:
 
 @lru_cache(maxsize=1)
 def _varlen_attn() -> Callable[..., Any] | None:
-    """Return torch's varlen kernel for GPUs; None where it is missing or lacks groups or windows (before 2.12)."""
+    """Return torch's varlen kernel for GPUs; None where it is missing or lacks groups or windows
+    (before 2.12).
+    """
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
     kernel: Callable[..., Any] = varlen_attn  # without `return_aux` it returns a tensor alone
-    return kernel if {"scale", "window_size", "enable_gqa"} <= set(inspect.signature(kernel).parameters) else None
+    return (
+        kernel
+        if {"scale", "window_size", "enable_gqa"} <= set(inspect.signature(kernel).parameters)
+        else None
+    )
 
 
-def uses_varlen_kernel(device: torch.device, dtype: torch.dtype, head_dim: int, dropout: float = 0.0) -> bool:
+def uses_varlen_kernel(
+    device: torch.device, dtype: torch.dtype, head_dim: int, dropout: float = 0.0
+) -> bool:
     """Return whether documents are computed by torch's varlen kernel; otherwise by a call for each."""
     if device.type != "cuda" or dtype not in _HALF or head_dim > _MAX_HEAD_DIM or dropout:
         return False
@@ -127,23 +148,32 @@ def document_attention_forward(
     max_length_q: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention in transformers' interface: query [B, H, T, d], key and value [B, H_kv, T, d] -> [B, T, H, d].
+    """Compute attention in transformers' interface: query [B, H, T, d], key and value [B, H_kv, T,
+    d] -> [B, T, H, d].
 
-    Every document is causal in itself; the bounds are those of `document_bounds`. Without bounds this is
-    `folded_head_forward`.
+    Every document is causal in itself; the bounds are those of `document_bounds`. Without bounds
+    this is `folded_head_forward`.
 
     Raises:
-        ValueError: the model needs something that this does not compute, or has a sliding window and neither bounds
-            nor a mask.
+        ValueError: the model needs something that this does not compute, or has a sliding window
+            and neither bounds nor a mask.
     """
     if cu_seq_lens_q is None or max_length_q is None:
         if attention_mask is None and sliding_window is not None and key.shape[2] > sliding_window:
             raise ValueError("a sliding window needs the bounds of documents or a mask")
-        return folded_head_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    if used := [name for name in ("position_bias", "softcap", "cache", "s_aux") if kwargs.get(name) is not None]:
+        return folded_head_forward(
+            module, query, key, value, attention_mask, dropout, scaling, **kwargs
+        )
+    if used := [
+        name
+        for name in ("position_bias", "softcap", "cache", "s_aux")
+        if kwargs.get(name) is not None
+    ]:
         raise ValueError(f"attention by document does not support {', '.join(used)}")
     rows, heads, length, _ = query.shape
-    if torch.is_autocast_enabled(query.device.type):  # rotary embeddings leave queries and keys in float32
+    if torch.is_autocast_enabled(
+        query.device.type
+    ):  # rotary embeddings leave queries and keys in float32
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     # rows joined end to end: [H, B * T, d]
@@ -155,20 +185,33 @@ def document_attention_forward(
     return out.view(rows, length, heads, value.shape[3]), None
 
 
-def _by_kernel(joined: list[Tensor], bounds: Tensor, longest: int, window: int | None, scaling: float | None) -> Tensor:
-    """Compute all documents with torch's varlen kernel, -> [B * T, H, d]. Never run: it needs a GPU."""
+def _by_kernel(
+    joined: list[Tensor], bounds: Tensor, longest: int, window: int | None, scaling: float | None
+) -> Tensor:
+    """Compute all documents with torch's varlen kernel, -> [B * T, H, d].
+
+    Never run: it needs a GPU.
+    """
     kernel = _varlen_attn()
     assert kernel is not None
     query, key, value = (states.transpose(0, 1) for states in joined)
     # the kernel counts the positions before a query, a window in transformers the query as well
     before = -1 if window is None else window - 1
-    options = {"scale": scaling, "window_size": (before, 0), "enable_gqa": query.shape[1] != key.shape[1]}
+    options = {
+        "scale": scaling,
+        "window_size": (before, 0),
+        "enable_gqa": query.shape[1] != key.shape[1],
+    }
     out: Tensor = kernel(query, key, value, bounds, bounds, longest, longest, **options)
     return out
 
 
 def _one_by_one(
-    joined: list[Tensor], lengths: list[int], window: int | None, scaling: float | None, dropout: float
+    joined: list[Tensor],
+    lengths: list[int],
+    window: int | None,
+    scaling: float | None,
+    dropout: float,
 ) -> Tensor:
     """Compute each document with a call of its own, -> [B * T, H, d]."""
     # split, not slices: the gradient of a slice is as long as the whole row
@@ -184,24 +227,36 @@ def _one_by_one(
     return torch.cat(outputs)
 
 
-def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, dropout: float) -> Tensor:
+def _causal(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, dropout: float
+) -> Tensor:
     """Compute causal attention of one document, [1, H, L, d] and [1, H_kv, L, d] -> [1, H, L, d]."""
     groups = query.shape[1] // key.shape[1]
     if groups > 1 and query.device.type == "cuda" and query.dtype not in _HALF:
         # torch's only kernel for GPUs that takes groups in float32 stores all scores (never run)
         key, value = repeat_kv(key, groups), repeat_kv(value, groups)
     return scaled_dot_product_attention(
-        query, key, value, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+        query,
+        key,
+        value,
+        dropout_p=dropout,
+        is_causal=True,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
     )
 
 
-def _windowed(query: Tensor, key: Tensor, value: Tensor, window: int, scaling: float | None, dropout: float) -> Tensor:
-    """Compute attention of one document longer than its sliding window, in blocks of queries with their keys.
+def _windowed(
+    query: Tensor, key: Tensor, value: Tensor, window: int, scaling: float | None, dropout: float
+) -> Tensor:
+    """Compute attention of one document longer than its sliding window, in blocks of queries with
+    their keys.
 
         window 3, blocks of 2     block 1   x . . .     block 2   x x x .     the same mask in all blocks,
         (keys from left)                    x x                     x x x     cut where the document begins
 
-    The mask has `_WINDOW_QUERIES` x (window + `_WINDOW_QUERIES`) positions, whatever the length of the document.
+    The mask has `_WINDOW_QUERIES` x (window + `_WINDOW_QUERIES`) positions, whatever the length of
+    the document.
     """
     length = query.shape[2]
     size = min(_WINDOW_QUERIES, length)

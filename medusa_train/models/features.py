@@ -1,4 +1,6 @@
-"""Hidden states that drafts read: which ones, the tokens they belong to, and hooks that capture them."""
+"""Hidden states that drafts read: which ones, the tokens they belong to, and hooks that capture
+them.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ class FeatureSpec:
     """Hidden states that a draft reads besides those after the final norm.
 
     Attributes:
-        early: the outputs returned as `Features.early`: each after so many decoder layers (1 .. num_layers), ascending.
+        early: the outputs returned as `Features.early`: each after so many decoder layers (1 ..
+            num_layers), ascending.
     """
 
     early: tuple[int, ...] = ()
@@ -31,8 +34,10 @@ class Features:
     """Hidden states of the backbone at T positions.
 
     Attributes:
-        hidden: [B, T, d], after the final norm: the input of lm_head. `hidden[:, t]` predicts token t + 1.
-        early: [B, T, n d], after each of the n numbers of layers in `FeatureSpec.early`; None if there are none.
+        hidden: [B, T, d], after the final norm: the input of lm_head. `hidden[:, t]` predicts token
+            t + 1.
+        early: [B, T, n d], after each of the n numbers of layers in `FeatureSpec.early`; None if
+            there are none.
     """
 
     hidden: Tensor
@@ -40,11 +45,15 @@ class Features:
 
     def first(self, count: int) -> Features:
         """Return the states at the first `count` positions."""
-        return Features(self.hidden[:, :count], None if self.early is None else self.early[:, :count])
+        return Features(
+            self.hidden[:, :count], None if self.early is None else self.early[:, :count]
+        )
 
 
 class TokenRows(Protocol):
-    """Right-padded rows of one or more documents each, all tensors [B, T]; a training batch implements it."""
+    """Right-padded rows of one or more documents each, all tensors [B, T]; a training batch
+    implements it.
+    """
 
     @property
     def tokens(self) -> Tensor:
@@ -75,8 +84,12 @@ class Rows:
 
 
 @contextmanager
-def capture_outputs(modules: Sequence[nn.Module], captured: list[Tensor] | None = None) -> Iterator[list[Tensor]]:
-    """Yield a list, by default a new one, to which each call of one of `modules` appends the states it returns."""
+def capture_outputs(
+    modules: Sequence[nn.Module], captured: list[Tensor] | None = None
+) -> Iterator[list[Tensor]]:
+    """Yield a list, by default a new one, to which each call of one of `modules` appends the states
+    it returns.
+    """
     captured = [] if captured is None else captured
 
     def append(_: nn.Module, __: object, out: Any) -> None:
@@ -95,7 +108,8 @@ def capture_inputs(module: nn.Module) -> Iterator[list[Tensor]]:
     """Yield a list to which each call of `module` appends the hidden states it receives."""
     captured: list[Tensor] = []
     hook = module.register_forward_pre_hook(
-        lambda _, args, kwargs: captured.append(args[0] if args else kwargs["hidden_states"]), with_kwargs=True
+        lambda _, args, kwargs: captured.append(args[0] if args else kwargs["hidden_states"]),
+        with_kwargs=True,
     )
     try:
         yield captured

@@ -1,4 +1,6 @@
-"""Read properties of a model from its transformers config, which families and versions name differently."""
+"""Read properties of a model from its transformers config, which families and versions name
+differently.
+"""
 
 from __future__ import annotations
 
@@ -18,40 +20,54 @@ def quantization_of(config: Any) -> dict[str, Any] | None:
 
 
 def decoder_of(model: Any) -> Any:
-    """Return a model's decoder without lm_head; of a model that also reads images, the part for text."""
+    """Return a model's decoder without lm_head; of a model that also reads images, the part for
+    text.
+    """
     return getattr(model.base_model, "language_model", model.base_model)
 
 
 def context_length(config: Any) -> int:
-    """Return the number of positions; BackboneError without max_position_embeddings (ALiBi, state-space).
+    """Return the number of positions; BackboneError without max_position_embeddings (ALiBi,
+    state-space).
 
     Of linear and YaRN scaling configs usually name the length before it, as vLLM reads them.
     """
     length = getattr(config, "max_position_embeddings", None)
     if not length:
-        raise BackboneError(f"{config.model_type}: no max_position_embeddings in its config; only models with it work")
+        raise BackboneError(
+            f"{config.model_type}: no max_position_embeddings in its config; only models with it"
+            " work"
+        )
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") in ("linear", "yarn"):
-        length = max(length, rope["factor"] * (rope.get("original_max_position_embeddings") or length))
+        length = max(
+            length, rope["factor"] * (rope.get("original_max_position_embeddings") or length)
+        )
     return int(length)
 
 
 def layer_types(config: Any) -> list[str]:
     """Return the kind of attention of each decoder layer.
 
-    transformers lists them in `layer_types`. Without the list every layer has a sliding window if the config class
-    declares `sliding_window` (Mistral, Phi-3); a stray `sliding_window` in the config.json of another class is ignored.
+    transformers lists them in `layer_types`. Without the list every layer has a sliding window if
+    the config class declares `sliding_window` (Mistral, Phi-3); a stray `sliding_window` in the
+    config.json of another class is ignored.
 
     Raises:
-        BackboneError: a kind that a tree mask cannot be applied to (state-space, chunked or linear attention).
+        BackboneError: a kind that a tree mask cannot be applied to (state-space, chunked or linear
+            attention).
     """
     count = config.num_hidden_layers
     types = getattr(config, "layer_types", None)
     if not types:
-        has_window = getattr(config, "sliding_window", None) and hasattr(type(config)(), "sliding_window")
+        has_window = getattr(config, "sliding_window", None) and hasattr(
+            type(config)(), "sliding_window"
+        )
         types = ["sliding_attention" if has_window else "full_attention"] * count
     if unsupported := set(types) - SUPPORTED_LAYER_TYPES:
-        raise BackboneError(f"{config.model_type}: no tree attention for layers of type {sorted(unsupported)}")
+        raise BackboneError(
+            f"{config.model_type}: no tree attention for layers of type {sorted(unsupported)}"
+        )
     return list(types[:count])
 
 
@@ -71,7 +87,9 @@ def cache_elements_per_position(config: Any) -> int:
 
 
 def logit_scale(config: Any) -> float:
-    """Return the factor on the logits: Granite divides by `logits_scaling`, Cohere multiplies by `logit_scale`."""
+    """Return the factor on the logits: Granite divides by `logits_scaling`, Cohere multiplies by
+    `logit_scale`.
+    """
     divisor = getattr(config, "logits_scaling", None)
     factor = getattr(config, "logit_scale", None)
     return (1.0 / divisor if divisor else 1.0) * (factor if factor else 1.0)
@@ -85,12 +103,19 @@ def rope_switch(config: Any) -> int | None:
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") != "longrope":
         return None
-    return rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+    return rope.get("original_max_position_embeddings") or getattr(
+        config, "original_max_position_embeddings", None
+    )
 
 
 def has_experts(config: Any) -> bool:
-    """Return whether the model is a mixture of experts, where rounding may route a token to another expert."""
-    return any(getattr(config, key, None) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
+    """Return whether the model is a mixture of experts, where rounding may route a token to another
+    expert.
+    """
+    return any(
+        getattr(config, key, None)
+        for key in ("num_experts", "num_local_experts", "n_routed_experts")
+    )
 
 
 def eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:

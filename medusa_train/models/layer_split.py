@@ -1,7 +1,7 @@
 """Run the first decoder layers of a transformers model separately from the remaining ones.
 
-A draft that exits early (Kangaroo) runs the first ones on one level of the tree after the other; verification continues
-from the same states, with the remaining layers on all nodes at once.
+A draft that exits early (Kangaroo) runs the first ones on one level of the tree after the other;
+verification continues from the same states, with the remaining layers on all nodes at once.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class LayerInputs:
     Attributes:
         positions: [B, T] position ids.
         angles: rotary embedding, by layer type.
-        masks: additive, [1 or B, 1, T, S] over S = committed + `start` + T keys, by layer type; None: no mask, which
-            is correct for a single position.
+        masks: additive, [1 or B, 1, T, S] over S = committed + `start` + T keys, by layer type;
+            None: no mask, which is correct for a single position.
         start: number of pending cache positions before these.
     """
 
@@ -42,12 +42,17 @@ class LayerInputs:
     start: int = 0
 
     def slice(self, first: int, last: int) -> LayerInputs:
-        """Return the inputs of positions first .. last - 1, which follow the positions before them in the cache."""
+        """Return the inputs of positions first .. last - 1, which follow the positions before them
+        in the cache.
+        """
         after = self.positions.shape[1] - last
         return replace(
             self,
             positions=self.positions[:, first:last],
-            angles={kind: (cos[:, first:last], sin[:, first:last]) for kind, (cos, sin) in self.angles.items()},
+            angles={
+                kind: (cos[:, first:last], sin[:, first:last])
+                for kind, (cos, sin) in self.angles.items()
+            },
             masks={
                 kind: None if mask is None else mask[:, :, first:last, : mask.shape[3] - after]
                 for kind, mask in self.masks.items()
@@ -56,9 +61,14 @@ class LayerInputs:
         )
 
     def rows(self, first: int, last: int) -> LayerInputs:
-        """Return the inputs of positions first .. last - 1, which read all columns of a cache of fixed slots."""
+        """Return the inputs of positions first .. last - 1, which read all columns of a cache of
+        fixed slots.
+        """
         whole = self.slice(first, last)
-        masks = {kind: None if mask is None else mask[:, :, first:last] for kind, mask in self.masks.items()}
+        masks = {
+            kind: None if mask is None else mask[:, :, first:last]
+            for kind, mask in self.masks.items()
+        }
         return replace(whole, masks=masks, start=0)
 
 
@@ -70,16 +80,26 @@ class LayerRunner:
     """
 
     def __init__(self, body: Any, layer_types: Sequence[str]) -> None:
-        if missing := [name for name in ("layers", "rotary_emb", "norm") if not hasattr(body, name)]:
-            raise BackboneError(f"{type(body).__name__} cannot run layer by layer: it has no {', '.join(missing)}")
+        if missing := [
+            name for name in ("layers", "rotary_emb", "norm") if not hasattr(body, name)
+        ]:
+            raise BackboneError(
+                f"{type(body).__name__} cannot run layer by layer: it has no {', '.join(missing)}"
+            )
         self.body = body
         self.layer_types = list(layer_types)
-        self._weight: Tensor = next(body.parameters())  # tells the rotary embedding device and dtype
+        self._weight: Tensor = next(
+            body.parameters()
+        )  # tells the rotary embedding device and dtype
         # Gemma 3 has one rotary embedding per layer type
-        self._angles_per_type = "layer_type" in inspect.signature(body.rotary_emb.forward).parameters
+        self._angles_per_type = (
+            "layer_type" in inspect.signature(body.rotary_emb.forward).parameters
+        )
 
     def inputs(self, positions: Tensor, mask: Tensor | dict[str, Tensor] | None) -> LayerInputs:
-        """Build the inputs of a pass over `positions` [B, T] with one mask for all layers, or one per layer type."""
+        """Build the inputs of a pass over `positions` [B, T] with one mask for all layers, or one
+        per layer type.
+        """
         masks = mask if isinstance(mask, dict) else dict.fromkeys(self.layer_types, mask)
         return LayerInputs(positions, self._angles(positions), dict(masks))
 
@@ -89,8 +109,12 @@ class LayerRunner:
             return {kind: self.body.rotary_emb(self._weight, positions, kind) for kind in types}
         return dict.fromkeys(types, self.body.rotary_emb(self._weight, positions))
 
-    def run(self, states: Tensor, layers: range, inputs: LayerInputs, cache: TreeCache | SlotCache) -> Tensor:
-        """Run `states` [B, T, d] through `layers`; keys and values become pending, after `inputs.start` others."""
+    def run(
+        self, states: Tensor, layers: range, inputs: LayerInputs, cache: TreeCache | SlotCache
+    ) -> Tensor:
+        """Run `states` [B, T, d] through `layers`; keys and values become pending, after
+        `inputs.start` others.
+        """
         cache.pending_offset = inputs.start
         for i in layers:
             kind = self.layer_types[i]
@@ -109,7 +133,9 @@ class LayerRunner:
 def check_exit_layer(layers: int, num_layers: int, name: str, key: str = "exit_layer") -> None:
     """Raise BackboneError unless `layers`, the value of `key`, is between 1 and `num_layers` - 1."""
     if not 0 < layers < num_layers:
-        raise BackboneError(f"{key} {layers}: {name} has {num_layers} layers; use 1 to {num_layers - 1}")
+        raise BackboneError(
+            f"{key} {layers}: {name} has {num_layers} layers; use 1 to {num_layers - 1}"
+        )
 
 
 class LayerSplit:
@@ -140,15 +166,18 @@ class LayerSplit:
 
         Args:
             positions: [B, T] position ids of all nodes.
-            mask: additive [1 or B, 1, T, prefix + T] without sliding windows; None for a chain in a single row that
-                is run position by position, each of which attends to everything before it.
+            mask: additive [1 or B, 1, T, prefix + T] without sliding windows; None for a chain in a
+                single row that is run position by position, each of which attends to everything
+                before it.
 
         Raises:
             ValueError: no mask, and layers with a sliding window.
         """
         types = self._runner.layer_types
         if mask is not None:
-            return self._runner.inputs(positions, layer_masks(mask, positions, prefix, types, self._window))
+            return self._runner.inputs(
+                positions, layer_masks(mask, positions, prefix, types, self._window)
+            )
         if set(types) != {"full_attention"}:
             raise ValueError("layers with a sliding window need a mask")
         return self._runner.inputs(positions, None)
@@ -157,7 +186,9 @@ class LayerSplit:
         """Prepare a pass with a mask per layer type, sliding windows applied."""
         return self._runner.inputs(positions, dict(masks))
 
-    def run_first(self, tokens: Tensor, inputs: LayerInputs, cache: TreeCache | SlotCache) -> Tensor:
+    def run_first(
+        self, tokens: Tensor, inputs: LayerInputs, cache: TreeCache | SlotCache
+    ) -> Tensor:
         """Return the states [B, T, d] of `tokens` [B, T] after the first layers.
 
         Keys and values become pending in the cache's first l layers, after `inputs.start` others.
@@ -165,8 +196,12 @@ class LayerSplit:
         with self._attention():
             return self._runner.run(self._embed(tokens), self._first, inputs, cache)
 
-    def run_rest(self, early: Tensor, inputs: LayerInputs, cache: TreeCache | SlotCache) -> Features:
-        """Run the remaining layers and the final norm on `early` [B, T, d], the joined outputs of `run_first`."""
+    def run_rest(
+        self, early: Tensor, inputs: LayerInputs, cache: TreeCache | SlotCache
+    ) -> Features:
+        """Run the remaining layers and the final norm on `early` [B, T, d], the joined outputs of
+        `run_first`.
+        """
         with self._attention():
             states = self._runner.run(early, self._rest, inputs, cache)
         return Features(self._runner.body.norm(states), early)

@@ -1,4 +1,6 @@
-"""lm_head as a value: weight, bias, LoRA branch and the transforms of its logits; and the input embedding."""
+"""lm_head as a value: weight, bias, LoRA branch and the transforms of its logits; and the input
+embedding.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from torch.nn.functional import linear
 
 from medusa_train.errors import BackboneError
 
-#: Candidates of a head with a token bias: its best tokens without the bias, which the bias ranks again.
+#: Candidates of a head with a token bias: its best tokens without the bias, which the bias ranks
+# again.
 CANDIDATES = 64
 
 
@@ -44,8 +47,16 @@ def low_rank_of(module: Any) -> LowRank | None:
         return None
     (key,) = module.active_adapters
     if key in getattr(module, "lora_variant", {}) or module.lora_B[key].bias is not None:
-        raise BackboneError("DoRA and LoRA with a bias are not supported on lm_head; merge the adapter into the model")
-    return LowRank(module.lora_A[key].weight, module.lora_B[key].weight, module.scaling[key], module.lora_dropout[key])
+        raise BackboneError(
+            "DoRA and LoRA with a bias are not supported on lm_head; merge the adapter into the"
+            " model"
+        )
+    return LowRank(
+        module.lora_A[key].weight,
+        module.lora_B[key].weight,
+        module.scaling[key],
+        module.lora_dropout[key],
+    )
 
 
 @dataclass(frozen=True)
@@ -56,11 +67,12 @@ class LMHead:
         weight: W, [V, d].
         bias: b, [V], or None.
         softcap: Gemma's `final_logit_softcapping`, or None.
-        scale: factor on the logits (Granite divides by `logits_scaling`, Cohere multiplies by `logit_scale`).
+        scale: factor on the logits (Granite divides by `logits_scaling`, Cohere multiplies by
+            `logit_scale`).
         low_rank: LoRA branch added to W h, or None.
         token_map: token id of each row, long [V], in a reduced vocabulary; None: row i is token i.
-        token_bias: R, [V, r], in place of `low_rank`: it adds R e to W h. The states are then [h ; e], of d + r
-            numbers, e being the embedding of the token before the predicted one.
+        token_bias: R, [V, r], in place of `low_rank`: it adds R e to W h. The states are then [h ;
+            e], of d + r numbers, e being the embedding of the token before the predicted one.
     """
 
     weight: Tensor
@@ -83,7 +95,8 @@ class LMHead:
         return logits + linear(self._token_state(hidden), self.token_bias).to(logits.dtype)
 
     def guesses(self, hidden: Tensor, logits: Tensor, count: int) -> Tensor:
-        """Return the rows of the `count` best guesses as decoding ranks them, the best first, long [N, count or V].
+        """Return the rows of the `count` best guesses as decoding ranks them, the best first, long
+        [N, count or V].
 
         Args:
             hidden: [N, d]. logits: of `hidden`, [N, V].
@@ -91,8 +104,12 @@ class LMHead:
         count = min(count, logits.shape[-1])
         if self.token_bias is None:
             return logits.topk(count).indices
-        best = self._product(hidden[..., : self.weight.shape[1]]).topk(min(max(count, CANDIDATES), logits.shape[-1]))
-        ranked = rank_candidates(best.values, best.indices, self.token_bias, self._token_state(hidden)[:, None])
+        best = self._product(hidden[..., : self.weight.shape[1]]).topk(
+            min(max(count, CANDIDATES), logits.shape[-1])
+        )
+        ranked = rank_candidates(
+            best.values, best.indices, self.token_bias, self._token_state(hidden)[:, None]
+        )
         return ranked[:, 0, :count]
 
     def _token_state(self, hidden: Tensor) -> Tensor:
@@ -106,7 +123,9 @@ class LMHead:
             hidden = hidden.to(self.weight.dtype)  # float32 heads that share a bfloat16 matrix
         logits = linear(hidden, self.weight, self.bias)
         if self.low_rank is not None:
-            logits = logits + linear(self.low_rank.project_down(hidden), self.low_rank.b).to(logits.dtype)
+            logits = logits + linear(self.low_rank.project_down(hidden), self.low_rank.b).to(
+                logits.dtype
+            )
         return logits
 
     def transform(self, logits: Tensor) -> Tensor:
@@ -127,13 +146,17 @@ class LMHead:
             self,
             weight=self.weight[rows],
             bias=None if self.bias is None else self.bias[rows],
-            low_rank=None if self.low_rank is None else replace(self.low_rank, b=self.low_rank.b[rows]),
+            low_rank=(
+                None if self.low_rank is None else replace(self.low_rank, b=self.low_rank.b[rows])
+            ),
             token_map=rows if self.token_map is None else self.token_map[rows],
             token_bias=None if self.token_bias is None else self.token_bias[rows],
         )
 
     def rows_of(self, tokens: Tensor) -> Tensor:
-        """Return the row of each token id (any shape), long; -1 for tokens outside a reduced vocabulary."""
+        """Return the row of each token id (any shape), long; -1 for tokens outside a reduced
+        vocabulary.
+        """
         if self.token_map is None:
             return tokens
         ids, rows = self.token_map.sort()
@@ -146,7 +169,8 @@ class LMHead:
 
 
 def rank_candidates(scores: Tensor, rows: Tensor, token_bias: Tensor, embedded: Tensor) -> Tensor:
-    """Rank the candidates of a head again, once for each token that may come before; equal ones keep their order.
+    """Rank the candidates of a head again, once for each token that may come before; equal ones
+    keep their order.
 
     Args:
         scores: [B, c], the candidates' raw logits without the bias, the greatest first.
@@ -168,7 +192,8 @@ class Embedding:
 
     Attributes:
         table: the backbone's module, token ids [...] -> vectors [..., d].
-        scale: factor that the backbone applies before its first layer (Granite's `embedding_multiplier`).
+        scale: factor that the backbone applies before its first layer (Granite's
+            `embedding_multiplier`).
     """
 
     table: Callable[[Tensor], Tensor]

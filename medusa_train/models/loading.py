@@ -1,4 +1,6 @@
-"""Load a causal language model from a directory or the Hugging Face hub as a `Backbone`, quantized on demand."""
+"""Load a causal language model from a directory or the Hugging Face hub as a `Backbone`, quantized
+on demand.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,8 @@ def load_backbone(
     quantization: Quantization | None = None,
     trust_remote_code: bool = False,
 ) -> Backbone:
-    """Load a model and its tokenizer, frozen and in eval mode, and check that trees can be verified with it.
+    """Load a model and its tokenizer, frozen and in eval mode, and check that trees can be verified
+    with it.
 
     Args:
         name: a directory or the name of a model on the hub.
@@ -52,8 +55,9 @@ def load_backbone(
     source, config = resolve_backbone(name, trust_remote_code=trust_remote_code)
     device = default_device() if device is None else torch.device(device)
     if device.type == "cuda":
-        # cuDNN's attention, torch's first choice on sm90 and sm100, builds a plan for each shape: trees and unpacked
-        # batches have a new one every step, which took 0.4 s each on a B200 (FunASR issue 3704; not measured here)
+        # cuDNN's attention, torch's first choice on sm90 and sm100, builds a plan for each shape:
+        # trees and unpacked batches have a new one every step, which took 0.4 s each on a B200
+        # (FunASR issue 3704; not measured here)
         torch.backends.cuda.enable_cudnn_sdp(False)
     dtype = parse_dtype(dtype, device)
     # sdpa cannot soft-cap attention scores; eager can, and takes an additive mask as well
@@ -77,7 +81,8 @@ def load_backbone(
             raise  # such as memory that does not suffice
         reason = str(error).partition(". ")[0] or type(error).__name__
         raise BackboneError(
-            f"base_model {name}: {damaged}: incomplete or damaged ({reason}); copy or download it again"
+            f"base_model {name}: {damaged}: incomplete or damaged ({reason}); copy or download it"
+            " again"
         ) from error
     if quantization is None:
         model = model.to(device)
@@ -90,11 +95,16 @@ def load_backbone(
 
 
 def load_tokenizer(resolved: str, *, trust_remote_code: bool) -> Any:
-    """Load the backbone's tokenizer from `resolved`, the path or hub name returned by `resolve_backbone`."""
-    # without `mistral_format` a tekken.json beside tokenizer.json would win, whose tokenizer has no offsets
+    """Load the backbone's tokenizer from `resolved`, the path or hub name returned by
+    `resolve_backbone`.
+    """
+    # without `mistral_format` a tekken.json beside tokenizer.json would win, whose tokenizer has no
+    # offsets
     options = {"local_files_only": hub_is_unreachable(), "mistral_format": False}
     try:
-        return AutoTokenizer.from_pretrained(resolved, trust_remote_code=trust_remote_code, **options)
+        return AutoTokenizer.from_pretrained(
+            resolved, trust_remote_code=trust_remote_code, **options
+        )
     except (OSError, ValueError, ImportError) as error:
         raise BackboneError(f"base_model {resolved}: cannot load its tokenizer: {error}") from error
 
@@ -102,13 +112,17 @@ def load_tokenizer(resolved: str, *, trust_remote_code: bool) -> Any:
 def model_directory(source: str) -> Path:
     """Return the directory of a model that is named by it, or by its name in the hub's cache."""
     directory = Path(source)
-    if not directory.is_dir() and isinstance(cached := try_to_load_from_cache(source, "config.json"), str):
+    if not directory.is_dir() and isinstance(
+        cached := try_to_load_from_cache(source, "config.json"), str
+    ):
         return Path(cached).parent
     return directory
 
 
 def _damaged_file(source: str) -> Path | None:
-    """Return the first file of weights that cannot be opened; the messages of safetensors and torch do not name it."""
+    """Return the first file of weights that cannot be opened; the messages of safetensors and torch
+    do not name it.
+    """
     directory = model_directory(source)
     for path in sorted(directory.glob("*.safetensors")):
         try:
@@ -116,7 +130,10 @@ def _damaged_file(source: str) -> Path | None:
                 pass
         except SafetensorError:
             return path
-    return next((path for path in sorted(directory.glob("pytorch_model*.bin")) if not is_zipfile(path)), None)
+    return next(
+        (path for path in sorted(directory.glob("pytorch_model*.bin")) if not is_zipfile(path)),
+        None,
+    )
 
 
 def resolve_backbone(name: str, *, trust_remote_code: bool = False) -> tuple[str, Any]:
@@ -126,8 +143,8 @@ def resolve_backbone(name: str, *, trust_remote_code: bool = False) -> tuple[str
         The argument for `from_pretrained`, and the transformers config.
 
     Raises:
-        BackboneError: the directory does not exist, the hub has no such model or cannot be reached, or the
-            architecture is not supported.
+        BackboneError: the directory does not exist, the hub has no such model or cannot be reached,
+            or the architecture is not supported.
     """
     local = resolve_path(name)
     source = str(local) if local is not None else name
@@ -144,28 +161,37 @@ def resolve_backbone(name: str, *, trust_remote_code: bool = False) -> tuple[str
     except (OSError, ValueError) as error:
         if local is not None:
             raise BackboneError(f"base_model {name}: cannot read config.json: {error}") from error
-        if nearest is not None:  # not refused before: the hub may have models of an owner with a local directory
+        if (
+            nearest is not None
+        ):  # not refused before: the hub may have models of an owner with a local directory
             raise BackboneError(
-                f"base_model {name}: no such directory, and no such model on the Hugging Face hub{advice}"
+                f"base_model {name}: no such directory, and no such model on the Hugging Face"
+                f" hub{advice}"
             ) from error
-        if name.startswith("models/"):  # where the README and the shipped configurations keep models
+        if name.startswith(
+            "models/"
+        ):  # where the README and the shipped configurations keep models
             raise BackboneError(
-                f"base_model {name}: no such directory. `make smollm2-model` writes the model of "
-                f"configs/smollm2_*.yaml; for another one, `hf download OWNER/{Path(name).name} --local-dir {name}`"
+                f"base_model {name}: no such directory. `make smollm2-model` writes the model of"
+                f" configs/smollm2_*.yaml; for another one, `hf download OWNER/{Path(name).name}"
+                f" --local-dir {name}`"
             ) from error
         reason = describe_hub_error(error, name, "model")
         raise BackboneError(
-            f"base_model {name}: not a local directory, and not available from the Hugging Face hub: "
-            f"{reason or 'no network, or HF_HUB_OFFLINE is set, and it is not in the cache'}.\n"
-            f"Download it where there is a network (`hf download {name} --local-dir models/{Path(name).name}`) "
-            f"and set base_model: models/{Path(name).name}"
+            f"base_model {name}: not a local directory, and not available from the Hugging Face"
+            " hub:"
+            f" {reason or 'no network, or HF_HUB_OFFLINE is set, and it is not in the cache'}.\nDownload"
+            f" it where there is a network (`hf download {name} --local-dir"
+            f" models/{Path(name).name}`) and set base_model: models/{Path(name).name}"
         ) from error
     check_architecture(config, name)
     return source, config
 
 
 def quantization_of(model: Any) -> str | None:
-    """Return how the weights of a loaded model are quantized: "nf4", "int8" or transformers' name of another method."""
+    """Return how the weights of a loaded model are quantized: "nf4", "int8" or transformers' name
+    of another method.
+    """
     if not getattr(model, "is_quantized", False):
         return None
     config = model.config.quantization_config
@@ -176,13 +202,18 @@ def quantization_of(model: Any) -> str | None:
     return str(getattr(config.quant_method, "value", config.quant_method))
 
 
-def loading_options(quantization: Quantization | None, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """Return the arguments for `from_pretrained` that read weights straight to a GPU, and quantize them.
+def loading_options(
+    quantization: Quantization | None, dtype: torch.dtype, device: torch.device
+) -> dict[str, Any]:
+    """Return the arguments for `from_pretrained` that read weights straight to a GPU, and quantize
+    them.
 
-    NF4 uses double quantization (QLoRA, "QLoRA Finetuning"); `dtype` is that of the products. lm_head is not quantized.
-    Raises BackboneError if bitsandbytes cannot be used.
+    NF4 uses double quantization (QLoRA, "QLoRA Finetuning"); `dtype` is that of the products.
+    lm_head is not quantized. Raises BackboneError if bitsandbytes cannot be used.
     """
-    on_device = {"device_map": {"": device}}  # else the host's memory holds a copy of the model in every process
+    on_device = {
+        "device_map": {"": device}
+    }  # else the host's memory holds a copy of the model in every process
     if quantization is None:
         return {} if device.type == "cpu" or is_deepspeed_zero3_enabled() else on_device
     if (obstacle := bitsandbytes_obstacle(device)) is not None:
@@ -191,7 +222,10 @@ def loading_options(quantization: Quantization | None, dtype: torch.dtype, devic
 
     if quantization == "nf4":
         config = BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype, bnb_4bit_use_double_quant=True
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_compute_dtype=dtype,
+            bnb_4bit_use_double_quant=True,
         )
     else:
         config = BitsAndBytesConfig(load_in_8bit=True)
@@ -199,7 +233,9 @@ def loading_options(quantization: Quantization | None, dtype: torch.dtype, devic
 
 
 def bitsandbytes_obstacle(device: torch.device) -> str | None:
-    """Return why bitsandbytes cannot be used on a device, or None if it can; its own error comes at the first call."""
+    """Return why bitsandbytes cannot be used on a device, or None if it can; its own error comes at
+    the first call.
+    """
     try:
         import bitsandbytes
     except ImportError:
@@ -207,15 +243,18 @@ def bitsandbytes_obstacle(device: torch.device) -> str | None:
     except (OSError, RuntimeError) as error:
         return str(error)
     if device.type == "cuda" and not bitsandbytes.functional.lib.compiled_with_cuda:
-        return f"{bitsandbytes.__version__} has no library for CUDA {torch.version.cuda}; install another version"
+        return (
+            f"{bitsandbytes.__version__} has no library for CUDA {torch.version.cuda}; install"
+            " another version"
+        )
     return None
 
 
 def keep_trainable_kernels(model: Any) -> None:
     """Prevent 4-bit layers from switching to the inference-only kernel for CPUs with AVX512-bf16.
 
-    A forward pass in eval mode repacks the weights in place for that kernel. It has no autograd, so adapters trained
-    afterwards would get wrong gradients, with only a warning.
+    A forward pass in eval mode repacks the weights in place for that kernel. It has no autograd, so
+    adapters trained afterwards would get wrong gradients, with only a warning.
     """
     from bitsandbytes.nn import Linear4bit
 
@@ -227,13 +266,15 @@ def keep_trainable_kernels(model: Any) -> None:
 def choose_attention(backbone: Backbone, wanted: bool | Literal["auto"], *, packed: bool) -> str:
     """Choose the fastest attention that keeps packed conversations separate.
 
-    Rows of one conversation need no mask, so torch's sdpa can use its flash kernel. In packed rows each conversation is
-    computed by itself, from its bounds: by flash-attn's varlen kernel, by torch's, or by one sdpa call for each. A
-    block-diagonal mask takes T x T positions and keeps sdpa from its flash kernel; only soft-capped scores need it. The
-    same holds for sliding windows, which need a mask even in rows of one conversation.
+    Rows of one conversation need no mask, so torch's sdpa can use its flash kernel. In packed rows
+    each conversation is computed by itself, from its bounds: by flash-attn's varlen kernel, by
+    torch's, or by one sdpa call for each. A block-diagonal mask takes T x T positions and keeps
+    sdpa from its flash kernel; only soft-capped scores need it. The same holds for sliding windows,
+    which need a mask even in rows of one conversation.
 
     Args:
-        backbone: as loaded, before any part of it is converted for training. Switched to varlen attention if possible.
+        backbone: as loaded, before any part of it is converted for training. Switched to varlen
+            attention if possible.
         wanted: the key `flash_attention`.
         packed: whether rows hold several conversations (`sample_packing`).
 
@@ -241,7 +282,10 @@ def choose_attention(backbone: Backbone, wanted: bool | Literal["auto"], *, pack
         One line that names the kernel, and the reason where it is not flash-attn's.
     """
     if not packed and "sliding_attention" not in backbone.layer_types:
-        return f"attention: torch {backbone.attention}, causal (one conversation per row needs no mask)"
+        return (
+            f"attention: torch {backbone.attention}, causal (one conversation per row needs no"
+            " mask)"
+        )
     rows = "packed rows" if packed else "rows with sliding windows"
     reasons: list[str] = []
     for implementation, kernel in _varlen_attentions(backbone, wanted, reasons):
@@ -257,7 +301,9 @@ def choose_attention(backbone: Backbone, wanted: bool | Literal["auto"], *, pack
 def _varlen_attentions(
     backbone: Backbone, wanted: bool | Literal["auto"], reasons: list[str]
 ) -> Iterator[tuple[str, str]]:
-    """Yield the attentions to try with a description each, fastest first; `reasons` gets why others are left out."""
+    """Yield the attentions to try with a description each, fastest first; `reasons` gets why others
+    are left out.
+    """
     capped = backbone.attention == "eager"
     obstacle: str | None = "flash_attention: false"
     if wanted:

@@ -26,7 +26,8 @@ class LoraSpec:
 
     Attributes:
         r, alpha, dropout: as in LoRA; the branch is scaled by alpha / r.
-        targets: names of linear layers (`q_proj`, `lm_head`, ...); None: all linear layers, lm_head included.
+        targets: names of linear layers (`q_proj`, `lm_head`, ...); None: all linear layers, lm_head
+            included.
         modules_to_save: modules that are trained fully beside the adapter.
     """
 
@@ -40,8 +41,8 @@ class LoraSpec:
 class Adapter:
     """A PEFT LoRA adapter in a backbone's layers; `peft` is the PeftModel around its model.
 
-    PEFT modifies the backbone's model in place, so the backbone is used as before. Draft heads are not part of that
-    model, or PEFT would freeze them and add adapters to them.
+    PEFT modifies the backbone's model in place, so the backbone is used as before. Draft heads are
+    not part of that model, or PEFT would freeze them and add adapters to them.
     """
 
     def __init__(self, backbone: Backbone, peft: Any) -> None:
@@ -50,11 +51,13 @@ class Adapter:
 
     @classmethod
     def attach(cls, backbone: Backbone, spec: LoraSpec) -> Adapter:
-        """Add new LoRA layers to `backbone`, trainable and in float32; with B = 0 its outputs do not change.
+        """Add new LoRA layers to `backbone`, trainable and in float32; with B = 0 its outputs do
+        not change.
 
         Raises:
-            BackboneError: a target is not a linear layer, or is an lm_head tied to the input embeddings, which merging
-                would corrupt; or there is no module of a name in `modules_to_save`.
+            BackboneError: a target is not a linear layer, or is an lm_head tied to the input
+                embeddings, which merging would corrupt; or there is no module of a name in
+                `modules_to_save`.
         """
         from peft import LoraConfig, get_peft_model
 
@@ -75,28 +78,40 @@ class Adapter:
 
     @classmethod
     def load(cls, backbone: Backbone, directory: Path, *, trainable: bool = False) -> Adapter:
-        """Add the adapter saved in `directory`; CheckpointError if there is none, or it does not fit the backbone."""
+        """Add the adapter saved in `directory`; CheckpointError if there is none, or it does not
+        fit the backbone.
+        """
         from peft import PeftModel
 
         read_adapter_config(directory)
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # the path of the backbone may differ from the one in training
+                warnings.simplefilter(
+                    "ignore"
+                )  # the path of the backbone may differ from the one in training
                 warnings.filterwarnings("error", message="Found missing adapter keys")
                 peft = PeftModel.from_pretrained(
-                    backbone.model, directory, is_trainable=trainable, use_safetensors=True, local_files_only=True
+                    backbone.model,
+                    directory,
+                    is_trainable=trainable,
+                    use_safetensors=True,
+                    local_files_only=True,
                 )
         except SafetensorError as error:
             path = directory / "adapter_model.safetensors"
             raise CheckpointError(f"{path}: cannot be read as safetensors: {error}") from error
         except (OSError, ValueError, RuntimeError, KeyError, UserWarning) as error:
-            raise CheckpointError(f"{directory}: cannot load this adapter into {backbone.name}: {error}") from error
+            raise CheckpointError(
+                f"{directory}: cannot load this adapter into {backbone.name}: {error}"
+            ) from error
         adapter = cls(backbone, _trainable_in_float32(peft))
         backbone.model.eval()
         return adapter
 
     def save(self, directory: Path) -> None:
-        """Write adapter_config.json and adapter_model.safetensors, without embedding matrices of the backbone."""
+        """Write adapter_config.json and adapter_model.safetensors, without embedding matrices of
+        the backbone.
+        """
         self.peft.save_pretrained(directory, safe_serialization=True, save_embedding_layers=False)
 
     def parameters(self) -> list[nn.Parameter]:
@@ -105,7 +120,8 @@ class Adapter:
 
     @contextmanager
     def teacher(self) -> Iterator[None]:
-        """Run the original backbone within this context: adapter and dropout disabled, no gradients.
+        """Run the original backbone within this context: adapter and dropout disabled, no
+        gradients.
 
         The original of a backbone loaded in 4 bits is the 4-bit backbone.
         """
@@ -118,14 +134,17 @@ class Adapter:
                 yield
         finally:
             model.train(training)
-            for parameter, flag in trainable.items():  # PEFT makes all adapters trainable on exit, frozen ones too
+            for (
+                parameter,
+                flag,
+            ) in trainable.items():  # PEFT makes all adapters trainable on exit, frozen ones too
                 parameter.requires_grad_(flag)
 
     def merge(self) -> None:
         """Merge the adapter into the backbone's weights; a quantized backbone is dequantized first.
 
-        Merging into 4 bits would round the merged weights again, and the adapter was not trained on the original
-        full-precision weights.
+        Merging into 4 bits would round the merged weights again, and the adapter was not trained on
+        the original full-precision weights.
         """
         if getattr(self.backbone.model, "is_quantized", False):
             self._dequantize()
@@ -142,7 +161,9 @@ class Adapter:
 
 
 def read_adapter_config(directory: Path) -> dict[str, Any]:
-    """Read adapter_config.json, which PEFT writes; raises CheckpointError if it is missing or not JSON."""
+    """Read adapter_config.json, which PEFT writes; raises CheckpointError if it is missing or not
+    JSON.
+    """
     path = directory / "adapter_config.json"
     if not path.is_file():
         raise CheckpointError(f"{directory}: not an adapter: no adapter_config.json")
@@ -156,40 +177,58 @@ def read_adapter_config(directory: Path) -> dict[str, Any]:
 
 
 def linear_names(model: Any) -> list[str]:
-    """Return the last part of the names of all linear layers, quantized ones too, with lm_head last; no routers."""
-    layers = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and "Router" not in str(type(m))]
+    """Return the last part of the names of all linear layers, quantized ones too, with lm_head
+    last; no routers.
+    """
+    layers = [
+        n
+        for n, m in model.named_modules()
+        if isinstance(m, nn.Linear) and "Router" not in str(type(m))
+    ]
     names = {name.rpartition(".")[2] for name in layers}
     head = model.get_output_embeddings()
-    head_names = {name.rpartition(".")[2] for name, module in model.named_modules() if module is head}
+    head_names = {
+        name.rpartition(".")[2] for name, module in model.named_modules() if module is head
+    }
     return [*sorted(names - head_names), *sorted(names & head_names)]
 
 
 def _target_modules(backbone: Backbone, targets: Sequence[str] | None) -> list[str]:
-    """Return the layers for LoRA, see `LoraSpec.targets`; a tied lm_head is left out of the default."""
+    """Return the layers for LoRA, see `LoraSpec.targets`; a tied lm_head is left out of the
+    default.
+    """
     model = backbone.model
     names = linear_names(model)
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     if targets is None:
         return [name for name in names if not (tied and name == LM_HEAD)]
     if unknown := [name for name in targets if name not in names]:
-        raise BackboneError(f"lora_target_modules: {', '.join(unknown)}: no such layer; there are {', '.join(names)}")
+        raise BackboneError(
+            f"lora_target_modules: {', '.join(unknown)}: no such layer; there are"
+            f" {', '.join(names)}"
+        )
     if tied and LM_HEAD in targets:
         raise BackboneError(
-            "lora_target_modules: lm_head is tied to the input embeddings, which merging would corrupt; leave lm_head "
-            "out"
+            "lora_target_modules: lm_head is tied to the input embeddings, which merging would"
+            " corrupt; leave lm_head out"
         )
     return list(targets)
 
 
 def _check_modules(backbone: Backbone, names: Sequence[str]) -> None:
-    """Raise BackboneError unless every name ends the path of a module: PEFT ignores others without a word."""
+    """Raise BackboneError unless every name ends the path of a module: PEFT ignores others without
+    a word.
+    """
     paths = [path for path, _ in backbone.model.named_modules()]
     if unknown := [name for name in names if not any(path.endswith(name) for path in paths)]:
-        raise BackboneError(f"lora_modules_to_save: {', '.join(unknown)}: this backbone has no module of that name")
+        raise BackboneError(
+            f"lora_modules_to_save: {', '.join(unknown)}: this backbone has no module of that name"
+        )
 
 
 def _trainable_in_float32(peft: Any) -> Any:
-    """Convert all trainable parameters to float32: PEFT keeps `modules_to_save` in the backbone's dtype.
+    """Convert all trainable parameters to float32: PEFT keeps `modules_to_save` in the backbone's
+    dtype.
 
     In half precision the small updates of an optimizer round to nothing.
     """

@@ -1,7 +1,9 @@
-"""Read and change weights that DeepSpeed's ZeRO-3 has partitioned: gathered for as long as a block of code runs.
+"""Read and change weights that DeepSpeed's ZeRO-3 has partitioned: gathered for as long as a block
+of code runs.
 
-Everything here is a collective operation: all processes call it for the same parameters in the same order. Parameters
-that are not partitioned, or are gathered already, are left alone, so that one process needs no other code.
+Everything here is a collective operation: all processes call it for the same parameters in the same
+order. Parameters that are not partitioned, or are gathered already, are left alone, so that one
+process needs no other code.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ def full_shape(tensor: Tensor) -> torch.Size:
 
 @contextmanager
 def gathered(parameters: Iterable[Tensor], *, modify: bool = False) -> Iterator[None]:
-    """Make partitioned `parameters` whole in all processes; with `modify`, rank 0's values are kept afterwards."""
+    """Make partitioned `parameters` whole in all processes; with `modify`, rank 0's values are kept
+    afterwards.
+    """
     partitioned = [parameter for parameter in parameters if is_partitioned(parameter)]
     if not partitioned:
         yield
@@ -41,11 +45,15 @@ def gathered(parameters: Iterable[Tensor], *, modify: bool = False) -> Iterator[
 
 @contextmanager
 def gathering_modules(model: nn.Module) -> Iterator[None]:
-    """Gather each module's weights while its forward pass runs, before DeepSpeed's engine does so; no gradients."""
+    """Gather each module's weights while its forward pass runs, before DeepSpeed's engine does so;
+    no gradients.
+    """
     running: dict[nn.Module, ExitStack] = {}
 
     def enter(module: nn.Module, args: Any) -> None:
-        if module not in running:  # otherwise an earlier pass raised in it, and it is gathered still
+        if (
+            module not in running
+        ):  # otherwise an earlier pass raised in it, and it is gathered still
             running[module] = ExitStack()
             running[module].enter_context(gathered(module.parameters(recurse=False)))
 
@@ -65,7 +73,8 @@ def gathering_modules(model: nn.Module) -> Iterator[None]:
 
 
 def whole_copies(tensors: Mapping[str, Tensor], *, keep: bool) -> dict[str, Tensor]:
-    """Return tensors by name, whole; partitioned ones are gathered one at a time and copied to CPU memory.
+    """Return tensors by name, whole; partitioned ones are gathered one at a time and copied to CPU
+    memory.
 
     Where `keep` is False the process only takes part in gathering, and gets an empty dict.
     """

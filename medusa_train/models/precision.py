@@ -39,7 +39,9 @@ def device_name(device: torch.device) -> str:
 
 
 def _cpu_info(key: str) -> str:
-    """Return the first value of a key of /proc/cpuinfo; where there is none, what Python says of the processor."""
+    """Return the first value of a key of /proc/cpuinfo; where there is none, what Python says of
+    the processor.
+    """
     with contextlib.suppress(OSError):  # not Linux
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith(key):
@@ -48,9 +50,11 @@ def _cpu_info(key: str) -> str:
 
 
 def has_fast_bf16(device: torch.device) -> bool:
-    """Return whether the device multiplies bfloat16 faster than float32, judged by its instruction sets.
+    """Return whether the device multiplies bfloat16 faster than float32, judged by its instruction
+    sets.
 
-    On a CPU that takes AMX, or AVX512-BF16 by AMD: Intel's AVX512-BF16 alone was measured at half the rate of float32.
+    On a CPU that takes AMX, or AVX512-BF16 by AMD: Intel's AVX512-BF16 alone was measured at half
+    the rate of float32.
     """
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
@@ -62,18 +66,24 @@ def has_fast_bf16(device: torch.device) -> bool:
 
 
 def emulates_bf16(device: torch.device) -> bool:
-    """Return whether the device has no instructions for bfloat16: products of 17 rows then take six times as long."""
+    """Return whether the device has no instructions for bfloat16: products of 17 rows then take six
+    times as long.
+    """
     if device.type == "cpu":
         # torch has no public API for this; builds without oneDNN (macOS) lack the operator
-        return not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        return not (
+            torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        )
     return device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def auto_dtype(device: torch.device | None = None, *, float16: bool = True) -> str:
-    """Return what `auto` stands for: "bfloat16" where `has_fast_bf16`, else "float16" on a GPU, else "float32".
+    """Return what `auto` stands for: "bfloat16" where `has_fast_bf16`, else "float16" on a GPU,
+    else "float32".
 
     Args:
-        float16: whether a GPU without bfloat16 may use it. Not in training: gradients need loss scaling (`fp16: true`).
+        float16: whether a GPU without bfloat16 may use it. Not in training: gradients need loss
+            scaling (`fp16: true`).
     """
     device = device or default_device()
     if has_fast_bf16(device):
@@ -93,12 +103,15 @@ def parse_dtype(dtype: str | torch.dtype, device: torch.device | None = None) ->
 
 @contextmanager
 def exact_buffers(module: nn.Module) -> Iterator[None]:
-    """Within this context `.to()` moves the buffers of `module` to another device, but does not change their dtype.
+    """Within this context `.to()` moves the buffers of `module` to another device, but does not
+    change their dtype.
 
-    transformers keeps rotary frequencies in float32 buffers. In bfloat16 the angles of late positions are off by
-    radians.
+    transformers keeps rotary frequencies in float32 buffers. In bfloat16 the angles of late
+    positions are off by radians.
     """
-    exact = dict(module.named_buffers(remove_duplicate=False))  # a tensor may be registered under two names
+    exact = dict(
+        module.named_buffers(remove_duplicate=False)
+    )  # a tensor may be registered under two names
     yield
     for name, moved in list(module.named_buffers(remove_duplicate=False)):
         owner, _, leaf = name.rpartition(".")
@@ -109,7 +122,8 @@ def exact_buffers(module: nn.Module) -> Iterator[None]:
 class Precision:
     """Precision of a training run.
 
-    The backbone is loaded in `dtype`; heads keep float32 master weights and run under autocast to `dtype`.
+    The backbone is loaded in `dtype`; heads keep float32 master weights and run under autocast to
+    `dtype`.
     """
 
     device: torch.device
@@ -117,14 +131,20 @@ class Precision:
 
     def autocast(self) -> AbstractContextManager[object]:
         """Return the autocast context for the heads; it does nothing in float32."""
-        return torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32)
+        return torch.autocast(
+            self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32
+        )
 
     def __str__(self) -> str:
         return str(self.dtype).removeprefix("torch.")
 
 
-def choose_precision(bf16: bool | Literal["auto"], device: torch.device, *, fp16: bool = False) -> Precision:
-    """Return the precision for the keys `bf16` and `fp16`; float16 becomes float32 on a CPU, where it is slow."""
+def choose_precision(
+    bf16: bool | Literal["auto"], device: torch.device, *, fp16: bool = False
+) -> Precision:
+    """Return the precision for the keys `bf16` and `fp16`; float16 becomes float32 on a CPU, where
+    it is slow.
+    """
     if fp16:
         return Precision(device, torch.float16 if device.type == "cuda" else torch.float32)
     if bf16 == "auto":
@@ -137,7 +157,8 @@ def free_memory(device: torch.device) -> int | None:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:
-        # Linux overcommits memory: a process that exceeds it is killed without an exception, so check beforehand.
+        # Linux overcommits memory: a process that exceeds it is killed without an exception, so
+        # check beforehand.
         meminfo = Path("/proc/meminfo").read_text(encoding="ascii")
     except OSError:
         return None
@@ -145,9 +166,11 @@ def free_memory(device: torch.device) -> int | None:
     return None if match is None else 1024 * int(match[1])
 
 
-# Messages of CPU allocators (Linux, Windows) and of CUDA calls; PyTorch's CUDA allocator raises its own exception.
+# Messages of CPU allocators (Linux, Windows) and of CUDA calls; PyTorch's CUDA allocator raises its
+# own exception.
 _OUT_OF_MEMORY = re.compile(
-    r"DefaultCPUAllocator|not enough memory|CUDA error: out of memory|(CUBLAS|CUDNN)_STATUS_ALLOC_FAILED"
+    r"DefaultCPUAllocator|not enough memory|CUDA error: out of"
+    r" memory|(CUBLAS|CUDNN)_STATUS_ALLOC_FAILED"
 )
 
 
@@ -160,7 +183,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def catch_out_of_memory() -> Iterator[list[str]]:
-    """Suppress an error for which `is_out_of_memory`; the list then holds its message, but no frame with tensors."""
+    """Suppress an error for which `is_out_of_memory`; the list then holds its message, but no frame
+    with tensors.
+    """
     caught: list[str] = []
     try:
         yield caught
@@ -179,7 +204,8 @@ def release_memory() -> None:
 
 
 def limit_kernel_cache() -> None:
-    """Let oneDNN cache 64 kernels with their buffers; its default, 1,024, takes gigabytes where shapes vary.
+    """Let oneDNN cache 64 kernels with their buffers; its default, 1,024, takes gigabytes where
+    shapes vary.
 
     It reads the variable once, when the process runs its first kernel.
     """
@@ -187,14 +213,21 @@ def limit_kernel_cache() -> None:
 
 
 def return_free_memory() -> None:
-    """Return to Linux what its C library keeps of freed tensors, which grows with every new shape of a batch."""
-    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+    """Return to Linux what its C library keeps of freed tensors, which grows with every new shape
+    of a batch.
+    """
+    if (
+        sys.platform == "linux"
+        and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None
+    ):
         trim(0)  # other C libraries than glibc have none
 
 
 @dataclass(frozen=True)
 class WeightMemory:
-    """Memory of a model's weights: `numbers` are stored in the dtype, `quantized` bytes are the same in every dtype."""
+    """Memory of a model's weights: `numbers` are stored in the dtype, `quantized` bytes are the
+    same in every dtype.
+    """
 
     device: torch.device
     numbers: int
@@ -211,6 +244,10 @@ class WeightMemory:
         )
 
     def fit(self, dtype: str) -> bool:
-        """Return whether the weights alone, loaded once more in `dtype`, fit into the memory that is free now."""
+        """Return whether the weights alone, loaded once more in `dtype`, fit into the memory that
+        is free now.
+        """
         free = free_memory(self.device)
-        return free is None or self.numbers * getattr(torch, dtype).itemsize + self.quantized <= free
+        return (
+            free is None or self.numbers * getattr(torch, dtype).itemsize + self.quantized <= free
+        )

@@ -1,7 +1,8 @@
 """Prepack the weights of linear layers for matrix products of few rows on a CPU.
 
-Otherwise oneDNN reorders a weight in every call, or torch uses a slower kernel. With weights reordered once, products
-of few rows (plain decoding, or the nodes of a tree) are faster. Other devices are not affected.
+Otherwise oneDNN reorders a weight in every call, or torch uses a slower kernel. With weights
+reordered once, products of few rows (plain decoding, or the nodes of a tree) are faster. Other
+devices are not affected.
 """
 
 from __future__ import annotations
@@ -35,10 +36,11 @@ class PrepackedWeight:
 
 
 class PrepackedLinear(nn.Linear):
-    """A linear layer with the parameters of `layer`, and a prepacked copy that is used without gradients.
+    """A linear layer with the parameters of `layer`, and a prepacked copy that is used without
+    gradients.
 
-    Under torch.compile the parameters are used, since it prepacks weights itself. Moving or converting the layer drops
-    the copy.
+    Under torch.compile the parameters are used, since it prepacks weights itself. Moving or
+    converting the layer drops the copy.
     """
 
     def __init__(self, layer: nn.Linear) -> None:
@@ -86,21 +88,28 @@ def is_prepacked(module: nn.Module) -> bool:
 
 
 def worth_prepacking(weights: Sequence[Tensor]) -> bool:
-    """Return whether copies of the weights are supported, fit into free memory, and make products of one row faster."""
+    """Return whether copies of the weights are supported, fit into free memory, and make products
+    of one row faster.
+    """
     if not weights:
         return False
     device, dtype = weights[0].device, weights[0].dtype
     if device.type != "cpu" or dtype not in _DTYPES or not torch.backends.mkldnn.is_available():
         return False
     free = free_memory(device)
-    if free is not None and sum(weight.numel() * weight.element_size() for weight in weights) > _MEMORY_SHARE * free:
+    if (
+        free is not None
+        and sum(weight.numel() * weight.element_size() for weight in weights) > _MEMORY_SHARE * free
+    ):
         return False
     return _is_faster(weights[:: -(-len(weights) // _TIMED_WEIGHTS)])
 
 
 @torch.no_grad()
 def _is_faster(weights: Sequence[Tensor]) -> bool:
-    """Time products of one row with and without prepacking, alternately over several weights, and compare medians."""
+    """Time products of one row with and without prepacking, alternately over several weights, and
+    compare medians.
+    """
     rows = [torch.ones(1, 1, weight.shape[1], dtype=weight.dtype) for weight in weights]
     try:
         prepacked = [PrepackedWeight(weight) for weight in weights]

@@ -1,1 +1,3 @@
-"""Pages of reports: tables for the terminal, Markdown and HTML, SVG charts, and self-contained HTML pages."""
+"""Pages of reports: tables for the terminal, Markdown and HTML, SVG charts, and self-contained HTML
+pages.
+"""

@@ -1,4 +1,6 @@
-"""Tables for the terminal, Markdown and HTML from the same rows, and self-contained HTML pages (`page.html`)."""
+"""Tables for the terminal, Markdown and HTML from the same rows, and self-contained HTML pages
+(`page.html`).
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,12 @@ class Table:
     @classmethod
     def of_columns(cls, columns: Mapping[str, Sequence[str]], *, overall: bool = False) -> Table:
         """Return a table of columns by title; those with nothing but "" or "-" are left out."""
-        shown = {title: cells for title, cells in columns.items() if not {"", "-"}.issuperset(cells)}
-        return cls(list(shown), [list(cells) for cells in zip(*shown.values(), strict=True)], overall)
+        shown = {
+            title: cells for title, cells in columns.items() if not {"", "-"}.issuperset(cells)
+        }
+        return cls(
+            list(shown), [list(cells) for cells in zip(*shown.values(), strict=True)], overall
+        )
 
     def column(self, title: str) -> list[str]:
         """Return the cells of a column."""
@@ -61,7 +67,11 @@ class Table:
             else:
                 width = max(len(word) for cell in cells for word in cell.split(" "))
                 table.add_column(
-                    title.replace(" ", "\n"), justify="right", overflow="fold", min_width=width, no_wrap=True
+                    title.replace(" ", "\n"),
+                    justify="right",
+                    overflow="fold",
+                    min_width=width,
+                    no_wrap=True,
                 )
         grouped = len({row[0] for row in self.rows}) < len(self.rows)
         for number, row in enumerate(self.rows):
@@ -73,7 +83,9 @@ class Table:
         return table
 
 
-def number(value: float | None, digits: int = 2, suffix: str = "", interval: Sequence[float] | None = None) -> str:
+def number(
+    value: float | None, digits: int = 2, suffix: str = "", interval: Sequence[float] | None = None
+) -> str:
     """Format a figure with its interval, "1.27x (1.20-1.34)"; "-" if it was not measured."""
     if value is None:
         return "-"
@@ -86,7 +98,9 @@ def _bullets(lines: Iterable[str]) -> str:
 
 
 def write_files(directory: Path, contents: Mapping[str, Any]) -> list[Path]:
-    """Write files by their names, text as it is, lists as JSON Lines, and other values as JSON; returns their paths."""
+    """Write files by their names, text as it is, lists as JSON Lines, and other values as JSON;
+    returns their paths.
+    """
     for name, content in contents.items():
         if isinstance(content, list):
             content = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in content)
@@ -111,8 +125,8 @@ class AnswerGroup:
     """Answers of a model, by question.
 
     Attributes:
-        answers: each with `summary`, `details`, `asked` and `runs`: pieces of its text, each with the number of the
-            head that proposed it, 0 for the backbone.
+        answers: each with `summary`, `details`, `asked` and `runs`: pieces of its text, each with
+            the number of the head that proposed it, 0 for the backbone.
     """
 
     name: str
@@ -121,7 +135,9 @@ class AnswerGroup:
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a page, in this order: paragraphs, names by colour, figures, tables, facts, answers and remarks."""
+    """A part of a page, in this order: paragraphs, names by colour, figures, tables, facts, answers
+    and remarks.
+    """
 
     title: str = ""
     lines: Sequence[str] = ()
@@ -133,14 +149,22 @@ class Section:
     remarks: Sequence[str] = ()
 
 
-def render_page(title: str, subtitle: str, sections: Sequence[Section], tiles: Sequence[tuple[str, str]] = ()) -> str:
+def render_page(
+    title: str, subtitle: str, sections: Sequence[Section], tiles: Sequence[tuple[str, str]] = ()
+) -> str:
     """Return a page; every text is escaped, and sections without content are left out.
 
     Args:
         tiles: the main figures, each with its label.
     """
-    shown = [one for one in sections if any((one.lines, one.figures, one.tables, one.facts, one.answers, one.remarks))]
-    return _template().render(title=title, subtitle=subtitle, sections=shown, tiles=tiles, palette=PALETTE, svg=Markup)
+    shown = [
+        one
+        for one in sections
+        if any((one.lines, one.figures, one.tables, one.facts, one.answers, one.remarks))
+    ]
+    return _template().render(
+        title=title, subtitle=subtitle, sections=shown, tiles=tiles, palette=PALETTE, svg=Markup
+    )
 
 
 def markdown_page(title: str, sections: Sequence[Section]) -> str:
@@ -148,7 +172,12 @@ def markdown_page(title: str, sections: Sequence[Section]) -> str:
     blocks = [f"# {title}"]
     for one in sections:
         facts = [f"{label}: {value}" for label, value in one.facts]
-        texts = [*one.lines, *(table.markdown() for table in one.tables), _bullets(facts), _bullets(one.remarks)]
+        texts = [
+            *one.lines,
+            *(table.markdown() for table in one.tables),
+            _bullets(facts),
+            _bullets(one.remarks),
+        ]
         if any(texts) and not one.answers:
             blocks += [f"## {one.title}" if one.title else "", *texts]
     return "\n\n".join(block for block in blocks if block) + "\n"
@@ -161,9 +190,14 @@ def percent(share: float) -> str:
 
 @cache
 def _template() -> Template:
-    # answers of a model are not trusted: all text is escaped, and by its policy the page loads and runs nothing
+    # answers of a model are not trusted: all text is escaped, and by its policy the page loads and
+    # runs nothing
     loader = PackageLoader("medusa_train.pages", "")
     environment = Environment(
-        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
+        loader=loader,
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=StrictUndefined,
     )
     return environment.get_template("page.html")

@@ -1,4 +1,5 @@
-"""What an engine is asked and what it answers, and the rules by which answers are dropped: cut, looping, blank ones.
+"""What an engine is asked and what it answers, and the rules by which answers are dropped: cut,
+looping, blank ones.
 
 Engines keep no state between requests: an answer depends on its request only.
 """
@@ -11,14 +12,16 @@ from typing import Literal, Protocol
 
 from medusa_train.data.conversation import Message, is_looping
 
-#: End token, max_new_tokens, context is full (no text if the prompt alone exceeds it), rejected by template or server,
-#: no answer of the server within the time for retries.
+#: End token, max_new_tokens, context is full (no text if the prompt alone exceeds it), rejected by
+# template or server, : no answer of the server within the time for retries.
 AnswerFinishReason = Literal["stop", "length", "context", "refused", "failed"]
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request for the next message of the chat `messages`, by its `speaker`; "user" in self-talk only."""
+    """A request for the next message of the chat `messages`, by its `speaker`; "user" in self-talk
+    only.
+    """
 
     messages: tuple[Message, ...]
     seed: int
@@ -73,7 +76,9 @@ class DropRules:
         """Return why `answer` is dropped, or None if it is kept."""
         if answer.finish_reason in ("refused", "failed"):
             return answer.finish_reason
-        if self.drop_looping and is_looping(answer.text):  # before "length": a loop often ends there
+        if self.drop_looping and is_looping(
+            answer.text
+        ):  # before "length": a loop often ends there
             return "looping"
         if answer.finish_reason != "stop" and self.drop_truncated:
             return answer.finish_reason

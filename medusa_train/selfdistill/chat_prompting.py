@@ -14,16 +14,21 @@ from medusa_train.inference.detokenize import answer_text
 from medusa_train.inference.generate import FinishReason
 from medusa_train.selfdistill.answers import Answer, AnswerFinishReason, Request
 
-_REASONS: dict[FinishReason, AnswerFinishReason] = {"eos": "stop", "length": "length", "context": "context"}
+_REASONS: dict[FinishReason, AnswerFinishReason] = {
+    "eos": "stop",
+    "length": "length",
+    "context": "context",
+}
 _MARK = "\ue000words\ue001"  # private use characters, which no template contains
 
 
 class ChatPrompting:
     """Builds prompts for an assistant or user message, and parses the generated tokens.
 
-    An assistant message follows the generation prompt and ends with EOS. A user message (self-talk) follows the
-    template's user header, and ends with whatever the template writes after user contents: EOS in many templates, the
-    assistant header in others (Vicuna). So it is split at these texts before special tokens are removed.
+    An assistant message follows the generation prompt and ends with EOS. A user message (self-talk)
+    follows the template's user header, and ends with whatever the template writes after user
+    contents: EOS in many templates, the assistant header in others (Vicuna). So it is split at
+    these texts before special tokens are removed.
     """
 
     def __init__(
@@ -35,10 +40,15 @@ class ChatPrompting:
         reasoning_tags: ReasoningTags = REASONING_TAGS,
     ) -> None:
         self.tokenizer = tokenizer
-        self._encoder = ChatEncoder(tokenizer, template, template_kwargs, reasoning_tags=reasoning_tags)
+        self._encoder = ChatEncoder(
+            tokenizer, template, template_kwargs, reasoning_tags=reasoning_tags
+        )
 
     def text(self, request: Request) -> str:
-        """Return the prompt as text: the chat and the header of the requested message. Raises as `prompt` does."""
+        """Return the prompt as text: the chat and the header of the requested message.
+
+        Raises as `prompt` does.
+        """
         if request.speaker == "assistant":
             return self._render(request.messages)
         # A space that ends the header belongs to the first word's token.
@@ -53,12 +63,17 @@ class ChatPrompting:
         """
         if request.speaker == "assistant":
             return self._encoder.prompt(request.messages)
-        return list(self.tokenizer(self.text(request), add_special_tokens=False, verbose=False)["input_ids"])
+        return list(
+            self.tokenizer(self.text(request), add_special_tokens=False, verbose=False)["input_ids"]
+        )
 
-    def answer(self, request: Request, prompt_tokens: int, tokens: list[int], finish: FinishReason) -> Answer:
+    def answer(
+        self, request: Request, prompt_tokens: int, tokens: list[int], finish: FinishReason
+    ) -> Answer:
         """Parse the generated `tokens` (a final EOS included) into an answer.
 
-        A reasoning part that the prompt opened begins with its tag, as in answers whose model writes the tag itself.
+        A reasoning part that the prompt opened begins with its tag, as in answers whose model
+        writes the tag itself.
         """
         kept = tokens[:-1] if finish == "eos" else tokens
         if request.speaker == "assistant":
@@ -66,11 +81,17 @@ class ChatPrompting:
             if not text.strip():
                 return Answer(text, _REASONS[finish], prompt_tokens, len(tokens))
             text = self._encoder.template.opened_reasoning(self.text(request)) + text
-            chat = Conversation("", (*request.messages, Message("assistant", text, is_cut=finish != "eos")), "")
+            chat = Conversation(
+                "", (*request.messages, Message("assistant", text, is_cut=finish != "eos")), ""
+            )
             trained = self._encoder.encode(chat)[-1].ids[len(self.prompt(request)) :]
-            ids = None if kept in (trained, trained[:-1]) else tuple(kept)  # with an end token, if it is not cut
+            ids = (
+                None if kept in (trained, trained[:-1]) else tuple(kept)
+            )  # with an end token, if it is not cut
             return Answer(text, _REASONS[finish], prompt_tokens, len(tokens), ids)
-        text, ended = self._split_user_message(request, self.tokenizer.decode(kept, clean_up_tokenization_spaces=False))
+        text, ended = self._split_user_message(
+            request, self.tokenizer.decode(kept, clean_up_tokenization_spaces=False)
+        )
         return Answer(text, "stop" if ended else _REASONS[finish], prompt_tokens, len(tokens))
 
     def _split_user_message(self, request: Request, text: str) -> tuple[str, bool]:
@@ -81,8 +102,12 @@ class ChatPrompting:
         return message.strip(), bool(rest)
 
     def _around_user(self, request: Request) -> tuple[str, str]:
-        """Return the text that the template renders before and after the content of the next user message."""
-        before, mark, after = self._render((*request.messages, Message("user", _MARK))).rpartition(_MARK)
+        """Return the text that the template renders before and after the content of the next user
+        message.
+        """
+        before, mark, after = self._render((*request.messages, Message("user", _MARK))).rpartition(
+            _MARK
+        )
         if not mark:
             raise ConfigError(
                 "the chat template does not render user messages verbatim, which self-talk needs; "

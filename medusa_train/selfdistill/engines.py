@@ -1,4 +1,6 @@
-"""The model of self-distillation: its files, names and dtype, and the engine that generates its answers."""
+"""The model of self-distillation: its files, names and dtype, and the engine that generates its
+answers.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,12 @@ def resolve_model_paths(cfg: SelfDistillConfig) -> ModelPaths:
 
     model, base = cfg.heads, cfg.base_model
     run = None if base is None else resolve_path(base)
-    if model is None and run is not None and (run / "heads").is_dir() and (run / "config.yaml").is_file():
+    if (
+        model is None
+        and run is not None
+        and (run / "heads").is_dir()
+        and (run / "config.yaml").is_file()
+    ):
         model, base = base, None
     paths = resolve_model(
         model,
@@ -53,16 +60,31 @@ def model_name(cfg: SelfDistillConfig) -> str:
 
 
 def weights_digest(cfg: SelfDistillConfig) -> str | None:
-    """Return a hash of the weights of a model or heads of which only the last part of the path is in the output.
+    """Return a hash of the weights of a model or heads of which only the last part of the path is
+    in the output.
 
     `a/merged` and `b/merged` have the same name there. None for other names, and for servers.
     """
     from medusa_train.tree_search.traces import digest_files
 
-    paths = [Path(name).expanduser() for name in (cfg.base_model, cfg.heads) if name and cfg.engine != "openai"]
-    shortened = [path for path in paths if path.is_absolute() and public_name(str(path)) == path.name]
-    kinds = [f"{folder}*.{suffix}" for folder in ("", "adapter/", "heads/") for suffix in ("safetensors", "bin")]
-    return digest_files(file for path in shortened for kind in kinds for file in path.glob(kind)) if shortened else None
+    paths = [
+        Path(name).expanduser()
+        for name in (cfg.base_model, cfg.heads)
+        if name and cfg.engine != "openai"
+    ]
+    shortened = [
+        path for path in paths if path.is_absolute() and public_name(str(path)) == path.name
+    ]
+    kinds = [
+        f"{folder}*.{suffix}"
+        for folder in ("", "adapter/", "heads/")
+        for suffix in ("safetensors", "bin")
+    ]
+    return (
+        digest_files(file for path in shortened for kind in kinds for file in path.glob(kind))
+        if shortened
+        else None
+    )
 
 
 def resolve_dtype(cfg: SelfDistillConfig) -> str | None:
@@ -76,7 +98,9 @@ def resolve_dtype(cfg: SelfDistillConfig) -> str | None:
     return auto_dtype()
 
 
-def open_engine(cfg: SelfDistillConfig, dtype: str | None, answers: int, note: Callable[[str], None]) -> Engine:
+def open_engine(
+    cfg: SelfDistillConfig, dtype: str | None, answers: int, note: Callable[[str], None]
+) -> Engine:
     """Load the model, or connect to the server, that generates the answers.
 
     Args:
@@ -109,19 +133,25 @@ def server_sampling(cfg: SelfDistillConfig) -> ServerSampling:
     """Return the parameters that every request has in common."""
     from medusa_train.selfdistill.openai_engine import ServerSampling
 
-    return ServerSampling(cfg.temperature, cfg.max_new_tokens, cfg.top_p, cfg.top_k, cfg.chat_template_kwargs)
+    return ServerSampling(
+        cfg.temperature, cfg.max_new_tokens, cfg.top_p, cfg.top_k, cfg.chat_template_kwargs
+    )
 
 
 def open_hf_engine(
     cfg: SelfDistillConfig, paths: ModelPaths, dtype: str, answers: int, note: Callable[[str], None]
 ) -> HFEngine:
-    """Load the model in this process, compile it where wanted, and return its engine; see `open_engine`."""
+    """Load the model in this process, compile it where wanted, and return its engine; see
+    `open_engine`.
+    """
     from medusa_train.checkpoint.load_model import compile_backbone, load_with_draft
     from medusa_train.choose_decoding import compile_if_repaid
     from medusa_train.data.tokenize import ChatEncoder
     from medusa_train.selfdistill.hf_engine import HFEngine
 
-    batch_size = cfg.batch_size or (1 if dtype == "float32" or paths.heads is not None else DEFAULT_BATCH_SIZE)
+    batch_size = cfg.batch_size or (
+        1 if dtype == "float32" or paths.heads is not None else DEFAULT_BATCH_SIZE
+    )
     # float32 answers are reproducible on other machines only without prepacked weights
     model = load_with_draft(paths, dtype, prepack=dtype != "float32")
     trees = model.draft is not None
@@ -131,10 +161,13 @@ def open_hf_engine(
     if cfg.compile is True:
         compile_backbone(model.backbone, paths, rows=batch_size, trees=trees)
     elif cfg.compile == "auto" and not (batch_size == 1 and dtype == "float32"):
-        # Compiled passes round differently, and single rows in float32 have the same answers on other machines. Half of
-        # the tokens are expected, since most answers end before their limit.
+        # Compiled passes round differently, and single rows in float32 have the same answers on
+        # other machines. Half of the tokens are expected, since most answers end before their
+        # limit.
         steps = answers * cfg.max_new_tokens // 2 // batch_size
-        compile_if_repaid(model.backbone, paths, steps, [0] * TIMED_PROMPT, note, rows=batch_size, trees=trees)
+        compile_if_repaid(
+            model.backbone, paths, steps, [0] * TIMED_PROMPT, note, rows=batch_size, trees=trees
+        )
     return HFEngine(
         model.backbone,
         batch_size=batch_size,

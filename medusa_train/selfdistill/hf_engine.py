@@ -21,7 +21,9 @@ from medusa_train.selfdistill.chat_prompting import ChatPrompting
 from medusa_train.trees.tree import Tree
 
 LOOP_INTERVAL = 32  # steps between two checks whether an answer loops
-POOL_BATCHES = 4  # batches of requests to keep waiting, so that prompts of similar length can be batched
+POOL_BATCHES = (
+    4  # batches of requests to keep waiting, so that prompts of similar length can be batched
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,18 +36,20 @@ class _Pending:
 class HFEngine:
     """Generates answers with a backbone loaded in this process.
 
-    Batching is continuous: waiting requests replace finished ones, except in longrope models, which can't batch.
+    Batching is continuous: waiting requests replace finished ones, except in longrope models, which
+    can't batch.
 
-    Every request has its own random generator, seeded by the request, so an answer depends on its batch only where
-    rounding decides between two tokens.
+    Every request has its own random generator, seeded by the request, so an answer depends on its
+    batch only where rounding decides between two tokens.
 
     Args:
         temperature: 0 for greedy decoding.
         top_p, top_k: sampling filters; 1 and 0 disable them.
-        batch_size: rows of a forward pass; with 1 answers come in the order of the requests.
-        draft, tree: heads for speculative decoding. Sampled answers follow the backbone's distribution, but differ
-            from those without heads.
-        stop_looping: end answers in refilled batches soon after they begin to loop, as they will be dropped.
+        batch_size: rows of a forward pass; with 1 answers come in the order of the requests. draft,
+        tree: heads for speculative decoding. Sampled answers follow the backbone's distribution,
+        but differ from those without heads.
+        stop_looping: end answers in refilled batches soon after they begin to loop, as they will be
+            dropped.
     """
 
     def __init__(
@@ -76,14 +80,18 @@ class HFEngine:
         if batch_size > 1 and self._decoder.can_batch:
             self._batch = self._decoder.begin(max_new_tokens, rule=self.sampling)
         self._stop_looping = stop_looping
-        self.steps = self.step_tokens = 0  # decoding steps of all answers, and the tokens that they made
+        self.steps = self.step_tokens = (
+            0  # decoding steps of all answers, and the tokens that they made
+        )
         self._waiting: list[_Pending] = []
         self._underway: dict[int, _Pending] = {}
         self._finished: deque[tuple[int, Answer]] = deque()
 
     @property
     def capacity(self) -> int:
-        """A few batches of requests, from which prompts of similar length are batched; 1 for batch size 1."""
+        """A few batches of requests, from which prompts of similar length are batched; 1 for batch
+        size 1.
+        """
         return 1 if self.batch_size == 1 else POOL_BATCHES * self.batch_size
 
     def submit(self, request_id: int, request: Request) -> None:
@@ -114,7 +122,9 @@ class HFEngine:
         for pending, out in zip(requests, outputs, strict=True):
             self.steps += out.steps
             self.step_tokens += len(out.tokens) - 1
-            answer = self._prompting.answer(pending.request, len(pending.prompt), out.tokens, out.finish)
+            answer = self._prompting.answer(
+                pending.request, len(pending.prompt), out.tokens, out.finish
+            )
             self._finished.append((pending.request_id, answer))
 
     @property
@@ -132,7 +142,9 @@ class HFEngine:
         """Do nothing."""
 
     def _pick(self, count: int) -> list[_Pending]:
-        """Take the oldest request and those with the most similar prompt lengths from the queue, in order."""
+        """Take the oldest request and those with the most similar prompt lengths from the queue, in
+        order.
+        """
         oldest, *others = range(len(self._waiting))
         lengths = [len(asked.prompt) for asked in self._waiting]
         others.sort(key=lambda index: abs(lengths[index] - lengths[oldest]))
@@ -147,7 +159,12 @@ class HFEngine:
         if self._waiting and free * REFILL_FRACTION >= self.batch_size:
             joining = self._pick(free)
             rngs = [self._generator(asked) if self.sampling else None for asked in joining]
-            batch.add_requests([PendingRequest(a.request_id, a.prompt, g) for a, g in zip(joining, rngs, strict=True)])
+            batch.add_requests(
+                [
+                    PendingRequest(a.request_id, a.prompt, g)
+                    for a, g in zip(joining, rngs, strict=True)
+                ]
+            )
             self._underway.update((asked.request_id, asked) for asked in joining)
         done = batch.step()
         if self._stop_looping:
@@ -164,7 +181,9 @@ class HFEngine:
     def _generate(self, batch: Sequence[_Pending]) -> list[Generation]:
         generators = [self._generator(asked) for asked in batch] if self.sampling else None
         prompts = [asked.prompt for asked in batch]
-        return self._decoder.generate_batch(prompts, self.max_new_tokens, rule=self.sampling, generators=generators)
+        return self._decoder.generate_batch(
+            prompts, self.max_new_tokens, rule=self.sampling, generators=generators
+        )
 
     def _generator(self, asked: _Pending) -> torch.Generator:
         """Return a CPU generator, for the same numbers on every device."""

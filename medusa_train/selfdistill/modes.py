@@ -1,7 +1,7 @@
 """The modes of self-distillation: replay, self-talk and questions.
 
-A mode is a generator: it yields `Request`s, is sent their `Answer`s, and returns a `GeneratedChat`. So any number of
-conversations can be in progress at once, with any engine and in any order.
+A mode is a generator: it yields `Request`s, is sent their `Answer`s, and returns a `GeneratedChat`.
+So any number of conversations can be in progress at once, with any engine and in any order.
 """
 
 from __future__ import annotations
@@ -11,7 +11,13 @@ from collections.abc import Generator
 from dataclasses import dataclass, field
 
 from medusa_train.data.conversation import Message, is_looping
-from medusa_train.selfdistill.answers import Answer, AnswerFinishReason, DropReason, DropRules, Request
+from medusa_train.selfdistill.answers import (
+    Answer,
+    AnswerFinishReason,
+    DropReason,
+    DropRules,
+    Request,
+)
 from medusa_train.selfdistill.prompts import Prompt
 
 
@@ -20,8 +26,12 @@ class GeneratedChat:
     """A conversation with generated answers; of mode questions a single question."""
 
     prompt: Prompt  # what it was generated from
-    messages: list[Message] = field(default_factory=list)  # system message, then each question with its answer
-    finish_reasons: list[AnswerFinishReason] = field(default_factory=list)  # these three: per answer
+    messages: list[Message] = field(
+        default_factory=list
+    )  # system message, then each question with its answer
+    finish_reasons: list[AnswerFinishReason] = field(
+        default_factory=list
+    )  # these three: per answer
     prompt_tokens: list[int] = field(default_factory=list)
     completion_tokens: list[int] = field(default_factory=list)
     looping: int = 0  # looping answers, a dropped one included
@@ -39,8 +49,12 @@ class GeneratedChat:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is kept: there is no answer, or one failed, so that a further run tries the chat again."""
-        return self.dropped == "failed" or all(message.role == "system" for message in self.messages)
+        """Whether nothing is kept: there is no answer, or one failed, so that a further run tries
+        the chat again.
+        """
+        return self.dropped == "failed" or all(
+            message.role == "system" for message in self.messages
+        )
 
     def add(self, question: Message, answer: Answer) -> None:
         """Append a question and its answer."""
@@ -68,7 +82,9 @@ def replay(prompt: Prompt, *, random_seed: int, rules: DropRules) -> ChatSteps:
     chat = GeneratedChat(prompt)
     for number, text in enumerate(prompt.turns):
         question = Message("user", text)
-        answer = yield Request((*chat.messages, question), turn_seed(random_seed, prompt.id, number))
+        answer = yield Request(
+            (*chat.messages, question), turn_seed(random_seed, prompt.id, number)
+        )
         reason = rules.drop_reason(answer)
         if reason is not None:
             chat.drop(reason, len(prompt.turns) - number)
@@ -78,15 +94,19 @@ def replay(prompt: Prompt, *, random_seed: int, rules: DropRules) -> ChatSteps:
 
 
 def selftalk(prompt: Prompt, *, random_seed: int, rules: DropRules, rounds: int) -> ChatSteps:
-    """Answer the first turn of `prompt`, then let the model write the user's turns as well (Medusa, Self-Distillation).
+    """Answer the first turn of `prompt`, then let the model write the user's turns as well (Medusa,
+    Self-Distillation).
 
-    It ends after `rounds` answers, with an answer dropped by `rules`, with a blank or truncated user turn, or when a
-    speaker repeats one of its messages. A question without an answer is removed.
+    It ends after `rounds` answers, with an answer dropped by `rules`, with a blank or truncated
+    user turn, or when a speaker repeats one of its messages. A question without an answer is
+    removed.
     """
     chat = GeneratedChat(prompt)
     question = Message("user", prompt.turns[0])
     while True:
-        answer = yield Request((*chat.messages, question), turn_seed(random_seed, prompt.id, chat.turns))
+        answer = yield Request(
+            (*chat.messages, question), turn_seed(random_seed, prompt.id, chat.turns)
+        )
         reason = rules.drop_reason(answer) or _repeats(chat, "assistant", answer.text)
         if reason is not None:
             chat.drop(reason, 1)
@@ -95,7 +115,9 @@ def selftalk(prompt: Prompt, *, random_seed: int, rules: DropRules, rounds: int)
         if chat.turns == rounds:
             return chat
         name = f"user {chat.turns}"
-        user_turn = yield Request(tuple(chat.messages), turn_seed(random_seed, prompt.id, name), speaker="user")
+        user_turn = yield Request(
+            tuple(chat.messages), turn_seed(random_seed, prompt.id, name), speaker="user"
+        )
         text = user_turn.text
         if user_turn.finish_reason != "stop" or not text.strip() or _repeats(chat, "user", text):
             return chat  # no dropped turn: the model has ended the conversation
@@ -103,12 +125,16 @@ def selftalk(prompt: Prompt, *, random_seed: int, rules: DropRules, rounds: int)
 
 
 def question(prompt: Prompt, *, random_seed: int, rules: DropRules) -> ChatSteps:
-    """Let the model write the first user message, to be answered by a second run (Magpie, Xu et al. 2024).
+    """Let the model write the first user message, to be answered by a second run (Magpie, Xu et al.
+    2024).
 
-    A model that was trained on chats continues the template's user header with a question of its training data's kind.
+    A model that was trained on chats continues the template's user header with a question of its
+    training data's kind.
     """
     chat = GeneratedChat(prompt)
-    answer = yield Request(tuple(chat.messages), turn_seed(random_seed, prompt.id, "user 0"), speaker="user")
+    answer = yield Request(
+        tuple(chat.messages), turn_seed(random_seed, prompt.id, "user 0"), speaker="user"
+    )
     reason = rules.drop_reason(answer)
     if reason is None:
         chat.messages.append(Message("user", answer.text))
@@ -118,8 +144,15 @@ def question(prompt: Prompt, *, random_seed: int, rules: DropRules) -> ChatSteps
 
 
 def turn_seed(seed: int, conversation: str, turn: int | str) -> int:
-    """Return the random seed of one turn: 63 bits of a hash of the run's seed, conversation id and turn."""
-    return int.from_bytes(hashlib.sha256(f"{seed}\x00{conversation}\x00{turn}".encode()).digest()[:8], "big") >> 1
+    """Return the random seed of one turn: 63 bits of a hash of the run's seed, conversation id and
+    turn.
+    """
+    return (
+        int.from_bytes(
+            hashlib.sha256(f"{seed}\x00{conversation}\x00{turn}".encode()).digest()[:8], "big"
+        )
+        >> 1
+    )
 
 
 def _repeats(chat: GeneratedChat, role: str, text: str) -> DropReason | None:

@@ -49,14 +49,19 @@ class ServerSampling:
 
 
 class OpenAIEngine:
-    """Generates answers with servers that have `/chat/completions`, in the order in which they respond.
+    """Generates answers with servers that have `/chat/completions`, in the order in which they
+    respond.
 
-    `reasoning_tags` join reasoning and content where the server returns them apart.
-    `next` raises ServerError if the server rejects all requests, or does not respond within the retry time.
+    `reasoning_tags` join reasoning and content where the server returns them apart. `next` raises
+    ServerError if the server rejects all requests, or does not respond within the retry time.
     """
 
     def __init__(
-        self, server: OpenAIClient, model: str, sampling: ServerSampling, reasoning_tags: ReasoningTags = REASONING_TAGS
+        self,
+        server: OpenAIClient,
+        model: str,
+        sampling: ServerSampling,
+        reasoning_tags: ReasoningTags = REASONING_TAGS,
     ) -> None:
         self.server = server
         self.model = model
@@ -64,7 +69,9 @@ class OpenAIEngine:
         self.reasoning_tags = reasoning_tags
         self._finished: queue.SimpleQueue[tuple[int, _Outcome]] = queue.SimpleQueue()
         self._open = 0  # requests submitted and not returned yet
-        self._held: deque[tuple[int, Answer]] = deque()  # ids of refused requests that are not returned yet
+        self._held: deque[tuple[int, Answer]] = (
+            deque()
+        )  # ids of refused requests that are not returned yet
         self._refusals: list[str] = []  # reasons since the last answer
         self._takes_some = False  # whether there was any answer
 
@@ -89,9 +96,12 @@ class OpenAIEngine:
                 continue
             request_id, outcome = self._finished.get()
             if isinstance(outcome, RequestRejected) and not outcome.too_long:
-                # Held until another request is answered, which shows that the server does not refuse every request:
-                # a run whose requests are all refused must end without recording prompts as done.
-                self._held.append((request_id, Answer("", "failed" if outcome.failed else "refused", 0, 0)))
+                # Held until another request is answered, which shows that the server does not
+                # refuse every request: a run whose requests are all refused must end without
+                # recording prompts as done.
+                self._held.append(
+                    (request_id, Answer("", "failed" if outcome.failed else "refused", 0, 0))
+                )
                 self._refusals.append(str(outcome))
                 continue
             if isinstance(outcome, BaseException) and not isinstance(outcome, RequestRejected):
@@ -106,7 +116,9 @@ class OpenAIEngine:
         return self._held.popleft()
 
     def _greet(self) -> None:
-        """Find out by a greeting whether the server refuses every request, since no other request is under way."""
+        """Find out by a greeting whether the server refuses every request, since no other request
+        is under way.
+        """
         try:
             greeting = self.sampling.body(self.model, Request((Message("user", "Hello"),), 0))
             self.server.complete({**greeting, "max_tokens": min(16, self.sampling.max_new_tokens)})
@@ -136,14 +148,18 @@ class OpenAIEngine:
         self._finished.put((request_id, outcome))
 
 
-def parse_answer(content: Mapping[str, Any], reasoning_tags: ReasoningTags, max_new_tokens: int) -> Answer:
+def parse_answer(
+    content: Mapping[str, Any], reasoning_tags: ReasoningTags, max_new_tokens: int
+) -> Answer:
     """Convert a chat completion; without `usage` the token counts are 0.
 
     An answer that was cut before `max_new_tokens` reached the end of the context.
     """
     choice = content["choices"][0]
     message = choice["message"]
-    text = join_reasoning(reasoning_part(message), str(message.get("content") or ""), reasoning_tags)
+    text = join_reasoning(
+        reasoning_part(message), str(message.get("content") or ""), reasoning_tags
+    )
     # replace lone surrogates, which JSON can escape and UTF-8 cannot encode
     text = text.encode("utf-8", "replace").decode("utf-8")
     length = _token_count(content, "completion_tokens")
@@ -161,7 +177,9 @@ def _token_count(content: Mapping[str, Any], name: str) -> int:
 
 
 def _reason(finish: object) -> AnswerFinishReason:
-    """Map OpenAI's finish reasons; others than an end or limit (content_filter, tool_calls) count as refused."""
+    """Map OpenAI's finish reasons; others than an end or limit (content_filter, tool_calls) count
+    as refused.
+    """
     if finish in ("stop", "eos", None):
         return "stop"
     return "length" if finish == "length" else "refused"

@@ -1,7 +1,8 @@
 """The output file of self-distillation: append-only JSON Lines that a run can resume.
 
-Beside `NAME.jsonl` are `NAME.settings.json`, the settings that it was generated with, and `NAME.dropped.jsonl`, the ids
-of conversations without any kept answer, which a resumed run does not try again.
+Beside `NAME.jsonl` are `NAME.settings.json`, the settings that it was generated with, and
+`NAME.dropped.jsonl`, the ids of conversations without any kept answer, which a resumed run does not
+try again.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ def _read_lines(path: Path) -> Iterator[tuple[str, bytes]]:
 
 
 class OutputWriter:
-    """Appends conversations to an output file, and tracks those of earlier runs with the same `settings`.
+    """Appends conversations to an output file, and tracks those of earlier runs with the same
+    `settings`.
 
     Attributes:
         done: ids of the finished conversations, dropped ones included.
@@ -49,9 +51,15 @@ class OutputWriter:
             # check again under the lock
             if not _check_settings(output, settings):
                 write_settings(output, settings)
-            self.dropped = JsonLinesFile(dropped_path(output), exclusive=True, fsync_every=FSYNC_EVERY)
+            self.dropped = JsonLinesFile(
+                dropped_path(output), exclusive=True, fsync_every=FSYNC_EVERY
+            )
             try:
-                self.done = {name for file in (self.lines, self.dropped) for name, _ in _read_lines(file.path)}
+                self.done = {
+                    name
+                    for file in (self.lines, self.dropped)
+                    for name, _ in _read_lines(file.path)
+                }
             except BaseException:
                 self.dropped.close()
                 raise
@@ -60,14 +68,21 @@ class OutputWriter:
             raise
 
     def check_prompts(self, prompts: Iterable[Prompt]) -> None:
-        """Raise ConfigError if the file has a conversation with the id of one of `prompts` and another question."""
+        """Raise ConfigError if the file has a conversation with the id of one of `prompts` and
+        another question.
+        """
         asked = {prompt.id: prompt.turns[0] for prompt in prompts if prompt.turns}
         for name, line in _read_lines(self.lines.path):
-            said = [one["content"] for one in json.loads(line).get("messages", ()) if one["role"] == "user"]
+            said = [
+                one["content"]
+                for one in json.loads(line).get("messages", ())
+                if one["role"] == "user"
+            ]
             if said and asked.get(name, said[0]) != said[0]:
                 raise ConfigError(
-                    f"output {self.output}: it answers other prompts with the same ids; {name} asks {said[0][:60]!r}, "
-                    f"and now {asked[name][:60]!r}. Choose another output=FILE.jsonl"
+                    f"output {self.output}: it answers other prompts with the same ids; {name} asks"
+                    f" {said[0][:60]!r}, and now {asked[name][:60]!r}. Choose another"
+                    " output=FILE.jsonl"
                 )
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -111,7 +126,9 @@ def has_conversations(output: Path) -> bool:
 
 def write_settings(output: Path, settings: Mapping[str, Any]) -> None:
     """Write the settings of `output` atomically."""
-    replace_text(settings_path(output), json.dumps(dict(settings), indent=2, ensure_ascii=False) + "\n")
+    replace_text(
+        settings_path(output), json.dumps(dict(settings), indent=2, ensure_ascii=False) + "\n"
+    )
 
 
 def _read_settings(output: Path) -> dict[str, Any] | None:
@@ -132,19 +149,27 @@ def _check_settings(output: Path, settings: Mapping[str, Any]) -> bool:
     generated = has_conversations(output)
     if generated and stored is None:
         name = settings_path(output).name
-        raise ConfigError(f"output {output}: the file exists without its settings {name}; choose another output")
+        raise ConfigError(
+            f"output {output}: the file exists without its settings {name}; choose another output"
+        )
     if stored is None:
         return False
     # a missing setting equals None
     names = [name for name in {**stored, **settings} if stored.get(name) != settings.get(name)]
     if names and generated:
-        lines = [f"  {name}: {stored.get(name)!r} in the file, {settings.get(name)!r} now" for name in names]
+        lines = [
+            f"  {name}: {stored.get(name)!r} in the file, {settings.get(name)!r} now"
+            for name in names
+        ]
         raise ConfigError(
             "\n".join(
                 [
                     f"output {output}: it holds conversations generated with other settings",
                     *lines,
-                    "Choose another output=FILE.jsonl, or delete this one with its settings and dropped files.",
+                    (
+                        "Choose another output=FILE.jsonl, or delete this one with its settings and"
+                        " dropped files."
+                    ),
                 ]
             )
         )
@@ -168,14 +193,18 @@ def shard_output(output: Path, shard: Shard | None) -> Path:
 
 
 def merge(output: Path, settings: Mapping[str, Any], seed_ids: Sequence[str]) -> MergeResult:
-    """Merge the outputs of all shards, and `output` itself, into `output`, in the order of the prompts.
+    """Merge the outputs of all shards, and `output` itself, into `output`, in the order of the
+    prompts.
 
-    Duplicates are written once. Shards are kept, so that they can be resumed and merged again; a run without a shard
-    generates what is missing. Without a dtype in `settings` it is that of the first part: other machines may merge.
+    Duplicates are written once. Shards are kept, so that they can be resumed and merged again; a
+    run without a shard generates what is missing. Without a dtype in `settings` it is that of the
+    first part: other machines may merge.
     """
     parts = [*_shards_of(output), *([output] if has_conversations(output) else [])]
     if not parts:
-        raise DataError(f"{output}: nothing to merge, no file such as {shard_output(output, Shard(1, 2)).name}")
+        raise DataError(
+            f"{output}: nothing to merge, no file such as {shard_output(output, Shard(1, 2)).name}"
+        )
     dtype = settings.get("dtype") or (_read_settings(parts[0]) or {}).get("dtype")
     settings = {**settings, **({"dtype": dtype} if dtype else {})}
     with ExitStack() as stack:
@@ -193,10 +222,19 @@ def merge(output: Path, settings: Mapping[str, Any], seed_ids: Sequence[str]) ->
 
 
 def _shards_of(output: Path) -> list[Path]:
-    """Return the shards of `output`, found by their settings: a shard may have dropped conversations only."""
+    """Return the shards of `output`, found by their settings: a shard may have dropped
+    conversations only.
+    """
     pattern = re.compile(re.escape(output.stem) + r"\.shard-\d+-of-\d+\.settings\.json")
-    settings = [path for path in sorted(output.parent.glob("*.settings.json")) if pattern.fullmatch(path.name)]
-    return [path.with_name(path.name.removesuffix(".settings.json") + output.suffix) for path in settings]
+    settings = [
+        path
+        for path in sorted(output.parent.glob("*.settings.json"))
+        if pattern.fullmatch(path.name)
+    ]
+    return [
+        path.with_name(path.name.removesuffix(".settings.json") + output.suffix)
+        for path in settings
+    ]
 
 
 def _merged(files: Iterable[Path]) -> dict[str, bytes]:
@@ -211,4 +249,7 @@ def _merged(files: Iterable[Path]) -> dict[str, bytes]:
 def _ordered(names: Mapping[str, Any], seed_ids: Sequence[str]) -> list[str]:
     """Sort ids by the order of the prompts; ids that are no longer among the prompts come last."""
     prompt_ids = set(seed_ids)
-    return [*(name for name in seed_ids if name in names), *(name for name in names if name not in prompt_ids)]
+    return [
+        *(name for name in seed_ids if name in names),
+        *(name for name in names if name not in prompt_ids),
+    ]

@@ -21,7 +21,9 @@ from medusa_train.errors import ConfigError, DataError
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """The user's side of one conversation; `id` is unique within the data set, `source` is `file:line`."""
+    """The user's side of one conversation; `id` is unique within the data set, `source` is
+    `file:line`.
+    """
 
     id: str
     turns: tuple[str, ...]
@@ -34,8 +36,8 @@ def read_prompts(
 ) -> list[Prompt]:
     """Read prompts in any format of `parse_user_turns`. Records without a user message are skipped.
 
-    A repeated id gets a number (`id~2`). Invalid records raise DataError, unless a list `skipped` receives their
-    `file:line: reason`.
+    A repeated id gets a number (`id~2`). Invalid records raise DataError, unless a list `skipped`
+    receives their `file:line: reason`.
     """
     if isinstance(source, Path):
         source = LocalFiles((source,))
@@ -52,7 +54,9 @@ def read_prompts(
             continue
         if turns:
             record_id = _record_id(record.value, turns, system)
-            prompts.append(_with_unique_id(Prompt(record_id, tuple(turns), system, record.source), id_counts))
+            prompts.append(
+                _with_unique_id(Prompt(record_id, tuple(turns), system, record.source), id_counts)
+            )
     if skipped is not None:
         skipped += problems
     elif problems:
@@ -63,7 +67,9 @@ def read_prompts(
 
 
 def short_name(seed_dataset: str) -> str:
-    """Return the name for output files: `sharegpt`, the stem of a file, the last part of a hub name."""
+    """Return the name for output files: `sharegpt`, the stem of a file, the last part of a hub
+    name.
+    """
     return seed_dataset if seed_dataset in PUBLIC_DATASETS else Path(seed_dataset).stem
 
 
@@ -76,7 +82,9 @@ def _record_id(record: dict[str, object], turns: list[str], system: str | None) 
 
 
 def _with_unique_id(prompt: Prompt, counts: dict[str, int]) -> Prompt:
-    """Return the prompt with an id that none had before: `id`, else `id~2`, `id~3`, ...; `counts` is updated."""
+    """Return the prompt with an id that none had before: `id`, else `id~2`, `id~3`, ...; `counts`
+    is updated.
+    """
     unique = prompt.id
     while unique in counts:
         counts[prompt.id] += 1
@@ -100,7 +108,10 @@ class Shard:
         """Parse `i/n`; raises ConfigError unless i is in 1..n."""
         match = re.fullmatch(r"(\d+)/(\d+)", text.strip())
         if match is None or not 1 <= int(match[1]) <= int(match[2]):
-            raise ConfigError(f"--shard {text}: expected i/n with i from 1 to n, for example 1/4, 2/4, 3/4 and 4/4")
+            raise ConfigError(
+                f"--shard {text}: expected i/n with i from 1 to n, for example 1/4, 2/4, 3/4"
+                " and 4/4"
+            )
         return cls(int(match[1]), int(match[2]))
 
     def holds(self, prompt: Prompt) -> bool:
@@ -123,8 +134,11 @@ class Selection:
     limit: int | None = None  # keep only the first prompts of these
 
 
-def select_prompts(prompts: Sequence[Prompt], selection: Selection) -> tuple[list[Prompt], Counter[str]]:
-    """Return the selected prompts in order, and the number of others by reason ("repeated", "short" or "long").
+def select_prompts(
+    prompts: Sequence[Prompt], selection: Selection
+) -> tuple[list[Prompt], Counter[str]]:
+    """Return the selected prompts in order, and the number of others by reason ("repeated", "short"
+    or "long").
 
     Of several prompts with the same turns and system message, the first is kept.
     """
@@ -145,7 +159,9 @@ def select_prompts(prompts: Sequence[Prompt], selection: Selection) -> tuple[lis
             seen.add((prompt.system, prompt.turns))
             chosen.append(prompt)
     if selection.sample is not None and selection.sample < len(chosen):
-        drawn = sorted(chosen, key=lambda prompt: _hash(selection.sample_seed, prompt.id))[: selection.sample]
+        drawn = sorted(chosen, key=lambda prompt: _hash(selection.sample_seed, prompt.id))[
+            : selection.sample
+        ]
         names = {prompt.id for prompt in drawn}
         chosen = [prompt for prompt in chosen if prompt.id in names]
     return chosen[: selection.limit], skipped

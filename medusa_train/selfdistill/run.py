@@ -22,10 +22,22 @@ from medusa_train.data.sources import open_prompts
 from medusa_train.errors import DataError
 from medusa_train.progress import LoadingProgress, RunProgress, duration
 from medusa_train.selfdistill.answers import DropRules, Engine, Request
-from medusa_train.selfdistill.engines import model_name, resolve_model_paths, server_sampling, weights_digest
+from medusa_train.selfdistill.engines import (
+    model_name,
+    resolve_model_paths,
+    server_sampling,
+    weights_digest,
+)
 from medusa_train.selfdistill.modes import ChatSteps, GeneratedChat, question, replay, selftalk
 from medusa_train.selfdistill.output import OutputWriter
-from medusa_train.selfdistill.prompts import Prompt, Selection, Shard, read_prompts, select_prompts, short_name
+from medusa_train.selfdistill.prompts import (
+    Prompt,
+    Selection,
+    Shard,
+    read_prompts,
+    select_prompts,
+    short_name,
+)
 
 PREVIEWED = 3  # prompts
 
@@ -39,29 +51,43 @@ def output_path(cfg: SelfDistillConfig) -> Path:
 
 
 def resolve_shard(text: str | None) -> Shard | None:
-    """Return the shard of this process: `text` (i/n), else by the rank that torchrun or DeepSpeed set."""
+    """Return the shard of this process: `text` (i/n), else by the rank that torchrun or DeepSpeed
+    set.
+    """
     if text is not None:
         return Shard.parse(text)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     return Shard(int(os.environ.get("RANK", "0")) + 1, world) if world > 1 else None
 
 
-def load_prompts(cfg: SelfDistillConfig, progress: RunProgress) -> tuple[list[Prompt], Counter[str]]:
+def load_prompts(
+    cfg: SelfDistillConfig, progress: RunProgress
+) -> tuple[list[Prompt], Counter[str]]:
     """Return the selected prompts of all shards, and the number of skipped ones by reason."""
     if cfg.mode == "questions":  # the model writes the prompts
         assert cfg.limit is not None  # checked with the configuration
-        return [Prompt(f"question-{number:06d}", (), source="by the model") for number in range(cfg.limit)], Counter()
+        return [
+            Prompt(f"question-{number:06d}", (), source="by the model")
+            for number in range(cfg.limit)
+        ], Counter()
     invalid: list[str] | None = [] if cfg.skip_bad_records else None
     with LoadingProgress(progress) as shown:
-        prompts = read_prompts(open_prompts(cfg.seed_dataset, cfg.split, shown.update), cfg.type, skipped=invalid)
-    selection = Selection(cfg.max_turns, cfg.min_chars, cfg.max_chars, cfg.sample, cfg.sample_seed, cfg.limit)
+        prompts = read_prompts(
+            open_prompts(cfg.seed_dataset, cfg.split, shown.update), cfg.type, skipped=invalid
+        )
+    selection = Selection(
+        cfg.max_turns, cfg.min_chars, cfg.max_chars, cfg.sample, cfg.sample_seed, cfg.limit
+    )
     selected, skipped = select_prompts(prompts, selection)
     if invalid:
         progress.print("\n".join(["skipped invalid records:", *first_problems(invalid)]))
         skipped["broken"] += len(invalid)
     if not selected:
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items()))
-        raise DataError(f"{cfg.seed_dataset}: no prompts are left ({reasons}); change min_chars, max_chars, limit ...")
+        raise DataError(
+            f"{cfg.seed_dataset}: no prompts are left ({reasons}); change min_chars, max_chars,"
+            " limit ..."
+        )
     return selected, skipped
 
 
@@ -70,7 +96,9 @@ def build_mode(cfg: SelfDistillConfig) -> Callable[[Prompt], ChatSteps]:
     rules = DropRules(cfg.drop_truncated, cfg.drop_looping)
     if cfg.mode == "selftalk":
         return partial(selftalk, random_seed=cfg.seed, rules=rules, rounds=cfg.rounds)
-    return partial(question if cfg.mode == "questions" else replay, random_seed=cfg.seed, rules=rules)
+    return partial(
+        question if cfg.mode == "questions" else replay, random_seed=cfg.seed, rules=rules
+    )
 
 
 def preview(cfg: SelfDistillConfig, prompts: Sequence[Prompt]) -> Iterator[tuple[str, str]]:
@@ -90,7 +118,10 @@ def preview(cfg: SelfDistillConfig, prompts: Sequence[Prompt]) -> Iterator[tuple
     prompting = ChatPrompting(tokenizer, paths.chat_template, paths.chat_template_kwargs)
     for prompt, request in requests:
         try:
-            yield f"{_title(prompt)}, {len(prompting.prompt(request))} tokens", prompting.text(request)
+            yield (
+                f"{_title(prompt)}, {len(prompting.prompt(request))} tokens",
+                prompting.text(request),
+            )
         except DataError as error:  # counted as refused by the run
             yield _title(prompt), str(error)
 
@@ -111,8 +142,9 @@ def record_metadata(cfg: SelfDistillConfig, dtype: str | None) -> dict[str, Any]
 def output_settings(cfg: SelfDistillConfig, dtype: str | None) -> dict[str, Any]:
     """Return all settings that a conversation depends on; missing keys equal None.
 
-    A key at its default is left out if it was added later, so that the files of earlier runs can be continued. The
-    selection of prompts is not among them, so that a run can be extended; nor is the server's address.
+    A key at its default is left out if it was added later, so that the files of earlier runs can be
+    continued. The selection of prompts is not among them, so that a run can be extended; nor is the
+    server's address.
     """
     default_tags = SelfDistillConfig.model_fields["reasoning_tags"].default
     return _without_none(
@@ -161,8 +193,8 @@ def distill(
 ) -> RunStats:
     """Generate a conversation for each of `prompts` that is not in `writer.done`, and write it.
 
-    As many conversations are in progress as the engine has capacity for. Each is written when it is complete; an engine
-    of capacity 1 writes them in the order of the prompts.
+    As many conversations are in progress as the engine has capacity for. Each is written when it is
+    complete; an engine of capacity 1 writes them in the order of the prompts.
 
     Args:
         mode: `replay`, `selftalk` or `question`, with its settings.
@@ -207,7 +239,9 @@ def write_chat(chat: GeneratedChat, writer: OutputWriter, metadata: dict[str, An
     One of which an answer failed is in neither, so that a further run tries it again.
     """
     identity = {"id": chat.prompt.id, "seed_id": chat.prompt.id}
-    dropped = {"dropped": {"reason": chat.dropped, "turns": chat.dropped_turns}} if chat.dropped else {}
+    dropped = (
+        {"dropped": {"reason": chat.dropped, "turns": chat.dropped_turns}} if chat.dropped else {}
+    )
     if chat.is_empty:
         if chat.dropped != "failed":
             writer.drop({**identity, **dropped})
@@ -220,7 +254,8 @@ def write_chat(chat: GeneratedChat, writer: OutputWriter, metadata: dict[str, An
             **identity,
             "model": metadata.pop("model"),
             "messages": [
-                one.as_dict() | ({} if one.token_ids is None else {"token_ids": list(one.token_ids)})
+                one.as_dict()
+                | ({} if one.token_ids is None else {"token_ids": list(one.token_ids)})
                 for one in chat.messages
             ],
             **metadata,
@@ -279,11 +314,20 @@ class RunStats:
 
     def looping_warning(self, dropped: bool) -> str | None:
         """Return a line for the user if many answers loop, and say whether they were `dropped`."""
-        share = self.looping / max(1, max(self.turns, self.written) + self.cut + self.empty)  # mode questions: no turns
+        share = self.looping / max(
+            1, max(self.turns, self.written) + self.cut + self.empty
+        )  # mode questions: no turns
         if share <= NOTABLE_LOOPING:
             return None
-        effect = "were dropped" if dropped else "are kept, and heads would learn to repeat (drop_looping: false)"
-        advice = "greedy answers of small models often do; sampling at a temperature of 0.3 to 0.7 loops less"
+        effect = (
+            "were dropped"
+            if dropped
+            else "are kept, and heads would learn to repeat (drop_looping: false)"
+        )
+        advice = (
+            "greedy answers of small models often do; sampling at a temperature of 0.3 to 0.7 loops"
+            " less"
+        )
         return f"warning: {self.looping:,} answers ({share:.0%}) loop and {effect}; {advice}"
 
 

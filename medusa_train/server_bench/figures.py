@@ -1,4 +1,6 @@
-"""Compute the figures of measured servers: rates, latencies, ratios with intervals, and a recommendation."""
+"""Compute the figures of measured servers: rates, latencies, ratios with intervals, and a
+recommendation.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from medusa_train.evaluation.figures import Counts, block_interval
-from medusa_train.server_bench.measure import ALONE, PLAIN, Block, DraftCounts, Measurement, ServedAnswer
+from medusa_train.server_bench.measure import (
+    ALONE,
+    PLAIN,
+    Block,
+    DraftCounts,
+    Measurement,
+    ServedAnswer,
+)
 
 #: If none of this many greedy answers is equal, the reason is neither chance nor rounding.
 ALL_DIFFER = 8
@@ -25,7 +34,9 @@ class Cell:
     session: str  # which servers ran at the same time
     concurrency: int
     answers: Mapping[TurnKey, ServedAnswer]
-    seconds: Mapping[TurnKey, float]  # each answer's share of the time in which the server was busy, see `busy_shares`
+    seconds: Mapping[
+        TurnKey, float
+    ]  # each answer's share of the time in which the server was busy, see `busy_shares`
     blocks: Mapping[TurnKey, int]  # number of the block in which each was asked
     drafts: DraftCounts | None  # difference of the server's counters; None if it has none
     skipped: int  # number of turns whose prompts do not fit into the context
@@ -33,16 +44,26 @@ class Cell:
     @property
     def tokens_per_s(self) -> float:
         """Tokens of all answers over the time in which the server was busy."""
-        return sum(answer.tokens for answer in self.answers.values()) / max(sum(self.seconds.values()), 1e-9)
+        return sum(answer.tokens for answer in self.answers.values()) / max(
+            sum(self.seconds.values()), 1e-9
+        )
 
 
-def collect_cells(blocks: Mapping[Block, Mapping[str, Measurement]], planned: Mapping[int, int]) -> list[Cell]:
-    """Join the blocks of every server, session and concurrency whose `planned` number of blocks is complete."""
+def collect_cells(
+    blocks: Mapping[Block, Mapping[str, Measurement]], planned: Mapping[int, int]
+) -> list[Cell]:
+    """Join the blocks of every server, session and concurrency whose `planned` number of blocks is
+    complete.
+    """
     found: dict[tuple[str, str, int], list[Measurement]] = {}
     for block, measured in sorted(blocks.items()):
         for server, measurement in measured.items():
             found.setdefault((server, block.session, block.concurrency), []).append(measurement)
-    return [_cell(*key, measured) for key, measured in found.items() if len(measured) == planned.get(key[2])]
+    return [
+        _cell(*key, measured)
+        for key, measured in found.items()
+        if len(measured) == planned.get(key[2])
+    ]
 
 
 def _cell(server: str, session: str, concurrency: int, measurements: Sequence[Measurement]) -> Cell:
@@ -61,7 +82,9 @@ def _cell(server: str, session: str, concurrency: int, measurements: Sequence[Me
 
 
 def busy_shares(answers: Sequence[ServedAnswer]) -> list[float]:
-    """Divide the time in which any of the answers was under way: every moment in equal parts among those under way."""
+    """Divide the time in which any of the answers was under way: every moment in equal parts among
+    those under way.
+    """
     times = [(answer.started, answer.started + answer.seconds) for answer in answers]
     starts = [(start, 0, number) for number, (start, _) in enumerate(times)]
     ends = [(end, 1, number) for number, (_, end) in enumerate(times)]
@@ -77,19 +100,31 @@ def busy_shares(answers: Sequence[ServedAnswer]) -> list[float]:
 
 
 def compare_cells(heads: Cell, plain: Cell, *, greedy: bool) -> dict[str, Any] | None:
-    """Compare a server with heads and the one without at one concurrency; None if they have no turn in common.
+    """Compare a server with heads and the one without at one concurrency; None if they have no turn
+    in common.
 
-    Returns:
-        `ratio`: tokens per second over those without heads, on the turns that both answered; `ratio_interval`: its 95 %
-        interval over blocks (None with fewer than three of them); `verdict`: "wins" or "loses" where the
-        whole interval is above or below 1, else "undecided"; `equal_answers` and `compared_answers` (None for samples).
+    Returns: `ratio`: tokens per second over those without heads, on the turns that both answered;
+        `ratio_interval`: its 95 % interval over blocks (None with fewer than three of them);
+        `verdict`: "wins" or "loses" where the whole interval is above or below 1, else "undecided";
+        `equal_answers` and `compared_answers` (None for samples).
     """
     common = [key for key in heads.answers if key in plain.answers]
-    without, with_heads = _by_block(plain, heads.blocks, common), _by_block(heads, heads.blocks, common)
+    without, with_heads = (
+        _by_block(plain, heads.blocks, common),
+        _by_block(heads, heads.blocks, common),
+    )
     if not _rate(without):
         return None
     bounds = block_interval(list(without.values()), list(with_heads.values()))
-    verdict = "undecided" if bounds is None else "wins" if bounds[0] > 1 else "loses" if bounds[1] < 1 else "undecided"
+    verdict = (
+        "undecided"
+        if bounds is None
+        else "wins"
+        if bounds[0] > 1
+        else "loses"
+        if bounds[1] < 1
+        else "undecided"
+    )
     equal, compared = _count_equal(heads, plain, common) if greedy else (None, None)
     return {
         "ratio": _rate(with_heads) / _rate(without),
@@ -106,7 +141,9 @@ def _rate(blocks: Mapping[int, Counts]) -> float:
     return sum(counts.tokens for counts in blocks.values()) / seconds if seconds else 0.0
 
 
-def _by_block(cell: Cell, blocks: Mapping[TurnKey, int], keys: Iterable[TurnKey]) -> dict[int, Counts]:
+def _by_block(
+    cell: Cell, blocks: Mapping[TurnKey, int], keys: Iterable[TurnKey]
+) -> dict[int, Counts]:
     sums: dict[int, Counts] = {}
     for key in keys:
         tokens, seconds = sums.get(blocks[key], Counts(0, 0))
@@ -130,12 +167,15 @@ def _count_equal(heads: Cell, plain: Cell, keys: Sequence[TurnKey]) -> tuple[int
 
 
 def reference_of(cell: Cell, cells: Iterable[Cell]) -> Cell | None:
-    """Return the cell without heads to compare with: of the same session, else the fastest at this concurrency.
+    """Return the cell without heads to compare with: of the same session, else the fastest at this
+    concurrency.
 
-    Where one server ran at a time, the server without heads was measured first and last. To beat the faster of the two,
-    heads have to win by more than the machine's speed drifted.
+    Where one server ran at a time, the server without heads was measured first and last. To beat
+    the faster of the two, heads have to win by more than the machine's speed drifted.
     """
-    candidates = [one for one in cells if one.server == PLAIN and one.concurrency == cell.concurrency]
+    candidates = [
+        one for one in cells if one.server == PLAIN and one.concurrency == cell.concurrency
+    ]
     together = [one for one in candidates if one.session == cell.session]
     return max(together or candidates, key=lambda one: one.tokens_per_s, default=None)
 
@@ -168,7 +208,8 @@ def cell_figures(cell: Cell) -> dict[str, Any]:
 
 
 def recommend(compared: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return by concurrency `use`, whether to serve heads, and the figures of the best ones that win, else of the best.
+    """Return by concurrency `use`, whether to serve heads, and the figures of the best ones that
+    win, else of the best.
 
     Args:
         compared: figures of the cells with heads that have a comparison.
@@ -179,16 +220,22 @@ def recommend(compared: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         winners = [figures for figures in here if figures["verdict"] == "wins"]
         best = max(winners or here, key=lambda figures: figures["ratio"])
         names = ("server", "num_speculative_tokens", "ratio", "ratio_interval", "verdict")
-        advice.append({"concurrency": concurrency, "use": bool(winners), **{name: best[name] for name in names}})
+        advice.append(
+            {
+                "concurrency": concurrency,
+                "use": bool(winners),
+                **{name: best[name] for name in names},
+            }
+        )
     return advice
 
 
 def summarize(cells: Sequence[Cell], *, greedy: bool) -> dict[str, Any]:
     """Return the parts of served.json that follow from the measured cells.
 
-    Returns:
-        `cells`: figures of every cell, with heads also compared to the server without; `plain`: figures of the server
-        without heads by concurrency, in its fastest session; `recommendation`; and `notes`.
+    Returns: `cells`: figures of every cell, with heads also compared to the server without;
+        `plain`: figures of the server without heads by concurrency, in its fastest session;
+        `recommendation`; and `notes`.
     """
     figures, fastest = [], dict[int, Cell]()
     for cell in cells:
@@ -196,7 +243,9 @@ def summarize(cells: Sequence[Cell], *, greedy: bool) -> dict[str, Any]:
         comparison = None if plain is None else compare_cells(cell, plain, greedy=greedy)
         figures.append({**cell_figures(cell), **(comparison or {})})
         if cell.server == PLAIN:
-            fastest[cell.concurrency] = max(cell, fastest.get(cell.concurrency, cell), key=lambda one: one.tokens_per_s)
+            fastest[cell.concurrency] = max(
+                cell, fastest.get(cell.concurrency, cell), key=lambda one: one.tokens_per_s
+            )
     return {
         "plain": [cell_figures(cell) for cell in fastest.values()],
         "cells": figures,
@@ -206,14 +255,16 @@ def summarize(cells: Sequence[Cell], *, greedy: bool) -> dict[str, Any]:
 
 
 def _equality_notes(figures: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Note that no greedy answer of a server equals that without heads: one of the two serves another model."""
+    """Note that no greedy answer of a server equals that without heads: one of the two serves
+    another model.
+    """
     differing = [
         f"{one['server']} at concurrency {one['concurrency']}"
         for one in figures
         if one.get("equal_answers") == 0 and one["compared_answers"] >= ALL_DIFFER
     ]
     note = (
-        f"no greedy answer equals that of the server without heads ({', '.join(differing)}): do they serve the same "
-        "model, with the same dtype and chat template?"
+        f"no greedy answer equals that of the server without heads ({', '.join(differing)}): do"
+        " they serve the same model, with the same dtype and chat template?"
     )
     return [note] if differing else []

@@ -1,4 +1,6 @@
-"""Ask a server the questions of a bench, a number of conversations at once: answers, times, counters, and their log."""
+"""Ask a server the questions of a bench, a number of conversations at once: answers, times,
+counters, and their log.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +29,18 @@ _POSITION = re.compile(r'position="(\d+)"')
 
 @dataclass(frozen=True)
 class DraftCounts:
-    """Totals since the server was started, or between two moments (`since`); summed over the server's engines."""
+    """Totals since the server was started, or between two moments (`since`); summed over the
+    server's engines.
+    """
 
     drafts: int  # verified ones, one per decoding step and sequence
     accepted: tuple[int, ...]  # by position in the draft
     generated: int = 0  # tokens of all requests
 
     def since(self, earlier: DraftCounts) -> DraftCounts | None:
-        """Return the counts after `earlier`; None if one is lower now: of another server, or after a restart."""
+        """Return the counts after `earlier`; None if one is lower now: of another server, or after
+        a restart.
+        """
         new = self._combined(earlier, -1)
         return None if min(new.drafts, new.generated, *new.accepted) < 0 else new
 
@@ -42,7 +48,9 @@ class DraftCounts:
         return self._combined(other, 1)
 
     def _combined(self, other: DraftCounts, sign: int) -> DraftCounts:
-        accepted = (one + sign * two for one, two in zip_longest(self.accepted, other.accepted, fillvalue=0))
+        accepted = (
+            one + sign * two for one, two in zip_longest(self.accepted, other.accepted, fillvalue=0)
+        )
         return DraftCounts(
             self.drafts + sign * other.drafts,
             tuple(accepted),
@@ -51,7 +59,9 @@ class DraftCounts:
 
     @property
     def tokens_per_step(self) -> float | None:
-        """Tokens per verified draft: the accepted ones and one of the backbone; None without drafts."""
+        """Tokens per verified draft: the accepted ones and one of the backbone; None without
+        drafts.
+        """
         return 1 + sum(self.accepted) / self.drafts if self.drafts else None
 
     @property
@@ -66,7 +76,10 @@ class DraftCounts:
 
 
 def parse_metrics(page: str) -> DraftCounts | None:
-    """Parse a `/metrics` page; None if it is not vLLM's. A vLLM without speculative decoding has no drafts."""
+    """Parse a `/metrics` page; None if it is not vLLM's.
+
+    A vLLM without speculative decoding has no drafts.
+    """
     totals = {"spec_decode_num_drafts": 0, "generation_tokens": 0}
     accepted: dict[int, int] = {}
     is_vllm = False
@@ -74,7 +87,9 @@ def parse_metrics(page: str) -> DraftCounts | None:
         is_vllm = True
         if name in totals:
             totals[name] += int(float(number))
-        elif name == "spec_decode_num_accepted_tokens_per_pos" and (position := _POSITION.search(labels)):
+        elif name == "spec_decode_num_accepted_tokens_per_pos" and (
+            position := _POSITION.search(labels)
+        ):
             index = int(position[1])
             accepted[index] = accepted.get(index, 0) + int(float(number))
     if not is_vllm:
@@ -94,7 +109,9 @@ class ServedAnswer:
     text: str
     tokens: int  # by the server's `usage`
     started: float  # seconds from the beginning of the block to the request
-    first_token: float | None  # seconds from the request to the first text; None for an empty answer
+    first_token: (
+        float | None
+    )  # seconds from the request to the first text; None for an empty answer
     seconds: float  # from the request to the end
 
 
@@ -103,7 +120,8 @@ class Measurement:
     """The answers of one server to one block of conversations."""
 
     answers: tuple[ServedAnswer, ...]
-    #: Question and turn of prompts that do not fit into the context; their conversations end before them.
+    #: Question and turn of prompts that do not fit into the context; their conversations end
+    # before them.
     skipped: tuple[tuple[int | str, int], ...] = ()
     drafts: DraftCounts | None = None  # difference of the server's counters; None if it has none
 
@@ -116,13 +134,15 @@ class Block(NamedTuple):
     number: int
 
 
-#: An entry of the log: the finished measurements of a block by the name of their servers, or a note for the report.
+#: An entry of the log: the finished measurements of a block by the name of their servers, or a
+# note for the report.
 BlockEntry = tuple[Block, dict[str, Measurement]] | str
 BLOCK_ENTRY: TypeAdapter[BlockEntry] = TypeAdapter(BlockEntry)
 
 
 WARM_UP_TOKENS = 32
-#: Least number of conversations per concurrent one, in a block and in all; shorter blocks are mostly ramp-up and tail.
+#: Least number of conversations per concurrent one, in a block and in all; shorter blocks are
+# mostly ramp-up and tail.
 BLOCK_LENGTH, LEAST_CONVERSATIONS = 2, 10
 
 #: Names of servers: without heads, with heads, and one that is measured alone.
@@ -153,7 +173,10 @@ class Target:
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """What every request has in common; every turn derives its seed of sampling from `seed`. See `OpenAIClient`."""
+    """What every request has in common; every turn derives its seed of sampling from `seed`.
+
+    See `OpenAIClient`.
+    """
 
     sampling: ServerSampling
     seed: int
@@ -165,10 +188,13 @@ class RequestOptions:
 def plan_blocks(questions: Sequence[Question], concurrency: int) -> list[list[Conversation]]:
     """Divide the conversations of one concurrency into blocks, which servers are given in turns.
 
-    A short bench is repeated until there are `LEAST_CONVERSATIONS` times as many conversations as run concurrently.
+    A short bench is repeated until there are `LEAST_CONVERSATIONS` times as many conversations as
+    run concurrently.
     """
     repeats = -(-LEAST_CONVERSATIONS * concurrency // len(questions))
-    conversations = [Conversation(question, repeat) for repeat in range(repeats) for question in questions]
+    conversations = [
+        Conversation(question, repeat) for repeat in range(repeats) for question in questions
+    ]
     count = max(1, len(conversations) // (BLOCK_LENGTH * concurrency))
     bounds = [index * len(conversations) // count for index in range(count + 1)]
     return [conversations[start:end] for start, end in pairwise(bounds)]
@@ -208,15 +234,20 @@ class ServerBench:
                 self._ask(tuple(question.opening), 0, short, secrets.token_hex(8))
             except RequestRejected as rejected:
                 if not rejected.too_long:
-                    raise ServerError(f"server {self.target.url}: rejects requests: {rejected}") from None
+                    raise ServerError(
+                        f"server {self.target.url}: rejects requests: {rejected}"
+                    ) from None
 
         for _ in run_concurrently(ask, islice(cycle(questions), count), self.concurrency):
             pass
 
     def measure(
-        self, conversations: Sequence[Conversation], on_conversation: Callable[[int], None] = lambda tokens: None
+        self,
+        conversations: Sequence[Conversation],
+        on_conversation: Callable[[int], None] = lambda tokens: None,
     ) -> Measurement:
-        """Answer a block; `on_conversation` is called with the number of tokens of every finished conversation.
+        """Answer a block; `on_conversation` is called with the number of tokens of every finished
+        conversation.
 
         Raises:
             BlockFault: requests were rejected or had to be repeated, or the server's counters fell.
@@ -250,24 +281,36 @@ class ServerBench:
         after = self._read_counts()
         drafts = before and after and after.since(before)
         if drafts is None and (before or after):
-            raise BlockFault("/metrics did not answer, or its counters fell, as after a restart of the server")
+            raise BlockFault(
+                "/metrics did not answer, or its counters fell, as after a restart of the server"
+            )
         return Measurement(tuple(answers), tuple(skipped), drafts)
 
     def _read_counts(self) -> DraftCounts | None:
         page = self._metrics.read_metrics()
         return None if page is None else parse_metrics(page)
 
-    def _converse(self, conversation: Conversation, began: float, answers: list[ServedAnswer]) -> None:
-        """Ask all turns of a question, with the server's own answers as history; they are appended to `answers`."""
+    def _converse(
+        self, conversation: Conversation, began: float, answers: list[ServedAnswer]
+    ) -> None:
+        """Ask all turns of a question, with the server's own answers as history; they are appended
+        to `answers`.
+        """
         question, repeat = conversation
-        salt = secrets.token_hex(8)  # later turns may find their history in the prefix cache, other conversations not
+        salt = secrets.token_hex(
+            8
+        )  # later turns may find their history in the prefix cache, other conversations not
         messages = tuple(question.opening[:-1])
         for turn, asked in enumerate(question.turns, start=1):
             messages += (Message("user", asked),)
-            seed = zlib.crc32(f"{question.question_id} {turn} {repeat}".encode(), self._options.seed & 0xFFFFFFFF)
+            seed = zlib.crc32(
+                f"{question.question_id} {turn} {repeat}".encode(), self._options.seed & 0xFFFFFFFF
+            )
             answer, content = self._ask(messages, seed, self._options.sampling, salt)
             started, first = content["timing"]["started"], content["timing"]["first_token"]
-            cut_off = content["choices"][0]["message"]["reasoning_content"]  # reasoning that has no answer
+            cut_off = content["choices"][0]["message"][
+                "reasoning_content"
+            ]  # reasoning that has no answer
             answers.append(
                 ServedAnswer(
                     question.question_id,
@@ -294,11 +337,14 @@ class ServerBench:
         answer = parse_answer(content, REASONING_TAGS, sampling.max_new_tokens)
         wrong = None
         if content["timing"]["first_token"] is not None and not answer.completion_tokens:
-            wrong = "does not report the length of streamed answers (`usage`), so tokens per second cannot be measured"
+            wrong = (
+                "does not report the length of streamed answers (`usage`), so tokens per second"
+                " cannot be measured"
+            )
         elif answer.completion_tokens > sampling.max_new_tokens:
             wrong = (
-                f"reports {answer.completion_tokens} tokens for an answer of at most {sampling.max_new_tokens} "
-                "(max_tokens), so its figures cannot be trusted"
+                f"reports {answer.completion_tokens} tokens for an answer of at most"
+                f" {sampling.max_new_tokens} (max_tokens), so its figures cannot be trusted"
             )
         if wrong is not None:
             raise ServerError(f"server {self.target.url}: {wrong}")

@@ -1,4 +1,6 @@
-"""Write the report of measured servers: tables for the terminal and served.md, served.json, served.html, answers."""
+"""Write the report of measured servers: tables for the terminal and served.md, served.json,
+served.html, answers.
+"""
 
 from __future__ import annotations
 
@@ -13,32 +15,56 @@ from rich.text import Text
 from medusa_train.evaluation.report_page import meta_rows
 from medusa_train.inference.decoding_settings import describe_mode, mode_of
 from medusa_train.pages.charts import Bar, bars
-from medusa_train.pages.page import Figure, Section, Table, markdown_page, number, render_page, write_files
+from medusa_train.pages.page import (
+    Figure,
+    Section,
+    Table,
+    markdown_page,
+    number,
+    render_page,
+    write_files,
+)
 from medusa_train.server_bench.figures import Cell
 
 Json = Mapping[str, Any]
 
 HOW = [
     "tokens/s: tokens of all answers over the time in which at least one was under way.",
-    "over plain: tokens/s over those of the server without heads on the same questions, measured beside it; in "
-    "brackets its 95 % interval over blocks (Student's t). The row of plain is its fastest measurement.",
+    (
+        "over plain: tokens/s over those of the server without heads on the same questions,"
+        " measured beside it; in brackets its 95 % interval over blocks (Student's t). The row of"
+        " plain is its fastest measurement."
+    ),
     "first token, per token: medians over the answers, in milliseconds.",
-    "tokens per step, accepted: from vLLM's counters at /metrics, of steps that verify a draft; accepted is the share "
-    "of drafts whose token at position 1, 2, ... was accepted.",
-    "equal: greedy answers whose text equals that of the server without heads; turns after a differing answer are not "
-    "compared.",
+    (
+        "tokens per step, accepted: from vLLM's counters at /metrics, of steps that verify a draft;"
+        " accepted is the share of drafts whose token at position 1, 2, ... was accepted."
+    ),
+    (
+        "equal: greedy answers whose text equals that of the server without heads; turns after a"
+        " differing answer are not compared."
+    ),
 ]
 
 
 def write_report(report: Json, cells: Sequence[Cell], directory: Path) -> list[Path]:
-    """Write served.json, served.md, served.html and answers.jsonl to `directory`; returns their paths."""
+    """Write served.json, served.md, served.html and answers.jsonl to `directory`; returns their
+    paths.
+    """
     answers = [
-        {"server": cell.server, "session": cell.session, "concurrency": cell.concurrency, **asdict(answer)}
+        {
+            "server": cell.server,
+            "session": cell.session,
+            "concurrency": cell.concurrency,
+            **asdict(answer),
+        }
         for cell in cells
         for answer in cell.answers.values()
     ]
     title, sections, meta = title_of(report), sections_of(report), report["meta"]
-    asked = f"questions: {meta['questions']}, at most {meta['max_new_tokens']} new tokens per answer"
+    asked = (
+        f"questions: {meta['questions']}, at most {meta['max_new_tokens']} new tokens per answer"
+    )
     subtitle = f"{meta['turns']}; {asked}; {meta['date']}"
     contents = {
         "served.json": report,
@@ -57,7 +83,9 @@ def title_of(report: Json) -> str:
 
 
 def rows_of(report: Json) -> list[Json]:
-    """Return the figures to show: by concurrency the server without heads in its fastest session, then the others."""
+    """Return the figures to show: by concurrency the server without heads in its fastest session,
+    then the others.
+    """
     others = [figures for figures in report["cells"] if figures["server"] != "plain"]
     return sorted([*report["plain"], *others], key=lambda figures: figures["concurrency"])
 
@@ -65,17 +93,28 @@ def rows_of(report: Json) -> list[Json]:
 def figures_table(report: Json) -> Table:
     """Return one row per concurrency and server."""
     rows = rows_of(report)
-    beside = {(cell["session"], cell["concurrency"]): cell for cell in report["cells"] if cell["server"] == "plain"}
-    plain = [beside.get((row["session"], row["concurrency"])) if row["server"] != "plain" else None for row in rows]
+    beside = {
+        (cell["session"], cell["concurrency"]): cell
+        for cell in report["cells"]
+        if cell["server"] == "plain"
+    }
+    plain = [
+        beside.get((row["session"], row["concurrency"])) if row["server"] != "plain" else None
+        for row in rows
+    ]
     columns = {
         "concurrency": [str(row["concurrency"]) for row in rows],
         "server": [row["server"] for row in rows],
         "tokens/s": [number(row["tokens_per_s"], 1) for row in rows],
-        "plain beside it": ["" if cell is None else number(cell["tokens_per_s"], 1) for cell in plain],
+        "plain beside it": [
+            "" if cell is None else number(cell["tokens_per_s"], 1) for cell in plain
+        ],
         "over plain": [_ratio(row) for row in rows],
         "first token ms": [_milliseconds(row["time_to_first_token_s"]) for row in rows],
         "per token ms": [_milliseconds(row["time_per_token_s"]) for row in rows],
-        "tokens per step": ["" if not row["tokens_per_step"] else number(row["tokens_per_step"]) for row in rows],
+        "tokens per step": [
+            "" if not row["tokens_per_step"] else number(row["tokens_per_step"]) for row in rows
+        ],
         "accepted": [" ".join(f"{share:.2f}" for share in row["acceptance"] or ()) for row in rows],
         "equal": [_equal(row) for row in rows],
     }
@@ -92,32 +131,46 @@ def _milliseconds(distribution: Json | None) -> str:
 
 
 def _equal(figures: Json) -> str:
-    return "" if figures.get("equal_answers") is None else f"{figures['equal_answers']}/{figures['compared_answers']}"
+    return (
+        ""
+        if figures.get("equal_answers") is None
+        else f"{figures['equal_answers']}/{figures['compared_answers']}"
+    )
 
 
 def recommendation_lines(report: Json) -> list[str]:
-    """Say for each concurrency whether to serve heads, and with how many tokens: only what was measured to win."""
+    """Say for each concurrency whether to serve heads, and with how many tokens: only what was
+    measured to win.
+    """
     advice = report["recommendation"]
     if not advice:
-        return ["none: there is no measurement without heads to compare with (--against URL, or --serve)"]
+        return [
+            "none: there is no measurement without heads to compare with (--against URL, or"
+            " --serve)"
+        ]
     lines = []
     for one in advice:
         tokens = one["num_speculative_tokens"]
-        setting = "heads as they were served" if tokens is None else f"num_speculative_tokens {tokens}"
+        setting = (
+            "heads as they were served" if tokens is None else f"num_speculative_tokens {tokens}"
+        )
         measured = _ratio(one)
         if one["use"]:
             lines.append(f"concurrency {one['concurrency']}: {setting}, {measured}")
             continue
         verdict = {"loses": "slower", "undecided": "not measured to be faster"}[one["verdict"]]
-        lines.append(f"concurrency {one['concurrency']}: off; the best, {setting}, is {verdict}: {measured}")
+        lines.append(
+            f"concurrency {one['concurrency']}: off; the best, {setting}, is {verdict}: {measured}"
+        )
     return lines
 
 
 def advice_notes(report: Json) -> list[str]:
     """Say how to read the recommendation; empty without one."""
     note = (
-        "A setting is recommended only where the whole interval lies above 1. A server has one setting for all its "
-        "requests: choose by the concurrency of your traffic. These figures hold for this machine, model and bench."
+        "A setting is recommended only where the whole interval lies above 1. A server has one"
+        " setting for all its requests: choose by the concurrency of your traffic. These figures"
+        " hold for this machine, model and bench."
     )
     return [note] if report["recommendation"] else []
 
@@ -140,7 +193,11 @@ def sections_of(report: Json) -> list[Section]:
     return [
         Section(lines=[f"Note: {note}" for note in report["meta"]["notes"]]),
         Section(
-            "Speed", legend=servers, figures=_figures(report, servers), tables=[figures_table(report)], remarks=HOW
+            "Speed",
+            legend=servers,
+            figures=_figures(report, servers),
+            tables=[figures_table(report)],
+            remarks=HOW,
         ),
         Section("Run", facts=meta_rows(meta)),
         Section("Recommendation", lines=recommendation_lines(report), remarks=advice_notes(report)),
@@ -160,7 +217,9 @@ def _figures(report: Json, servers: Sequence[str]) -> list[Figure]:
     """Draw the figures of every server by concurrency, each server in one colour."""
     rows = rows_of(report)
 
-    def groups(shown: Sequence[Json], key: str, interval: str | None = None) -> list[tuple[str, list[Bar]]]:
+    def groups(
+        shown: Sequence[Json], key: str, interval: str | None = None
+    ) -> list[tuple[str, list[Bar]]]:
         by_concurrency: dict[str, list[Bar]] = {}
         for row in shown:
             bar = Bar(row[key], row[interval] if interval else None, servers.index(row["server"]))
@@ -169,9 +228,16 @@ def _figures(report: Json, servers: Sequence[str]) -> list[Figure]:
 
     drawn = []
     if compared := [row for row in rows if row.get("ratio") is not None]:
-        drawing = bars(groups(compared, "ratio", "ratio_interval"), "ratio", unit="x", reference=1.0)
-        caption = "Tokens per second with a draft over without, by concurrency. Whiskers: 95 % intervals over blocks."
+        drawing = bars(
+            groups(compared, "ratio", "ratio_interval"), "ratio", unit="x", reference=1.0
+        )
+        caption = (
+            "Tokens per second with a draft over without, by concurrency. Whiskers: 95 % intervals"
+            " over blocks."
+        )
         drawn.append(Figure("Speed over plain", drawing, caption))
     drawing = bars(groups(rows, "tokens_per_s"), "Tokens per second", digits=0)
-    drawn.append(Figure("Tokens per second", drawing, "Of all concurrent answers together, by concurrency."))
+    drawn.append(
+        Figure("Tokens per second", drawing, "Of all concurrent answers together, by concurrency.")
+    )
     return drawn

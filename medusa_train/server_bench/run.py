@@ -1,4 +1,6 @@
-"""Run a measurement of servers: from the configuration to the report (`medusa-eval --server-url`, `--serve`)."""
+"""Run a measurement of servers: from the configuration to the report (`medusa-eval --server-url`,
+`--serve`).
+"""
 
 from __future__ import annotations
 
@@ -52,18 +54,21 @@ def measure_servers(
 ) -> list[Path]:
     """Measure servers on a bench, and write the report; returns the paths of its files.
 
-    Finished blocks are logged, so the same command resumes after an error or an interruption; the report of an
-    interrupted measurement has what is complete.
+    Finished blocks are logged, so the same command resumes after an error or an interruption; the
+    report of an interrupted measurement has what is complete.
 
     Args:
-        paths: backbone and heads to serve; for servers that run already, only the directory of the report, or None.
+        paths: backbone and heads to serve; for servers that run already, only the directory of the
+            report, or None.
         command: what the user typed, for the report.
     """
     mode = DecodingMode.from_config(cfg.model_copy(update={"batch_size": 1}))
     options = request_options(cfg, mode, paths)
     remote = [] if cfg.serve else find_targets(cfg, options)
     directory = output_directory(cfg, mode.directory_name(bench.name), paths, remote)
-    served = prepare_model(cfg, paths, directory, progress) if cfg.serve and paths is not None else None
+    served = (
+        prepare_model(cfg, paths, directory, progress) if cfg.serve and paths is not None else None
+    )
     log = MeasurementLog(
         directory / "blocks.jsonl",
         settings(cfg, bench, mode, paths, served, remote),
@@ -92,7 +97,9 @@ def measure_servers(
         raise
     log.close()
     if not run.cells():
-        raise ServerError("nothing could be measured:\n" + "\n".join(f"  {note}" for note in run.notes))
+        raise ServerError(
+            "nothing could be measured:\n" + "\n".join(f"  {note}" for note in run.notes)
+        )
     written = _report(run, meta, directory)
     log.remove()
     return written
@@ -103,7 +110,8 @@ class BenchRun:
     """The blocks of one measurement: those in the log, and those to do.
 
     Attributes:
-        measured: the finished blocks by the name of their servers. notes: remarks on them for the report.
+        measured: the finished blocks by the name of their servers. notes: remarks on them for the
+            report.
     """
 
     cfg: EvalConfig
@@ -121,7 +129,9 @@ class BenchRun:
         }
 
     def note(self, text: str, *, logged: bool = True) -> None:
-        """Print a remark, and keep it for the report, once; `logged` ones also for that of a resumed measurement."""
+        """Print a remark, and keep it for the report, once; `logged` ones also for that of a
+        resumed measurement.
+        """
         if text not in self.notes:
             self.notes.append(text)
             if logged:
@@ -135,13 +145,16 @@ class BenchRun:
     def remaining(self, session: str) -> dict[int, list[int]]:
         """Return the numbers of the blocks of a session that are not measured yet, by concurrency."""
         todo = {
-            concurrency: [n for n in range(len(blocks)) if Block(session, concurrency, n) not in self.measured]
+            concurrency: [
+                n for n in range(len(blocks)) if Block(session, concurrency, n) not in self.measured
+            ]
             for concurrency, blocks in self._blocks.items()
         }
         return {concurrency: numbers for concurrency, numbers in todo.items() if numbers}
 
     def measure(self, session: str, targets: Sequence[Target]) -> None:
-        """Measure the remaining blocks of a session, whose servers answer each block in turn, in alternating order.
+        """Measure the remaining blocks of a session, whose servers answer each block in turn, in
+        alternating order.
 
         A concurrency at which requests keep failing is left out with a note.
         """
@@ -150,17 +163,27 @@ class BenchRun:
         if not count:
             return
         names = " and ".join(target.name for target in targets)
-        with self.progress.phase(f"measuring {names}", count * len(targets), "conversations") as phase:
+        with self.progress.phase(
+            f"measuring {names}", count * len(targets), "conversations"
+        ) as phase:
             for concurrency, numbers in remaining.items():
                 phase.update(phase.completed, f"concurrency {concurrency}")
                 try:
                     self._measure_concurrency(session, targets, concurrency, numbers, phase)
                 except BlockFault as fault:
-                    text = f"concurrency {concurrency} was not measured, since requests kept failing: {fault}"
+                    text = (
+                        f"concurrency {concurrency} was not measured, since requests kept failing:"
+                        f" {fault}"
+                    )
                     self.note(text, logged=False)  # a resumed measurement tries it again
 
     def _measure_concurrency(
-        self, session: str, targets: Sequence[Target], concurrency: int, numbers: Sequence[int], phase: Phase
+        self,
+        session: str,
+        targets: Sequence[Target],
+        concurrency: int,
+        numbers: Sequence[int],
+        phase: Phase,
     ) -> None:
         with ExitStack() as stack:
             benches = [ServerBench(target, self.options, concurrency) for target in targets]
@@ -183,33 +206,57 @@ class BenchRun:
         for attempt in range(ATTEMPTS):
             phase.update(completed)
             try:
-                measurement = one.measure(conversations, lambda tokens: phase.advance(tokens=tokens))
+                measurement = one.measure(
+                    conversations, lambda tokens: phase.advance(tokens=tokens)
+                )
                 break
             except BlockFault as fault:
                 if attempt + 1 == ATTEMPTS:
                     raise BlockFault(f"{one.target.name}: {fault}") from None
-                self.note(f"{one.target.name} at concurrency {one.concurrency}: {fault}; measured again")
+                self.note(
+                    f"{one.target.name} at concurrency {one.concurrency}: {fault}; measured again"
+                )
         self._check(one.target, measurement)
         return measurement
 
     def _check(self, target: Target, measurement: Measurement) -> None:
-        """Check a server's counters, and note what is unexpected; a server without heads must not draft."""
+        """Check a server's counters, and note what is unexpected; a server without heads must not
+        draft.
+        """
         drafts = measurement.drafts
         if drafts is None:
-            self.note(f"{target.name}: no counters of vLLM at /metrics, so its acceptance is unknown")
+            self.note(
+                f"{target.name}: no counters of vLLM at /metrics, so its acceptance is unknown"
+            )
             return
         if target.name == PLAIN and drafts.drafts:
             raise ServerError(
-                f"server {target.url}: is to be measured without heads, but its /metrics count drafts; start it "
-                "without --speculative-config"
+                f"server {target.url}: is to be measured without heads, but its /metrics count"
+                " drafts; start it without --speculative-config"
             )
-        known = [measured[target.name].drafts for measured in self.measured.values() if target.name in measured]
-        if {one.speculative_tokens for one in known if one is not None} - {drafts.speculative_tokens, None}:
-            self.note(f"{target.name}: num_speculative_tokens changed; delete {self.log.path} and measure again")
+        known = [
+            measured[target.name].drafts
+            for measured in self.measured.values()
+            if target.name in measured
+        ]
+        if {one.speculative_tokens for one in known if one is not None} - {
+            drafts.speculative_tokens,
+            None,
+        }:
+            self.note(
+                f"{target.name}: num_speculative_tokens changed; delete {self.log.path} and measure"
+                " again"
+            )
         if target.has_heads and not drafts.drafts:
             self.note(f"{target.name}: /metrics count no drafts; is it served with heads?")
-        if drafts.generated > FOREIGN_TRAFFIC * sum(answer.tokens for answer in measurement.answers) + 100:
-            self.note(f"{target.name}: others use it too, as its counter of tokens shows: its figures are too low")
+        if (
+            drafts.generated
+            > FOREIGN_TRAFFIC * sum(answer.tokens for answer in measurement.answers) + 100
+        ):
+            self.note(
+                f"{target.name}: others use it too, as its counter of tokens shows: its figures are"
+                " too low"
+            )
 
 
 def _measure_served(cfg: EvalConfig, served: ServedModel, run: BenchRun, directory: Path) -> None:
@@ -230,14 +277,19 @@ def _report(run: BenchRun, meta: dict[str, Any], directory: Path) -> list[Path]:
     cells = run.cells()
     summary = summarize(cells, greedy=run.options.sampling.temperature == 0)
     notes = [*run.notes, *summary.pop("notes")]
-    report = {"meta": {**meta, "seconds": round(run.progress.total_seconds, 1), "notes": notes}, **summary}
+    report = {
+        "meta": {**meta, "seconds": round(run.progress.total_seconds, 1), "notes": notes},
+        **summary,
+    }
     written = write_report(report, cells, directory)
     run.progress.console.print(terminal_report(report))
     return written
 
 
 def find_targets(cfg: EvalConfig, options: RequestOptions) -> list[Target]:
-    """Check the servers and find their models' names, the plain one first; ConfigError or ServerError without one."""
+    """Check the servers and find their models' names, the plain one first; ConfigError or
+    ServerError without one.
+    """
     assert cfg.server_url is not None
     if cfg.against is None:
         return [_target(ALONE, cfg.server_url, cfg.base_model, options, has_heads=False)]
@@ -247,7 +299,9 @@ def find_targets(cfg: EvalConfig, options: RequestOptions) -> list[Target]:
     ]
 
 
-def _target(name: str, url: str, model: str | None, options: RequestOptions, *, has_heads: bool) -> Target:
+def _target(
+    name: str, url: str, model: str | None, options: RequestOptions, *, has_heads: bool
+) -> Target:
     server = open_server(url, options)
     try:
         models = server.list_models()
@@ -255,16 +309,31 @@ def _target(name: str, url: str, model: str | None, options: RequestOptions, *, 
         server.close()
     listed = ", ".join(models)
     if model is None and len(models) != 1:
-        problem = f"lists several models ({listed})" if models else "lists no models (does the URL end with /v1?)"
-        raise ConfigError(f"server {server.url}: {problem}; set base_model to the name of the one to measure")
+        problem = (
+            f"lists several models ({listed})"
+            if models
+            else "lists no models (does the URL end with /v1?)"
+        )
+        raise ConfigError(
+            f"server {server.url}: {problem}; set base_model to the name of the one to measure"
+        )
     if model is not None and models and model not in models:
-        raise ConfigError(f"server {server.url}: does not serve {model}; its models: {listed} (set base_model)")
+        raise ConfigError(
+            f"server {server.url}: does not serve {model}; its models: {listed} (set base_model)"
+        )
     chosen = model or next(iter(models))
-    return Target(name, server.url, chosen, has_heads, models.get(chosen, {}).get("owned_by") == "vllm")
+    return Target(
+        name, server.url, chosen, has_heads, models.get(chosen, {}).get("owned_by") == "vllm"
+    )
 
 
-def request_options(cfg: EvalConfig, mode: DecodingMode, paths: ModelPaths | None) -> RequestOptions:
-    """Return what all requests have in common. A server of `--serve` that does not answer has ended."""
+def request_options(
+    cfg: EvalConfig, mode: DecodingMode, paths: ModelPaths | None
+) -> RequestOptions:
+    """Return what all requests have in common.
+
+    A server of `--serve` that does not answer has ended.
+    """
     kwargs = cfg.chat_template_kwargs if paths is None else paths.chat_template_kwargs
     rule = mode.baseline_rule
     sampling = ServerSampling(
@@ -278,14 +347,20 @@ def request_options(cfg: EvalConfig, mode: DecodingMode, paths: ModelPaths | Non
     return RequestOptions(sampling, cfg.seed, cfg.request_timeout, retry_seconds, cfg.api_key_env)
 
 
-def output_directory(cfg: EvalConfig, name: str, paths: ModelPaths | None, targets: Sequence[Target]) -> Path:
-    """Return the directory of the report: in the run directory if there is one, else named after the server's model."""
+def output_directory(
+    cfg: EvalConfig, name: str, paths: ModelPaths | None, targets: Sequence[Target]
+) -> Path:
+    """Return the directory of the report: in the run directory if there is one, else named after
+    the server's model.
+    """
     if cfg.output_dir:
         return expand_user(cfg.output_dir)
     if paths is not None:
         kind = "" if paths.lookup is None else f"{paths.lookup.kind}-"  # model cards quote served-*
         return paths.home / "eval" / f"{kind}served-{name}"
-    return runs_directory() / "served" / re.sub(r"[^\w.-]+", "_", targets[-1].model).strip("_") / name
+    return (
+        runs_directory() / "served" / re.sub(r"[^\w.-]+", "_", targets[-1].model).strip("_") / name
+    )
 
 
 def settings(
@@ -296,18 +371,25 @@ def settings(
     served: ServedModel | None,
     targets: Sequence[Target],
 ) -> dict[str, Any]:
-    """Return what answers and times depend on; not which concurrencies and numbers of tokens are measured."""
+    """Return what answers and times depend on; not which concurrencies and numbers of tokens are
+    measured.
+    """
     values = {
         **bench_settings(bench),
         "decoding": mode.as_json,
         "seed": cfg.seed,
         "max_new_tokens": cfg.max_new_tokens,
-        "chat_template_kwargs": cfg.chat_template_kwargs if paths is None else dict(paths.chat_template_kwargs),
+        "chat_template_kwargs": (
+            cfg.chat_template_kwargs if paths is None else dict(paths.chat_template_kwargs)
+        ),
         "warmup": cfg.warmup,
         "machine": platform.node(),
     }
     if served is None or paths is None:
-        return {**values, "servers": [[target.name, target.url, target.model] for target in targets]}
+        return {
+            **values,
+            "servers": [[target.name, target.url, target.model] for target in targets],
+        }
     started = {"vllm": served.version, "arguments": list(served.options), "draft": served.draft}
     return {**values, **model_settings(paths), **started}
 
@@ -336,7 +418,10 @@ def metadata(
         meta["turns"] = "in turns, block by block" if len(targets) > 1 else "one server alone"
     else:
         meta |= {"model": public_name(str(paths.home)), "base_model": public_name(served.backbone)}
-        draft = {key: public_name(value) if key == "model" else value for key, value in served.draft.items()}
+        draft = {
+            key: public_name(value) if key == "model" else value
+            for key, value in served.draft.items()
+        }
         if paths.heads is not None:
             meta["weights"] = digest_files(find_heads(paths.heads).files)[:16]
         meta |= {"draft": draft, "server": served.version, "arguments": list(served.options)}
@@ -344,6 +429,9 @@ def metadata(
         meta["turns"] = (
             "the server without heads beside each one with heads, in turns, block by block"
             if together
-            else "one server at a time; the one without heads first and last, of which the faster counts"
+            else (
+                "one server at a time; the one without heads first and last, of which the faster"
+                " counts"
+            )
         )
     return {**meta, "date": datetime.now(timezone.utc).isoformat(timespec="seconds")}

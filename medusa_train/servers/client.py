@@ -1,4 +1,6 @@
-"""Client of one or several OpenAI-compatible chat servers that spreads requests over them and retries failed ones."""
+"""Client of one or several OpenAI-compatible chat servers that spreads requests over them and
+retries failed ones.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ R = TypeVar("R")
 
 
 class Backoff:
-    """Pauses that double, with jitter, so that requests do not all retry at the same moment after an outage."""
+    """Pauses that double, with jitter, so that requests do not all retry at the same moment after
+    an outage.
+    """
 
     def __init__(self) -> None:
         self._seconds = MIN_BACKOFF
@@ -39,9 +43,10 @@ class Backoff:
 class Slots:
     """The health of one server that gets up to `most` requests at a time; not thread-safe.
 
-    After an overload a server pauses, for growing times or as long as it asks (at most `longest_pause` seconds). Then
-    it gets as many requests as it had not refused, and one more per `limit` answers. While it is down it gets a request
-    after each pause, whatever is under way: requests to a machine that vanished hang until they time out.
+    After an overload a server pauses, for growing times or as long as it asks (at most
+    `longest_pause` seconds). Then it gets as many requests as it had not refused, and one more per
+    `limit` answers. While it is down it gets a request after each pause, whatever is under way:
+    requests to a machine that vanished hang until they time out.
     """
 
     def __init__(self, most: int, longest_pause: float = math.inf) -> None:
@@ -98,15 +103,18 @@ class OpenAIClient:
     A server that is overloaded or down pauses, see `Slots`.
 
     Args:
-        urls: base URL with the version, `http://HOST:PORT/v1`, or several of servers with the same model.
+        urls: base URL with the version, `http://HOST:PORT/v1`, or several of servers with the same
+            model.
         key_variable: environment variable that holds the API key of all servers; may be unset.
-        timeout: of a request in seconds. retry_seconds: failed requests are retried for up to this long.
+        timeout: of a request in seconds. retry_seconds: failed requests are retried for up to this
+            long.
         concurrency: maximum number of concurrent requests to each server.
-        note: called with a line when a server stops answering, and when it answers again; by any thread.
+        note: called with a line when a server stops answering, and when it answers again; by any
+            thread.
 
     Attributes:
-        capacity: maximum number of concurrent requests to all servers.
-        retries, last_fault: number of retries of all requests so far, and why the last was necessary.
+        capacity: maximum number of concurrent requests to all servers. retries, last_fault: number
+        of retries of all requests so far, and why the last was necessary.
 
     Raises:
         ConfigError: a URL is not a web address, or contains a password.
@@ -125,7 +133,9 @@ class OpenAIClient:
         urls = [urls] if isinstance(urls, str) else list(dict.fromkeys(urls))
         servers = [ServerConnection(url, key_variable, timeout, concurrency) for url in urls]
         self._slots = {server: Slots(concurrency, retry_seconds) for server in servers}
-        self.name = ("server " if len(urls) == 1 else "servers ") + ", ".join(server.url for server in self._slots)
+        self.name = ("server " if len(urls) == 1 else "servers ") + ", ".join(
+            server.url for server in self._slots
+        )
         self.capacity = concurrency * len(urls)
         self.retries = 0
         self.last_fault = ""
@@ -133,17 +143,21 @@ class OpenAIClient:
         self._note = note
         self._changed = threading.Condition()  # guards the slots and the counts
         self._closed = threading.Event()
-        self._gives_up_at = math.inf  # `retry_seconds` after the first fault since the last answer of any server
+        self._gives_up_at = (
+            math.inf
+        )  # `retry_seconds` after the first fault since the last answer of any server
 
     def complete(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Send one request, again after faults, and return the response's JSON.
 
-        `max_tokens` is shortened to what fits into the context beside the prompt. With `stream: true` the response also
-        has `timing`, see `read_completion`.
+        `max_tokens` is shortened to what fits into the context beside the prompt. With `stream:
+        true` the response also has `timing`, see `read_completion`.
 
         Raises:
-            RequestRejected: status 400, 413 or 422; or this request failed for `retry_seconds`, while others did not.
-            ServerError: wrong key or address, no answer of any server within `retry_seconds`, or `close` was called.
+            RequestRejected: status 400, 413 or 422; or this request failed for `retry_seconds`,
+                while others did not.
+            ServerError: wrong key or address, no answer of any server within `retry_seconds`, or
+                `close` was called.
         """
         deadline, backoff = math.inf, Backoff()
         while True:
@@ -171,7 +185,9 @@ class OpenAIClient:
         for server in self._slots:
             server.close()
 
-    def _send(self, body: Mapping[str, Any], deadline: float) -> dict[str, Any] | Fault | RequestRejected:
+    def _send(
+        self, body: Mapping[str, Any], deadline: float
+    ) -> dict[str, Any] | Fault | RequestRejected:
         """Send a request once, to the server with the most free slots."""
         server = self._take_slot(deadline)
         outcome: dict[str, Any] | Fault | RequestRejected | None = None
@@ -186,31 +202,55 @@ class OpenAIClient:
         return outcome
 
     def _take_slot(self, deadline: float) -> ServerConnection:
-        """Wait for a free slot; gives up after `retry_seconds`, if `deadline` is over or no request is under way."""
+        """Wait for a free slot; gives up after `retry_seconds`, if `deadline` is over or no request
+        is under way.
+        """
         with self._changed:
             while True:
                 now = time.monotonic()
                 idle = not any(slots.in_flight for slots in self._slots.values())
-                if self._closed.is_set() or (now >= self._gives_up_at and (idle or now >= deadline)):
+                if self._closed.is_set() or (
+                    now >= self._gives_up_at and (idle or now >= deadline)
+                ):
                     waited = f"{self._retry_seconds:g} s"
-                    raise ServerError(f"{self.name}: no answer within {waited}; last error: {self.last_fault}")
-                free, server = max(((slots.free(now), one) for one, slots in self._slots.items()), key=lambda x: x[0])
+                    raise ServerError(
+                        f"{self.name}: no answer within {waited}; last error: {self.last_fault}"
+                    )
+                free, server = max(
+                    ((slots.free(now), one) for one, slots in self._slots.items()),
+                    key=lambda x: x[0],
+                )
                 if free:
                     self._slots[server].take(now)
                     return server
                 # without another request, only a pause can end, or the time to give up come
-                moments = (deadline, self._gives_up_at, *(slots.resume_at for slots in self._slots.values()))
-                self._changed.wait(min((moment - now for moment in moments if now < moment < math.inf), default=None))
+                moments = (
+                    deadline,
+                    self._gives_up_at,
+                    *(slots.resume_at for slots in self._slots.values()),
+                )
+                self._changed.wait(
+                    min(
+                        (moment - now for moment in moments if now < moment < math.inf),
+                        default=None,
+                    )
+                )
 
-    def _report(self, server: ServerConnection, outcome: dict[str, Any] | Fault | RequestRejected | None) -> str | None:
-        """Free the slot of a request and count its outcome (None: an error that ends the run); returns a note."""
+    def _report(
+        self, server: ServerConnection, outcome: dict[str, Any] | Fault | RequestRejected | None
+    ) -> str | None:
+        """Free the slot of a request and count its outcome (None: an error that ends the run);
+        returns a note.
+        """
         now, slots = time.monotonic(), self._slots[server]
         with self._changed:
             was_down = slots.down
             slots.in_flight -= 1
             if isinstance(outcome, Fault):
                 self.retries += 1
-                self.last_fault = outcome.reason if len(self._slots) == 1 else f"{server.url}: {outcome.reason}"
+                self.last_fault = (
+                    outcome.reason if len(self._slots) == 1 else f"{server.url}: {outcome.reason}"
+                )
                 self._gives_up_at = min(self._gives_up_at, now + self._retry_seconds)
                 slots.failed(now, outcome)
             elif outcome is not None:
@@ -219,14 +259,19 @@ class OpenAIClient:
             self._changed.notify_all()
             if slots.down == was_down:
                 return None
-        return f"{outcome.reason}; retrying for up to {self._retry_seconds:g} s" if isinstance(outcome, Fault) else UP
+        return (
+            f"{outcome.reason}; retrying for up to {self._retry_seconds:g} s"
+            if isinstance(outcome, Fault)
+            else UP
+        )
 
 
 def run_concurrently(function: Callable[[T], R], items: Iterable[T], workers: int) -> Iterator[R]:
-    """Call `function` with every item in `workers` threads; yield the results in the order in which they come.
+    """Call `function` with every item in `workers` threads; yield the results in the order in which
+    they come.
 
-    The first exception is raised here, and no further calls are started. Threads are daemons, so that an interrupted
-    command does not wait for calls under way.
+    The first exception is raised here, and no further calls are started. Threads are daemons, so
+    that an interrupted command does not wait for calls under way.
     """
     todo = deque(items)
     count = len(todo)

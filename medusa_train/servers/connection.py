@@ -1,6 +1,8 @@
-"""A connection to an OpenAI-compatible server: send a request once, classify its response, keep within the context.
+"""A connection to an OpenAI-compatible server: send a request once, classify its response, keep
+within the context.
 
-The API key is read from the environment and sent in the Authorization header; it never appears in messages or files.
+The API key is read from the environment and sent in the Authorization header; it never appears in
+messages or files.
 """
 
 from __future__ import annotations
@@ -21,12 +23,15 @@ import httpx
 from medusa_train.errors import ConfigError, ServerError
 
 _TOO_LONG = re.compile(
-    r"context[ _](?:length|window|size)|too long|too many tokens|max_model_len|maximum.{0,20}length|must have less",
+    r"context[ _](?:length|window|size)|too long|too many"
+    r" tokens|max_model_len|maximum.{0,20}length|must have less",
     re.IGNORECASE,
 )
-#: The context length: vLLM, SGLang, OpenAI, llama.cpp; then TGI, whose other limit is one of the prompt alone.
+#: The context length: vLLM, SGLang, OpenAI, llama.cpp; then TGI, whose other limit is one of the
+# prompt alone.
 _CONTEXT = re.compile(
-    r"(?:context (?:length|window|size)|maximum (?:model|sequence) length|maximum allowed (?:input )?length"
+    r"(?:context (?:length|window|size)|maximum (?:model|sequence) length|maximum allowed (?:input"
+    r" )?length"
     r"|max_model_len|\"n_ctx\"|tokens \+ `?max_new_tokens`? must be <=)[^\d.;]{0,25}(\d+)",
     re.IGNORECASE,
 )
@@ -53,7 +58,9 @@ class ContextLimit:
 
 
 def parse_rejection(text: str) -> ContextLimit | None:
-    """Return the limits that a rejection's text names; None if it has another reason than the context."""
+    """Return the limits that a rejection's text names; None if it has another reason than the
+    context.
+    """
     context = _number(_CONTEXT, text)
     if context is None and not _TOO_LONG.search(text):
         return None
@@ -62,16 +69,21 @@ def parse_rejection(text: str) -> ContextLimit | None:
 
 def _number(pattern: re.Pattern[str], text: str) -> int | None:
     match = pattern.search(text)
-    return None if match is None else int(next(group for group in match.groups() if group is not None))
+    return (
+        None if match is None else int(next(group for group in match.groups() if group is not None))
+    )
 
 
 class RequestRejected(Exception):
-    """The server rejected this request; other requests may succeed. See `parse_rejection` for `limit`.
+    """The server rejected this request; other requests may succeed. See `parse_rejection` for
+    `limit`.
 
     `failed`: it did not reject it, but all attempts failed; another run may get an answer.
     """
 
-    def __init__(self, message: str, limit: ContextLimit | None = None, *, failed: bool = False) -> None:
+    def __init__(
+        self, message: str, limit: ContextLimit | None = None, *, failed: bool = False
+    ) -> None:
         super().__init__(message)
         self.limit, self.failed = limit, failed
 
@@ -100,15 +112,20 @@ class StreamError(Exception):
 
 
 def read_completion(
-    lines: Iterable[str], started: float, check: Callable[[], None], clock: Callable[[], float] = time.perf_counter
+    lines: Iterable[str],
+    started: float,
+    check: Callable[[], None],
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Any]:
-    """Assemble the chunks of a streamed answer to the response of a request without `stream`, with its `timing`.
+    """Assemble the chunks of a streamed answer to the response of a request without `stream`, with
+    its `timing`.
 
-    `timing` holds `started`, `first_token` (None for an empty answer) and `finished`, in seconds of `clock`. `check` is
-    called after every line; an exception that it raises ends reading.
+    `timing` holds `started`, `first_token` (None for an empty answer) and `finished`, in seconds of
+    `clock`. `check` is called after every line; an exception that it raises ends reading.
 
     Raises:
-        StreamError: the server reports an error in the stream, or closed it before the end of the answer.
+        StreamError: the server reports an error in the stream, or closed it before the end of the
+            answer.
     """
     message = {"content": "", "reasoning_content": ""}
     usage: dict[str, Any] | None = None
@@ -138,14 +155,22 @@ def read_completion(
     if finish_reason in (None, ABORTED):
         raise StreamError("the server closed the stream before the end of the answer")
     return {
-        "choices": [{"index": 0, "message": {"role": "assistant", **message}, "finish_reason": finish_reason}],
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", **message},
+                "finish_reason": finish_reason,
+            }
+        ],
         "usage": usage,
         "timing": {"started": started, "first_token": first_token, "finished": clock()},
     }
 
 
 def _lines(chunks: Iterable[bytes]) -> Iterator[str]:
-    """Split at newlines only: JSON may hold other line separators (U+2028), at which `iter_lines` splits."""
+    """Split at newlines only: JSON may hold other line separators (U+2028), at which `iter_lines`
+    splits.
+    """
     rest = b""
     for chunk in chunks:
         *lines, rest = (rest + chunk).split(b"\n")
@@ -158,7 +183,9 @@ def _parse(data: str) -> dict[str, Any]:
         chunk = json.loads(data)
         error = chunk.get("error")
     except (ValueError, AttributeError):
-        raise StreamError(f"the stream holds something else than JSON objects: {data[:80]}") from None
+        raise StreamError(
+            f"the stream holds something else than JSON objects: {data[:80]}"
+        ) from None
     if error is not None:
         text = error.get("message", error) if isinstance(error, dict) else error
         raise StreamError(f"error within the stream: {' '.join(str(text).split())[:300]}")
@@ -174,7 +201,9 @@ def parse_models(response: httpx.Response) -> dict[str, dict[str, Any]]:
 
 
 def usable_answer(response: httpx.Response) -> dict[str, Any] | None:
-    """Return the response's JSON if it holds a text message; else None (an error page, a truncated body, `ABORTED`)."""
+    """Return the response's JSON if it holds a text message; else None (an error page, a truncated
+    body, `ABORTED`).
+    """
     try:
         answer = response.json()
         content = answer["choices"][0]["message"].get("content")
@@ -216,13 +245,16 @@ _RETRYABLE = {408, 409, 425, 429}  # and every 5xx
 
 
 class ServerConnection:
-    """Sends `POST {url}/chat/completions` once per call; thread-safe. See `OpenAIClient` for the arguments.
+    """Sends `POST {url}/chat/completions` once per call; thread-safe. See `OpenAIClient` for the
+    arguments.
 
-    `max_tokens` is shortened to what fits beside the prompt. The context length is read from `{url}/models`
-    (`max_model_len` of vLLM and SGLang) and from rejections that name it; the length of the prompt from rejections or
-    vLLM's `/tokenize`. Where a server names no numbers, `max_tokens` is halved until it accepts.
+    `max_tokens` is shortened to what fits beside the prompt. The context length is read from
+    `{url}/models` (`max_model_len` of vLLM and SGLang) and from rejections that name it; the length
+    of the prompt from rejections or vLLM's `/tokenize`. Where a server names no numbers,
+    `max_tokens` is halved until it accepts.
 
-    The answer to a request with `stream: true` is read to its end, and gets its times (`read_completion`).
+    The answer to a request with `stream: true` is read to its end, and gets its times
+    (`read_completion`).
     """
 
     def __init__(self, url: str, key_variable: str, timeout: float, connections: int) -> None:
@@ -232,7 +264,9 @@ class ServerConnection:
         self._key_variable = key_variable
         self._key = os.environ.get(key_variable, "").strip()
         if not self._key.isascii():
-            raise ConfigError(f"{key_variable}: the API key contains a character that is not ASCII; copy it again")
+            raise ConfigError(
+                f"{key_variable}: the API key contains a character that is not ASCII; copy it again"
+            )
         self._models_lock = threading.Lock()
         self._models_read = False
         self._timeout = timeout
@@ -241,11 +275,14 @@ class ServerConnection:
             headers={"Authorization": f"Bearer {self._key}"} if self._key else {},
             timeout=httpx.Timeout(timeout, connect=CONNECT_SECONDS),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=connections),
-            trust_env=not _is_loopback(self.url),  # a proxy (HTTP_PROXY) cannot reach a server on this machine
+            trust_env=not _is_loopback(
+                self.url
+            ),  # a proxy (HTTP_PROXY) cannot reach a server on this machine
         )
 
     def send(self, body: Mapping[str, Any]) -> dict[str, Any] | Fault:
-        """Send a request, with a shorter `max_tokens` if it does not fit; return the response's JSON or the fault.
+        """Send a request, with a shorter `max_tokens` if it does not fit; return the response's
+        JSON or the fault.
 
         Raises:
             RequestRejected: status 400, 413 or 422, and no shorter answer helps.
@@ -255,7 +292,9 @@ class ServerConnection:
         try:
             self._read_models(body.get("model"))
             if "max_tokens" in body and self.context is not None:
-                body["max_tokens"] = min(body["max_tokens"], self.context - 1)  # a prompt has at least one token
+                body["max_tokens"] = min(
+                    body["max_tokens"], self.context - 1
+                )  # a prompt has at least one token
             while True:
                 try:
                     return self._post(body)
@@ -275,7 +314,8 @@ class ServerConnection:
         self._client.close()
 
     def list_models(self) -> dict[str, dict[str, Any]]:
-        """Return the entries of `{url}/models` by the model's name; empty if the server has no such list.
+        """Return the entries of `{url}/models` by the model's name; empty if the server has no such
+        list.
 
         Raises:
             ServerError: the server cannot be reached, or requires another key.
@@ -283,15 +323,21 @@ class ServerConnection:
         try:
             response = self._client.get(f"{self.url}/models", timeout=CONNECT_SECONDS)
         except httpx.RequestError as error:
-            raise ServerError(f"server {self.url}: cannot be reached ({error}); is it running?") from None
+            raise ServerError(
+                f"server {self.url}: cannot be reached ({error}); is it running?"
+            ) from None
         if response.status_code in (401, 403):
-            raise ServerError(f"server {self.url}: {self._reason(response)}{self._hint(response.status_code)}")
+            raise ServerError(
+                f"server {self.url}: {self._reason(response)}{self._hint(response.status_code)}"
+            )
         return parse_models(response)
 
     def read_metrics(self) -> str | None:
         """Return the text of `/metrics`, next to `/v1`; None if the server has none."""
         try:
-            response = self._client.get(f"{self.url.removesuffix('/v1')}/metrics", timeout=CONNECT_SECONDS)
+            response = self._client.get(
+                f"{self.url.removesuffix('/v1')}/metrics", timeout=CONNECT_SECONDS
+            )
         except httpx.RequestError:
             return None
         return response.text if response.status_code == 200 else None
@@ -306,7 +352,9 @@ class ServerConnection:
         def check() -> None:
             if self._closed:
                 raise RuntimeError("the client was closed")
-            if time.perf_counter() - started > self._timeout:  # httpx's own limit is one between two chunks
+            if (
+                time.perf_counter() - started > self._timeout
+            ):  # httpx's own limit is one between two chunks
                 raise httpx.ReadTimeout(f"no complete answer within {self._timeout:g} s")
 
         with self._client.stream("POST", f"{self.url}/chat/completions", json=body) as response:
@@ -328,7 +376,9 @@ class ServerConnection:
             return Fault(reason, "unreachable" if status in _UNREACHABLE else "failed")
         if status in (400, 413, 422):
             limit = parse_rejection(response.text)
-            raise RequestRejected(reason, ContextLimit() if limit is None and status == 413 else limit)
+            raise RequestRejected(
+                reason, ContextLimit() if limit is None and status == 413 else limit
+            )
         raise ServerError(f"server {self.url}: {reason}{self._hint(status)}")
 
     def _read_models(self, model: Any) -> None:
@@ -338,7 +388,9 @@ class ServerConnection:
         try:
             response = self._client.get(f"{self.url}/models", timeout=CONNECT_SECONDS)
             self._models_read = True
-            lengths = {name: entry.get("max_model_len") for name, entry in parse_models(response).items()}
+            lengths = {
+                name: entry.get("max_model_len") for name, entry in parse_models(response).items()
+            }
             length = lengths.get(model, next(iter(lengths.values())) if len(lengths) == 1 else None)
             if isinstance(length, int) and length > 1:
                 self.context = length
@@ -346,7 +398,9 @@ class ServerConnection:
             self._models_lock.release()
 
     def _room(self, body: Mapping[str, Any], limit: ContextLimit | None) -> int | None:
-        """Return a smaller `max_tokens` for a rejected request; None if the prompt alone does not fit."""
+        """Return a smaller `max_tokens` for a rejected request; None if the prompt alone does not
+        fit.
+        """
         if limit is None:
             return None
         asked, self.context = body.get("max_tokens", 0), limit.context or self.context
@@ -358,12 +412,20 @@ class ServerConnection:
         return guess if guess >= SHORTEST_GUESS else None
 
     def _count_prompt(self, body: Mapping[str, Any]) -> int | None:
-        """Return the number of tokens of a chat by vLLM's `/tokenize` (beside `/v1`); None on other servers."""
+        """Return the number of tokens of a chat by vLLM's `/tokenize` (beside `/v1`); None on other
+        servers.
+        """
         if not self._can_tokenize:
             return None
-        chat = {name: body[name] for name in ("model", "messages", "chat_template_kwargs") if name in body}
+        chat = {
+            name: body[name]
+            for name in ("model", "messages", "chat_template_kwargs")
+            if name in body
+        }
         try:
-            count = self._client.post(f"{self.url.removesuffix('/v1')}/tokenize", json=chat).json()["count"]
+            count = self._client.post(f"{self.url.removesuffix('/v1')}/tokenize", json=chat).json()[
+                "count"
+            ]
         except (ValueError, KeyError, TypeError):
             self._can_tokenize = False
             return None
@@ -391,7 +453,9 @@ def _normalize_url(url: str, key_variable: str) -> str:
         parts = urlsplit(url)
         _ = parts.port  # raises ValueError above 65535
     except ValueError as error:
-        raise ConfigError(f"server {url}: {error}; expected an address such as http://localhost:8000/v1") from None
+        raise ConfigError(
+            f"server {url}: {error}; expected an address such as http://localhost:8000/v1"
+        ) from None
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(f"server {url}: expected an address such as http://localhost:8000/v1")
     if parts.password or parts.username or parts.query:

@@ -1,4 +1,6 @@
-"""Prepare the backbone for a recipe: frozen (Medusa-1), with LoRA, or with trainable layers (Medusa-2)."""
+"""Prepare the backbone for a recipe: frozen (Medusa-1), with LoRA, or with trainable layers
+(Medusa-2).
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ class BackboneRecipe:
         self.backbone.model.train(mode and self.joint)
 
     def features(self, batch: Batch, need: FeatureSpec = FINAL_STATES) -> Features:
-        """Return the states that a draft needs: from the cache if there is one, else by a pass of the backbone."""
+        """Return the states that a draft needs: from the cache if there is one, else by a pass of
+        the backbone.
+        """
         if self.cache is None:
             return self._run(batch, need)
         return self.cache.features(batch, lambda: self._run(batch, need))
@@ -64,11 +68,18 @@ class BackboneRecipe:
     def _run(self, batch: Batch, need: FeatureSpec) -> Features:
         """Run the backbone on `batch`; without a graph if it is frozen."""
         programs = nullcontext() if self.compiled is None else self.compiled.active()
-        with torch.set_grad_enabled(self.joint and torch.is_grad_enabled()), self._autocast(), programs:
-            return self.backbone.run(batch.tokens, positions=batch.positions, segments=batch.segments, need=need)
+        with (
+            torch.set_grad_enabled(self.joint and torch.is_grad_enabled()),
+            self._autocast(),
+            programs,
+        ):
+            return self.backbone.run(
+                batch.tokens, positions=batch.positions, segments=batch.segments, need=need
+            )
 
     def teacher(self, batch: Batch, feats: Features) -> tuple[Tensor, LMHead]:
-        """Return hidden states [B, T, d] and lm_head of the teacher: the backbone with its adapter disabled.
+        """Return hidden states [B, T, d] and lm_head of the teacher: the backbone with its adapter
+        disabled.
 
         A frozen backbone is its own teacher, with the features `feats`.
         """
@@ -76,7 +87,9 @@ class BackboneRecipe:
             return feats.hidden.detach(), self.backbone.lm_head()
         with self.adapter.teacher():
             with self._autocast():
-                teacher = self.backbone.run(batch.tokens, positions=batch.positions, segments=batch.segments)
+                teacher = self.backbone.run(
+                    batch.tokens, positions=batch.positions, segments=batch.segments
+                )
             return teacher.hidden, self.backbone.lm_head()
 
     @property
@@ -88,11 +101,16 @@ class BackboneRecipe:
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Load the trained parameters, whole, by name; ValueError if names or shapes differ."""
         if set(state) != set(self.parameters):
-            raise ValueError(f"{len(set(state) ^ set(self.parameters))} trained parameters of the backbone differ")
+            raise ValueError(
+                f"{len(set(state) ^ set(self.parameters))} trained parameters of the backbone"
+                " differ"
+            )
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 if (shape := full_shape(parameter)) != state[name].shape:
-                    raise ValueError(f"{name}: shape {list(shape)}, saved shape {list(state[name].shape)}")
+                    raise ValueError(
+                        f"{name}: shape {list(shape)}, saved shape {list(state[name].shape)}"
+                    )
                 with gathered([parameter], modify=True):
                     parameter.copy_(state[name])
 
@@ -106,14 +124,25 @@ class BackboneRecipe:
             self.backbone.save(out / MODEL)
 
     def _autocast(self) -> Any:
-        # a frozen backbone computes in its weights' dtype; trained parameters are float32 beside bfloat16 ones
-        return self.precision.autocast() if self.joint else torch.autocast(self.precision.device.type, enabled=False)
+        # a frozen backbone computes in its weights' dtype; trained parameters are float32 beside
+        # bfloat16 ones
+        return (
+            self.precision.autocast()
+            if self.joint
+            else torch.autocast(self.precision.device.type, enabled=False)
+        )
 
 
-def build_backbone_recipe(cfg: TrainConfig, backbone: Backbone, precision: Precision) -> BackboneRecipe:
-    """Attach or load an adapter, or unfreeze layers, as the recipe asks; the backbone is frozen otherwise."""
+def build_backbone_recipe(
+    cfg: TrainConfig, backbone: Backbone, precision: Precision
+) -> BackboneRecipe:
+    """Attach or load an adapter, or unfreeze layers, as the recipe asks; the backbone is frozen
+    otherwise.
+    """
     if cfg.recipe == "medusa1":
-        compiled = CompiledLayers(backbone.layers, backbone.layer_types) if cfg.torch_compile else None
+        compiled = (
+            CompiledLayers(backbone.layers, backbone.layer_types) if cfg.torch_compile else None
+        )
         return BackboneRecipe(backbone, precision, compiled=compiled)
     if cfg.gradient_checkpointing:
         backbone.model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -125,7 +154,8 @@ def build_backbone_recipe(cfg: TrainConfig, backbone: Backbone, precision: Preci
             module.requires_grad_(True)
         embedding = backbone.model.get_input_embeddings()
         if layers and embedding.weight is backbone.model.get_output_embeddings().weight:
-            # tied to lm_head, which is trained: else gradients would go through the layers that stay frozen, too
+            # tied to lm_head, which is trained: else gradients would go through the layers that
+            # stay frozen, too
             embedding.register_forward_hook(lambda module, args, out: out.detach())
     trained = {name: p for name, p in backbone.model.named_parameters() if p.requires_grad}
     return BackboneRecipe(backbone, precision, adapter, trained)
@@ -136,14 +166,19 @@ def _build_adapter(cfg: TrainConfig, backbone: Backbone) -> Adapter:
         return Adapter.load(backbone, initial, trainable=True)
     targets = None if cfg.lora_target_linear else tuple(cfg.lora_target_modules or ()) or None
     saved = tuple(cfg.lora_modules_to_save or ())
-    return Adapter.attach(backbone, LoraSpec(cfg.lora_r, cfg.lora_alpha, cfg.lora_dropout, targets, saved))
+    return Adapter.attach(
+        backbone, LoraSpec(cfg.lora_r, cfg.lora_alpha, cfg.lora_dropout, targets, saved)
+    )
 
 
 def unfrozen_modules(model: Any, layers: int) -> list[nn.Module]:
     """Return the last `layers` decoder layers of a transformers model, its final norm and lm_head."""
     body = decoder_of(model)
     if not (hasattr(body, "layers") and hasattr(body, "norm")):
-        raise BackboneError(f"medusa_num_unfreeze_layers: {type(body).__name__} has no `layers` and `norm` to unfreeze")
+        raise BackboneError(
+            f"medusa_num_unfreeze_layers: {type(body).__name__} has no `layers` and `norm` to"
+            " unfreeze"
+        )
     return [*body.layers[-layers:], body.norm, model.get_output_embeddings()]
 
 

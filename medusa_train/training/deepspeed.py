@@ -1,11 +1,12 @@
 """Train in several processes with DeepSpeed's ZeRO stages 0 to 3, as a `Strategy`.
 
-Weights are float32 and autocast sets the compute dtype, as in one process, so gradients are reduced in float32.
-DeepSpeed averages gradients over processes, but every micro-batch's loss is already divided by the targets of the
-whole global batch; it is therefore multiplied by the number of processes first.
+Weights are float32 and autocast sets the compute dtype, as in one process, so gradients are reduced
+in float32. DeepSpeed averages gradients over processes, but every micro-batch's loss is already
+divided by the targets of the whole global batch; it is therefore multiplied by the number of
+processes first.
 
-The saved state is the one that `LocalStrategy` saves, gathered from all processes: a run can be resumed on another
-number of processes, with another ZeRO stage, or without DeepSpeed.
+The saved state is the one that `LocalStrategy` saves, gathered from all processes: a run can be
+resumed on another number of processes, with another ZeRO stage, or without DeepSpeed.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ T = TypeVar("T")
 class _Root(nn.Module):
     """Draft and backbone as one module whose forward pass calls a given function.
 
-    ZeRO-3 gathers a module's weights while its `forward` runs, and losses read some of them (lm_head) directly. Only a
-    tensor may leave `forward`, for DeepSpeed's hooks to find it; everything else is kept in `result`.
+    ZeRO-3 gathers a module's weights while its `forward` runs, and losses read some of them
+    (lm_head) directly. Only a tensor may leave `forward`, for DeepSpeed's hooks to find it;
+    everything else is kept in `result`.
     """
 
     def __init__(self, draft: nn.Module, backbone: nn.Module) -> None:
@@ -57,7 +59,9 @@ class _Root(nn.Module):
 
 
 class DeepSpeedStrategy(Strategy):
-    """This process's part in training with DeepSpeed; all processes call every method, in the same order."""
+    """This process's part in training with DeepSpeed; all processes call every method, in the same
+    order.
+    """
 
     def __init__(
         self,
@@ -82,22 +86,30 @@ class DeepSpeedStrategy(Strategy):
         self._stage = int(stage_of(config))
         self._pending = False  # all gradients of a step are accumulated and not yet applied
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
-        if self._stage == 0:  # DeepSpeed does not report the norm at this stage, so gradients are clipped here
+        if (
+            self._stage == 0
+        ):  # DeepSpeed does not report the norm at this stage, so gradients are clipped here
             config = {**config, "gradient_clipping": 0.0}
         self._root: Any = _Root(draft, backbone)
         with _quiet():
             import deepspeed
 
             self._deepspeed = deepspeed
-            self._engine = deepspeed.initialize(model=self._root, optimizer=optimizer, config=dict(config))[0]
+            self._engine = deepspeed.initialize(
+                model=self._root, optimizer=optimizer, config=dict(config)
+            )[0]
         unlink_shared_buffer(world)
         if self._stage == 3:
             for parameter in read_directly:
                 deepspeed.zero.register_external_parameter(self._root, parameter)
         self._set_loss_scale()
 
-    def forward_backward(self, compute: Callable[..., ObjectiveOutput], *args: Any) -> ObjectiveOutput:
-        """Compute the loss while ZeRO-3 gathers weights; hooks of one backward pass reduce the gradients."""
+    def forward_backward(
+        self, compute: Callable[..., ObjectiveOutput], *args: Any
+    ) -> ObjectiveOutput:
+        """Compute the loss while ZeRO-3 gathers weights; hooks of one backward pass reduce the
+        gradients.
+        """
         loss: Tensor = self._engine(partial(compute, *args))
         output: ObjectiveOutput = self._root.pop_result()
         self._backward(loss)
@@ -117,7 +129,9 @@ class DeepSpeedStrategy(Strategy):
         return self._stage == 3 and self._world.size > 1
 
     def release(self, saved: Iterable[nn.Parameter]) -> None:
-        """End training: gather the parameters `saved` in rank 0, one at a time, and remove DeepSpeed's hooks."""
+        """End training: gather the parameters `saved` in rank 0, one at a time, and remove
+        DeepSpeed's hooks.
+        """
         if self.partitioned:
             make_whole(saved, keep=self._world.is_main)
         elif self._stage == 3:
@@ -131,7 +145,9 @@ class DeepSpeedStrategy(Strategy):
         self._engine = self._root = None  # the engine's hooks refer to both
 
     def step(self) -> float:
-        """Clip by the global norm, step optimizer and schedule, drop the gradients; return the norm before clipping."""
+        """Clip by the global norm, step optimizer and schedule, drop the gradients; return the norm
+        before clipping.
+        """
         norm = super().step()
         self._set_loss_scale()
         return norm
@@ -146,7 +162,9 @@ class DeepSpeedStrategy(Strategy):
             self.step()  # the loss is NaN/Inf and so are the gradients: this only drops them
 
     def _optimizer_state(self) -> dict[str, Any]:
-        """Return the state in the form of `LocalStrategy`, its tensors in rank 0 only, in CPU memory."""
+        """Return the state in the form of `LocalStrategy`, its tensors in rank 0 only, in CPU
+        memory.
+        """
         if self._stage == 0:
             return super()._optimizer_state()
         return {"state": self._gather_optimizer(), "param_groups": self._param_groups()}
@@ -158,9 +176,11 @@ class DeepSpeedStrategy(Strategy):
             self._scatter_optimizer(saved["state"])
 
     def _backward(self, loss: Tensor) -> None:
-        """Accumulate the gradients of one micro-batch's loss; after the last one, reduce them over all processes.
+        """Accumulate the gradients of one micro-batch's loss; after the last one, reduce them over
+        all processes.
 
-        A NaN/Inf loss makes all gradients NaN in all processes, so that none of them applies the step.
+        A NaN/Inf loss makes all gradients NaN in all processes, so that none of them applies the
+        step.
         """
         poison = torch.where(torch.isfinite(loss.detach()), 1.0, math.nan)
         scale = self.loss_scale.value if self._stage == 0 and self.loss_scale is not None else 1.0
@@ -177,8 +197,14 @@ class DeepSpeedStrategy(Strategy):
         self._pending = False
         if self._stage > 0:
             self._engine.step()
-            return float(self._engine.get_global_grad_norm()) if self._engine.was_step_applied() else math.inf
-        norm = self._clip()  # gradients and optimizer states are whole in every process, as without DeepSpeed
+            return (
+                float(self._engine.get_global_grad_norm())
+                if self._engine.was_step_applied()
+                else math.inf
+            )
+        norm = (
+            self._clip()
+        )  # gradients and optimizer states are whole in every process, as without DeepSpeed
         if math.isfinite(norm):
             self._engine.step()
         else:
@@ -187,20 +213,30 @@ class DeepSpeedStrategy(Strategy):
         return norm
 
     def _flat_groups(self) -> list[Tensor]:
-        """Return the flat float32 partitions that this process's optimizer updates, one per parameter group."""
-        name = "single_partition_of_fp32_groups" if self._stage < 3 else "fp32_partitioned_groups_flat"
+        """Return the flat float32 partitions that this process's optimizer updates, one per
+        parameter group.
+        """
+        name = (
+            "single_partition_of_fp32_groups" if self._stage < 3 else "fp32_partitioned_groups_flat"
+        )
         return list(getattr(self._engine.optimizer, name))
 
     def _param_groups(self) -> list[dict[str, Any]]:
-        """Return the parameter groups as `Optimizer.state_dict` does: parameters are numbered through all groups."""
+        """Return the parameter groups as `Optimizer.state_dict` does: parameters are numbered
+        through all groups.
+        """
         described, first = [], 0
         for group, parameters in zip(self.optimizer.param_groups, self._groups, strict=True):
             numbers = list(range(first, first := first + len(parameters)))
-            described.append({**{k: v for k, v in group.items() if k != "params"}, "params": numbers})
+            described.append(
+                {**{k: v for k, v in group.items() if k != "params"}, "params": numbers}
+            )
         return described
 
     def _gather_optimizer(self) -> dict[int, dict[str, Any]]:
-        """Return the optimizer's state per parameter, whole: elementwise tensors are gathered from all processes."""
+        """Return the optimizer's state per parameter, whole: elementwise tensors are gathered from
+        all processes.
+        """
         states = list(self.optimizer.state.values())
         if not states:
             return {}  # before the first step
@@ -221,12 +257,16 @@ class DeepSpeedStrategy(Strategy):
         if not saved:
             return
         if set(saved) != set(range(len(self.parameters))):
-            raise ValueError(f"optimizer state has {len(saved)} parameters, expected {len(self.parameters)}")
+            raise ValueError(
+                f"optimizer state has {len(saved)} parameters, expected {len(self.parameters)}"
+            )
         fused = any(self.optimizer.defaults.get(name) for name in ("fused", "capturable"))
         entry = saved[0]
         for flat in self._flat_groups():
             self.optimizer.state[flat] = {
-                key: torch.zeros_like(flat) if _is_elementwise(value) else _counter(value, flat if fused else None)
+                key: torch.zeros_like(flat)
+                if _is_elementwise(value)
+                else _counter(value, flat if fused else None)
                 for key, value in entry.items()
             }
         self._link_optimizer_state()
@@ -237,28 +277,36 @@ class DeepSpeedStrategy(Strategy):
     def _link_optimizer_state(self) -> None:
         """Link every parameter to its slice of the current flat optimizer state (ZeRO 1 and 2).
 
-        DeepSpeed creates these links only once, when only the first parameter group has a state, so they are created
-        again here.
+        DeepSpeed creates these links only once, when only the first parameter group has a state, so
+        they are created again here.
         """
         if self._stage < 3:
             for parameters, flat in zip(self._groups, self._flat_groups(), strict=True):
-                self._deepspeed.utils.lazy_init_hp_params_optimizer_state(parameters, flat, self.optimizer.state)
+                self._deepspeed.utils.lazy_init_hp_params_optimizer_state(
+                    parameters, flat, self.optimizer.state
+                )
 
     def _set_optimizer_state(self, parameter: Any, key: str, value: Tensor) -> None:
         shape = getattr(parameter, "ds_shape", parameter.shape)
         if value.shape != shape:
-            raise ValueError(f"optimizer state has shape {list(value.shape)}, its parameter {list(shape)}")
+            raise ValueError(
+                f"optimizer state has shape {list(value.shape)}, its parameter {list(shape)}"
+            )
         if self._stage < 3:
             self._deepspeed.utils.safe_set_full_optimizer_state(parameter, value, key)
             return
         size = parameter.ds_tensor.numel()  # equal in all processes: the last partition is padded
         padded = torch.zeros(size * self._world.size, dtype=value.dtype)
         padded[: value.numel()] = value.flatten()
-        self._deepspeed.utils.safe_set_local_optimizer_state(parameter, padded[size * self._world.rank :][:size], key)
+        self._deepspeed.utils.safe_set_local_optimizer_state(
+            parameter, padded[size * self._world.rank :][:size], key
+        )
 
 
 def _is_elementwise(value: Any) -> bool:
-    """Return whether an entry of an optimizer's state has one number per weight, which ZeRO partitions alike."""
+    """Return whether an entry of an optimizer's state has one number per weight, which ZeRO
+    partitions alike.
+    """
     return isinstance(value, Tensor) and value.dim() > 0
 
 
@@ -270,9 +318,11 @@ def _counter(value: Any, like: Tensor | None) -> Any:
 
 @contextlib.contextmanager
 def partitioned_loading(config: Mapping[str, Any] | None) -> Iterator[None]:
-    """Partition the models that transformers loads in this block, see `deepspeed_config.loading_config`.
+    """Partition the models that transformers loads in this block, see
+    `deepspeed_config.loading_config`.
 
-    Rank 0 reads the weights, module by module every process keeps its part of them. Does nothing with None.
+    Rank 0 reads the weights, module by module every process keeps its part of them. Does nothing
+    with None.
     """
     if config is None:
         yield
@@ -286,31 +336,41 @@ def partitioned_loading(config: Mapping[str, Any] | None) -> Iterator[None]:
     try:
         yield
     finally:
-        del partitioning  # transformers has a weak reference to it, and partitions as long as it lives
+        del (
+            partitioning
+        )  # transformers has a weak reference to it, and partitions as long as it lives
 
 
 def _forget_module(root: nn.Module) -> None:
-    """Drop what DeepSpeed's globals keep of a model whose engine was destroyed, with all of its memory (ZeRO-3)."""
+    """Drop what DeepSpeed's globals keep of a model whose engine was destroyed, with all of its
+    memory (ZeRO-3).
+    """
     from deepspeed.runtime.zero import parameter_offload, partitioned_param_coordinator
 
     stack = getattr(parameter_offload, "FWD_MODULE_STACK", [])
     if root in stack:
         stack.remove(root)
     for method in vars(partitioned_param_coordinator.PartitionedParameterCoordinator).values():
-        for cell in getattr(method, "__closure__", None) or ():  # of a decorator around `functools.lru_cache`
+        for cell in (
+            getattr(method, "__closure__", None) or ()
+        ):  # of a decorator around `functools.lru_cache`
             if hasattr(cell.cell_contents, "cache_clear"):
                 cell.cell_contents.cache_clear()
 
 
 def unlink_shared_buffer(world: World, directory: Path = Path("/dev/shm")) -> None:
-    """Unlink the shared memory that DeepSpeed opened for this process on a CPU, 67 MB that it never frees.
+    """Unlink the shared memory that DeepSpeed opened for this process on a CPU, 67 MB that it never
+    frees.
 
-    Its launcher asks for it. Memory that is unlinked lives as long as the processes that have it open.
+    Its launcher asks for it. Memory that is unlinked lives as long as the processes that have it
+    open.
     """
     world.gather(None)  # all have opened it
     address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     if hasattr(os, "getuid"):
-        (directory / f"deepspeed_allreduce_buffer_{os.getuid()}_{address}_{port}_{world.rank}").unlink(missing_ok=True)
+        (
+            directory / f"deepspeed_allreduce_buffer_{os.getuid()}_{address}_{port}_{world.rank}"
+        ).unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

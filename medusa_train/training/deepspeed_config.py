@@ -34,20 +34,33 @@ OFFLOADS = ("offload_optimizer", "offload_param")
 
 
 def read_deepspeed(config: str | Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Return the mapping in the key `deepspeed`, or read the JSON file that it names; `DEFAULT` if it is not set."""
+    """Return the mapping in the key `deepspeed`, or read the JSON file that it names; `DEFAULT` if
+    it is not set.
+    """
     if config is None:
         return DEFAULT
     if isinstance(config, str):
         path = resolve_path(config)
         if path is None or not path.is_file():
-            raise ConfigError(f"deepspeed: {config}: no such file; configs/deepspeed/ has zero1.json to zero3.json")
+            raise ConfigError(
+                f"deepspeed: {config}: no such file; configs/deepspeed/ has zero1.json to"
+                " zero3.json"
+            )
         config = _read(path)
     zero = config.get("zero_optimization", {})
-    sections = {name: config[name] for name in (*SET_BY_KEYS, "zero_optimization") if name in config}
+    sections = {
+        name: config[name] for name in (*SET_BY_KEYS, "zero_optimization") if name in config
+    }
     if isinstance(zero, Mapping):
-        sections |= {f"zero_optimization.{name}": zero[name] for name in OFFLOADS if zero.get(name) is not None}
+        sections |= {
+            f"zero_optimization.{name}": zero[name]
+            for name in OFFLOADS
+            if zero.get(name) is not None
+        }
     if wrong := [name for name, section in sections.items() if not isinstance(section, Mapping)]:
-        raise ConfigError([f"deepspeed: {name}: expected a mapping, got {sections[name]!r}" for name in wrong])
+        raise ConfigError(
+            [f"deepspeed: {name}: expected a mapping, got {sections[name]!r}" for name in wrong]
+        )
     stage = stage_of(config)
     if stage not in _STAGES:
         raise ConfigError(f"deepspeed: zero_optimization.stage: {stage!r} is not one of 0, 1, 2, 3")
@@ -55,7 +68,9 @@ def read_deepspeed(config: str | Mapping[str, Any] | None) -> Mapping[str, Any]:
 
 
 def stage_of(config: Mapping[str, Any]) -> Any:
-    """Return the ZeRO stage of a DeepSpeed configuration: 0 (nothing partitioned) to 3 (weights too)."""
+    """Return the ZeRO stage of a DeepSpeed configuration: 0 (nothing partitioned) to 3 (weights
+    too).
+    """
     return config.get("zero_optimization", {}).get("stage", 0)
 
 
@@ -69,10 +84,11 @@ def batch_sizes(cfg: TrainConfig, processes: int) -> dict[str, int]:
 
 
 def complete_config(cfg: TrainConfig, processes: int, hidden_size: int) -> dict[str, Any]:
-    """Read `deepspeed`, fill in batch sizes, clipping and buckets; every other "auto" becomes DeepSpeed's default.
+    """Read `deepspeed`, fill in batch sizes, clipping and buckets; every other "auto" becomes
+    DeepSpeed's default.
 
-    Compute dtype (autocast over float32 weights), optimizer and schedule are built here and not by DeepSpeed, which
-    partitions them over the processes and reduces gradients in float32.
+    Compute dtype (autocast over float32 weights), optimizer and schedule are built here and not by
+    DeepSpeed, which partitions them over the processes and reduces gradients in float32.
 
     Args:
         hidden_size: of the backbone.
@@ -92,9 +108,11 @@ def complete_config(cfg: TrainConfig, processes: int, hidden_size: int) -> dict[
 
 
 def loading_config(cfg: TrainConfig, processes: int, dtype: str) -> dict[str, Any] | None:
-    """Return the configuration with which ZeRO-3 partitions weights of `dtype` while they are loaded; None without it.
+    """Return the configuration with which ZeRO-3 partitions weights of `dtype` while they are
+    loaded; None without it.
 
-    Modules that PEFT copies are loaded whole, and the backbone with which each process computes its hidden states.
+    Modules that PEFT copies are loaded whole, and the backbone with which each process computes its
+    hidden states.
     """
     if processes == 1 or cfg.lora_modules_to_save or cfg.cache_hidden_states:
         return None
@@ -112,7 +130,9 @@ def check_deepspeed(cfg: TrainConfig, size: int) -> Mapping[str, Any]:
     if stage_of(config) == 3 and cfg.quantization is not None:
         problems.append("stage 3 cannot partition a quantized backbone; use stage 2")
     if stage_of(config) == 3 and cfg.torch_compile:
-        problems.append("stage 3 gathers weights while layers run; use stage 2, or torch_compile: false")
+        problems.append(
+            "stage 3 gathers weights while layers run; use stage 2, or torch_compile: false"
+        )
     for name in OFFLOADS:
         if (config.get("zero_optimization", {}).get(name) or {}).get("device") == "nvme":
             problems.append(f"zero_optimization.{name}.device: nvme is not supported; use cpu")
@@ -124,7 +144,10 @@ def check_deepspeed(cfg: TrainConfig, size: int) -> Mapping[str, Any]:
 def _contradictions(config: Mapping[str, Any], cfg: TrainConfig, size: int) -> Iterator[str]:
     """Yield a line for every setting that differs from the run's keys; "auto" always agrees."""
     micro, accumulation = cfg.micro_batch_size, cfg.gradient_accumulation_steps
-    batch = f"micro_batch_size x gradient_accumulation_steps x processes are {micro} x {accumulation} x {size}"
+    batch = (
+        f"micro_batch_size x gradient_accumulation_steps x processes are {micro} x {accumulation} x"
+        f" {size}"
+    )
     expected = [(name, value, batch) for name, value in batch_sizes(cfg, size).items()]
     clipping = ("gradient_clipping", cfg.max_grad_norm, f"max_grad_norm is {cfg.max_grad_norm:g}")
     for name, value, reason in (*expected, clipping):
@@ -133,17 +156,25 @@ def _contradictions(config: Mapping[str, Any], cfg: TrainConfig, size: int) -> I
     for name, parameter, key in _PARAMETERS:
         value = (config.get(name, {}).get("params") or {}).get(parameter, AUTO)
         if value not in (AUTO, getattr(cfg, key) or 0):
-            yield f'{name}.params.{parameter}: {value}, but {key} is {getattr(cfg, key)}; set it to "auto"'
+            yield (
+                f"{name}.params.{parameter}: {value}, but {key} is {getattr(cfg, key)}; set it to"
+                ' "auto"'
+            )
     for name, wanted in (("fp16", cfg.fp16), ("bf16", cfg.bf16)):
         actual = config.get(name, {}).get("enabled", AUTO)
         if actual is True and (wanted is False or (name == "bf16" and cfg.fp16)):
-            yield f'{name}.enabled: true, but the run does not compute in {name}; set {name}: true, or "auto" here'
+            yield (
+                f"{name}.enabled: true, but the run does not compute in {name}; set {name}: true,"
+                ' or "auto" here'
+            )
         if actual is False and wanted is True:
             yield f'{name}.enabled: false, but the run sets {name}: true; set it to "auto"'
 
 
 def check_compiler(cuda: bool, environ: Mapping[str, str] = os.environ) -> None:
-    """Check for a C++ compiler and ninja, with which DeepSpeed builds its CPU communication extension."""
+    """Check for a C++ compiler and ninja, with which DeepSpeed builds its CPU communication
+    extension.
+    """
     if cuda:
         return  # NCCL comes with torch, and the optimizers are torch's or bitsandbytes'
     compiler = environ.get("CXX") or "c++"
@@ -155,13 +186,16 @@ def check_compiler(cuda: bool, environ: Mapping[str, str] = os.environ) -> None:
         missing.append("ninja")
     if missing:
         raise MedusaError(
-            f"training with DeepSpeed on CPU needs {' and '.join(missing)}: it compiles an extension on first use. "
-            "Install build-essential (or gcc-c++), and ninja with pip, or train in one process without `deepspeed`"
+            f"training with DeepSpeed on CPU needs {' and '.join(missing)}: it compiles an"
+            " extension on first use. Install build-essential (or gcc-c++), and ninja with pip, or"
+            " train in one process without `deepspeed`"
         )
 
 
 def search_path(environ: Mapping[str, str] = os.environ) -> str:
-    """Return PATH with this Python's directory first, which has ninja even if no environment is activated."""
+    """Return PATH with this Python's directory first, which has ninja even if no environment is
+    activated.
+    """
     return os.pathsep.join([str(Path(sys.executable).parent), environ.get("PATH", "")])
 
 

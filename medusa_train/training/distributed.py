@@ -1,4 +1,6 @@
-"""Communication between the processes of a run: sums, gathering, work for rank 0, errors that end all of them."""
+"""Communication between the processes of a run: sums, gathering, work for rank 0, errors that end
+all of them.
+"""
 
 from __future__ import annotations
 
@@ -22,16 +24,26 @@ T = TypeVar("T")
 
 #: How long one process waits for another: rank 0 may be writing a large checkpoint to a slow disk.
 TIMEOUT = timedelta(hours=2)
-#: A build of one of DeepSpeed's extensions takes half a minute. A lock this old (seconds) that no process of this
-#: machine holds was left by a killed one; a younger one may be held on another machine that shares the directory.
+#: A build of one of DeepSpeed's extensions takes half a minute. A lock this old (seconds) that no
+# process of this : machine holds was left by a killed one; a younger one may be held on another
+# machine that shares the directory.
 STALE_LOCK_AGE = 120.0
 #: What the errors of gloo, NCCL and torch's store say where another process closed the connection.
-_LOST = ("by peer", "by remote peer", "peer closed", "likely closed", "broken pipe", "connection refused")
+_LOST = (
+    "by peer",
+    "by remote peer",
+    "peer closed",
+    "likely closed",
+    "broken pipe",
+    "connection refused",
+)
 _BACK_ENDS = ("gloo", "nccl", "socket")
 
 
 class PeerError(MedusaError):
-    """Another process failed and prints the reason; this one exits silently with the same exit code."""
+    """Another process failed and prints the reason; this one exits silently with the same exit
+    code.
+    """
 
     def __init__(self, exit_code: int) -> None:
         super().__init__("another process failed")
@@ -41,8 +53,9 @@ class PeerError(MedusaError):
 class World:
     """All processes of a run, seen from one of them; a single process communicates with none.
 
-    Every method except the properties must be called by all processes, in the same order. They communicate through
-    CPU memory (gloo), so that a process waiting for a disk does not keep a GPU collective open.
+    Every method except the properties must be called by all processes, in the same order. They
+    communicate through CPU memory (gloo), so that a process waiting for a disk does not keep a GPU
+    collective open.
 
     Attributes:
         rank, size: see `ProcessInfo`.
@@ -61,10 +74,16 @@ class World:
     @property
     def device(self) -> torch.device:
         """This process's device: one GPU, or the CPU."""
-        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        return (
+            torch.device("cuda", torch.cuda.current_device())
+            if torch.cuda.is_available()
+            else torch.device("cpu")
+        )
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Return the sum of all processes' tensors, which have equal shape and dtype, on this tensor's device."""
+        """Return the sum of all processes' tensors, which have equal shape and dtype, on this
+        tensor's device.
+        """
         if self.size == 1:
             return tensor
         total = tensor.detach().to("cpu", copy=True)
@@ -84,7 +103,9 @@ class World:
         return values
 
     def run_on_main(self, action: Callable[[], T]) -> T:
-        """Call `action` in rank 0 and return its result in every process; if it fails, the others raise PeerError."""
+        """Call `action` in rank 0 and return its result in every process; if it fails, the others
+        raise PeerError.
+        """
         if self.size == 1:
             return action()
         answers: list[Any] = [(None, None)]
@@ -102,7 +123,9 @@ class World:
 
     @contextlib.contextmanager
     def failing_together(self) -> Iterator[None]:
-        """Run a block in every process; the lowest rank in which it fails raises its error, the others PeerError."""
+        """Run a block in every process; the lowest rank in which it fails raises its error, the
+        others PeerError.
+        """
         error: MedusaError | None = None
         try:
             yield
@@ -123,7 +146,9 @@ class World:
         return hosts.index(hosts[self.rank])
 
     def error_on_main(self, error: MedusaError) -> MedusaError:
-        """Return what to raise for an error that occurs in all processes: `error` in rank 0, PeerError elsewhere."""
+        """Return what to raise for an error that occurs in all processes: `error` in rank 0,
+        PeerError elsewhere.
+        """
         return error if self.is_main else PeerError(error.exit_code)
 
     def destroy(self) -> None:
@@ -145,7 +170,9 @@ def init_distributed(info: ProcessInfo) -> World:
         MASTER_PORT=str(info.port),
     )
     cuda = torch.cuda.is_available()
-    os.environ.setdefault("DS_ACCELERATOR", "cuda" if cuda else "cpu")  # without it DeepSpeed warns that it guesses
+    os.environ.setdefault(
+        "DS_ACCELERATOR", "cuda" if cuda else "cpu"
+    )  # without it DeepSpeed warns that it guesses
     if cuda:
         device = gpu_index(info, torch.cuda.device_count())
         torch.cuda.set_device(device)
@@ -157,55 +184,71 @@ def init_distributed(info: ProcessInfo) -> World:
         group = dist.new_group(backend="gloo", timeout=TIMEOUT) if cuda else None
     except (RuntimeError, ValueError) as error:
         raise MedusaError(
-            f"process {info.rank} of {info.size} cannot connect to the others at {info.address}:{info.port}: {error}"
+            f"process {info.rank} of {info.size} cannot connect to the others at"
+            f" {info.address}:{info.port}: {error}"
         ) from error
     world = World(info, group)
     if cuda:
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-        check_distinct_gpus(world, str(getattr(properties, "uuid", info.rank)))  # not every build of torch has it
+        check_distinct_gpus(
+            world, str(getattr(properties, "uuid", info.rank))
+        )  # not every build of torch has it
     return world
 
 
 def gpu_index(info: ProcessInfo, visible: int) -> int:
-    """Return the index of this process's GPU among the `visible` ones; MedusaError if there is none.
+    """Return the index of this process's GPU among the `visible` ones; MedusaError if there is
+    none.
 
     Where a process sees one GPU, it is its own, whatever its local rank (srun --gpus-per-task=1).
     """
     if visible > 1 and info.local_rank >= visible:
         raise MedusaError(
-            f"process {info.rank} of {info.size} has no GPU: it sees {visible} for at least {info.local_rank + 1} "
-            "processes on this machine; start one process per GPU (--num-gpus)"
+            f"process {info.rank} of {info.size} has no GPU: it sees {visible} for at least"
+            f" {info.local_rank + 1} processes on this machine; start one process per GPU"
+            " (--num-gpus)"
         )
     return info.local_rank if visible > 1 else 0
 
 
 def check_distinct_gpus(world: World, uuid: str) -> None:
-    """Check that no two processes use the same GPU, which NCCL would say only in its log; `uuid` is this one's."""
+    """Check that no two processes use the same GPU, which NCCL would say only in its log; `uuid` is
+    this one's.
+    """
     uuids = world.gather(uuid)
     if len(set(uuids)) < world.size:
         raise world.error_on_main(
-            MedusaError(f"{world.size} processes share {len(set(uuids))} GPUs; start one process per GPU (--num-gpus)")
+            MedusaError(
+                f"{world.size} processes share {len(set(uuids))} GPUs; start one process per GPU"
+                " (--num-gpus)"
+            )
         )
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Return whether `error` only says that another process closed the connection; that process prints the reason."""
+    """Return whether `error` only says that another process closed the connection; that process
+    prints the reason.
+    """
     return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _LOST)
 
 
 def is_communication_error(error: BaseException) -> bool:
-    """Return whether `error` comes from gloo, NCCL or torch's store, such as NCCL without enough shared memory."""
+    """Return whether `error` comes from gloo, NCCL or torch's store, such as NCCL without enough
+    shared memory.
+    """
     if isinstance(error, dist.DistError):
         return True
-    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in _BACK_ENDS)
+    return isinstance(error, RuntimeError) and any(
+        word in str(error).lower() for word in _BACK_ENDS
+    )
 
 
 def remove_stale_build_locks(age: float = STALE_LOCK_AGE) -> None:
     """Delete the locks that killed processes left in the directory of torch's C++ extensions.
 
-    torch waits forever, in silence, for a lock whose owner was killed while it built an extension: every later run
-    with DeepSpeed would hang. A lock is kept while a process of this machine has it open; one that nobody holds is
-    waited for until it is gone or `age` seconds old.
+    torch waits forever, in silence, for a lock whose owner was killed while it built an extension:
+    every later run with DeepSpeed would hang. A lock is kept while a process of this machine has it
+    open; one that nobody holds is waited for until it is gone or `age` seconds old.
     """
     from torch.utils.cpp_extension import get_default_build_root
 

@@ -18,14 +18,18 @@ from medusa_train.models.hf_config import decoder_of, head_dim, key_value_heads,
 from medusa_train.models.lora import LM_HEAD, linear_names
 from medusa_train.training.backbone_recipe import unfrozen_modules
 
-#: Dense bfloat16 operations per second of one GPU, by the vendor's data sheets: name with memory -> rate.
+#: Dense bfloat16 operations per second of one GPU, by the vendor's data sheets: name with memory
+# -> rate.
 GPUS = {"RTX 4090, 24 GB": 165e12, "L40S, 48 GB": 362e12, "H100, 80 GB": 989e12}
-#: Share of that rate by recipe, measured at 7B shape on an H100, joint training with QLoRA (benchmarks/results/gpu.md).
+#: Share of that rate by recipe, measured at 7B shape on an H100, joint training with QLoRA
+# (benchmarks/results/gpu.md).
 UTILIZATION: dict[str | None, float] = {"medusa1": 0.38, "medusa2": 0.27}
 
 # Bytes per parameter
 _TRAINED = 4  # weight of a trained parameter, and its gradient: float32 in every recipe
-_NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)  # 4 bits, an 8-bit scale per 64 weights, a float32 scale per 256 scales
+_NF4 = (
+    0.5 + 1 / 64 + 4 / (64 * 256)
+)  # 4 bits, an 8-bit scale per 64 weights, a float32 scale per 256 scales
 ADAM = 2 * 4  # two float32 moments
 ADAM_8BIT = 2 * (1 + 4 / 256)  # two moments in one byte each, a float32 scale per 256
 
@@ -37,7 +41,8 @@ class Memory:
     Attributes:
         parts: bytes by purpose, in display order.
         frozen, trained: numbers of parameters.
-        weights: bytes of the trained weights. checkpoint: of a checkpoint, optimizer states included.
+        weights: bytes of the trained weights. checkpoint: of a checkpoint, optimizer states
+            included.
     """
 
     parts: dict[str, int]
@@ -53,13 +58,17 @@ class Memory:
 
 
 class Estimate:
-    """What a configuration costs, from the shapes of its draft and of a backbone with a transformers config."""
+    """What a configuration costs, from the shapes of its draft and of a backbone with a
+    transformers config.
+    """
 
     def __init__(self, cfg: TrainConfig, model_config: Any) -> None:
         self._cfg = cfg.resolved()
         self._text = model_config.get_text_config()
         with torch.device("meta"):
-            self._model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=cfg.trust_remote_code)
+            self._model = AutoModelForCausalLM.from_config(
+                model_config, trust_remote_code=cfg.trust_remote_code
+            )
         self._section = cfg.draft_config
         self._settings = self._section.settings
         self._lm_head: Tensor = self._model.get_output_embeddings().weight
@@ -75,7 +84,9 @@ class Estimate:
             dtype: compute dtype, also of the backbone's unquantized weights.
         """
         optimizer, joint = self._cfg.optimizer, self._unfrozen
-        states = round(self.trained * (ADAM_8BIT if "8bit" in optimizer and device != "cpu" else ADAM))
+        states = round(
+            self.trained * (ADAM_8BIT if "8bit" in optimizer and device != "cpu" else ADAM)
+        )
         frozen = _count(self._model.parameters()) - joint
         shared_rows = 0  # of lm_head, which heads with a reduced vocabulary copy once and share
         if self._settings.get("share_lm_head") and self._settings.get("vocab_size"):
@@ -91,7 +102,9 @@ class Estimate:
             "activations (estimate)": self._activations(rows, width, dtype.itemsize, device),
         }
         weights = self.trained * _TRAINED
-        return Memory({k: v for k, v in parts.items() if v}, frozen, self.trained, weights, weights + states)
+        return Memory(
+            {k: v for k, v in parts.items() if v}, frozen, self.trained, weights, weights + states
+        )
 
     @cached_property
     def trained(self) -> int:
@@ -101,60 +114,99 @@ class Estimate:
     def operations(self, *, tokens: int, supervised: int, width: int, epochs: float) -> float:
         """Estimate the floating-point operations of a run.
 
-        A matrix product takes two operations per weight and token. A pass forward through the backbone is one of them,
-        a backward pass two, or one where the weights themselves are not trained. Heads run on all tokens, their
-        lm_heads on supervised ones, and soft targets take the backbone's logits there, of the draft's vocabulary.
+        A matrix product takes two operations per weight and token. A pass forward through the
+        backbone is one of them, a backward pass two, or one where the weights themselves are not
+        trained. Heads run on all tokens, their lm_heads on supervised ones, and soft targets take
+        the backbone's logits there, of the draft's vocabulary.
 
         Args:
             tokens, supervised: of an epoch. epochs: their number.
             width: tokens of a row; on average a token attends to half of them.
         """
         cfg, text, lm_head = self._cfg, self._text, self._lm_head.numel()
-        lists = [module for module in decoder_of(self._model).children() if isinstance(module, nn.ModuleList)]
+        lists = [
+            module
+            for module in decoder_of(self._model).children()
+            if isinstance(module, nn.ModuleList)
+        ]
         layers = sum(map(self._used, max(lists, key=len).parameters()))  # `layers`, Falcon's `h`
-        attention = 4 * text.num_hidden_layers * text.num_attention_heads * head_dim(text) * width / 2
+        attention = (
+            4 * text.num_hidden_layers * text.num_attention_heads * head_dim(text) * width / 2
+        )
         body = tokens * (2 * layers + attention)  # one pass forward
-        in_heads = self._heads_operations(tokens, supervised, attention / text.num_hidden_layers) * epochs
+        in_heads = (
+            self._heads_operations(tokens, supervised, attention / text.num_hidden_layers) * epochs
+        )
         if cfg.recipe == "medusa1":
             return body * (min(epochs, 1) if cfg.cache_hidden_states else epochs) + in_heads
         backward = 1 if cfg.adapter else 2
-        passed = self._trained_depth / text.num_hidden_layers * (cfg.gradient_checkpointing + backward)
+        passed = (
+            self._trained_depth / text.num_hidden_layers * (cfg.gradient_checkpointing + backward)
+        )
         in_body = body * (1 + self._has_teacher + passed)
-        return (in_body + 2 * lm_head * supervised * (1 + self._has_teacher + backward)) * epochs + in_heads
+        return (
+            in_body + 2 * lm_head * supervised * (1 + self._has_teacher + backward)
+        ) * epochs + in_heads
 
     def _used(self, weight: Tensor) -> float:
-        """Count the elements of a backbone's parameter that a token is multiplied by: of experts, those it goes to."""
+        """Count the elements of a backbone's parameter that a token is multiplied by: of experts,
+        those it goes to.
+        """
         experts = getattr(self._text, "num_experts_per_tok", None) if weight.dim() == 3 else None
         return weight.numel() * (experts / weight.shape[0] if experts else 1)
 
     @property
     def _trained_depth(self) -> int:
-        """Last layers that keep activations for gradients: one below those that are trained keeps nothing."""
-        return (not self._cfg.adapter and self._cfg.medusa_num_unfreeze_layers) or self._text.num_hidden_layers
+        """Last layers that keep activations for gradients: one below those that are trained keeps
+        nothing.
+        """
+        return (
+            not self._cfg.adapter and self._cfg.medusa_num_unfreeze_layers
+        ) or self._text.num_hidden_layers
 
     def _heads_operations(self, tokens: int, supervised: int, attention: float) -> float:
-        """Estimate the operations of an epoch in the draft; `attention` is what a layer's takes per token."""
+        """Estimate the operations of an epoch in the draft; `attention` is what a layer's takes per
+        token.
+        """
         section, hidden = self._section, self._text.hidden_size
         rank = self._settings.get("markov_rank", 0)
-        shared, outputs = section.shared_lm_heads, {"eagle3": 1, "kangaroo": 1}.get(self._cfg.draft, section.num_heads)
+        shared, outputs = (
+            section.shared_lm_heads,
+            {"eagle3": 1, "kangaroo": 1}.get(self._cfg.draft, section.num_heads),
+        )
         # the embeddings of a Markov bias are looked up
         weights = self._count_heads(markov_rank=0) if rank else self._heads
         weights -= (outputs - shared) * self._draft_vocab * hidden
         if self._cfg.draft == "eagle3":  # its layer and lm_head run once a step, and `fc` once
             outputs = section.layer_passes
             weights = outputs * weights - (outputs - 1) * 3 * hidden**2
-        if blocks := self._settings.get("auto_blocks"):  # of Amphista, over the vectors of all heads
-            weights += (outputs - 1) * blocks * 4 * hidden * self._text.num_attention_heads * head_dim(self._text)
+        if blocks := self._settings.get(
+            "auto_blocks"
+        ):  # of Amphista, over the vectors of all heads
+            weights += (
+                (outputs - 1)
+                * blocks
+                * 4
+                * hidden
+                * self._text.num_attention_heads
+                * head_dim(self._text)
+            )
         states = (6 * weights + 3 * section.layer_passes * attention) * tokens
-        each = (4 if shared else 6) * (hidden + rank) + (2 * hidden if section.heads_loss.soft_targets else 0)
+        each = (4 if shared else 6) * (hidden + rank) + (
+            2 * hidden if section.heads_loss.soft_targets else 0
+        )
         return states + outputs * each * self._draft_vocab * supervised
 
     def _count_heads(self, **changes: Any) -> int:
-        return DRAFTS[self._cfg.draft].count_parameters(self._model, **{**self._settings, **changes})
+        return DRAFTS[self._cfg.draft].count_parameters(
+            self._model, **{**self._settings, **changes}
+        )
 
     @cached_property
     def _unfrozen(self) -> int:
-        """Parameters that joint training unfreezes: all, or those of the last layers, the final norm and lm_head."""
+        """Parameters that joint training unfreezes: all, or those of the last layers, the final
+        norm and lm_head.
+        """
         if self._cfg.recipe == "medusa1" or self._cfg.adapter:
             return 0
         layers = self._cfg.medusa_num_unfreeze_layers
@@ -186,7 +238,9 @@ class Estimate:
 
     @cached_property
     def _weight_bytes(self) -> float | None:
-        """Bytes of a quantized weight, by the configuration or of a quantized checkpoint; None if none is."""
+        """Bytes of a quantized weight, by the configuration or of a quantized checkpoint; None if
+        none is.
+        """
         if self._cfg.quantization is not None:
             return _NF4 if self._cfg.quantization == "nf4" else 1
         if (stored := quantization_of(self._model.config)) is None:
@@ -199,7 +253,9 @@ class Estimate:
         if self._weight_bytes is None:
             return []
         head = self._model.get_output_embeddings()
-        return [m.weight for m in self._model.modules() if isinstance(m, nn.Linear) and m is not head]
+        return [
+            m.weight for m in self._model.modules() if isinstance(m, nn.Linear) and m is not head
+        ]
 
     def _backbone_bytes(self, dtype: torch.dtype) -> float:
         quantized = _count(self._quantized)
@@ -207,29 +263,45 @@ class Estimate:
         return plain * dtype.itemsize + quantized * (self._weight_bytes or 0)
 
     def _activations(self, rows: int, width: int, item: int, device: str) -> int:
-        """Estimate what a micro-batch adds at its peak, beside all gradients; `item` is bytes in the compute dtype.
+        """Estimate what a micro-batch adds at its peak, beside all gradients; `item` is bytes in
+        the compute dtype.
 
-        Activations of the backbone's layers (their inputs alone if it recomputes them), copies of trained layers in the
-        compute dtype, the attention mask of packed rows (for soft-capped scores only), and what comes one after the
+        Activations of the backbone's layers (their inputs alone if it recomputes them), copies of
+        trained layers in the compute dtype, the attention mask of packed rows (for soft-capped
+        scores only), and what comes one after the
         other: one layer that is not kept, the backbone's loss, and a head with its loss.
         """
         cfg, text, tokens = self._cfg, self._text, rows * width
         states = tokens * text.hidden_size * item
         layer = tokens * self._layer_bytes(item, device)
-        alive = 1 if DRAFTS[cfg.draft].independent_heads else self._section.num_heads  # heads at a time
+        alive = (
+            1 if DRAFTS[cfg.draft].independent_heads else self._section.num_heads
+        )  # heads at a time
         heads = alive * (3 * self._section.blocks_per_head + 1) * states
-        heads += self._section.layer_passes * tokens * self._layer_bytes(item, device, of_draft=True)
+        heads += (
+            self._section.layer_passes * tokens * self._layer_bytes(item, device, of_draft=True)
+        )
         if rank := self._settings.get("markov_rank"):
-            heads += states + tokens * rank * item  # a head's states with the embeddings of its Markov bias
+            heads += (
+                states + tokens * rank * item
+            )  # a head's states with the embeddings of its Markov bias
         capped = getattr(text, "attn_logit_softcapping", None) is not None
-        mask = rows * width * width * item if cfg.sample_packing and (capped or cfg.draft == "eagle3") else 0
+        mask = (
+            rows * width * width * item
+            if cfg.sample_packing and (capped or cfg.draft == "eagle3")
+            else 0
+        )
         # of a quantized matrix a product takes a copy in the compute dtype
         single = max((weight.numel() for weight in self._quantized), default=0) * item
         later = heads + self._heads_loss(tokens, item, device)
         if cfg.recipe == "medusa1":
             return mask + max(single + layer, states + later)
-        backbone_loss = self._loss_buffers(self._lm_head.shape[0], tokens, item, device, taught=self._has_teacher)
-        if cfg.gradient_accumulation_steps == 1:  # else the gradients of the micro-batch before are there all the time
+        backbone_loss = self._loss_buffers(
+            self._lm_head.shape[0], tokens, item, device, taught=self._has_teacher
+        )
+        if (
+            cfg.gradient_accumulation_steps == 1
+        ):  # else the gradients of the micro-batch before are there all the time
             later = max(later, backbone_loss - self._heads * _TRAINED)
             lm_head = self._lm_head.numel() if self._unfrozen else 0
             later -= (self._unfrozen - lm_head + self._adapter) * _TRAINED
@@ -244,52 +316,78 @@ class Estimate:
 
     @property
     def _has_teacher(self) -> bool:
-        return bool(self._cfg.medusa_self_distillation or self._cfg.medusa_distillation_regularization)
+        return bool(
+            self._cfg.medusa_self_distillation or self._cfg.medusa_distillation_regularization
+        )
 
     def _heads_loss(self, tokens: int, item: int, device: str) -> int:
-        """Estimate the buffers of one head's loss, and the teacher's copied rows for a reduced vocabulary."""
+        """Estimate the buffers of one head's loss, and the teacher's copied rows for a reduced
+        vocabulary.
+        """
         taught = bool(self._section.heads_loss.soft_targets)
         lm_head_rows, hidden = self._lm_head.shape
-        teacher_rows = self._draft_vocab * hidden * item if self._draft_vocab < lm_head_rows and taught else 0
-        return self._loss_buffers(self._draft_vocab, tokens, item, device, taught=taught) + teacher_rows
+        teacher_rows = (
+            self._draft_vocab * hidden * item if self._draft_vocab < lm_head_rows and taught else 0
+        )
+        return (
+            self._loss_buffers(self._draft_vocab, tokens, item, device, taught=taught)
+            + teacher_rows
+        )
 
-    def _loss_buffers(self, vocab: int, tokens: int, item: int, device: str, *, taught: bool) -> int:
-        """Estimate a loss's buffers: a chunk of logits (and the teacher's), float32 blocks of it, and lm_head.
+    def _loss_buffers(
+        self, vocab: int, tokens: int, item: int, device: str, *, taught: bool
+    ) -> int:
+        """Estimate a loss's buffers: a chunk of logits (and the teacher's), float32 blocks of it,
+        and lm_head.
 
-        One lm_head at a time is cast to the compute dtype; its gradient is added to `.grad`, which is counted
-        elsewhere. A GPU with more free memory takes larger chunks.
+        One lm_head at a time is cast to the compute dtype; its gradient is added to `.grad`, which
+        is counted elsewhere. A GPU with more free memory takes larger chunks.
         """
         logits = (2 if taught else 1) * min(chunk_rows(vocab, device, item), tokens) * vocab * item
         block = min(block_rows(vocab, device), tokens) * vocab * _TRAINED
         matrix = vocab * self._text.hidden_size * item if item < _TRAINED else 0
-        # logits and log-probabilities, and the teacher's, with its probabilities; float32 logits need no copy
+        # logits and log-probabilities, and the teacher's, with its probabilities; float32 logits
+        # need no copy
         blocks = (4 if taught else 2) - (item == _TRAINED)
         return logits + blocks * block + matrix
 
     def _layer_bytes(self, item: int, device: str, *, of_draft: bool = False) -> int:
-        """Count the bytes per token that a decoder layer keeps: norms, q, k, v, attention, gated MLP.
+        """Count the bytes per token that a decoder layer keeps: norms, q, k, v, attention, gated
+        MLP.
 
-        In float32 several operations keep the same tensor. In half precision the norms keep float32 copies, every LoRA
-        branch and every trained linear layer keeps its own copy of its input, and trained norms their float32 output.
-        Dropout keeps a mask: of bytes on a GPU, in float32 on a CPU.
+        In float32 several operations keep the same tensor. In half precision the norms keep float32
+        copies, every LoRA branch and every trained linear layer keeps its own copy of its input,
+        and trained norms their float32 output. Dropout keeps a mask: of bytes on a GPU, in float32
+        on a CPU.
         """
         cfg, text = self._cfg, self._text
         hidden = text.hidden_size
         inner = getattr(text, "intermediate_size", None) or 4 * hidden
         attention = 2 * (text.num_attention_heads + key_value_heads(text)) * head_dim(text)
         adapted = 0
-        if cfg.adapter and not of_draft:  # input sizes of a layer's adapted linear layers; lm_head is not one of them
-            modules = ((path.rpartition(".")[2], module) for path, module in self._model.named_modules())
+        if (
+            cfg.adapter and not of_draft
+        ):  # input sizes of a layer's adapted linear layers; lm_head is not one of them
+            modules = (
+                (path.rpartition(".")[2], module) for path, module in self._model.named_modules()
+            )
             linear = (module for name, module in modules if name in self._adapted_names - {LM_HEAD})
-            adapted = sum(m.in_features for m in linear if isinstance(m, nn.Linear)) // text.num_hidden_layers
+            adapted = (
+                sum(m.in_features for m in linear if isinstance(m, nn.Linear))
+                // text.num_hidden_layers
+            )
         norms, inputs = 4 * hidden, 2 * hidden + inner
-        if of_draft:  # also embeddings and their norm, and their values side by side with the states
+        if (
+            of_draft
+        ):  # also embeddings and their norm, and their values side by side with the states
             norms, inputs = 12 * hidden, 8 * hidden + inner
         elif item < _TRAINED and cfg.adapter:
             inputs = adapted
         elif item < _TRAINED and cfg.recipe == "medusa2":
             norms, inputs = 8 * hidden, 5 * hidden + inner
-        masks = adapted * (1 if device == "cuda" else _TRAINED) if adapted and cfg.lora_dropout else 0
+        masks = (
+            adapted * (1 if device == "cuda" else _TRAINED) if adapted and cfg.lora_dropout else 0
+        )
         return (norms + attention + 3 * inner + inputs) * item + masks
 
 

@@ -1,9 +1,11 @@
-"""Keep the hidden states of a frozen backbone on disk, so that later epochs and runs need no pass of it.
+"""Keep the hidden states of a frozen backbone on disk, so that later epochs and runs need no pass
+of it.
 
-A document's states depend on its tokens alone: it starts at position 0 and attends to nothing else, packed or not. They
-are stored as computed in the batch that has the document first, and read from then on. The rounding of a pass depends
-on the shape of its batch, so a run with the cache equals one without it to the bit where a document's batches have the
-same shape in all epochs, and up to rounding elsewhere.
+A document's states depend on its tokens alone: it starts at position 0 and attends to nothing else,
+packed or not. They are stored as computed in the batch that has the document first, and read from
+then on. The rounding of a pass depends on the shape of its batch, so a run with the cache equals
+one without it to the bit where a document's batches have the same shape in all epochs, and up to
+rounding elsewhere.
 """
 
 from __future__ import annotations
@@ -39,9 +41,11 @@ class HiddenStateCache:
 
     Attributes:
         device: where features are returned.
-        rope_switch: see `Backbone`; beyond it a model computes the whole batch with other positions.
-        world: the processes that train together; all of them call `features`, the same number of times.
-        read, computed: number of documents whose states were read, and computed, by this process.
+        rope_switch: see `Backbone`; beyond it a model computes the whole batch with other
+            positions.
+        world: the processes that train together; all of them call `features`, the same number of
+        times. read, computed: number of documents whose states were read, and computed, by this
+        process.
     """
 
     store: StateStore
@@ -55,10 +59,12 @@ class HiddenStateCache:
     _warned: bool = field(default=False, repr=False)
 
     def features(self, batch: Batch, compute: Callable[[], Features]) -> Features:
-        """Return the features of `batch`; `compute` runs the backbone on it, unless all documents are stored.
+        """Return the features of `batch`; `compute` runs the backbone on it, unless all documents
+        are stored.
 
-        The states at padding are zero where they are read, and the backbone's where it ran. A backbone that is
-        partitioned over the processes has to run in all of them, so it runs if any process lacks a document.
+        The states at padding are zero where they are read, and the backbone's where it ran. A
+        backbone that is partitioned over the processes has to run in all of them, so it runs if any
+        process lacks a document.
         """
         documents = list(self._documents(batch))
         states, missing = self._read(batch, documents)
@@ -71,18 +77,27 @@ class HiddenStateCache:
             return Features(first, torch.cat(early, dim=-1) if early else None)
         feats = compute()
         self.computed += len(documents)
-        computed = _states_of(feats)  # views, so that stored values replace computed ones in `feats`
+        computed = _states_of(
+            feats
+        )  # views, so that stored values replace computed ones in `feats`
         for document in documents:
-            if document not in missing:  # keep the values of the batch that had it first: a resumed run reads them
+            if (
+                document not in missing
+            ):  # keep the values of the batch that had it first: a resumed run reads them
                 for state, stored in zip(computed, states, strict=True):
-                    state[document.row, document.part] = stored[document.row, document.part].to(self.device)
+                    state[document.row, document.part] = stored[document.row, document.part].to(
+                        self.device
+                    )
         self._write(missing, computed)
         return feats
 
     def describe(self) -> str:
         """Return what this process read and computed, in one sentence."""
         damaged = f"; {self.store.damaged} entries were damaged" if self.store.damaged else ""
-        return f"states of {self.read:,} documents read, {self.computed:,} computed{damaged} ({self.store.directory})"
+        return (
+            f"states of {self.read:,} documents read, {self.computed:,} computed{damaged}"
+            f" ({self.store.directory})"
+        )
 
     def _documents(self, batch: Batch) -> Iterator[_Document]:
         assert batch.documents is not None
@@ -100,7 +115,9 @@ class HiddenStateCache:
         """Return the stored states [states, B, T, d], on the CPU, and the documents that have none."""
         spec = self.store.format
         pinned = self.device.type == "cuda"
-        states = torch.zeros(spec.states, *batch.tokens.shape, spec.width, dtype=spec.dtype, pin_memory=pinned)
+        states = torch.zeros(
+            spec.states, *batch.tokens.shape, spec.width, dtype=spec.dtype, pin_memory=pinned
+        )
         missing: list[_Document] = []
         for document in documents:
             values = self.store.read(document.key, document.part.stop - document.part.start)
@@ -110,11 +127,15 @@ class HiddenStateCache:
                 states[:, document.row, document.part] = values
         if self.store.damaged and not self._warned:
             self._warned = True
-            self.warn(f"cache_hidden_states: damaged entries in {self.store.directory} are computed again")
+            self.warn(
+                f"cache_hidden_states: damaged entries in {self.store.directory} are computed again"
+            )
         return states, missing
 
     def _write(self, documents: list[_Document], computed: list[Tensor]) -> None:
-        """Store the states of `documents`, each computed tensor [B, T, d]; a full disk ends storing, not the run."""
+        """Store the states of `documents`, each computed tensor [B, T, d]; a full disk ends
+        storing, not the run.
+        """
         if not documents or not self._writable:
             return
         states = [state.cpu() for state in computed]
@@ -126,7 +147,10 @@ class HiddenStateCache:
         except OSError as error:
             self._writable = False
             reason = write_failure("hidden states", self.store.directory, error)
-            self.warn(f"cache_hidden_states: {reason}; states that are not stored are computed in every epoch")
+            self.warn(
+                f"cache_hidden_states: {reason}; states that are not stored are computed in every"
+                " epoch"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,25 +180,37 @@ def open_hidden_states(
     console: Console,
     tf32: bool,
 ) -> HiddenStateCache:
-    """Open the cache of all documents of the run in `prepared`, for a frozen backbone, and print its full size."""
+    """Open the cache of all documents of the run in `prepared`, for a frozen backbone, and print
+    its full size.
+    """
     fingerprint = world.run_on_main(lambda: backbone_fingerprint(backbone, need, tf32=tf32))
     directory = prepared / f"hidden-states-{fingerprint[:32]}"
     with torch.no_grad():  # the states of one token have the dtype and width of all
-        states = _states_of(backbone.run(torch.zeros(1, 1, dtype=torch.long, device=backbone.device), need=need))
-    store = StateStore(directory, StateFormat(len(states), states[0].shape[-1], states[0].dtype), world.rank)
+        states = _states_of(
+            backbone.run(torch.zeros(1, 1, dtype=torch.long, device=backbone.device), need=need)
+        )
+    store = StateStore(
+        directory, StateFormat(len(states), states[0].shape[-1], states[0].dtype), world.rank
+    )
 
     def check() -> str:
         line = _check_space(store, distinct_documents(examples))
         try:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"cache_hidden_states: {write_failure('hidden states', directory, error)}") from error
+            raise ConfigError(
+                f"cache_hidden_states: {write_failure('hidden states', directory, error)}"
+            ) from error
         return line
 
     line = world.run_on_main(check)
     console.print(f"hidden states: {line}", highlight=False, soft_wrap=True)
     return HiddenStateCache(
-        store, backbone.device, backbone.rope_switch, world, lambda text: console.print(text, style="yellow")
+        store,
+        backbone.device,
+        backbone.rope_switch,
+        world,
+        lambda text: console.print(text, style="yellow"),
     )
 
 
@@ -190,7 +226,9 @@ def describe_states(format: StateFormat, tokens: int) -> str:
 
 
 def backbone_fingerprint(backbone: Backbone, need: FeatureSpec, *, tf32: bool = False) -> str:
-    """Digest everything that determines the states besides the tokens: weights, config, needs and library versions."""
+    """Digest everything that determines the states besides the tokens: weights, config, needs and
+    library versions.
+    """
     config = backbone.model.config.to_dict()
     inputs = {
         "config": {name: value for name, value in config.items() if name not in _NAMES},
@@ -208,16 +246,18 @@ def backbone_fingerprint(backbone: Backbone, need: FeatureSpec, *, tf32: bool = 
 
 
 def _check_space(store: StateStore, documents: dict[str, int]) -> str:
-    """Describe the size of the states of `documents`; ConfigError if those not stored yet do not fit on the disk."""
+    """Describe the size of the states of `documents`; ConfigError if those not stored yet do not
+    fit on the disk.
+    """
     spec, directory = store.format, store.directory
     needed = spec.size(sum(tokens for key, tokens in documents.items() if key not in store))
     free = shutil.disk_usage(existing_parent(directory)).free
     tokens = sum(documents.values())
     if needed > free:
         raise ConfigError(
-            f"cache_hidden_states: {directory} needs {describe_size(needed)} more ({describe_states(spec, tokens)}), "
-            f"{describe_size(free)} are free. Set dataset_prepared_path to a directory on a larger disk, or "
-            "cache_hidden_states: false"
+            f"cache_hidden_states: {directory} needs {describe_size(needed)} more"
+            f" ({describe_states(spec, tokens)}), {describe_size(free)} are free. Set"
+            " dataset_prepared_path to a directory on a larger disk, or cache_hidden_states: false"
         )
     return (
         f"{describe_states(spec, tokens)} = {describe_size(spec.size(tokens))} in {directory}, "

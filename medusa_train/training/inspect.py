@@ -1,4 +1,6 @@
-"""`medusa-train --inspect`: samples with their loss mask, token counts, steps and a memory estimate; no weights."""
+"""`medusa-train --inspect`: samples with their loss mask, token counts, steps and a memory
+estimate; no weights.
+"""
 
 from __future__ import annotations
 
@@ -63,31 +65,49 @@ class _Stage:
             width=round(loader.positions_per_epoch / loader.rows_per_epoch),
             epochs=self.plan.epoch(self.plan.total_steps),
         )
-        # until the next checkpoint two evaluations may be kept: the best one so far, and that of the last checkpoint
+        # until the next checkpoint two evaluations may be kept: the best one so far, and that of
+        # the last checkpoint
         self.disk = (cfg.save_total_limit + 1) * self.memory.checkpoint + 2 * self.memory.weights
 
 
 def inspect_run(cfg: TrainConfig, console: Console, results: Console) -> int:
-    """Print what `cfg` would train on to `results`, notes on the data to `console`; return the exit code, 0."""
+    """Print what `cfg` would train on to `results`, notes on the data to `console`; return the exit
+    code, 0.
+    """
     first = stage_one_config(cfg)
     configs = [cfg] if first is None else [first, cfg]
     with LoadingProgress(RunProgress(console)) as shown:
         loaded = load_stages(configs, console, SINGLE_PROCESS, shown)
-    resolved, model_config = resolve_backbone(cfg.base_model, trust_remote_code=cfg.trust_remote_code)
-    stages = [_Stage(config, data, model_config) for config, data in zip(configs, loaded, strict=True)]
+    resolved, model_config = resolve_backbone(
+        cfg.base_model, trust_remote_code=cfg.trust_remote_code
+    )
+    stages = [
+        _Stage(config, data, model_config) for config, data in zip(configs, loaded, strict=True)
+    ]
     for title, stage in zip(TITLES, stages, strict=False):
         if first is not None:
             results.print(Text(f"{title}: {stage.cfg.output_dir}\n", "bold underline"))
         tokenizer = load_tokenizer(resolved, trust_remote_code=cfg.trust_remote_code)
         if stage is stages[0] or stage.data is not stages[0].data:
-            legend = ("supervised tokens are ", ("«green»", SUPERVISED), ", context is ", ("dim", CONTEXT), "\n")
+            legend = (
+                "supervised tokens are ",
+                ("«green»", SUPERVISED),
+                ", context is ",
+                ("dim", CONTEXT),
+                "\n",
+            )
             results.print(Group(Text.assemble(*legend), *_samples(stage.data.train, tokenizer)))
         data = Padding(_data_table(stage, tokenizer), (0, 0, 1, 0))
         results.print(Group(data, _memory_table(stage), _time_table([stage])))
     if first is not None:  # one after the other
         table = _grid()
-        table.add_row("steps", f"{sum(stage.plan.total_steps for stage in stages):,} in all on one device")
-        table.add_row("memory", f"{describe_size(max(stage.memory.total for stage in stages))}, of the larger stage")
+        table.add_row(
+            "steps", f"{sum(stage.plan.total_steps for stage in stages):,} in all on one device"
+        )
+        table.add_row(
+            "memory",
+            f"{describe_size(max(stage.memory.total for stage in stages))}, of the larger stage",
+        )
         table.add_row("disk", f"at most {describe_size(sum(stage.disk for stage in stages))}")
         results.print(Group(Text("\nboth stages\n", "bold underline"), table, _time_table(stages)))
     return 0
@@ -95,17 +115,23 @@ def inspect_run(cfg: TrainConfig, console: Console, results: Console) -> int:
 
 def _samples(train: EncodedDataset, tokenizer: Any) -> Iterator[RenderableType]:
     shown = train.examples[:SAMPLES]
-    if not any(example.row for example in shown):  # a later row shows what the template makes of earlier turns
+    if not any(
+        example.row for example in shown
+    ):  # a later row shows what the template makes of earlier turns
         shown = [*shown, *islice((example for example in train.examples if example.row), 1)]
     for example in shown:
         supervised = int(example.supervised.sum())
         row = f", row {example.row + 1}" if example.row else ""
-        yield Text(f"{example.source}{row}: {len(example):,} tokens, {supervised:,} supervised", "bold")
+        yield Text(
+            f"{example.source}{row}: {len(example):,} tokens, {supervised:,} supervised", "bold"
+        )
         yield Padding(masked_text(example, tokenizer), (0, 0, 1, 2))
 
 
 def masked_text(example: Example, tokenizer: Any, limit: int = MAX_TOKENS) -> Text:
-    """Decode a sample, special tokens included; supervised tokens are coloured and set between « and »."""
+    """Decode a sample, special tokens included; supervised tokens are coloured and set between «
+    and ».
+    """
     text = Text()
     supervised = example.supervised.tolist()
     end = min(len(example), limit)
@@ -113,8 +139,11 @@ def masked_text(example: Example, tokenizer: Any, limit: int = MAX_TOKENS) -> Te
     starts = [i for i in range(end) if i == 0 or supervised[i] != supervised[i - 1]]
     before = ""
     for start, stop in zip(starts, [*starts[1:], end], strict=True):
-        # decoded as the difference of two prefixes: a piece alone would lose the space before its first token
-        whole = tokenizer.decode(tokens[:stop], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        # decoded as the difference of two prefixes: a piece alone would lose the space before its
+        # first token
+        whole = tokenizer.decode(
+            tokens[:stop], skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
         piece, before = whole[len(before) :], whole
         if supervised[start]:
             text.append(f"«{piece}»", SUPERVISED)
@@ -127,24 +156,38 @@ def masked_text(example: Example, tokenizer: Any, limit: int = MAX_TOKENS) -> Te
 
 def _data_table(stage: _Stage, tokenizer: Any) -> Table:
     table = _grid()
-    cfg, loader, plan, train, validation = stage.cfg, stage.loader, stage.plan, stage.data.train, stage.data.validation
+    cfg, loader, plan, train, validation = (
+        stage.cfg,
+        stage.loader,
+        stage.plan,
+        stage.data.train,
+        stage.data.validation,
+    )
     lengths = [len(example) for example in train.examples]
     table.add_row("training", _describe_tokens(train))
-    table.add_row("lengths", f"{min(lengths):,} to {max(lengths):,} tokens, median {median(lengths):,.0f}")
+    table.add_row(
+        "lengths", f"{min(lengths):,} to {max(lengths):,} tokens, median {median(lengths):,.0f}"
+    )
     table.add_row("answers", _describe_answers(train))
     if len(validation):
         table.add_row("held out", _describe_tokens(validation))
     if cfg.test_datasets is not None:
         table.add_row("", _describe_answers(validation))
     size = cfg.draft_config.settings.get("vocab_size")
-    token_map = choose_draft_vocabulary(size, train, tokenizer, stage.vocab_size, cfg.draft_config.vocab_size_key)
+    token_map = choose_draft_vocabulary(
+        size, train, tokenizer, stage.vocab_size, cfg.draft_config.vocab_size_key
+    )
     if token_map is not None:
-        table.add_row("vocabulary", describe_vocabulary(token_map, train, validation, stage.vocab_size))
+        table.add_row(
+            "vocabulary", describe_vocabulary(token_map, train, validation, stage.vocab_size)
+        )
     table.add_row("loss", cfg.draft_config.heads_loss.describe())
     table.add_row("rows", _describe_rows(train, loader))
     batch = f"{cfg.micro_batch_size} x {cfg.gradient_accumulation_steps}"
     table.add_row(
-        "steps", f"{plan.steps_per_epoch:,.1f} per epoch ({batch} rows each), {plan.total_steps:,} in all on one device"
+        "steps",
+        f"{plan.steps_per_epoch:,.1f} per epoch ({batch} rows each), {plan.total_steps:,} in all on"
+        " one device",
     )
     if cfg.cache_hidden_states:
         table.add_row("hidden states", _describe_hidden_states(stage))
@@ -161,27 +204,40 @@ def _describe_answers(dataset: EncodedDataset) -> str:
     counts, share = dataset.report.counts, dataset.report.looping_share
     cut = counts["cut"] / max(1, counts["answers"])
     return (
-        f"{counts['answers']:,}, of which {share:.1%} loop and {cut:.1%} are known to be cut off by a length limit; "
-        f"{dataset.distinct_share():.1%} of the 8-grams of supervised tokens are distinct"
+        f"{counts['answers']:,}, of which {share:.1%} loop and {cut:.1%} are known to be cut off by"
+        f" a length limit; {dataset.distinct_share():.1%} of the 8-grams of supervised tokens are"
+        " distinct"
     )
 
 
 def _describe_rows(train: EncodedDataset, loader: BatchLoader) -> str:
     tokens, rows = train.tokens, loader.rows_per_epoch
-    kind = "one conversation each" if train.conversations == len(train) else "one row of a conversation each"
+    kind = (
+        "one conversation each"
+        if train.conversations == len(train)
+        else "one row of a conversation each"
+    )
     if train.row_len is not None:
         full = tokens / (rows * train.row_len)
         kind = f"{rows:,} packed rows of {train.row_len:,} tokens per epoch, {full:.1%} full"
-    return f"{kind}; {1 - tokens / loader.positions_per_epoch:.1%} of the computed positions are padding"
+    return (
+        f"{kind}; {1 - tokens / loader.positions_per_epoch:.1%} of the computed positions are"
+        " padding"
+    )
 
 
 def _describe_hidden_states(stage: _Stage) -> str:
-    """Describe the size on disk of the backbone's hidden states, those that are stored already included."""
+    """Describe the size on disk of the backbone's hidden states, those that are stored already
+    included.
+    """
     text_config = stage.model_config.get_text_config()
     need = FeatureSpec(early=stage.cfg.draft_config.early_layers(text_config.num_hidden_layers))
     spec = StateFormat(1 + len(need.early), text_config.hidden_size, stage.dtype)
     tokens = sum(distinct_documents([*stage.data.train, *stage.data.validation]).values())
-    return f"{describe_states(spec, tokens)}: {describe_size(spec.size(tokens))} in {stage.cfg.dataset_prepared_path}"
+    return (
+        f"{describe_states(spec, tokens)}: {describe_size(spec.size(tokens))} in"
+        f" {stage.cfg.dataset_prepared_path}"
+    )
 
 
 def _memory_table(stage: _Stage) -> Table:
@@ -193,21 +249,38 @@ def _memory_table(stage: _Stage) -> Table:
         parts["left for CUDA's context and libraries, assumed"] = _CONTEXT
         if cfg.deepspeed:
             parts["left for NCCL's buffers, assumed"] = _NCCL
-    table.add_row("memory", Text("needed on one device", "bold"), Text(describe_size(sum(parts.values())), "bold"))
+    table.add_row(
+        "memory",
+        Text("needed on one device", "bold"),
+        Text(describe_size(sum(parts.values())), "bold"),
+    )
     for name, size in parts.items():
         table.add_row("", name, describe_size(size))
-    table.add_row("", f"{memory.trained / 1e6:,.1f}M parameters trained, {memory.frozen / 1e6:,.1f}M frozen", "")
+    table.add_row(
+        "",
+        f"{memory.trained / 1e6:,.1f}M parameters trained, {memory.frozen / 1e6:,.1f}M frozen",
+        "",
+    )
     if cfg.deepspeed:
-        table.add_row("", "ZeRO partitions optimizer states (2: and gradients, 3: and weights) over the devices", "")
+        table.add_row(
+            "",
+            "ZeRO partitions optimizer states (2: and gradients, 3: and weights) over the devices",
+            "",
+        )
     checkpoints = f"{cfg.save_total_limit} checkpoint{'' if cfg.save_total_limit == 1 else 's'}"
-    kept = f"{checkpoints} of {describe_size(memory.checkpoint)}, one being written, and weights of two evaluations"
+    kept = (
+        f"{checkpoints} of {describe_size(memory.checkpoint)}, one being written, and weights of"
+        " two evaluations"
+    )
     table.add_row("disk", f"at most: {kept}", describe_size(stage.disk))
     return table
 
 
 def _time_table(stages: Sequence[_Stage]) -> Table:
     def duration_at(rate: float) -> str:
-        return duration(sum(3600 * estimate_hours(one.operations, one.cfg.recipe, rate) for one in stages))
+        return duration(
+            sum(3600 * estimate_hours(one.operations, one.cfg.recipe, rate) for one in stages)
+        )
 
     table, total = _grid(), sum(stage.operations for stage in stages)
     shares = " and ".join(f"{UTILIZATION[stage.cfg.recipe]:.0%}" for stage in stages)

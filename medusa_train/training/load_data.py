@@ -36,8 +36,8 @@ class TrainingData:
 
     Attributes:
         train, validation: supervised tokens as configured (`roles_to_train`, `train_on_inputs`).
-        prompts: conversations to choose the tree on: the validation set, or the training set without one, with only
-            the assistant's tokens supervised.
+        prompts: conversations to choose the tree on: the validation set, or the training set
+            without one, with only the assistant's tokens supervised.
         sequence_len: as configured, or the model's context length if that is less.
         chat_template: as configured, or the default that was used; None: the tokenizer's.
     """
@@ -50,11 +50,16 @@ class TrainingData:
 
 
 def load_data(
-    cfg: TrainConfig, console: Console, world: World = SINGLE_PROCESS, on_progress: OnProgress | None = None
+    cfg: TrainConfig,
+    console: Console,
+    world: World = SINGLE_PROCESS,
+    on_progress: OnProgress | None = None,
 ) -> TrainingData:
-    """Check the configuration against the backbone's config and tokenize the data; no weights are loaded.
+    """Check the configuration against the backbone's config and tokenize the data; no weights are
+    loaded.
 
-    One process of each machine tokenizes, the others read what it wrote. If it fails in one process it raises in all.
+    One process of each machine tokenizes, the others read what it wrote. If it fails in one process
+    it raises in all.
     """
     if world.size == 1:
         return _load_data(cfg, console, 1, on_progress)
@@ -64,16 +69,22 @@ def load_data(
         with world.failing_together():
             data = _load_data(cfg, console, world.size, on_progress) if first else None
         with world.failing_together():  # each tokenizes for itself if the file could not be written
-            data = data or _load_data(cfg.model_copy(update={"dataset_processes": 1}), console, world.size)
+            data = data or _load_data(
+                cfg.model_copy(update={"dataset_processes": 1}), console, world.size
+            )
     if len(set(world.gather(data.train.fingerprint() + data.validation.fingerprint()))) > 1:
         reason = "a file changed in the meantime, or differs between the machines"
-        raise world.error_on_main(DataError(f"datasets: the processes have read different data: {reason}"))
+        raise world.error_on_main(
+            DataError(f"datasets: the processes have read different data: {reason}")
+        )
     return data
 
 
 @contextmanager
 def _node_cache(cfg: TrainConfig, world: World, node_main: int) -> Iterator[TrainConfig]:
-    """Set `dataset_prepared_path` to a temporary directory of this machine, unless it is configured."""
+    """Set `dataset_prepared_path` to a temporary directory of this machine, unless it is
+    configured.
+    """
     if cfg.dataset_prepared_path is not None:
         yield cfg
         return
@@ -99,7 +110,10 @@ def _load_data(
     have_own = all(entry.conversation for entry in cfg.all_datasets)
     if sharegpt and not (have_own or cfg.chat_template or tokenizer.chat_template):
         cfg = cfg.model_copy(update={"chat_template": SHAREGPT_TEMPLATE})
-        console.print(f"chat template: {SHAREGPT_TEMPLATE} (neither the tokenizer nor the configuration sets one)")
+        console.print(
+            f"chat template: {SHAREGPT_TEMPLATE} (neither the tokenizer nor the configuration sets"
+            " one)"
+        )
     encoder = chat_encoder(cfg, tokenizer)
     for note in _template_notes(cfg, encoder):
         console.print(f"note: {note}", style="yellow", highlight=False)
@@ -109,7 +123,12 @@ def _load_data(
             for line in report.describe():
                 console.print(f"{name}: {line}", highlight=False)
     if train.report.looping_share > NOTABLE_LOOPING:
-        console.print(f"warning: {train.report.describe_looping()}", style="yellow", highlight=False, soft_wrap=True)
+        console.print(
+            f"warning: {train.report.describe_looping()}",
+            style="yellow",
+            highlight=False,
+            soft_wrap=True,
+        )
     prompts = (train, validation)
     if cfg.train_on_inputs or cfg.roles_to_train != ["assistant"]:
         answers_only = {"train_on_inputs": False, "roles_to_train": ["assistant"]}
@@ -121,42 +140,58 @@ def _load_data(
 
 
 def _fit_sequence_len(cfg: TrainConfig, text_config: Any, console: Console) -> TrainConfig:
-    """Limit sequence_len to the model's context, and where rows share a pass to one set of longrope's angles."""
+    """Limit sequence_len to the model's context, and where rows share a pass to one set of
+    longrope's angles.
+    """
     context, switch = context_length(text_config), rope_switch(text_config)
     if cfg.sequence_len > context:
-        console.print(f"sequence_len: {cfg.sequence_len} exceeds the context of {cfg.base_model}; using {context}")
+        console.print(
+            f"sequence_len: {cfg.sequence_len} exceeds the context of {cfg.base_model}; using"
+            f" {context}"
+        )
         cfg = cfg.model_copy(update={"sequence_len": context})
     if switch is not None and cfg.sequence_len > switch and cfg.mixes_rows:
         console.print(
-            f"sequence_len: using {switch}, since beyond it the longest row of a batch would change the rotary angles "
-            "of all; for longer ones set micro_batch_size: 1 and sample_packing: false"
+            f"sequence_len: using {switch}, since beyond it the longest row of a batch would change"
+            " the rotary angles of all; for longer ones set micro_batch_size: 1 and"
+            " sample_packing: false"
         )
         cfg = cfg.model_copy(update={"sequence_len": switch})
     return cfg
 
 
 def _check_tokens(examples: Iterable[Example], vocab_size: int, tokenizer: Any) -> None:
-    """Refuse tokens for which the backbone has no embedding, such as those that were added to the tokenizer alone."""
+    """Refuse tokens for which the backbone has no embedding, such as those that were added to the
+    tokenizer alone.
+    """
     for example in examples:
         if (token := int(example.tokens.max())) >= vocab_size:
             raise DataError(
-                f"{example.source}: token {token} ({tokenizer.convert_ids_to_tokens(token)}) has no embedding, since "
-                f"the model has {vocab_size:,}: resize its embeddings, or set another chat_template"
+                f"{example.source}: token {token} ({tokenizer.convert_ids_to_tokens(token)}) has no"
+                f" embedding, since the model has {vocab_size:,}: resize its embeddings, or set"
+                " another chat_template"
             )
 
 
 def chat_encoder(cfg: TrainConfig, tokenizer: Any) -> ChatEncoder:
     """Build the encoder from which every data set derives its own.
 
-    If every data set sets the same `conversation`, or the tokenizer has no template, theirs is used.
+    If every data set sets the same `conversation`, or the tokenizer has no template, theirs is
+    used.
     """
     templates = [entry.conversation for entry in cfg.datasets]
     is_theirs = all(templates) and (len(set(templates)) == 1 or not tokenizer.chat_template)
-    return ChatEncoder(tokenizer, cfg.chat_template or (templates[0] if is_theirs else None), cfg.chat_template_kwargs)
+    return ChatEncoder(
+        tokenizer,
+        cfg.chat_template or (templates[0] if is_theirs else None),
+        cfg.chat_template_kwargs,
+    )
 
 
 def _template_notes(cfg: TrainConfig, encoder: ChatEncoder) -> Iterator[str]:
-    """Name variables that the template does not have, and data that were generated with other prompts."""
+    """Name variables that the template does not have, and data that were generated with other
+    prompts.
+    """
     if note := encoder.template.describe_unused_kwargs():
         yield note
     chat = [Message("user", "Hello")]
@@ -169,11 +204,14 @@ def _template_notes(cfg: TrainConfig, encoder: ChatEncoder) -> Iterator[str]:
         with suppress(OSError, ValueError, TypeError, AttributeError, MedusaError):
             made = json.loads(settings.read_text(encoding="utf-8"))
             kwargs, name = made.get("chat_template_kwargs") or {}, made.get("chat_template")
-            own = "model" in made and "weights" not in made  # of a backbone, not a run: the tokenizer's template
+            own = (
+                "model" in made and "weights" not in made
+            )  # of a backbone, not a run: the tokenizer's template
             name = name or (None if own else ours.template_name)
             theirs = ChatEncoder(encoder.tokenizer, name, kwargs).template
             if theirs.render(chat, prompt=True) != ours.template.render(chat, prompt=True):
                 yield (
-                    f"{entry.path} was generated with other prompts: its chat_template and chat_template_kwargs are "
-                    f"{name} and {kwargs}, those of this run {ours.template_name} and {dict(ours.template.kwargs)}"
+                    f"{entry.path} was generated with other prompts: its chat_template and"
+                    f" chat_template_kwargs are {name} and {kwargs}, those of this run"
+                    f" {ours.template_name} and {dict(ours.template.kwargs)}"
                 )

@@ -1,4 +1,6 @@
-"""Backward pass, gradient clipping, optimizer and schedule of a training step, in one process or through DeepSpeed."""
+"""Backward pass, gradient clipping, optimizer and schedule of a training step, in one process or
+through DeepSpeed.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +32,12 @@ _MOMENTS = ("state1", "state2")
 class Strategy(ABC):
     """How a training step computes, reduces and applies gradients.
 
-    The order is `forward_backward` for every micro-batch, then one `step` or `skip`. With several processes all of them
-    call every method, in the same order.
+    The order is `forward_backward` for every micro-batch, then one `step` or `skip`. With several
+    processes all of them call every method, in the same order.
 
     Attributes:
-        found_inf: the last step's gradient overflowed float16 because of the loss scale, which was then halved.
+        found_inf: the last step's gradient overflowed float16 because of the loss scale, which was
+            then halved.
     """
 
     found_inf = False
@@ -46,11 +49,15 @@ class Strategy(ABC):
         max_grad_norm: float,
         loss_scale: LossScale | None = None,
     ) -> None:
-        """Train the optimizer's parameters; `max_grad_norm` 0 disables clipping, `loss_scale` is for float16."""
+        """Train the optimizer's parameters; `max_grad_norm` 0 disables clipping, `loss_scale` is
+        for float16.
+        """
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.loss_scale = loss_scale
-        self.parameters: list[nn.Parameter] = [p for group in optimizer.param_groups for p in group["params"]]
+        self.parameters: list[nn.Parameter] = [
+            p for group in optimizer.param_groups for p in group["params"]
+        ]
         self.max_grad_norm = max_grad_norm if max_grad_norm > 0 else math.inf
 
     @property
@@ -64,11 +71,15 @@ class Strategy(ABC):
         return False
 
     @abstractmethod
-    def forward_backward(self, compute: Callable[..., ObjectiveOutput], *args: Any) -> ObjectiveOutput:
-        """Compute the loss of one micro-batch, with all weights readable, and accumulate its gradients.
+    def forward_backward(
+        self, compute: Callable[..., ObjectiveOutput], *args: Any
+    ) -> ObjectiveOutput:
+        """Compute the loss of one micro-batch, with all weights readable, and accumulate its
+        gradients.
 
-        `compute(*args)` returns a differentiable loss, `compute(*args, grad_scale=factor)` one whose gradients, times
-        `factor`, it has accumulated itself. The loss that is returned here has no graph.
+        `compute(*args)` returns a differentiable loss, `compute(*args, grad_scale=factor)` one
+        whose gradients, times `factor`, it has accumulated itself. The loss that is returned here
+        has no graph.
         """
 
     def with_gathered_params(self, function: Callable[..., T], *args: Any) -> T:
@@ -78,12 +89,14 @@ class Strategy(ABC):
     def release(self, saved: Iterable[nn.Parameter]) -> None:
         """End training: remove all hooks and the optimizer's state.
 
-        All weights are whole then; with `partitioned` only the parameters `saved`, in rank 0 and in CPU memory.
+        All weights are whole then; with `partitioned` only the parameters `saved`, in rank 0 and in
+        CPU memory.
         """
         self.optimizer.state.clear()
 
     def step(self) -> float:
-        """Clip the gradients, step optimizer and schedule, zero the gradients; return the norm before clipping.
+        """Clip the gradients, step optimizer and schedule, zero the gradients; return the norm
+        before clipping.
 
         If it is not finite, neither weights nor schedule were changed.
         """
@@ -95,23 +108,35 @@ class Strategy(ABC):
         return norm
 
     def skip(self) -> None:
-        """Drop the gradients and step the schedule alone, after a `step` that returned NaN/Inf or instead of it."""
+        """Drop the gradients and step the schedule alone, after a `step` that returned NaN/Inf or
+        instead of it.
+        """
         self._drop_gradients()
         with warnings.catch_warnings():
-            # torch warns about a schedule stepped before the optimizer; here the first optimizer step was skipped
+            # torch warns about a schedule stepped before the optimizer; here the first optimizer
+            # step was skipped
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
             self.scheduler.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of optimizer, schedule and loss scale, as nested dicts and lists of tensors and numbers."""
-        schedule = {name: value for name, value in self.scheduler.state_dict().items() if name != "lr_lambdas"}
+        """Return the state of optimizer, schedule and loss scale, as nested dicts and lists of
+        tensors and numbers.
+        """
+        schedule = {
+            name: value
+            for name, value in self.scheduler.state_dict().items()
+            if name != "lr_lambdas"
+        }
         state = {"optimizer": self._optimizer_state(), "scheduler": schedule}
-        return state if self.loss_scale is None else {**state, "loss_scale": asdict(self.loss_scale)}
+        return (
+            state if self.loss_scale is None else {**state, "loss_scale": asdict(self.loss_scale)}
+        )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict`; learning rates, weight decay and schedule stay those of this run.
 
-        A run resumed with another learning rate uses it, at the step of the schedule that was reached.
+        A run resumed with another learning rate uses it, at the step of the schedule that was
+        reached.
 
         Raises:
             ValueError: it belongs to other parameters.
@@ -119,21 +144,33 @@ class Strategy(ABC):
         self._load_optimizer(state["optimizer"])
         scheduler = self.scheduler
         done, peaks = int(state["scheduler"]["last_epoch"]), list(scheduler.base_lrs)
-        rates = [peak * factor(done) for peak, factor in zip(peaks, scheduler.lr_lambdas, strict=True)]
+        rates = [
+            peak * factor(done) for peak, factor in zip(peaks, scheduler.lr_lambdas, strict=True)
+        ]
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
-        current = {"lr_lambdas": scheduler.state_dict()["lr_lambdas"], "base_lrs": peaks, "_last_lr": rates}
+        current = {
+            "lr_lambdas": scheduler.state_dict()["lr_lambdas"],
+            "base_lrs": peaks,
+            "_last_lr": rates,
+        }
         scheduler.load_state_dict({**state["scheduler"], **current})
-        if self.loss_scale is not None and "loss_scale" in state:  # absent if it was trained in another precision
+        if (
+            self.loss_scale is not None and "loss_scale" in state
+        ):  # absent if it was trained in another precision
             self.loss_scale.value = float(state["loss_scale"]["value"])
             self.loss_scale.good = int(state["loss_scale"]["good"])
 
     @abstractmethod
     def _update(self) -> float:
-        """Clip, step the optimizer if the norm is finite, and zero the gradients; return the norm before clipping."""
+        """Clip, step the optimizer if the norm is finite, and zero the gradients; return the norm
+        before clipping.
+        """
 
     def _clip(self) -> float:
-        """Divide this process's gradients by the loss scale and clip them; return their norm before."""
+        """Divide this process's gradients by the loss scale and clip them; return their norm
+        before.
+        """
         if self.loss_scale is not None:
             for grad in [p.grad for p in self.parameters if p.grad is not None]:
                 grad.div_(self.loss_scale.value)
@@ -153,8 +190,12 @@ class Strategy(ABC):
 class LocalStrategy(Strategy):
     """Train in one process, on one device."""
 
-    def forward_backward(self, compute: Callable[..., ObjectiveOutput], *args: Any) -> ObjectiveOutput:
-        """Compute the loss of one micro-batch; gradients are accumulated term by term, while it is computed."""
+    def forward_backward(
+        self, compute: Callable[..., ObjectiveOutput], *args: Any
+    ) -> ObjectiveOutput:
+        """Compute the loss of one micro-batch; gradients are accumulated term by term, while it is
+        computed.
+        """
         return compute(*args, grad_scale=1.0 if self.loss_scale is None else self.loss_scale.value)
 
     def _update(self) -> float:
@@ -172,9 +213,10 @@ class LocalStrategy(Strategy):
 class LossScale:
     """Dynamic loss scaling for float16, with the constants of torch's GradScaler.
 
-    The loss is multiplied by `value` before the backward pass and the gradients are divided by it afterwards, so that
-    small gradients do not underflow. If they overflow, the step is skipped and the scale halved. All values are powers
-    of two, so scaling rounds nothing (Mixed Precision Training, arXiv 1710.03740, Loss scaling).
+    The loss is multiplied by `value` before the backward pass and the gradients are divided by it
+    afterwards, so that small gradients do not underflow. If they overflow, the step is skipped and
+    the scale halved. All values are powers of two, so scaling rounds nothing (Mixed Precision
+    Training, arXiv 1710.03740, Loss scaling).
 
     Attributes:
         value: the factor. good: successful steps in a row with it.
@@ -186,7 +228,9 @@ class LossScale:
     good: int = 0
 
     def update(self, overflowed: bool) -> bool:
-        """Update the scale after a step; return whether it overflowed because of the scale, which was above 1."""
+        """Update the scale after a step; return whether it overflowed because of the scale, which
+        was above 1.
+        """
         if overflowed:
             lowered = self.value > 1.0
             self.value, self.good = max(1.0, self.value / 2.0), 0
@@ -198,7 +242,9 @@ class LossScale:
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Load a `state_dict` but for learning rates and weight decay; ValueError if its moments have other names."""
+    """Load a `state_dict` but for learning rates and weight decay; ValueError if its moments have
+    other names.
+    """
     entry = next(iter(saved["state"].values()), None)
     if entry and ("exp_avg" in entry) != isinstance(optimizer, torch.optim.AdamW):
         raise ValueError("the state of another optimizer")
@@ -212,16 +258,19 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> N
 
 
 def _load_paged(optimizer: Any, saved: dict[str, Any]) -> None:
-    """Load the state of a paged optimizer of bitsandbytes, whose own loading leaves no moments paged.
+    """Load the state of a paged optimizer of bitsandbytes, whose own loading leaves no moments
+    paged.
 
-    The moments are copied to buffers as the first step would create them: of a CPU and a GPU that share them, so that
-    they need not fit into the GPU's memory.
+    The moments are copied to buffers as the first step would create them: of a CPU and a GPU that
+    share them, so that they need not fit into the GPU's memory.
     """
     rest: dict[Any, dict[str, Any]] = {}
     moments: dict[Any, dict[str, Tensor]] = {}
     for number, entry in saved["state"].items():
         flat = {name: value for name, value in entry.items() if not isinstance(value, dict)}
-        for nested in (value for value in entry.values() if isinstance(value, dict)):  # bitsandbytes hides them in one
+        for nested in (
+            value for value in entry.values() if isinstance(value, dict)
+        ):  # bitsandbytes hides them in one
             flat.update(nested)
         moments[number] = {name: flat.pop(name) for name in _MOMENTS if name in flat}
         rest[number] = flat
@@ -230,7 +279,9 @@ def _load_paged(optimizer: Any, saved: dict[str, Any]) -> None:
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     for number, parameter in zip(numbers, parameters, strict=True):
         for name, value in moments.get(number, {}).items():
-            optimizer.state[parameter][name] = optimizer.get_state_buffer(parameter, dtype=value.dtype).copy_(value)
+            optimizer.state[parameter][name] = optimizer.get_state_buffer(
+                parameter, dtype=value.dtype
+            ).copy_(value)
 
 
 # Optimizer and schedule
@@ -238,7 +289,11 @@ def _load_paged(optimizer: Any, saved: dict[str, Any]) -> None:
 ParameterGroup = dict[str, Any]
 
 #: Optimizer name -> class in bitsandbytes.
-EIGHT_BIT = {"adamw_bnb_8bit": "AdamW8bit", "adamw_8bit": "AdamW8bit", "paged_adamw_8bit": "PagedAdamW8bit"}
+EIGHT_BIT = {
+    "adamw_bnb_8bit": "AdamW8bit",
+    "adamw_8bit": "AdamW8bit",
+    "paged_adamw_8bit": "PagedAdamW8bit",
+}
 
 
 def parameter_groups(
@@ -248,10 +303,11 @@ def parameter_groups(
     backbone_lr: float,
     weight_decay: float,
 ) -> list[ParameterGroup]:
-    """Group the trained parameters by learning rate, and matrices (weight decay) apart from biases and norms (none).
+    """Group the trained parameters by learning rate, and matrices (weight decay) apart from biases
+    and norms (none).
 
-    Heads train at `learning_rate * medusa_lr_multiplier`, the backbone's trained parameters at `learning_rate`
-    (Medusa, Joint Training, differential learning rates).
+    Heads train at `learning_rate * medusa_lr_multiplier`, the backbone's trained parameters at
+    `learning_rate` (Medusa, Joint Training, differential learning rates).
     """
     groups: list[ParameterGroup] = []
     for parameters, lr in ((heads, heads_lr), (backbone, backbone_lr)):
@@ -282,15 +338,22 @@ def warmup_warning(warmup_steps: int, total_steps: int) -> str | None:
     if warmup_steps < total_steps:
         return None
     return (
-        f"note: {warmup_steps:,} warmup steps in a run of {total_steps:,}: the learning rate never reaches its peak "
-        f"({(total_steps - 1) / warmup_steps:.0%} of it at the end); lower warmup_steps or train longer"
+        f"note: {warmup_steps:,} warmup steps in a run of {total_steps:,}: the learning rate never"
+        f" reaches its peak ({(total_steps - 1) / warmup_steps:.0%} of it at the end); lower"
+        " warmup_steps or train longer"
     )
 
 
 def build_scheduler(
-    name: str, optimizer: torch.optim.Optimizer, warmup_steps: int, total_steps: int, lowest: float = 0.0
+    name: str,
+    optimizer: torch.optim.Optimizer,
+    warmup_steps: int,
+    total_steps: int,
+    lowest: float = 0.0,
 ) -> LambdaLR:
-    """Build transformers' schedule `name`; `lowest` is the final rate of `cosine` as a fraction of the peak."""
+    """Build transformers' schedule `name`; `lowest` is the final rate of `cosine` as a fraction of
+    the peak.
+    """
     options = None
     if name == "cosine" and lowest:
         name, options = "cosine_with_min_lr", {"min_lr_rate": lowest}

@@ -1,4 +1,6 @@
-"""Checks of a configuration that need its backbone's config or files, before any weights are loaded."""
+"""Checks of a configuration that need its backbone's config or files, before any weights are
+loaded.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ from medusa_train.training.optimizer_step import EIGHT_BIT
 
 
 def check_run(cfg: TrainConfig, processes: int) -> tuple[str, Any]:
-    """Check `cfg` against the backbone's config and `processes`; return its path or hub name, and its config."""
+    """Check `cfg` against the backbone's config and `processes`; return its path or hub name, and
+    its config.
+    """
     resolved, config = resolve_backbone(cfg.base_model, trust_remote_code=cfg.trust_remote_code)
     check_8bit_states(cfg, config, stage_of(check_deepspeed(cfg, processes)), processes)
     if processes > 1 or cfg.deepspeed is not None:
@@ -32,19 +36,26 @@ def check_run(cfg: TrainConfig, processes: int) -> tuple[str, Any]:
     check_initial_weights(cfg)
     text_config = config.get_text_config()
     check_vocabulary(
-        cfg.draft_config.settings.get("vocab_size"), text_config.vocab_size, cfg.draft_config.vocab_size_key
+        cfg.draft_config.settings.get("vocab_size"),
+        text_config.vocab_size,
+        cfg.draft_config.vocab_size_key,
     )
     stored = (quantization_of(config) or {}).get("quant_method")
-    if cfg.recipe == "medusa2" and stored is not None and (stored != "bitsandbytes" or cfg.adapter is None):
+    if (
+        cfg.recipe == "medusa2"
+        and stored is not None
+        and (stored != "bitsandbytes" or cfg.adapter is None)
+    ):
         raise ConfigError(
-            f"base_model: {cfg.base_model} is quantized ({stored}), and joint training needs an adapter that can be "
-            "merged: name the original model, with load_in_4bit: true and adapter: qlora where memory is short"
+            f"base_model: {cfg.base_model} is quantized ({stored}), and joint training needs an"
+            " adapter that can be merged: name the original model, with load_in_4bit: true and"
+            " adapter: qlora where memory is short"
         )
     layers = text_config.num_hidden_layers
     if cfg.medusa_num_unfreeze_layers > layers:
         raise ConfigError(
-            f"medusa_num_unfreeze_layers: {cfg.medusa_num_unfreeze_layers} exceeds the {layers} layers of "
-            f"{cfg.base_model}; 0 trains the whole model"
+            f"medusa_num_unfreeze_layers: {cfg.medusa_num_unfreeze_layers} exceeds the {layers}"
+            f" layers of {cfg.base_model}; 0 trains the whole model"
         )
     for count in cfg.draft_config.early_layers(layers):
         check_exit_layer(count, layers, cfg.base_model, cfg.draft_config.layers_key)
@@ -58,10 +69,11 @@ def check_8bit_states(cfg: TrainConfig, model_config: Any, stage: int, processes
     trained = Estimate(cfg, model_config).trained
     default = " (the default of several processes)" if cfg.deepspeed is None else ""
     raise ConfigError(
-        f"optimizer: {cfg.optimizer}: ZeRO stage {stage}{default} cannot partition 8-bit states. Set optimizer: "
-        f"adamw_torch, whose partitioned float32 states take {describe_size(trained * ADAM // processes)} in each of "
-        f"{processes} processes, or zero_optimization.stage: 0 in deepspeed, where every process has all 8-bit states: "
-        f"{describe_size(round(trained * ADAM_8BIT))}"
+        f"optimizer: {cfg.optimizer}: ZeRO stage {stage}{default} cannot partition 8-bit states."
+        " Set optimizer: adamw_torch, whose partitioned float32 states take"
+        f" {describe_size(trained * ADAM // processes)} in each of {processes} processes, or"
+        " zero_optimization.stage: 0 in deepspeed, where every process has all 8-bit states:"
+        f" {describe_size(round(trained * ADAM_8BIT))}"
     )
 
 
@@ -73,21 +85,24 @@ def check_initial_weights(cfg: TrainConfig) -> None:
     adapter = find_initial_adapter(home)
     if home is None or (adapter is None and find_initial_heads(home) is None):
         raise CheckpointError(
-            f"lora_model_dir: {cfg.lora_model_dir} holds neither heads nor an adapter. Train stage one into it first "
-            f"(for example medusa-train configs/tiny_m1.yaml), or remove the key to start from untrained heads."
+            f"lora_model_dir: {cfg.lora_model_dir} holds neither heads nor an adapter. Train stage"
+            " one into it first (for example medusa-train configs/tiny_m1.yaml), or remove the key"
+            " to start from untrained heads."
         )
     if adapter is not None and (cfg.recipe == "medusa1" or cfg.adapter is None):
         raise ConfigError(
-            f"lora_model_dir: {cfg.lora_model_dir} was trained jointly: its heads belong to the adapter in {adapter}, "
-            "which this run would drop. Use recipe: medusa2 with an adapter, or a run that trained heads only"
+            f"lora_model_dir: {cfg.lora_model_dir} was trained jointly: its heads belong to the"
+            f" adapter in {adapter}, which this run would drop. Use recipe: medusa2 with an"
+            " adapter, or a run that trained heads only"
         )
     if adapter is not None:
         _check_adapter(cfg, adapter)
     model = home / MODEL
     if model.is_dir() and (backbone is None or backbone.resolve() != model.resolve()):
         raise ConfigError(
-            f"lora_model_dir: {cfg.lora_model_dir} was trained jointly: its heads belong to the backbone in {model}, "
-            f"not to {cfg.base_model}. Set base_model: {model}, or use a run that trained heads only"
+            f"lora_model_dir: {cfg.lora_model_dir} was trained jointly: its heads belong to the"
+            f" backbone in {model}, not to {cfg.base_model}. Set base_model: {model}, or use a run"
+            " that trained heads only"
         )
 
 
@@ -104,9 +119,15 @@ def _check_adapter(cfg: TrainConfig, directory: Path) -> None:
     }
     configured = {key: getattr(cfg, key) for key in stored if key in cfg.model_fields_set}
     configured = {key: value for key, value in configured.items() if value is not None}
-    configured |= {key: sorted(value) for key, value in configured.items() if isinstance(value, list)}
+    configured |= {
+        key: sorted(value) for key, value in configured.items() if isinstance(value, list)
+    }
     if cfg.lora_target_linear:  # which overrides them
         configured.pop("lora_target_modules", None)
     if different := [key for key in configured if configured[key] != stored[key]]:
-        trained, wanted = (", ".join(f"{key}: {of[key]}" for key in different) for of in (stored, configured))
-        raise ConfigError(f"lora_model_dir: the adapter in {directory} has {trained}, the configuration {wanted}")
+        trained, wanted = (
+            ", ".join(f"{key}: {of[key]}" for key in different) for of in (stored, configured)
+        )
+        raise ConfigError(
+            f"lora_model_dir: the adapter in {directory} has {trained}, the configuration {wanted}"
+        )

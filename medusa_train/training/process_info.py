@@ -1,4 +1,6 @@
-"""Read from the environment which of how many processes this is; without importing torch, for the command line."""
+"""Read from the environment which of how many processes this is; without importing torch, for the
+command line.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,10 @@ def process_info_from_env(environ: Mapping[str, str] = os.environ) -> ProcessInf
     """Read the variables set by torchrun, DeepSpeed's launcher or srun; None for a single process."""
     if "RANK" in environ and "WORLD_SIZE" in environ:
         rank, size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
-        local_rank, port = _number(environ, "LOCAL_RANK", rank), _number(environ, "MASTER_PORT", _DEFAULT_PORT)
+        local_rank, port = (
+            _number(environ, "LOCAL_RANK", rank),
+            _number(environ, "MASTER_PORT", _DEFAULT_PORT),
+        )
         info = ProcessInfo(rank, size, local_rank, environ.get("MASTER_ADDR", "127.0.0.1"), port)
     elif "SLURM_PROCID" in environ and "SLURM_STEP_NUM_TASKS" in environ:
         # a batch script outside srun has SLURM_PROCID=0 as well, but no SLURM_STEP_NUM_TASKS
@@ -75,4 +80,6 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
     try:
         return int(environ[name])
     except ValueError:
-        raise ConfigError(f"environment variable {name}={environ[name]!r} is not a number") from None
+        raise ConfigError(
+            f"environment variable {name}={environ[name]!r} is not a number"
+        ) from None

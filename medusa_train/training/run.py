@@ -33,8 +33,8 @@ from medusa_train.training.validation import NODES, ValidationResult
 from medusa_train.tree_search.choose import TreeChoice, answer_prompts, choose_tree
 from medusa_train.tree_search.traces import Prompts, digest_files, prompts_by_conversation
 
-#: A terminal sends Ctrl-C to all processes and a launcher then forwards SIGTERM: with several processes a second
-#: signal within this many seconds is taken for the first one.
+#: A terminal sends Ctrl-C to all processes and a launcher then forwards SIGTERM: with several
+# processes a second : signal within this many seconds is taken for the first one.
 ECHO_SECONDS = 10.0
 
 
@@ -46,7 +46,8 @@ def train(
     world: World = SINGLE_PROCESS,
     whole_run: Path | None = None,
 ) -> int:
-    """Train the heads that `cfg` describes, then write heads/ and tree.json and print the closing tables.
+    """Train the heads that `cfg` describes, then write heads/ and tree.json and print the closing
+    tables.
 
     Args:
         whole_run: run directory of the two-stage run whose stage one this is.
@@ -61,7 +62,9 @@ def train(
             with _resume_hint(trainer):
                 return _train_and_finish(cfg, data, trainer, progress, results)
         except KeyboardInterrupt as interrupt:
-            progress.console.print(_describe_interruption(trainer), style="yellow", highlight=False, soft_wrap=True)
+            progress.console.print(
+                _describe_interruption(trainer), style="yellow", highlight=False, soft_wrap=True
+            )
             return signal_exit_code(interrupt)
 
 
@@ -71,7 +74,10 @@ def _train_and_finish(
     console, world, state = progress.console, trainer.world, trainer.state
     seconds_before, first = state.seconds, state.step  # of the run that is resumed
     echo = ECHO_SECONDS if world.size > 1 else 0.0
-    with trainer.loggers, StopRequest(lambda line: console.print(line, style="yellow"), echo) as stop:
+    with (
+        trainer.loggers,
+        StopRequest(lambda line: console.print(line, style="yellow"), echo) as stop,
+    ):
         outcome = trainer.run(stop)
     progress.seconds["training"] = state.seconds - seconds_before
     if outcome is Outcome.INTERRUPTED:
@@ -80,10 +86,14 @@ def _train_and_finish(
             highlight=False,
             soft_wrap=True,
         )
-        return max(world.gather(stop.exit_code))  # the signal may have reached only one of the processes
+        return max(
+            world.gather(stop.exit_code)
+        )  # the signal may have reached only one of the processes
 
     step = _restore_best(trainer, console) if outcome is Outcome.EARLY else state.step
-    if trainer.last_validation is None and trainer.validation_batches is not None:  # nothing was left to train
+    if (
+        trainer.last_validation is None and trainer.validation_batches is not None
+    ):  # nothing was left to train
         trainer.last_validation = trainer.evaluate(trainer.validation_batches())
     trainer.strategy.release([*trainer.draft.parameters(), *trainer.recipe.saved])
     try:
@@ -105,26 +115,40 @@ def _finish(
     results: Console,
     is_fitted: bool,
 ) -> None:
-    """Save the weights of `step`, which the trainer holds, choose the tree and print the closing tables."""
+    """Save the weights of `step`, which the trainer holds, choose the tree and print the closing
+    tables.
+    """
     out, draft, validation = trainer.output_dir, trainer.draft, trainer.last_validation
     before = digest_files(find_heads(out / HEADS).files)
     trainer.recipe.save_trained(out)
-    save_draft(draft.to(trainer.recipe.precision.dtype), out / HEADS, cfg.base_model)  # checkpoints keep float32
+    save_draft(
+        draft.to(trainer.recipe.precision.dtype), out / HEADS, cfg.base_model
+    )  # checkpoints keep float32
     choice = None
     if is_fitted and digest_files(find_heads(out / HEADS).files) == before:
         os.utime(out / TREE)  # or it would be older than the heads, which were just saved again
         progress.print(f"{out / TREE} is kept; medusa-eval --calibrate chooses the tree again")
     elif cfg.calibration_tokens and not trainer.strategy.partitioned:
         prompts = prompts_by_conversation(data.prompts, cfg.calibration_tokens, cfg.seed)
-        choice = choose_and_save_tree(trainer.recipe, draft, prompts, cfg.calibration_tokens, out, progress)
+        choice = choose_and_save_tree(
+            trainer.recipe, draft, prompts, cfg.calibration_tokens, out, progress
+        )
     if (table := heads_table(validation, choice)) is not None:
         results.print(table)
     results.print(summary(cfg, trainer, step, choice, progress))
-    embedded = (resolve_path(cfg.base_model) or Path()).resolve() == (PROJECT_ROOT / "data" / "tiny").resolve()
+    embedded = (resolve_path(cfg.base_model) or Path()).resolve() == (
+        PROJECT_ROOT / "data" / "tiny"
+    ).resolve()
     lacks_tree = cfg.calibration_tokens and trainer.strategy.partitioned
     bench = ["--calibrate"] if lacks_tree else ["--bench", "tiny" if embedded else "mtbench"]
-    following = shlex.join(["medusa-eval", *bench, "--model", str(out)]) if trainer.whole_run is None else "stage two"
-    results.print(Text(f"next: {following}", style="bold"), soft_wrap=True)  # a line that can be copied
+    following = (
+        shlex.join(["medusa-eval", *bench, "--model", str(out)])
+        if trainer.whole_run is None
+        else "stage two"
+    )
+    results.print(
+        Text(f"next: {following}", style="bold"), soft_wrap=True
+    )  # a line that can be copied
 
 
 def _has_tree_of_its_heads(run: Path) -> bool:
@@ -137,10 +161,16 @@ def _has_tree_of_its_heads(run: Path) -> bool:
 
 
 def resume_command(trainer: Trainer) -> str:
-    """Return the command that resumes a stopped run, relative to the directory that it was started in."""
+    """Return the command that resumes a stopped run, relative to the directory that it was started
+    in.
+    """
     processes = trainer.world.size
-    on_one = os.environ.get("SLURM_NNODES", "1") == "1"  # else started again as it was, by srun or torchrun
-    known = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE"))  # torchrun's name, and DeepSpeed's
+    on_one = (
+        os.environ.get("SLURM_NNODES", "1") == "1"
+    )  # else started again as it was, by srun or torchrun
+    known = os.environ.get(
+        "LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE")
+    )  # torchrun's name, and DeepSpeed's
     local = int(known or (processes if on_one else 0))
     num_gpus = ["--num-gpus", str(processes)] if processes > 1 and local == processes else []
     config = (trainer.whole_run or trainer.output_dir) / CONFIG
@@ -153,7 +183,9 @@ def _resume_hint(trainer: Trainer) -> Iterator[None]:
     try:
         yield
     except CheckpointError as error:
-        raise CheckpointError(f"{error}\nAfter fixing this, resume with:\n  {resume_command(trainer)}") from error
+        raise CheckpointError(
+            f"{error}\nAfter fixing this, resume with:\n  {resume_command(trainer)}"
+        ) from error
 
 
 @contextmanager
@@ -164,20 +196,27 @@ def _explain_out_of_memory(cfg: TrainConfig) -> Iterator[None]:
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        fewer = f"micro_batch_size: {max(1, cfg.micro_batch_size // 2)} with more gradient_accumulation_steps"
+        fewer = (
+            f"micro_batch_size: {max(1, cfg.micro_batch_size // 2)} with more"
+            " gradient_accumulation_steps"
+        )
         advice = {
             fewer: cfg.micro_batch_size > 1,
             f"a sequence_len below {cfg.sequence_len}": True,
-            "gradient_checkpointing: true": cfg.recipe == "medusa2" and not cfg.gradient_checkpointing,
+            "gradient_checkpointing: true": (
+                cfg.recipe == "medusa2" and not cfg.gradient_checkpointing
+            ),
             "optimizer: paged_adamw_8bit": "8bit" not in cfg.optimizer and "RANK" not in os.environ,
-            "load_in_4bit: true": not cfg.load_in_4bit and (cfg.recipe == "medusa1" or cfg.adapter is not None),
+            "load_in_4bit: true": (
+                not cfg.load_in_4bit and (cfg.recipe == "medusa1" or cfg.adapter is not None)
+            ),
             "a medusa_vocab_size": cfg.draft == "medusa" and cfg.medusa_vocab_size is None,
         }
         raise MedusaError(
-            f"not enough memory for this run ({str(error).partition('. ')[0]}).\n"
-            f"To use less memory: {'; '.join(name for name, applies in advice.items() if applies)}.\n"
-            "--inspect estimates the parts. Where torch reports much memory as reserved but unallocated, set "
-            "PYTORCH_ALLOC_CONF=expandable_segments:True."
+            f"not enough memory for this run ({str(error).partition('. ')[0]}).\nTo use less"
+            f" memory: {'; '.join(name for name, applies in advice.items() if applies)}.\n--inspect"
+            " estimates the parts. Where torch reports much memory as reserved but unallocated,"
+            " set PYTORCH_ALLOC_CONF=expandable_segments:True."
         ) from error
 
 
@@ -218,7 +257,8 @@ def choose_and_save_tree(
 ) -> TreeChoice | None:
     """Choose the tree on greedy answers to prompts, and write it with their traces.
 
-    An adapter is merged first, as for decoding, unless the backbone is quantized: dequantized it may not fit.
+    An adapter is merged first, as for decoding, unless the backbone is quantized: dequantized it
+    may not fit.
 
     Returns:
         None after printing the reason if no tree could be chosen. The heads are usable without one.
@@ -244,7 +284,10 @@ def choose_and_save_tree(
         if not is_out_of_memory(error):
             raise
         again = shlex.join(["medusa-eval", "--calibrate", "--model", str(out)])
-        progress.print(f"no tree was chosen: not enough memory beside training. To choose it: {again}", style="yellow")
+        progress.print(
+            f"no tree was chosen: not enough memory beside training. To choose it: {again}",
+            style="yellow",
+        )
         return None
     choice.save(out, traced, resolve_model(str(out), None, None))
     return choice
@@ -254,7 +297,9 @@ def choose_and_save_tree(
 
 
 def heads_table(validation: ValidationResult | None, choice: TreeChoice | None) -> Table | None:
-    """Tabulate top-1 and top-5 accuracy per head on validation text and on the backbone's greedy continuations."""
+    """Tabulate top-1 and top-5 accuracy per head on validation text and on the backbone's greedy
+    continuations.
+    """
     columns: dict[str, Sequence[Sequence[float]]] = {}
     if validation is not None:
         columns["held-out text"] = validation.top
@@ -272,7 +317,9 @@ def heads_table(validation: ValidationResult | None, choice: TreeChoice | None) 
     return table
 
 
-def summary(cfg: TrainConfig, trainer: Trainer, step: int, choice: TreeChoice | None, progress: RunProgress) -> Table:
+def summary(
+    cfg: TrainConfig, trainer: Trainer, step: int, choice: TreeChoice | None, progress: RunProgress
+) -> Table:
     """Tabulate what was trained, its validation and tree, the time taken, and what was saved.
 
     Args:
@@ -293,21 +340,31 @@ def summary(cfg: TrainConfig, trainer: Trainer, step: int, choice: TreeChoice | 
     if validation is not None:
         lowest = f" ({state.best})" if state.best_step != step else ""
         saved = f", as of step {step}" if step != state.step else ""
-        objective = "held-out loss" if validation.lm_loss is None else "held-out objective (backbone + lambda0 x heads)"
+        objective = (
+            "held-out loss"
+            if validation.lm_loss is None
+            else "held-out objective (backbone + lambda0 x heads)"
+        )
         table.add_row(objective, f"{validation.objective:.4f}{saved}{lowest}")
         if (length := validation.acceptance_length) is not None:
             table.add_row(
                 "acceptance length",
-                f"{length:.2f} tokens per step: teacher-forced on held-out text, with a fixed tree of {NODES} nodes "
-                "(comparable between evaluations and runs)",
+                f"{length:.2f} tokens per step: teacher-forced on held-out text, with a fixed tree"
+                f" of {NODES} nodes (comparable between evaluations and runs)",
             )
     if choice is not None:
-        held_out = "" if validation is not None else "; no data are held out: chosen on prompts of the training set"
+        held_out = (
+            ""
+            if validation is not None
+            else "; no data are held out: chosen on prompts of the training set"
+        )
         table.add_row("tree", choice.describe() + held_out)
     if trainer.recipe.cache is not None:
         table.add_row("hidden states", Text(trainer.recipe.cache.describe()))
     if cfg.calibration_tokens and trainer.strategy.partitioned:
-        table.add_row("note", "no tree was fitted: under ZeRO-3 no process holds the whole backbone")
+        table.add_row(
+            "note", "no tree was fitted: under ZeRO-3 no process holds the whole backbone"
+        )
     phases = ", ".join(f"{name} {duration(seconds)}" for name, seconds in progress.seconds.items())
     table.add_row("time", f"{duration(progress.total_seconds)}: {phases}")
     files = [name for name in (HEADS, TREE, CONFIG, METRICS) if (out / name).exists()]

@@ -1,4 +1,6 @@
-"""Build the trainer of a run: backbone, heads, loss, optimizer, the checkpoint to resume from, and loggers."""
+"""Build the trainer of a run: backbone, heads, loss, optimizer, the checkpoint to resume from, and
+loggers.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,11 @@ from medusa_train.models.loading import choose_attention, load_backbone
 from medusa_train.models.partitioned import full_shape, gathered, gathering_modules, is_partitioned
 from medusa_train.models.precision import choose_precision, limit_kernel_cache
 from medusa_train.progress import RunProgress
-from medusa_train.training.backbone_recipe import BackboneRecipe, build_backbone_recipe, find_initial_heads
+from medusa_train.training.backbone_recipe import (
+    BackboneRecipe,
+    build_backbone_recipe,
+    find_initial_heads,
+)
 from medusa_train.training.deepspeed import DeepSpeedStrategy, partitioned_loading
 from medusa_train.training.deepspeed_config import complete_config, loading_config, stage_of
 from medusa_train.training.distributed import SINGLE_PROCESS, World, init_distributed
@@ -52,7 +58,13 @@ from medusa_train.training.optimizer_step import (
     warmup_warning,
 )
 from medusa_train.training.process_info import ProcessInfo, free_port
-from medusa_train.training.snapshot import LoadedCheckpoint, TrainState, restore_state, restore_weights, rng_states
+from medusa_train.training.snapshot import (
+    LoadedCheckpoint,
+    TrainState,
+    restore_state,
+    restore_weights,
+    rng_states,
+)
 from medusa_train.training.trainer import ROUNDING, Plan, Trainer
 
 
@@ -70,7 +82,9 @@ def build_trainer(
             recipe.cache = open_hidden_states(
                 cfg.prepared_dir, documents, draft.needs, recipe.backbone, world, console, cfg.tf32
             )
-    loader = BatchLoader(data.train, cfg.micro_batch_size, seed=cfg.seed, rank=world.rank, size=world.size)
+    loader = BatchLoader(
+        data.train, cfg.micro_batch_size, seed=cfg.seed, rank=world.rank, size=world.size
+    )
     plan = make_plan(cfg, loader.batches_per_epoch, world.size)
     for line in _describe_run(cfg, data, recipe, draft, plan, world.size):
         console.print(line, style="yellow" if line.startswith("note:") else None)
@@ -82,14 +96,18 @@ def build_trainer(
             restore_weights(checkpoint, draft, recipe)
     strategy = build_strategy(cfg, draft, recipe, plan, world, console)
     if not world.is_main:
-        torch.manual_seed(hash((cfg.seed, world.rank)))  # other dropout masks per process, now that weights are equal
+        torch.manual_seed(
+            hash((cfg.seed, world.rank))
+        )  # other dropout masks per process, now that weights are equal
     state = TrainState()
     if checkpoint is not None:
         with world.failing_together():
             state = _resume(checkpoint, strategy, loader, plan, world, console)
     other = state.validation not in (None, fingerprint := data.validation.fingerprint())
     if cfg.early_stopping_patience is not None and state.best_loss is not None:
-        other |= world.run_on_main(lambda: store.best(state.best_step)) is None  # left in another directory
+        other |= (
+            world.run_on_main(lambda: store.best(state.best_step)) is None
+        )  # left in another directory
     if other:
         state.best_loss, state.evals_since_best = None, 0
     state.validation = fingerprint
@@ -121,8 +139,11 @@ def build_trainer(
 # Backbone and heads
 
 
-def _load_model(cfg: TrainConfig, data: TrainingData, console: Console, world: World) -> tuple[Draft, BackboneRecipe]:
-    """Load the backbone, build the heads and make trainable what the recipe trains; the same in every process.
+def _load_model(
+    cfg: TrainConfig, data: TrainingData, console: Console, world: World
+) -> tuple[Draft, BackboneRecipe]:
+    """Load the backbone, build the heads and make trainable what the recipe trains; the same in
+    every process.
 
     Several processes that train with ZeRO-3 load their part of the backbone only.
     """
@@ -140,7 +161,10 @@ def _load_model(cfg: TrainConfig, data: TrainingData, console: Console, world: W
             trust_remote_code=cfg.trust_remote_code,
         )
     with gathering_modules(backbone.model):
-        console.print(choose_attention(backbone, cfg.flash_attention, packed=cfg.sample_packing), highlight=False)
+        console.print(
+            choose_attention(backbone, cfg.flash_attention, packed=cfg.sample_packing),
+            highlight=False,
+        )
         with gathered(backbone.output_embeddings.parameters()):
             draft = build_heads(cfg, data, backbone, console)
     return draft, build_backbone_recipe(cfg, backbone, precision)
@@ -153,14 +177,20 @@ def seed_all(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def build_heads(cfg: TrainConfig, data: TrainingData, backbone: Backbone, console: Console) -> Draft:
+def build_heads(
+    cfg: TrainConfig, data: TrainingData, backbone: Backbone, console: Console
+) -> Draft:
     """Build new heads, or load those of `initial_run` (two-stage training), in float32."""
     section = cfg.draft_config
     initial = find_initial_heads(cfg.initial_run)
     if initial is None:
         settings = dict(section.settings)
         token_map = choose_draft_vocabulary(
-            settings.get("vocab_size"), data.train, backbone.tokenizer, backbone.vocab_size, section.vocab_size_key
+            settings.get("vocab_size"),
+            data.train,
+            backbone.tokenizer,
+            backbone.vocab_size,
+            section.vocab_size_key,
         )
         if token_map is not None:
             line = describe_vocabulary(token_map, data.train, data.validation, backbone.vocab_size)
@@ -172,15 +202,26 @@ def build_heads(cfg: TrainConfig, data: TrainingData, backbone: Backbone, consol
     name = draft_name(draft)
     if name != cfg.draft:
         raise ConfigError(f"lora_model_dir: {initial} holds a {name} draft; set draft: {name}")
-    # a key that is not set takes what the heads have, except for the vocabulary, where it means all tokens
-    configured = {key: value for key, value in section.settings.items() if value is not None or key == "vocab_size"}
-    different = [key for key in draft.settings if key in configured and draft.settings[key] != configured[key]]
+    # a key that is not set takes what the heads have, except for the vocabulary, where it means all
+    # tokens
+    configured = {
+        key: value
+        for key, value in section.settings.items()
+        if value is not None or key == "vocab_size"
+    }
+    different = [
+        key
+        for key in draft.settings
+        if key in configured and draft.settings[key] != configured[key]
+    ]
     if different:
         trained, wanted = (
             ", ".join(f"{section.prefix}{key}: {values[key]}" for key in different)
             for values in (draft.settings, configured)
         )
-        raise ConfigError(f"lora_model_dir: the heads in {initial} have {trained}, the configuration {wanted}")
+        raise ConfigError(
+            f"lora_model_dir: the heads in {initial} have {trained}, the configuration {wanted}"
+        )
     console.print(f"initializing the heads from {initial}", highlight=False, soft_wrap=True)
     return draft
 
@@ -189,7 +230,9 @@ def build_heads(cfg: TrainConfig, data: TrainingData, backbone: Backbone, consol
 
 
 def make_plan(cfg: TrainConfig, micro_batches_per_epoch: int, processes: int = 1) -> Plan:
-    """Plan the run's steps; it evaluates and saves once per epoch unless the configuration says otherwise."""
+    """Plan the run's steps; it evaluates and saves once per epoch unless the configuration says
+    otherwise.
+    """
     per_epoch = micro_batches_per_epoch / (cfg.gradient_accumulation_steps * processes)
     total = cfg.max_steps or max(1, math.ceil(cfg.num_epochs * per_epoch - ROUNDING))
     warmup = cfg.warmup_steps
@@ -199,7 +242,9 @@ def make_plan(cfg: TrainConfig, micro_batches_per_epoch: int, processes: int = 1
     def every(steps: float | None, times_per_epoch: int | None) -> float:
         if not steps:
             return per_epoch / (times_per_epoch or 1)
-        return max(1, round(steps * total)) if steps < 1 else steps  # below 1: a fraction of the run
+        return (
+            max(1, round(steps * total)) if steps < 1 else steps
+        )  # below 1: a fraction of the run
 
     return Plan(
         total,
@@ -212,15 +257,24 @@ def make_plan(cfg: TrainConfig, micro_batches_per_epoch: int, processes: int = 1
 
 
 def build_strategy(
-    cfg: TrainConfig, draft: nn.Module, recipe: BackboneRecipe, plan: Plan, world: World, console: Console
+    cfg: TrainConfig,
+    draft: nn.Module,
+    recipe: BackboneRecipe,
+    plan: Plan,
+    world: World,
+    console: Console,
 ) -> Strategy:
-    """Build optimizer, schedule and strategy; print a line where they differ from the configuration.
+    """Build optimizer, schedule and strategy; print a line where they differ from the
+    configuration.
 
-    Several processes train with DeepSpeed, one process does where the key `deepspeed` is set. Under ZeRO stage 3 the
-    weights are partitioned from here on and must be read as in `models.partitioned`.
+    Several processes train with DeepSpeed, one process does where the key `deepspeed` is set. Under
+    ZeRO stage 3 the weights are partitioned from here on and must be read as in
+    `models.partitioned`.
     """
     trained = list(recipe.parameters.values())
-    groups = parameter_groups(draft.parameters(), cfg.heads_learning_rate, trained, cfg.learning_rate, cfg.weight_decay)
+    groups = parameter_groups(
+        draft.parameters(), cfg.heads_learning_rate, trained, cfg.learning_rate, cfg.weight_decay
+    )
     optimizer, notice = build_optimizer(cfg.optimizer, groups, recipe.precision.device)
     if notice:
         console.print(notice)
@@ -238,7 +292,9 @@ def build_strategy(
     default = " (default, deepspeed is not set)" if cfg.deepspeed is None else ""
     console.print(f"processes: {world.size}, DeepSpeed ZeRO stage {stage_of(config)}{default}")
     read_directly = [*draft.parameters(), *backbone.output_embeddings.parameters()]
-    return DeepSpeedStrategy(draft, backbone.model, read_directly, optimizer, scheduler, config, world, loss_scale)
+    return DeepSpeedStrategy(
+        draft, backbone.model, read_directly, optimizer, scheduler, config, world, loss_scale
+    )
 
 
 def _build_objective(cfg: TrainConfig, draft: Draft, joint: bool) -> Objective:
@@ -260,37 +316,54 @@ def _build_objective(cfg: TrainConfig, draft: Draft, joint: bool) -> Objective:
 def _find_checkpoint(
     cfg: TrainConfig, store: CheckpointStore, world: World, console: Console
 ) -> LoadedCheckpoint | None:
-    """Load the checkpoint that `resume_from_checkpoint` names, in every process; None for a new run."""
+    """Load the checkpoint that `resume_from_checkpoint` names, in every process; None for a new
+    run.
+    """
     resume = cfg.resume_from_checkpoint
     if resume is None:
         return None
     path = world.run_on_main(
-        lambda: named_checkpoint(resume, cfg.run_dir) or store.latest() or check_nothing_is_lost(cfg.run_dir)
+        lambda: (
+            named_checkpoint(resume, cfg.run_dir)
+            or store.latest()
+            or check_nothing_is_lost(cfg.run_dir)
+        )
     )
     if path is None:
         console.print(f"resume_from_checkpoint: no checkpoint in {store.root}, starting a new run")
         return None
     with world.failing_together():
-        return LoadedCheckpoint(path, store.load(path), changed_weight_keys(cfg, path.parent.parent))
+        return LoadedCheckpoint(
+            path, store.load(path), changed_weight_keys(cfg, path.parent.parent)
+        )
 
 
 def _resume(
-    checkpoint: LoadedCheckpoint, strategy: Strategy, loader: BatchLoader, plan: Plan, world: World, console: Console
+    checkpoint: LoadedCheckpoint,
+    strategy: Strategy,
+    loader: BatchLoader,
+    plan: Plan,
+    world: World,
+    console: Console,
 ) -> TrainState:
-    """Restore everything but the weights, and say what will differ with other processes or another batch."""
+    """Restore everything but the weights, and say what will differ with other processes or another
+    batch.
+    """
     state = restore_state(checkpoint, strategy, world)
     loader.load_state_dict(state.data)
     console.print(f"resuming after step {state.step}, from {checkpoint.path}", soft_wrap=True)
     for line in checkpoint.changed:
-        console.print(f"warning: changed since that checkpoint: {line}", style="yellow", soft_wrap=True)
+        console.print(
+            f"warning: changed since that checkpoint: {line}", style="yellow", soft_wrap=True
+        )
     if (before := len(rng_states(checkpoint.snapshot))) != world.size:
         now = "1 process" if world.size == 1 else f"{world.size} processes"
         console.print(f"note: resuming on {now} (was {before}): dropout masks will differ")
     if not math.isclose(state.epoch, plan.epoch(state.step), rel_tol=1e-6):
         console.print(
-            f"note: the batch differs from that of the checkpoint: its {state.step} steps were {state.epoch:.2f} "
-            f"epochs, here they count as {plan.epoch(state.step):.2f}. To keep the batch, change "
-            "gradient_accumulation_steps along with the number of processes",
+            f"note: the batch differs from that of the checkpoint: its {state.step} steps were"
+            f" {state.epoch:.2f} epochs, here they count as {plan.epoch(state.step):.2f}. To keep"
+            " the batch, change gradient_accumulation_steps along with the number of processes",
             style="yellow",
             soft_wrap=True,
         )
@@ -300,7 +373,9 @@ def _resume(
 def _open_loggers(
     cfg: TrainConfig, state: TrainState, plan: Plan, progress: RunProgress, world: World
 ) -> MetricLoggers:
-    """Prepare the run directory, write the configuration as it was used, and open the logs; only rank 0 has any."""
+    """Prepare the run directory, write the configuration as it was used, and open the logs; only
+    rank 0 has any.
+    """
     out, console = cfg.run_dir, progress.console
     world.run_on_main(lambda: prepare_output_dir(out, state.step, cfg.initial_run))
     if not world.is_main:
@@ -308,22 +383,34 @@ def _open_loggers(
     write_config(cfg, out)
     boards = [tensorboard(console, out, state.step)] if cfg.use_tensorboard else []
     if cfg.wandb_project is not None:
-        boards.append(wandb(console, out, cfg.wandb_project, cfg.wandb_entity, cfg.wandb_run_id, cfg.wandb_name))
+        boards.append(
+            wandb(
+                console, out, cfg.wandb_project, cfg.wandb_entity, cfg.wandb_run_id, cfg.wandb_name
+            )
+        )
     with writing(out):
         shown = ConsoleLogger(console, plan.total_steps, state.step, progress.title)
-        return MetricLoggers([MetricsFile(out / METRICS, state.step, state.evaluated, shown.warn), shown, *boards])
+        return MetricLoggers(
+            [MetricsFile(out / METRICS, state.step, state.evaluated, shown.warn), shown, *boards]
+        )
 
 
 # What is printed
 
 
 def _describe_run(
-    cfg: TrainConfig, data: TrainingData, recipe: BackboneRecipe, draft: Draft, plan: Plan, processes: int
+    cfg: TrainConfig,
+    data: TrainingData,
+    recipe: BackboneRecipe,
+    draft: Draft,
+    plan: Plan,
+    processes: int,
 ) -> Iterator[str]:
     """Describe data, model and plan in a few lines."""
     yield (
-        f"data: {data.train.describe_count()} for training ({data.train.tokens:,} tokens, "
-        f"{data.train.supervised_tokens:,} of them supervised), {data.validation.describe_count()} for validation"
+        f"data: {data.train.describe_count()} for training ({data.train.tokens:,} tokens,"
+        f" {data.train.supervised_tokens:,} of them supervised), {data.validation.describe_count()}"
+        " for validation"
     )
     heads = sum(p.numel() for p in draft.parameters())
     trained = sum(full_shape(p).numel() for p in recipe.parameters.values())
@@ -332,7 +419,9 @@ def _describe_run(
         frozen = sum(full_shape(parameter).numel() for parameter in whole.parameters()) - trained
     else:  # quantized weights pack two parameters into a byte
         frozen = int(whole.num_parameters()) - trained
-    backbone = f"backbone {frozen / 1e6:.1f}M frozen" + (f" and {trained / 1e6:.2f}M trained" if trained else "")
+    backbone = f"backbone {frozen / 1e6:.1f}M frozen" + (
+        f" and {trained / 1e6:.2f}M trained" if trained else ""
+    )
     yield (
         f"model: heads {heads / 1e6:.1f}M parameters (trained, float32), {backbone}, "
         f"computing in {recipe.precision} on {recipe.precision.device}"
@@ -341,15 +430,19 @@ def _describe_run(
         learners = "the adapter and the heads" if cfg.medusa_self_distillation else "the heads"
         yield f"note: the backbone is quantized: {learners} learn from the quantized model"
     if recipe.compiled is not None:
-        yield "torch_compile: the backbone's layers are compiled in the first steps, which take longer"
+        yield (
+            "torch_compile: the backbone's layers are compiled in the first steps, which take"
+            " longer"
+        )
     of_backbone = f" (backbone {cfg.learning_rate:g})" if trained else ""
     rates = f"peak learning rate {cfg.heads_learning_rate:g}{of_backbone}"
     batch = cfg.micro_batch_size * cfg.gradient_accumulation_steps * processes
     single_rows = "conversations" if data.train.conversations == len(data.train) else "rows"
     yield (
-        f"plan: {plan.total_steps:,} steps of {batch} {'packed rows' if cfg.sample_packing else single_rows} "
-        f"({plan.epoch(plan.total_steps):.2f} epochs), {rates} after {plan.warmup_steps} warmup steps, "
-        f"{cfg.lr_scheduler} schedule"
+        f"plan: {plan.total_steps:,} steps of {batch}"
+        f" {'packed rows' if cfg.sample_packing else single_rows}"
+        f" ({plan.epoch(plan.total_steps):.2f} epochs), {rates} after {plan.warmup_steps} warmup"
+        f" steps, {cfg.lr_scheduler} schedule"
     )
     if warning := warmup_warning(plan.warmup_steps, plan.total_steps):
         yield warning

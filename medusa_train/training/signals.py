@@ -16,7 +16,9 @@ from medusa_train.errors import Terminated
 
 
 def stop_signals() -> list[signal.Signals]:
-    """List the signals that ask for an end; a closed terminal's only where it is not ignored (`nohup`)."""
+    """List the signals that ask for an end; a closed terminal's only where it is not ignored
+    (`nohup`).
+    """
     hangup = [] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [signal.SIGHUP]
     return [signal.SIGINT, signal.SIGTERM, *hangup]
 
@@ -35,8 +37,8 @@ def leave_terminal() -> None:
 def sigterm_as_interrupt() -> Iterator[None]:
     """Make SIGTERM raise Terminated, as Ctrl-C raises KeyboardInterrupt, within the `with` block.
 
-    SIGHUP, sent when a terminal is closed, does the same unless it is ignored (`nohup`). Does nothing outside the main
-    thread, where Python allows no signal handlers.
+    SIGHUP, sent when a terminal is closed, does the same unless it is ignored (`nohup`). Does
+    nothing outside the main thread, where Python allows no signal handlers.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -59,14 +61,17 @@ def _terminate(number: int, frame: FrameType | None) -> None:
 
 
 class StopRequest:
-    """Record the first SIGINT or SIGTERM within the `with` block; the second raises KeyboardInterrupt or Terminated.
+    """Record the first SIGINT or SIGTERM within the `with` block; the second raises
+    KeyboardInterrupt or Terminated.
 
-    SIGHUP, which a closed terminal sends once or twice, counts as SIGTERM, but never as a second signal. Does nothing
-    outside the main thread, where Python allows no signal handlers.
+    SIGHUP, which a closed terminal sends once or twice, counts as SIGTERM, but never as a second
+    signal. Does nothing outside the main thread, where Python allows no signal handlers.
     """
 
     def __init__(self, notify: Callable[[str], None], echo: float = 0.0) -> None:
-        """Call `notify` with one line at the first signal; ignore further ones within `echo` seconds as duplicates."""
+        """Call `notify` with one line at the first signal; ignore further ones within `echo`
+        seconds as duplicates.
+        """
         self._echo = echo
         self._since = 0.0
         self.signal: int | None = None
@@ -84,7 +89,9 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
-            self._previous = {number: signal.signal(number, self._handle) for number in stop_signals()}
+            self._previous = {
+                number: signal.signal(number, self._handle) for number in stop_signals()
+            }
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -96,7 +103,9 @@ class StopRequest:
         if number == signal.SIGHUP:
             leave_terminal()
             number = signal.SIGTERM if self.signal is None else number
-        if self.signal is not None and (number == signal.SIGHUP or time.monotonic() - self._since < self._echo):
+        if self.signal is not None and (
+            number == signal.SIGHUP or time.monotonic() - self._since < self._echo
+        ):
             return
         if self.signal is not None:
             raise Terminated if number == signal.SIGTERM else KeyboardInterrupt

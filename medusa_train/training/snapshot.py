@@ -1,4 +1,6 @@
-"""What a checkpoint holds: weights, optimizer, counters, random generators; how they are taken and restored."""
+"""What a checkpoint holds: weights, optimizer, counters, random generators; how they are taken and
+restored.
+"""
 
 from __future__ import annotations
 
@@ -51,9 +53,13 @@ class TrainState:
     window: Window = field(default_factory=Window)
 
     def record_eval(self, objective: float) -> bool:
-        """Record an evaluation at the current step; return whether its objective is the lowest so far."""
+        """Record an evaluation at the current step; return whether its objective is the lowest so
+        far.
+        """
         self.evaluated = self.step
-        if not math.isfinite(objective) or (self.best_loss is not None and objective >= self.best_loss):
+        if not math.isfinite(objective) or (
+            self.best_loss is not None and objective >= self.best_loss
+        ):
             self.evals_since_best += 1
             return False
         self.best_loss, self.best_step, self.evals_since_best = objective, self.step, 0
@@ -62,7 +68,11 @@ class TrainState:
     @property
     def best(self) -> str:
         """The best evaluation, in words."""
-        return "none was finite" if self.best_loss is None else f"lowest {self.best_loss:.4f} at step {self.best_step}"
+        return (
+            "none was finite"
+            if self.best_loss is None
+            else f"lowest {self.best_loss:.4f} at step {self.best_step}"
+        )
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> TrainState:
@@ -72,7 +82,9 @@ class TrainState:
         return cls(**present, window=Window(**values.get("window", {})))
 
 
-def take_weights(draft: Draft, recipe: BackboneRecipe, world: World = SINGLE_PROCESS) -> dict[str, Any]:
+def take_weights(
+    draft: Draft, recipe: BackboneRecipe, world: World = SINGLE_PROCESS
+) -> dict[str, Any]:
     """Collect the trained weights, the parts `WEIGHTS` of a checkpoint, in rank 0.
 
     Partitioned weights are gathered one at a time into CPU memory; the others are not copied.
@@ -82,9 +94,15 @@ def take_weights(draft: Draft, recipe: BackboneRecipe, world: World = SINGLE_PRO
 
 
 def take_snapshot(
-    draft: Draft, recipe: BackboneRecipe, strategy: Strategy, state: TrainState, world: World = SINGLE_PROCESS
+    draft: Draft,
+    recipe: BackboneRecipe,
+    strategy: Strategy,
+    state: TrainState,
+    world: World = SINGLE_PROCESS,
 ) -> dict[str, Any]:
-    """Collect a checkpoint's content, complete in rank 0; its tensors change while training goes on."""
+    """Collect a checkpoint's content, complete in rank 0; its tensors change while training goes
+    on.
+    """
     main, *others = world.gather(rng_state())
     return {
         **take_weights(draft, recipe, world),
@@ -97,7 +115,9 @@ def take_snapshot(
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """A checkpoint's path and content, and the settings of its run that differ from this one's, a line each."""
+    """A checkpoint's path and content, and the settings of its run that differ from this one's, a
+    line each.
+    """
 
     path: Path
     snapshot: dict[str, Any]
@@ -112,10 +132,13 @@ def restore_weights(checkpoint: LoadedCheckpoint, draft: Draft, recipe: Backbone
         recipe.load_state_dict(checkpoint.snapshot.get("student", {}))
 
 
-def restore_state(checkpoint: LoadedCheckpoint, strategy: Strategy, world: World = SINGLE_PROCESS) -> TrainState:
+def restore_state(
+    checkpoint: LoadedCheckpoint, strategy: Strategy, world: World = SINGLE_PROCESS
+) -> TrainState:
     """Load optimizer, schedule and this process's random generators; return the counters.
 
-    With more processes than took the snapshot, the additional ones keep their current random generators.
+    With more processes than took the snapshot, the additional ones keep their current random
+    generators.
     """
     snapshot = checkpoint.snapshot
     with _matching(checkpoint):
@@ -139,24 +162,29 @@ def _matching(checkpoint: LoadedCheckpoint) -> Iterator[None]:
         if checkpoint.changed:
             changed = "\n".join(f"  {line}" for line in checkpoint.changed)
             raise CheckpointError(
-                f"{checkpoint.path}: does not fit this run, whose settings differ:\n{changed}\n"
-                "To resume, set them back; to train with the new ones, set output_dir to a new directory and remove "
-                "resume_from_checkpoint."
+                f"{checkpoint.path}: does not fit this run, whose settings differ:\n{changed}\nTo"
+                " resume, set them back; to train with the new ones, set output_dir to a new"
+                " directory and remove resume_from_checkpoint."
             ) from error
         reason = " ".join(str(error).split())[:300]
         raise CheckpointError(
-            f"{checkpoint.path}: does not fit this run ({reason}).\n"
-            "To resume, keep the base_model, draft, heads (medusa_num_heads, medusa_num_layers, medusa_vocab_size, "
-            "medusa_markov_rank; other drafts: their section), adapter and optimizer of the run that saved it."
+            f"{checkpoint.path}: does not fit this run ({reason}).\nTo resume, keep the base_model,"
+            " draft, heads (medusa_num_heads, medusa_num_layers, medusa_vocab_size,"
+            " medusa_markov_rank; other drafts: their section), adapter and optimizer of the run"
+            " that saved it."
         ) from error
 
 
 def rng_state() -> dict[str, Any]:
-    """Return the states of all random generators, as tensors, tuples and numbers that a checkpoint can hold."""
+    """Return the states of all random generators, as tensors, tuples and numbers that a checkpoint
+    can hold.
+    """
     name, keys, *rest = np.random.get_state(legacy=True)
     return {
         "torch": torch.get_rng_state(),
-        "cuda": [torch.cuda.get_rng_state()] if torch.cuda.is_available() else [],  # of the current device
+        "cuda": (
+            [torch.cuda.get_rng_state()] if torch.cuda.is_available() else []
+        ),  # of the current device
         "python": random.getstate(),
         "numpy": (str(name), torch.from_numpy(np.asarray(keys, dtype=np.int64)), *rest),
     }

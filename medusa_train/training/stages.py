@@ -1,6 +1,8 @@
-"""Train a run: its data, the heads that the key `stage_one` describes, if any, then what starts from them.
+"""Train a run: its data, the heads that the key `stage_one` describes, if any, then what starts
+from them.
 
-Both stages train in the same processes, one after the other, so that every launcher starts them as it starts one run.
+Both stages train in the same processes, one after the other, so that every launcher starts them as
+it starts one run.
 """
 
 from __future__ import annotations
@@ -39,25 +41,40 @@ from medusa_train.training.signals import sigterm_as_interrupt
 
 #: Keys that `load_data` reads: stages with equal values share the data.
 _DATA_KEYS = (
-    *("base_model", "trust_remote_code", "datasets", "sequence_len", "sample_packing", "chat_template"),
-    *("chat_template_kwargs", "reasoning_tags", "roles_to_train", "train_on_inputs", "val_set_size"),
+    *(
+        "base_model",
+        "trust_remote_code",
+        "datasets",
+        "sequence_len",
+        "sample_packing",
+        "chat_template",
+    ),
+    *(
+        "chat_template_kwargs",
+        "reasoning_tags",
+        "roles_to_train",
+        "train_on_inputs",
+        "val_set_size",
+    ),
     *("test_datasets", "skip_bad_records", "seed"),
 )
 TITLES = ("stage 1 of 2", "stage 2 of 2")
 
 
-def train_stages(cfg: TrainConfig, console: Console, results: Console, world: World = SINGLE_PROCESS) -> int:
+def train_stages(
+    cfg: TrainConfig, console: Console, results: Console, world: World = SINGLE_PROCESS
+) -> int:
     """Train stage one, unless `cfg` has none or its heads are finished, then `cfg`.
 
-    The data of both stages are loaded and checked before stage one trains. With `resume_from_checkpoint`, the run goes
-    on in the stage in which it was stopped.
+    The data of both stages are loaded and checked before stage one trains. With
+    `resume_from_checkpoint`, the run goes on in the stage in which it was stopped.
 
     Args:
         console: for progress and notes. results: for the closing tables. Only rank 0 prints.
         world: the processes that train together; each of them calls this function.
 
-    Returns:
-        The exit code: 0, or 130 / 143 after Ctrl-C / SIGTERM with a line that says what is saved and how to resume.
+    Returns: The exit code: 0, or 130 / 143 after Ctrl-C / SIGTERM with a line that says what is
+        saved and how to resume.
 
     Raises:
         MedusaError: an error of configuration, data or environment.
@@ -69,7 +86,9 @@ def train_stages(cfg: TrainConfig, console: Console, results: Console, world: Wo
         world.run_on_main(lambda: lock.enter_context(only_writer(cfg.run_dir)))
         resumes = first is not None and cfg.resume_from_checkpoint is not None
         if first is not None and resumes and world.run_on_main(partial(_is_finished, cfg, first)):
-            console.print(f"{TITLES[0]}: the heads in {first.output_dir} are finished", soft_wrap=True)
+            console.print(
+                f"{TITLES[0]}: the heads in {first.output_dir} are finished", soft_wrap=True
+            )
             progress.title = TITLES[1]
             cfg, first = _as_started(cfg), None
         stages = [cfg] if first is None else [first, cfg]
@@ -83,7 +102,9 @@ def train_stages(cfg: TrainConfig, console: Console, results: Console, world: Wo
         world.run_on_main(lambda: _begin(cfg))
         console.print(f"\n{TITLES[0]}", style="bold")
         progress.title = TITLES[0]
-        first = first.model_copy(update={"resume_from_checkpoint": cfg.resume_from_checkpoint and "latest"})
+        first = first.model_copy(
+            update={"resume_from_checkpoint": cfg.resume_from_checkpoint and "latest"}
+        )
         if code := train(first, data[0], progress, results, world, whole_run=cfg.run_dir):
             return code
         release_memory()
@@ -95,7 +116,9 @@ def train_stages(cfg: TrainConfig, console: Console, results: Console, world: Wo
 def load_stages(
     stages: Sequence[TrainConfig], console: Console, world: World, shown: LoadingProgress
 ) -> list[TrainingData]:
-    """Load the data of all stages, once for those that read the same, and check each stage as `load_data` does."""
+    """Load the data of all stages, once for those that read the same, and check each stage as
+    `load_data` does.
+    """
     loaded: list[TrainingData] = []
     for number, cfg in enumerate(stages):
         equal = number > 0 and cfg.mixes_rows == stages[0].mixes_rows
@@ -110,17 +133,27 @@ def load_stages(
 def _plans(stages: Sequence[TrainConfig], data: Sequence[TrainingData], world: World) -> list[str]:
     lines = []
     for title, cfg, part in zip(TITLES, stages, data, strict=True):
-        loader = BatchLoader(part.train, cfg.micro_batch_size, seed=cfg.seed, rank=world.rank, size=world.size)
+        loader = BatchLoader(
+            part.train, cfg.micro_batch_size, seed=cfg.seed, rank=world.rank, size=world.size
+        )
         steps = make_plan(cfg, loader.batches_per_epoch, world.size).total_steps
-        trained = cfg.draft_config.describe() if cfg.recipe == "medusa1" else f"heads and {cfg.adapter or 'backbone'}"
+        trained = (
+            cfg.draft_config.describe()
+            if cfg.recipe == "medusa1"
+            else f"heads and {cfg.adapter or 'backbone'}"
+        )
         lines.append(f"{title}: {trained}, {steps:,} steps; output: {cfg.output_dir}")
     if stages[1].max_steps is not None and stages[0].max_steps is None:
-        lines.append("note: max_steps shortens stage 2 alone; stage_one.max_steps=N shortens stage 1")
+        lines.append(
+            "note: max_steps shortens stage 2 alone; stage_one.max_steps=N shortens stage 1"
+        )
     return lines
 
 
 def _begin(cfg: TrainConfig) -> None:
-    """Delete the run that this one overwrites, its stage one included, and write the configuration of both stages."""
+    """Delete the run that this one overwrites, its stage one included, and write the configuration
+    of both stages.
+    """
     if cfg.resume_from_checkpoint is None:
         prepare_output_dir(cfg.run_dir, 0)
     out = cfg.run_dir
@@ -129,23 +162,28 @@ def _begin(cfg: TrainConfig) -> None:
 
 
 def _is_finished(cfg: TrainConfig, first: TrainConfig) -> bool:
-    """Return whether stage one needs no further training: its heads are saved, or stage two has a checkpoint."""
+    """Return whether stage one needs no further training: its heads are saved, or stage two has a
+    checkpoint.
+    """
     run = first.run_dir
     named = named_checkpoint(cfg.resume_from_checkpoint, cfg.run_dir)
     if named is not None and named.resolve().is_relative_to(run.resolve()):
         raise CheckpointError(
-            f"resume_from_checkpoint: {named} is a checkpoint of stage one; resume_from_checkpoint=auto continues "
-            "stage one from its newest checkpoint"
+            f"resume_from_checkpoint: {named} is a checkpoint of stage one;"
+            " resume_from_checkpoint=auto continues stage one from its newest checkpoint"
         )
     if named is not None or _has_checkpoint(cfg.run_dir):
         return True
     # weights and config.json are written one after the other
     if find_heads(run / HEADS).layout is None or not (run / HEADS / "config.json").is_file():
         return False
-    if changed := [line for line in changed_weight_keys(first, run) if line.partition(":")[0] in cfg.heads_keys]:
+    if changed := [
+        line for line in changed_weight_keys(first, run) if line.partition(":")[0] in cfg.heads_keys
+    ]:
         raise ConfigError(
-            f"stage_one: the heads in {run} were trained with other settings ({'; '.join(changed)}). Set these back, "
-            "set output_dir to a new directory, or replace this run with overwrite_output_dir=true"
+            f"stage_one: the heads in {run} were trained with other settings"
+            f" ({'; '.join(changed)}). Set these back, set output_dir to a new directory, or"
+            " replace this run with overwrite_output_dir=true"
         )
     return True
 
@@ -155,7 +193,9 @@ def _has_checkpoint(run: Path) -> bool:
 
 
 def _as_started(cfg: TrainConfig) -> TrainConfig:
-    """Let stage two begin in the directory that holds stage one, unless there is a checkpoint of it to resume from."""
+    """Let stage two begin in the directory that holds stage one, unless there is a checkpoint of it
+    to resume from.
+    """
     resume = cfg.resume_from_checkpoint
     if resume is not None and (resume not in NEWEST or _has_checkpoint(cfg.run_dir)):
         return cfg

@@ -1,4 +1,6 @@
-"""Sum the figures of a training step over micro-batches and processes, and over the steps between two log lines."""
+"""Sum the figures of a training step over micro-batches and processes, and over the steps between
+two log lines.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ class MicroBatchResult:
         backbone = [torch.zeros_like(loss)] * 3 if lm is None else [lm.ce, lm.kl, lm.count]
         heads = [output.head_correct, output.head_counts, output.head_in_vocab]
         figures = [loss, (batch.segments >= 0).sum(), *backbone, *heads]
-        return cls(batch.records, loss, torch.cat([figure.double().flatten() for figure in figures]))
+        return cls(
+            batch.records, loss, torch.cat([figure.double().flatten() for figure in figures])
+        )
 
 
 @dataclass
@@ -43,9 +47,9 @@ class StepTotals:
     """Sums over a global batch: all micro-batches of all processes.
 
     Attributes:
-        loss: the step's loss. tokens: tokens read.
-        lm_ce, lm_kl, lm_count: cross-entropy and KL of the backbone in nats, and its targets; 0 where it is frozen.
-        correct, counts, known: top-1 hits, valid targets, and those of them in the head's vocabulary, per head.
+        loss: the step's loss. tokens: tokens read. lm_ce, lm_kl, lm_count: cross-entropy and KL of
+        the backbone in nats, and its targets; 0 where it is frozen. correct, counts, known: top-1
+        hits, valid targets, and those of them in the head's vocabulary, per head.
     """
 
     loss: float = 0.0
@@ -72,8 +76,9 @@ class StepTotals:
 class Window(StepTotals):
     """Sums over the optimizer steps since the last log line.
 
-    It is saved in checkpoints, so that a resumed run logs the same. `lr` is the learning rate of the last step.
-    `overscaled` counts steps skipped because float16 gradients overflowed; they count as steps and have no norm.
+    It is saved in checkpoints, so that a resumed run logs the same. `lr` is the learning rate of
+    the last step. `overscaled` counts steps skipped because float16 gradients overflowed; they
+    count as steps and have no norm.
     """
 
     steps: int = 0
@@ -90,14 +95,18 @@ class Window(StepTotals):
         for name, number in vars(totals).items():
             before = getattr(self, name)
             lists = isinstance(number, list) and before  # empty in a new window
-            setattr(self, name, [a + b for a, b in zip(before, number, strict=True)] if lists else before + number)
+            setattr(
+                self,
+                name,
+                [a + b for a, b in zip(before, number, strict=True)] if lists else before + number,
+            )
 
     def means(self) -> dict[str, Any]:
         """Return the window's figures of a training record in metrics.jsonl.
 
-        `lm_loss` (cross-entropy against the labels) and `lm_kl` (KL to the teacher), both in nats, are left out where
-        the backbone is frozen; `outside_vocabulary`, the share of targets that a reduced draft vocabulary lacks, and
-        `overscaled_steps` where they are zero.
+        `lm_loss` (cross-entropy against the labels) and `lm_kl` (KL to the teacher), both in nats,
+        are left out where the backbone is frozen; `outside_vocabulary`, the share of targets that a
+        reduced draft vocabulary lacks, and `overscaled_steps` where they are zero.
         """
         heads = zip(self.correct, self.counts, strict=True)
         means: dict[str, Any] = {

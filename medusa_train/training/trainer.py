@@ -1,4 +1,6 @@
-"""The training loop: batch -> features -> loss -> backward -> clip -> step -> log, with evaluations and checkpoints."""
+"""The training loop: batch -> features -> loss -> backward -> clip -> step -> log, with evaluations
+and checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,13 @@ from medusa_train.training.backbone_recipe import BackboneRecipe
 from medusa_train.training.distributed import SINGLE_PROCESS, World
 from medusa_train.training.optimizer_step import Strategy
 from medusa_train.training.signals import StopRequest
-from medusa_train.training.snapshot import LoadedCheckpoint, TrainState, restore_weights, take_snapshot, take_weights
+from medusa_train.training.snapshot import (
+    LoadedCheckpoint,
+    TrainState,
+    restore_weights,
+    take_snapshot,
+    take_weights,
+)
 from medusa_train.training.step_metrics import MicroBatchResult, StepTotals, Window
 from medusa_train.training.validation import ValidationResult, validate
 
@@ -47,8 +55,8 @@ class Outcome(Enum):
 class Plan:
     """When a run logs, evaluates, saves and ends; it does all of these after the last step.
 
-    `steps_per_epoch`, `eval_every` and `save_every` are numbers of steps that may be fractions: micro-batches of one
-    step may come from two epochs.
+    `steps_per_epoch`, `eval_every` and `save_every` are numbers of steps that may be fractions:
+    micro-batches of one step may come from two epochs.
     """
 
     total_steps: int
@@ -84,15 +92,17 @@ class Plan:
 class Trainer:
     """The training loop of one process.
 
-    Attributes:
-        recipe, draft: what is trained. objective, strategy: the loss, and how gradients are applied.
-        loader: this process's training micro-batches, without end; its position is saved in checkpoints.
+    Attributes: recipe, draft: what is trained. objective, strategy: the loss, and how gradients are
+        applied.
+        loader: this process's training micro-batches, without end; its position is saved in
+            checkpoints.
         validation_batches: returns one pass over the validation set; None without one.
         accumulation: micro-batches per optimizer step and process.
         plan: when to log, evaluate, save and end. store, loggers: checkpoints and metrics.
         patience: evaluations without improvement before the run stops early; None: never.
         state: counters of the run; restored from the checkpoint when resuming.
-        top_k_in_log: add top-1..top-10 accuracy per head to training records, measured on the last micro-batch.
+        top_k_in_log: add top-1..top-10 accuracy per head to training records, measured on the last
+            micro-batch.
         last_validation: the last evaluation's result.
         max_nonfinite_steps: maximum number of NaN/Inf steps to skip before aborting.
         world, progress: the processes, and what is shown.
@@ -129,12 +139,13 @@ class Trainer:
     def run(self, stop: StopRequest) -> Outcome:
         """Train to the plan's last step, to `stop`, or until early stopping.
 
-        Unless an exception is raised, the last finished step has a checkpoint on return, and the weights of the best
-        evaluation are saved.
+        Unless an exception is raised, the last finished step has a checkpoint on return, and the
+        weights of the best evaluation are saved.
 
         Raises:
             CheckpointError: a checkpoint could not be written.
-            NonFiniteLossError: the loss or gradient is NaN/Inf and `max_nonfinite_steps` steps were skipped already.
+            NonFiniteLossError: the loss or gradient is NaN/Inf and `max_nonfinite_steps` steps were
+                skipped already.
         """
         state, plan = self.state, self.plan
         # a run stopped during the evaluation of its last step resumes with that evaluation
@@ -149,7 +160,9 @@ class Trainer:
         while state.step < plan.total_steps and not self._out_of_patience():
             self.train_step(batches)
             best = plan.evaluates(state.step) and self._evaluate_and_log(stop)
-            stopping = self.world.any(bool(stop))  # the signal may have reached only one of the processes
+            stopping = self.world.any(
+                bool(stop)
+            )  # the signal may have reached only one of the processes
             if stopping or self._out_of_patience() or plan.saves(state.step):
                 self._save_checkpoint()
             elif best:
@@ -163,15 +176,20 @@ class Trainer:
     def train_step(self, batches: Iterator[Batch]) -> None:
         """Run one optimizer step over `accumulation` micro-batches of every process.
 
-        Valid targets are counted over the whole global batch before any loss is divided, so the step's loss is the
-        mean over its targets, however they are split into micro-batches and processes.
+        Valid targets are counted over the whole global batch before any loss is divided, so the
+        step's loss is the mean over its targets, however they are split into micro-batches and
+        processes.
         """
         state, strategy = self.state, self.strategy
         started = time.perf_counter()
 
         # batch
-        micro_batches = [next(batches).to(self.recipe.backbone.device) for _ in range(self.accumulation)]
-        counts = torch.stack([self.objective.target_counts(batch) for batch in micro_batches]).sum(dim=0)
+        micro_batches = [
+            next(batches).to(self.recipe.backbone.device) for _ in range(self.accumulation)
+        ]
+        counts = torch.stack([self.objective.target_counts(batch) for batch in micro_batches]).sum(
+            dim=0
+        )
         counts = self.world.sum(counts)
 
         # features -> loss -> backward
@@ -184,7 +202,9 @@ class Trainer:
         # clip -> step
         state.window.lr = strategy.lr
         grad_norm = strategy.step() if math.isfinite(totals.loss) else math.nan
-        if math.isfinite(totals.loss) and strategy.found_inf:  # float16 overflow: the loss scale was halved
+        if (
+            math.isfinite(totals.loss) and strategy.found_inf
+        ):  # float16 overflow: the loss scale was halved
             strategy.skip()
             state.window.overscaled += 1
             grad_norm = 0.0
@@ -203,8 +223,12 @@ class Trainer:
         if self.plan.logs(state.step):
             self._log(micro_batches[-1])
 
-    def compute_loss(self, batch: Batch, counts: Tensor, grad_scale: float | None = None) -> ObjectiveOutput:
-        """Run backbone, teacher and heads on one micro-batch; `counts` and `grad_scale` as in `Objective.loss`."""
+    def compute_loss(
+        self, batch: Batch, counts: Tensor, grad_scale: float | None = None
+    ) -> ObjectiveOutput:
+        """Run backbone, teacher and heads on one micro-batch; `counts` and `grad_scale` as in
+        `Objective.loss`.
+        """
         feats = self.recipe.features(batch, self.draft.needs)
         teacher = self.recipe.teacher(batch, feats) if self.objective.needs_teacher else None
         cut = GraphCut()
@@ -223,7 +247,9 @@ class Trainer:
         cut.backward()
         return output
 
-    def evaluate(self, batches: Iterable[Batch], stop: Callable[[], bool] = lambda: False) -> ValidationResult | None:
+    def evaluate(
+        self, batches: Iterable[Batch], stop: Callable[[], bool] = lambda: False
+    ) -> ValidationResult | None:
         """Evaluate the heads on `batches`; None if `stop` returned True in any process."""
         with self.progress.phase("validation", unit="batches", inline=True) as phase:
             counted = _counted(batches, phase)
@@ -232,9 +258,11 @@ class Trainer:
             )
 
     def restore_best(self) -> int:
-        """Load the weights of the best evaluation, and nothing else of its checkpoint; return their step.
+        """Load the weights of the best evaluation, and nothing else of its checkpoint; return their
+        step.
 
-        It is the current one where that checkpoint no longer exists (it was deleted, or left in another directory).
+        It is the current one where that checkpoint no longer exists (it was deleted, or left in
+        another directory).
         """
         path = self.world.run_on_main(lambda: self.store.best(self.state.best_step))
         if path is None:
@@ -249,7 +277,9 @@ class Trainer:
         return self.patience is not None and self.state.evals_since_best >= self.patience
 
     def _evaluate_and_log(self, stop: StopRequest) -> bool:
-        """Evaluate on the validation set, if there is one; return whether the objective is the lowest so far."""
+        """Evaluate on the validation set, if there is one; return whether the objective is the
+        lowest so far.
+        """
         if self.validation_batches is None:
             return False
         result = self.evaluate(self.validation_batches(), lambda: bool(stop))
@@ -267,7 +297,11 @@ class Trainer:
         window, self.state.window = self.state.window, Window()
         if not window.steps:  # all of them were skipped
             return
-        record = {"epoch": round(self.state.epoch, 4), **window.means(), "tokens": self.state.tokens}
+        record = {
+            "epoch": round(self.state.epoch, 4),
+            **window.means(),
+            "tokens": self.state.tokens,
+        }
         if not self.objective.teacher_weight:
             record.pop("lm_kl", None)
         if self.state.skipped:
@@ -286,26 +320,36 @@ class Trainer:
         self._resumable_best = state.best_step
 
     def _save_best(self) -> None:
-        """Save the weights of the best evaluation; keep those that the last checkpoint needs for resuming."""
+        """Save the weights of the best evaluation; keep those that the last checkpoint needs for
+        resuming.
+        """
         with self.progress.phase("checkpoints", inline=True):
             weights = take_weights(self.draft, self.recipe, self.world)
-            self.world.run_on_main(lambda: self.store.save_best(self.state.step, weights, {self._resumable_best}))
+            self.world.run_on_main(
+                lambda: self.store.save_best(self.state.step, weights, {self._resumable_best})
+            )
 
     def _skip_step(self, loss: float, results: Sequence[MicroBatchResult]) -> None:
-        """Skip the update of a step with a NaN/Inf loss or gradient; it still counts as a step of the schedule.
+        """Skip the update of a step with a NaN/Inf loss or gradient; it still counts as a step of
+        the schedule.
 
-        The log names the records of the micro-batches with a NaN/Inf loss, or of all if only the gradient is NaN/Inf.
+        The log names the records of the micro-batches with a NaN/Inf loss, or of all if only the
+        gradient is NaN/Inf.
         """
         state, step = self.state, self.state.step + 1
         suspects = [r for r in results if math.isfinite(loss) or not math.isfinite(float(r.loss))]
         gathered = self.world.gather([record for result in suspects for record in result.records])
         records = [record for part in gathered for record in part]
         if state.skipped >= self.max_nonfinite_steps:
-            raise self.world.error_on_main(non_finite_error(step, loss, records, state.skipped, self.store.latest()))
+            raise self.world.error_on_main(
+                non_finite_error(step, loss, records, state.skipped, self.store.latest())
+            )
         self.strategy.skip()
         state.skipped += 1
         counts = {"skipped_steps": state.skipped, "max_nonfinite_steps": self.max_nonfinite_steps}
-        self.loggers.log("skipped", step, {"reason": non_finite_reason(loss), "records": records, **counts})
+        self.loggers.log(
+            "skipped", step, {"reason": non_finite_reason(loss), "records": records, **counts}
+        )
 
 
 def _counted(batches: Iterable[Batch], phase: Phase) -> Iterator[Batch]:
@@ -328,7 +372,11 @@ def non_finite_error(
     step: int, loss: float, records: list[str], skipped: int, checkpoint: Path | None
 ) -> NonFiniteLossError:
     """Build the error that aborts training at a NaN/Inf step, after `skipped` others."""
-    where = f"The last good checkpoint is {checkpoint}." if checkpoint else "There is no checkpoint yet."
+    where = (
+        f"The last good checkpoint is {checkpoint}."
+        if checkpoint
+        else "There is no checkpoint yet."
+    )
     before = f" (max_nonfinite_steps: {skipped} were skipped before)" if skipped else ""
     return NonFiniteLossError(
         f"step {step}: {non_finite_reason(loss)}{before}.\n"

@@ -1,4 +1,6 @@
-"""Evaluate the heads on held-out text: loss, top-1 to top-10 accuracy, and the tokens per step of a simulated tree."""
+"""Evaluate the heads on held-out text: loss, top-1 to top-10 accuracy, and the tokens per step of a
+simulated tree.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,12 @@ from medusa_train.tree_search.fit import MAX_RANK, Trace, fit_trees, tokens_per_
 from medusa_train.tree_search.traces import rank_of
 
 ROWS = 512  # positions whose logits [ROWS, V] are in memory at once
-#: Tree size of the simulation, the same in every evaluation so that all of them compare: small enough to pay on a CPU,
-#: large enough to show what lower ranks are worth. The run's tree.json is sized by measured latency instead.
+#: Tree size of the simulation, the same in every evaluation so that all of them compare: small
+# enough to pay on a CPU, : large enough to show what lower ranks are worth. The run's tree.json is
+# sized by measured latency instead.
 NODES = 16
-#: Answer tokens that are simulated at most (a second or two); of a larger set every n-th conversation is used.
+#: Answer tokens that are simulated at most (a second or two); of a larger set every n-th
+# conversation is used.
 MAX_SIMULATED_TOKENS = 50_000
 
 #: One conversation: per answer an int8 tensor [tokens, K], as `Trace.ranks`.
@@ -41,15 +45,16 @@ class ValidationResult:
     """The metrics of one evaluation on held-out text.
 
     Attributes:
-        loss: the heads' loss, comparable with the training loss of Medusa-1: `sum_k c^k * head_loss[k]`, nats, also
-            with soft targets.
-        objective: the value that early stopping compares, nats: `loss` if the backbone is frozen, otherwise see
-            `validation_objective`.
+        loss: the heads' loss, comparable with the training loss of Medusa-1: `sum_k c^k *
+            head_loss[k]`, nats, also with soft targets.
+        objective: the value that early stopping compares, nats: `loss` if the backbone is frozen,
+            otherwise see `validation_objective`.
         head_loss: mean cross-entropy per head, nats per valid target in the head's vocabulary.
         top: top-1, top-2, ..., top-10 accuracy per head.
         targets: valid targets per head. in_vocab: those of them in the head's vocabulary.
         lm_loss: mean cross-entropy of the backbone, nats per token; None if it is frozen.
-        lm_kl: mean KL from the backbone without its adapter, nats per token; None without an adapter.
+        lm_kl: mean KL from the backbone without its adapter, nats per token; None without an
+            adapter.
         conversations: per token the rank that each head gives it, see `ranked_conversations`.
     """
 
@@ -65,7 +70,9 @@ class ValidationResult:
 
     @cached_property
     def acceptance_length(self) -> float | None:
-        """Tokens per step of a simulated tree, computed on first access; None with too few conversations."""
+        """Tokens per step of a simulated tree, computed on first access; None with too few
+        conversations.
+        """
         return simulate(self.conversations)
 
     def record(self) -> dict[str, Any]:
@@ -80,7 +87,11 @@ class ValidationResult:
             **({} if self.in_vocab == self.targets else {"targets_in_vocabulary": self.in_vocab}),
             **({} if self.lm_loss is None else {"lm_loss": self.lm_loss}),
             **({} if self.lm_kl is None else {"lm_kl": self.lm_kl}),
-            **({} if self.acceptance_length is None else {"acceptance_length": self.acceptance_length}),
+            **(
+                {}
+                if self.acceptance_length is None
+                else {"acceptance_length": self.acceptance_length}
+            ),
         }
 
 
@@ -93,7 +104,8 @@ def validate(
     stop: Callable[[], bool] = lambda: False,
     world: World = SINGLE_PROCESS,
 ) -> ValidationResult | None:
-    """Evaluate the heads on `batches` without dropout; supervised tokens only, at most [ROWS, V] logits in memory.
+    """Evaluate the heads on `batches` without dropout; supervised tokens only, at most [ROWS, V]
+    logits in memory.
 
     Processes take turns with the batches, and all of them return the same result.
 
@@ -101,9 +113,13 @@ def validate(
         recipe: the backbone; left in train mode.
         batches: the whole validation set, once.
         objective: of the run, for the heads' loss and the weights of its terms.
-        stop: called before every batch; True in any process aborts the evaluation, which then returns None.
+        stop: called before every batch; True in any process aborts the evaluation, which then
+            returns None.
     """
-    sums, lm = torch.zeros(draft.num_heads, 3 + MAX_RANK, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
+    sums, lm = (
+        torch.zeros(draft.num_heads, 3 + MAX_RANK, dtype=torch.float64),
+        torch.zeros(3, dtype=torch.float64),
+    )
     conversations: list[list[RankedConversation]] = []  # per batch
     was_training = draft.training
     recipe.train(False)
@@ -119,7 +135,9 @@ def validate(
                 sums += of_batch
                 if recipe.joint:
                     lm += _lm_sums(recipe, batch, feats)
-            conversations.append(ranked_conversations(batch.labels.cpu(), batch.segments.cpu(), ranks))
+            conversations.append(
+                ranked_conversations(batch.labels.cpu(), batch.segments.cpu(), ranks)
+            )
     finally:
         recipe.train()
         draft.train(was_training)
@@ -128,8 +146,13 @@ def validate(
     ce, kl, lm_count = world.sum(lm).tolist()
     lm_loss = ce / lm_count if lm_count else None
     lm_kl = kl / lm_count if lm_count and recipe.adapter is not None else None
-    heads = sum(objective.head_weight(k) * mean for k, mean in enumerate(head_loss[: draft.trained_heads], start=1))
-    turns = zip_longest(*world.gather(conversations), fillvalue=[])  # processes take turns with the batches
+    heads = sum(
+        objective.head_weight(k) * mean
+        for k, mean in enumerate(head_loss[: draft.trained_heads], start=1)
+    )
+    turns = zip_longest(
+        *world.gather(conversations), fillvalue=[]
+    )  # processes take turns with the batches
     return ValidationResult(
         loss=heads,
         objective=validation_objective(objective, heads, lm_loss, lm_kl),
@@ -143,12 +166,16 @@ def validate(
     )
 
 
-def validation_objective(objective: Objective, heads: float, ce: float | None, kl: float | None) -> float:
-    """Return the validation value of a run's objective, in nats: the heads' loss, or `L_LM + lambda0 * heads`.
+def validation_objective(
+    objective: Objective, heads: float, ce: float | None, kl: float | None
+) -> float:
+    """Return the validation value of a run's objective, in nats: the heads' loss, or `L_LM +
+    lambda0 * heads`.
 
-    lambda0 is taken at its peak, where every schedule ends, so that all evaluations of a run compare. A target mixed
-    with the teacher's (rho) counts as rho * KL + (1 - rho) * CE of the backbone (None: 0), which is its loss up to the
-    teacher's entropy, a constant. `heads` is `sum_k c^k * L_k`.
+    lambda0 is taken at its peak, where every schedule ends, so that all evaluations of a run
+    compare. A target mixed with the teacher's (rho) counts as rho * KL + (1 - rho) * CE of the
+    backbone (None: 0), which is its loss up to the teacher's entropy, a constant. `heads` is `sum_k
+    c^k * L_k`.
     """
     if objective.lm is None:
         return heads
@@ -159,10 +186,9 @@ def validation_objective(objective: Objective, heads: float, ce: float | None, k
 def _head_sums(draft: Draft, batch: Batch, feats: Features) -> tuple[Tensor, Tensor]:
     """Score the heads on a batch.
 
-    Returns:
-        Sums, float64 [K, 3 + 10]: cross-entropy in nats, targets, those in the head's vocabulary, and those among the
-        best 1, 2, ..., 10 guesses. And the rank of every target, int8 [B, T, K], -1 beyond the last rank kept. Both on
-        the CPU.
+    Returns: Sums, float64 [K, 3 + 10]: cross-entropy in nats, targets, those in the head's
+        vocabulary, and those among the best 1, 2, ..., 10 guesses. And the rank of every target,
+        int8 [B, T, K], -1 beyond the last rank kept. Both on the CPU.
     """
     sums = torch.zeros(draft.num_heads, 3 + MAX_RANK, dtype=torch.float64)
     ranks = torch.full((*batch.labels.shape, draft.num_heads), -1, dtype=torch.int8)
@@ -173,15 +199,19 @@ def _head_sums(draft: Draft, batch: Batch, feats: Features) -> tuple[Tensor, Ten
         rows = head.rows_of(target[valid])
         loss, target_ranks = _score(hidden[valid], rows, head)
         hits = torch.bincount(target_ranks[target_ranks >= 0], minlength=MAX_RANK).cumsum(dim=0)
-        sums[i] = torch.tensor([loss, len(rows), int((rows >= 0).sum()), *hits.tolist()], dtype=torch.float64)
+        sums[i] = torch.tensor(
+            [loss, len(rows), int((rows >= 0).sum()), *hits.tolist()], dtype=torch.float64
+        )
         ranks[..., i][valid.cpu()] = target_ranks.to(ranks.dtype)
     return sums, ranks
 
 
 def _score(hidden: Tensor, rows: Tensor, head: LMHead) -> tuple[float, Tensor]:
-    """Sum the cross-entropy of states [N, d], `ROWS` at a time, and rank their targets, [N] on the CPU.
+    """Sum the cross-entropy of states [N, d], `ROWS` at a time, and rank their targets, [N] on the
+    CPU.
 
-    `rows` [N] are the targets' rows of the head's matrix, -1 where its vocabulary lacks the token: no loss, rank -1.
+    `rows` [N] are the targets' rows of the head's matrix, -1 where its vocabulary lacks the token:
+    no loss, rank -1.
     """
     loss, ranks = 0.0, [torch.zeros(0, dtype=torch.long)]
     for states, targets in zip(hidden.split(ROWS), rows.split(ROWS), strict=True):
@@ -194,21 +224,26 @@ def _score(hidden: Tensor, rows: Tensor, head: LMHead) -> tuple[float, Tensor]:
 
 
 def _lm_sums(recipe: BackboneRecipe, batch: Batch, feats: Features) -> Tensor:
-    """Sum a trained backbone's cross-entropy, KL from its teacher, and targets: float64 [3] on the CPU."""
+    """Sum a trained backbone's cross-entropy, KL from its teacher, and targets: float64 [3] on the
+    CPU.
+    """
     target = shift_labels(batch.labels, 0, batch.segments).flatten()
     theirs = None
     if recipe.adapter is not None:
         teacher, teacher_lm_head = recipe.teacher(batch, feats)
         theirs = Teacher(teacher.flatten(0, 1), teacher_lm_head, divergence=True)
     sums = linear_loss(feats.hidden.flatten(0, 1), recipe.backbone.lm_head(), target, theirs)
-    return torch.stack([figure.double() for figure in (sums.ce_sum, sums.kl_sum, (target != IGNORE_INDEX).sum())]).cpu()
+    return torch.stack(
+        [figure.double() for figure in (sums.ce_sum, sums.kl_sum, (target != IGNORE_INDEX).sum())]
+    ).cpu()
 
 
 def _share_of(batches: Iterable[Batch], world: World) -> Iterator[Batch]:
     """Yield every `world.size`-th batch, beginning with this process's rank.
 
-    All processes get equally many batches, because a model partitioned over them has to run in all of them: in the
-    last round, a process without a batch gets another one's with all labels ignored.
+    All processes get equally many batches, because a model partitioned over them has to run in all
+    of them: in the last round, a process without a batch gets another one's with all labels
+    ignored.
     """
     turn: list[Batch] = []
     for batch in batches:
@@ -225,15 +260,18 @@ def _share_of(batches: Iterable[Batch], world: World) -> Iterator[Batch]:
 # Simulated acceptance
 
 
-def ranked_conversations(labels: Tensor, segments: Tensor, ranks: Tensor) -> list[RankedConversation]:
+def ranked_conversations(
+    labels: Tensor, segments: Tensor, ranks: Tensor
+) -> list[RankedConversation]:
     """Split a batch's ranks into answers, conversation by conversation.
 
-    The state at t has the backbone's next token t + 1 as the root of its tree, so an answer is a run of positions
-    whose next token is supervised. Targets outside the answer, on which heads are trained as well, are left out:
-    decoding starts and ends within the answer.
+    The state at t has the backbone's next token t + 1 as the root of its tree, so an answer is a
+    run of positions whose next token is supervised. Targets outside the answer, on which heads are
+    trained as well, are left out: decoding starts and ends within the answer.
 
     Args:
-        ranks: int8 [B, T, K], the rank that head k at t gives the token at t + k + 1; -1 beyond the last rank kept.
+        ranks: int8 [B, T, K], the rank that head k at t gives the token at t + k + 1; -1 beyond the
+            last rank kept.
     """
     # 1 where an answer begins, -1 after its end
     roots = pad((shift_labels(labels, 0, segments) != IGNORE_INDEX).int(), (1, 1)).diff(dim=1)
@@ -248,10 +286,11 @@ def ranked_conversations(labels: Tensor, segments: Tensor, ranks: Tensor) -> lis
 
 
 def simulate(conversations: Sequence[RankedConversation], nodes: int = NODES) -> float | None:
-    """Estimate the tokens per step of the best tree of `nodes` nodes; None with fewer than two conversations.
+    """Estimate the tokens per step of the best tree of `nodes` nodes; None with fewer than two
+    conversations.
 
-    1.0: no guess is accepted. The estimate is two-fold cross-validated over conversations: the mean of a tree fitted to
-    one half and evaluated on the other, and vice versa.
+    1.0: no guess is accepted. The estimate is two-fold cross-validated over conversations: the mean
+    of a tree fitted to one half and evaluated on the other, and vice versa.
     """
     total = sum(len(answer) for conversation in conversations for answer in conversation)
     used = conversations[:: max(1, math.ceil(total / MAX_SIMULATED_TOKENS))]
@@ -260,7 +299,9 @@ def simulate(conversations: Sequence[RankedConversation], nodes: int = NODES) ->
     traces = [[_trace(answer) for answer in conversation] for conversation in used]
     first, second = ([trace for answers in traces[half::2] for trace in answers] for half in (0, 1))
     folds = ((first, second), (second, first))
-    return sum(tokens_per_step(rest, fit_trees(fitted, [nodes])[nodes]) for fitted, rest in folds) / 2
+    return (
+        sum(tokens_per_step(rest, fit_trees(fitted, [nodes])[nodes]) for fitted, rest in folds) / 2
+    )
 
 
 def _trace(ranks: Tensor) -> Trace:

@@ -1,1 +1,3 @@
-"""Choose the tree that heads are decoded with: trace answers, fit trees, time steps, and show the choice."""
+"""Choose the tree that heads are decoded with: trace answers, fit trees, time steps, and show the
+choice.
+"""

@@ -1,6 +1,7 @@
 """Choose the tree with the most tokens per second on this machine, and write tree.json.
 
-Trees are fitted to traces (`fit`) and rated on answers that they were not fitted to; here their steps are timed.
+Trees are fitted to traces (`fit`) and rated on answers that they were not fitted to; here their
+steps are timed.
 """
 
 from __future__ import annotations
@@ -25,17 +26,50 @@ from medusa_train.inference.static.steps import supports_static_steps
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft
 from medusa_train.progress import RunProgress
-from medusa_train.tree_search.fit import Trace, TreeCandidate, cross_validate, fit_trees, head_accuracy
-from medusa_train.tree_search.traces import Prompts, TracedAnswers, save_traces, trace_conversations, weights_key
+from medusa_train.tree_search.fit import (
+    Trace,
+    TreeCandidate,
+    cross_validate,
+    fit_trees,
+    head_accuracy,
+)
+from medusa_train.tree_search.traces import (
+    Prompts,
+    TracedAnswers,
+    save_traces,
+    trace_conversations,
+    weights_key,
+)
 from medusa_train.trees.tree import Tree
 
-#: 0 is plain decoding without the draft, whose cost makes latency jump at 1: nothing is interpolated across the jump.
-SIZES = (0, 1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 63)  # TensorRT-LLM accepts at most 63 nodes
-#: Sizes at which shallower trees are always timed: where a level is expensive, all of the deepest trees are slow.
+#: 0 is plain decoding without the draft, whose cost makes latency jump at 1: nothing is
+# interpolated across the jump.
+SIZES = (
+    0,
+    1,
+    2,
+    3,
+    4,
+    6,
+    8,
+    10,
+    12,
+    16,
+    20,
+    24,
+    32,
+    40,
+    48,
+    63,
+)  # TensorRT-LLM accepts at most 63 nodes
+#: Sizes at which shallower trees are always timed: where a level is expensive, all of the deepest
+# trees are slow.
 LEVEL_SIZES = (4, 8)
-#: What is timed where trees are chosen again from kept traces: latencies of other sizes are interpolated.
+#: What is timed where trees are chosen again from kept traces: latencies of other sizes are
+# interpolated.
 QUICK_SIZES = (0, 1, 2, 4, 8, 16, 32, 63)
-#: Longest calibration answer in tokens; shorter where the token budget is too small for eight of them.
+#: Longest calibration answer in tokens; shorter where the token budget is too small for eight of
+# them.
 ANSWER_TOKENS = 256
 QUICK_PROMPT = 64  # the last tokens of the prompt that are prefilled in every round
 TIMED_TOKENS = 48  # that the timed steps of a round give at most
@@ -59,10 +93,10 @@ class TreeChoice:
     """The chosen tree and everything that it was chosen from.
 
     Attributes:
-        best: the chosen tree, of which the steps' latency is on the scale of `sizes`; empty for plain decoding, if no
-            tree is clearly faster.
-        sizes: trees by ascending size, fitted to all traces and rated on conversations that they were not fitted to;
-            latencies are measured, or interpolated.
+        best: the chosen tree, of which the steps' latency is on the scale of `sizes`; empty for
+            plain decoding, if no tree is clearly faster.
+        sizes: trees by ascending size, fitted to all traces and rated on conversations that they
+            were not fitted to; latencies are measured, or interpolated.
         accuracy: top-1 to top-10 accuracy per head, [K][10].
         about: number of conversations, answers and tokens that this is based on.
         settings: with which the steps were timed.
@@ -81,12 +115,15 @@ class TreeChoice:
         if not nodes:
             return f"plain decoding, {step}; no tree is clearly faster here"
         return (
-            f"{nodes} node{'' if nodes == 1 else 's'}, {best.tokens_per_step:.2f} tokens per step (simulated on "
-            f"{self.about['tokens']:,} greedy tokens, each with a tree that was fitted to others), {step}"
+            f"{nodes} node{'' if nodes == 1 else 's'}, {best.tokens_per_step:.2f} tokens per step"
+            f" (simulated on {self.about['tokens']:,} greedy tokens, each with a tree that was"
+            f" fitted to others), {step}"
         )
 
     def save(self, directory: Path, traced: TracedAnswers, paths: ModelPaths) -> Path:
-        """Write tree.json, whose path is returned (`medusa_choices` and the measurements), and the traces beside it."""
+        """Write tree.json, whose path is returned (`medusa_choices` and the measurements), and the
+        traces beside it.
+        """
         save_traces(directory / TREE_TRACES, traced, weights_key(paths, self.settings))
         self.best.tree.save(directory / TREE, **self.record())
         return directory / TREE
@@ -120,7 +157,9 @@ def answer_prompts(
     progress: RunProgress,
     max_new_tokens: int = ANSWER_TOKENS,
 ) -> TracedAnswers:
-    """Let the backbone answer prompts greedily until there are `token_budget` tokens, and trace the answers."""
+    """Let the backbone answer prompts greedily until there are `token_budget` tokens, and trace the
+    answers.
+    """
     with progress.phase("answering for the tree", token_budget, "tokens", ticking=True) as phase:
         return trace_conversations(
             backbone,
@@ -133,13 +172,19 @@ def answer_prompts(
 
 
 def choose_tree(
-    backbone: Backbone, draft: Draft, traced: TracedAnswers, progress: RunProgress, *, quick: bool = False
+    backbone: Backbone,
+    draft: Draft,
+    traced: TracedAnswers,
+    progress: RunProgress,
+    *,
+    quick: bool = False,
 ) -> TreeChoice:
     """Fit trees, time their steps, and choose the one with the most expected tokens per second.
 
-    The trees of `SIZES` are timed first. Then the best of them, shallower trees of about its size and plain
-    decoding are timed side by side, and one of them is chosen, see `smallest_of_the_fastest`. Every rate is
-    cross-validated: a conversation is decoded with trees that were fitted to others.
+    The trees of `SIZES` are timed first. Then the best of them, shallower trees of about its size
+    and plain decoding are timed side by side, and one of them is chosen, see
+    `smallest_of_the_fastest`. Every rate is cross-validated: a conversation is decoded with trees
+    that were fitted to others.
 
     With `quick` fewer steps of fewer trees are timed.
 
@@ -148,27 +193,43 @@ def choose_tree(
     """
     conversations = traced.conversations
     if len(conversations) < MIN_CONVERSATIONS:
-        raise MedusaError(f"choosing a tree needs {MIN_CONVERSATIONS} or more answered chats, got {len(conversations)}")
+        raise MedusaError(
+            f"choosing a tree needs {MIN_CONVERSATIONS} or more answered chats, got"
+            f" {len(conversations)}"
+        )
     traces = traced.traces
-    longest = min(QUICK_PROMPT if quick else len(traced.prompt), backbone.max_context - TIMED_TOKENS)
+    longest = min(
+        QUICK_PROMPT if quick else len(traced.prompt), backbone.max_context - TIMED_TOKENS
+    )
     prompt, effort = traced.prompt[-max(longest, 1) :], QUICK if quick else THOROUGH
-    time_trees = partial(time_steps, backbone, draft, prompt=prompt, progress=progress, effort=effort)
+    time_trees = partial(
+        time_steps, backbone, draft, prompt=prompt, progress=progress, effort=effort
+    )
     with progress.phase("fitting trees", ticking=True):
         rated = _rated_trees(conversations, traces)
     steps = time_trees([tree for tree, _ in rated if not quick or tree.size in QUICK_SIZES])
     latency = {tree.size: ms for tree, ms in steps.items()}
-    by_size = {tree.size: TreeCandidate(tree, rate, interpolate(latency, tree.size)) for tree, rate in rated}
+    by_size = {
+        tree.size: TreeCandidate(tree, rate, interpolate(latency, tree.size))
+        for tree, rate in rated
+    }
     near = sizes_to_time_again(
-        list(by_size), smallest_of_the_fastest(by_size.values()).tree.size, () if quick else LEVEL_SIZES
+        list(by_size),
+        smallest_of_the_fastest(by_size.values()).tree.size,
+        () if quick else LEVEL_SIZES,
     )
     with progress.phase("fitting trees", ticking=True):
         rivals = [(by_size[nodes].tree, by_size[nodes].tokens_per_step) for nodes in near]
         rivals += _shallower(conversations, traces, [by_size[nodes].tree for nodes in near])
     again = time_trees([tree for tree, _ in rivals])
-    chosen = smallest_of_the_fastest([TreeCandidate(tree, rate, again[tree]) for tree, rate in rivals])
+    chosen = smallest_of_the_fastest(
+        [TreeCandidate(tree, rate, again[tree]) for tree, rate in rivals]
+    )
     # both rounds timed the deep tree of that size, so drift between them cancels out
     nodes = chosen.tree.size
-    best = replace(chosen, step_ms=by_size[nodes].step_ms * chosen.step_ms / again[by_size[nodes].tree])
+    best = replace(
+        chosen, step_ms=by_size[nodes].step_ms * chosen.step_ms / again[by_size[nodes].tree]
+    )
     return TreeChoice(
         best,
         [best if size == nodes else one for size, one in by_size.items()],
@@ -181,8 +242,12 @@ def choose_tree(
 # Which trees are timed?
 
 
-def _rated_trees(conversations: Sequence[Sequence[Trace]], traces: Sequence[Trace]) -> list[tuple[Tree, float]]:
-    """Return the trees of `SIZES` by ascending size, with their tokens per step on conversations not fitted to."""
+def _rated_trees(
+    conversations: Sequence[Sequence[Trace]], traces: Sequence[Trace]
+) -> list[tuple[Tree, float]]:
+    """Return the trees of `SIZES` by ascending size, with their tokens per step on conversations
+    not fitted to.
+    """
     rates, trees = cross_validate(conversations, SIZES), dict[Tree, float]()
     for size, tree in fit_trees(traces, SIZES).items():
         trees.setdefault(tree, rates[size])
@@ -191,7 +256,8 @@ def _rated_trees(conversations: Sequence[Sequence[Trace]], traces: Sequence[Trac
 
 
 def sizes_to_time_again(sizes: Sequence[int], best: int, levels: Sequence[int]) -> list[int]:
-    """Return which of the ascending `sizes` are timed again, with shallower trees: those that may be the fastest.
+    """Return which of the ascending `sizes` are timed again, with shallower trees: those that may
+    be the fastest.
 
     They are `best` with its neighbours, `levels`, and 0, which is plain decoding.
     """
@@ -203,7 +269,8 @@ def sizes_to_time_again(sizes: Sequence[int], best: int, levels: Sequence[int]) 
 def _shallower(
     conversations: Sequence[Sequence[Trace]], traces: Sequence[Trace], trees: Sequence[Tree]
 ) -> list[tuple[Tree, float]]:
-    """Return trees as large as `trees` but shallower, with their tokens per step on other conversations.
+    """Return trees as large as `trees` but shallower, with their tokens per step on other
+    conversations.
 
     Every level costs time beyond its nodes', so a shallower tree may be faster.
     """
@@ -219,7 +286,9 @@ def _shallower(
 
 
 def interpolate(measured: Mapping[int, float], at: int) -> float:
-    """Interpolate linearly between the measured points; outside of them, return the nearest one's value."""
+    """Interpolate linearly between the measured points; outside of them, return the nearest one's
+    value.
+    """
     points = sorted(measured)
     index = bisect_left(points, at)
     if index == len(points):
@@ -235,12 +304,18 @@ def interpolate(measured: Mapping[int, float], at: int) -> float:
 
 
 def time_steps(
-    backbone: Backbone, draft: Draft, trees: Sequence[Tree], prompt: list[int], progress: RunProgress, effort: Effort
+    backbone: Backbone,
+    draft: Draft,
+    trees: Sequence[Tree],
+    prompt: list[int],
+    progress: RunProgress,
+    effort: Effort,
 ) -> dict[Tree, float]:
     """Return the median milliseconds of a decoding step with each of `trees`.
 
-    Trees take turns in rounds, so that drift affects all alike, and share one cache, so that a large backbone needs
-    memory for one only. A draft's early exit is off: it makes steps faster, but also accepts less than rank paths say.
+    Trees take turns in rounds, so that drift affects all alike, and share one cache, so that a
+    large backbone needs memory for one only. A draft's early exit is off: it makes steps faster,
+    but also accepts less than rank paths say.
 
     Raises:
         MedusaError: `prompt` and the timed tokens exceed the model's context.
@@ -248,8 +323,8 @@ def time_steps(
     trees = list(dict.fromkeys(trees))
     if len(prompt) + TIMED_TOKENS > backbone.max_context:
         raise MedusaError(
-            f"a prompt of {len(prompt)} tokens and {TIMED_TOKENS} timed tokens exceed the model's context of "
-            f"{backbone.max_context}"
+            f"a prompt of {len(prompt)} tokens and {TIMED_TOKENS} timed tokens exceed the model's"
+            f" context of {backbone.max_context}"
         )
     capacity = len(prompt) + TIMED_TOKENS + max(tree.size for tree in trees) + 1
     static = supports_static_steps(backbone, draft)
@@ -269,7 +344,9 @@ def time_steps(
 
 
 def _later_step_ms(decoder: Decoder, prompt: list[int], count: int) -> float:
-    """Return the mean milliseconds of `count` steps after the first, in which the draft also reads the prompt."""
+    """Return the mean milliseconds of `count` steps after the first, in which the draft also reads
+    the prompt.
+    """
     steps, started = 0, time.perf_counter()
     for index, _ in enumerate(islice(decoder.stream(prompt, TIMED_TOKENS, eos_ids=()), count + 2)):
         if index == 1:  # 0 is the prefill
@@ -284,8 +361,9 @@ def _later_step_ms(decoder: Decoder, prompt: list[int], count: int) -> float:
 def smallest_of_the_fastest(candidates: Iterable[TreeCandidate]) -> TreeCandidate:
     """Return the smallest candidate within `NOISE` of the most tokens per second.
 
-    Latencies are accurate to a few percent at best, and the largest of several nearly equal results is the luckiest
-    one. Among equals a small tree loses least where text is harder or the machine busier.
+    Latencies are accurate to a few percent at best, and the largest of several nearly equal results
+    is the luckiest one. Among equals a small tree loses least where text is harder or the machine
+    busier.
     """
     by_size: dict[int, TreeCandidate] = {}
     for one in sorted(candidates, key=lambda one: (one.tree.size, one.tokens_per_s)):

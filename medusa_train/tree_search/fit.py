@@ -1,4 +1,6 @@
-"""What a tree accepts along traced answers; the best tree of each size, and what it is worth on new text."""
+"""What a tree accepts along traced answers; the best tree of each size, and what it is worth on new
+text.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,12 @@ class Trace:
     """The ranks of the heads' guesses along one greedy answer of the backbone.
 
     Attributes:
-        ranks: [tokens][K]. For position p of the answer and head k, the rank of token p + k among the guesses of head k
-            when token p is the root; -1 past `MAX_RANK` or past the end of the answer.
+        ranks: [tokens][K]. For position p of the answer and head k, the rank of token p + k among
+            the guesses of head k when token p is the root; -1 past `MAX_RANK` or past the end of
+            the answer.
         targets: [tokens], for how many heads the answer has a token to compare with.
-        confidence: [tokens - 1], the probability of head 1's best guess, of drafts that stop early; else empty, and not
-            kept beside tree.json.
+        confidence: [tokens - 1], the probability of head 1's best guess, of drafts that stop early;
+            else empty, and not kept beside tree.json.
     """
 
     ranks: list[list[int]]
@@ -35,7 +38,9 @@ class Trace:
     confidence: Sequence[float] = field(default=(), compare=False)
 
     def path(self, start: int) -> Ranks:
-        """The ranks of the following tokens up to the first miss: the path that an unlimited tree would accept."""
+        """The ranks of the following tokens up to the first miss: the path that an unlimited tree
+        would accept.
+        """
         return self._paths[start]
 
     @cached_property
@@ -44,7 +49,9 @@ class Trace:
         return [tuple(ranks[: ranks.index(-1)] if -1 in ranks else ranks) for ranks in self.ranks]
 
     def stop_early(self, threshold: float) -> Trace:
-        """Return what chains accept that end with a token of at most this confidence, see `KangarooDraft.threshold`."""
+        """Return what chains accept that end with a token of at most this confidence, see
+        `KangarooDraft.threshold`.
+        """
         ranks = []
         for position, row in enumerate(self.ranks):
             drafted = enumerate(self.confidence[position : position + len(row)], start=1)
@@ -79,14 +86,17 @@ class AcceptedLength(dict[Ranks, int]):
 
 
 def tokens_per_step(traces: Sequence[Trace], tree: Tree) -> float:
-    """Return the acceleration rate of `tree` on `traces`; the first token comes from the prefill and is not counted."""
+    """Return the acceleration rate of `tree` on `traces`; the first token comes from the prefill
+    and is not counted.
+    """
     accepted = AcceptedLength(tree)
     steps = sum(len(trace.simulate(accepted)) for trace in traces)
     return sum(len(trace.ranks) - 1 for trace in traces) / steps if steps else 1.0
 
 
 def node_acceptance(traces: Sequence[Trace], tree: Tree) -> list[float] | None:
-    """Simulate decoding the traced answers with `tree`; return the share of steps that accept each node.
+    """Simulate decoding the traced answers with `tree`; return the share of steps that accept each
+    node.
 
     The order is that of `tree.paths`. None without any step.
     """
@@ -103,12 +113,24 @@ def node_acceptance(traces: Sequence[Trace], tree: Tree) -> list[float] | None:
 
 
 def head_accuracy(traces: Sequence[Trace]) -> list[list[float]]:
-    """Return the top-1 .. top-10 accuracy of every head over all positions that have a target, [K][10]."""
+    """Return the top-1 .. top-10 accuracy of every head over all positions that have a target,
+    [K][10].
+    """
     heads = len(traces[0].ranks[0]) if traces else 0
     table = []
     for k in range(heads):
-        ranks = [row[k] for trace in traces for row, known in zip(trace.ranks, trace.targets, strict=True) if known > k]
-        table.append([sum(0 <= rank < top for rank in ranks) / max(len(ranks), 1) for top in range(1, MAX_RANK + 1)])
+        ranks = [
+            row[k]
+            for trace in traces
+            for row, known in zip(trace.ranks, trace.targets, strict=True)
+            if known > k
+        ]
+        table.append(
+            [
+                sum(0 <= rank < top for rank in ranks) / max(len(ranks), 1)
+                for top in range(1, MAX_RANK + 1)
+            ]
+        )
     return table
 
 
@@ -117,7 +139,8 @@ class TreeCandidate:
     """A fixed tree with its acceptance and its cost.
 
     Attributes:
-        tokens_per_step: simulated on answers that the tree was not fitted to. step_ms: measured latency.
+        tokens_per_step: simulated on answers that the tree was not fitted to. step_ms: measured
+            latency.
     """
 
     tree: Tree
@@ -133,29 +156,43 @@ class TreeCandidate:
 # Which tree of a given size is best?
 
 
-def fit_trees(traces: Sequence[Trace], sizes: Sequence[int], max_depth: int | None = None) -> dict[int, Tree]:
-    """Return sparse trees by size (Medusa, Searching for the Optimized Tree Construction), at most `max_depth` deep.
+def fit_trees(
+    traces: Sequence[Trace], sizes: Sequence[int], max_depth: int | None = None
+) -> dict[int, Tree]:
+    """Return sparse trees by size (Medusa, Searching for the Optimized Tree Construction), at most
+    `max_depth` deep.
 
-    With a_k(i) the accuracy of head k's i-th guess, nodes are added greedily by the product of the accuracies on their
-    path, as if heads erred independently. There are fewer than `size` nodes where no other guess was ever right.
+    With a_k(i) the accuracy of head k's i-th guess, nodes are added greedily by the product of the
+    accuracies on their path, as if heads erred independently. There are fewer than `size` nodes
+    where no other guess was ever right.
     """
     # of a single guess: the difference of neighbours in top-1 .. top-10 accuracy
-    accuracy = [[row[0], *(b - a for a, b in itertools.pairwise(row))] for row in head_accuracy(traces)[:max_depth]]
+    accuracy = [
+        [row[0], *(b - a for a, b in itertools.pairwise(row))]
+        for row in head_accuracy(traces)[:max_depth]
+    ]
     useful = itertools.takewhile(lambda one: one[0] > 0, paths_by_product(accuracy))
     paths = [path for _, path in itertools.islice(useful, max(sizes, default=0))]
     return {size: Tree.from_paths(paths[:size]) for size in sizes}
 
 
 def paths_by_product(probabilities: Sequence[Sequence[float]]) -> Iterator[tuple[float, Ranks]]:
-    """Yield paths with the product of the probabilities of their guesses, the largest first; parents precede children.
+    """Yield paths with the product of the probabilities of their guesses, the largest first;
+    parents precede children.
 
-    A product never exceeds its parent's, so the first n paths are a tree, and no tree of n nodes has a larger sum.
+    A product never exceeds its parent's, so the first n paths are a tree, and no tree of n nodes
+    has a larger sum.
 
     Args:
         probabilities: of every head's draft tokens by rank, each at most 1, in any order.
     """
-    levels = [sorted(zip(row, range(len(row)), strict=True), key=lambda one: -one[0]) for row in probabilities]
-    queue: list[tuple[float, Ranks, int, float]] = []  # minus the product, path, position in level, parent's product
+    levels = [
+        sorted(zip(row, range(len(row)), strict=True), key=lambda one: -one[0])
+        for row in probabilities
+    ]
+    queue: list[
+        tuple[float, Ranks, int, float]
+    ] = []  # minus the product, path, position in level, parent's product
 
     def push(parent: Ranks, product: float, position: int) -> None:
         level = levels[len(parent)]
@@ -178,14 +215,17 @@ def cross_validate(
 ) -> dict[int, float]:
     """Estimate the tokens per step of `fit_trees` by size on new text, by cross-validation.
 
-    Whole conversations are split into `_FOLDS` parts. Decoding of each part is simulated with trees fitted to all
-    others, and tokens and steps are summed over the parts.
+    Whole conversations are split into `_FOLDS` parts. Decoding of each part is simulated with trees
+    fitted to all others, and tokens and steps are summed over the parts.
 
     Args:
         conversations: the traces of each conversation's answers, of two or more.
     """
     folds = min(_FOLDS, len(conversations))
-    parts = [[trace for traces in conversations[start::folds] for trace in traces] for start in range(folds)]
+    parts = [
+        [trace for traces in conversations[start::folds] for trace in traces]
+        for start in range(folds)
+    ]
     tokens = sum(len(trace.ranks) - 1 for part in parts for trace in part)
     steps = dict.fromkeys(sizes, 0)
     for index, held_out in enumerate(parts):

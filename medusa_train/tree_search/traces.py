@@ -32,7 +32,8 @@ from medusa_train.tree_search.fit import MAX_RANK, Trace
 MAX_ROWS = 16  # answers that are generated at once
 MAX_CACHE_BYTES = 2**31  # of their keys and values
 
-#: Blocks read from each file of weights, spread over it: reading a whole backbone takes minutes on a slow disk.
+#: Blocks read from each file of weights, spread over it: reading a whole backbone takes minutes on
+# a slow disk.
 BLOCKS, BLOCK_BYTES = 64, 1 << 16
 
 #: The prompts of one conversation, one per turn of the assistant, as token ids.
@@ -41,7 +42,9 @@ Prompts = list[list[int]]
 
 @dataclass(frozen=True)
 class TracedAnswers:
-    """Traced answers by conversation, and the prompt after which steps are timed: the median one by length."""
+    """Traced answers by conversation, and the prompt after which steps are timed: the median one by
+    length.
+    """
 
     conversations: Sequence[Sequence[Trace]]
     prompt: list[int]
@@ -60,13 +63,16 @@ class TracedAnswers:
 def prompts_by_conversation(data: EncodedDataset, token_budget: int, seed: int) -> list[Prompts]:
     """Return the tokens before assistant turns as prompts, by conversation, in random order.
 
-    Earlier turns keep the data's answers as history; only the next answer is generated. The prompts suffice for
-    `token_budget` tokens even if the backbone's answers are a quarter as long as the data's.
+    Earlier turns keep the data's answers as history; only the next answer is generated. The prompts
+    suffice for `token_budget` tokens even if the backbone's answers are a quarter as long as the
+    data's.
     """
     conversations: dict[str, Prompts] = {}
     remaining = 4 * token_budget
     for example in random.Random(seed).sample(list(data), len(data)):
-        conversations.setdefault(example.key, []).extend(example.prompts())  # a long conversation has several rows
+        conversations.setdefault(example.key, []).extend(
+            example.prompts()
+        )  # a long conversation has several rows
         remaining -= int(example.supervised.sum())
         if remaining <= 0:
             break
@@ -82,7 +88,8 @@ def trace_conversations(
     token_budget: int = 6000,
     on_answer: Callable[[int], None] | None = None,
 ) -> TracedAnswers:
-    """Answer prompts greedily with the backbone until `token_budget` tokens are generated, and trace the answers.
+    """Answer prompts greedily with the backbone until `token_budget` tokens are generated, and
+    trace the answers.
 
     Trees have to fit the backbone's output, which differs from the text of a data set.
 
@@ -98,7 +105,9 @@ def trace_conversations(
     traced: dict[int, list[Trace]] = {}
     for i, answer in answers.items():
         if len(answer) > 1:
-            traced.setdefault(owners[i], []).append(trace_answer(backbone, draft, prompts[i], answer))
+            traced.setdefault(owners[i], []).append(
+                trace_answer(backbone, draft, prompts[i], answer)
+            )
     by_length = sorted((prompts[i] for i in answers), key=len)
     return TracedAnswers(list(traced.values()), by_length[len(by_length) // 2] if by_length else [])
 
@@ -110,21 +119,30 @@ def greedy_answers(
     token_budget: int,
     on_answer: Callable[[int], None] | None = None,
 ) -> dict[int, list[int]]:
-    """Generate greedy answers in batches, to as many of the first prompts as it takes for `token_budget` tokens.
+    """Generate greedy answers in batches, to as many of the first prompts as it takes for
+    `token_budget` tokens.
 
-    The prompts are those that would be answered one by one until the budget is reached: one joins the batch only if
-    the budget cannot be reached without it, even if all unfinished answers get `max_new_tokens` tokens.
+    The prompts are those that would be answered one by one until the budget is reached: one joins
+    the batch only if the budget cannot be reached without it, even if all unfinished answers get
+    `max_new_tokens` tokens.
 
     Args:
-        prompts: token ids, each ending where an answer starts; those longer than the model's context are left out.
+        prompts: token ids, each ending where an answer starts; those longer than the model's
+            context are left out.
         on_answer: called with the length of each answer.
 
     Returns:
         The answers by the index of their prompt, in the order of `prompts`.
     """
-    fitting = [PendingRequest(i, prompt) for i, prompt in enumerate(prompts) if len(prompt) <= backbone.max_context]
+    fitting = [
+        PendingRequest(i, prompt)
+        for i, prompt in enumerate(prompts)
+        if len(prompt) <= backbone.max_context
+    ]
     waiting, answers, remaining = iter(fitting), dict[int, list[int]](), token_budget
-    rows = _rows_in_memory(backbone, max((len(one.prompt) for one in fitting), default=0) + max_new_tokens)
+    rows = _rows_in_memory(
+        backbone, max((len(one.prompt) for one in fitting), default=0) + max_new_tokens
+    )
     batch = BatchDecoder(backbone).begin(max_new_tokens)
     while True:
         needed = min(rows, -(-remaining // max_new_tokens))
@@ -145,7 +163,11 @@ def _rows_in_memory(backbone: Backbone, positions: int) -> int:
     """How many rows of up to `positions` tokens to decode at once."""
     if not BatchDecoder(backbone).can_batch:
         return 1
-    row = min(positions, backbone.max_context) * cache_elements_per_position(backbone.config) * backbone.dtype.itemsize
+    row = (
+        min(positions, backbone.max_context)
+        * cache_elements_per_position(backbone.config)
+        * backbone.dtype.itemsize
+    )
     return max(1, min(MAX_ROWS, MAX_CACHE_BYTES // row))
 
 
@@ -166,29 +188,36 @@ def trace_answer(backbone: Backbone, draft: Draft, prompt: list[int], answer: li
         if k == 1 and "threshold" in draft.setting_names:
             confidence = [round(p, 6) for p in logits.float().softmax(-1).amax(-1).tolist()]
         guesses = head.guesses(read, logits, MAX_RANK)
-        ranks[: count - k, k - 1] = rank_of(guesses, head.rows_of(tokens[0, len(prompt) + k :])).cpu()
-    return Trace(ranks.tolist(), [min(heads, count - 1 - position) for position in range(count)], confidence)
+        ranks[: count - k, k - 1] = rank_of(
+            guesses, head.rows_of(tokens[0, len(prompt) + k :])
+        ).cpu()
+    return Trace(
+        ranks.tolist(), [min(heads, count - 1 - position) for position in range(count)], confidence
+    )
 
 
 def rank_of(guesses: Tensor, targets: Tensor) -> Tensor:
-    """Return the rank of each target among its row of guesses, long [N]; -1 where it is none of them.
+    """Return the rank of each target among its row of guesses, long [N]; -1 where it is none of
+    them.
 
     Args:
-        guesses: long [N, c], from `LMHead.guesses`, so that equal logits (common in bfloat16) have the ranks that
-            they get in decoding.
+        guesses: long [N, c], from `LMHead.guesses`, so that equal logits (common in bfloat16) have
+            the ranks that they get in decoding.
         targets: long [N]; -1 for a token that a reduced vocabulary lacks.
     """
     hit = guesses == targets[:, None]
     return torch.where(hit.any(1), hit.int().argmax(1), -1)
 
 
-# Traces beside tree.json, so that a tree for another device, dtype or compilation needs no answers again
+# Traces beside tree.json, so that a tree for another device, dtype or compilation needs no answers
+# again
 
 Key = dict[str, Any]
 
 
 def weights_key(paths: ModelPaths, settings: DecodingSettings) -> Key:
-    """Return what traces depend on: heads, adapter and backbone by hash, and the form of the backbone's weights.
+    """Return what traces depend on: heads, adapter and backbone by hash, and the form of the
+    backbone's weights.
 
     Its dtype and compilation change a guess's rank only where logits nearly tie.
     """
@@ -198,7 +227,11 @@ def weights_key(paths: ModelPaths, settings: DecodingSettings) -> Key:
         "heads": None if paths.heads is None else digest_files(find_heads(paths.heads).files),
         "adapter": digest_files(adapter),
         "backbone": digest_files(
-            [*backbone.glob("config.json"), *backbone.glob("*.safetensors"), *backbone.glob("*.bin")]
+            [
+                *backbone.glob("config.json"),
+                *backbone.glob("*.safetensors"),
+                *backbone.glob("*.bin"),
+            ]
         ),
         "quantization": settings.quantization,
         "merged": settings.merged,
@@ -237,7 +270,9 @@ def save_traces(path: Path, traced: TracedAnswers, key: Key) -> None:
 
 
 def load_traces(path: Path, key: Key) -> TracedAnswers | None:
-    """Read the traces that were written with an equal key; None if there are none, or the file is damaged."""
+    """Read the traces that were written with an equal key; None if there are none, or the file is
+    damaged.
+    """
     if not path.is_file():
         return None
     try:
@@ -246,10 +281,20 @@ def load_traces(path: Path, key: Key) -> TracedAnswers | None:
                 return None
             ranks, tokens, answers = arrays["ranks"], arrays["tokens"], arrays["answers"]
             prompt = arrays["prompt"].tolist()
-    except (OSError, EOFError, ValueError, KeyError, NotImplementedError, zlib.error, zipfile.BadZipFile):
+    except (
+        OSError,
+        EOFError,
+        ValueError,
+        KeyError,
+        NotImplementedError,
+        zlib.error,
+        zipfile.BadZipFile,
+    ):
         return None
     heads, traces = ranks.shape[1], []
     for start, end in pairwise([0, *np.cumsum(tokens).tolist()]):
         targets = [min(heads, end - 1 - position) for position in range(start, end)]
         traces.append(Trace(ranks[start:end].tolist(), targets))
-    return TracedAnswers([traces[start:end] for start, end in pairwise([0, *np.cumsum(answers).tolist()])], prompt)
+    return TracedAnswers(
+        [traces[start:end] for start, end in pairwise([0, *np.cumsum(answers).tolist()])], prompt
+    )

@@ -1,4 +1,6 @@
-"""Key-value caches that hold the nodes of a tree as pending positions and compact the accepted ones in place."""
+"""Key-value caches that hold the nodes of a tree as pending positions and compact the accepted ones
+in place.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ _GROWTH = 256
 
 
 class RowPaths(list[Sequence[int]]):
-    """Accepted nodes of each row, increasing, moved to the device once for the caches and drafts that read them.
+    """Accepted nodes of each row, increasing, moved to the device once for the caches and drafts
+    that read them.
 
     Attributes:
         device: of the tensors.
@@ -59,22 +62,28 @@ class RowPaths(list[Sequence[int]]):
     @cached_property
     def _on_device(self) -> Tensor:
         longest = max(map(len, self))
-        rows = [[len(path), *path, *[path[-1] if path else 0] * (longest - len(path))] for path in self]
+        rows = [
+            [len(path), *path, *[path[-1] if path else 0] * (longest - len(path))] for path in self
+        ]
         return torch.tensor(rows, device=self.device)
 
 
 def check_shapes(keys: Tensor, values: Tensor) -> None:
     """Raise `MedusaError` unless keys and values, which share one tensor, have the same shape."""
     if keys.shape != values.shape:
-        raise MedusaError(f"keys and values differ in shape: {list(keys.shape)} and {list(values.shape)}")
+        raise MedusaError(
+            f"keys and values differ in shape: {list(keys.shape)} and {list(values.shape)}"
+        )
 
 
 class TreeCache(Cache):
-    """Keys and values of all layers in one tensor `[layers, 2, batch, kv_heads, capacity, head_dim]`.
+    """Keys and values of all layers in one tensor `[layers, 2, batch, kv_heads, capacity,
+    head_dim]`.
 
-    A forward pass writes its q positions after the committed ones, where they are *pending*: `length` does not change.
-    Afterwards `commit(q)` commits all of them (prefill), or `keep_rows` commits the accepted nodes and drops the
-    others. With one tensor for all layers the compaction is one small copy instead of two per layer.
+    A forward pass writes its q positions after the committed ones, where they are *pending*:
+    `length` does not change. Afterwards `commit(q)` commits all of them (prefill), or `keep_rows`
+    commits the accepted nodes and drops the others. With one tensor for all layers the compaction
+    is one small copy instead of two per layer.
 
     Args:
         num_layers: decoder layers of the backbone.
@@ -82,8 +91,8 @@ class TreeCache(Cache):
 
     Attributes:
         length: number of committed positions.
-        pending_offset: number of pending positions that the next pass keeps, for trees written level by level; 0: the
-            next pass overwrites what is pending.
+        pending_offset: number of pending positions that the next pass keeps, for trees written
+            level by level; 0: the next pass overwrites what is pending.
     """
 
     def __init__(self, num_layers: int, capacity: int) -> None:
@@ -96,7 +105,9 @@ class TreeCache(Cache):
         super().__init__(layers=[_Layer(self, i) for i in range(num_layers)])
 
     def allocate(self, keys: Tensor, values: Tensor) -> None:
-        """Allocate the storage for `keys` and `values` [batch, kv_heads, q, head_dim] of the first layer."""
+        """Allocate the storage for `keys` and `values` [batch, kv_heads, q, head_dim] of the first
+        layer.
+        """
         check_shapes(keys, values)
         batch, heads, _, dim = keys.shape
         # zeros, since masked positions may be read before they are written, and 0 * NaN is NaN
@@ -105,8 +116,8 @@ class TreeCache(Cache):
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Write q pending positions after the committed ones and `pending_offset` pending ones.
 
-        Returns:
-            All keys and values so far, [batch, kv_heads, length + pending_offset + q, head_dim] each.
+        Returns: All keys and values so far, [batch, kv_heads, length + pending_offset + q,
+            head_dim] each.
 
         Raises:
             MedusaError: the capacity is exceeded.
@@ -125,7 +136,8 @@ class TreeCache(Cache):
         return stored[0], stored[1]
 
     def reserve(self, count: int) -> Tensor:
-        """Mark `count` positions as pending and return the storage, for a pass that writes to it directly.
+        """Mark `count` positions as pending and return the storage, for a pass that writes to it
+        directly.
 
         Returns:
             [layers, 2, batch, kv_heads, capacity, head_dim].
@@ -152,7 +164,9 @@ class TreeCache(Cache):
         self._pending = 0
 
     def keep_rows(self, paths: Sequence[Sequence[int]]) -> None:
-        """Commit the pending positions `paths[0]` (increasing), compacted in place, and drop the others."""
+        """Commit the pending positions `paths[0]` (increasing), compacted in place, and drop the
+        others.
+        """
         nodes = paths[0]
         count = len(nodes)
         if count and nodes[-1] >= self._pending:
@@ -162,7 +176,9 @@ class TreeCache(Cache):
             assert self._storage is not None
             moved = RowPaths.of(paths, self._storage.device).nodes[0, start:] + self.length
             # index_select copies first, so source and target may overlap
-            self._storage[:, :, :, :, self.length + start : self.length + count] = self._storage.index_select(4, moved)
+            self._storage[:, :, :, :, self.length + start : self.length + count] = (
+                self._storage.index_select(4, moved)
+            )
         self.length += count
         self._pending = 0
 
@@ -175,7 +191,9 @@ class TreeCache(Cache):
         self.commit(lengths[0])
 
     def row_lengths(self, device: torch.device) -> int | Tensor:
-        """Return the committed positions: an int for the single row, which costs no transfer; else long [B, 1]."""
+        """Return the committed positions: an int for the single row, which costs no transfer; else
+        long [B, 1].
+        """
         return self.length
 
     def single_layer(self) -> TreeCache:
@@ -190,14 +208,16 @@ class TreeCache(Cache):
 
 
 class BatchCache(TreeCache):
-    """A `TreeCache` whose row b holds `lengths[b]` committed positions, at columns 0 .. lengths[b] - 1.
+    """A `TreeCache` whose row b holds `lengths[b]` committed positions, at columns 0 .. lengths[b]
+    - 1.
 
         row 0  c c c c c c c c p p p       c committed, p pending, - padding (`padding_mask`)
         row 1  c c c c c - - - p p p
                                ^ length
 
-    Pending positions are at the same columns in all rows, after the longest row, so that a pass writes them in one
-    piece. Accepted ones move to the end of their row. Storage of removed rows is reused for rows added later.
+    Pending positions are at the same columns in all rows, after the longest row, so that a pass
+    writes them in one piece. Accepted ones move to the end of their row. Storage of removed rows is
+    reused for rows added later.
 
     Args:
         num_layers, capacity: as in `TreeCache`.
@@ -212,8 +232,12 @@ class BatchCache(TreeCache):
         self.lengths: list[int] = []
         self._rows = rows
         self._in_place = False  # each row's pending position follows its committed ones
-        self._memory: Tensor | None = None  # all allocated rows; `_storage` is a view of the first ones
-        self._ends: tuple[list[int], Tensor] | None = None  # lengths, and the same on the device, long [B]
+        self._memory: Tensor | None = (
+            None  # all allocated rows; `_storage` is a view of the first ones
+        )
+        self._ends: tuple[list[int], Tensor] | None = (
+            None  # lengths, and the same on the device, long [B]
+        )
 
     def allocate(self, keys: Tensor, values: Tensor) -> None:
         """Allocate the storage, see `TreeCache.allocate`."""
@@ -229,9 +253,11 @@ class BatchCache(TreeCache):
         return super().write(layer, keys, values)
 
     def reserve(self, count: int) -> Tensor:
-        """Mark `count` positions of each row as pending, at `pending_columns`, and return the memory of all rows.
+        """Mark `count` positions of each row as pending, at `pending_columns`, and return the
+        memory of all rows.
 
-        See `TreeCache.reserve`. A single pending position follows its row, so that it need not be moved there.
+        See `TreeCache.reserve`. A single pending position follows its row, so that it need not be
+        moved there.
         """
         super().reserve(count)
         self._in_place = count == 1
@@ -251,7 +277,9 @@ class BatchCache(TreeCache):
             MedusaError: a length exceeds the number of pending positions.
         """
         if max(lengths) > self._pending:
-            raise MedusaError(f"{max(lengths)} positions to commit, only {self._pending} are pending")
+            raise MedusaError(
+                f"{max(lengths)} positions to commit, only {self._pending} are pending"
+            )
         self.lengths = list(lengths)
         self.length = max(lengths)
         self._pending = 0
@@ -279,10 +307,15 @@ class BatchCache(TreeCache):
         self.length = max(self.lengths)
         self._pending = 0
         # a number for all rows, as in plain decoding, needs no transfer
-        self._ends = self.lengths, ends[:, 0] + (counts[0] if len(set(counts)) == 1 else paths.counts)
+        self._ends = (
+            self.lengths,
+            ends[:, 0] + (counts[0] if len(set(counts)) == 1 else paths.counts),
+        )
 
     def _move(self, paths: RowPaths, ends: Tensor) -> None:
-        """Copy the pending columns `paths` of each row to columns `ends` [B, 1] and on; padding to padding."""
+        """Copy the pending columns `paths` of each row to columns `ends` [B, 1] and on; padding to
+        padding.
+        """
         assert self._storage is not None
         count = max(map(len, paths))
         rows = torch.arange(len(paths), device=ends.device)[:, None]
@@ -290,7 +323,11 @@ class BatchCache(TreeCache):
         # the source is copied first, so source and target may overlap
         if count == 1 and paths.count(paths[0]) == len(paths):
             # the same column in all rows, as in plain decoding: a slice takes half the time
-            kept = self._storage[:, :, :, :, self.length + paths[0][0], None].clone().permute(2, 4, 0, 1, 3, 5)
+            kept = (
+                self._storage[:, :, :, :, self.length + paths[0][0], None]
+                .clone()
+                .permute(2, 4, 0, 1, 3, 5)
+            )
         else:
             kept = self._storage[:, :, rows, :, paths.nodes + self.length]
         self._storage[:, :, rows, :, columns] = kept
@@ -301,7 +338,9 @@ class BatchCache(TreeCache):
         Raises:
             ValueError: a row would move to a higher index.
         """
-        ends = None if self._storage is None else self.row_lengths(self._storage.device)[:, 0].clone()
+        ends = (
+            None if self._storage is None else self.row_lengths(self._storage.device)[:, 0].clone()
+        )
         for row, source in enumerate(rows):
             if source < row:
                 raise ValueError(f"rows[{row}] = {source}: rows can only move to lower indices")
@@ -316,13 +355,17 @@ class BatchCache(TreeCache):
         self.length = max(self.lengths, default=0)
 
     def append_rows(self, other: BatchCache, capacity: int) -> None:
-        """Append copies of the committed positions of `other`'s rows, and make room for `capacity` positions.
+        """Append copies of the committed positions of `other`'s rows, and make room for `capacity`
+        positions.
 
         Raises:
-            ValueError: positions are pending in this cache, or nothing was ever written to one of the two.
+            ValueError: positions are pending in this cache, or nothing was ever written to one of
+                the two.
         """
         if self._pending:
-            raise ValueError(f"{self._pending} positions are pending; keep or drop them before rows are appended")
+            raise ValueError(
+                f"{self._pending} positions are pending; keep or drop them before rows are appended"
+            )
         if other._storage is None:
             raise ValueError("nothing was written to the cache whose rows are appended")
         rows, used = len(self.lengths), other.length
@@ -333,7 +376,9 @@ class BatchCache(TreeCache):
         self.length = max(self.lengths)
 
     def _grow(self, rows: int, capacity: int) -> Tensor:
-        """Return memory for that many rows and positions, reallocated if needed, with the committed ones copied."""
+        """Return memory for that many rows and positions, reallocated if needed, with the committed
+        ones copied.
+        """
         if self._memory is None:
             raise ValueError("nothing was written to the cache to which rows are appended")
         layers, two, allocated, heads, _, dim = self._memory.shape
@@ -341,7 +386,9 @@ class BatchCache(TreeCache):
             return self._memory
         if capacity > self.capacity:
             self.capacity = -(-capacity // _GROWTH) * _GROWTH
-        memory = self._memory.new_zeros(layers, two, max(rows, allocated), heads, self.capacity, dim)
+        memory = self._memory.new_zeros(
+            layers, two, max(rows, allocated), heads, self.capacity, dim
+        )
         used = len(self.lengths)
         memory[:, :, :used, :, : self.length] = self._memory[:, :, :used, :, : self.length]
         self._memory = memory
@@ -371,7 +418,9 @@ class _Layer(CacheLayerMixin):
 
     def __init__(self, cache: TreeCache, index: int) -> None:
         super().__init__()
-        self._reference = weakref.ref(cache)  # in a circle, the memory would stay until Python looks for circles
+        self._reference = weakref.ref(
+            cache
+        )  # in a circle, the memory would stay until Python looks for circles
         self._index = index
 
     @property
@@ -381,7 +430,9 @@ class _Layer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self._cache.allocate(key_states, value_states)
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         return self._cache.write(self._index, key_states, value_states)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

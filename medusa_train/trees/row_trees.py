@@ -1,4 +1,6 @@
-"""Trees that differ between rows and steps, as drafts that copy text propose them, and tokens run beside a tree."""
+"""Trees that differ between rows and steps, as drafts that copy text propose them, and tokens run
+beside a tree.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +18,19 @@ from medusa_train.trees.tree import Nodes, Tree
 class RowTrees:
     """One tree per row, padded to the nodes of the largest one.
 
-    Unlike `Tree`, which is built once, this is built in every step, so it holds only what verification reads. Padding
-    comes after a row's nodes and counts as children of the root that `row` does not list, so it is never accepted.
+    Unlike `Tree`, which is built once, this is built in every step, so it holds only what
+    verification reads. Padding comes after a row's nodes and counts as children of the root that
+    `row` does not list, so it is never accepted.
 
     Args:
-        parents: per row the parent of every node; -1 for the root, which comes first. Parents come before children.
+        parents: per row the parent of every node; -1 for the root, which comes first. Parents come
+            before children.
 
     Attributes:
         size: nodes of the largest tree without the root, n. max_depth: of the deepest tree.
         parents, depths: long [B, n + 1].
-        ancestors: bool [B, n + 1, n + 1]: row i is true at node i and its ancestors, the root included.
+        ancestors: bool [B, n + 1, n + 1]: row i is true at node i and its ancestors, the root
+            included.
     """
 
     def __init__(self, parents: Sequence[Sequence[int]], device: torch.device) -> None:
@@ -33,8 +38,12 @@ class RowTrees:
         self.size = max(row.size for row in self._rows)
         self.max_depth = max(max(row.depth_list) for row in self._rows)
         shape = len(parents), self.size + 1
-        self.parents = torch.tensor([[*row, *[0] * (shape[1] - len(row))] for row in parents], device=device)
-        self.depths = torch.tensor([row.depth_list + [1] * (self.size - row.size) for row in self._rows], device=device)
+        self.parents = torch.tensor(
+            [[*row, *[0] * (shape[1] - len(row))] for row in parents], device=device
+        )
+        self.depths = torch.tensor(
+            [row.depth_list + [1] * (self.size - row.size) for row in self._rows], device=device
+        )
         ancestors = np.zeros((*shape, shape[1]), dtype=np.bool_)
         ancestors[:, range(shape[1]), range(shape[1])] = True
         ancestors[:, :, 0] = True
@@ -97,7 +106,8 @@ class TokenTree:
             self.counts[node] += 1
 
     def most_frequent(self, size: int) -> TokenTree:
-        """Return the tree of the `size` most frequent nodes; ties go to the shallower, then to the one added first.
+        """Return the tree of the `size` most frequent nodes; ties go to the shallower, then to the
+        one added first.
 
         A node is never more frequent than its parent, so parents are kept with their children.
         """
@@ -106,7 +116,9 @@ class TokenTree:
         depths = [0]
         for parent in self.parents[1:]:
             depths.append(depths[parent] + 1)
-        order = sorted(range(1, len(self.tokens)), key=lambda node: (-self.counts[node], depths[node], node))
+        order = sorted(
+            range(1, len(self.tokens)), key=lambda node: (-self.counts[node], depths[node], node)
+        )
         return self.subset(order[:size])
 
     def subset(self, nodes: Iterable[int]) -> TokenTree:
@@ -114,7 +126,9 @@ class TokenTree:
         kept = [0, *sorted(nodes)]
         index = {node: i for i, node in enumerate(kept)}
         parents = [-1, *(index[self.parents[node]] for node in kept[1:])]
-        return TokenTree([self.tokens[node] for node in kept], parents, [self.counts[node] for node in kept])
+        return TokenTree(
+            [self.tokens[node] for node in kept], parents, [self.counts[node] for node in kept]
+        )
 
     def merge(self, other: TokenTree) -> None:
         """Add the nodes of another tree below the same root; equal children are one node."""
@@ -124,7 +138,8 @@ class TokenTree:
 
 
 class BranchLayout(Nodes):
-    """Positions and mask of a lookahead branch: tokens below the root of every row, beside its tree.
+    """Positions and mask of a lookahead branch: tokens below the root of every row, beside its
+    tree.
 
         committed  root  tree  branch        x attends to, . does not,
         x x x x x   x     a     .    node    a attends to its ancestors and itself
@@ -133,7 +148,8 @@ class BranchLayout(Nodes):
     Branch tokens are never accepted, and their keys and values are dropped after the pass.
 
     Args:
-        parents: of every branch token the index of its parent among them, or -1 for the root; parents come first.
+        parents: of every branch token the index of its parent among them, or -1 for the root;
+            parents come first.
         outputs: the draft reads the backbone's logits at this many of them, the last ones.
 
     Attributes:
@@ -162,7 +178,8 @@ class LookaheadBranch(NamedTuple):
 
 
 class TreeAndBranch:
-    """The nodes of a tree, or of one tree per row of the batch, followed by branch tokens: what one pass computes.
+    """The nodes of a tree, or of one tree per row of the batch, followed by branch tokens: what one
+    pass computes.
 
     Attributes:
         size: without the root, n + m. max_depth: of the deepest one.

@@ -25,7 +25,8 @@ class Nodes:
     """A rooted tree given by the parent of every node.
 
     Attributes:
-        parent_list: parent of every node, length n + 1; -1 for the root, node 0. Parents come before their children.
+        parent_list: parent of every node, length n + 1; -1 for the root, node 0. Parents come
+            before their children.
     """
 
     parent_list: list[int]
@@ -64,29 +65,40 @@ class Nodes:
 class Tree(Nodes):
     """A prefix-closed set of paths of top-k ranks (Medusa, "Tree Attention").
 
-    The path `(0, 2)` is the most likely token of head 1 followed by the third most likely token of head 2. The root
-    (the backbone's next token) is not listed in `paths` and has index 0 in every tensor; node i >= 1 is
-    `paths[i - 1]`. Paths are sorted by depth and then by rank, so parents come before their children.
+    The path `(0, 2)` is the most likely token of head 1 followed by the third most likely token of
+    head 2. The root (the backbone's next token) is not listed in `paths` and has index 0 in every
+    tensor; node i >= 1 is `paths[i - 1]`. Paths are sorted by depth and then by rank, so parents
+    come before their children.
     """
 
     paths: tuple[Ranks, ...]
 
     @classmethod
     def from_paths(cls, paths: Iterable[Sequence[int]]) -> Tree:
-        """Build a tree from paths in any order; DataError: one is empty, has a negative rank, or lacks its parent."""
+        """Build a tree from paths in any order; DataError: one is empty, has a negative rank, or
+        lacks its parent.
+        """
         unique = {tuple(int(rank) for rank in path) for path in paths}
         for path in unique:
             if not path or min(path) < 0:
-                raise DataError(f"invalid tree path {list(path)}: ranks start at 0 and the root is not listed")
+                raise DataError(
+                    f"invalid tree path {list(path)}: ranks start at 0 and the root is not listed"
+                )
             if path[:-1] and path[:-1] not in unique:
-                raise DataError(f"tree path {list(path)} has no parent: add {list(path[:-1])} to the tree")
+                raise DataError(
+                    f"tree path {list(path)} has no parent: add {list(path[:-1])} to the tree"
+                )
         return cls(tuple(sorted(unique, key=lambda path: (len(path), path))))
 
     @classmethod
     def cartesian(cls, choices: Sequence[int]) -> Tree:
-        """Build the dense tree with the top `choices[k]` candidates of head k + 1 under every node of depth k."""
+        """Build the dense tree with the top `choices[k]` candidates of head k + 1 under every node
+        of depth k.
+        """
         levels = range(1, len(choices) + 1)
-        return cls.from_paths(path for n in levels for path in itertools.product(*(range(s) for s in choices[:n])))
+        return cls.from_paths(
+            path for n in levels for path in itertools.product(*(range(s) for s in choices[:n]))
+        )
 
     @classmethod
     def chain(cls, length: int) -> Tree:
@@ -125,7 +137,10 @@ class Tree(Nodes):
 
     @cached_property
     def depths(self) -> Tensor:
-        """Depth of every node, long [n + 1]; 0 for the root. Position ids are prefix length + depth."""
+        """Depth of every node, long [n + 1]; 0 for the root.
+
+        Position ids are prefix length + depth.
+        """
         return torch.tensor([0, *(len(path) for path in self.paths)])
 
     @cached_property
@@ -135,7 +150,9 @@ class Tree(Nodes):
 
     @cached_property
     def candidate_index(self) -> Tensor:
-        """Index of every node below the root into the flat [max_depth x width] table of candidates, long [n]."""
+        """Index of every node below the root into the flat [max_depth x width] table of candidates,
+        long [n].
+        """
         return (self.depths[1:] - 1) * self.width + self.ranks[1:]
 
     @cached_property
@@ -155,11 +172,15 @@ class Tree(Nodes):
         """Return the tree with its tensors on `device`, for loops that read them at every step."""
         moved = Tree(self.paths)
         for name in ("parents", "depths", "ranks", "candidate_index", "ancestors"):
-            moved.__dict__[name] = getattr(self, name).to(device)  # where `cached_property` stores its value
+            moved.__dict__[name] = getattr(self, name).to(
+                device
+            )  # where `cached_property` stores its value
         return moved
 
     def record(self, **meta: Any) -> dict[str, Any]:
-        """Return the content of tree.json, which TensorRT-LLM reads too: `{"medusa_choices": [[0], [0, 0], ...]}`."""
+        """Return the content of tree.json, which TensorRT-LLM reads too: `{"medusa_choices": [[0],
+        [0, 0], ...]}`.
+        """
         return {"medusa_choices": [list(path) for path in self.paths], **meta}
 
     def save(self, path: Path, **meta: Any) -> None:
@@ -168,14 +189,18 @@ class Tree(Nodes):
 
     @classmethod
     def load(cls, path: Path) -> Tree:
-        """Read a tree.json, or a bare JSON list of paths; CheckpointError: it is missing, not JSON, or not a tree."""
+        """Read a tree.json, or a bare JSON list of paths; CheckpointError: it is missing, not JSON,
+        or not a tree.
+        """
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
             return cls.from_paths(record["medusa_choices"] if isinstance(record, dict) else record)
         except FileNotFoundError:
             raise CheckpointError(f"{path}: no such tree file") from None
         except (ValueError, KeyError, TypeError, DataError) as error:
-            raise CheckpointError(f"{path}: not a tree file ({error}); expected medusa_choices: [[0], ...]") from error
+            raise CheckpointError(
+                f"{path}: not a tree file ({error}); expected medusa_choices: [[0], ...]"
+            ) from error
 
 
 @dataclass(frozen=True)
@@ -184,11 +209,12 @@ class Level:
 
     Attributes:
         first, last: the level has nodes first .. last - 1.
-        inner: indices within the level of the nodes that have children, long [m]; None: all of them.
-        inner_first, inner_last: their range among all inner nodes of the tree.
+        inner: indices within the level of the nodes that have children, long [m]; None: all of
+        them. inner_first, inner_last: their range among all inner nodes of the tree.
         width: number of top-k candidates used per inner node.
         parents: for every node of the next level the index of its parent in `inner`, long [next].
-        candidates: for every node of the next level its index in the flat [m x width] table of candidates, long [next].
+        candidates: for every node of the next level its index in the flat [m x width] table of
+            candidates, long [next].
     """
 
     first: int
@@ -202,12 +228,14 @@ class Level:
 
 
 class TreeLevels:
-    """A tree by levels, for drafts that predict one level after the other; tensors are on the tree's device.
+    """A tree by levels, for drafts that predict one level after the other; tensors are on the
+    tree's device.
 
     Attributes:
         tree: the whole tree.
         levels: one per depth, the root's first.
-        columns: for every node its index among the inner nodes (those with children); -1 for a leaf.
+        columns: for every node its index among the inner nodes (those with children); -1 for a
+            leaf.
         inner: the inner nodes, long [m].
     """
 
@@ -236,22 +264,34 @@ class TreeLevels:
         return Level(
             first=first,
             last=last,
-            inner=None if len(inner) == last - first else self._long([node - first for node in inner]),
+            inner=None
+            if len(inner) == last - first
+            else self._long([node - first for node in inner]),
             inner_first=start,
             inner_last=start + len(inner),
             width=width,
             parents=self._long(parents),
-            candidates=self._long([parent * width + rank for parent, rank in zip(parents, ranks, strict=True)]),
+            candidates=self._long(
+                [parent * width + rank for parent, rank in zip(parents, ranks, strict=True)]
+            ),
         )
 
     @cached_property
     def inner_nodes(self) -> Tree:
-        """The inner nodes as a tree whose root is the position before this root: what Kangaroo's adapter reads."""
-        paths = [self.tree.paths[node - 1] for node, children in enumerate(self.tree.children) if node and children]
+        """The inner nodes as a tree whose root is the position before this root: what Kangaroo's
+        adapter reads.
+        """
+        paths = [
+            self.tree.paths[node - 1]
+            for node, children in enumerate(self.tree.children)
+            if node and children
+        ]
         return Tree(((0,), *((0, *path) for path in paths))).to(self._device)
 
     def truncate(self, depth: int) -> Tree:
         """Return the tree down to `depth`; the same object every time."""
         if depth not in self._truncated:
-            self._truncated[depth] = Tree(self.tree.paths[: self.levels[depth].last - 1]).to(self._device)
+            self._truncated[depth] = Tree(self.tree.paths[: self.levels[depth].last - 1]).to(
+                self._device
+            )
         return self._truncated[depth]

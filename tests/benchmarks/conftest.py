@@ -1,4 +1,6 @@
-"""Makes the scripts under `benchmarks` importable by their own names, as they are when run as scripts."""
+"""Makes the scripts under `benchmarks` importable by their own names, as they are when run as
+scripts.
+"""
 
 import sys
 from pathlib import Path

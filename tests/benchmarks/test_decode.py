@@ -1,4 +1,6 @@
-"""Decoding steps against their floor: arithmetic by hand, passes that leave the cache unchanged, the page."""
+"""Decoding steps against their floor: arithmetic by hand, passes that leave the cache unchanged,
+the page.
+"""
 
 import json
 from pathlib import Path
@@ -29,8 +31,12 @@ def small_backbone() -> Backbone:
 
 
 @pytest.mark.parametrize("runner", [StepRunner(), TapeRunner()], ids=["run", "replayed"])
-def test_static_steps_compute_what_passes_do(runner: StepRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the same keys and values, and again after they have run: they leave the context as it was."""
+def test_static_steps_compute_what_passes_do(
+    runner: StepRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the same keys and values, and again after they have run: they leave the context as it
+    was.
+    """
     backbone = small_backbone()
     passes, static = Context(backbone, 20, 8), StaticContext(backbone, runner, 20, 8)
     assert passes.cache._storage is not None
@@ -38,7 +44,9 @@ def test_static_steps_compute_what_passes_do(runner: StepRunner, monkeypatch: py
         static.cache.storage(20)[..., :20, :] = passes.cache._storage[..., :20, :]
     before = static.cache.storage(20)[..., :20, :].clone()
     seen: list[torch.Tensor] = []
-    monkeypatch.setattr(decode_steps, "accept", lambda *given: seen.append(given[2]) or accept(*given))  # type: ignore[func-returns-value]
+    monkeypatch.setattr(
+        decode_steps, "accept", lambda *given: seen.append(given[2]) or accept(*given)
+    )  # type: ignore[func-returns-value]
     for tree in (Tree.empty(), likely_tree(8, 3), Tree.chain(2)):
         passes.step(tree)()
         step = static.step(tree)
@@ -50,19 +58,30 @@ def test_static_steps_compute_what_passes_do(runner: StepRunner, monkeypatch: py
         assert torch.equal(static.cache.storage(20)[..., :20, :], before)
 
 
-def test_the_whole_command_on_a_model_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_whole_command_on_a_model_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)  # takes no time
     monkeypatch.setattr(decode, "measure_rates", lambda device, dtypes, seconds: RATES)
     monkeypatch.setattr(prepack, "_is_faster", lambda weights: False)
     model = write_backbone(tmp_path / "model")
     words = ["--quick", "--shapes", str(model), "--contexts", "32", "300", "--nodes", "2", "16"]
     words += ["--settings", "stock", "prepacked", "static", "compiled"]
-    assert decode.main([*words, "--dtypes", "float32", "--seconds", "0.01", "--out", str(tmp_path / "out")]) == 0
+    assert (
+        decode.main(
+            [*words, "--dtypes", "float32", "--seconds", "0.01", "--out", str(tmp_path / "out")]
+        )
+        == 0
+    )
     record = json.loads((tmp_path / "out" / "decode.json").read_text())
     assert record["machine"]["command"].startswith("python benchmarks/decode.py --quick")
     rows = {(one["setting"], one["context"]): one for one in record["rows"]}
     passes = ["plain", "tree 2", "tree 16", "heads"]
-    for setting, steps in (("stock", "passes"), ("static", "static buffers"), ("compiled", "passes")):
+    for setting, steps in (
+        ("stock", "passes"),
+        ("static", "static buffers"),
+        ("compiled", "passes"),
+    ):
         assert list(rows[setting, 32]["ms_and_floor"]) == [*passes, "loop, plain", "loop, tree 16"]
         assert rows[setting, 32]["steps"] == steps
     assert rows["stock", 300]["obstacle"] == "not run: the model has 256 positions"

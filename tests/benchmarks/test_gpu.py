@@ -7,7 +7,17 @@ from pathlib import Path
 
 import gpu
 import pytest
-from gpu_plan import ALL_SECONDS, PART_SECONDS, ROOT, SMOLLM2, SMOLLM2_BENCH, Step, plan, problems_of, wheels
+from gpu_plan import (
+    ALL_SECONDS,
+    PART_SECONDS,
+    ROOT,
+    SMOLLM2,
+    SMOLLM2_BENCH,
+    Step,
+    plan,
+    problems_of,
+    wheels,
+)
 
 
 def step(name: str, code: str, **more: object) -> Step:
@@ -64,7 +74,9 @@ def test_wheels_are_pinned_and_not_in_the_image() -> None:
     assert [name for name, pin in needed.items() if pin is None] == []
 
 
-def test_finished_steps_are_kept_and_others_run_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_finished_steps_are_kept_and_others_run_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     count, flag = tmp_path / "count", tmp_path / "flag"
     steps = [
         step("counts", f"open({str(count)!r}, 'a').write('x')"),
@@ -74,7 +86,10 @@ def test_finished_steps_are_kept_and_others_run_again(tmp_path: Path, capsys: py
     args = arguments(tmp_path, "--part", "1")
     assert not gpu.run(steps, args, [])
     record = json.loads((tmp_path / "gpu.json").read_text())
-    assert {name: one["status"] for name, one in record["steps"].items()} == {"counts": "done", "fails first": "failed"}
+    assert {name: one["status"] for name, one in record["steps"].items()} == {
+        "counts": "done",
+        "fails first": "failed",
+    }
     assert "AssertionError" in " ".join(record["steps"]["fails first"]["output"])
     flag.touch()
     capsys.readouterr()
@@ -90,7 +105,10 @@ def test_finished_steps_are_kept_and_others_run_again(tmp_path: Path, capsys: py
 
 def test_a_step_and_its_children_end_at_the_limit(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
-    code = f"p = __import__('subprocess').Popen(['sleep', '60']); open({str(pid)!r}, 'w').write(str(p.pid)); p.wait()"
+    code = (
+        f"p = __import__('subprocess').Popen(['sleep', '60']); open({str(pid)!r},"
+        " 'w').write(str(p.pid)); p.wait()"
+    )
     record = gpu.run_step(step("sleeps", code, limit=8), tmp_path / "log")
     assert record["status"] == "stopped at its limit"
     assert record["seconds"] < 40
@@ -103,16 +121,31 @@ def test_a_step_and_its_children_end_at_the_limit(tmp_path: Path) -> None:
 
 def test_goals_and_pages_come_from_what_was_measured(tmp_path: Path) -> None:
     milliseconds = {"plain": [4.0, 3.5], "tree 64": [4.4, 3.6], "heads": [1.0, 0.9]}
-    rows = [{"shape": "7B", "steps": "CUDA graphs", "ms_and_floor": milliseconds}, {"shape": "7B", "obstacle": "no"}]
-    page = "# Title\n\nA GPU, Python 3.12.\n\nA note.\n\n| a | b |\n| --- | ---: |\n| 1 | 2 |\n\n- a line after\n"
+    rows = [
+        {"shape": "7B", "steps": "CUDA graphs", "ms_and_floor": milliseconds},
+        {"shape": "7B", "obstacle": "no"},
+    ]
+    page = (
+        "# Title\n\nA GPU, Python 3.12.\n\nA note.\n\n| a | b |\n| --- | ---: |\n| 1 | 2 |\n\n- a"
+        " line after\n"
+    )
     (tmp_path / "decode.md").write_text(page)
     (tmp_path / "decode.json").write_text(json.dumps({"machine": {}, "rows": rows}))
-    decode = step("decode", "pass", page=str(tmp_path / "decode.md"), figures=str(tmp_path / "decode.json"))
+    decode = step(
+        "decode", "pass", page=str(tmp_path / "decode.md"), figures=str(tmp_path / "decode.json")
+    )
     found = gpu.results_of(decode)
     assert found["figures"] == {"rows": rows}
     assert found["page"] == ["A note.", "", "| a | b |", "| --- | ---: |", "| 1 | 2 |"]
-    cases = [{"what": "shape1", "method": "ours", "mfu": 0.5}, {"what": "shape1", "method": "naive", "mfu": 0.2}]
-    goals = gpu.goals({"decode": {"status": "done", **found}, "train": {"figures": {"cases": cases}}})
+    cases = [
+        {"what": "shape1", "method": "ours", "mfu": 0.5},
+        {"what": "shape1", "method": "naive", "mfu": 0.2},
+    ]
+    goals = gpu.goals(
+        {"decode": {"status": "done", **found}, "train": {"figures": {"cases": cases}}}
+    )
     assert (goals[-1]["measured"], goals[-1]["met"]) == (0.5, True)
-    assert any((one["measured"], one["met"]) == (1.1, False) for one in goals)  # a tree's step over a plain one
+    assert any(
+        (one["measured"], one["met"]) == (1.1, False) for one in goals
+    )  # a tree's step over a plain one
     assert gpu.goals({}) == []

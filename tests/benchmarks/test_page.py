@@ -1,4 +1,6 @@
-"""Result pages answer their question first: their form, and the pictures that are drawn from their JSON."""
+"""Result pages answer their question first: their form, and the pictures that are drawn from their
+JSON.
+"""
 
 import json
 import re

@@ -1,4 +1,6 @@
-"""Experiments of the papers: every YAML file is a sound plan, nothing is trained or measured twice, and the page."""
+"""Experiments of the papers: every YAML file is a sound plan, nothing is trained or measured twice,
+and the page.
+"""
 
 import json
 from collections.abc import Sequence
@@ -33,7 +35,11 @@ def benches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "specbench": ("translation", "summarization", "qa", "math_reasoning", "rag"),
     }
     for name, parts in categories.items():
-        rows = [{"question_id": f"{part}{i}", "category": part, "turns": ["Hi."]} for part in parts for i in range(2)]
+        rows = [
+            {"question_id": f"{part}{i}", "category": part, "turns": ["Hi."]}
+            for part in parts
+            for i in range(2)
+        ]
         (tmp_path / "benches" / name).mkdir(parents=True)
         path = tmp_path / "benches" / name / "question.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -60,15 +66,21 @@ def test_every_experiment_is_a_sound_plan(name: str) -> None:
             for point in one.points(run):
                 tree = str(point.keys.get("tree"))
                 if papers.TREE_NAME.fullmatch(tree):
-                    assert named_tree(tree, 5, {int(tree[7:]): Tree.chain(1)} if "sparse" in tree else {}).size
+                    assert named_tree(
+                        tree, 5, {int(tree[7:]): Tree.chain(1)} if "sparse" in tree else {}
+                    ).size
                 counted = one.experiment.evaluations[point.evaluation].count
-                cfg = EvalConfig.model_validate({key: value for key, value in point.keys.items() if key != "tree"})
+                cfg = EvalConfig.model_validate(
+                    {key: value for key, value in point.keys.items() if key != "tree"}
+                )
                 assert not counted or cfg.acceptance == "greedy"
                 assert not set(cfg.ignored) - {"prompt_lookup", "exactness", "epsilon", "delta"}
                 assert load_questions(cfg.bench).questions
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith(("medusa", "kangaroo", "amphista"))])
+@pytest.mark.parametrize(
+    "name", [name for name in NAMES if name.startswith(("medusa", "kangaroo", "amphista"))]
+)
 def test_published_figures_stand_in_columns_of_the_table(name: str) -> None:
     experiment = read_experiment(name)
     titles = {column.title for column in experiment.columns}
@@ -77,7 +89,9 @@ def test_published_figures_stand_in_columns_of_the_table(name: str) -> None:
     assert all(set(row) <= titles for row in experiment.published.rows.values())
     assert {experiment.chart.y, experiment.chart.x or experiment.chart.y} <= titles
     assert all(set(column.mean_of) <= titles for column in experiment.columns)
-    assert all(run.after is None or run.after in experiment.runs for run in experiment.runs.values())
+    assert all(
+        run.after is None or run.after in experiment.runs for run in experiment.runs.values()
+    )
     assert f"| `{name}` |" in (papers.ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
 
 
@@ -91,7 +105,11 @@ def test_all_drafts_are_trained_on_the_same_tokens(name: str, prefix: str) -> No
         configs = [stage.load() for stage in one.stages(run)]
         assert sum(cfg.num_epochs for cfg in configs) == like.num_epochs
         for cfg in configs:
-            expected = {**{key: getattr(like, key) for key in SAME}, "seed": 7, "cache_hidden_states": False}
+            expected = {
+                **{key: getattr(like, key) for key in SAME},
+                "seed": 7,
+                "cache_hidden_states": False,
+            }
             assert {key: getattr(cfg, key) for key in SAME} == expected
             assert cfg.micro_batch_size * cfg.gradient_accumulation_steps == 8
         assert len({stage.directory for stage in one.stages(run)}) == len(configs)
@@ -104,7 +122,9 @@ def test_keys_of_the_command_line_replace_swept_ones() -> None:
     assert [point.keys.get("delta") for point in points[:4]] == [None, None, 0.1, 0.1414]
     assert {point.keys["bench"] for point in points} == {"tiny"}
     assert {point.keys.get("epsilon") for point in points[2:]} == {0.05}
-    assert len(list(plan("drafts", "--eval", "bench=tiny").points("medusa1"))) == 4  # three trees and one sampled
+    assert (
+        len(list(plan("drafts", "--eval", "bench=tiny").points("medusa1"))) == 4
+    )  # three trees and one sampled
 
 
 def test_columns_of_other_values_stay_empty_and_edits_make_other_runs(tmp_path: Path) -> None:
@@ -117,9 +137,12 @@ def test_columns_of_other_values_stay_empty_and_edits_make_other_runs(tmp_path: 
     path, directories = tmp_path / "edited_m1.yaml", set()
     for rate in (1e-3, 2e-3, 1e-3):
         path.write_text(
-            f"base_model: data/tiny\ndatasets: [{{path: data/selfdistill/tiny.jsonl}}]\nlearning_rate: {rate}\n"
+            "base_model: data/tiny\ndatasets: [{path:"
+            f" data/selfdistill/tiny.jsonl}}]\nlearning_rate: {rate}\n"
         )
-        (stage,) = plan("drafts", "--runs", "medusa1", "--configs", str(tmp_path / "edited")).stages("medusa1")
+        (stage,) = plan(
+            "drafts", "--runs", "medusa1", "--configs", str(tmp_path / "edited")
+        ).stages("medusa1")
         directories.add(stage.directory)
     assert len(directories) == 2
 
@@ -132,10 +155,14 @@ def test_runs_are_chosen_and_shared_by_their_settings() -> None:
     with pytest.raises(ConfigError, match="--runs nothing: not in medusa1"):
         plan("drafts", "--runs", "nothing")
     assert plan("medusa_table1").stages("medusa2") == plan("medusa_table2").stages("medusa2")
-    assert plan("medusa_table1", "--set", "seed=7").stages("medusa2") != plan("medusa_table2").stages("medusa2")
+    assert plan("medusa_table1", "--set", "seed=7").stages("medusa2") != plan(
+        "medusa_table2"
+    ).stages("medusa2")
     counted = plan("kangaroo_table2", "--counted")
     assert counted.names == ["kangaroo", "head", "mlp", "mlp-only"]  # Medusa is only timed
-    assert [counted.experiment.evaluations[point.evaluation].count for point in counted.points("head")] == [True]
+    assert [
+        counted.experiment.evaluations[point.evaluation].count for point in counted.points("head")
+    ] == [True]
     with pytest.raises(ConfigError, match="medusa_table1 measures depends on the clock"):
         plan("medusa_table1", "--counted")
     with pytest.raises(ConfigError, match="no such file"):
@@ -144,7 +171,9 @@ def test_runs_are_chosen_and_shared_by_their_settings() -> None:
 
 @pytest.mark.usefixtures("benches")
 def test_benches_of_some_categories_and_questions() -> None:
-    assert [question.question_id for question in load_questions("specbench@qa+rag:1").questions] == ["qa0", "rag0"]
+    assert [
+        question.question_id for question in load_questions("specbench@qa+rag:1").questions
+    ] == ["qa0", "rag0"]
     with pytest.raises(ConfigError, match="no questions; categories"):
         load_questions("mtbench@nothing")
     with pytest.raises(DataError):
@@ -159,27 +188,42 @@ def test_trees_by_name() -> None:
     assert max(tree.size for tree in random_trees) > 100
     for tree in random_trees:
         assert tree.size <= papers.MOST_NODES
-        widths = [len({path[depth] for path in tree.paths if len(path) > depth}) for depth in range(tree.max_depth)]
+        widths = [
+            len({path[depth] for path in tree.paths if len(path) > depth})
+            for depth in range(tree.max_depth)
+        ]
         assert tree == Tree.cartesian(widths)
 
 
 def fake(calls: list[list[str]], command: str, words: Sequence[str]) -> None:
-    """Write what the commands leave behind: two answers of five tokens, of which heads guess the first two."""
+    """Write what the commands leave behind: two answers of five tokens, of which heads guess the
+    first two.
+    """
     calls.append([command, *words])
     if command == "train":
         config, *overrides = [word for word in words if not word.startswith("resume_from")]
         run = Path(load_config(TrainConfig, Path(config), overrides).output_dir)
         run.mkdir(parents=True)
-        (run / "config.yaml").write_text("base_model: data/tiny\ndatasets: [{path: data/selfdistill/tiny.jsonl}]\n")
+        (run / "config.yaml").write_text(
+            "base_model: data/tiny\ndatasets: [{path: data/selfdistill/tiny.jsonl}]\n"
+        )
         (run / "metrics.jsonl").write_text(json.dumps({"kind": "train", "tokens": 800}) + "\n")
         return
     out = Path(next(word for word in words if word.startswith("output_dir=")).partition("=")[2])
     out.mkdir(parents=True)
-    overall = {"speedup": 1.5, "intervals": {"speedup": [1.25, 1.75]}, "acceleration_rate": 2.0, "answers": 2}
+    overall = {
+        "speedup": 1.5,
+        "intervals": {"speedup": [1.25, 1.75]},
+        "acceleration_rate": 2.0,
+        "answers": 2,
+    }
     overall |= {"looping_answers": 0, "head_accuracy": [[0.5] * 10] * 2}
     meta = {"tree_nodes": 4, "early_stop": 0.0, "decoding": {}}
     (out / "report.json").write_text(json.dumps({"meta": meta, "overall": overall}))
-    answers = [{"question_id": i, "turn": 1, "tokens": 5, "accepted": [1, 1], "loops": bool(i)} for i in (0, 1)]
+    answers = [
+        {"question_id": i, "turn": 1, "tokens": 5, "accepted": [1, 1], "loops": bool(i)}
+        for i in (0, 1)
+    ]
     (out / "answers.jsonl").write_text("".join(json.dumps(line) + "\n" for line in answers))
     ranks = [[0, 0, 2], [0, 2, -1], [2, -1, -1], [-1, -1, -1], [-1, -1, -1]]
     lines = [{"question_id": i, "turn": 1, "ranks": ranks} for i in (0, 1)]
@@ -222,22 +266,45 @@ def test_every_experiment_writes_its_page_and_repeats_nothing(
 
 @pytest.mark.usefixtures("benches")
 def test_steps_are_simulated_along_the_answers(tmp_path: Path, calls: list[list[str]]) -> None:
-    assert papers.main(["drafts", "--quick", "--runs", "medusa1", "amphista", "--out", str(tmp_path)]) == 0
+    assert (
+        papers.main(["drafts", "--quick", "--runs", "medusa1", "amphista", "--out", str(tmp_path)])
+        == 0
+    )
     rows = json.loads((tmp_path / "drafts.json").read_text())["rows"]
     cells = rows["Medusa-1, tiny:1"]  # in place of both benches
-    # chain: four tokens after the prefill's, in two steps: two guesses are accepted, then none; one answer loops
-    assert [cells[key] for key in ("chain", "without loops", "tokens trained on", "over")] == [2.0, 2.0, 800, None]
+    # chain: four tokens after the prefill's, in two steps: two guesses are accepted, then none; one
+    # answer loops
+    assert [cells[key] for key in ("chain", "without loops", "tokens trained on", "over")] == [
+        2.0,
+        2.0,
+        800,
+        None,
+    ]
     assert rows["Amphista, tiny:1"]["over"] == [1.0, 1.0, 1.0]
     assert len([words for words in calls if words[0] == "train"]) == 2
 
 
 def test_a_plan_estimates_by_shape_what_is_not_on_this_machine(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, calls: list[list[str]], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    calls: list[list[str]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[Sequence[str]] = []
     failed = SimpleNamespace(returncode=2, stderr="no such backbone on this machine")
-    monkeypatch.setattr(papers.subprocess, "run", lambda words, **options: asked.append(words) or failed)
-    words = ["medusa_table2", "--configs", "configs/vicuna7b", "--inspect", "--runs", "medusa1", "--out", str(tmp_path)]
+    monkeypatch.setattr(
+        papers.subprocess, "run", lambda words, **options: asked.append(words) or failed
+    )
+    words = [
+        "medusa_table2",
+        "--configs",
+        "configs/vicuna7b",
+        "--inspect",
+        "--runs",
+        "medusa1",
+        "--out",
+        str(tmp_path),
+    ]
     assert papers.main(words) == 0
     shown = capsys.readouterr().out
     assert "medusa1: 1 evaluations, 1 points" in shown

@@ -10,10 +10,14 @@ import selfdistill
 from tests.evaluation.tiny_model import write_backbone
 
 
-def test_forced_tokens_are_counted_beside_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forced_tokens_are_counted_beside_vllm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = write_backbone(tmp_path / "backbone")
     questions = tmp_path / "questions.jsonl"
-    questions.write_text("".join(json.dumps({"turns": [f"question {n}", "more?"]}) + "\n" for n in range(6)))
+    questions.write_text(
+        "".join(json.dumps({"turns": [f"question {n}", "more?"]}) + "\n" for n in range(6))
+    )
     calls: list[tuple[int, bool]] = []
 
     def rate(paths: object, prompts: list, tokens: int, batch: int, compiled: bool) -> tuple:
@@ -26,7 +30,10 @@ def test_forced_tokens_are_counted_beside_vllm(tmp_path: Path, monkeypatch: pyte
     flags += ["--questions", str(questions), "--out", str(tmp_path)]
     assert selfdistill.main(flags) == 0
     assert "vLLM" not in json.loads((tmp_path / "selfdistill.json").read_text())["rates"]
-    fake = "import json, sys; n = len(json.load(open(sys.argv[2]))); print('RESULT', [2.0, n * int(sys.argv[3])])"
+    fake = (
+        "import json, sys; n = len(json.load(open(sys.argv[2]))); print('RESULT', [2.0, n *"
+        " int(sys.argv[3])])"
+    )
     monkeypatch.setattr(selfdistill, "VLLM_SCRIPT", fake)
     assert selfdistill.main([*flags, "--prompts", "4", "--vllm", sys.executable]) == 0
     assert calls == 2 * [(1, False), (1, True), (4, False), (4, True)]

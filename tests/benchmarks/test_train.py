@@ -1,4 +1,6 @@
-"""Training costs: both methods compute one loss, steps train, what does not fit is a result, and the tables add up."""
+"""Training costs: both methods compute one loss, steps train, what does not fit is a result, and
+the tables add up.
+"""
 
 from dataclasses import replace
 
@@ -28,7 +30,9 @@ def test_the_small_stand_in_for_7b_is_measured(what: str) -> None:
 
 
 def test_parts_name_their_cases() -> None:
-    pairs = train.case_pairs(train.parse_arguments(["--parts", "shape7b", "compiled7b", "--sequences", "64"]))
+    pairs = train.case_pairs(
+        train.parse_arguments(["--parts", "shape7b", "compiled7b", "--sequences", "64"])
+    )
     assert [case.method for (case,) in pairs if case.what == "shape1"] == ["ours", "compiled"]
 
 

@@ -1,4 +1,6 @@
-"""The run directory of a random backbone that evaluation is tested with, for finding and loading it here."""
+"""The run directory of a random backbone that evaluation is tested with, for finding and loading it
+here.
+"""
 
 from tests.evaluation.conftest import backbone_dir, run_dir
 

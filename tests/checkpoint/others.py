@@ -16,7 +16,9 @@ D, V = 6, 11
 BACKBONE = {"model.embed_tokens.weight": torch.ones(V, D), "lm_head.weight": torch.ones(V, D)}
 
 
-def reference_tensors(heads: int = 3, blocks: int = 1, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+def reference_tensors(
+    heads: int = 3, blocks: int = 1, dtype: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
     """Random heads under the public code's names."""
     generator = torch.Generator().manual_seed(heads * 10 + blocks)
 
@@ -38,7 +40,9 @@ def vllm_tensors(heads: int = 3, blocks: int = 1) -> dict[str, Tensor]:
     for name, tensor in reference_tensors(heads, blocks).items():
         head, block, *rest = name.split(".")
         linear = rest[0] == "linear"
-        names[f"blocks.{head}.layers.{block}.{rest[1]}" if linear else f"lm_heads.{head}.weight"] = tensor
+        names[
+            f"blocks.{head}.layers.{block}.{rest[1]}" if linear else f"lm_heads.{head}.weight"
+        ] = tensor
     return names
 
 
@@ -57,7 +61,9 @@ def vllm_config(heads: int = 3, blocks: int = 1, **keys: object) -> dict[str, ob
     }
 
 
-def write(directory: Path, tensors: dict[str, Tensor], config: dict[str, object], name: str) -> Path:
+def write(
+    directory: Path, tensors: dict[str, Tensor], config: dict[str, object], name: str
+) -> Path:
     """A directory with one safetensors file called `name` and a config.json."""
     directory.mkdir(parents=True, exist_ok=True)
     save_file(tensors, str(directory / name), metadata={"format": "pt"})

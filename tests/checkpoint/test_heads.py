@@ -51,7 +51,9 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
-def trained(backbone: Backbone, num_heads: int = 3, num_layers: int = 1, seed: int = 0, **settings: Any) -> MedusaDraft:
+def trained(
+    backbone: Backbone, num_heads: int = 3, num_layers: int = 1, seed: int = 0, **settings: Any
+) -> MedusaDraft:
     """Heads that are no longer what they started as."""
     draft = MedusaDraft.from_backbone(backbone, num_heads, num_layers, **settings)
     generator = torch.Generator().manual_seed(seed)
@@ -67,9 +69,13 @@ def assert_same(left: Draft, right: Draft) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("family", ["llama", "gemma2", "llama-bias-tied"])  # with a soft cap, with a bias
+@pytest.mark.parametrize(
+    "family", ["llama", "gemma2", "llama-bias-tied"]
+)  # with a soft cap, with a bias
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_round_trip_is_bit_exact(tmp_path: Path, family: str, form: str, dtype: torch.dtype) -> None:
+def test_round_trip_is_bit_exact(
+    tmp_path: Path, family: str, form: str, dtype: torch.dtype
+) -> None:
     backbone = random_backbone(family, dtype=dtype)
     draft = trained(backbone, **FORMS[form])
     save_draft(draft, tmp_path, "some/model")
@@ -80,7 +86,10 @@ def test_round_trip_is_bit_exact(tmp_path: Path, family: str, form: str, dtype: 
     states = torch.randn(4, backbone.hidden_size, dtype=dtype)
     if "markov" not in form:
         assert torch.equal(loaded.head_logits(states, 3), draft.head_logits(states, 3))
-    config, names = json.loads((tmp_path / HEADS_CONFIG).read_text()), set(load_file(tmp_path / SAFETENSORS))
+    config, names = (
+        json.loads((tmp_path / HEADS_CONFIG).read_text()),
+        set(load_file(tmp_path / SAFETENSORS)),
+    )
     if "reduced" in form:
         assert (config["medusa_vocab_size"], config["vocab_size"]) == (8, 61)
     assert config.get("medusa_markov_rank", 0) == (4 if "markov" in form else 0)
@@ -95,17 +104,25 @@ def test_files_and_config_are_the_reference_s(tmp_path: Path, backbone: Backbone
         "medusa_num_layers": 1,
         "base_model_name_or_path": "some/model",
     }
-    shapes = {name: list(tensor.shape) for name, tensor in load_file(tmp_path / SAFETENSORS).items()}
+    shapes = {
+        name: list(tensor.shape) for name, tensor in load_file(tmp_path / SAFETENSORS).items()
+    }
     d, v = backbone.hidden_size, backbone.vocab_size
     assert shapes == {
         f"{i}.{name}": shape
         for i in range(2)
-        for name, shape in {"0.linear.weight": [d, d], "0.linear.bias": [d], "1.weight": [v, d]}.items()
+        for name, shape in {
+            "0.linear.weight": [d, d],
+            "0.linear.bias": [d],
+            "1.weight": [v, d],
+        }.items()
     }
 
 
 @pytest.mark.parametrize("with_config", [True, False])
-def test_the_public_code_s_pt_file_is_read(tmp_path: Path, backbone: Backbone, with_config: bool) -> None:
+def test_the_public_code_s_pt_file_is_read(
+    tmp_path: Path, backbone: Backbone, with_config: bool
+) -> None:
     draft = trained(backbone, 5)
     write_heads(read_heads(save_draft(draft, tmp_path, "m")), tmp_path, pickled=True)
     (tmp_path / SAFETENSORS).unlink()
@@ -129,7 +146,10 @@ class Hostile:
 def test_a_hostile_pickle_is_refused_and_does_nothing(tmp_path: Path, file: str) -> None:
     trap = tmp_path / "trap"
     (tmp_path / HEADS_CONFIG).write_text('{"medusa_num_heads": 2}')
-    torch.save({"medusa_head.0.0.linear.weight": torch.zeros(2, 2), "medusa_head.x": Hostile(trap)}, tmp_path / file)
+    torch.save(
+        {"medusa_head.0.0.linear.weight": torch.zeros(2, 2), "medusa_head.x": Hostile(trap)},
+        tmp_path / file,
+    )
     with pytest.raises(CheckpointError, match="refused") as caught:
         read_heads(tmp_path)
     assert str(tmp_path / file) in str(caught.value)
@@ -149,12 +169,18 @@ def test_a_damaged_file_is_named(tmp_path: Path, content: bytes, name: str) -> N
 
 
 def test_heads_for_another_backbone(tmp_path: Path, backbone: Backbone) -> None:
-    save_draft(MedusaDraft(backbone.hidden_size, backbone.vocab_size + 3, 2, 1), tmp_path, "the/right-one")
+    save_draft(
+        MedusaDraft(backbone.hidden_size, backbone.vocab_size + 3, 2, 1), tmp_path, "the/right-one"
+    )
     with pytest.raises(CheckpointError, match="the/right-one"):
         load_draft(tmp_path, backbone)
     wider = random_backbone("llama", dtype=torch.float32, vocab_size=80)
-    save_draft(DRAFTS["hydra"].from_backbone(wider, num_heads=1), tmp_path / "hydra", "the/right-one")
-    with pytest.raises(CheckpointError, match=r"\(size mismatch for lm_heads.0.weight: .*the/right-one"):
+    save_draft(
+        DRAFTS["hydra"].from_backbone(wider, num_heads=1), tmp_path / "hydra", "the/right-one"
+    )
+    with pytest.raises(
+        CheckpointError, match=r"\(size mismatch for lm_heads.0.weight: .*the/right-one"
+    ):
         load_draft(tmp_path / "hydra", backbone)
 
 
@@ -168,7 +194,9 @@ def test_a_failing_write_keeps_the_old_heads(tmp_path: Path, backbone: Backbone)
 
 
 def test_read_accepts_files_that_others_wrote(tmp_path: Path, backbone: Backbone) -> None:
-    """The public trainer shares one block among layers, so its file holds equal tensors under several names."""
+    """The public trainer shares one block among layers, so its file holds equal tensors under
+    several names.
+    """
     d, v = backbone.hidden_size, backbone.vocab_size
     block, bias = torch.randn(d, d), torch.randn(d)
     tensors = {f"0.{j}.linear.weight": block.clone() for j in range(2)}
@@ -180,12 +208,19 @@ def test_read_accepts_files_that_others_wrote(tmp_path: Path, backbone: Backbone
 
 
 #: Of a Medusa-2 full model; published configs understate the number of heads.
-MODEL_CONFIG: dict[str, object] = {"model_type": "llama", "medusa_num_heads": 2, "medusa_num_layers": 1}
+MODEL_CONFIG: dict[str, object] = {
+    "model_type": "llama",
+    "medusa_num_heads": 2,
+    "medusa_num_layers": 1,
+}
 
 
 def full_model(directory: Path, form: str, prefix: str = "medusa_head.") -> Path:
     """A Medusa-2 full model: one file or shards, safetensors or pickled."""
-    everything = {**BACKBONE, **{prefix + name: tensor for name, tensor in reference_tensors(5).items()}}
+    everything = {
+        **BACKBONE,
+        **{prefix + name: tensor for name, tensor in reference_tensors(5).items()},
+    }
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(MODEL_CONFIG))
     if form == "safetensors":
@@ -193,14 +228,18 @@ def full_model(directory: Path, form: str, prefix: str = "medusa_head.") -> Path
     elif form == "bin":
         torch.save(everything, directory / "pytorch_model.bin")
     else:
-        stem, suffix = ("model", "safetensors") if form == "safetensors shards" else ("pytorch_model", "bin")
+        stem, suffix = (
+            ("model", "safetensors") if form == "safetensors shards" else ("pytorch_model", "bin")
+        )
         names = list(everything)
         parts = [names[:1], names[1:7], names[7:]]  # the first holds no head at all
         where = {}
         for number, part in enumerate(parts, start=1):
             file = f"{stem}-{number:05}-of-00003.{suffix}"
             chosen = {name: everything[name] for name in part}
-            save_file(chosen, str(directory / file)) if suffix != "bin" else torch.save(chosen, directory / file)
+            save_file(chosen, str(directory / file)) if suffix != "bin" else torch.save(
+                chosen, directory / file
+            )
             where |= dict.fromkeys(part, file)
         (directory / f"{stem}.{suffix}.index.json").write_text(json.dumps({"weight_map": where}))
         (directory / f"{stem}-00001-of-00003.{suffix}").write_bytes(b"is not read")

@@ -18,7 +18,9 @@ from tests.evaluation.tiny_model import write_run
 
 def test_heads_over_four_bits_are_loaded_over_four_bits(run_dir: Path) -> None:
     pytest.importorskip("bitsandbytes")
-    subject = load_with_draft(replace(resolve_model(str(run_dir), None, None), quantization="nf4"), "float32")
+    subject = load_with_draft(
+        replace(resolve_model(str(run_dir), None, None), quantization="nf4"), "float32"
+    )
     assert subject.backbone.model.is_quantized
     assert subject.draft is not None
     assert subject.draft.num_heads == 3
@@ -54,12 +56,20 @@ def test_the_compile_cache_is_in_the_run_or_in_the_users_directory(
 
 
 def test_dynamic_trees_take_the_place_of_the_fixed_one(run_dir: Path, tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", Path(resolve_model(str(run_dir), None, None).base_model), draft="eagle3")
+    run = write_run(
+        tmp_path / "run", Path(resolve_model(str(run_dir), None, None).base_model), draft="eagle3"
+    )
     for tree, size in (("dynamic", Limits(6, 2)), ("dynamic:9x3", Limits(9, 3))):
         loaded = load_with_draft(resolve_model(str(run), None, tree), "float32")
         assert isinstance(loaded.proposer, Eagle3Draft)
         assert isinstance(loaded.draft, Eagle3Draft)
-        assert (loaded.proposer.dynamic, loaded.draft.dynamic, loaded.fixed_proposer) == (size, None, loaded.draft)
+        assert (loaded.proposer.dynamic, loaded.draft.dynamic, loaded.fixed_proposer) == (
+            size,
+            None,
+            loaded.draft,
+        )
     prompts = ("Say ay.", "Say oh.")
     fixed, chosen = load(run, dtype="float32"), load(run, tree="dynamic", dtype="float32")
-    assert [chosen.generate(p, 24, raw=True) for p in prompts] == [fixed.generate(p, 24, raw=True) for p in prompts]
+    assert [chosen.generate(p, 24, raw=True) for p in prompts] == [
+        fixed.generate(p, 24, raw=True) for p in prompts
+    ]

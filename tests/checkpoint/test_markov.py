@@ -14,7 +14,9 @@ from tests.families import random_backbone
 
 
 def draft() -> MedusaDraft:
-    return MedusaDraft.from_backbone(random_backbone("llama", dtype=torch.float32), 3, markov_rank=4)
+    return MedusaDraft.from_backbone(
+        random_backbone("llama", dtype=torch.float32), 3, markov_rank=4
+    )
 
 
 def tensors(**changed: Tensor | None) -> dict[str, Tensor]:
@@ -29,10 +31,22 @@ def tensors(**changed: Tensor | None) -> dict[str, Tensor]:
     [
         ({"markov__embedding__weight": None}, r"incomplete, markov\.embedding\.weight missing"),
         ({"markov__output__weight": None}, r"incomplete, markov\.output\.weight missing"),
-        ({"markov__output__bias": torch.zeros(61)}, r"markov\.output\.bias is not a weight of Medusa heads"),
-        ({"markov__output__weight": torch.zeros(61, 5)}, r"markov\.output\.weight is \[61, 5\], expected \[61, 4\]"),
-        ({"markov__output__weight": torch.zeros(61)}, r"markov\.output\.weight is \[61\], expected \[61, 4\]"),
-        ({"markov__embedding__weight": torch.zeros(60, 4)}, r"\.embedding\.weight is \[60, 4\], expected \[61, 4\]"),
+        (
+            {"markov__output__bias": torch.zeros(61)},
+            r"markov\.output\.bias is not a weight of Medusa heads",
+        ),
+        (
+            {"markov__output__weight": torch.zeros(61, 5)},
+            r"markov\.output\.weight is \[61, 5\], expected \[61, 4\]",
+        ),
+        (
+            {"markov__output__weight": torch.zeros(61)},
+            r"markov\.output\.weight is \[61\], expected \[61, 4\]",
+        ),
+        (
+            {"markov__embedding__weight": torch.zeros(60, 4)},
+            r"\.embedding\.weight is \[60, 4\], expected \[61, 4\]",
+        ),
     ],
 )
 def test_what_does_not_fit_is_named(changed: dict[str, Tensor | None], words: str) -> None:

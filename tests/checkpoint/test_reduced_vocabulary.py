@@ -8,7 +8,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from medusa_train.checkpoint.heads import VLLM_WEIGHTS, load_draft, read_heads, save_draft, write_heads, write_weights
+from medusa_train.checkpoint.heads import (
+    VLLM_WEIGHTS,
+    load_draft,
+    read_heads,
+    save_draft,
+    write_heads,
+    write_weights,
+)
 from medusa_train.checkpoint.reference_layout import from_reference
 from medusa_train.checkpoint.resolve import DRAFT
 from medusa_train.checkpoint.server_layouts import expand_rows, from_vllm, to_vllm
@@ -25,7 +32,9 @@ KEPT = torch.tensor([40, 3, 9, 21, 60, 5, 33, 0])
 
 def draft(*, share: bool, dtype: torch.dtype = torch.float32) -> MedusaDraft:
     backbone = random_backbone("llama", dtype=dtype)
-    original = MedusaDraft.from_backbone(backbone, 3, 2, share_lm_head=share, vocab_size=8, token_map=KEPT)
+    original = MedusaDraft.from_backbone(
+        backbone, 3, 2, share_lm_head=share, vocab_size=8, token_map=KEPT
+    )
     torch.manual_seed(0)
     with torch.no_grad():
         for parameter in original.parameters():
@@ -35,14 +44,18 @@ def draft(*, share: bool, dtype: torch.dtype = torch.float32) -> MedusaDraft:
 
 def reduced(**more: Tensor | None) -> dict[str, Tensor]:
     """vLLM's tensors with the first four rows of each matrix, for tokens of some numbers."""
-    tensors = {name: t[:4] if name.startswith("lm_heads") else t for name, t in vllm_tensors().items()}
+    tensors = {
+        name: t[:4] if name.startswith("lm_heads") else t for name, t in vllm_tensors().items()
+    }
     tensors["token_map"] = torch.tensor([10, 2, 0, 7])
     return {name: t for name, t in {**tensors, **more}.items() if t is not None}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["hydra", "amphista"])
-def test_other_drafts_are_the_same_once_saved_and_loaded(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
+def test_other_drafts_are_the_same_once_saved_and_loaded(
+    tmp_path: Path, kind: str, dtype: torch.dtype
+) -> None:
     backbone = random_backbone("llama", dtype=dtype)
     original = DRAFTS[kind].from_backbone(backbone, num_heads=2, vocab_size=8, token_map=KEPT)
     save_draft(original, tmp_path, "m")
@@ -57,18 +70,32 @@ def test_other_drafts_are_the_same_once_saved_and_loaded(tmp_path: Path, kind: s
     ("token_map", "words"),
     [
         (None, "token_map is missing, but .*config.json has vocab_size"),
-        (torch.arange(54, 62), r"token_map has the token 61, the backbone 61 tokens.*\(some/model\)"),
+        (
+            torch.arange(54, 62),
+            r"token_map has the token 61, the backbone 61 tokens.*\(some/model\)",
+        ),
         (torch.tensor([0, 1, 2, 3, 4, 5, 6, 6]), "duplicate or negative token ids"),
         (torch.tensor([0, 1, 2, 3, 4, 5, 6, -1]), "duplicate or negative token ids"),
         (torch.arange(8).view(2, 4), "not a list of token ids"),
         (torch.arange(7), "7 tokens for matrices of 8 rows"),
     ],
 )
-def test_a_broken_token_map_of_other_drafts_is_named(tmp_path: Path, token_map: Tensor | None, words: str) -> None:
-    backbone, settings = random_backbone("llama", dtype=torch.float32), {"vocab_size": 8, "token_map": KEPT}
-    save_draft(DRAFTS["hydra"].from_backbone(backbone, num_heads=1, **settings), tmp_path, "some/model")
-    tensors = {name: tensor for name, tensor in load_file(tmp_path / DRAFT).items() if name != "token_map"}
-    save_file(tensors if token_map is None else {**tensors, "token_map": token_map}, tmp_path / DRAFT)
+def test_a_broken_token_map_of_other_drafts_is_named(
+    tmp_path: Path, token_map: Tensor | None, words: str
+) -> None:
+    backbone, settings = (
+        random_backbone("llama", dtype=torch.float32),
+        {"vocab_size": 8, "token_map": KEPT},
+    )
+    save_draft(
+        DRAFTS["hydra"].from_backbone(backbone, num_heads=1, **settings), tmp_path, "some/model"
+    )
+    tensors = {
+        name: tensor for name, tensor in load_file(tmp_path / DRAFT).items() if name != "token_map"
+    }
+    save_file(
+        tensors if token_map is None else {**tensors, "token_map": token_map}, tmp_path / DRAFT
+    )
     with pytest.raises(CheckpointError, match=words) as caught:
         load_draft(tmp_path, backbone)
     assert DRAFT in str(caught.value)
@@ -76,10 +103,16 @@ def test_a_broken_token_map_of_other_drafts_is_named(tmp_path: Path, token_map: 
 
 def test_a_vocabulary_of_another_size_than_the_config_says_is_named(tmp_path: Path) -> None:
     backbone = random_backbone("llama", dtype=torch.float32)
-    save_draft(DRAFTS["hydra"].from_backbone(backbone, num_heads=1, vocab_size=8, token_map=KEPT), tmp_path, "m")
+    save_draft(
+        DRAFTS["hydra"].from_backbone(backbone, num_heads=1, vocab_size=8, token_map=KEPT),
+        tmp_path,
+        "m",
+    )
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 9}))
-    with pytest.raises(CheckpointError, match="heads over 9 tokens need a token_map of that length"):
+    with pytest.raises(
+        CheckpointError, match="heads over 9 tokens need a token_map of that length"
+    ):
         load_draft(tmp_path, backbone)
 
 
@@ -89,11 +122,17 @@ def test_ours_vllm_ours_is_equal_to_the_bit(tmp_path: Path, share: bool) -> None
     heads = read_heads(save_draft(original, tmp_path / "ours", "m"))
     tensors, config = to_vllm(heads, backbone.output_embeddings.weight if share else None)
     write_weights(tmp_path / "vllm", VLLM_WEIGHTS, tensors, config)
-    assert (config["vocab_size"], config["truncated_vocab_size"], config["medusa_vocab_size"]) == (61, 61, 8)
+    assert (config["vocab_size"], config["truncated_vocab_size"], config["medusa_vocab_size"]) == (
+        61,
+        61,
+        8,
+    )
     assert torch.equal(tensors["token_map"], KEPT)
     assert loader_problems(tensors, config) == []
     if share:
-        assert torch.equal(tensors["lm_heads.0.weight"][KEPT], backbone.output_embeddings.weight[KEPT])
+        assert torch.equal(
+            tensors["lm_heads.0.weight"][KEPT], backbone.output_embeddings.weight[KEPT]
+        )
     again = read_heads(tmp_path / "vllm")
     assert (again.shared, again.vocab_size) == (share, 61)
     write_heads(again, tmp_path / "last")
@@ -113,7 +152,12 @@ def test_expanded_matrices_draft_the_same_tokens(dtype: torch.dtype, offset: flo
     chosen = (states @ expanded.T).argmax(-1)
     assert set(chosen.tolist()) <= set(KEPT.tolist())
     best = states @ matrix.T  # two kept tokens may tie in bfloat16: then either is right
-    assert bool((best.gather(1, (chosen[:, None] == KEPT).nonzero()[:, 1:]) == best.max(-1, keepdim=True).values).all())
+    assert bool(
+        (
+            best.gather(1, (chosen[:, None] == KEPT).nonzero()[:, 1:])
+            == best.max(-1, keepdim=True).values
+        ).all()
+    )
 
 
 @pytest.mark.parametrize("size", [None, 4])
@@ -142,7 +186,10 @@ def test_a_token_map_that_vllm_ignores_is_ignored() -> None:
     [
         (reduced(token_map=None), "there is no token_map"),
         (reduced(token_map=torch.arange(3)), "token_map has 3"),
-        (reduced(**{f"lm_heads.{i}.weight": torch.zeros(3, D) for i in range(3)}), "4 tokens for matrices of 3 rows"),
+        (
+            reduced(**{f"lm_heads.{i}.weight": torch.zeros(3, D) for i in range(3)}),
+            "4 tokens for matrices of 3 rows",
+        ),
     ],
 )
 def test_what_does_not_fit_is_named(tensors: dict[str, Tensor], words: str) -> None:

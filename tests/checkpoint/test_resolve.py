@@ -9,10 +9,23 @@ from pathlib import Path
 import pytest
 
 from medusa_train.checkpoint.heads import read_heads
-from medusa_train.checkpoint.resolve import MERGED_CARD, ModelPaths, find_heads, newest_run, resolve_model
+from medusa_train.checkpoint.resolve import (
+    MERGED_CARD,
+    ModelPaths,
+    find_heads,
+    newest_run,
+    resolve_model,
+)
 from medusa_train.config.drafts import LookupChoice
 from medusa_train.errors import BackboneError, CheckpointError
-from tests.checkpoint.others import BACKBONE, fake_run, reference_tensors, vllm_config, vllm_tensors, write
+from tests.checkpoint.others import (
+    BACKBONE,
+    fake_run,
+    reference_tensors,
+    vllm_config,
+    vllm_tensors,
+    write,
+)
 
 
 def test_the_newest_run_is_the_one_whose_heads_were_written_last(tmp_path: Path) -> None:
@@ -34,9 +47,15 @@ def test_no_model_takes_the_newest_run_below_the_current_directory(
 
 
 def test_a_run_gives_backbone_heads_tree_and_template(tmp_path: Path) -> None:
-    run = fake_run(tmp_path / "run", chat_template="chatml", chat_template_kwargs={"enable_thinking": False})
+    run = fake_run(
+        tmp_path / "run", chat_template="chatml", chat_template_kwargs={"enable_thinking": False}
+    )
     paths = resolve_model(str(run), None, None)
-    assert (paths.base_model, paths.heads, paths.tree) == ("some/model", run / "heads", run / "tree.json")
+    assert (paths.base_model, paths.heads, paths.tree) == (
+        "some/model",
+        run / "heads",
+        run / "tree.json",
+    )
     assert (paths.home, paths.chat_template) == (run, "chatml")
     assert paths.chat_template_kwargs == {"enable_thinking": False}
     assert resolve_model(str(run), "other/model", None).base_model == "other/model"
@@ -78,7 +97,9 @@ def test_heads_are_measured_over_the_backbone_that_they_were_trained_over(
     assert (theirs.adapter, theirs.quantization) == (None, None)
     (run / "model").mkdir()
     (run / "model" / "config.json").write_text("{}")
-    assert resolve_model(str(run), None, None).quantization is None  # a backbone that the run itself trained
+    assert (
+        resolve_model(str(run), None, None).quantization is None
+    )  # a backbone that the run itself trained
 
 
 def test_heads_alone_name_their_backbone_in_config_json(tmp_path: Path) -> None:
@@ -113,7 +134,9 @@ def test_layouts_are_recognized_by_their_files(tmp_path: Path) -> None:
 def test_a_directory_without_heads_has_no_layout(tmp_path: Path, content: bytes) -> None:
     assert find_heads(tmp_path).layout is None
     assert find_heads(tmp_path / "absent").layout is None
-    backbone = write(tmp_path / "model", dict(BACKBONE), {"model_type": "llama"}, "model.safetensors")
+    backbone = write(
+        tmp_path / "model", dict(BACKBONE), {"model_type": "llama"}, "model.safetensors"
+    )
     assert find_heads(backbone).layout is None
     with pytest.raises(CheckpointError, match="no Medusa heads here"):
         read_heads(backbone)
@@ -123,7 +146,9 @@ def test_a_directory_without_heads_has_no_layout(tmp_path: Path, content: bytes)
     assert find_heads(backbone).layout is None
 
 
-def test_a_backbone_path_that_does_not_exist_is_refused_where_the_backbone_is_needed(tmp_path: Path) -> None:
+def test_a_backbone_path_that_does_not_exist_is_refused_where_the_backbone_is_needed(
+    tmp_path: Path,
+) -> None:
     missing = str(tmp_path / "moved")
     run = str(fake_run(tmp_path / "run", base_model=missing))
     with pytest.raises(BackboneError, match=r"no such directory.*--base-model"):
@@ -138,10 +163,28 @@ def test_a_backbone_path_that_does_not_exist_is_refused_where_the_backbone_is_ne
     ("code", "message"),
     [
         ("import medusa_train; medusa_train.load('absent')", "model 'absent': no such directory"),
-        ("import medusa_train; medusa_train.load(base_model='./absent')", "base_model ./absent: no such directory"),
-        ("from medusa_train.cli.export import app; app(['absent'], standalone_mode=False)", "model 'absent'"),
-        ("from medusa_train.cli.evaluate import app; app(['--model=absent'], standalone_mode=False)", "model 'absent'"),
-        ("from medusa_train.cli.selfdistill import app; app(['limitt=2'], standalone_mode=False)", "mean limit"),
+        (
+            "import medusa_train; medusa_train.load(base_model='./absent')",
+            "base_model ./absent: no such directory",
+        ),
+        (
+            "from medusa_train.cli.export import app; app(['absent'], standalone_mode=False)",
+            "model 'absent'",
+        ),
+        (
+            (
+                "from medusa_train.cli.evaluate import app; app(['--model=absent'],"
+                " standalone_mode=False)"
+            ),
+            "model 'absent'",
+        ),
+        (
+            (
+                "from medusa_train.cli.selfdistill import app; app(['limitt=2'],"
+                " standalone_mode=False)"
+            ),
+            "mean limit",
+        ),
     ],
 )
 def test_a_wrong_path_is_refused_before_torch_is_imported(code: str, message: str) -> None:
@@ -153,11 +196,15 @@ except BaseException as error:
     print(error)
 assert "torch" not in sys.modules and "transformers" not in sys.modules
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert message in done.stdout + done.stderr
 
 
-def test_a_draft_without_training_takes_the_place_of_the_heads_or_joins_them(tmp_path: Path) -> None:
+def test_a_draft_without_training_takes_the_place_of_the_heads_or_joins_them(
+    tmp_path: Path,
+) -> None:
     run = fake_run(tmp_path / "run", chat_template="chatml")
 
     def resolve(draft: str, model: Path | None = run) -> ModelPaths:
@@ -166,7 +213,12 @@ def test_a_draft_without_training_takes_the_place_of_the_heads_or_joins_them(tmp
         return resolve_model(None if model is None else str(model), base, None, lookup=lookup)
 
     alone = resolve("prompt_lookup")
-    assert (alone.heads, alone.tree, alone.chat_template, alone.has_draft) == (None, None, "chatml", True)
+    assert (alone.heads, alone.tree, alone.chat_template, alone.has_draft) == (
+        None,
+        None,
+        "chatml",
+        True,
+    )
     assert resolve("medusa+prompt_lookup").heads == run / "heads"
     assert resolve("prompt_lookup", None).home.name == "model"
     (tmp_path / "a" / "export" / "merged").mkdir(parents=True)
@@ -184,14 +236,18 @@ def test_dynamic_trees_need_an_eagle3_draft(tmp_path: Path) -> None:
     assert resolve_model(str(run), None, "dynamic", lookup=lookup).tree_mode == "fixed"
     with pytest.raises(CheckpointError, match="some/model has no heads"):
         resolve_model(None, "some/model", "dynamic")
-    with pytest.raises(CheckpointError, match=r"tree dynamic:9x3: needs eagle3, but .*heads is medusa; use"):
+    with pytest.raises(
+        CheckpointError, match=r"tree dynamic:9x3: needs eagle3, but .*heads is medusa; use"
+    ):
         resolve_model(str(run), None, "dynamic:9x3")
     shutil.rmtree(run / "heads")
     write(run / "heads", {}, {"draft": "eagle3"}, "draft.safetensors")
     for tree in ("dynamic", "dynamic:9x3", "fixed", None):
         paths = resolve_model(str(run), None, tree)
         assert (paths.tree, paths.tree_mode) == (run / "tree.json", tree or "fixed")
-    with pytest.raises(CheckpointError, match="'dynamic:0x3': no such file, nor fixed, none, dynamic, "):
+    with pytest.raises(
+        CheckpointError, match="'dynamic:0x3': no such file, nor fixed, none, dynamic, "
+    ):
         resolve_model(str(run), None, "dynamic:0x3")
 
 
@@ -199,7 +255,9 @@ def test_a_threshold_needs_heads_that_stop_drafting(tmp_path: Path) -> None:
     run = fake_run(tmp_path / "run")
     assert resolve_model(str(run), None, None).threshold is None
     for name, base in ((str(run), None), (None, "some/model")):
-        with pytest.raises(CheckpointError, match=r"stops the drafting of Kangaroo, but .* has (medusa|no heads)"):
+        with pytest.raises(
+            CheckpointError, match=r"stops the drafting of Kangaroo, but .* has (medusa|no heads)"
+        ):
             resolve_model(name, base, None, threshold=0.5)
     (run / "heads" / "draft.safetensors").touch()
     (run / "heads" / "config.json").write_text('{"draft": "kangaroo"}', encoding="utf-8")

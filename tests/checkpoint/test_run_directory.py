@@ -1,11 +1,18 @@
-"""The run directory: where one may be, and what a failed write leaves of it. (Whole runs: test_run.py.)"""
+"""The run directory: where one may be, and what a failed write leaves of it. (Whole runs:
+test_run.py.)
+"""
 
 import os
 from pathlib import Path
 
 import pytest
 
-from medusa_train.checkpoint.run_directory import RUN_FILES, check_output_dir, prepare_output_dir, write_config
+from medusa_train.checkpoint.run_directory import (
+    RUN_FILES,
+    check_output_dir,
+    prepare_output_dir,
+    write_config,
+)
 from medusa_train.config.load import load_config
 from medusa_train.config.schema import TrainConfig
 from medusa_train.errors import CheckpointError, ConfigError
@@ -28,7 +35,9 @@ def test_a_directory_without_permission_is_named_before_anything_loads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Path] = []
-    monkeypatch.setattr(os, "access", lambda path, mode: asked.append(path))  # root may write anywhere
+    monkeypatch.setattr(
+        os, "access", lambda path, mode: asked.append(path)
+    )  # root may write anywhere
     with pytest.raises(ConfigError, match=f"output_dir: {tmp_path} cannot be written to"):
         check_output_dir(config(tmp_path / "runs" / "mine"))
     assert asked == [tmp_path]  # the nearest one that is there
@@ -44,7 +53,9 @@ def test_resuming_without_a_checkpoint_and_overwriting_delete_no_results(tmp_pat
     (tmp_path / "checkpoints").mkdir()  # which a run that was killed at once leaves
     check_output_dir(config(tmp_path, overwrite_output_dir=True))
     with pytest.raises(ConfigError, match="would delete the backbone, base_model"):
-        check_output_dir(config(tmp_path, base_model=str(tmp_path / "model"), overwrite_output_dir=True))
+        check_output_dir(
+            config(tmp_path, base_model=str(tmp_path / "model"), overwrite_output_dir=True)
+        )
     with pytest.raises(ConfigError, match="would delete the heads of lora_model_dir"):
         check_output_dir(config(tmp_path, overwrite_output_dir=True, lora_model_dir=str(tmp_path)))
 
@@ -60,7 +71,12 @@ def test_a_name_that_no_directory_can_have_is_a_message(tmp_path: Path) -> None:
 
 def test_a_failed_write_of_the_config_leaves_the_earlier_one(tmp_path: Path) -> None:
     write_config(config(tmp_path, seed=7), tmp_path)
-    with full_disk(100), pytest.raises(CheckpointError, match=r"could not write run files .*: File too large .* free"):
+    with (
+        full_disk(100),
+        pytest.raises(
+            CheckpointError, match=r"could not write run files .*: File too large .* free"
+        ),
+    ):
         write_config(config(tmp_path, seed=8), tmp_path)
     assert load_config(TrainConfig, tmp_path / "config.yaml", []).seed == 7
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
@@ -72,16 +88,25 @@ def test_local_paths_are_written_absolute(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "mine.jinja").write_text("")
     monkeypatch.chdir(tmp_path)
     first = {"path": "d.jsonl", "conversation": "mine.jinja"}
-    keys = {"datasets": [first, {"path": "some/hub-name", "conversation": "zephyr"}], "deepspeed": "zero.json"}
+    keys = {
+        "datasets": [first, {"path": "some/hub-name", "conversation": "zephyr"}],
+        "deepspeed": "zero.json",
+    }
     keys["chat_template"] = "mine.jinja"
     keys["test_datasets"] = [first]
     write_config(TrainConfig(base_model="m", output_dir=str(tmp_path), **keys).resolved(), tmp_path)
     monkeypatch.chdir("/")
     saved = load_config(TrainConfig, tmp_path / "config.yaml", [])
-    assert [source.path for source in saved.datasets] == [str(tmp_path / "d.jsonl"), "some/hub-name"]
+    assert [source.path for source in saved.datasets] == [
+        str(tmp_path / "d.jsonl"),
+        "some/hub-name",
+    ]
     assert saved.test_datasets == saved.datasets[:1]
     assert saved.deepspeed == str(tmp_path / "zero.json")
-    assert [source.conversation for source in saved.datasets] == [str(tmp_path / "mine.jinja"), "zephyr"]
+    assert [source.conversation for source in saved.datasets] == [
+        str(tmp_path / "mine.jinja"),
+        "zephyr",
+    ]
     assert saved.chat_template == str(tmp_path / "mine.jinja")
 
 

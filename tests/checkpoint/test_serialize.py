@@ -49,12 +49,21 @@ def through_json(state: Any) -> Any:
         {},
         None,
         torch.arange(3),
-        {"a": {0: torch.ones(2), 1: torch.zeros(())}, "betas": (0.9, 0.95), "list": [1, (2, [3.5])]},
+        {
+            "a": {0: torch.ones(2), 1: torch.zeros(())},
+            "betas": (0.9, 0.95),
+            "list": [1, (2, [3.5])],
+        },
         {"0": "text", 0: "number", None: True, 1.5: False},
         {"a/b": torch.ones(1), "a": {"b": torch.zeros(1)}},
         {"__tensor__": "not a tensor", "__tuple__": [1], "__pairs__": []},
         {"odd": [0.1, 1e-308, math.inf, math.nan, 2**80, "\u2028 \ud7ff"]},
-        {"types": [torch.ones(2, dtype=t) for t in (torch.bfloat16, torch.uint8, torch.int64, torch.bool)]},
+        {
+            "types": [
+                torch.ones(2, dtype=t)
+                for t in (torch.bfloat16, torch.uint8, torch.int64, torch.bool)
+            ]
+        },
         (3, tuple(range(5)), None),
     ],
 )
@@ -81,7 +90,10 @@ def test_an_optimizer_resumes_bit_exactly(kind: type[torch.optim.Optimizer]) -> 
         torch.manual_seed(5)
         model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 2))
         options = {"amsgrad": True} if kind is torch.optim.AdamW else {"momentum": 0.9}
-        groups = [{"params": list(layer.parameters()), "lr": 1e-2 / (n + 1)} for n, layer in enumerate(model)]
+        groups = [
+            {"params": list(layer.parameters()), "lr": 1e-2 / (n + 1)}
+            for n, layer in enumerate(model)
+        ]
         return model, kind(groups, **options)
 
     def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
@@ -92,7 +104,9 @@ def test_an_optimizer_resumes_bit_exactly(kind: type[torch.optim.Optimizer]) -> 
 
     model, optimizer = start()
     train(model, optimizer, 3)
-    saved = copy.deepcopy(through_json({"model": model.state_dict(), "optimizer": optimizer.state_dict()}))
+    saved = copy.deepcopy(
+        through_json({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    )
     assert same(saved["optimizer"], optimizer.state_dict())
     train(model, optimizer, 4)
     other, resumed = start()
@@ -104,13 +118,25 @@ def test_an_optimizer_resumes_bit_exactly(kind: type[torch.optim.Optimizer]) -> 
 
 
 def test_files_are_read_by_safetensors_and_their_checksum_is_right(tmp_path: Path) -> None:
-    """Views, shared storage, scalars, empty tensors and every dtype; each wider than the blocks written at a time."""
+    """Views, shared storage, scalars, empty tensors and every dtype; each wider than the blocks
+    written at a time.
+    """
     shared = torch.randn(1100, 300)
     tensors = {str(t): torch.ones(3, dtype=t) for t in _DTYPE_NAMES}
-    tensors |= {"a": shared, "b": shared, "t": shared.t(), "rows": shared[::2], "one": torch.tensor(2.5)}
+    tensors |= {
+        "a": shared,
+        "b": shared,
+        "t": shared.t(),
+        "rows": shared[::2],
+        "one": torch.tensor(2.5),
+    }
     tensors |= {"none": torch.zeros(0, 4), "wide": torch.ones(1).expand(5)}
     value = write_tensors(tmp_path / "x.safetensors", tensors)
-    assert value == checksum(tmp_path / "x.safetensors") == zlib.crc32((tmp_path / "x.safetensors").read_bytes())
+    assert (
+        value
+        == checksum(tmp_path / "x.safetensors")
+        == zlib.crc32((tmp_path / "x.safetensors").read_bytes())
+    )
     for loaded in (load_file(tmp_path / "x.safetensors"), read_tensors(tmp_path / "x.safetensors")):
         assert set(loaded) == set(tensors)
         assert all(same(loaded[name], tensor) for name, tensor in tensors.items())

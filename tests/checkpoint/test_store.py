@@ -19,8 +19,16 @@ from tests.full_disk import full_disk
 def state(step: int) -> dict[str, Any]:
     shared = torch.full((2, 3), float(step))
     return {
-        "draft": {"blocks.0.weight": torch.arange(40_000, dtype=torch.float32) + step, "alias": shared},
-        "engine": {"optimizer": {"state": {0: {"step": torch.tensor(float(step)), "m": shared.t()}}, "tied": shared}},
+        "draft": {
+            "blocks.0.weight": torch.arange(40_000, dtype=torch.float32) + step,
+            "alias": shared,
+        },
+        "engine": {
+            "optimizer": {
+                "state": {0: {"step": torch.tensor(float(step)), "m": shared.t()}},
+                "tied": shared,
+            }
+        },
         "run": {"step": step, "losses": [0.1, 0.2], "betas": (0.9, 0.95)},
     }
 
@@ -48,7 +56,9 @@ def test_round_trip(tmp_path: Path) -> None:
     assert_is(CheckpointStore(tmp_path).load(path), 7)
 
 
-@pytest.mark.parametrize(("limit", "kept"), [(None, [9, 80, 100, 200]), (2, [100, 200]), (1, [200])])
+@pytest.mark.parametrize(
+    ("limit", "kept"), [(None, [9, 80, 100, 200]), (2, [100, 200]), (1, [200])]
+)
 def test_retention_keeps_the_newest(tmp_path: Path, limit: int | None, kept: list[int]) -> None:
     store = CheckpointStore(tmp_path, limit)
     assert store.latest() is None
@@ -111,7 +121,9 @@ def test_best_weights_that_only_a_checkpoint_holds_are_kept(tmp_path: Path) -> N
 def test_a_future_format_is_refused(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     path = store.save(1, state(1))
-    (path / "manifest.json").write_text((path / "manifest.json").read_text().replace('"format": 1', '"format": 2'))
+    (path / "manifest.json").write_text(
+        (path / "manifest.json").read_text().replace('"format": 1', '"format": 2')
+    )
     with pytest.raises(CheckpointError, match="format 2"):
         store.load(path)
 
@@ -121,7 +133,9 @@ def test_retention_keeps_the_checkpoint_just_written(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     store.save(10, {"run": {}})
     store.save(20, {"run": {}})
-    assert store.load(CheckpointStore(tmp_path, 1).save(5, {"run": {"step": 5}}))["run"] == {"step": 5}
+    assert store.load(CheckpointStore(tmp_path, 1).save(5, {"run": {"step": 5}}))["run"] == {
+        "step": 5
+    }
 
 
 @pytest.mark.parametrize("after", [0, 100, 4096])
@@ -129,7 +143,10 @@ def test_a_full_disk_leaves_the_previous_checkpoint_usable(tmp_path: Path, after
     """0 fails in state.json, 4096 in the tensors, 100 in either."""
     store = CheckpointStore(tmp_path, 1)
     good = store.save(1, state(1))
-    with full_disk(after), pytest.raises(CheckpointError, match=r"could not write the checkpoint of step 2") as caught:
+    with (
+        full_disk(after),
+        pytest.raises(CheckpointError, match=r"could not write the checkpoint of step 2") as caught,
+    ):
         store.save(2, state(2))
     assert str(good) in str(caught.value)
     assert re.search(r"KiB needed, [\d,.]+ \wiB free", str(caught.value))
@@ -196,7 +213,9 @@ def test_damage_is_named_with_the_file(tmp_path: Path, name: str, how: str) -> N
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="tells files by /proc")
-def test_everything_is_flushed_before_it_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_everything_is_flushed_before_it_is_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Order on disk: every file and the directory synced, then the rename, then the parent."""
     events: list[str] = []
     fsync, rename = os.fsync, Path.rename
@@ -213,17 +232,27 @@ def test_everything_is_flushed_before_it_is_published(tmp_path: Path, monkeypatc
     monkeypatch.setattr(Path, "rename", seen_rename)
     CheckpointStore(tmp_path).save(1, state(1))
     at = events.index("rename")
-    assert set(events[:at]) >= {"state.json", "draft.safetensors", "engine.safetensors", "manifest.json", ".tmp-step-1"}
+    assert set(events[:at]) >= {
+        "state.json",
+        "draft.safetensors",
+        "engine.safetensors",
+        "manifest.json",
+        ".tmp-step-1",
+    }
     assert events[at + 1 :] == ["checkpoints"]
 
 
 def save_until_killed(output_dir: Path, steps: int) -> None:
-    """In a child process: save one checkpoint after the other, and write a byte to the pipe `steps` after each."""
+    """In a child process: save one checkpoint after the other, and write a byte to the pipe `steps`
+    after each.
+    """
     try:
         torch.set_num_threads(1)  # threads of the parent do not exist here
         store = CheckpointStore(output_dir, 2)
         for step in range(1, 255):
-            store.save(step, {"draft": {"w": torch.full((200_000,), float(step))}, "run": {"step": step}})
+            store.save(
+                step, {"draft": {"w": torch.full((200_000,), float(step))}, "run": {"step": step}}
+            )
             os.write(steps, bytes([step]))
     finally:
         os._exit(1)

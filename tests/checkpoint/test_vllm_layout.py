@@ -11,7 +11,12 @@ from torch import Tensor
 
 from medusa_train.checkpoint.heads import VLLM_WEIGHTS, read_heads, write_heads, write_weights
 from medusa_train.checkpoint.reference_layout import from_reference, to_reference
-from medusa_train.checkpoint.server_layouts import from_vllm, method_in_path, to_vllm, with_own_lm_heads
+from medusa_train.checkpoint.server_layouts import (
+    from_vllm,
+    method_in_path,
+    to_vllm,
+    with_own_lm_heads,
+)
 from medusa_train.errors import CheckpointError
 from tests.checkpoint.others import D, V, reference_tensors, vllm_config, vllm_tensors, write
 from tests.checkpoint.vllm_rules import loader_problems
@@ -19,7 +24,8 @@ from tests.checkpoint.vllm_rules import loader_problems
 
 def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
     return set(left) == set(right) and all(
-        left[name].dtype == right[name].dtype and torch.equal(left[name], right[name]) for name in left
+        left[name].dtype == right[name].dtype and torch.equal(left[name], right[name])
+        for name in left
     )
 
 
@@ -29,8 +35,15 @@ def test_reference_ours_vllm_ours_reference_is_equal_to_the_bit(
     tmp_path: Path, heads: int, blocks: int, dtype: torch.dtype
 ) -> None:
     tensors = reference_tensors(heads, blocks, dtype)
-    config = {"medusa_num_heads": heads, "medusa_num_layers": blocks, "base_model_name_or_path": "some/model"}
-    write_heads(read_heads(write(tmp_path / "a", tensors, config, "medusa_lm_head.safetensors")), tmp_path / "ours")
+    config = {
+        "medusa_num_heads": heads,
+        "medusa_num_layers": blocks,
+        "base_model_name_or_path": "some/model",
+    }
+    write_heads(
+        read_heads(write(tmp_path / "a", tensors, config, "medusa_lm_head.safetensors")),
+        tmp_path / "ours",
+    )
     write_weights(tmp_path / "vllm", VLLM_WEIGHTS, *to_vllm(read_heads(tmp_path / "ours")))
     write_heads(read_heads(tmp_path / "vllm"), tmp_path / "again")
     write_heads(read_heads(tmp_path / "again"), tmp_path / "last", pickled=True)
@@ -40,7 +53,9 @@ def test_reference_ours_vllm_ours_reference_is_equal_to_the_bit(
 
 
 def test_names_and_config_are_vllm_s() -> None:
-    tensors, config = to_vllm(replace(from_reference(reference_tensors(3, 2)), base_model="some/model"))
+    tensors, config = to_vllm(
+        replace(from_reference(reference_tensors(3, 2)), base_model="some/model")
+    )
     assert same(tensors, vllm_tensors(3, 2))
     assert config == vllm_config(3, 2, base_model_name_or_path="some/model")
     assert loader_problems(tensors, config) == []
@@ -90,10 +105,15 @@ def test_directories_of_vllm_s_own_conversion_are_read(tmp_path: Path) -> None:
 
 
 def test_blocks_without_bias_get_zeros_as_vllm_computes_them() -> None:
-    for tensors in ({name: t for name, t in vllm_tensors().items() if not name.endswith(".bias")}, vllm_tensors()):
+    for tensors in (
+        {name: t for name, t in vllm_tensors().items() if not name.endswith(".bias")},
+        vllm_tensors(),
+    ):
         heads = from_vllm(tensors, vllm_config(medusa_fc_bias=False), "x")
         assert not heads.state["blocks.1.0.linear.bias"].any()
-        assert torch.equal(heads.state["blocks.1.0.linear.weight"], vllm_tensors()["blocks.1.layers.0.weight"])
+        assert torch.equal(
+            heads.state["blocks.1.0.linear.weight"], vllm_tensors()["blocks.1.layers.0.weight"]
+        )
 
 
 def test_unexpected_tensors_are_named() -> None:

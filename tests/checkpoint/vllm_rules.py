@@ -1,4 +1,6 @@
-"""What vLLM 0.32's loader does with Medusa heads, without vLLM; tests/serving compares it with the real one."""
+"""What vLLM 0.32's loader does with Medusa heads, without vLLM; tests/serving compares it with the
+real one.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,23 +11,29 @@ from torch import Tensor
 def loader_problems(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> list[str]:
     """List what the loader would not load as intended.
 
-    The rules are those of `MedusaConfig.from_pretrained`, `SpeculativeConfig` and `Medusa.load_weights`: keys that
-    contain "num" and "heads" or "layers" are renamed, unknown tensors are dropped and missing matrices stay
-    uninitialized, without an error.
+    The rules are those of `MedusaConfig.from_pretrained`, `SpeculativeConfig` and
+    `Medusa.load_weights`: keys that contain "num" and "heads" or "layers" are renamed, unknown
+    tensors are dropped and missing matrices stay uninitialized, without an error.
     """
     loaded = dict(config)
     for key in config:
         for word, name in (("heads", "num_heads"), ("layers", "num_hidden_layers")):
             if "num" in key and word in key:
                 loaded[name] = loaded.pop(key)
-    problems = [f"{key} becomes {loaded.get(key)!r}" for key in config if loaded.get(key) != config[key]]
+    problems = [
+        f"{key} becomes {loaded.get(key)!r}" for key in config if loaded.get(key) != config[key]
+    ]
     if (config["model_type"], config["architectures"]) != ("medusa", ["MedusaModel"]):
         problems.append("another model")
     if loaded["truncated_vocab_size"] < loaded["vocab_size"]:
         problems.append("truncated_vocab_size is less than vocab_size: vLLM 0.32 cannot load that")
     expected = _expected_shapes(loaded)
-    problems += [f"{name}: dropped without a warning" for name in sorted(set(tensors) - set(expected))]
-    problems += [f"{name}: missing, it would stay random" for name in sorted(set(expected) - set(tensors))]
+    problems += [
+        f"{name}: dropped without a warning" for name in sorted(set(tensors) - set(expected))
+    ]
+    problems += [
+        f"{name}: missing, it would stay random" for name in sorted(set(expected) - set(tensors))
+    ]
     return problems + [
         f"{name}: {list(tensors[name].shape)}, expected {list(expected[name])}"
         for name in sorted(set(tensors) & set(expected))

@@ -33,7 +33,9 @@ def _talk(model: Model, monkeypatch: pytest.MonkeyPatch, *lines: str, color: boo
             raise EOFError from None
 
     out = io.StringIO()
-    console = Console(file=out, force_terminal=color, color_system="standard" if color else None, width=80)
+    console = Console(
+        file=out, force_terminal=color, color_system="standard" if color else None, width=80
+    )
     monkeypatch.setattr(console, "input", read)
     Chat(model, console, 24).run()
     return out.getvalue()
@@ -53,7 +55,9 @@ def test_accepted_draft_tokens_are_green(model: Model, monkeypatch: pytest.Monke
     a, b, c, d = tokenizer("abcd")["input_ids"]
 
     def reply(*_: object, **__: object) -> Reply:
-        return Reply(iter([Step([a], 0), Step([b, c, d], 2)]), TextStream(tokenizer), frozenset(), 4)
+        return Reply(
+            iter([Step([a], 0), Step([b, c, d], 2)]), TextStream(tokenizer), frozenset(), 4
+        )
 
     monkeypatch.setattr(model, "reply", reply)
     coloured = _talk(model, monkeypatch, "Hi?", color=True)
@@ -75,11 +79,16 @@ def test_the_history_is_kept_until_new(model: Model, monkeypatch: pytest.MonkeyP
 
 
 def test_mistakes_do_not_end_the_chat(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = _talk(model, monkeypatch, "x" * 300, "/what", "/temperature warm", "/temperature 0.5", "Hi?")
+    out = _talk(
+        model, monkeypatch, "x" * 300, "/what", "/temperature warm", "/temperature 0.5", "Hi?"
+    )
     assert "the model's context is 256" in out
     assert out.count("/exit or Ctrl-D quits") == 3
     assert out.count("tokens per step") == 1
-    once = "{% if messages|length > 1 %}{{ raise_exception('one turn only') }}{% endif %}{{ messages[0].content }}"
+    once = (
+        "{% if messages|length > 1 %}{{ raise_exception('one turn only') }}{% endif %}{{"
+        " messages[0].content }}"
+    )
     backbone = model.backbone
     monkeypatch.setattr(backbone.tokenizer, "chat_template", once)
     out = _talk(Model(backbone), monkeypatch, "Hi?", "And?", "/new", "Hi?")
@@ -89,7 +98,8 @@ def test_mistakes_do_not_end_the_chat(model: Model, monkeypatch: pytest.MonkeyPa
 
 def test_control_characters_are_replaced() -> None:
     assert printable("a\tb\x1b[2J\r\nü世") == "a   b\ufffd[2J\ufffd\nü世"
-    spaces = "a\u00a0b\u3000c\u202fd, \U0001f469\u200d\U0001f52c"  # of several scripts, and what joins an emoji
+    # of several scripts, and what joins an emoji
+    spaces = "a\u00a0b\u3000c\u202fd, \U0001f469\u200d\U0001f52c"
     assert printable(spaces) == spaces
     assert printable("\u202egnp.exe\u2066") == "\ufffdgnp.exe\ufffd"  # writing turned about
 

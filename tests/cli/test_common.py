@@ -30,7 +30,8 @@ def run_program(*arguments: str, **variables: str) -> subprocess.CompletedProces
 def test_three_mistakes_print_with_lines_exit_2_and_load_nothing(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(
-        "base_model: data/tiny\nlearning_rte: 1e-3\ndatasets:\n  - path: a.jsonl\nnum_epochs: few\nadapter: qlora\n"
+        "base_model: data/tiny\nlearning_rte: 1e-3\ndatasets:\n  - path: a.jsonl\nnum_epochs:"
+        " few\nadapter: qlora\n"
     )
     done = run_program(str(path))
     assert done.returncode == 2
@@ -38,13 +39,17 @@ def test_three_mistakes_print_with_lines_exit_2_and_load_nothing(tmp_path: Path)
         "error: 3 problems in the configuration:",
         f"  {path}:2: learning_rte: unknown key; did you mean learning_rate?",
         f"  {path}:5: num_epochs: expected a number, got 'few'",
-        f"  {path}:6: adapter: 'qlora': qlora is an adapter on a 4-bit backbone; "
-        "set load_in_4bit: true, or adapter: lora",
+        (
+            f"  {path}:6: adapter: 'qlora': qlora is an adapter on a 4-bit backbone; "
+            "set load_in_4bit: true, or adapter: lora"
+        ),
     ]
     assert done.stdout == "heavy: []\n"
 
 
-def test_a_good_configuration_lists_what_it_ignores_and_replaces_what_the_output_cannot_encode() -> None:
+def test_a_good_configuration_lists_what_it_ignores_and_replaces_what_the_output_cannot_encode() -> (
+    None
+):
     keys = ("configs/tiny_m1.yaml", "strict=false", "output_dir=modèle", "--print-config")
     done = run_program(*keys, PYTHONIOENCODING="ascii")
     assert (done.returncode, done.stderr) == (0, "ignored keys (no effect): strict\n")
@@ -72,12 +77,28 @@ def fail(error: BaseException) -> None:
     [
         (lambda: None, 0, ""),
         (lambda: 130, 130, ""),
-        (lambda: fail(DataError("data/[a].jsonl:3: no messages")), 1, "data/[a].jsonl:3: no messages"),
-        (lambda: fail(DataError("word " * 99 + "word")), 1, "word " * 99 + "word"),  # not broken into lines
+        (
+            lambda: fail(DataError("data/[a].jsonl:3: no messages")),
+            1,
+            "data/[a].jsonl:3: no messages",
+        ),
+        (
+            lambda: fail(DataError("word " * 99 + "word")),
+            1,
+            "word " * 99 + "word",
+        ),  # not broken into lines
         (lambda: fail(KeyboardInterrupt()), 130, "interrupted"),
         (lambda: fail(Terminated()), 143, "terminated"),
-        (lambda: fail(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))), 1, "No space left on device"),
-        (lambda: open(f"{__file__}/out.jsonl", "wb"), 1, f"{__file__}/out.jsonl: Not a directory"),  # noqa: SIM115
+        (
+            lambda: fail(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))),
+            1,
+            "No space left on device",
+        ),
+        (
+            lambda: open(f"{__file__}/out.jsonl", "wb"),  # noqa: SIM115
+            1,
+            f"{__file__}/out.jsonl: Not a directory",
+        ),
     ],
 )
 def test_results_and_errors_have_exit_codes_and_a_line(
@@ -88,11 +109,20 @@ def test_results_and_errors_have_exit_codes_and_a_line(
 
 
 def test_a_gpu_without_enough_memory_prints_a_message(capsys: pytest.CaptureFixture[str]) -> None:
-    assert exit_code(lambda: fail(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))) == 1
-    assert capsys.readouterr().err.startswith("error: not enough GPU memory; a smaller batch_size or")
+    assert (
+        exit_code(
+            lambda: fail(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))
+        )
+        == 1
+    )
+    assert capsys.readouterr().err.startswith(
+        "error: not enough GPU memory; a smaller batch_size or"
+    )
 
 
-@pytest.mark.parametrize("error", [ZeroDivisionError(), OSError(errno.EBADF, "Bad file descriptor")], ids=repr)
+@pytest.mark.parametrize(
+    "error", [ZeroDivisionError(), OSError(errno.EBADF, "Bad file descriptor")], ids=repr
+)
 def test_a_bug_keeps_its_trace(error: Exception) -> None:
     with pytest.raises(type(error)):
         run_command(lambda: fail(error))()
@@ -126,17 +156,25 @@ def test_names_and_paths_are_printed_as_they_are() -> None:
     ],
 )
 def test_arguments_are_a_file_and_overrides(
-    arguments: list[str], path: Path | None, overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arguments: list[str],
+    path: Path | None,
+    overrides: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert split_arguments(arguments) == (path, overrides)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "lr=1.yaml").touch()
     assert split_arguments(["lr=1.yaml", "lr=2.yaml"]) == (Path("lr=1.yaml"), ["lr=2.yaml"])
-    with pytest.raises(ConfigError, match=r"expected one configuration file, got a\.yaml and seed; overrides"):
+    with pytest.raises(
+        ConfigError, match=r"expected one configuration file, got a\.yaml and seed; overrides"
+    ):
         split_arguments(["a.yaml", "seed", "x=1"])
 
 
-def test_libraries_are_quiet_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_libraries_are_quiet_unless_the_user_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("DATASETS_VERBOSITY", "info")
     monkeypatch.delenv("TRANSFORMERS_VERBOSITY", raising=False)
     with warnings.catch_warnings():

@@ -21,13 +21,25 @@ def page(*arguments: str, code: int = 0) -> str:
 
 def test_this_machine_and_a_configuration() -> None:
     started = time.monotonic()
-    text = page("configs/tiny_m1.yaml", "optimizer=adamw_bnb_8bit", "fp16=true", "bf16=false", "sample_packing=true")
+    text = page(
+        "configs/tiny_m1.yaml",
+        "optimizer=adamw_bnb_8bit",
+        "fp16=true",
+        "bf16=false",
+        "sample_packing=true",
+    )
     assert time.monotonic() - started < 60  # ten seconds where nothing else runs
     assert f"torch {torch.__version__}" in text
     if not torch.cuda.is_available():
-        assert "optimizer: adamw_bnb_8bit: optimizer: adamw_bnb_8bit is slow on CPU; using adamw_torch" in text
+        assert (
+            "optimizer: adamw_bnb_8bit: optimizer: adamw_bnb_8bit is slow on CPU; using adamw_torch"
+            in text
+        )
         assert "fp16: true: computes in float32" in text
-        assert "sample_packing: true: one sdpa call per document (flash-attn needs a GPU, the device is cpu)" in text
+        assert (
+            "sample_packing: true: one sdpa call per document (flash-attn needs a GPU, the device"
+            " is cpu)" in text
+        )
         assert "CUDA graphs: none without a GPU" in text
     assert "Traceback" not in text
 
@@ -64,7 +76,9 @@ def test_a_faked_gpu_of_which_every_part_fails(monkeypatch: pytest.MonkeyPatch) 
     assert "\n" not in "".join(lines.values())
 
 
-def test_a_driver_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_driver_that_hangs_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     command = tmp_path / "nvidia-smi"
     command.write_text("#!/bin/sh\nexec sleep 60\n")
     command.chmod(0o755)

@@ -22,7 +22,9 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
-def test_without_a_model_the_newest_run_is_evaluated(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_model_the_newest_run_is_evaluated(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(workplace)
     flags = ["--bench", "small.jsonl", "--max-new-tokens", "8", "--limit", "2"]
     result = runner.invoke(app, [*flags, "dtype=float32", "warmup=0"])
@@ -30,10 +32,14 @@ def test_without_a_model_the_newest_run_is_evaluated(workplace: Path, monkeypatc
     first = result.output.splitlines()[0]
     assert "runs/first (the newest run)" in first
     assert "small: 2 questions" in first
-    report = json.loads((workplace / "runs" / "first" / "eval" / "small" / "report.json").read_text())
+    report = json.loads(
+        (workplace / "runs" / "first" / "eval" / "small" / "report.json").read_text()
+    )
     assert report["overall"]["answers"] == 4
     assert report["overall"]["equal_answers"] + report["overall"]["tie_answers"] == 4
-    assert (report["overall"]["equal_answers_bf16"] is not None) is not emulates_bf16(torch.device("cpu"))
+    assert (report["overall"]["equal_answers_bf16"] is not None) is not emulates_bf16(
+        torch.device("cpu")
+    )
     assert report["meta"]["model"] == "runs/first"
     assert report["meta"]["base_model"] == "backbone"
 
@@ -41,7 +47,8 @@ def test_without_a_model_the_newest_run_is_evaluated(workplace: Path, monkeypatc
 def test_flags_override_the_yaml(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(workplace)
     (workplace / "eval.yaml").write_text(
-        "bench: absent\nbase_model: backbone\ndtype: float32\nmax_new_tokens: 4\nwarmup: 0\noutput_dir: out\n"
+        "bench: absent\nbase_model: backbone\ndtype: float32\nmax_new_tokens: 4\nwarmup:"
+        " 0\noutput_dir: out\n"
     )
     result = runner.invoke(app, ["eval.yaml", "--bench", "small.jsonl", "limit=1"])
     assert result.exit_code == 0, result.output
@@ -55,7 +62,9 @@ def test_torn_weights_end_with_a_message(workplace: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(workplace)
     shutil.copytree(workplace / "backbone", workplace / "torn")
     (workplace / "torn" / "model.safetensors").write_bytes(b"\x40\0\0\0\0\0\0\0{")
-    result = runner.invoke(app, ["--bench", "small.jsonl", "--base-model", "torn", "--dtype", "float32"])
+    result = runner.invoke(
+        app, ["--bench", "small.jsonl", "--base-model", "torn", "--dtype", "float32"]
+    )
     assert result.exit_code == 1
     message = " ".join(result.stderr.split())
     assert "error: base_model" in message
@@ -65,14 +74,27 @@ def test_torn_weights_end_with_a_message(workplace: Path, monkeypatch: pytest.Mo
 
 def test_compare(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(workplace)
-    flags = ["--base-model", "backbone", "--bench", "small.jsonl", "--max-new-tokens", "4", "--limit", "1"]
+    flags = [
+        "--base-model",
+        "backbone",
+        "--bench",
+        "small.jsonl",
+        "--max-new-tokens",
+        "4",
+        "--limit",
+        "1",
+    ]
     for name in ("one", "two [/x]"):
-        result = runner.invoke(app, [*flags, "--output-dir", name, "--dtype", "float32", "warmup=0"])
+        result = runner.invoke(
+            app, [*flags, "--output-dir", name, "--dtype", "float32", "warmup=0"]
+        )
         assert result.exit_code == 0, result.output
     result = runner.invoke(app, ["--compare", "one", "two [/x]", "--output-dir", "both"])
     assert result.exit_code == 0, result.output
     assert "loops" in result.output
-    assert "<h1>Comparison of runs</h1>" in (workplace / "both" / "compare.html").read_text(encoding="utf-8")
+    assert "<h1>Comparison of runs</h1>" in (workplace / "both" / "compare.html").read_text(
+        encoding="utf-8"
+    )
 
 
 @pytest.mark.parametrize(
@@ -91,7 +113,11 @@ def test_compare(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             "is a file, not a directory",
         ),
         (["--bench", "small.jsonl", "--judge-model", "alone"], 2, "belong together"),
-        (["--bench", "small.jsonl", "assistant_model=./absent"], 1, "assistant_model ./absent: no such directory"),
+        (
+            ["--bench", "small.jsonl", "assistant_model=./absent"],
+            1,
+            "assistant_model ./absent: no such directory",
+        ),
     ],
 )
 def test_mistakes_end_with_a_message_and_their_exit_code(

@@ -18,7 +18,9 @@ D, V = 8, 21
 FILES = ["README.md", "config.json", "medusa_lm_head.pt", "medusa_lm_head.safetensors"]
 
 
-def make_run(directory: Path, num_heads: int = 5, num_layers: int = 1, *, bias: bool = False) -> Path:
+def make_run(
+    directory: Path, num_heads: int = 5, num_layers: int = 1, *, bias: bool = False
+) -> Path:
     backbone = directory.parent / "backbone"
     backbone.mkdir(parents=True, exist_ok=True)
     directory.mkdir(parents=True)
@@ -76,7 +78,9 @@ def test_a_training_configuration_asks_for_several(tmp_path: Path) -> None:
     assert str(run / "export" / "tgi") in console.file.getvalue()  # type: ignore[attr-defined]
 
 
-def test_a_failed_upload_is_reported_after_the_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_upload_is_reported_after_the_export(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("medusa_train.export.write.hub_is_unreachable", lambda: True)
     run = make_run(tmp_path / "run")
     code, output = call(str(run), "--to", "tgi", "--push-to-hub", "me/heads")
@@ -88,9 +92,15 @@ def test_a_failed_upload_is_reported_after_the_export(tmp_path: Path, monkeypatc
 
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
-    [(["nowhere/at-all"], 1, "nowhere/at-all"), (["--to", "nonsense", "x"], 2, "nonsense"), (["tto=tgi"], 2, "tto")],
+    [
+        (["nowhere/at-all"], 1, "nowhere/at-all"),
+        (["--to", "nonsense", "x"], 2, "nonsense"),
+        (["tto=tgi"], 2, "tto"),
+    ],
 )
-def test_wrong_arguments_give_messages(tmp_path: Path, arguments: list[str], code: int, words: str) -> None:
+def test_wrong_arguments_give_messages(
+    tmp_path: Path, arguments: list[str], code: int, words: str
+) -> None:
     found, output = call(*arguments)
     assert found == code
     assert words in output
@@ -102,7 +112,9 @@ def test_an_upload_is_as_private_as_asked(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("medusa_train.export.write.push", push)
     run = make_run(tmp_path / "run")
     for words, private in ((), True), (("private=false",), False):
-        code, output = call(str(run), "--to", "vllm", "--push-to-hub", "me/eagle-heads", "license=mit", *words)
+        code, output = call(
+            str(run), "--to", "vllm", "--push-to-hub", "me/eagle-heads", "license=mit", *words
+        )
         assert (code, push.call_args.args[1]) == (0, "me/eagle-heads"), output
         assert push.call_args.kwargs == {"private": private}
         assert "as eagle, whatever the method" in " ".join(output.split())

@@ -26,7 +26,9 @@ from tests.training.mishap import forks, run_command, wait
 from tests.training.mishap import start as fork
 
 pytestmark = pytest.mark.timeout(1800)  # half a minute each on idle cores
-needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="DeepSpeed on CPUs needs a C++ compiler")
+needs_compiler = pytest.mark.skipif(
+    shutil.which("c++") is None, reason="DeepSpeed on CPUs needs a C++ compiler"
+)
 
 
 def test_the_command_line_of_the_launcher(tmp_path):
@@ -34,7 +36,9 @@ def test_the_command_line_of_the_launcher(tmp_path):
     assert command[1:3] == ["-m", "deepspeed.launcher.runner"]
     assert "--num_gpus=4" in command
     assert command[-4:] == ["--module", "medusa_train.cli.train", "a.yaml", "seed=1"]
-    assert launcher_command([], 2, None) != launcher_command([], 2, None)  # each run has a port of its own
+    assert launcher_command([], 2, None) != launcher_command(
+        [], 2, None
+    )  # each run has a port of its own
     hosts = tmp_path / "hosts"
     with pytest.raises(ConfigError, match="no such file"):
         launcher_command([], None, hosts)
@@ -46,7 +50,9 @@ def test_the_command_line_of_the_launcher(tmp_path):
     command = launcher_command([], 2, None, visible="4,5, 6,7")
     assert "--include=localhost:4,5" in command
     assert not any(part.startswith("--num_gpus") for part in command)
-    with pytest.raises(ConfigError, match="--num-gpus: 5, but CUDA_VISIBLE_DEVICES=4,5,6,7 names 4"):
+    with pytest.raises(
+        ConfigError, match="--num-gpus: 5, but CUDA_VISIBLE_DEVICES=4,5,6,7 names 4"
+    ):
         launcher_command([], 5, None, visible="4,5,6,7")
     with pytest.raises(ConfigError, match="torchrun --nproc-per-node 1"):
         launcher_command([], 1, None, visible="GPU-0b1a")
@@ -84,14 +90,28 @@ Error while creating shared memory segment /dev/shm/nccl-4kQ2vb (size 9637888), 
     ("error", "reported"),
     [
         (dist.DistBackendError(NO_SHARED_MEMORY), (NO_SHARED_MEMORY, NO_SHARED_MEMORY)),
-        (RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4"), ("another", "")),
-        (dist.DistBackendError("NCCL error: recv from 10.0.0.2 failed : Connection reset by peer"), ("another", "")),
+        (
+            RuntimeError(
+                "[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4"
+            ),
+            ("another", ""),
+        ),
+        (
+            dist.DistBackendError(
+                "NCCL error: recv from 10.0.0.2 failed : Connection reset by peer"
+            ),
+            ("another", ""),
+        ),
     ],
 )
 def test_errors_of_the_back_ends(error, reported, rank, monkeypatch, capsys, tmp_path):
     """Every process prints them, except where they only say that another process is gone."""
-    monkeypatch.setattr("medusa_train.training.distributed.init_distributed", Mock(side_effect=error))
-    cfg = TrainConfig(base_model="none", datasets=[{"path": "none", "type": "sharegpt"}], output_dir=str(tmp_path))
+    monkeypatch.setattr(
+        "medusa_train.training.distributed.init_distributed", Mock(side_effect=error)
+    )
+    cfg = TrainConfig(
+        base_model="none", datasets=[{"path": "none", "type": "sharegpt"}], output_dir=str(tmp_path)
+    )
     assert train_distributed(ProcessInfo(rank, 2, rank, "127.0.0.1", 1), cfg, Mock(), Mock()) == 1
     printed = " ".join(capsys.readouterr().err.split())
     assert " ".join(reported[rank].split()) in printed
@@ -99,7 +119,11 @@ def test_errors_of_the_back_ends(error, reported, rank, monkeypatch, capsys, tmp
 
 
 def test_no_processes_are_refused(tmp_path):
-    keys = ["base_model=data/tiny", "datasets=[{path: data/seeds/tiny.jsonl}]", f"output_dir={tmp_path}"]
+    keys = [
+        "base_model=data/tiny",
+        "datasets=[{path: data/seeds/tiny.jsonl}]",
+        f"output_dir={tmp_path}",
+    ]
     result = CliRunner().invoke(app, [*keys, "--num-gpus", "0"])
     assert result.exit_code == 2
     assert "--num-gpus: must be at least one" in result.output
@@ -142,10 +166,18 @@ def test_one_process_that_fails_ends_all_and_says_which(config_file, tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    commands = [[str(config_file)], [str(config_file), f"datasets.0.path={tmp_path / 'absent.jsonl'}"]]
+    commands = [
+        [str(config_file)],
+        [str(config_file), f"datasets.0.path={tmp_path / 'absent.jsonl'}"],
+    ]
     logs = [tmp_path / "log-0", tmp_path / "log-1"]
-    places = [{"RANK": r, "LOCAL_RANK": r, "WORLD_SIZE": "2", "MASTER_PORT": port} for r in ("0", "1")]
-    started = [fork(log, run_command, one, **place) for log, one, place in zip(logs, commands, places, strict=True)]
+    places = [
+        {"RANK": r, "LOCAL_RANK": r, "WORLD_SIZE": "2", "MASTER_PORT": port} for r in ("0", "1")
+    ]
+    started = [
+        fork(log, run_command, one, **place)
+        for log, one, place in zip(logs, commands, places, strict=True)
+    ]
     assert [wait(process) for process in started] == [1, 1]
     said, other = (log.read_text() for log in logs)
     assert "error: process 1 of 2:" in other
@@ -186,7 +218,9 @@ def test_two_processes_by_one_command(config_file, tmp_path):
 @pytest.mark.slow
 @needs_compiler
 def test_sigterm_to_the_command_saves_in_all_processes(config_file, tmp_path):
-    run = start(config_file, "--num-gpus", 2, "max_steps=100000", "num_epochs=1", "save_steps=100000")
+    run = start(
+        config_file, "--num-gpus", 2, "max_steps=100000", "num_epochs=1", "save_steps=100000"
+    )
     record = tmp_path / "run" / "metrics.jsonl"
     for _ in range(3000):
         if record.exists() and record.read_text().count('"train"') > 2:

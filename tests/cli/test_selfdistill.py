@@ -35,8 +35,12 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a backbone and a file of seeds."""
     home = tmp_path_factory.mktemp("workplace")
     write_backbone(home / "backbone")
-    seeds = [{"id": f"s{n}", "turns": [f"question {n}", "and more?"][: n % 2 + 1]} for n in range(4)]
-    (home / "mine.jsonl").write_text("".join(json.dumps(seed) + "\n" for seed in seeds), encoding="utf-8")
+    seeds = [
+        {"id": f"s{n}", "turns": [f"question {n}", "and more?"][: n % 2 + 1]} for n in range(4)
+    ]
+    (home / "mine.jsonl").write_text(
+        "".join(json.dumps(seed) + "\n" for seed in seeds), encoding="utf-8"
+    )
     return home
 
 
@@ -50,7 +54,10 @@ def test_seeds_are_answered_and_a_second_run_goes_on(at_work: Path) -> None:
     flags = ["--seed", "mine.jsonl", "--model", "backbone", *SHORT]
     result = succeed([*flags, "--limit", "2"])
     out = at_work / "runs" / "selfdistill" / "mine.jsonl"
-    assert "model backbone, prompts mine.jsonl; output runs/selfdistill/mine.jsonl" in result.output.splitlines()[0]
+    assert (
+        "model backbone, prompts mine.jsonl; output runs/selfdistill/mine.jsonl"
+        in result.output.splitlines()[0]
+    )
     two = out.read_text(encoding="utf-8")
     assert [json.loads(line)["id"] for line in two.splitlines()] == ["s0", "s1"]
 
@@ -59,20 +66,35 @@ def test_seeds_are_answered_and_a_second_run_goes_on(at_work: Path) -> None:
     assert out.read_text(encoding="utf-8").startswith(two)
     last = json.loads(out.read_text(encoding="utf-8").splitlines()[-1])
     assert last["model"] == "backbone"
-    assert [message["role"] for message in last["messages"]] == ["user", "assistant", "user", "assistant"]
-    assert last["sampling"] == {"temperature": 0.0, "top_p": 1.0, "max_new_tokens": 6, "seed": 42, "dtype": "float32"}
+    assert [message["role"] for message in last["messages"]] == [
+        "user",
+        "assistant",
+        "user",
+        "assistant",
+    ]
+    assert last["sampling"] == {
+        "temperature": 0.0,
+        "top_p": 1.0,
+        "max_new_tokens": 6,
+        "seed": 42,
+        "dtype": "float32",
+    }
 
     result = runner.invoke(app, [*flags, "seed=1", "--chat-template", "zephyr"])
     assert result.exit_code == 2
     assert "seed: 42 in the file, 1 now" in result.output
     assert "chat_template: None in the file, 'zephyr' now" in result.output
 
-    result = runner.invoke(app, [*flags, "--output", "nothing.jsonl", "drop_truncated=true", "max_new_tokens=1"])
+    result = runner.invoke(
+        app, [*flags, "--output", "nothing.jsonl", "drop_truncated=true", "max_new_tokens=1"]
+    )
     assert result.exit_code == 1
     assert "nothing.jsonl: no answer was kept" in result.output
 
 
-def test_models_in_directories_of_the_same_name_are_told_apart(at_work: Path, tmp_path: Path) -> None:
+def test_models_in_directories_of_the_same_name_are_told_apart(
+    at_work: Path, tmp_path: Path
+) -> None:
     flags = ["--seed", "mine.jsonl", "--output", "same.jsonl", "limit=1", *SHORT, "--model"]
     for parent in "ab":
         write_backbone(tmp_path / parent / "hf")
@@ -97,14 +119,18 @@ def test_broken_records_are_named_and_skipped_on_request(at_work: Path) -> None:
 
 def test_a_yaml_gives_the_keys_and_no_machine_path_is_written(at_work: Path) -> None:
     (at_work / "sd.yaml").write_text(
-        f"seed_dataset: {at_work}/mine.jsonl\nbase_model: {at_work}/backbone\ndtype: float32\nmax_new_tokens: 4\n"
-        "temperature: 0.7\ndrop_truncated: false\noutput: never.jsonl\nchat_template: zephyr\n"
+        f"seed_dataset: {at_work}/mine.jsonl\nbase_model: {at_work}/backbone\ndtype:"
+        " float32\nmax_new_tokens: 4\ntemperature: 0.7\ndrop_truncated: false\noutput:"
+        " never.jsonl\nchat_template: zephyr\n"
     )
     succeed(["sd.yaml", "--output", "out/sampled.jsonl", "limit=1"])
     assert not (at_work / "never.jsonl").exists()
     for path in (at_work / "out").iterdir():
         assert str(at_work) not in path.read_text(encoding="utf-8"), path
-    assert json.loads((at_work / "out" / "sampled.jsonl").read_text(encoding="utf-8"))["model"] == "backbone"
+    assert (
+        json.loads((at_work / "out" / "sampled.jsonl").read_text(encoding="utf-8"))["model"]
+        == "backbone"
+    )
 
 
 def test_without_a_model_the_embedded_backbone_is_named_and_a_missing_set_says_where_to_put_it(
@@ -116,7 +142,9 @@ def test_without_a_model_the_embedded_backbone_is_named_and_a_missing_set_says_w
     monkeypatch.setattr(sources, "fetch_dataset_file", refuse)
     result = runner.invoke(app, ["--seed", "sharegpt"])
     assert result.exit_code == 1
-    assert "data/tiny (the embedded tiny backbone), prompts sharegpt" in result.output.splitlines()[0]
+    assert (
+        "data/tiny (the embedded tiny backbone), prompts sharegpt" in result.output.splitlines()[0]
+    )
     assert "put it at data/seeds/sharegpt.json" in " ".join(result.output.split())
     assert not (at_work / "runs" / "selfdistill" / "sharegpt.jsonl").exists()
 
@@ -127,16 +155,48 @@ def test_without_a_model_the_embedded_backbone_is_named_and_a_missing_set_says_w
         (["temprature=1"], 2, "did you mean temperature"),
         (["--seed", "mine.jsonl", "--shard", "3/2"], 2, "expected i/n"),
         (["--seed", "mine.jsonl", "engine=openai"], 2, "set server_url, for example"),
-        (["--seed", "mine.jsonl", "--server-url", "http://127.0.0.1:1/v1"], 2, "set base_model to the name"),
-        (["--server-url", "http://h/v1", "--model", "m", "--mode", "selftalk"], 2, "require engine: local"),
-        (["--server-url", "http://h/v1", "--model", "m", "--mode", "questions", "limit=1"], 2, "engine: local"),
+        (
+            ["--seed", "mine.jsonl", "--server-url", "http://127.0.0.1:1/v1"],
+            2,
+            "set base_model to the name",
+        ),
+        (
+            ["--server-url", "http://h/v1", "--model", "m", "--mode", "selftalk"],
+            2,
+            "require engine: local",
+        ),
+        (
+            ["--server-url", "http://h/v1", "--model", "m", "--mode", "questions", "limit=1"],
+            2,
+            "engine: local",
+        ),
         (["--mode", "questions"], 2, "set limit"),
         (["--mode", "questions", "--limit", "2", "--temperature", "0"], 2, "set temperature: 1.0"),
-        (["--mode", "questions", "--limit", "2", "min_chars=3"], 2, "has no effect with mode: questions"),
-        (["--seed", "mine.jsonl", "--merge", "--output", "none.jsonl", "dtype=float32"], 1, "nothing to merge"),
-        (["--seed", "absent.jsonl"], 1, "absent.jsonl: no such file, and no public data set of that name"),
-        (["--seed", "mine.jsonl", "--model", "./absent", "--output", "new.jsonl"], 1, "no such directory"),
-        (["--seed", "mine.jsonl", "--model", "backbone", "--output", "x.txt"], 2, "has to end with .jsonl"),
+        (
+            ["--mode", "questions", "--limit", "2", "min_chars=3"],
+            2,
+            "has no effect with mode: questions",
+        ),
+        (
+            ["--seed", "mine.jsonl", "--merge", "--output", "none.jsonl", "dtype=float32"],
+            1,
+            "nothing to merge",
+        ),
+        (
+            ["--seed", "absent.jsonl"],
+            1,
+            "absent.jsonl: no such file, and no public data set of that name",
+        ),
+        (
+            ["--seed", "mine.jsonl", "--model", "./absent", "--output", "new.jsonl"],
+            1,
+            "no such directory",
+        ),
+        (
+            ["--seed", "mine.jsonl", "--model", "backbone", "--output", "x.txt"],
+            2,
+            "has to end with .jsonl",
+        ),
     ],
 )
 def test_mistakes_end_with_their_code_and_a_message(
@@ -147,7 +207,9 @@ def test_mistakes_end_with_their_code_and_a_message(
     assert message in " ".join(result.output.split())
 
 
-def test_ctrl_c_keeps_what_is_done_and_exits_130(at_work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_keeps_what_is_done_and_exits_130(
+    at_work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from medusa_train.selfdistill.hf_engine import HFEngine
 
     answer, asked = HFEngine.next, []
@@ -159,43 +221,67 @@ def test_ctrl_c_keeps_what_is_done_and_exits_130(at_work: Path, monkeypatch: pyt
         return answer(self)
 
     monkeypatch.setattr(HFEngine, "next", interrupted)
-    result = runner.invoke(app, ["--seed", "mine.jsonl", "--model", "backbone", "--output", "cut.jsonl", *SHORT])
+    result = runner.invoke(
+        app, ["--seed", "mine.jsonl", "--model", "backbone", "--output", "cut.jsonl", *SHORT]
+    )
     assert result.exit_code == 130
     assert "run the same command again" in result.output
     assert len((at_work / "cut.jsonl").read_text(encoding="utf-8").splitlines()) == 1
 
 
-def test_shards_merge_into_the_file_of_one_process(at_work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_merge_into_the_file_of_one_process(
+    at_work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     flags = ["--seed", "mine.jsonl", "--model", "backbone", *SHORT]
     succeed([*flags, "--output", "one.jsonl"])
     result = succeed([*flags, "--output", "many.jsonl", "--shard", "1/2"])
     assert "many.shard-1-of-2.jsonl" in result.output
     assert "--merge to merge all 2 shards" in " ".join(result.output.split())
-    assert "prompts are not answered yet" in runner.invoke(app, [*flags, "--output", "many.jsonl", "--merge"]).output
-    # torchrun and DeepSpeed say by the environment which part is whose; DeepSpeed also passes an argument.
+    assert (
+        "prompts are not answered yet"
+        in runner.invoke(app, [*flags, "--output", "many.jsonl", "--merge"]).output
+    )
+    # torchrun and DeepSpeed say by the environment which part is whose; DeepSpeed also passes an
+    # argument.
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     result = succeed(["--local_rank=1", *flags, "--output", "many.jsonl"])
     assert result.stdout == ""
     monkeypatch.delenv("WORLD_SIZE")
     # another machine, whose automatic dtype differs, may merge
-    result = succeed([*(word for word in flags if "dtype" not in word), "--output", "many.jsonl", "--merge"])
+    result = succeed(
+        [*(word for word in flags if "dtype" not in word), "--output", "many.jsonl", "--merge"]
+    )
     assert "not answered" not in result.output
     assert (at_work / "many.jsonl").read_bytes() == (at_work / "one.jsonl").read_bytes()
 
 
 def test_a_dry_run_shows_prompts_and_writes_nothing(at_work: Path) -> None:
-    result = succeed(["--prompts", "mine.jsonl", "--model", "backbone", "--output", "dry.jsonl", "--dry-run"])
+    result = succeed(
+        ["--prompts", "mine.jsonl", "--model", "backbone", "--output", "dry.jsonl", "--dry-run"]
+    )
     assert "4 prompts; dry run" in result.output
     assert "<bos><user>question 1<assistant>" in result.output
     assert "question 3" not in result.output  # only the first ones
-    asked = succeed(["--seed", "mine.jsonl", "--model", "m", "--server-url", "http://h/v1", "--dry-run"])
+    asked = succeed(
+        ["--seed", "mine.jsonl", "--model", "m", "--server-url", "http://h/v1", "--dry-run"]
+    )
     assert '"content": "question 0"' in asked.output
     assert not list(at_work.glob("dry*"))
 
 
 def test_self_talk_writes_both_roles(at_work: Path) -> None:
-    flags = ["--seed", "mine.jsonl", "--model", "backbone", "--output", "talk.jsonl", "--mode", "selftalk", "limit=1"]
+    flags = [
+        "--seed",
+        "mine.jsonl",
+        "--model",
+        "backbone",
+        "--output",
+        "talk.jsonl",
+        "--mode",
+        "selftalk",
+        "limit=1",
+    ]
     flags += ["dtype=float32"]
     succeed([*flags, "rounds=2", "temperature=1", "max_new_tokens=40", "drop_truncated=false"])
     record = json.loads((at_work / "talk.jsonl").read_text(encoding="utf-8"))
@@ -204,13 +290,27 @@ def test_self_talk_writes_both_roles(at_work: Path) -> None:
 
 
 def test_the_model_writes_questions_for_a_second_run(at_work: Path) -> None:
-    flags = ["--mode", "questions", "--limit", "3", "--model", "backbone", "dtype=float32", "drop_truncated=false"]
-    assert "prompts written by itself" in succeed([*flags, "--output", "asked.jsonl", "max_new_tokens=12"]).output
+    flags = [
+        "--mode",
+        "questions",
+        "--limit",
+        "3",
+        "--model",
+        "backbone",
+        "dtype=float32",
+        "drop_truncated=false",
+    ]
+    assert (
+        "prompts written by itself"
+        in succeed([*flags, "--output", "asked.jsonl", "max_new_tokens=12"]).output
+    )
     records = read(at_work / "asked.jsonl")
     assert {record["sampling"]["temperature"] for record in records} == {1.0}
     assert len({record["messages"][0]["content"] for record in records}) > 1
     succeed(["--prompts", "asked.jsonl", "--model", "backbone", *SHORT, "--output", "all.jsonl"])
-    assert "question-000000 (by the model), 1 turn" in runner.invoke(app, [*flags, "--dry-run"]).output
+    assert (
+        "question-000000 (by the model), 1 turn" in runner.invoke(app, [*flags, "--dry-run"]).output
+    )
 
 
 def test_a_run_answers_with_its_backbone_and_its_heads_speculate(at_work: Path) -> None:
@@ -225,28 +325,50 @@ def test_a_run_answers_with_its_backbone_and_its_heads_speculate(at_work: Path) 
     succeed([*flags, "--model", "fast", "--output", "run.jsonl"])
     made = read(at_work / "run.jsonl")
     assert {record["model"] for record in made} == {"fast"}
-    assert [record["messages"] for record in made] == [record["messages"] for record in read(at_work / "slow.jsonl")]
+    assert [record["messages"] for record in made] == [
+        record["messages"] for record in read(at_work / "slow.jsonl")
+    ]
     missing = runner.invoke(app, [*flags, "heads=nowhere"])
     assert missing.exit_code == 1
     assert "no such directory" in missing.output
 
 
-CHILD = "import sys\nfrom medusa_train.cli.selfdistill import app\nsys.argv[0] = 'medusa-selfdistill'\napp()"
+CHILD = (
+    "import sys\nfrom medusa_train.cli.selfdistill import app\nsys.argv[0] ="
+    " 'medusa-selfdistill'\napp()"
+)
 
 
-def test_a_run_that_is_killed_again_and_again_loses_nothing_and_repeats_nothing(tmp_path: Path) -> None:
+def test_a_run_that_is_killed_again_and_again_loses_nothing_and_repeats_nothing(
+    tmp_path: Path,
+) -> None:
     """SIGKILL at no particular moment, three times, while a server answers many requests at a time."""
     count = 150
-    seeds = [{"id": f"s{n}", "turns": [f"question {n}", "and more?"][: n % 2 + 1]} for n in range(count)]
-    (tmp_path / "mine.jsonl").write_text("".join(json.dumps(seed) + "\n" for seed in seeds), encoding="utf-8")
+    seeds = [
+        {"id": f"s{n}", "turns": [f"question {n}", "and more?"][: n % 2 + 1]} for n in range(count)
+    ]
+    (tmp_path / "mine.jsonl").write_text(
+        "".join(json.dumps(seed) + "\n" for seed in seeds), encoding="utf-8"
+    )
     out = tmp_path / "out.jsonl"
     kills = 0
     with serving(lambda n, body: too_long(body), seconds=0.02) as server:
-        flags = ["--seed", "mine.jsonl", "--server-url", server.url, "--model", "m", "--output", "out.jsonl"]
+        flags = [
+            "--seed",
+            "mine.jsonl",
+            "--server-url",
+            server.url,
+            "--model",
+            "m",
+            "--output",
+            "out.jsonl",
+        ]
         command = [sys.executable, "-c", CHILD, *flags, "concurrency=8"]
         environment = {**os.environ, "NO_PROXY": "127.0.0.1"}
         while kills < 3:
-            process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL)
+            process = subprocess.Popen(
+                command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL
+            )
             asked, wait = len(server.bodies), random.Random(kills).uniform(0.0, 0.15)
             while len(server.bodies) == asked and process.poll() is None:
                 time.sleep(0.005)
@@ -255,12 +377,25 @@ def test_a_run_that_is_killed_again_and_again_loses_nothing_and_repeats_nothing(
             process.wait(timeout=60)
             kills += 1
             if kills == 2 and out.exists():
-                out.write_bytes(out.read_bytes() + b'{"id": "torn')  # as a kill within a write leaves it
-        subprocess.run(command, cwd=tmp_path, env=environment, check=True, timeout=120, stdout=subprocess.DEVNULL)
+                out.write_bytes(
+                    out.read_bytes() + b'{"id": "torn'
+                )  # as a kill within a write leaves it
+        subprocess.run(
+            command,
+            cwd=tmp_path,
+            env=environment,
+            check=True,
+            timeout=120,
+            stdout=subprocess.DEVNULL,
+        )
         served = len(server.bodies)
     written = read(out)
-    dropped = [json.loads(line)["id"] for line in (tmp_path / "out.dropped.jsonl").read_text().splitlines()]
-    assert sorted([record["id"] for record in written] + dropped) == sorted(f"s{n}" for n in range(count))
+    dropped = [
+        json.loads(line)["id"] for line in (tmp_path / "out.dropped.jsonl").read_text().splitlines()
+    ]
+    assert sorted([record["id"] for record in written] + dropped) == sorted(
+        f"s{n}" for n in range(count)
+    )
     assert dropped
     for record in written:
         number = int(record["id"][1:])
@@ -272,15 +407,23 @@ def test_a_run_that_is_killed_again_and_again_loses_nothing_and_repeats_nothing(
 def too_long(body: dict) -> Reply:
     """Every tenth question is refused, so that conversations are dropped as well."""
     question = body["messages"][0]["content"]
-    message = "maximum context length is 64 tokens. However, you requested 2148 tokens (100 in the messages, 2048 in"
+    message = (
+        "maximum context length is 64 tokens. However, you requested 2148 tokens (100 in the"
+        " messages, 2048 in"
+    )
     return error(400, message) if question.endswith("7") else None
 
 
 def test_an_edited_prompt_file_is_refused(at_work: Path) -> None:
     words = ["--seed", "edited.jsonl", "--model", "backbone", "--output", "kept.jsonl", *SHORT]
     for text in ("one", "other"):
-        (at_work / "edited.jsonl").write_text(json.dumps({"id": "a", "turns": [text]}) + "\n", encoding="utf-8")
+        (at_work / "edited.jsonl").write_text(
+            json.dumps({"id": "a", "turns": [text]}) + "\n", encoding="utf-8"
+        )
         result = runner.invoke(app, words)
     assert (result.exit_code, "a asks 'one', and now 'other'" in result.output) == (2, True)
     result = runner.invoke(app, [*words, "min_chars=100"])
-    assert (result.exit_code, "no prompts are left (1 short)" in " ".join(result.output.split())) == (1, True)
+    assert (
+        result.exit_code,
+        "no prompts are left (1 short)" in " ".join(result.output.split()),
+    ) == (1, True)

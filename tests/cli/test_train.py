@@ -38,13 +38,20 @@ def config_file(tmp_path):
 
 def test_the_first_lines_name_draft_backbone_data_and_output(config_file, tmp_path):
     result = run(config_file)
-    assert f"5 Medusa heads x 1 layer on {tmp_path / 'absent-model'}, frozen backbone" in result.output
+    assert (
+        f"5 Medusa heads x 1 layer on {tmp_path / 'absent-model'}, frozen backbone" in result.output
+    )
     assert f"data: {tmp_path / 'absent.jsonl'}; output: {tmp_path / 'run'}" in result.output
 
 
 @pytest.mark.parametrize("flags", [(), ("--inspect",), ("--num-gpus", "2")])
 def test_all_missing_inputs_are_reported_at_once_and_before_torch(config_file, tmp_path, flags):
-    arguments = [str(config_file), "deepspeed=absent/z.json", f"lora_model_dir={tmp_path / 'absent-run'}", *flags]
+    arguments = [
+        str(config_file),
+        "deepspeed=absent/z.json",
+        f"lora_model_dir={tmp_path / 'absent-run'}",
+        *flags,
+    ]
     arguments.append("test_datasets=[{path: absent/t.jsonl}]")
     done = run_alone(*arguments)
     assert done.stdout.split() == ["exit", "1", "False"]
@@ -53,8 +60,10 @@ def test_all_missing_inputs_are_reported_at_once_and_before_torch(config_file, t
         f"  base_model: {tmp_path / 'absent-model'}: no such directory",
         f"  datasets: {tmp_path / 'absent.jsonl'}: no such file or directory",
         "  test_datasets: absent/t.jsonl: no such file or directory",
-        f"  lora_model_dir: {tmp_path / 'absent-run'}: no such directory; train these heads first, or leave "
-        "lora_model_dir empty to start with new ones",
+        (
+            f"  lora_model_dir: {tmp_path / 'absent-run'}: no such directory; train these heads"
+            " first, or leave lora_model_dir empty to start with new ones"
+        ),
         "  deepspeed: absent/z.json: no such file",
     ]
     assert not (tmp_path / "run").exists()

@@ -1,4 +1,6 @@
-"""Configurations as they are written for the Medusa fork of Axolotl: every key with or without a value, unchanged."""
+"""Configurations as they are written for the Medusa fork of Axolotl: every key with or without a
+value, unchanged.
+"""
 
 import json
 from pathlib import Path
@@ -12,7 +14,8 @@ from medusa_train.config.load import load_config
 from medusa_train.config.schema import TrainConfig
 from medusa_train.errors import ConfigError
 
-# What such files hold beside the model, the data and the output directory, in the order of the fork's own examples.
+# What such files hold beside the model, the data and the output directory, in the order of the
+# fork's own examples.
 COMMON = """
 base_model_config: {base}
 model_type: LlamaForCausalLM
@@ -81,7 +84,9 @@ medusa_lr_multiplier: 4.0
 ddp_find_unused_parameters: true
 """
 STAGE_1 = "load_in_4bit: false\nadapter: lora\nmedusa_only_heads: true\n"
-STAGE_2 = "load_in_4bit: false\nadapter: lora\nlora_model_dir: {first}\nmedusa_self_distillation: true\n"
+STAGE_2 = (
+    "load_in_4bit: false\nadapter: lora\nlora_model_dir: {first}\nmedusa_self_distillation: true\n"
+)
 
 
 @pytest.fixture
@@ -89,22 +94,37 @@ def write(tmp_path: Path, bare_backbone: Path, chats: Path):  # type: ignore[no-
     """Write a YAML of a stage whose run goes to `name`."""
 
     def make(stage: str, name: str) -> Path:
-        text = f"base_model: {bare_backbone}\ndatasets:\n  - path: {chats}\n    type: sharegpt\nval_set_size: 0.2\n"
+        text = (
+            f"base_model: {bare_backbone}\ndatasets:\n  - path: {chats}\n    type:"
+            " sharegpt\nval_set_size: 0.2\n"
+        )
         text += f"output_dir: {tmp_path / name}\n{COMMON}{stage}"
         path = tmp_path / f"{name}.yml"
-        path.write_text(text.replace("{base}", str(bare_backbone)).replace("{first}", str(tmp_path / "first")))
+        path.write_text(
+            text.replace("{base}", str(bare_backbone)).replace("{first}", str(tmp_path / "first"))
+        )
         return path
 
     return make
 
 
 def test_both_stages_train_unchanged(write, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    """Heads alone, then jointly from them; a tokenizer without a template gets Axolotl's for `type: sharegpt`."""
+    """Heads alone, then jointly from them; a tokenizer without a template gets Axolotl's for `type:
+    sharegpt`.
+    """
     first = CliRunner().invoke(app, [str(write(STAGE_1, "first"))])
     assert first.exit_code == 0, first.output
     assert "chat template: vicuna_v1.1" in first.output
-    (ignored,) = [line for line in first.output.splitlines() if line.startswith("ignored keys (no effect)")]
-    for key in ("is_llama_derived_model", "strict", "group_by_length", "ddp_find_unused_parameters", "special_tokens"):
+    (ignored,) = [
+        line for line in first.output.splitlines() if line.startswith("ignored keys (no effect)")
+    ]
+    for key in (
+        "is_llama_derived_model",
+        "strict",
+        "group_by_length",
+        "ddp_find_unused_parameters",
+        "special_tokens",
+    ):
         assert key in ignored
     assert "fsdp" not in ignored  # empty: nothing was set
     assert read_heads(tmp_path / "first" / "heads").num_heads == 2
@@ -114,13 +134,19 @@ def test_both_stages_train_unchanged(write, tmp_path: Path) -> None:  # type: ig
     assert second.exit_code == 0, second.output
     assert "initializing the heads from" in second.output
     assert (tmp_path / "second" / "adapter" / "adapter_model.safetensors").is_file()
-    records = [json.loads(line) for line in (tmp_path / "second" / "metrics.jsonl").read_text().splitlines()]
+    records = [
+        json.loads(line)
+        for line in (tmp_path / "second" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert any("lm_kl" in record for record in records)
 
 
 def test_an_empty_key_gives_way_to_the_same_key_with_a_value(tmp_path: Path) -> None:
     """The fork's examples for stage two name lora_model_dir twice, the first time without a value."""
-    text = "base_model: m\nlora_model_dir:\ndatasets:\n  - path: a\n    split:\n    split: b\nlora_model_dir: runs/x\n"
+    text = (
+        "base_model: m\nlora_model_dir:\ndatasets:\n  - path: a\n    split:\n    split:"
+        " b\nlora_model_dir: runs/x\n"
+    )
     path = tmp_path / "x.yml"
     for order in (text, text.replace("lora_model_dir:\n", "", 1) + "lora_model_dir:\n"):
         path.write_text(order)

@@ -1,4 +1,6 @@
-"""The JSON Schema takes what the command takes and refuses what it refuses, as far as a schema can tell."""
+"""The JSON Schema takes what the command takes and refuses what it refuses, as far as a schema can
+tell.
+"""
 
 import json
 import re
@@ -9,7 +11,13 @@ import pytest
 from typer.testing import CliRunner
 
 from medusa_train.cli.train import app
-from medusa_train.config.docs import REFERENCE, SCHEMA, format_config, json_schema, replace_reference
+from medusa_train.config.docs import (
+    REFERENCE,
+    SCHEMA,
+    format_config,
+    json_schema,
+    replace_reference,
+)
 from medusa_train.config.load import load_config
 from medusa_train.config.paths import PROJECT_ROOT
 from medusa_train.config.schema import IGNORED_AXOLOTL_KEYS, EvalConfig, TrainConfig
@@ -25,17 +33,25 @@ def schema() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
-def test_shipped_configurations_carry_the_editor_line_and_known_keys(schema: dict[str, Any], path: Path) -> None:
+def test_shipped_configurations_carry_the_editor_line_and_known_keys(
+    schema: dict[str, Any], path: Path
+) -> None:
     first = path.read_text().splitlines()[0]
     name = first.removeprefix("# yaml-language-server: $schema=")
     assert path.parent / name == PROJECT_ROOT / SCHEMA
-    assert set(schema["required"]) <= set(read_yaml_file(path, path.name).values) <= set(schema["properties"])
+    assert (
+        set(schema["required"])
+        <= set(read_yaml_file(path, path.name).values)
+        <= set(schema["properties"])
+    )
 
 
 def test_the_shipped_schema_is_the_one_that_is_printed() -> None:
     result = CliRunner().invoke(app, ["--schema"])
     assert result.exit_code == 0
-    assert result.stdout == (PROJECT_ROOT / SCHEMA).read_text(), "run `python -m medusa_train.config.docs`"
+    assert result.stdout == (PROJECT_ROOT / SCHEMA).read_text(), (
+        "run `python -m medusa_train.config.docs`"
+    )
 
 
 def test_the_key_reference_is_generated_from_the_schema() -> None:
@@ -54,8 +70,15 @@ def test_every_key_shows_its_meaning(schema: dict[str, Any]) -> None:
     )
     assert keys["learning_rate"]["anyOf"][0] == {"type": "number", "exclusiveMinimum": 0}
     assert keys["datasets"]["items"] == {"$ref": "#/$defs/DatasetConfig"}
-    assert schema["$defs"]["DatasetConfig"]["additionalProperties"] is schema["additionalProperties"] is False
-    assert keys["adapter"]["anyOf"] == [{"enum": ["lora", "qlora"], "type": "string"}, {"type": "null"}]
+    assert (
+        schema["$defs"]["DatasetConfig"]["additionalProperties"]
+        is schema["additionalProperties"]
+        is False
+    )
+    assert keys["adapter"]["anyOf"] == [
+        {"enum": ["lora", "qlora"], "type": "string"},
+        {"type": "null"},
+    ]
     assert json_schema(EvalConfig, "x").get("required") is None
     assert "title" not in json.dumps(keys)
 
@@ -88,7 +111,12 @@ def lines(text: str) -> dict[str, tuple[str, str]]:
 
 
 def test_every_key_shows_its_value_and_its_origin(config_file: Path) -> None:
-    cfg = load_config(TrainConfig, config_file, ["seed=7", "datasets.0.path=b.jsonl"], flags={"output_dir": "runs/y"})
+    cfg = load_config(
+        TrainConfig,
+        config_file,
+        ["seed=7", "datasets.0.path=b.jsonl"],
+        flags={"output_dir": "runs/y"},
+    )
     shown = lines(format_config(cfg))
     assert list(shown) == list(TrainConfig.model_fields)
     assert shown["base_model"] == ("some/model", f"{config_file}:1")
@@ -106,8 +134,12 @@ def test_every_key_shows_its_value_and_its_origin(config_file: Path) -> None:
     )
 
 
-def test_what_is_shown_can_be_read_again_and_says_the_same(config_file: Path, tmp_path: Path) -> None:
-    cfg = load_config(TrainConfig, config_file, ["warmup_ratio=0.1", "deepspeed={zero_optimization: {stage: 2}}"])
+def test_what_is_shown_can_be_read_again_and_says_the_same(
+    config_file: Path, tmp_path: Path
+) -> None:
+    cfg = load_config(
+        TrainConfig, config_file, ["warmup_ratio=0.1", "deepspeed={zero_optimization: {stage: 2}}"]
+    )
     again = tmp_path / "again.yaml"
     again.write_text(format_config(cfg))
     assert load_config(TrainConfig, again).model_dump() == cfg.model_dump()

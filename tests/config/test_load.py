@@ -28,7 +28,8 @@ def problems(path: Path | None, *overrides: str) -> list[str]:
 def test_a_combination_names_both_places_and_waits_for_usable_values(tmp_path: Path) -> None:
     path = write(tmp_path, GOOD + "load_in_8bit: true\nseed: 1\nload_in_4bit: true\n")
     assert problems(path) == [
-        "x.yaml:6: load_in_4bit: true: cannot be true together with load_in_8bit; choose one (load_in_8bit: x.yaml:4)"
+        "x.yaml:6: load_in_4bit: true: cannot be true together with load_in_8bit; choose one"
+        " (load_in_8bit: x.yaml:4)"
     ]
     path = write(tmp_path, GOOD + "adapter: qlora\nload_in_4bit: perhaps\n")
     assert problems(path) == ["x.yaml:5: load_in_4bit: expected true or false, got 'perhaps'"]
@@ -37,21 +38,28 @@ def test_a_combination_names_both_places_and_waits_for_usable_values(tmp_path: P
 def test_missing_keys_show_beside_other_mistakes(tmp_path: Path) -> None:
     found = problems(write(tmp_path, "seed: x\nwarmup_steps: 4\nwarmup_ratio: 0.1\n"))
     assert found[0] == "x.yaml:1: seed: expected an integer, got 'x'"
-    assert found[1].startswith("x.yaml:2: warmup_steps: 4: cannot be set together with warmup_ratio")
+    assert found[1].startswith(
+        "x.yaml:2: warmup_steps: 4: cannot be set together with warmup_ratio"
+    )
     assert found[2].startswith("x.yaml: base_model: is missing (")
     assert found[3].startswith("x.yaml: datasets: is missing (")
     assert len(found) == 4
 
 
 def test_nested_mistakes_have_lines_and_nearest_keys(tmp_path: Path) -> None:
-    path = write(tmp_path, "base_model: m\ndatasets:\n  - pth: a\n    type: sharegtp\n  - just-a-path\n  -\n")
+    path = write(
+        tmp_path, "base_model: m\ndatasets:\n  - pth: a\n    type: sharegtp\n  - just-a-path\n  -\n"
+    )
     assert problems(path) == [
         "x.yaml:3: datasets[0].path: is missing",
         "x.yaml:3: datasets[0].pth: unknown key; did you mean path?",
         "x.yaml:4: datasets[0].type: must be auto, sharegpt, messages or alpaca, got 'sharegtp'",
         "x.yaml:6: datasets[2]: expected `key: value` lines, got null",
     ]
-    recent = write(tmp_path, GOOD + "datasets: [{path: a, type: chat_template, field_messages: m}]\nplugins: [x]\n")
+    recent = write(
+        tmp_path,
+        GOOD + "datasets: [{path: a, type: chat_template, field_messages: m}]\nplugins: [x]\n",
+    )
     assert "field_messages: is not needed: chats are recognized" in problems(recent)[-1]
 
 
@@ -59,7 +67,10 @@ def test_a_run_s_own_file_names_its_directory(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").touch()
     (tmp_path / "config.yaml").write_text(GOOD + "output_dir: elsewhere\n")
     assert load_config(TrainConfig, tmp_path / "config.yaml").output_dir == str(tmp_path)
-    assert load_config(TrainConfig, tmp_path / "config.yaml", ["output_dir=other"]).output_dir == "other"
+    assert (
+        load_config(TrainConfig, tmp_path / "config.yaml", ["output_dir=other"]).output_dir
+        == "other"
+    )
 
 
 def test_duplicates_are_refused_beside_what_they_hold(tmp_path: Path) -> None:
@@ -76,10 +87,16 @@ def test_duplicates_are_refused_beside_what_they_hold(tmp_path: Path) -> None:
         ("val_set_size: 1.5", "val_set_size: must be less than 1, got 1.5"),
         ("learning_rate: 0", "learning_rate: must be more than 0, got 0"),
         ("medusa_decay_coefficient: 2", "medusa_decay_coefficient: must be 1 or less, got 2"),
-        ("lr_scheduler: cosin", "lr_scheduler: must be cosine, linear, constant or constant_with_warmup, got 'cosin'"),
+        (
+            "lr_scheduler: cosin",
+            "lr_scheduler: must be cosine, linear, constant or constant_with_warmup, got 'cosin'",
+        ),
         ("roles_to_train: []", "roles_to_train: needs 1 or more items, got a list"),
         ("roles_to_train: assistant", "roles_to_train: expected a list, got 'assistant'"),
-        ("lora_target_modules: [1.5]", "lora_target_modules[0]: expected text (put it in quotes), got 1.5"),
+        (
+            "lora_target_modules: [1.5]",
+            "lora_target_modules[0]: expected text (put it in quotes), got 1.5",
+        ),
         ("gibberish_xyz: 3", "gibberish_xyz: unknown key; see docs/configuration.md"),
         ("3: 4", "3: unknown key; see docs/configuration.md"),
     ],
@@ -89,16 +106,37 @@ def test_bad_values_say_what_is_allowed(tmp_path: Path, line: str, message: str)
 
 
 def test_exponents_and_nulls_are_read_as_meant(tmp_path: Path) -> None:
-    cfg = load_config(TrainConfig, write(tmp_path, GOOD + "    type:\nlearning_rate: 1e-3\nseed:\nwarmup_steps: ~\n"))
-    assert (cfg.learning_rate, cfg.seed, cfg.warmup_steps, cfg.datasets[0].type) == (0.001, 42, None, "auto")
+    cfg = load_config(
+        TrainConfig,
+        write(tmp_path, GOOD + "    type:\nlearning_rate: 1e-3\nseed:\nwarmup_steps: ~\n"),
+    )
+    assert (cfg.learning_rate, cfg.seed, cfg.warmup_steps, cfg.datasets[0].type) == (
+        0.001,
+        42,
+        None,
+        "auto",
+    )
     assert load_config(TrainConfig, tmp_path / "x.yaml", ["learning_rate="]).learning_rate == 5e-4
-    assert problems(write(tmp_path, GOOD.replace("data/tiny", "")))[0].startswith("x.yaml:1: base_model: is missing")
+    assert problems(write(tmp_path, GOOD.replace("data/tiny", "")))[0].startswith(
+        "x.yaml:1: base_model: is missing"
+    )
 
 
 def test_foreign_keys_are_taken_and_listed(tmp_path: Path) -> None:
-    text = GOOD + "strict: false\nfsdp:\nwandb_watch: gradients\nmodel_type: LlamaForCausalLM\nflash_attention: false\n"
-    assert load_config(TrainConfig, write(tmp_path, text)).ignored == ("model_type", "strict", "wandb_watch")
-    odd = load_config(TrainConfig, write(tmp_path, GOOD), [f"{name}={{odd: [1]}}" for name in IGNORED_AXOLOTL_KEYS])
+    text = (
+        GOOD + "strict: false\nfsdp:\nwandb_watch: gradients\nmodel_type:"
+        " LlamaForCausalLM\nflash_attention: false\n"
+    )
+    assert load_config(TrainConfig, write(tmp_path, text)).ignored == (
+        "model_type",
+        "strict",
+        "wandb_watch",
+    )
+    odd = load_config(
+        TrainConfig,
+        write(tmp_path, GOOD),
+        [f"{name}={{odd: [1]}}" for name in IGNORED_AXOLOTL_KEYS],
+    )
     assert set(odd.ignored) == IGNORED_AXOLOTL_KEYS
 
 
@@ -110,10 +148,21 @@ def test_overrides_go_over_the_file_and_flags_over_both(tmp_path: Path) -> None:
     cfg = load_config(
         TrainConfig,
         path,
-        ["seed=2", "learning_rate=5e-4", "datasets.0.path=b.jsonl", "output_dir=runs/a=b", "num_epochs=2"],
+        [
+            "seed=2",
+            "learning_rate=5e-4",
+            "datasets.0.path=b.jsonl",
+            "output_dir=runs/a=b",
+            "num_epochs=2",
+        ],
         flags={"num_epochs": 3, "max_steps": None},
     )
-    assert (cfg.seed, cfg.learning_rate, cfg.datasets[0].path, cfg.output_dir) == (2, 5e-4, "b.jsonl", "runs/a=b")
+    assert (cfg.seed, cfg.learning_rate, cfg.datasets[0].path, cfg.output_dir) == (
+        2,
+        5e-4,
+        "b.jsonl",
+        "runs/a=b",
+    )
     assert (cfg.num_epochs, cfg.max_steps) == (3, None)
 
 
@@ -123,14 +172,21 @@ def test_an_override_that_is_no_yaml_is_text(text: str) -> None:
 
 
 def test_an_override_reaches_into_mappings_that_do_not_exist_yet(tmp_path: Path) -> None:
-    cfg = load_config(TrainConfig, write(tmp_path, GOOD), ["deepspeed.zero.stage=2", "datasets[0].type=alpaca"])
+    cfg = load_config(
+        TrainConfig, write(tmp_path, GOOD), ["deepspeed.zero.stage=2", "datasets[0].type=alpaca"]
+    )
     assert cfg.deepspeed == {"zero": {"stage": 2}}
     assert cfg.datasets[0].type == "alpaca"
 
 
 def test_mistakes_in_overrides_and_flags_name_them(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
-        load_config(EvalConfig, None, ["limt=3", "a.b=1", "seed", "=3", "bench.x=1"], flags={"max_new_tokens": 0})
+        load_config(
+            EvalConfig,
+            None,
+            ["limt=3", "a.b=1", "seed", "=3", "bench.x=1"],
+            flags={"max_new_tokens": 0},
+        )
     assert sorted(caught.value.problems) == [
         "--max-new-tokens: must be 1 or more, got 0",
         "override '=3': overrides are written key=value, or a.b=value",
@@ -151,14 +207,18 @@ def test_mistakes_in_overrides_and_flags_name_them(tmp_path: Path) -> None:
         ("datasets.².path=x", "cannot set datasets.².path: datasets.² is not a mapping"),
     ],
 )
-def test_an_override_that_leads_nowhere_says_so(tmp_path: Path, override: str, message: str) -> None:
+def test_an_override_that_leads_nowhere_says_so(
+    tmp_path: Path, override: str, message: str
+) -> None:
     assert problems(write(tmp_path, GOOD), override) == [f"override '{override}': {message}"]
 
 
 # --- files --------------------------------------------------------------------------------------------------------
 
 
-def test_a_missing_file_names_its_neighbours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_file_names_its_neighbours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (message,) = problems(Path("configs/tiny-m1.yml"))
     assert message.startswith(
@@ -167,7 +227,9 @@ def test_a_missing_file_names_its_neighbours(tmp_path: Path, monkeypatch: pytest
     (message,) = problems(Path("x"))
     assert message.startswith("x: no such file; configs/ contains")
     write(tmp_path, GOOD)
-    with pytest.raises(ConfigError, match=r"is a directory, not a YAML file .*by --model.*; .* contains x\.yaml"):
+    with pytest.raises(
+        ConfigError, match=r"is a directory, not a YAML file .*by --model.*; .* contains x\.yaml"
+    ):
         load_config(TrainConfig, tmp_path)
 
 
@@ -175,9 +237,9 @@ def test_a_missing_file_names_its_neighbours(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_dump_reads_back_as_the_same_configuration(tmp_path: Path) -> None:
-    text = GOOD + (
-        "learning_rate: 3e-5\nbf16: true\neval_steps: 0.25\nresume_from_checkpoint: true\nadapter: lora\n"
-        "chat_template: 'ünïcode: #1'\ndeepspeed: {zero: {stage: 2}}\n"
+    text = (
+        GOOD + "learning_rate: 3e-5\nbf16: true\neval_steps: 0.25\nresume_from_checkpoint:"
+        " true\nadapter: lora\nchat_template: 'ünïcode: #1'\ndeepspeed: {zero: {stage: 2}}\n"
     )
     cfg = load_config(TrainConfig, write(tmp_path, text))
     again = load_config(TrainConfig, write(tmp_path, dump_config(cfg)))

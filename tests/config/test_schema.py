@@ -19,8 +19,12 @@ def train(*overrides: str) -> TrainConfig:
 
 
 @pytest.mark.parametrize("cls", [EvalConfig, SelfDistillConfig, ExportConfig])
-def test_commands_work_without_any_key_and_defaults_are_valid(cls: type[Config], tmp_path: Path) -> None:
-    assert all(info.description and "\n" not in info.description for info in cls.model_fields.values())
+def test_commands_work_without_any_key_and_defaults_are_valid(
+    cls: type[Config], tmp_path: Path
+) -> None:
+    assert all(
+        info.description and "\n" not in info.description for info in cls.model_fields.values()
+    )
     path = tmp_path / "x.yaml"
     path.write_text(dump_config(cls()))
     assert load_config(cls, path).model_dump() == load_config(cls, None).model_dump()
@@ -32,8 +36,16 @@ def test_commands_work_without_any_key_and_defaults_are_valid(cls: type[Config],
 
 def test_silent_yamls_get_the_papers_settings() -> None:
     cfg = train()
-    assert (cfg.medusa_num_heads, cfg.medusa_num_layers, cfg.medusa_decay_coefficient) == (5, 1, 0.8)
-    assert (cfg.medusa_heads_coefficient, cfg.medusa_lr_multiplier, cfg.medusa_scheduler) == (0.2, 4, "constant")
+    assert (cfg.medusa_num_heads, cfg.medusa_num_layers, cfg.medusa_decay_coefficient) == (
+        5,
+        1,
+        0.8,
+    )
+    assert (cfg.medusa_heads_coefficient, cfg.medusa_lr_multiplier, cfg.medusa_scheduler) == (
+        0.2,
+        4,
+        "constant",
+    )
     assert cfg.heads_learning_rate == pytest.approx(2e-3)
     assert (cfg.lora_r, cfg.lora_alpha, cfg.lora_dropout) == (32, 16, 0.05)
 
@@ -42,8 +54,13 @@ def test_silent_yamls_get_the_papers_settings() -> None:
 def test_other_drafts_learn_at_the_learning_rate(kind: str) -> None:
     """A factor of four is Medusa's recipe."""
     assert train(f"draft={kind}", "learning_rate=3e-5").heads_learning_rate == 3e-5
-    assert train(f"draft={kind}", "learning_rate=3e-5", "medusa_lr_multiplier=2").heads_learning_rate == 6e-5
-    assert train(f"draft={kind}", "sequence_len=5").sequence_len == 5  # medusa_num_heads has no say in it
+    assert (
+        train(f"draft={kind}", "learning_rate=3e-5", "medusa_lr_multiplier=2").heads_learning_rate
+        == 6e-5
+    )
+    assert (
+        train(f"draft={kind}", "sequence_len=5").sequence_len == 5
+    )  # medusa_num_heads has no say in it
 
 
 @pytest.mark.parametrize(
@@ -116,14 +133,26 @@ def test_the_chat_template_is_that_of_all_datasets() -> None:
 
 def test_template_variables_and_reasoning_tags(tmp_path: Path) -> None:
     cfg = train("chat_template_kwargs.enable_thinking=false", "reasoning_tags=[<r>, </r>]")
-    assert (cfg.chat_template_kwargs, cfg.reasoning_tags) == ({"enable_thinking": False}, ("<r>", "</r>"))
+    assert (cfg.chat_template_kwargs, cfg.reasoning_tags) == (
+        {"enable_thinking": False},
+        ("<r>", "</r>"),
+    )
     (tmp_path / "config.yaml").write_text(dump_config(cfg))
     again = load_config(TrainConfig, tmp_path / "config.yaml")
-    assert (again.chat_template_kwargs, again.reasoning_tags) == (cfg.chat_template_kwargs, cfg.reasoning_tags)
+    assert (again.chat_template_kwargs, again.reasoning_tags) == (
+        cfg.chat_template_kwargs,
+        cfg.reasoning_tags,
+    )
     assert train().reasoning_tags == ("<think>", "</think>")
     for override, words in [
-        ("chat_template_kwargs=no_think", "expected a mapping such as {enable_thinking: false}, got 'no_think'"),
-        ("chat_template_kwargs={messages: [], tools: []}", "messages, tools: set by the renderer itself; remove it"),
+        (
+            "chat_template_kwargs=no_think",
+            "expected a mapping such as {enable_thinking: false}, got 'no_think'",
+        ),
+        (
+            "chat_template_kwargs={messages: [], tools: []}",
+            "messages, tools: set by the renderer itself; remove it",
+        ),
         ("reasoning_tags=<r>", "expected two tags such as [<think>, </think>], got '<r>'"),
         ("reasoning_tags=[<r>]", "expected two tags"),
     ]:
@@ -144,17 +173,35 @@ SHARED_Q = ["medusa_share_lm_head=true", "adapter=lora", "lora_target_modules=[q
             ["medusa_self_distillation=true"],
             "medusa_self_distillation: true: the teacher is the backbone with its adapter disabled",
         ),
-        (["medusa_distillation_regularization=0.5"], "the teacher is the backbone with its adapter disabled"),
-        (["medusa_only_heads=true", "medusa_num_unfreeze_layers=1"], "medusa_num_unfreeze_layers must be 0"),
-        (["recipe=medusa1", "medusa_num_unfreeze_layers=1"], "medusa_num_unfreeze_layers must be 0"),
-        (["load_in_4bit=true", "medusa_num_unfreeze_layers=1"], "quantized layers cannot be trained"),
+        (
+            ["medusa_distillation_regularization=0.5"],
+            "the teacher is the backbone with its adapter disabled",
+        ),
+        (
+            ["medusa_only_heads=true", "medusa_num_unfreeze_layers=1"],
+            "medusa_num_unfreeze_layers must be 0",
+        ),
+        (
+            ["recipe=medusa1", "medusa_num_unfreeze_layers=1"],
+            "medusa_num_unfreeze_layers must be 0",
+        ),
+        (
+            ["load_in_4bit=true", "medusa_num_unfreeze_layers=1"],
+            "quantized layers cannot be trained",
+        ),
         (["recipe=medusa1", "medusa_only_heads=false"], "remove one of the two keys"),
         (["recipe=medusa2", "load_in_8bit=true"], "only with an adapter"),
-        (["warmup_steps=0", "warmup_ratio=0.1"], "warmup_steps: 0: cannot be set together with warmup_ratio"),
+        (
+            ["warmup_steps=0", "warmup_ratio=0.1"],
+            "warmup_steps: 0: cannot be set together with warmup_ratio",
+        ),
         (["save_steps=5", "saves_per_epoch=1"], "save_steps: 5: cannot be set together"),
         (["eval_steps=0.5", "evals_per_epoch=1"], "eval_steps: 0.5: cannot be set together"),
         (["early_stopping_patience=2", "val_set_size=0"], "requires evaluations"),
-        (["test_datasets=[{path: a}]", "val_set_size=0.1"], "test_datasets are the data for evaluation"),
+        (
+            ["test_datasets=[{path: a}]", "val_set_size=0.1"],
+            "test_datasets are the data for evaluation",
+        ),
         (["resume_from_checkpoint=true", "overwrite_output_dir=true"], "choose one"),
         (["sequence_len=6", "medusa_num_heads=5"], "sequence_len: 6: too short"),
         (["medusa_share_lm_head=true", "adapter=lora"], "keep it frozen"),
@@ -162,9 +209,18 @@ SHARED_Q = ["medusa_share_lm_head=true", "adapter=lora", "lora_target_modules=[q
         ([*SHARED_Q, "lora_modules_to_save=[lm_head]"], "keep it frozen"),
         (["medusa_share_lm_head=true", "recipe=medusa2"], "keep it frozen"),
         (["medusa_share_lm_head=true", "medusa_num_layers=0"], "no parameters to train"),
-        (["medusa_vocab_size=1024", "export=[vllm, tgi]"], "only the vllm and transformers layouts support"),
-        (["medusa_markov_rank=8", "export=[vllm]"], "no other program reads heads with a Markov bias"),
-        (["medusa_markov_rank=8", "export=[merged, transformers]", "adapter=lora"], "no other program reads"),
+        (
+            ["medusa_vocab_size=1024", "export=[vllm, tgi]"],
+            "only the vllm and transformers layouts support",
+        ),
+        (
+            ["medusa_markov_rank=8", "export=[vllm]"],
+            "no other program reads heads with a Markov bias",
+        ),
+        (
+            ["medusa_markov_rank=8", "export=[merged, transformers]", "adapter=lora"],
+            "no other program reads",
+        ),
     ],
 )
 def test_impossible_combinations(overrides: list[str], words: str) -> None:
@@ -178,7 +234,9 @@ def test_impossible_combinations(overrides: list[str], words: str) -> None:
 def test_a_bench_of_programming_problems_needs_permission_to_run_code() -> None:
     with pytest.raises(ConfigError, match="allow_code_execution=true"):
         load_config(EvalConfig, None, ["bench=humaneval"])
-    assert load_config(EvalConfig, None, ["bench=humaneval", "allow_code_execution=true"]).allow_code_execution
+    assert load_config(
+        EvalConfig, None, ["bench=humaneval", "allow_code_execution=true"]
+    ).allow_code_execution
 
 
 @pytest.mark.parametrize(
@@ -211,14 +269,23 @@ def test_the_vicuna_configurations_hold_the_papers_numbers() -> None:
     for name in ("vicuna7b_m1", "vicuna7b_m2"):
         cfg = load_config(TrainConfig, PROJECT_ROOT / f"configs/{name}.yaml")
         assert cfg.micro_batch_size * cfg.gradient_accumulation_steps == 64
-        assert (cfg.num_epochs, cfg.sequence_len, cfg.warmup_steps, cfg.weight_decay) == (2, 4096, 40, 0)
+        assert (cfg.num_epochs, cfg.sequence_len, cfg.warmup_steps, cfg.weight_decay) == (
+            2,
+            4096,
+            40,
+            0,
+        )
         assert (cfg.learning_rate, cfg.heads_learning_rate) == pytest.approx((5e-4, 2e-3))
     assert (cfg.adapter, cfg.lora_r, cfg.lora_alpha) == ("qlora", 32, 16)
 
 
-@pytest.mark.parametrize("name", ["vicuna7b_m2", "vicuna13b_m2", "vicuna33b_m2", "zephyr7b_m2", "llama31_8b_m2"])
+@pytest.mark.parametrize(
+    "name", ["vicuna7b_m2", "vicuna13b_m2", "vicuna33b_m2", "zephyr7b_m2", "llama31_8b_m2"]
+)
 def test_lambda0_belongs_to_the_loss(name: str) -> None:
-    """With the KL the paper's 0.01, converted to means over two thirds of the tokens, rises along a sine."""
+    """With the KL the paper's 0.01, converted to means over two thirds of the tokens, rises along a
+    sine.
+    """
     cfg = load_config(TrainConfig, PROJECT_ROOT / f"configs/{name}.yaml")
     assert (cfg.medusa_self_distillation, cfg.medusa_scheduler) == (True, "sine")
     assert cfg.medusa_heads_coefficient == pytest.approx(0.01 * 3 / 2)
@@ -227,7 +294,10 @@ def test_lambda0_belongs_to_the_loss(name: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["temperature=0.7"], "greedy decoding has no temperature; set acceptance: sampling or typical"),
+        (
+            ["temperature=0.7"],
+            "greedy decoding has no temperature; set acceptance: sampling or typical",
+        ),
         (["acceptance=typical", "temperature=0"], "at temperature 0 this is greedy decoding"),
         (["acceptance=sampling", "temperature=0"], "at temperature 0 this is greedy decoding"),
         (["acceptance=random"], "must be greedy, sampling or typical"),
@@ -241,7 +311,9 @@ def test_modes_of_evaluation_that_make_no_sense(overrides: list[str], message: s
 
 def test_keys_of_another_mode_of_evaluation_are_listed_as_ignored() -> None:
     assert load_config(EvalConfig, None, ["top_p=0.9", "temperature=0"]).ignored == ("top_p",)
-    typical = load_config(EvalConfig, None, ["acceptance=typical", "top_k=5", "delta=0.2", "exactness=false"])
+    typical = load_config(
+        EvalConfig, None, ["acceptance=typical", "top_k=5", "delta=0.2", "exactness=false"]
+    )
     assert typical.ignored == ("exactness", "top_k")
     assert typical.temperature == 0.7
     batch = load_config(EvalConfig, None, ["batch_size=2", "compile=true", "assistant_model=a"])

@@ -1,4 +1,6 @@
-"""The configuration of stage one: what it takes from the run, what it keeps, and what cannot go together."""
+"""The configuration of stage one: what it takes from the run, what it keeps, and what cannot go
+together.
+"""
 
 from pathlib import Path
 
@@ -54,11 +56,28 @@ def problems(path: Path, *overrides: str) -> list[str]:
     return [problem.replace(f"{path.parent}/", "") for problem in caught.value.problems]
 
 
-def test_the_run_decides_on_model_data_and_machine_and_stage_one_on_its_training(files: Path) -> None:
-    first = load(files, "wandb_project=p", "seed=7", "num_epochs=1", "sequence_len=90", "output_dir=runs/x")
-    assert (first.base_model, first.datasets[0].path, first.sequence_len) == ("two", "two.jsonl", 90)
-    assert (first.seed, first.wandb_project, first.deepspeed) == (7, "p", {"zero_optimization": {"stage": 2}})
-    assert (first.learning_rate, first.num_epochs, first.load_in_4bit, first.tf32) == (2e-3, 3, True, True)
+def test_the_run_decides_on_model_data_and_machine_and_stage_one_on_its_training(
+    files: Path,
+) -> None:
+    first = load(
+        files, "wandb_project=p", "seed=7", "num_epochs=1", "sequence_len=90", "output_dir=runs/x"
+    )
+    assert (first.base_model, first.datasets[0].path, first.sequence_len) == (
+        "two",
+        "two.jsonl",
+        90,
+    )
+    assert (first.seed, first.wandb_project, first.deepspeed) == (
+        7,
+        "p",
+        {"zero_optimization": {"stage": 2}},
+    )
+    assert (first.learning_rate, first.num_epochs, first.load_in_4bit, first.tf32) == (
+        2e-3,
+        3,
+        True,
+        True,
+    )
     assert (first.recipe, first.adapter, first.output_dir) == ("medusa1", None, "runs/x/stage_one")
     two = load_config(TrainConfig, files, ["test_datasets=[{path: t.jsonl}]"]).resolved()
     theirs = load(files, "test_datasets=[{path: t.jsonl}]")
@@ -70,7 +89,11 @@ def test_the_run_decides_on_model_data_and_machine_and_stage_one_on_its_training
 @pytest.mark.parametrize("written", ["stage_one={path}", "stage_one={{config: {path}}}"])
 def test_stage_one_has_overrides(files: Path, written: str) -> None:
     written = written.format(path=files.with_name("one.yaml"))
-    changed = ["stage_one.max_steps=3", "stage_one.sequence_len=50", "stage_one.calibration_tokens=9"]
+    changed = [
+        "stage_one.max_steps=3",
+        "stage_one.sequence_len=50",
+        "stage_one.calibration_tokens=9",
+    ]
     first = load(files, written, *changed, "stage_one.deepspeed=")
     assert (first.max_steps, first.sequence_len, first.calibration_tokens) == (3, 50, 9)
     assert (first.deepspeed, first.num_epochs) == (None, 3)
@@ -79,21 +102,31 @@ def test_stage_one_has_overrides(files: Path, written: str) -> None:
 def test_all_problems_of_both_stages_are_reported_at_once(files: Path) -> None:
     files.with_name("one.yaml").write_text(ONE + "medusa_num_heads: 3\nmicro_batch_size: many\n")
     files.write_text(
-        TWO.replace("one.yaml", "\n  config: one.yaml\n  max_step: 3\n  output_dir: x") + "warmup_steps: x\n"
+        TWO.replace("one.yaml", "\n  config: one.yaml\n  max_step: 3\n  output_dir: x")
+        + "warmup_steps: x\n"
     )
     assert problems(files, "stage_one.base_model=other") == [
         "two.yaml:11: warmup_steps: expected an integer, got 'x'",
-        "one.yaml:10: medusa_num_heads: 3: the heads of stage two have 5 (default); both must be equal",
+        (
+            "one.yaml:10: medusa_num_heads: 3: the heads of stage two have 5 (default); both must"
+            " be equal"
+        ),
         "one.yaml:11: micro_batch_size: expected an integer, got 'many'",
         "two.yaml:6: stage_one: output_dir: is set for the whole run; remove it",
         "two.yaml:5: stage_one: max_step: unknown key; did you mean max_steps?",
-        "override 'stage_one.base_model=other': stage_one: base_model: 'other': the heads of stage two have 'two' "
-        "(two.yaml:1); both must be equal",
+        (
+            "override 'stage_one.base_model=other': stage_one: base_model: 'other': the heads of"
+            " stage two have 'two' (two.yaml:1); both must be equal"
+        ),
     ]
-    files.write_text(TWO.replace("datasets:", "dataset:").replace("sequence_len: 100", "sequence_len: many"))
+    files.write_text(
+        TWO.replace("datasets:", "dataset:").replace("sequence_len: 100", "sequence_len: many")
+    )
     keys = [problem.partition(": ")[2].partition(":")[0] for problem in problems(files)]
     assert keys == ["dataset", "sequence_len", "datasets", "micro_batch_size"]
-    assert "override 'stage_one=5': stage_one: 5: no such file" in problems(files, "stage_one=5")[-1]
+    assert (
+        "override 'stage_one=5': stage_one: 5: no such file" in problems(files, "stage_one=5")[-1]
+    )
 
 
 @pytest.mark.parametrize(
@@ -135,7 +168,9 @@ def test_a_finished_stage_one_replaces_it(files: Path) -> None:
     assert stage_one_config(load_config(TrainConfig, files, ["stage_one="])) is None
 
 
-def test_the_written_configuration_stands_alone_and_later_keys_still_reach_stage_one(files: Path) -> None:
+def test_the_written_configuration_stands_alone_and_later_keys_still_reach_stage_one(
+    files: Path,
+) -> None:
     overrides = ["stage_one.max_steps=3", "stage_one.deepspeed=", "output_dir=runs/x"]
     cfg, first = load_config(TrainConfig, files, overrides), load(files, *overrides)
     write_config(cfg, files.parent)
@@ -152,7 +187,9 @@ def test_it_is_printed_in_comments(files: Path) -> None:
     assert ["#", "base_model:", "two", "#", f"{files}:1"] in rows
 
 
-@pytest.mark.parametrize("path", sorted((PROJECT_ROOT / "configs").glob("*_m2*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted((PROJECT_ROOT / "configs").glob("*_m2*.yaml")), ids=lambda path: path.stem
+)
 def test_shipped_configurations_of_joint_training_train_their_heads_first(path: Path) -> None:
     """But for those that train in one stage, as in the paper."""
     cfg = load_config(TrainConfig, path)

@@ -19,7 +19,10 @@ learning_rate: 1e-3
 
 def test_every_key_has_a_line() -> None:
     source = read_yaml(TEXT, "x.yaml")
-    assert source.values["datasets"] == [{"path": "a.jsonl", "type": "messages"}, {"path": "b.jsonl"}]
+    assert source.values["datasets"] == [
+        {"path": "a.jsonl", "type": "messages"},
+        {"path": "b.jsonl"},
+    ]
     assert source.location(("base_model",)) == "x.yaml:2"
     assert source.location(("datasets", 0, "type")) == "x.yaml:6"
     assert source.location(("datasets", 1, "path")) == "x.yaml:7"
@@ -37,7 +40,9 @@ def test_duplicates_name_both_lines_at_every_depth() -> None:
 
 
 def test_names_that_look_like_numbers_are_not_rewritten() -> None:
-    values = read_yaml("a: 2024_05_01\nb: 12:30\nc: 0x1F\nd: 0123\ne: -5\nf: 1e-3\ng: 0", "x.yaml").values
+    values = read_yaml(
+        "a: 2024_05_01\nb: 12:30\nc: 0x1F\nd: 0123\ne: -5\nf: 1e-3\ng: 0", "x.yaml"
+    ).values
     assert [*values.values()] == ["2024_05_01", "12:30", "0x1F", "0123", -5, "1e-3", 0]
 
 
@@ -73,7 +78,10 @@ def test_invalid_files_are_reported(text: str, message: str) -> None:
 
 
 def test_dates_stay_text() -> None:
-    assert read_yaml("a: 2024-13-45\nb: 2024-01-02\n", "x.yaml").values == {"a": "2024-13-45", "b": "2024-01-02"}
+    assert read_yaml("a: 2024-13-45\nb: 2024-01-02\n", "x.yaml").values == {
+        "a": "2024-13-45",
+        "b": "2024-01-02",
+    }
 
 
 def test_a_binary_file_is_reported(tmp_path: Path) -> None:

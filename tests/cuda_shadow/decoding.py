@@ -1,6 +1,8 @@
-"""Decoding on the pretend device: what the package's loops move between host and device, and what a capture allows.
+"""Decoding on the pretend device: what the package's loops move between host and device, and what a
+capture allows.
 
-Run by `test_cuda_shadow.py`. Greedy text is compared between the loops; values are those of the CPU's tests.
+Run by `test_cuda_shadow.py`. Greedy text is compared between the loops; values are those of the
+CPU's tests.
 """
 
 import io
@@ -29,9 +31,14 @@ from tests.families import NoTokenizer, random_backbone
 from tests.inference.test_drafts import KINDS, PROMPTS, TREE, draft_of, random_draft
 from tests.inference.test_refill import make_draft
 
-RULES: dict[str, Rule] = {"greedy": None, "sampling": Sampling(0.9, 20, 0.9), "typical": Typical(0.8)}
+RULES: dict[str, Rule] = {
+    "greedy": None,
+    "sampling": Sampling(0.9, 20, 0.9),
+    "typical": Typical(0.8),
+}
 TOKENS = 12
-#: Waits of a step by rule: uploads and downloads. Sampling draws its numbers on the host and reads the nucleus.
+#: Waits of a step by rule: uploads and downloads. Sampling draws its numbers on the host and reads
+# the nucleus.
 STATIC = {"greedy": (1, 1), "sampling": (2, 2), "typical": (1, 1)}
 #: Further uploads of a step of the loop and of a batch, beside the roots and the accepted nodes.
 MORE_UPLOADS = {("loop", "kangaroo"): 1, ("batch", "kangaroo"): 2}
@@ -61,7 +68,9 @@ def on_gpu(family: str) -> Backbone:
 
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[Transfers]:
-    """The transfers of every step but the first two of each session, which move what later ones keep."""
+    """The transfers of every step but the first two of each session, which move what later ones
+    keep.
+    """
     counts: list[Transfers] = []
     sessions: list[DecodingSession] = []  # kept, so that no other one has its place in memory
     original = DecodingSession.step
@@ -80,8 +89,13 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[Transfers]:
 
 def alone(backbone: Backbone, draft: Proposer | None, rule: Rule) -> list[Generation]:
     static = backbone.step_runner is not None
-    decoder = Decoder(backbone, draft, TREE, StaticCache(backbone.num_layers, 120, 16) if static else None)
-    return [decoder.generate(prompt, TOKENS, (), rule, torch.Generator().manual_seed(5)) for prompt in PROMPTS[:2]]
+    decoder = Decoder(
+        backbone, draft, TREE, StaticCache(backbone.num_layers, 120, 16) if static else None
+    )
+    return [
+        decoder.generate(prompt, TOKENS, (), rule, torch.Generator().manual_seed(5))
+        for prompt in PROMPTS[:2]
+    ]
 
 
 def together(backbone: Backbone, draft: Proposer | None, rule: Rule) -> list[Generation]:
@@ -109,13 +123,18 @@ def test_transfers_of_steps(family: str, kind: str, rule: str, steps: list[Trans
     for loop, (answers, static) in LOOPS.items():
         backbone.step_runner = CheckedRunner() if static else None
         steps.clear()
-        with nullcontext() if draft is None else draft.no_early_exit():  # of Kangaroo, for which the host waits
+        with (
+            nullcontext() if draft is None else draft.no_early_exit()
+        ):  # of Kangaroo, for which the host waits
             texts.append([one.tokens for one in answers(backbone, draft, RULES[rule])[:2]])
         assert steps
         uploads, downloads = STATIC[rule]
         for step in steps:
             more = 0 if static else 1 + MORE_UPLOADS.get((loop, draft_of(kind)), 0)
-            assert step["upload"] + step["pinned upload"] <= uploads + more, (loop, dict(step.places))
+            assert step["upload"] + step["pinned upload"] <= uploads + more, (
+                loop,
+                dict(step.places),
+            )
             assert step["download"] == downloads, (loop, dict(step.places))
             assert step["wait"] == 0, (loop, dict(step.places))
             assert (step["pinned upload"] == 1) is static
@@ -126,7 +145,14 @@ def test_transfers_of_steps(family: str, kind: str, rule: str, steps: list[Trans
 @pytest.mark.parametrize(
     "name",
     [
-        *("kangaroo", "prompt_lookup", "rest", "lookahead", "medusa+prompt_lookup", "amphista+lookahead"),
+        *(
+            "kangaroo",
+            "prompt_lookup",
+            "rest",
+            "lookahead",
+            "medusa+prompt_lookup",
+            "amphista+lookahead",
+        ),
         *("dynamic eagle3", "dynamic eagle3+prompt_lookup"),
     ],
 )
@@ -145,7 +171,9 @@ def test_choosing_a_tree(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choose, "THOROUGH", choose.Effort(rounds=1, steps=2))
     backbone = on_gpu("llama")
     draft, prompts = random_draft(kind, backbone), [[4 + i, 20, 30 + i] for i in range(4)]
-    traces = trace_conversations(backbone, draft, [[prompt] for prompt in prompts], max_new_tokens=8, token_budget=32)
+    traces = trace_conversations(
+        backbone, draft, [[prompt] for prompt in prompts], max_new_tokens=8, token_budget=32
+    )
     assert choose.choose_tree(backbone, draft, traces, RunProgress(Console(file=io.StringIO())))
 
 

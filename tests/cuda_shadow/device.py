@@ -1,14 +1,16 @@
-"""A pretend CUDA device for a torch without CUDA: tensors that report `cuda:0` and hold their values in CPU memory.
+"""A pretend CUDA device for a torch without CUDA: tensors that report `cuda:0` and hold their
+values in CPU memory.
 
-It shows where the project mixes devices, where the host waits for the GPU, and what a CUDA graph could not capture. It
-does not show what a real GPU computes, how fast, or in how much memory. It must be loaded before torch, which looks for
-a device's hooks once, and it stays until the process ends:
+It shows where the project mixes devices, where the host waits for the GPU, and what a CUDA graph
+could not capture. It does not show what a real GPU computes, how fast, or in how much memory. It
+must be loaded before torch, which looks for a device's hooks once, and it stays until the process
+ends:
 
     python -m pytest -p tests.cuda_shadow.device tests/cuda_shadow/decoding.py
 
-What a transfer or a wait is follows torch's notes on CUDA semantics, "Asynchronous execution" and "Use pinned memory
-buffers", and those on CUDA graphs, "Constraints". `torch.inference_mode` becomes `no_grad`: moving a wrapper tensor to
-the device where it is fails in inference mode.
+What a transfer or a wait is follows torch's notes on CUDA semantics, "Asynchronous execution" and
+"Use pinned memory buffers", and those on CUDA graphs, "Constraints". `torch.inference_mode` becomes
+`no_grad`: moving a wrapper tensor to the device where it is fails in inference mode.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ def load_guard() -> None:
     assert spec is not None
     assert spec.origin is not None
     home = Path(spec.origin).parent
-    key = hashlib.sha256((home / "version.py").read_bytes() + (HERE / "guard.cpp").read_bytes()).hexdigest()[:16]
+    key = hashlib.sha256(
+        (home / "version.py").read_bytes() + (HERE / "guard.cpp").read_bytes()
+    ).hexdigest()[:16]
     built = Path(tempfile.gettempdir()) / f"medusa_train_guard_{key}.so"
     if not built.exists():
         part = built.with_suffix(f".{os.getpid()}.part")
@@ -52,7 +56,9 @@ def load_guard() -> None:
 
 
 load_guard()
-os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # weights are read to the device, and threads are out of its sight
+os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = (
+    "1"  # weights are read to the device, and threads are out of its sight
+)
 
 import bitsandbytes  # noqa: E402, F401  # looks for CUDA libraries where torch has a GPU: before torch has one
 import torch  # noqa: E402
@@ -77,7 +83,8 @@ class CaptureError(RuntimeError):
 
 
 class Transfers(Counter[str]):
-    """How often the host waited for the device: `upload`, `pinned upload` (no wait), `download`, `wait`.
+    """How often the host waited for the device: `upload`, `pinned upload` (no wait), `download`,
+    `wait`.
 
     Attributes:
         places: the same by kind and line of the package.
@@ -204,7 +211,9 @@ def _run(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     name = op._schema.name.removeprefix("aten::")
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     on_gpu = any(isinstance(tensor, GpuTensor) for tensor in tensors)
-    to_gpu = on_gpu if kwargs.get("device") is None else torch.device(kwargs["device"]).type == "cuda"
+    to_gpu = (
+        on_gpu if kwargs.get("device") is None else torch.device(kwargs["device"]).type == "cuda"
+    )
     if name in ("_to_copy", "copy_"):
         source = args[name == "copy_"]
         to_gpu = isinstance(args[0], GpuTensor) if name == "copy_" else to_gpu
@@ -231,7 +240,9 @@ def _run(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _check(name: str, args: Any, tensors: list[Tensor]) -> None:
-    """Refuse tensors of the CPU beside those of the device, but for numbers and indices, and count waits."""
+    """Refuse tensors of the CPU beside those of the device, but for numbers and indices, and count
+    waits.
+    """
     others = [tensor for tensor in tensors if not isinstance(tensor, GpuTensor) and tensor.dim()]
     if name in INDEXING:
         indices = [index for index in args[1] if index is not None]
@@ -251,11 +262,21 @@ def _values(leaf: Any) -> Any:
 
 
 def _factory(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return `torch.tensor` or `torch.as_tensor` for the device, whose C++ reads the data without an operator."""
+    """Return `torch.tensor` or `torch.as_tensor` for the device, whose C++ reads the data without
+    an operator.
+    """
 
     @functools.wraps(plain)
-    def made(data: Any, *, device: Any = None, requires_grad: bool = False, **options: Any) -> Tensor:
-        device = device if device is not None else data.device if isinstance(data, Tensor) else torch.empty(0).device
+    def made(
+        data: Any, *, device: Any = None, requires_grad: bool = False, **options: Any
+    ) -> Tensor:
+        device = (
+            device
+            if device is not None
+            else data.device
+            if isinstance(data, Tensor)
+            else torch.empty(0).device
+        )
         out = data if isinstance(data, GpuTensor) else plain(data, device="cpu", **options)
         out = out.to(device, **({"dtype": options["dtype"]} if options.get("dtype") else {}))
         return out.requires_grad_() if requires_grad else out
@@ -266,13 +287,29 @@ def _factory(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def install() -> None:
     """Let torch report one GPU of compute capability 9.0 with 80 GB."""
     torch._C._set_only_lift_cpu_tensors(True)
-    torch.__future__.set_overwrite_module_params_on_conversion(True)  # a wrapper can't take another one's place
+    torch.__future__.set_overwrite_module_params_on_conversion(
+        True
+    )  # a wrapper can't take another one's place
     torch.tensor, torch.as_tensor = _factory(torch.tensor), _factory(torch.as_tensor)
     torch.inference_mode = torch.no_grad
-    answers: dict[str, Any] = {"is_available": True, "device_count": 1, "current_device": 0, "memory_allocated": 0}
-    answers |= {"get_device_name": "pretend GPU", "get_device_capability": (9, 0), "is_bf16_supported": True}
-    answers |= {"mem_get_info": (80 << 30, 80 << 30), "get_rng_state": torch.zeros(16, dtype=torch.uint8)}
-    answers |= dict.fromkeys(("_lazy_init", "set_rng_state", "synchronize", "empty_cache", "set_device"))
+    answers: dict[str, Any] = {
+        "is_available": True,
+        "device_count": 1,
+        "current_device": 0,
+        "memory_allocated": 0,
+    }
+    answers |= {
+        "get_device_name": "pretend GPU",
+        "get_device_capability": (9, 0),
+        "is_bf16_supported": True,
+    }
+    answers |= {
+        "mem_get_info": (80 << 30, 80 << 30),
+        "get_rng_state": torch.zeros(16, dtype=torch.uint8),
+    }
+    answers |= dict.fromkeys(
+        ("_lazy_init", "set_rng_state", "synchronize", "empty_cache", "set_device")
+    )
     for name, answer in answers.items():
         setattr(torch.cuda, name, lambda *args, _answer=answer, **kwargs: _answer)
     GpuMode().__enter__()  # for the rest of the process

@@ -1,6 +1,8 @@
-"""Training on the pretend device: a step, a validation and a checkpoint of every recipe and draft, and its waits.
+"""Training on the pretend device: a step, a validation and a checkpoint of every recipe and draft,
+and its waits.
 
-Run by `test_cuda_shadow.py`. Packed rows take one sdpa call per document in place of the GPU's kernels.
+Run by `test_cuda_shadow.py`. Packed rows take one sdpa call per document in place of the GPU's
+kernels.
 """
 
 import io
@@ -20,7 +22,13 @@ from tests.cuda_shadow.device import counted
 from tests.gpu import steps
 from tests.gpu.steps import write_chats, write_model
 
-LORA = {"recipe": "medusa2", "adapter": "lora", "lora_target_linear": True, "lora_r": 4, "lora_dropout": 0.0}
+LORA = {
+    "recipe": "medusa2",
+    "adapter": "lora",
+    "lora_target_linear": True,
+    "lora_r": 4,
+    "lora_dropout": 0.0,
+}
 PACKED = {"sample_packing": True, "sequence_len": 512}
 CASES: dict[str, dict[str, Any]] = {
     "bf16": {},
@@ -35,9 +43,17 @@ CASES: dict[str, dict[str, Any]] = {
     "amphista": {"draft": "amphista"},
     "kangaroo": {"draft": "kangaroo"},
 }
-#: Transfers and waits of a step of one micro-batch: two for each term of the loss, whose rows with a target are found
-#: and checked, one more with a teacher, about seven beside them, and one per layer for documents without a kernel.
-WAITS = {"bf16": 17, "fp16": 17, "packed": 21, "reduced vocabulary": 17, "lora": 19, "lora-distilled": 22}
+#: Transfers and waits of a step of one micro-batch: two for each term of the loss, whose rows with
+# a target are found : and checked, one more with a teacher, about seven beside them, and one per
+# layer for documents without a kernel.
+WAITS = {
+    "bf16": 17,
+    "fp16": 17,
+    "packed": 21,
+    "reduced vocabulary": 17,
+    "lora": 19,
+    "lora-distilled": 22,
+}
 WAITS |= {"last-layer": 19, "hydra": 22, "hydra-packed": 27, "amphista": 25, "kangaroo": 13}
 
 
@@ -55,9 +71,23 @@ def test_a_step_a_validation_and_a_checkpoint(
     case: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(document_attention, "_varlen_attn", lambda: None)
-    keys = {"base_model": str(home / "model"), "datasets": [{"path": str(home / "chats.jsonl"), "type": "sharegpt"}]}
-    keys |= {"output_dir": str(tmp_path / "run"), "sequence_len": 1024, "micro_batch_size": 2, "max_steps": 2}
-    keys |= {"warmup_steps": 0, "logging_steps": 1, "val_set_size": 0.25, "calibration_tokens": 0, "bf16": True}
+    keys = {
+        "base_model": str(home / "model"),
+        "datasets": [{"path": str(home / "chats.jsonl"), "type": "sharegpt"}],
+    }
+    keys |= {
+        "output_dir": str(tmp_path / "run"),
+        "sequence_len": 1024,
+        "micro_batch_size": 2,
+        "max_steps": 2,
+    }
+    keys |= {
+        "warmup_steps": 0,
+        "logging_steps": 1,
+        "val_set_size": 0.25,
+        "calibration_tokens": 0,
+        "bf16": True,
+    }
     keys |= {"optimizer": "adamw_torch", **CASES[case]}
     console = Console(file=io.StringIO(), width=200)
     cfg = TrainConfig.model_validate(keys).resolved()

@@ -25,7 +25,8 @@ MARKED = (
     "{% else %}{{ '<' + m['role'] + '>' + m['content'] + eos_token }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-# Merges that join a header's last character with the words after it, and the bytes of one character.
+# Merges that join a header's last character with the words after it, and the bytes of one
+# character.
 MERGES = [("Ġ", "B"), ("Ċ", "Ċ"), ("h", "e"), ("he", "l"), ("Ġ", "ĠB"), (">", "B"), ("Ã", "©")]
 
 
@@ -33,9 +34,13 @@ MERGES = [("Ġ", "B"), ("Ċ", "Ċ"), ("h", "e"), ("he", "l"), ("Ġ", "ĠB"), (">
 def make_tokenizer() -> Callable[..., Any]:
     """A byte-level tokenizer of one token per byte, some merges and some special tokens."""
 
-    def make(template: str | None = MARKED, special: list[str] | None = None, trim: bool = False) -> Any:
+    def make(
+        template: str | None = MARKED, special: list[str] | None = None, trim: bool = False
+    ) -> Any:
         special = SPECIAL if special is None else special
-        vocabulary = {piece: i for i, piece in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+        vocabulary = {
+            piece: i for i, piece in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))
+        }
         for left, right in MERGES:
             vocabulary[left + right] = len(vocabulary)
         tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=MERGES))
@@ -43,9 +48,13 @@ def make_tokenizer() -> Callable[..., Any]:
         tokenizer.decoder = decoders.ByteLevel()
         if trim:  # offsets leave white space out, as in many published tokenizers
             tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
-        tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+        tokenizer.add_special_tokens(
+            [AddedToken(token, special=True, normalized=False) for token in special]
+        )
         tokens = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
-        fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **{n: t for n, t in tokens.items() if t in special})
+        fast = PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, **{n: t for n, t in tokens.items() if t in special}
+        )
         fast.chat_template = template
         return fast
 

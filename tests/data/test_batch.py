@@ -16,13 +16,17 @@ def example(first: int, length: int, supervised: int) -> Example:
 
 
 def test_rows_of_several_documents() -> None:
-    batch = collate([[example(10, 3, 2), example(20, 2, 1)], [example(30, 4, 1), example(40, 2, 2)]])
+    batch = collate(
+        [[example(10, 3, 2), example(20, 2, 1)], [example(30, 4, 1), example(40, 2, 2)]]
+    )
     assert batch.tokens.tolist() == [[10, 11, 12, 20, 21, 0], [30, 31, 32, 33, 40, 41]]
     assert batch.labels.tolist() == [[X, 11, 12, X, 21, X], [X, X, X, 33, 40, 41]]
     assert batch.positions.tolist() == [[0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 0, 1]]
     assert batch.segments.tolist() == [[0, 0, 0, 1, 1, -1], [0, 0, 0, 0, 1, 1]]
     assert batch.records == ["from 10", "from 20", "from 30", "from 40"]
-    assert {t.dtype for t in (batch.tokens, batch.labels, batch.positions, batch.segments)} == {torch.int64}
+    assert {t.dtype for t in (batch.tokens, batch.labels, batch.positions, batch.segments)} == {
+        torch.int64
+    }
     moved = batch.to("meta")
     assert moved.labels.device.type == "meta"
     assert moved.records == batch.records

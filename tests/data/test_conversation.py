@@ -8,14 +8,22 @@ def chat(*turns: tuple[str, str]) -> tuple[Message, ...]:
 
 
 def test_each_fault_is_named_with_its_turn() -> None:
-    assert problem_with(chat(("system", "s"), ("user", "q"), ("user", "r"))) is None  # prompts without answers
-    assert problem_with(chat(("system", "s"), ("user", "q"), ("assistant", "a"), ("user", "q"))) is None
+    assert (
+        problem_with(chat(("system", "s"), ("user", "q"), ("user", "r"))) is None
+    )  # prompts without answers
+    assert (
+        problem_with(chat(("system", "s"), ("user", "q"), ("assistant", "a"), ("user", "q")))
+        is None
+    )
     assert problem_with(()) == "no user turn"
     assert problem_with(chat(("system", "s"))) == "no user turn"
     assert problem_with(chat(("assistant", "a"))) == "turn 1 has the role assistant, expected user"
     twice = problem_with(chat(("system", "s"), ("user", "q"), ("user", "q"), ("assistant", "a")))
     assert twice == "turn 3 has the role user, expected assistant"
-    assert problem_with(chat(("user", "q"), ("system", "s"))) == "turn 2 is a system message; only the first may be"
+    assert (
+        problem_with(chat(("user", "q"), ("system", "s")))
+        == "turn 2 is a system message; only the first may be"
+    )
     assert problem_with(chat(("user", "q"), ("assistant", " \n"))) == "turn 2 (assistant) is empty"
     assert "surrogate" in (problem_with(chat(("user", "\ud800"))) or "")
 
@@ -36,7 +44,10 @@ SENTENCE = "one two three four five six seven eight "
     [
         (SENTENCE * 3, True),
         (SENTENCE * 2, False),
-        ("one two three four five six seven " * 3, False),  # a sequence of seven: one of eight comes twice
+        (
+            "one two three four five six seven " * 3,
+            False,
+        ),  # a sequence of seven: one of eight comes twice
         (SENTENCE + "x " + SENTENCE + "y " + SENTENCE, True),
         ("no no no no no no no no no no", True),
         ("ja ja ja ja ja ja ja ja ja", False),  # nine words: a sequence of eight comes twice
@@ -52,5 +63,7 @@ SENTENCE = "one two three four five six seven eight "
         ([7] * 9, False),
     ],
 )
-def test_looping_is_a_sequence_of_eight_words_or_tokens_three_times(text: str | list[int], looping: bool) -> None:
+def test_looping_is_a_sequence_of_eight_words_or_tokens_three_times(
+    text: str | list[int], looping: bool
+) -> None:
     assert is_looping(text) is looping

@@ -17,7 +17,12 @@ from medusa_train.errors import ConfigError, DataError
 
 def record(*contents: str, **more: Any) -> dict[str, Any]:
     names = ("user", "assistant")
-    return {"messages": [{"role": names[i % 2], "content": content} for i, content in enumerate(contents)], **more}
+    return {
+        "messages": [
+            {"role": names[i % 2], "content": content} for i, content in enumerate(contents)
+        ],
+        **more,
+    }
 
 
 def write(path: Path, *records: dict[str, Any]) -> str:
@@ -38,7 +43,9 @@ def encoder(tokenizer: Any) -> ChatEncoder:
 @pytest.fixture
 def corpus(tmp_path: Path) -> str:
     """60 conversations of very different lengths."""
-    return write(tmp_path / "corpus.jsonl", *[record(f"q{n}", "B" * (1 + n * 7 % 53)) for n in range(60)])
+    return write(
+        tmp_path / "corpus.jsonl", *[record(f"q{n}", "B" * (1 + n * 7 % 53)) for n in range(60)]
+    )
 
 
 @pytest.fixture
@@ -48,10 +55,13 @@ def dataset(corpus: str, encoder: ChatEncoder) -> EncodedDataset:
 
 def same(left: Batch, right: Batch) -> bool:
     names = ("tokens", "labels", "positions", "segments")
-    return left.records == right.records and all(torch.equal(getattr(left, n), getattr(right, n)) for n in names)
+    return left.records == right.records and all(
+        torch.equal(getattr(left, n), getattr(right, n)) for n in names
+    )
 
 
-# -- loading --------------------------------------------------------------------------------------------------
+# -- loading
+# --------------------------------------------------------------------------------------------------
 
 
 def test_everything_left_out_is_counted(tmp_path: Path, encoder: ChatEncoder) -> None:
@@ -64,10 +74,14 @@ def test_everything_left_out_is_counted(tmp_path: Path, encoder: ChatEncoder) ->
         record("A", ""),
         record("B", "A"),
     )
-    train, held_out = load_datasets(config(path, sequence_len=60, val_set_size=0, skip_bad_records=True), encoder)
+    train, held_out = load_datasets(
+        config(path, sequence_len=60, val_set_size=0, skip_bad_records=True), encoder
+    )
     assert [e.source for e in train.examples] == [f"{path}:1", f"{path}:2", f"{path}:6"]
     assert len(held_out) == 0
-    assert train.report.counts == Counter(complete=2, truncated=1, too_long=1, unsupervised=1, answers=4)
+    assert train.report.counts == Counter(
+        complete=2, truncated=1, too_long=1, unsupervised=1, answers=4
+    )
     assert train.report.describe() == [
         f"1 invalid records skipped, the first: {path}:5: turn 2 (assistant) is empty",
         "1 truncated at the end of a turn to fit sequence_len 60",
@@ -78,12 +92,19 @@ def test_everything_left_out_is_counted(tmp_path: Path, encoder: ChatEncoder) ->
         load_datasets(config(path), encoder)
 
 
-def test_a_template_that_refuses_a_record_names_it(tmp_path: Path, make_tokenizer: Callable[..., Any]) -> None:
-    strict = "{% for m in messages %}{% if 'bad' in m['content'] %}{{ raise_exception('no') }}{% endif %}"
+def test_a_template_that_refuses_a_record_names_it(
+    tmp_path: Path, make_tokenizer: Callable[..., Any]
+) -> None:
+    strict = (
+        "{% for m in messages %}{% if 'bad' in m['content'] %}{{ raise_exception('no') }}{%"
+        " endif %}"
+    )
     strict += "{{ m['content'] }}{% endfor %}"
     encoder = ChatEncoder(make_tokenizer(strict))
     path = write(tmp_path / "d.jsonl", record("A", "B"), record("bad", "B"))
-    with pytest.raises(DataError, match=r"1 invalid record\n.*d\.jsonl:2: the chat template rejects the chat: no"):
+    with pytest.raises(
+        DataError, match=r"1 invalid record\n.*d\.jsonl:2: the chat template rejects the chat: no"
+    ):
         load_datasets(config(path), encoder)
     train, _ = load_datasets(config(path, skip_bad_records=True), encoder)
     assert len(train) == 1
@@ -92,31 +113,54 @@ def test_a_template_that_refuses_a_record_names_it(tmp_path: Path, make_tokenize
 
 def test_nothing_left_is_an_error(tmp_path: Path, encoder: ChatEncoder) -> None:
     path = write(tmp_path / "d.jsonl", record("A", "B" * 100), record("A"))
-    with pytest.raises(DataError, match=r"d\.jsonl: no conversation left: 1 skipped: their first answer"):
+    with pytest.raises(
+        DataError, match=r"d\.jsonl: no conversation left: 1 skipped: their first answer"
+    ):
         load_datasets(config(path, sequence_len=20), encoder)
     one = write(tmp_path / "one.jsonl", record("A", "B"))
-    with pytest.raises(DataError, match="early_stopping_patience: no conversation is left for validation"):
+    with pytest.raises(
+        DataError, match="early_stopping_patience: no conversation is left for validation"
+    ):
         load_datasets(config(one, val_set_size=0.5, early_stopping_patience=1), encoder)
     with pytest.raises(DataError, match="left to train on: test_datasets have all of them"):
         load_datasets(config(one, test_datasets=[{"path": str(one)}]), encoder)
 
 
-def test_test_datasets_are_the_validation_set_and_not_trained_on(tmp_path: Path, encoder: ChatEncoder) -> None:
+def test_test_datasets_are_the_validation_set_and_not_trained_on(
+    tmp_path: Path, encoder: ChatEncoder
+) -> None:
     train_path = write(tmp_path / "train.jsonl", *(record(f"q{n}", "B") for n in range(9)))
     test_path = tmp_path / "test.jsonl.gz"
-    test_path.write_bytes(gzip.compress("".join(json.dumps(record(f"q{n}", "B")) + "\n" for n in (8, 9)).encode()))
-    keys = {"test_datasets": [{"path": str(test_path)}], "sample_packing": True, "early_stopping_patience": 1}
+    test_path.write_bytes(
+        gzip.compress("".join(json.dumps(record(f"q{n}", "B")) + "\n" for n in (8, 9)).encode())
+    )
+    keys = {
+        "test_datasets": [{"path": str(test_path)}],
+        "sample_packing": True,
+        "early_stopping_patience": 1,
+    }
     train, held_out = load_datasets(config(train_path, **keys), encoder)
     assert [example.source for example in held_out] == [f"{test_path}:1", f"{test_path}:2"]
     assert held_out.row_len == train.row_len
     assert [example.source for example in train] == [f"{train_path}:{n}" for n in range(1, 9)]
-    assert train.report.describe() == ["1 conversations not trained on, since test_datasets have them"]
+    assert train.report.describe() == [
+        "1 conversations not trained on, since test_datasets have them"
+    ]
 
 
-def test_looping_and_cut_answers_are_counted_also_from_the_cache(tmp_path: Path, encoder: ChatEncoder) -> None:
+def test_looping_and_cut_answers_are_counted_also_from_the_cache(
+    tmp_path: Path, encoder: ChatEncoder
+) -> None:
     loop = record("q", "a b c d e f g h " * 3, "q", "B") | {"finish_reasons": ["stop", "length"]}
-    path = write(tmp_path / "d.jsonl", loop, *(record(f"q{n}", "B") for n in range(8)), record("q", "B" * 999))
-    cfg = config(path, val_set_size=0, sequence_len=300, dataset_prepared_path=str(tmp_path / "cache"))
+    path = write(
+        tmp_path / "d.jsonl",
+        loop,
+        *(record(f"q{n}", "B") for n in range(8)),
+        record("q", "B" * 999),
+    )
+    cfg = config(
+        path, val_set_size=0, sequence_len=300, dataset_prepared_path=str(tmp_path / "cache")
+    )
     for _ in range(2):
         report = load_datasets(cfg, encoder)[0].report
         counts = [report.counts[name] for name in ("answers", "looping", "cut")]
@@ -125,17 +169,26 @@ def test_looping_and_cut_answers_are_counted_also_from_the_cache(tmp_path: Path,
     assert "loaded tokenized data" in report.notes[0]
 
 
-def test_share_of_distinct_sequences_of_supervised_tokens(tmp_path: Path, encoder: ChatEncoder) -> None:
-    path = write(tmp_path / "d.jsonl", record("prompts do not count", "abcdefghi"), record("q", "abcdefghk"))
+def test_share_of_distinct_sequences_of_supervised_tokens(
+    tmp_path: Path, encoder: ChatEncoder
+) -> None:
+    path = write(
+        tmp_path / "d.jsonl", record("prompts do not count", "abcdefghi"), record("q", "abcdefghk")
+    )
     train, _ = load_datasets(config(path, val_set_size=0), encoder)
-    assert [example.supervised.sum() for example in train] == [10, 10]  # 3 sequences of 8 each, the first two in both
+    assert [example.supervised.sum() for example in train] == [
+        10,
+        10,
+    ]  # 3 sequences of 8 each, the first two in both
     assert train.distinct_share() == pytest.approx(5 / 6)
     assert train.distinct_share(99) == 1.0
 
 
 def test_each_data_set_may_have_its_own_template(tmp_path: Path, encoder: ChatEncoder) -> None:
     path = write(tmp_path / "d.jsonl", record("A", "B"))
-    train, _ = load_datasets(config(path, {"path": path, "conversation": "chatml"}, val_set_size=0), encoder)
+    train, _ = load_datasets(
+        config(path, {"path": path, "conversation": "chatml"}, val_set_size=0), encoder
+    )
     texts = [encoder.tokenizer.decode(e.tokens.tolist()) for e in train.examples]
     chatml = "<|im_start|>user\nA<|im_end|>\n<|im_start|>assistant\nB<|im_end|>"
     assert texts == ["<s><user>A</s><|assistant|>B</s>", chatml]
@@ -143,7 +196,8 @@ def test_each_data_set_may_have_its_own_template(tmp_path: Path, encoder: ChatEn
         load_datasets(config({"path": path, "conversation": "chatlm"}), encoder)
 
 
-# -- the loader -----------------------------------------------------------------------------------------------
+# -- the loader
+# -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
@@ -154,11 +208,15 @@ def test_an_epoch_takes_everything_once(dataset: EncodedDataset, shuffle: bool) 
     for number in range(2):
         assert loader.epoch == number
         batches = [next(loader) for _ in range(9)]
-        assert sorted(r for b in batches for r in b.records) == sorted(e.source for e in dataset.examples)
+        assert sorted(r for b in batches for r in b.records) == sorted(
+            e.source for e in dataset.examples
+        )
         assert sorted(len(b.records) for b in batches) == [4] + [7] * 8
         epochs.append([b.records for b in batches])
     assert (epochs[0] != epochs[1]) == shuffle
-    assert (next(BatchLoader(dataset, 7, seed=4, shuffle=shuffle)).records != epochs[0][0]) == shuffle
+    assert (
+        next(BatchLoader(dataset, 7, seed=4, shuffle=shuffle)).records != epochs[0][0]
+    ) == shuffle
 
 
 def test_conversations_of_like_length_stand_together(dataset: EncodedDataset) -> None:
@@ -194,7 +252,9 @@ def test_a_saved_place_gives_exactly_the_same_batches(
             other.load_state_dict(state)
 
 
-def test_a_place_in_other_data_is_refused(dataset: EncodedDataset, tmp_path: Path, encoder: ChatEncoder) -> None:
+def test_a_place_in_other_data_is_refused(
+    dataset: EncodedDataset, tmp_path: Path, encoder: ChatEncoder
+) -> None:
     state = BatchLoader(dataset, 7, seed=3).state_dict()
     with pytest.raises(DataError, match="changed since the checkpoint: seed, micro_batch_size"):
         BatchLoader(dataset, 6, seed=4).load_state_dict(state)
@@ -206,11 +266,16 @@ def test_a_place_in_other_data_is_refused(dataset: EncodedDataset, tmp_path: Pat
         BatchLoader(EncodedDataset([], dataset.report), 2, seed=0)
 
 
-# -- packed -------------------------------------------------------------------------------------------
+# -- packed
+# -------------------------------------------------------------------------------------------
 
 
-def test_packed_rows_hold_every_conversation_once_in_every_epoch(corpus: str, encoder: ChatEncoder) -> None:
-    train, _ = load_datasets(config(corpus, sample_packing=True, sequence_len=128, val_set_size=0.1), encoder)
+def test_packed_rows_hold_every_conversation_once_in_every_epoch(
+    corpus: str, encoder: ChatEncoder
+) -> None:
+    train, _ = load_datasets(
+        config(corpus, sample_packing=True, sequence_len=128, val_set_size=0.1), encoder
+    )
     loader = BatchLoader(train, 2, seed=3)
     assert train.tokens / (128 * loader.rows_per_epoch) > 0.9
     assert loader.rows_per_epoch < len(train) / 2
@@ -219,7 +284,9 @@ def test_packed_rows_hold_every_conversation_once_in_every_epoch(corpus: str, en
         assert loader.epoch == number
         positions = loader.positions_per_epoch
         batches = [next(loader) for _ in range(loader.batches_per_epoch)]
-        assert sorted(r for b in batches for r in b.records) == sorted(e.source for e in train.examples)
+        assert sorted(r for b in batches for r in b.records) == sorted(
+            e.source for e in train.examples
+        )
         assert sum(b.tokens.shape[0] for b in batches) == loader.rows_per_epoch
         assert max(b.tokens.shape[1] for b in batches) <= 128
         assert sum(b.tokens.numel() for b in batches) == positions
@@ -227,7 +294,9 @@ def test_packed_rows_hold_every_conversation_once_in_every_epoch(corpus: str, en
     assert epochs[0] != epochs[1] != epochs[2]
 
 
-def test_loaders_side_by_side_give_out_what_one_does_and_stay_at_the_same_place(dataset: EncodedDataset) -> None:
+def test_loaders_side_by_side_give_out_what_one_does_and_stay_at_the_same_place(
+    dataset: EncodedDataset,
+) -> None:
     alone = BatchLoader(dataset, 4, seed=1)
     beside = [BatchLoader(dataset, 4, seed=1, rank=rank, size=3) for rank in range(3)]
     for _ in range(12):  # 36 batches of 15 in an epoch

@@ -22,7 +22,12 @@ def plain_search(documents: list[list[int]], recent: list[int], length: int) -> 
     """What follows the longest end of `recent`, by looking at every position."""
     for n in range(len(recent), 0, -1):
         ngram = recent[len(recent) - n :]
-        places = [(doc, i + n) for doc in documents for i in range(len(doc) - n + 1) if doc[i : i + n] == ngram]
+        places = [
+            (doc, i + n)
+            for doc in documents
+            for i in range(len(doc) - n + 1)
+            if doc[i : i + n] == ngram
+        ]
         if places:
             return sorted(copy for doc, end in places if (copy := doc[end : end + length]))
     return []
@@ -31,12 +36,16 @@ def plain_search(documents: list[list[int]], recent: list[int], length: int) -> 
 @pytest.mark.parametrize("order", [6, 40])
 def test_continuations_are_those_of_a_plain_search(order: int) -> None:
     rng = random.Random(3)
-    documents = [[rng.randrange(4) for _ in range(rng.randrange(60))] for _ in range(12)] + [[2] * 30]
+    documents = [[rng.randrange(4) for _ in range(rng.randrange(60))] for _ in range(12)] + [
+        [2] * 30
+    ]
     datastore = Datastore(documents, order)
     assert datastore.size == sum(map(len, documents))
     for _ in range(200):
         recent = [rng.randrange(5) for _ in range(rng.randrange(1, 7))]
-        assert sorted(datastore.continuations(recent, 5, 10_000)) == plain_search(documents, recent, 5)
+        assert sorted(datastore.continuations(recent, 5, 10_000)) == plain_search(
+            documents, recent, 5
+        )
 
 
 def test_few_continuations_are_in_proportion() -> None:

@@ -1,4 +1,6 @@
-"""Answers as they were generated: their own tokens, and no end token where the length limit cut them."""
+"""Answers as they were generated: their own tokens, and no end token where the length limit cut
+them.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -44,7 +46,9 @@ def test_an_answer_is_trained_as_the_tokens_that_were_generated(encoder: ChatEnc
 
 def test_as_history_it_has_the_tokens_of_its_text(encoder: ChatEncoder) -> None:
     ids = other_tokens(encoder, "A B")
-    first, second = encode(encoder, USER, Message("assistant", "A B", ids), MORE, Message("assistant", "C"))
+    first, second = encode(
+        encoder, USER, Message("assistant", "A B", ids), MORE, Message("assistant", "C")
+    )
     assert supervised(encoder, first)[: len(ids)] == list(ids)
     prompt = encoder.prompt([USER, Message("assistant", "A B"), MORE])
     assert second.ids[: len(prompt)] == prompt
@@ -54,19 +58,26 @@ def test_as_history_it_has_the_tokens_of_its_text(encoder: ChatEncoder) -> None:
 def test_tokens_of_another_text_are_not_used(encoder: ChatEncoder) -> None:
     """As when another model's tokenizer made them, or the text was edited."""
     for wrong in ("C B", "A"):
-        (row,) = encode(encoder, USER, Message("assistant", "A B", tuple(encoder.tokenize_continuation(wrong))))
+        (row,) = encode(
+            encoder, USER, Message("assistant", "A B", tuple(encoder.tokenize_continuation(wrong)))
+        )
         assert supervised(encoder, row) == encoder.tokenize_continuation("A B<|im_end|>")
 
 
 @pytest.mark.parametrize("with_ids", [False, True])
-def test_an_answer_at_the_length_limit_has_no_end_token_to_learn(encoder: ChatEncoder, with_ids: bool) -> None:
+def test_an_answer_at_the_length_limit_has_no_end_token_to_learn(
+    encoder: ChatEncoder, with_ids: bool
+) -> None:
     ids = other_tokens(encoder, "A B") if with_ids else None
     cut = Message("assistant", "A B", ids, is_cut=True)
     (row,) = encode(encoder, USER, cut)
     assert supervised(encoder, row) == list(ids or encoder.tokenize_continuation("A B"))
     rows = encode(encoder, USER, cut, MORE, Message("assistant", "C"))
     targets = [token for row in rows for token in supervised(encoder, row)]
-    assert targets == [*(ids or encoder.tokenize_continuation("A B")), *encoder.tokenize_continuation("C<|im_end|>")]
+    assert targets == [
+        *(ids or encoder.tokenize_continuation("A B")),
+        *encoder.tokenize_continuation("C<|im_end|>"),
+    ]
     # as history it is followed by the end token, as the template renders it when the chat goes on
     assert rows[-1].ids[-len(encoder.tokenize_continuation("C<|im_end|>")) :] == targets[-2:]
     prompt = encoder.prompt([USER, Message("assistant", "A B"), MORE])
@@ -74,8 +85,18 @@ def test_an_answer_at_the_length_limit_has_no_end_token_to_learn(encoder: ChatEn
 
 
 def record(**more: Any) -> dict[str, Any]:
-    turns = [{"role": "user", "content": "Ask"}, {"role": "assistant", "content": "A B", "token_ids": [3, 4]}]
-    return {"messages": [*turns, {"role": "user", "content": "More"}, {"role": "assistant", "content": "C"}], **more}
+    turns = [
+        {"role": "user", "content": "Ask"},
+        {"role": "assistant", "content": "A B", "token_ids": [3, 4]},
+    ]
+    return {
+        "messages": [
+            *turns,
+            {"role": "user", "content": "More"},
+            {"role": "assistant", "content": "C"},
+        ],
+        **more,
+    }
 
 
 def test_records_of_self_distillation_say_how_answers_were_generated() -> None:
@@ -86,7 +107,9 @@ def test_records_of_self_distillation_say_how_answers_were_generated() -> None:
 
 @pytest.mark.parametrize("reasons", [None, "length", ["length"], ["stop", "stop", "length"]])
 def test_finish_reasons_that_are_not_one_for_each_answer_are_ignored(reasons: Any) -> None:
-    assert not any(message.is_cut for message in parse_record(record(finish_reasons=reasons)).messages)
+    assert not any(
+        message.is_cut for message in parse_record(record(finish_reasons=reasons)).messages
+    )
 
 
 @pytest.mark.parametrize("ids", ["3", [1.5], [True], [-1], [1 << 31], {"a": 1}])

@@ -14,11 +14,19 @@ FORMAT = StateFormat(states=2, width=3, dtype=torch.bfloat16)
 
 
 def example(*tokens: int) -> Example:
-    return Example(torch.tensor(tokens, dtype=torch.int32), torch.ones(len(tokens), dtype=torch.bool), "", "", "")
+    return Example(
+        torch.tensor(tokens, dtype=torch.int32),
+        torch.ones(len(tokens), dtype=torch.bool),
+        "",
+        "",
+        "",
+    )
 
 
 def values(tokens: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(2, tokens, 3, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
+    return torch.randn(2, tokens, 3, generator=torch.Generator().manual_seed(seed)).to(
+        torch.bfloat16
+    )
 
 
 def only(directory: Path, suffix: str) -> Path:
@@ -54,7 +62,9 @@ def test_processes_read_what_the_others_store(tmp_path):
 
 
 def test_a_killed_process_leaves_complete_entries(tmp_path):
-    """The tail of its values has no line, or half a line; what the next process stores is read after both."""
+    """The tail of its values has no line, or half a line; what the next process stores is read
+    after both.
+    """
     killed = StateStore(tmp_path, FORMAT)
     killed.append("a", values(4))
     with only(tmp_path, ".states").open("ab") as tail, only(tmp_path, ".jsonl").open("ab") as line:
@@ -94,7 +104,9 @@ def test_damaged_entries_are_counted_and_replaced(tmp_path, damage):
     assert (store.read("a", 4) is None) == (damage == "gone")
     assert store.damaged == {"length": 3, "gone": 2}.get(damage, 1)
     store.append("b", values(2, 9))
-    assert torch.equal(StateStore(tmp_path, FORMAT).read("b", 2), values(2, 9))  # the newest shard counts
+    assert torch.equal(
+        StateStore(tmp_path, FORMAT).read("b", 2), values(2, 9)
+    )  # the newest shard counts
 
 
 def test_documents_are_known_by_their_tokens():

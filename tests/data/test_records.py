@@ -6,7 +6,12 @@ from typing import Any
 import pytest
 
 from medusa_train.data.record_files import read_file
-from medusa_train.data.records import RecordError, parse_record, parse_user_turns, read_conversations
+from medusa_train.data.records import (
+    RecordError,
+    parse_record,
+    parse_user_turns,
+    read_conversations,
+)
 from medusa_train.errors import DataError
 
 GOOD = {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}
@@ -23,14 +28,25 @@ def write(path: Path, text: str | bytes) -> Path:
 
 def test_three_formats_give_the_same_chat() -> None:
     expected = [("system", "s"), ("user", "q"), ("assistant", "a")]
-    assert turns({"conversations": [{"from": "system", "value": "s"}, *GOOD["conversations"]]}) == expected
+    assert (
+        turns({"conversations": [{"from": "system", "value": "s"}, *GOOD["conversations"]]})
+        == expected
+    )
     continued = [{"from": "gpt", "value": "the end of a longer chat"}, *GOOD["conversations"]]
     assert turns({"conversations": continued}) == turns(GOOD)  # as in FastChat
-    assert turns({"system": "s", **GOOD}) == turns({"system": "s", "messages": GOOD["conversations"]}) == expected
-    assert turns({"conversations": None, "messages": GOOD["conversations"]}) == turns(GOOD)  # a table's null column
+    assert (
+        turns({"system": "s", **GOOD})
+        == turns({"system": "s", "messages": GOOD["conversations"]})
+        == expected
+    )
+    assert turns({"conversations": None, "messages": GOOD["conversations"]}) == turns(
+        GOOD
+    )  # a table's null column
     named = [("developer", "s"), ("user", "q"), ("assistant", "a")]
     assert turns({"messages": [{"role": r, "content": c} for r, c in named]}) == expected
-    assert turns({"messages": [{"role": "system", "content": ""}, {"role": "user", "content": "q"}]}) == [("user", "q")]
+    assert turns(
+        {"messages": [{"role": "system", "content": ""}, {"role": "user", "content": "q"}]}
+    ) == [("user", "q")]
     assert turns({"system": "s", "instruction": "q", "input": "", "output": "a"}) == expected
     assert turns({"instruction": "add", "input": "1 2", "output": "3"})[0] == ("user", "add\n\n1 2")
     with pytest.raises(RecordError, match="'messages' must be a list of turns, it is missing"):
@@ -60,16 +76,28 @@ def test_identity_is_the_records_or_the_contents() -> None:
         ({"conversations": []}, "'conversations' is an empty list"),
         ({"conversations": "x"}, "must be a list of turns, it is a string"),
         ({"conversations": ["x"]}, "turn 1 must be an object"),
-        ({"conversations": [{"from": "tool", "value": "x"}]}, "turn 1 is a tool call or its result, which is not"),
+        (
+            {"conversations": [{"from": "tool", "value": "x"}]},
+            "turn 1 is a tool call or its result, which is not",
+        ),
         ({"conversations": [{"role": "assistant", "tool_calls": [{}]}]}, "turn 1 is a tool call"),
         ({"conversations": [{"from": ["human"], "value": "x"}]}, "turn 1: unknown 'from'"),
-        ({"conversations": [{"from": "human", "value": 3}]}, "turn 1: 'value' must be a string, it is a num"),
-        ({"messages": [{"role": "user", "content": None}]}, "'content' must be a string, it is missing"),
+        (
+            {"conversations": [{"from": "human", "value": 3}]},
+            "turn 1: 'value' must be a string, it is a num",
+        ),
+        (
+            {"messages": [{"role": "user", "content": None}]},
+            "'content' must be a string, it is missing",
+        ),
         ({"conversations": [{"from": "gpt", "value": "x"}]}, "no user turn"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, "turn 1 has the role assistant"),
         ({"instruction": "x", "output": ""}, r"turn 2 \(assistant\) is empty"),
         ({"instruction": "x", "output": None}, "'output' must be a string"),
-        ({"instruction": "x", "output": "y", "history": [["a", "b"]]}, "'history' is not supported"),
+        (
+            {"instruction": "x", "output": "y", "history": [["a", "b"]]},
+            "'history' is not supported",
+        ),
     ],
 )
 def test_bad_records_say_why(record: object, reason: str) -> None:
@@ -122,17 +150,31 @@ def test_a_json_array_has_line_numbers_too(tmp_path: Path) -> None:
         ('[{"a": 1},\n' + "9" * 5000 + "]", ":2: not valid JSON: a number has thousands of digits"),
     ],
 )
-def test_a_broken_array_is_refused_even_when_skipping(tmp_path: Path, text: str, reason: str) -> None:
+def test_a_broken_array_is_refused_even_when_skipping(
+    tmp_path: Path, text: str, reason: str
+) -> None:
     with pytest.raises(DataError, match=reason):
         read_conversations(write(tmp_path / "d.json", text), skip_bad=True)
 
 
 def test_a_list_on_the_first_line_is_a_bad_record_and_no_array(tmp_path: Path) -> None:
     path = write(tmp_path / "d.jsonl", f'["q", "a"]\n{json.dumps(GOOD)}\n')
-    with pytest.raises(DataError, match=r"1 invalid record\n  .*d\.jsonl:1: a record must be a JSON object, .* a list"):
+    with pytest.raises(
+        DataError,
+        match=r"1 invalid record\n  .*d\.jsonl:1: a record must be a JSON object, .* a list",
+    ):
         read_conversations(path)
-    assert [c.source for c in read_conversations(path, skip_bad=True).conversations] == [f"{path}:2"]
-    assert len(read_conversations(write(tmp_path / "d.json", f" [{json.dumps(GOOD)}] \n\n")).conversations) == 1
+    assert [c.source for c in read_conversations(path, skip_bad=True).conversations] == [
+        f"{path}:2"
+    ]
+    assert (
+        len(
+            read_conversations(
+                write(tmp_path / "d.json", f" [{json.dumps(GOOD)}] \n\n")
+            ).conversations
+        )
+        == 1
+    )
 
 
 @pytest.mark.parametrize("skip_bad", [True, False])
@@ -145,7 +187,9 @@ def test_one_object_over_several_lines_is_named_as_such(tmp_path: Path, skip_bad
         "one object per line, or an array of objects, is expected"
     )
     path = write(tmp_path / "commas.jsonl", f"{json.dumps(GOOD)},\n{json.dumps(GOOD)}\n")
-    with pytest.raises(DataError, match=r"1 invalid record\n  .*commas\.jsonl:1: not valid JSON: Extra data"):
+    with pytest.raises(
+        DataError, match=r"1 invalid record\n  .*commas\.jsonl:1: not valid JSON: Extra data"
+    ):
         read_conversations(path)
 
 
@@ -153,7 +197,9 @@ def test_one_object_over_several_lines_is_named_as_such(tmp_path: Path, skip_bad
 def test_a_file_without_records_is_an_error(tmp_path: Path, text: str) -> None:
     with pytest.raises(DataError, match=r"d\.jsonl: no conversation to read: no records"):
         read_conversations(write(tmp_path / "d.jsonl", text))
-    with pytest.raises(DataError, match=r"all 2 records are invalid; the first: .*d.jsonl:1: not valid JSON"):
+    with pytest.raises(
+        DataError, match=r"all 2 records are invalid; the first: .*d.jsonl:1: not valid JSON"
+    ):
         read_conversations(write(tmp_path / "d.jsonl", "x\ny"), skip_bad=True)
 
 
@@ -174,9 +220,13 @@ def test_what_cannot_be_read_is_located(tmp_path: Path) -> None:
 
 
 def test_byte_order_mark_line_ends_and_line_separators(tmp_path: Path) -> None:
-    line = json.dumps({"conversations": [{"from": "human", "value": "a\u2028b"}]}, ensure_ascii=False).encode()
+    line = json.dumps(
+        {"conversations": [{"from": "human", "value": "a\u2028b"}]}, ensure_ascii=False
+    ).encode()
     path = write(tmp_path / "d.jsonl", b"\xef\xbb\xbf" + line + b"\r\n" + line + b"\r\n")
-    assert [c.messages[0].content for c in read_conversations(path).conversations] == ["a\u2028b"] * 2
+    assert [c.messages[0].content for c in read_conversations(path).conversations] == [
+        "a\u2028b"
+    ] * 2
 
 
 def test_user_turns_need_no_answers_and_no_turns() -> None:
@@ -189,7 +239,10 @@ def test_user_turns_need_no_answers_and_no_turns() -> None:
     assert parse_user_turns({"conversations": chat}) == (["q"], None)
     assert parse_user_turns({"conversations": []}) == ([], None)
     assert parse_user_turns({"instruction": "q", "input": "more"}) == (["q\n\nmore"], None)
-    parts = [{"role": "system", "content": "s"}, {"role": "user", "content": [{"type": "text", "text": "q"}]}]
+    parts = [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": [{"type": "text", "text": "q"}]},
+    ]
     assert parse_user_turns({"messages": parts}) == (["q"], "s")
     with pytest.raises(RecordError, match="'turns' must be a list"):
         parse_user_turns({"turns": "q"})
@@ -198,14 +251,21 @@ def test_user_turns_need_no_answers_and_no_turns() -> None:
 def test_prompts_keep_the_system_message_beside_the_turns() -> None:
     chat = [{"from": "human", "value": "q"}]
     assert parse_user_turns({"conversations": chat, "system": "s"}) == (["q"], "s")
-    assert parse_user_turns({"conversations": [{"from": "system", "value": "t"}, *chat], "system": "s"}) == (["q"], "t")
+    assert parse_user_turns(
+        {"conversations": [{"from": "system", "value": "t"}, *chat], "system": "s"}
+    ) == (["q"], "t")
     assert parse_user_turns({"instruction": "q", "system": "s"}) == (["q"], "s")
     assert parse_user_turns({"instruction": "q", "system": " "}) == (["q"], None)
 
 
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning"])
 def test_reasoning_beside_the_content_is_joined_with_it(key: str) -> None:
-    record = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", key: "r"}]}
+    record = {
+        "messages": [
+            {"role": "user", "content": "q"},
+            {"role": "assistant", "content": "a", key: "r"},
+        ]
+    }
     assert turns(record) == [("user", "q"), ("assistant", "<think>\nr\n</think>\n\na")]
     assert parse_record(record, tags=("[T]", "[/T]")).messages[1].content == "[T]\nr\n[/T]\n\na"
     record["messages"][1] |= {key: "\nr\n", "content": "\n\na"}  # as generated
@@ -220,4 +280,7 @@ def test_reasoning_beside_the_content_is_joined_with_it(key: str) -> None:
 def test_gzip(tmp_path: Path) -> None:
     path = write(tmp_path / "d.jsonl.gz", gzip.compress(b'{"a": 1}\n\n{"a": 2}\n'))
     records = list(read_file(path))
-    assert [(record.source, record.value) for record in records] == [(f"{path}:1", {"a": 1}), (f"{path}:3", {"a": 2})]
+    assert [(record.source, record.value) for record in records] == [
+        (f"{path}:1", {"a": 1}),
+        (f"{path}:3", {"a": 2}),
+    ]

@@ -23,7 +23,10 @@ from medusa_train.hub import FetchError
 
 RECORD = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
 LINE = json.dumps(RECORD) + "\n"
-SHAREGPT_REPO, SHAREGPT_FILE = "Aeala/ShareGPT_Vicuna_unfiltered", "ShareGPT_V4.3_unfiltered_cleaned_split.json"
+SHAREGPT_REPO, SHAREGPT_FILE = (
+    "Aeala/ShareGPT_Vicuna_unfiltered",
+    "ShareGPT_V4.3_unfiltered_cleaned_split.json",
+)
 
 
 def read_source(source: DatasetConfig, *, skip_bad: bool = False) -> ReadResult:
@@ -37,8 +40,14 @@ def test_a_file_and_a_directory_of_files(tmp_path: Path) -> None:
     for name in ("notes.md", "b.settings.json", "b.dropped.jsonl", "._b.jsonl"):
         (tmp_path / name).write_text("not read")
     one = read_source(DatasetConfig(path=str(tmp_path / "b.jsonl")))
-    assert [c.source for c in one.conversations] == [f"{tmp_path}/b.jsonl:1", f"{tmp_path}/b.jsonl:2"]
-    assert [c.source.rpartition("/")[2] for c in read_source(DatasetConfig(path=str(tmp_path))).conversations] == [
+    assert [c.source for c in one.conversations] == [
+        f"{tmp_path}/b.jsonl:1",
+        f"{tmp_path}/b.jsonl:2",
+    ]
+    assert [
+        c.source.rpartition("/")[2]
+        for c in read_source(DatasetConfig(path=str(tmp_path))).conversations
+    ] == [
         "a.json:record 1",
         "b.jsonl:1",
         "b.jsonl:2",
@@ -59,10 +68,14 @@ def test_a_file_and_a_directory_of_files(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="split and name cannot be used with"):
             open_source(DatasetConfig(path=str(path), split="test", name="main"))
         # train is all of a file, as `datasets` has it and as YAMLs of Axolotl say
-        assert open_source(DatasetConfig(path=str(path), split="train")) == open_source(DatasetConfig(path=str(path)))
+        assert open_source(DatasetConfig(path=str(path), split="train")) == open_source(
+            DatasetConfig(path=str(path))
+        )
 
 
-@pytest.mark.parametrize("name", ["data/seeds/none.jsonl", "none.json", "./none", "/none", "~/none", "a.parquet"])
+@pytest.mark.parametrize(
+    "name", ["data/seeds/none.jsonl", "none.json", "./none", "/none", "~/none", "a.parquet"]
+)
 def test_a_mistyped_path_is_not_looked_for_on_the_hub(name: str) -> None:
     with pytest.raises(DataError, match="no such file or directory"):
         read_source(DatasetConfig(path=name))
@@ -81,19 +94,26 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
 
 def test_parquet_files_are_read_row_by_row(tmp_path: Path) -> None:
     bad = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": ""}]}
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([RECORD, bad, RECORD]), tmp_path / "a.parquet")
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist([RECORD, bad, RECORD]), tmp_path / "a.parquet"
+    )
     source = DatasetConfig(path=str(tmp_path / "a.parquet"))
     with pytest.raises(DataError, match=r"a\.parquet:2: turn 2 \(assistant\) is empty"):
         read_source(source)
     result = read_source(source, skip_bad=True)
-    assert [c.source for c in result.conversations] == [f"{tmp_path}/a.parquet:1", f"{tmp_path}/a.parquet:3"]
+    assert [c.source for c in result.conversations] == [
+        f"{tmp_path}/a.parquet:1",
+        f"{tmp_path}/a.parquet:3",
+    ]
     assert [m.as_dict() for m in result.conversations[1].messages] == RECORD["messages"]
 
 
 def test_a_path_with_brackets_is_no_pattern(tmp_path: Path) -> None:
     for name, text in (("a[1]", "mine"), ("a1", "other")):
         (tmp_path / name).mkdir()
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"prompt": text}] * 2000), tmp_path / name / "x.parquet")
+        pyarrow.parquet.write_table(
+            pyarrow.Table.from_pylist([{"prompt": text}] * 2000), tmp_path / name / "x.parquet"
+        )
     assert list(parquet_rows(tmp_path / "a[1]" / "x.parquet")) == [{"prompt": "mine"}] * 2000
 
 
@@ -112,7 +132,9 @@ def opened(path: str, **keys: str) -> LocalFiles | HubSplit:
     return open_source(DatasetConfig(path=path, **keys))
 
 
-def test_sharegpt_is_found_locally_before_the_hub_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sharegpt_is_found_locally_before_the_hub_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     asked: list[tuple[str, str]] = []
 
@@ -124,7 +146,11 @@ def test_sharegpt_is_found_locally_before_the_hub_is_asked(tmp_path: Path, monke
     (tmp_path / "cached.json").write_text(LINE)
     assert opened("sharegpt") == LocalFiles((tmp_path / "cached.json",))
     assert asked == [(SHAREGPT_REPO, SHAREGPT_FILE)]
-    for place in ("data/sharegpt/" + SHAREGPT_FILE, "data/seeds/sharegpt.json", "data/seeds/sharegpt.jsonl"):
+    for place in (
+        "data/sharegpt/" + SHAREGPT_FILE,
+        "data/seeds/sharegpt.json",
+        "data/seeds/sharegpt.jsonl",
+    ):
         path = Path(place)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(LINE)
@@ -143,22 +169,40 @@ def test_sharegpt_is_found_locally_before_the_hub_is_asked(tmp_path: Path, monke
 @pytest.mark.parametrize(
     ("name", "advice"),
     [
-        ("sharegpt", f"{SHAREGPT_FILE} of the data set {SHAREGPT_REPO} and put it at data/seeds/sharegpt.json (one "),
-        ("ultrachat", "the parquet files of the split train_sft of the data set HuggingFaceH4/ultrachat_200k and put "),
+        (
+            "sharegpt",
+            (
+                f"{SHAREGPT_FILE} of the data set {SHAREGPT_REPO} and put it at"
+                " data/seeds/sharegpt.json (one "
+            ),
+        ),
+        (
+            "ultrachat",
+            (
+                "the parquet files of the split train_sft of the data set"
+                " HuggingFaceH4/ultrachat_200k and put "
+            ),
+        ),
     ],
 )
-def test_the_message_says_where_to_put_what_cannot_be_fetched(name: str, advice: str, monkeypatch) -> None:
+def test_the_message_says_where_to_put_what_cannot_be_fetched(
+    name: str, advice: str, monkeypatch
+) -> None:
     def refuse(*arguments: object) -> None:
         raise FetchError("no network")
 
     monkeypatch.setattr(sources, "fetch_dataset_file", refuse)
     monkeypatch.setattr(sources, "_load_split", refuse)
-    with pytest.raises(DataError, match="could not be fetched from the Hugging Face hub: no network") as error:
+    with pytest.raises(
+        DataError, match="could not be fetched from the Hugging Face hub: no network"
+    ) as error:
         opened(name)
     assert f"Download {advice}" in str(error.value)
 
 
-def test_hub_names_are_loaded_with_their_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_names_are_loaded_with_their_split(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[tuple[str, str | None, str]] = []
     rows = [RECORD]
 
@@ -175,11 +219,16 @@ def test_hub_names_are_loaded_with_their_split(tmp_path: Path, monkeypatch: pyte
     assert opened("tiny") == LocalFiles((PROJECT_ROOT / "data/seeds/tiny.jsonl",))
 
 
-def test_prompts_of_public_names_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_of_public_names_come_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "tiny").mkdir()  # a model, for instance
     monkeypatch.chdir(tmp_path)
     assert open_prompts("tiny", None) == LocalFiles((PROJECT_ROOT / "data/seeds/tiny.jsonl",))
-    with pytest.raises(DataError, match=r"nowhere: no such file, and no public data set of that name \(tiny, sharegpt"):
+    with pytest.raises(
+        DataError,
+        match=r"nowhere: no such file, and no public data set of that name \(tiny, sharegpt",
+    ):
         open_prompts("nowhere", None)
 
 
@@ -188,7 +237,10 @@ def test_a_hub_that_cannot_be_reached_is_told_clearly(monkeypatch: pytest.Monkey
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     with pytest.raises(DataError, match="Couldn't reach 'nobody/nothing' on the Hub") as error:
         open_source(DatasetConfig(path="nobody/nothing"))
-    assert "nobody/nothing: no such file or directory, and it cannot be loaded from the hub: " in str(error.value)
+    assert (
+        "nobody/nothing: no such file or directory, and it cannot be loaded from the hub: "
+        in str(error.value)
+    )
 
 
 def test_a_broken_connection_is_told_clearly(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,9 @@ def data(tmp_path: Path) -> Path:
     chats = [[("user", f"q{n}"), ("assistant", "B" * (n + 1))] for n in range(8)]
     chats.append([("user", "A"), ("assistant", "")])
     chats.append([("user", "A"), ("assistant", "B"), ("user", "A"), ("assistant", "B" * 100)])
-    records = [{"messages": [{"role": role, "content": text} for role, text in chat]} for chat in chats]
+    records = [
+        {"messages": [{"role": role, "content": text} for role, text in chat]} for chat in chats
+    ]
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path
 
@@ -76,11 +78,22 @@ def test_the_second_run_takes_exactly_what_the_first_encoded(
         for got, expected in zip(parts, plain, strict=True):
             assert got.fingerprint() == expected.fingerprint()
             assert [one.prompts() for one in got] == [one.prompts() for one in expected]
-            names = [(e.key, e.id, e.source, e.tokens.dtype, e.supervised.dtype) for e in got.examples]
-            assert names == [(e.key, e.id, e.source, torch.int32, torch.bool) for e in expected.examples]
+            names = [
+                (e.key, e.id, e.source, e.tokens.dtype, e.supervised.dtype) for e in got.examples
+            ]
+            assert names == [
+                (e.key, e.id, e.source, torch.int32, torch.bool) for e in expected.examples
+            ]
     assert first[0].report.describe() == plain[0].report.describe()
-    assert second[0].report.describe() == [*plain[0].report.describe(), f"loaded tokenized data from {path}"]
-    assert [plain[0].report.counts[name] for name in ("complete", "truncated", "too_long")] == [8, 1, 0]
+    assert second[0].report.describe() == [
+        *plain[0].report.describe(),
+        f"loaded tokenized data from {path}",
+    ]
+    assert [plain[0].report.counts[name] for name in ("complete", "truncated", "too_long")] == [
+        8,
+        1,
+        0,
+    ]
 
 
 def test_what_shapes_the_tokens_makes_another_key(
@@ -92,9 +105,16 @@ def test_what_shapes_the_tokens_makes_another_key(
 
     keys = [key(ChatEncoder(make_tokenizer()))]
     assert key(ChatEncoder(make_tokenizer())) == keys[0]
-    assert key(ChatEncoder(make_tokenizer()), val_set_size=0.3, seed=1, sample_packing=True) == keys[0]
+    assert (
+        key(ChatEncoder(make_tokenizer()), val_set_size=0.3, seed=1, sample_packing=True) == keys[0]
+    )
     for change in (
-        *({"sequence_len": 61}, {"train_on_inputs": True}, {"roles_to_train": ["user"]}, {"skip_bad_records": False}),
+        *(
+            {"sequence_len": 61},
+            {"train_on_inputs": True},
+            {"roles_to_train": ["user"]},
+            {"skip_bad_records": False},
+        ),
         *({"source": {"conversation": "chatml"}}, {"source": {"type": "messages"}}),
     ):
         keys.append(key(ChatEncoder(make_tokenizer()), **change))
@@ -109,14 +129,23 @@ def test_what_shapes_the_tokens_makes_another_key(
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "emptied", "other"])
 def test_a_damaged_file_is_made_again_and_told_in_one_line(
-    config: Callable[..., TrainConfig], encoder: ChatEncoder, encoded: Mock, tmp_path: Path, damage: str
+    config: Callable[..., TrainConfig],
+    encoder: ChatEncoder,
+    encoded: Mock,
+    tmp_path: Path,
+    damage: str,
 ) -> None:
     whole = load_datasets(config(), encoder)[0]
     (path,) = files(tmp_path)
     good = path.read_bytes()
     flipped = bytearray(good)
     flipped[-3] ^= 1
-    bad = {"cut": good[:-9], "flipped": bytes(flipped), "emptied": b"", "other": b"not tensors at all" * 9}[damage]
+    bad = {
+        "cut": good[:-9],
+        "flipped": bytes(flipped),
+        "emptied": b"",
+        "other": b"not tensors at all" * 9,
+    }[damage]
     path.write_bytes(bad)
     again = load_datasets(config(), encoder)[0]
     assert encoded.call_count == 2
@@ -133,7 +162,9 @@ def test_a_directory_that_cannot_be_written_stops_nothing(
     config: Callable[..., TrainConfig], encoder: ChatEncoder, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("in the way")
-    train, _ = load_datasets(config(dataset_prepared_path=str(tmp_path / "file" / "prepared")), encoder)
+    train, _ = load_datasets(
+        config(dataset_prepared_path=str(tmp_path / "file" / "prepared")), encoder
+    )
     assert len(train) == 8
     (note,) = train.report.notes
     assert note.startswith("dataset_prepared_path: could not write")
@@ -141,7 +172,8 @@ def test_a_directory_that_cannot_be_written_stops_nothing(
 
 # Processes
 
-#: Rejects what it is asked to, and keeps only the last answer: a chat of two answers becomes two rows.
+#: Rejects what it is asked to, and keeps only the last answer: a chat of two answers becomes two
+# rows.
 TEMPLATE = (
     "{% for m in messages %}{% if m['content'] == 'reject' %}{{ raise_exception('no') }}{% endif %}"
     "{% if m['role'] == 'user' or loop.last %}<{{ m['role'] }}>{{ m['content'] }}</s>{% endif %}"
@@ -160,7 +192,10 @@ class Killed(ChatEncoder):
 @pytest.fixture
 def conversations(chat: Callable[..., Conversation]) -> list[Conversation]:
     kinds = [("q", "a" * 9), ("q", "B", "q", "BB"), ("reject", "a"), ("q",), ("q", "long" * 50)]
-    return [chat(*(text.replace("q", f"q{n}") for text in kinds[n * 7 % 5]), source=f"d.jsonl:{n}") for n in range(40)]
+    return [
+        chat(*(text.replace("q", f"q{n}") for text in kinds[n * 7 % 5]), source=f"d.jsonl:{n}")
+        for n in range(40)
+    ]
 
 
 @pytest.fixture
@@ -176,39 +211,70 @@ def test_two_processes_return_what_one_does_to_the_byte(
 ) -> None:
     encoder = ChatEncoder(make_tokenizer(TEMPLATE))
     # one worker is still at the first chunk when the other has finished its next ones
-    conversations[2] = replace(conversations[2], messages=(Message("user", "q"), Message("assistant", "a " * 400_000)))
+    conversations[2] = replace(
+        conversations[2], messages=(Message("user", "q"), Message("assistant", "a " * 400_000))
+    )
     progress: list[tuple[int, int]] = []
-    one, two = (encode_conversations(conversations, encoder, 60, n, lambda *now: progress.append(now)) for n in (1, 2))
+    one, two = (
+        encode_conversations(conversations, encoder, 60, n, lambda *now: progress.append(now))
+        for n in (1, 2)
+    )
     assert one.to_bytes() == two.to_bytes()
     assert one.report == two.report
-    counts = {"complete": 16, "too_long": 8, "unsupervised": 8, "split": 8, "rows": 16, "answers": 24}
+    counts = {
+        "complete": 16,
+        "too_long": 8,
+        "unsupervised": 8,
+        "split": 8,
+        "rows": 16,
+        "answers": 24,
+    }
     assert one.report.counts == Counter(counts)
-    assert [line.split(": ")[0] for line in one.report.skipped] == [f"d.jsonl:{n}" for n in range(40) if n * 7 % 5 == 2]
+    assert [line.split(": ")[0] for line in one.report.skipped] == [
+        f"d.jsonl:{n}" for n in range(40) if n * 7 % 5 == 2
+    ]
     assert progress == [("tokenizing", min(done, 40), 40) for done in range(3, 43, 3)] * 2
     assert not multiprocessing.active_children()
 
 
 @pytest.mark.usefixtures("small_steps")
 def test_few_conversations_start_no_process(
-    conversations: list[Conversation], make_tokenizer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    conversations: list[Conversation],
+    make_tokenizer: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(tokenize_datasets, "CONVERSATIONS_PER_WORKER", 21)
     monkeypatch.delattr(tokenize_datasets, "ProcessPoolExecutor")
-    assert len(encode_conversations(conversations, ChatEncoder(make_tokenizer(TEMPLATE)), 60, 8).examples) == 24
-    assert encode_conversations([], ChatEncoder(make_tokenizer(TEMPLATE)), 60) == EncodedExamples(DataReport(60))
+    assert (
+        len(
+            encode_conversations(
+                conversations, ChatEncoder(make_tokenizer(TEMPLATE)), 60, 8
+            ).examples
+        )
+        == 24
+    )
+    assert encode_conversations([], ChatEncoder(make_tokenizer(TEMPLATE)), 60) == EncodedExamples(
+        DataReport(60)
+    )
 
 
 @pytest.mark.usefixtures("small_steps")
 @pytest.mark.slow
-def test_a_killed_worker_is_an_error(conversations: list[Conversation], make_tokenizer: Callable[..., Any]) -> None:
-    with pytest.raises(DataError, match=r"one of 2 tokenization processes ended.*dataset_processes"):
+def test_a_killed_worker_is_an_error(
+    conversations: list[Conversation], make_tokenizer: Callable[..., Any]
+) -> None:
+    with pytest.raises(
+        DataError, match=r"one of 2 tokenization processes ended.*dataset_processes"
+    ):
         encode_conversations(conversations, Killed(make_tokenizer(TEMPLATE)), 60, 2)
     assert not multiprocessing.active_children()
 
 
 @pytest.mark.usefixtures("small_steps")
 @pytest.mark.slow
-def test_ctrl_c_ends_the_workers(conversations: list[Conversation], make_tokenizer: Callable[..., Any]) -> None:
+def test_ctrl_c_ends_the_workers(
+    conversations: list[Conversation], make_tokenizer: Callable[..., Any]
+) -> None:
     def interrupt(name: str, done: int, total: int) -> None:
         raise KeyboardInterrupt
 

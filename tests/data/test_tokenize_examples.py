@@ -13,10 +13,14 @@ Chat = Callable[..., Conversation]
 
 @pytest.fixture(scope="module")
 def encoder(tokenizer: Any) -> ChatEncoder:
-    return ChatEncoder(tokenizer, "chatml")  # a line break follows each answer: trimming has something to do
+    return ChatEncoder(
+        tokenizer, "chatml"
+    )  # a line break follows each answer: trimming has something to do
 
 
-def encode_example(conversation: Conversation, encoder: ChatEncoder, max_length: int) -> tuple[Example | None, Outcome]:
+def encode_example(
+    conversation: Conversation, encoder: ChatEncoder, max_length: int
+) -> tuple[Example | None, Outcome]:
     """The only row of a conversation."""
     examples, outcome = encode_examples(conversation, encoder, max_length)
     assert len(examples) <= 1
@@ -55,8 +59,12 @@ def test_every_limit_cuts_at_the_end_of_an_answer(encoder: ChatEncoder, chat: Ch
             assert (len(example), outcome) == (len(whole), "complete")
 
 
-def test_what_follows_the_first_answer_makes_no_difference_to_the_key(encoder: ChatEncoder, chat: Chat) -> None:
-    one, two, three = (chat("A", "B 1.", *more) for more in (("C", "D" * 99), ("E", "F" * 99), ("G",)))
+def test_what_follows_the_first_answer_makes_no_difference_to_the_key(
+    encoder: ChatEncoder, chat: Chat
+) -> None:
+    one, two, three = (
+        chat("A", "B 1.", *more) for more in (("C", "D" * 99), ("E", "F" * 99), ("G",))
+    )
     parts = [encode_example(conversation, encoder, 60)[0] for conversation in (one, two, three)]
     assert parts[0] is not None
     assert {part.key for part in parts if part} == {chat("A", "B 1.").content_key}
@@ -70,11 +78,16 @@ def test_prompts_end_where_answers_start(encoder: ChatEncoder, chat: Chat) -> No
     example, _ = encode_example(conversation, encoder, 10_000)
     assert example is not None
     assert example.prompts() == [encoder.prompt(conversation.messages[:n]) for n in (1, 3)]
-    everything, _ = encode_example(conversation, encoder.with_settings(train_on_inputs=True), 10_000)
+    everything, _ = encode_example(
+        conversation, encoder.with_settings(train_on_inputs=True), 10_000
+    )
     assert everything is not None
     assert everything.prompts() == []
     assert encode_example(chat("A"), encoder, 100) == (None, "unsupervised")
-    assert encode_example(chat("A", "B"), encoder.with_settings(roles=["system"]), 100) == (None, "unsupervised")
+    assert encode_example(chat("A", "B"), encoder.with_settings(roles=["system"]), 100) == (
+        None,
+        "unsupervised",
+    )
 
 
 def test_holding_out_ignores_order_and_takes_the_share() -> None:

@@ -1,4 +1,6 @@
-"""Make the scripts under `data/seeds` and `data/tiny` importable by their own names, as when run as scripts."""
+"""Make the scripts under `data/seeds` and `data/tiny` importable by their own names, as when run as
+scripts.
+"""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""Tests of data/seeds/make_tiny.py: it reproduces the shipped prompts, which share nothing with the tiny bench."""
+"""Tests of data/seeds/make_tiny.py: it reproduces the shipped prompts, which share nothing with the
+tiny bench.
+"""
 
 import json
 import re
@@ -32,7 +34,9 @@ def turns() -> list[str]:
 
 @pytest.fixture(scope="module")
 def bench_ngrams() -> set[tuple[str, ...]]:
-    return {gram for question in read(BENCH) for text in question["turns"] for gram in ngrams(text, 10)}
+    return {
+        gram for question in read(BENCH) for text in question["turns"] for gram in ngrams(text, 10)
+    }
 
 
 def run_script(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
@@ -40,7 +44,9 @@ def run_script(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
     make_tiny.main()
 
 
-def test_script_reproduces_the_shipped_prompts_byte_for_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_script_reproduces_the_shipped_prompts_byte_for_byte(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run_script(monkeypatch, "--output", str(tmp_path / "tiny.jsonl"))
     assert (tmp_path / "tiny.jsonl").read_bytes() == PROMPTS.read_bytes()
 
@@ -51,13 +57,18 @@ def test_prompts_and_bench_share_no_function_name_and_no_ten_words(
     assert len(set(turns)) == len(turns)
     names = {name for text in turns for name in re.findall(r"(\w+)\(\w+.*\)", text)[:1]}
     assert len(names) > 450
-    assert not names & {name for q in read(BENCH) for text in q["turns"] for name in re.findall(r"(\w+)\(\w+", text)}
+    assert not names & {
+        name for q in read(BENCH) for text in q["turns"] for name in re.findall(r"(\w+)\(\w+", text)
+    }
     assert len(bench_ngrams) > 500
     assert not [text for text in turns if ngrams(text, 10) & bench_ngrams]
 
 
 def test_further_prompts_share_nothing_with_the_shipped_ones_and_the_bench(
-    turns: list[str], bench_ngrams: set[tuple[str, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    turns: list[str],
+    bench_ngrams: set[tuple[str, ...]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The command in the script's help gives the prompts of data/selfdistill/tiny_more.jsonl."""
     output = tmp_path / "more.jsonl"
@@ -68,7 +79,9 @@ def test_further_prompts_share_nothing_with_the_shipped_ones_and_the_bench(
     assert {record["id"] for record in answered + dropped} == set(prompts)
     for record in answered:
         asked = [message["content"] for message in record["messages"] if message["role"] == "user"]
-        assert asked == prompts[record["id"]][: len(asked)]  # turns after an answer that was too long are dropped
+        assert (
+            asked == prompts[record["id"]][: len(asked)]
+        )  # turns after an answer that was too long are dropped
     further = {text for texts in prompts.values() for text in texts}
     assert not further & set(turns)
     assert not [text for text in further if ngrams(text, 10) & bench_ngrams]

@@ -1,4 +1,7 @@
-"""Check the wheel that SmolLM2 is converted from. The conversion itself needs the wheel: `make smollm2-model`."""
+"""Check the wheel that SmolLM2 is converted from.
+
+The conversion itself needs the wheel: `make smollm2-model`.
+"""
 
 import hashlib
 import sys

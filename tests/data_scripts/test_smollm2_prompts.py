@@ -27,7 +27,11 @@ def run(script: ModuleType, monkeypatch: pytest.MonkeyPatch, output: Path) -> li
 
 
 def bench_turns() -> list[str]:
-    return [turn for line in BENCH.read_text(encoding="utf-8").splitlines() for turn in json.loads(line)["turns"]]
+    return [
+        turn
+        for line in BENCH.read_text(encoding="utf-8").splitlines()
+        for turn in json.loads(line)["turns"]
+    ]
 
 
 def test_prompts_are_reproducible_complete_and_not_in_the_bench(

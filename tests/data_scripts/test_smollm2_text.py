@@ -52,11 +52,18 @@ def test_every_prompt_is_answered_once_and_none_of_validation(
         if output.name == "questions.jsonl":
             texts = [f"What is the use of number {n}?" for n in range(int(more[-1]))]
             texts[1] = texts[0].upper()  # a repetition
-            records = [{"id": f"question-{n:06d}", "messages": [{"content": text}]} for n, text in enumerate(texts)]
-            script.write_lines(output, reversed(records))  # in the order in which they were finished
+            records = [
+                {"id": f"question-{n:06d}", "messages": [{"content": text}]}
+                for n, text in enumerate(texts)
+            ]
+            script.write_lines(
+                output, reversed(records)
+            )  # in the order in which they were finished
         else:
             answered[output.stem] = script.read_lines(tmp_path / more[1])
-            assert output.stem == "validation" or output.stem.endswith(f"_t{options['temperature']}")
+            assert output.stem == "validation" or output.stem.endswith(
+                f"_t{options['temperature']}"
+            )
 
     monkeypatch.setattr(script, "distill", distill)
     script.generate(PLAN, tmp_path, argparse.Namespace())
@@ -65,7 +72,9 @@ def test_every_prompt_is_answered_once_and_none_of_validation(
         "06_templates_t0.0": 3,
     }  # fmt: skip
     names = [prompt["id"] for prompts in answered.values() for prompt in prompts]
-    turns = [prompt["conversations"][0]["value"] for prompts in answered.values() for prompt in prompts]
+    turns = [
+        prompt["conversations"][0]["value"] for prompts in answered.values() for prompt in prompts
+    ]
     assert len(set(names)) == len(names) == len(set(turns))
     assert {len(prompt["conversations"]) for prompt in answered["05_questions_t0.7"]} == {1, 2}
 
@@ -85,11 +94,20 @@ def test_near_duplicates_and_more_than_the_wanted_tokens_are_left_out(
     assert {"s-1", "s-7"} - {chat.id for chat in text} in ({"s-1"}, {"s-7"})
     assert len(text) == 5
     assert read_conversations(tmp_path / "smollm2.jsonl.gz", "messages").conversations == [
-        chat.__class__(chat.id, chat.messages, chat.source.replace("text.", "smollm2.")) for chat in text[:3]
+        chat.__class__(chat.id, chat.messages, chat.source.replace("text.", "smollm2."))
+        for chat in text[:3]
     ]
-    assert [chat.id for chat in read_conversations(tmp_path / "smollm2_validation.jsonl.gz").conversations] == ["s-8"]
+    assert [
+        chat.id
+        for chat in read_conversations(tmp_path / "smollm2_validation.jsonl.gz").conversations
+    ] == ["s-8"]
     assert "3 conversations, 15 supervised tokens" in capsys.readouterr().out
     before = (tmp_path / "text.jsonl.gz").read_bytes()
     script.write_selection(tmp_path, tokens=11)
     assert (tmp_path / "text.jsonl.gz").read_bytes() == before
-    assert json.loads(json.dumps(script.shipped(nearly))).keys() == {"id", "messages", "finish_reasons", "temperature"}
+    assert json.loads(json.dumps(script.shipped(nearly))).keys() == {
+        "id",
+        "messages",
+        "finish_reasons",
+        "temperature",
+    }

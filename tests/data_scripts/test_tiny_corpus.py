@@ -1,4 +1,6 @@
-"""Tests of data/tiny/corpus.py and chats.py: reading the sources, wordings, chats, tokenizer and chat template."""
+"""Tests of data/tiny/corpus.py and chats.py: reading the sources, wordings, chats, tokenizer and
+chat template.
+"""
 
 import hashlib
 
@@ -30,12 +32,20 @@ def test_epochs_and_requests_are_those_of_the_shipped_model() -> None:
     items: list[corpus.Item] = []
     for n in range(120):
         question = f"Ada has {n} boxes of {n + 5} pencils. How many pencils is that?"
-        items.append(corpus.Problem(question, f"{n} * {n + 5} = {n * n + 5 * n}\nThe answer is {n * n + 5 * n}."))
+        items.append(
+            corpus.Problem(
+                question, f"{n} * {n + 5} = {n * n + 5 * n}\nThe answer is {n * n + 5 * n}."
+            )
+        )
     for n, verb in enumerate(sorted(corpus.VERBS)):
         arguments = "self, box" if n % 3 == 0 else "box"
         signatures = f"{verb}_box({arguments}=None)", f"{verb}_box({arguments})"
         code = f"def {signatures[0]}:\n" + "    box += 1\n" * (6 + n % 9)
-        items.append(corpus.Function(f"{verb}_box", *signatures, f"{verb.capitalize()} the box.", n % 3 == 0, code))
+        items.append(
+            corpus.Function(
+                f"{verb}_box", *signatures, f"{verb.capitalize()} the box.", n % 3 == 0, code
+            )
+        )
     documents = corpus.Corpus(items, Tokenizer.from_file(str(SHIPPED / "tokenizer.json")), seed=0)
     epochs = documents.epoch(1), documents.brief_epoch(1), documents.held_out_chats()["problems"]
     ids = [[chat.ids for chat in epoch] for epoch in epochs]
@@ -53,9 +63,15 @@ def test_encoded_chats_equal_the_shipped_chat_template() -> None:
     fast = AutoTokenizer.from_pretrained(SHIPPED)
     assert fast.convert_tokens_to_ids(list(chats.SPECIAL)) == list(range(6))
     turns = [("Add 1 and 2.", " def f():\n    return 3\n"), (" again ", "3")]
-    messages = [{"role": r, "content": c} for turn in turns for r, c in zip(("user", "assistant"), turn, strict=True)]
+    messages = [
+        {"role": r, "content": c}
+        for turn in turns
+        for r, c in zip(("user", "assistant"), turn, strict=True)
+    ]
     (encoded,) = chats.encode_chats(fast.backend_tokenizer, [turns])
-    rendered = fast.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    rendered = fast.apply_chat_template(
+        messages, return_dict=True, return_assistant_tokens_mask=True
+    )
     assert encoded.ids == rendered["input_ids"]
     assert [int(mark) for mark in encoded.assistant] == rendered["assistant_masks"]
     answers = [i for i, mark in zip(encoded.ids, encoded.assistant, strict=True) if mark]

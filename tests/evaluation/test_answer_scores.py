@@ -57,7 +57,10 @@ def test_the_result_of_an_answer(text: str, number: str | None) -> None:
     assert extract_number(text) == (None if number is None else Decimal(number))
 
 
-PROMPT = 'from math import sqrt\n\ndef helper(x):\n    return x\n\ndef root(x):\n    """Return the root."""\n'
+PROMPT = (
+    'from math import sqrt\n\ndef helper(x):\n    return x\n\ndef root(x):\n    """Return the'
+    ' root."""\n'
+)
 TEST = FunctionTest(PROMPT, "root", "def check(candidate):\n    assert candidate(9) == 3\n")
 WHOLE = "def root(x):\n    return helper(sqrt(x))\n"
 
@@ -66,7 +69,10 @@ WHOLE = "def root(x):\n    return helper(sqrt(x))\n"
     "answer",
     [
         WHOLE,
-        f"Here it is:\n```python\n{WHOLE}```\nIt calls sqrt. For example:\n```python\nroot(x='a')\n```",
+        (
+            f"Here it is:\n```python\n{WHOLE}```\nIt calls sqrt. For"
+            " example:\n```python\nroot(x='a')\n```"
+        ),
         f"Install it first:\n```python\nimport nothing\n```\nThen:\n```python\n{WHOLE}```",
         f"```\n{WHOLE}\n```",
         f"```python\n{WHOLE}",  # cut off by max_new_tokens
@@ -83,7 +89,9 @@ def test_the_function_of_an_answer_passes_its_test(answer: str) -> None:
     exec(build_program(TEST, answer), {})
 
 
-@pytest.mark.parametrize("answer", ["    return x", "I cannot do that.", "```python\ndef root(x):\n    return 4\n```"])
+@pytest.mark.parametrize(
+    "answer", ["    return x", "I cannot do that.", "```python\ndef root(x):\n    return 4\n```"]
+)
 def test_a_wrong_function_does_not_pass(answer: str) -> None:
     with pytest.raises((AssertionError, SyntaxError)):
         exec(build_program(TEST, answer), {"__name__": "__main__"})
@@ -95,7 +103,11 @@ class Words:
     def __init__(self, *words: str) -> None:
         self.words = words
 
-    added_tokens_decoder, all_special_ids, all_special_tokens = dict[int, Any](), list[int](), list[str]()
+    added_tokens_decoder, all_special_ids, all_special_tokens = (
+        dict[int, Any](),
+        list[int](),
+        list[str](),
+    )
 
     def decode(self, token_ids: list[int], **options: bool) -> Any:
         return " ".join(self.words[token] for token in token_ids)
@@ -103,7 +115,9 @@ class Words:
 
 def turn(question: int, tree: tuple[int, ...] | None, plain: tuple[int, ...]) -> TurnRecord:
     timed = None if tree is None else TimedAnswer(tree, 1.0)
-    return TurnRecord(question, "gsm8k", 1, (1,), timed, TimedAnswer(plain, 1.0), TimedAnswer(plain, 1.0))
+    return TurnRecord(
+        question, "gsm8k", 1, (1,), timed, TimedAnswer(plain, 1.0), TimedAnswer(plain, 1.0)
+    )
 
 
 QUESTIONS = [
@@ -151,12 +165,16 @@ def test_reasoning_is_not_scored(opened: str, text: str, correct: bool) -> None:
 def test_rouge_is_that_of_counts_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("rouge_score")
     one, none = ("The cats sat on the mat.",), ("",)
-    questions = [Question(1, "summarization", ("?",), "f:1", one), Question(2, "gsm8k", ("?",), "f:2", none)]
+    questions = [
+        Question(1, "summarization", ("?",), "f:1", one),
+        Question(2, "gsm8k", ("?",), "f:2", none),
+    ]
     records = [turn(1, (0, 1, 2), (0, 2)), turn(2, (0,), (0,))]
     means = rouge_means(records, questions, Words("the ", "cat ", "sat "), rouge_scorer(questions))
     assert means is not None
     assert means["answers"] == 1
-    # 3 of 3 and of 6 words, 2 of 2 and of 5 pairs, and 3 words in order; plainly 2 of 2 and of 6, 0 of 1, and 2
+    # 3 of 3 and of 6 words, 2 of 2 and of 5 pairs, and 3 words in order; plainly 2 of 2 and of 6, 0
+    # of 1, and 2
     assert means["tree"] == pytest.approx({"rouge1": 200 / 3, "rouge2": 400 / 7, "rougeL": 200 / 3})
     assert means["plain"] == pytest.approx({"rouge1": 50, "rouge2": 0, "rougeL": 50})
     with pytest.raises(ConfigError, match="no question of this bench has a `reference`"):
@@ -175,24 +193,35 @@ def test_equal_answers_run_once_and_keep_their_indentation(monkeypatch: pytest.M
 
     monkeypatch.setattr(answer_scores, "run_program", run_program)
     records = [turn(1, (0,), (0,))]
-    score_answers(records, [Question(1, "humaneval", ("?",), "f:1", expected=TEST)], Words("    return 3"))
+    score_answers(
+        records, [Question(1, "humaneval", ("?",), "f:1", expected=TEST)], Words("    return 3")
+    )
     assert len(programs) == 1
     assert f"{PROMPT}    return 3\n" in programs[0]
     assert records[0].scores["plain"] == Score("pass@1", False, "failed: AssertionError")
 
 
-def test_an_interruption_leaves_both_scores_of_a_turn_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interruption_leaves_both_scores_of_a_turn_or_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     outcomes = iter([Outcome("passed", "")])
     monkeypatch.setattr(answer_scores, "run_program", lambda program: next(outcomes))
     records = [turn(1, (0,), (1,))]
     with pytest.raises(StopIteration):
-        score_answers(records, [Question(1, "humaneval", ("?",), "f:1", expected=TEST)], Words("a", "b"))
+        score_answers(
+            records, [Question(1, "humaneval", ("?",), "f:1", expected=TEST)], Words("a", "b")
+        )
     assert records[0].scores == {}
 
 
 @pytest.mark.parametrize(
     ("successes", "trials", "low", "high"),  # published examples of the score interval
-    [(0, 10, 0.0, 0.2775), (10, 10, 0.7225, 1.0), (5, 10, 0.2366, 0.7634), (81, 263, 0.2553, 0.3662)],
+    [
+        (0, 10, 0.0, 0.2775),
+        (10, 10, 0.7225, 1.0),
+        (5, 10, 0.2366, 0.7634),
+        (81, 263, 0.2553, 0.3662),
+    ],
 )
 def test_wilson_intervals(successes: int, trials: int, low: float, high: float) -> None:
     assert wilson_interval(successes, trials) == pytest.approx((low, high), abs=1e-4)

@@ -8,7 +8,11 @@ from torch.nn.functional import cross_entropy, kl_div, log_softmax
 
 from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.data.batch import IGNORE_INDEX, Batch
-from medusa_train.evaluation.backbone_quality import compare_backbones, load_versions, measure_backbone_quality
+from medusa_train.evaluation.backbone_quality import (
+    compare_backbones,
+    load_versions,
+    measure_backbone_quality,
+)
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.loading import load_backbone
 from medusa_train.models.lora import Adapter, LoraSpec
@@ -30,12 +34,26 @@ def joint_run(tmp_path: Path, backbone_dir: Path) -> Path:
     """A run with an adapter that changes its backbone, and the data that it learnt."""
     run = write_run(tmp_path / "run", backbone_dir)
     adapted(backbone_dir, run / "adapter")
-    chat = {"messages": [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Well met, friend."}]}
+    chat = {
+        "messages": [
+            {"role": "user", "content": "Hi."},
+            {"role": "assistant", "content": "Well met, friend."},
+        ]
+    }
     data = tmp_path / "chats.jsonl"
-    lines = [json.dumps({"messages": [*chat["messages"], {"role": "user", "content": str(n)}]}) for n in range(6)]
+    lines = [
+        json.dumps({"messages": [*chat["messages"], {"role": "user", "content": str(n)}]})
+        for n in range(6)
+    ]
     data.write_text("\n".join(lines), encoding="utf-8")
-    config = {"base_model": str(backbone_dir), "datasets": [{"path": str(data), "type": "messages"}], "adapter": "lora"}
-    (run / "config.yaml").write_text(yaml.safe_dump({**config, "val_set_size": 0.5}), encoding="utf-8")
+    config = {
+        "base_model": str(backbone_dir),
+        "datasets": [{"path": str(data), "type": "messages"}],
+        "adapter": "lora",
+    }
+    (run / "config.yaml").write_text(
+        yaml.safe_dump({**config, "val_set_size": 0.5}), encoding="utf-8"
+    )
     return run
 
 
@@ -90,33 +108,48 @@ def plain(before: Backbone, after: Backbone) -> tuple[int, float, float, float]:
     """Tokens, cross-entropy before and after, KL: from all logits of one document after the other."""
     count, old_loss, new_loss, kl = 0, 0.0, 0.0, 0.0
     for tokens, labels in documents():
-        old, new = (m.model(tokens).logits[0, :-1].detach()[labels[1:] != IGNORE_INDEX] for m in (before, after))
+        old, new = (
+            m.model(tokens).logits[0, :-1].detach()[labels[1:] != IGNORE_INDEX]
+            for m in (before, after)
+        )
         wanted = labels[1:][labels[1:] != IGNORE_INDEX]
         count += len(wanted)
         old_loss += float(cross_entropy(old, wanted, reduction="sum"))
         new_loss += float(cross_entropy(new, wanted, reduction="sum"))
-        kl += float(kl_div(log_softmax(new, -1), log_softmax(old, -1), reduction="sum", log_target=True))
+        kl += float(
+            kl_div(log_softmax(new, -1), log_softmax(old, -1), reduction="sum", log_target=True)
+        )
     return count, old_loss / count, new_loss / count, kl / count
 
 
 def write_config(run: Path, backbone_dir: Path) -> None:
-    (run / "config.yaml").write_text(yaml.safe_dump({"base_model": str(backbone_dir)}), encoding="utf-8")
+    (run / "config.yaml").write_text(
+        yaml.safe_dump({"base_model": str(backbone_dir)}), encoding="utf-8"
+    )
 
 
-def test_a_run_with_an_adapter_against_plain_formulas(run_dir: Path, backbone_dir: Path, tmp_path: Path) -> None:
+def test_a_run_with_an_adapter_against_plain_formulas(
+    run_dir: Path, backbone_dir: Path, tmp_path: Path
+) -> None:
     (tmp_path / "heads").symlink_to(run_dir / "heads")
     write_config(tmp_path, backbone_dir)
     adapted(backbone_dir, tmp_path / "adapter")
-    found = compare_backbones(*load_versions(resolve_model(str(tmp_path), None, None), str(backbone_dir)), batches())
+    found = compare_backbones(
+        *load_versions(resolve_model(str(tmp_path), None, None), str(backbone_dir)), batches()
+    )
     merged = load_backbone(str(backbone_dir))
     Adapter.load(merged, tmp_path / "adapter").merge()
     tokens, before, after, kl = plain(load_backbone(str(backbone_dir)), merged)
     assert kl > 0.01
     assert found.tokens == tokens
-    assert (found.loss_before, found.loss_after, found.kl) == pytest.approx((before, after, kl), rel=1e-4)
+    assert (found.loss_before, found.loss_after, found.kl) == pytest.approx(
+        (before, after, kl), rel=1e-4
+    )
 
 
-def test_a_trained_model_is_compared_with_the_original(run_dir: Path, backbone_dir: Path, tmp_path: Path) -> None:
+def test_a_trained_model_is_compared_with_the_original(
+    run_dir: Path, backbone_dir: Path, tmp_path: Path
+) -> None:
     changed = load_backbone(str(backbone_dir))
     torch.manual_seed(4)
     with torch.no_grad():
@@ -125,13 +158,19 @@ def test_a_trained_model_is_compared_with_the_original(run_dir: Path, backbone_d
     changed.tokenizer.save_pretrained(tmp_path / "model")
     (tmp_path / "heads").symlink_to(run_dir / "heads")
     write_config(tmp_path, backbone_dir)
-    found = compare_backbones(*load_versions(resolve_model(str(tmp_path), None, None), str(backbone_dir)), batches())
+    found = compare_backbones(
+        *load_versions(resolve_model(str(tmp_path), None, None), str(backbone_dir)), batches()
+    )
     _, before, after, kl = plain(load_backbone(str(backbone_dir)), changed)
     assert kl > 0.001
-    assert (found.loss_before, found.loss_after, found.kl) == pytest.approx((before, after, kl), rel=1e-4)
+    assert (found.loss_before, found.loss_after, found.kl) == pytest.approx(
+        (before, after, kl), rel=1e-4
+    )
 
 
 def test_a_frozen_backbone_is_bitwise_unchanged(run_dir: Path, backbone_dir: Path) -> None:
-    found = compare_backbones(*load_versions(resolve_model(str(run_dir), None, None), str(backbone_dir)), batches())
+    found = compare_backbones(
+        *load_versions(resolve_model(str(run_dir), None, None), str(backbone_dir)), batches()
+    )
     assert found.loss_before > 0
     assert (found.loss_after, found.kl) == (found.loss_before, 0.0)

@@ -13,7 +13,13 @@ from medusa_train.checkpoint.load_model import LoadedModel
 from medusa_train.checkpoint.resolve import ModelPaths, resolve_model
 from medusa_train.config.schema import EvalConfig
 from medusa_train.errors import CheckpointError, MedusaError
-from medusa_train.evaluation.calibrate import calibrate, load_model, refit_tokens, refit_tree, resumed_tree
+from medusa_train.evaluation.calibrate import (
+    calibrate,
+    load_model,
+    refit_tokens,
+    refit_tree,
+    resumed_tree,
+)
 from medusa_train.evaluation.questions import load_bench
 from medusa_train.inference.decoding_settings import DecodingSettings
 from medusa_train.progress import RunProgress
@@ -33,7 +39,9 @@ def run(paths_of: Path, bench: Path, out: Path | None, **keys: object) -> tuple[
     )
     tree = None if cfg.tree is None else Path(cfg.tree)
     progress = RunProgress(Console(file=io.StringIO(), width=160))
-    written = calibrate(cfg, load_bench(cfg.bench), resolve_model(str(paths_of), None, tree), progress)
+    written = calibrate(
+        cfg, load_bench(cfg.bench), resolve_model(str(paths_of), None, tree), progress
+    )
     return written, progress.console.file.getvalue()  # type: ignore[attr-defined]
 
 
@@ -51,7 +59,9 @@ def questions(tmp_path: Path) -> Path:
 
 
 @pytest.mark.usefixtures("small")
-def test_the_tree_is_chosen_among_candidates_and_written(run_dir: Path, questions: Path, tmp_path: Path) -> None:
+def test_the_tree_is_chosen_among_candidates_and_written(
+    run_dir: Path, questions: Path, tmp_path: Path
+) -> None:
     (tree,), shown = run(run_dir, questions, tmp_path / "out")
     assert tree == tmp_path / "out" / "tree.json"
     assert "evaluate on another one" in shown
@@ -66,7 +76,9 @@ def write_run_with_data(home: Path) -> Path:
     directory = write_run(home / "run", write_backbone(home / "backbone"))
     data = home / "chats.jsonl"
     turn = [{"role": "user", "content": "Say {}."}, {"role": "assistant", "content": "Well, {}."}]
-    lines = [{"messages": [{**m, "content": m["content"].format(n)} for m in turn]} for n in range(12)]
+    lines = [
+        {"messages": [{**m, "content": m["content"].format(n)} for m in turn]} for n in range(12)
+    ]
     data.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     config = {
         "base_model": str(home / "backbone"),
@@ -82,18 +94,27 @@ def write_run_with_data(home: Path) -> Path:
 def test_a_run_is_calibrated_on_its_validation_split(tmp_path: Path, questions: Path) -> None:
     directory = write_run_with_data(tmp_path)
     written, shown = run(directory, questions, None, compile="auto")
-    assert [part in shown for part in ("validation prompts of the run", "calibrating uncompiled")] == [True, True]
+    assert [
+        part in shown for part in ("validation prompts of the run", "calibrating uncompiled")
+    ] == [True, True]
     assert written[0] == directory / "tree.json"
     record = json.loads((directory / "tree.json").read_text(encoding="utf-8"))
     assert record["calibration"]["conversations"] == 6
     assert record["nodes"] == len(record["medusa_choices"])
     assert record["form"]["dtype"] == "float32"
     config = directory / "config.yaml"
-    config.write_text(config.read_text(encoding="utf-8").replace("val_set_size: 0.5", "val_set_size: 0"), "utf-8")
-    assert "training prompts of the run, which holds none out" in run(directory, questions, tmp_path / "other")[1]
+    config.write_text(
+        config.read_text(encoding="utf-8").replace("val_set_size: 0.5", "val_set_size: 0"), "utf-8"
+    )
+    assert (
+        "training prompts of the run, which holds none out"
+        in run(directory, questions, tmp_path / "other")[1]
+    )
 
 
-def refit(directory: Path, dtype: str = "float32", **keys: object) -> tuple[tuple[LoadedModel, ModelPaths] | None, str]:
+def refit(
+    directory: Path, dtype: str = "float32", **keys: object
+) -> tuple[tuple[LoadedModel, ModelPaths] | None, str]:
     cfg = EvalConfig(max_new_tokens=24, calibration_tokens=400, **keys)
     progress = RunProgress(Console(file=io.StringIO(), width=300))
     paths = resolve_model(str(directory), None, None if cfg.tree is None else Path(cfg.tree))
@@ -109,7 +130,9 @@ def test_a_tree_that_was_fitted_to_another_form_is_fitted_again(tmp_path: Path) 
     result, shown = refit(directory)
     assert result is None
     assert "does not say for which dtype and device it was fitted; using it as it is" in shown
-    form = DecodingSettings.of(load_model(resolve_model(str(directory), None, None), "float32", quiet()).backbone)
+    form = DecodingSettings.of(
+        load_model(resolve_model(str(directory), None, None), "float32", quiet()).backbone
+    )
     Tree.chain(2).save(tree, **form.record())
     assert refit(directory)[0] is None
     Tree.chain(2).save(tree, **replace(form, quantization="nf4", merged=False).record())
@@ -151,15 +174,26 @@ def test_a_tree_that_was_fitted_to_another_form_is_fitted_again(tmp_path: Path) 
 
 def test_without_the_runs_data_a_tree_of_another_form_is_used_as_it_is(tmp_path: Path) -> None:
     directory = write_run(tmp_path / "run", write_backbone(tmp_path / "backbone"))
-    form = DecodingSettings.of(load_model(resolve_model(str(directory), None, None), "float32", quiet()).backbone)
-    Tree.chain(2).save(directory / "tree.json", **replace(form, device="cuda", device_name="A GPU").record())
+    form = DecodingSettings.of(
+        load_model(resolve_model(str(directory), None, None), "float32", quiet()).backbone
+    )
+    Tree.chain(2).save(
+        directory / "tree.json", **replace(form, device="cuda", device_name="A GPU").record()
+    )
     result, shown = refit(directory)
     assert result is None
-    assert f"(device cuda, now cpu, device name A GPU, now {form.device_name}); using it as it is, since the" in shown
+    assert (
+        f"(device cuda, now cpu, device name A GPU, now {form.device_name}); using it as it is,"
+        " since the" in shown
+    )
 
 
 def test_a_short_bench_is_worth_a_short_fit() -> None:
-    assert [refit_tokens(EvalConfig(), tokens) for tokens in (100, 10_000, 10**6)] == [2000, 5000, 12_000]
+    assert [refit_tokens(EvalConfig(), tokens) for tokens in (100, 10_000, 10**6)] == [
+        2000,
+        5000,
+        12_000,
+    ]
     assert refit_tokens(EvalConfig(calibration_tokens=700), 10**6) == 700
 
 
@@ -174,4 +208,9 @@ def test_calibration_errors(
         run(run_dir, bench_file, tmp_path)
     alone = resolve_model(None, str(backbone_dir), None)
     with pytest.raises(CheckpointError, match="chooses a tree for heads"):
-        calibrate(EvalConfig(), load_bench(str(questions)), alone, RunProgress(Console(file=io.StringIO())))
+        calibrate(
+            EvalConfig(),
+            load_bench(str(questions)),
+            alone,
+            RunProgress(Console(file=io.StringIO())),
+        )

@@ -48,7 +48,9 @@ def choose(paths: ModelPaths) -> tuple[str, list[str]]:
 def quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PROBE_TOKENS", 5)
     monkeypatch.setattr(module, "PROBE_ROUNDS", 1)
-    monkeypatch.setattr(module, "emulates_bf16", lambda device: False)  # whatever processor runs the tests
+    monkeypatch.setattr(
+        module, "emulates_bf16", lambda device: False
+    )  # whatever processor runs the tests
 
 
 @pytest.fixture
@@ -57,7 +59,9 @@ def paths(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> ModelPaths:
     return resolve_model(str(run_dir), None, None)
 
 
-def failing(for_dtypes: set[str], error: Exception, loaded: list[str]) -> Callable[[ModelPaths, str], Backbone]:
+def failing(
+    for_dtypes: set[str], error: Exception, loaded: list[str]
+) -> Callable[[ModelPaths, str], Backbone]:
     def load(paths: ModelPaths, dtype: str) -> Backbone:
         loaded.append(dtype)
         if dtype in for_dtypes:
@@ -123,7 +127,11 @@ def test_the_checkpoints_dtype_stays_unless_another_is_clearly_faster(
 ) -> None:
     for seconds, expected in ((1.85, "float32"), (1.8, "bfloat16")):
         steps = {torch.float32: 2.0, torch.bfloat16: seconds}
-        monkeypatch.setattr(module, "plain_step_seconds", lambda backbone, prompt, steps=steps: steps[backbone.dtype])
+        monkeypatch.setattr(
+            module,
+            "plain_step_seconds",
+            lambda backbone, prompt, steps=steps: steps[backbone.dtype],
+        )
         chosen, lines = choose(paths)
         assert chosen == expected
         assert ("kept, since no other is 10 % faster" in lines[0]) == (expected == "float32")
@@ -132,14 +140,20 @@ def test_the_checkpoints_dtype_stays_unless_another_is_clearly_faster(
 def test_the_backbone_is_loaded_as_the_run_says(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[object, ...]] = []
 
-    def load(name: str, *, dtype: str, quantization: object, trust_remote_code: bool) -> SimpleNamespace:
+    def load(
+        name: str, *, dtype: str, quantization: object, trust_remote_code: bool
+    ) -> SimpleNamespace:
         asked.append((name, dtype, quantization, trust_remote_code))
         return SimpleNamespace()
 
     monkeypatch.setattr("medusa_train.checkpoint.load_model.load_backbone", load)
-    over_4bit = ModelPaths(Path("run"), "m", None, None, None, quantization="nf4", trust_remote_code=True)
+    over_4bit = ModelPaths(
+        Path("run"), "m", None, None, None, quantization="nf4", trust_remote_code=True
+    )
     load_base_model(over_4bit, "bfloat16")
-    folded = ModelPaths(Path("run"), "m", None, None, None, adapter=Path("run/adapter"), quantization="nf4")
+    folded = ModelPaths(
+        Path("run"), "m", None, None, None, adapter=Path("run/adapter"), quantization="nf4"
+    )
     load_base_model(folded, "float32")
     assert asked == [("m", "bfloat16", "nf4", True), ("m", "float32", None, False)]
 
@@ -174,7 +188,10 @@ def test_passes_are_compiled_where_the_steps_repay_it(monkeypatch: pytest.Monkey
     backbone = random_backbone("llama")
     assert compiled_for(monkeypatch, backbone, [1.01 * ENOUGH / 600])[0] == [(4, False)]
     compiled, (line,) = compiled_for(monkeypatch, backbone, [0.99 * ENOUGH / 600])
-    assert (compiled, line.startswith("compile: no, 600 steps of 792.0 ms are expected")) == ([], True)
+    assert (compiled, line.startswith("compile: no, 600 steps of 792.0 ms are expected")) == (
+        [],
+        True,
+    )
     compiled, (line,) = compiled_for(monkeypatch, backbone, [100.0], compiler=False)
     assert (compiled, line) == ([], "compile: no, there is no C++ compiler (on a GPU: no Triton)")
     compiled, (line,) = compiled_for(monkeypatch, random_backbone("mistral-window"), [100.0])
@@ -196,7 +213,9 @@ def test_on_a_gpu_measured_steps_decide(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_cuda_graphs_need_no_compilation(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = object()
-    monkeypatch.setattr("medusa_train.inference.static.graphs.graph_runner", lambda device, model: runner)
+    monkeypatch.setattr(
+        "medusa_train.inference.static.graphs.graph_runner", lambda device, model: runner
+    )
     backbone = load_with_draft(resolve_model(str(run_dir), None, None), "float32").backbone
     assert backbone.step_runner is runner
     settings = DecodingSettings.of(backbone)
@@ -210,26 +229,40 @@ def model(run_dir: Path) -> LoadedModel:
 
 @pytest.mark.parametrize(("batch_size", "steps"), [(1, 600), (4, 200)])
 def test_the_steps_of_a_bench(
-    model: LoadedModel, run_dir: Path, bench_file: Path, monkeypatch: pytest.MonkeyPatch, batch_size: int, steps: int
+    model: LoadedModel,
+    run_dir: Path,
+    bench_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    batch_size: int,
+    steps: int,
 ) -> None:
     """6 turns of 100 tokens; in batches of 4, these are two batches."""
     seen: list[tuple[object, ...]] = []
 
-    def record(backbone: Backbone, paths: ModelPaths, steps: int, *given: object, rows: int, trees: bool) -> None:
+    def record(
+        backbone: Backbone, paths: ModelPaths, steps: int, *given: object, rows: int, trees: bool
+    ) -> None:
         seen.append((steps, rows, trees))
 
     monkeypatch.setattr(evaluation, "compile_if_repaid", record)
     cfg = EvalConfig(max_new_tokens=100, batch_size=batch_size)
-    paths, progress = resolve_model(str(run_dir), None, None), RunProgress(Console(file=io.StringIO()))
+    paths, progress = (
+        resolve_model(str(run_dir), None, None),
+        RunProgress(Console(file=io.StringIO())),
+    )
     evaluation._choose_compile(cfg, load_bench(str(bench_file)), model, paths, None, progress)
     assert seen == [(steps, batch_size, True)]
 
 
-def test_compilation_is_chosen_by_default_where_the_tree_was_fitted_to_it(model: LoadedModel, tmp_path: Path) -> None:
+def test_compilation_is_chosen_by_default_where_the_tree_was_fitted_to_it(
+    model: LoadedModel, tmp_path: Path
+) -> None:
     tree = tmp_path / "tree.json"
     paths = ModelPaths(tmp_path, "m", None, tree, None)
     for compiled in (False, True):
-        Tree.cartesian([2, 2]).save(tree, **replace(DecodingSettings.of(model.backbone), compiled=compiled).record())
+        Tree.cartesian([2, 2]).save(
+            tree, **replace(DecodingSettings.of(model.backbone), compiled=compiled).record()
+        )
         assert chooses_compilation(EvalConfig(), paths) == compiled
         assert not chooses_compilation(EvalConfig(compile=False), paths)
         assert chooses_compilation(EvalConfig(compile="auto"), paths)
@@ -245,10 +278,14 @@ def test_an_interrupted_evaluation_keeps_its_decision_and_a_failing_compiler_doe
     for earlier in (True, False):
         progress = RunProgress(Console(file=io.StringIO(), width=300))
         paths = resolve_model(str(run_dir), None, None)
-        evaluation._choose_compile(EvalConfig(), load_bench(str(bench_file)), model, paths, earlier, progress)
+        evaluation._choose_compile(
+            EvalConfig(), load_bench(str(bench_file)), model, paths, earlier, progress
+        )
         shown = progress.console.file.getvalue()  # type: ignore[attr-defined]
         assert f"compile: {'yes' if earlier else 'no'}, as in the interrupted evaluation" in shown
-        assert ("torch.compile failed: no room\ndecoding without compiled passes" in shown) == earlier
+        assert (
+            "torch.compile failed: no room\ndecoding without compiled passes" in shown
+        ) == earlier
     assert model.backbone.compiled is None
 
 

@@ -1,4 +1,6 @@
-"""Programs are really run here, in isolated processes; where that is not permitted, the refusal is checked."""
+"""Programs are really run here, in isolated processes; where that is not permitted, the refusal is
+checked.
+"""
 
 import os
 import platform
@@ -27,7 +29,9 @@ from medusa_train.evaluation.questions import FunctionTest, Question
 TEST = FunctionTest("def f():\n", "f", "def check(candidate):\n    assert candidate() == 1\n")
 CODE = Question(1, "humaneval", ("?",), "f:1", expected=TEST)
 REFUSAL = None if (probe := run_program("")).status == PASSED else probe
-isolated = pytest.mark.skipif(REFUSAL is not None, reason=f"not permitted on this machine: {REFUSAL}")
+isolated = pytest.mark.skipif(
+    REFUSAL is not None, reason=f"not permitted on this machine: {REFUSAL}"
+)
 
 
 def namespaces_are_permitted() -> bool:
@@ -50,8 +54,16 @@ def test_where_namespaces_are_permitted_programs_run() -> None:
     [
         ("```python\ndef f():\n    return 1\n```", True, "passed"),
         ("```python\ndef f():\n    return 2\n```", False, "failed: AssertionError"),
-        ("```python\ndef f():\n    return one\n```", False, "failed: NameError: name 'one' is not defined"),
-        ("```python\ndef f(:\n```", False, "failed: SyntaxError: invalid syntax (<program>, line 1)"),
+        (
+            "```python\ndef f():\n    return one\n```",
+            False,
+            "failed: NameError: name 'one' is not defined",
+        ),
+        (
+            "```python\ndef f(:\n```",
+            False,
+            "failed: SyntaxError: invalid syntax (<program>, line 1)",
+        ),
     ],
 )
 def test_code_is_scored_by_running_it(answer: str, correct: bool, detail: str) -> None:
@@ -60,7 +72,9 @@ def test_code_is_scored_by_running_it(answer: str, correct: bool, detail: str) -
 
 
 @isolated
-@pytest.mark.parametrize("program", ["import sys; sys.exit(0)", "import os; os._exit(0)", "raise KeyboardInterrupt"])
+@pytest.mark.parametrize(
+    "program", ["import sys; sys.exit(0)", "import os; os._exit(0)", "raise KeyboardInterrupt"]
+)
 def test_a_program_that_ends_before_its_test_does_not_pass(program: str) -> None:
     assert run_program(program).status == FAILED
 
@@ -71,8 +85,10 @@ def test_a_program_that_ends_before_its_test_does_not_pass(program: str) -> None
     [
         "while True: pass",
         "import time; time.sleep(60)",
-        "import signal, time\nfor s in range(1, 32):\n  try: signal.signal(s, signal.SIG_IGN)\n  except OSError: pass\n"
-        "time.sleep(60)",
+        (
+            "import signal, time\nfor s in range(1, 32):\n  try: signal.signal(s, signal.SIG_IGN)\n"
+            "  except OSError: pass\ntime.sleep(60)"
+        ),
     ],
 )
 def test_an_endless_program_is_stopped(program: str) -> None:
@@ -88,17 +104,24 @@ def test_memory_is_limited() -> None:
 @isolated
 @pytest.mark.parametrize("address", ["192.0.2.1", "127.0.0.1"])
 def test_no_connection_can_be_made(address: str) -> None:
-    outcome = run_program(f"import socket; socket.create_connection(({address!r}, 80), 5)", seconds=8)
+    outcome = run_program(
+        f"import socket; socket.create_connection(({address!r}, 80), 5)", seconds=8
+    )
     assert outcome.status == FAILED
     assert "OSError" in outcome.detail
     assert "unreachable" in outcome.detail
 
 
 @isolated
-@pytest.mark.skipif(network_access() is None, reason="isolated by the container, whose files it may write")
+@pytest.mark.skipif(
+    network_access() is None, reason="isolated by the container, whose files it may write"
+)
 def test_files_can_be_written_in_the_working_directory_only(tmp_path: Path) -> None:
     (tmp_path / "kept").touch()
-    for program in (f"open({str(tmp_path / 'new')!r}, 'w')", f"import os; os.unlink({str(tmp_path / 'kept')!r})"):
+    for program in (
+        f"open({str(tmp_path / 'new')!r}, 'w')",
+        f"import os; os.unlink({str(tmp_path / 'kept')!r})",
+    ):
         outcome = run_program(program)
         assert outcome.status == FAILED
         assert "Read-only file system" in outcome.detail
@@ -110,14 +133,20 @@ def test_files_can_be_written_in_the_working_directory_only(tmp_path: Path) -> N
 
 
 @isolated
-def test_a_program_sees_no_environment_no_input_and_no_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_sees_no_environment_no_input_and_no_packages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("HF_TOKEN", "secret")
-    assert run_program("import os, sys; assert 'HF_TOKEN' not in os.environ; assert sys.stdin.read() == ''").passed
+    assert run_program(
+        "import os, sys; assert 'HF_TOKEN' not in os.environ; assert sys.stdin.read() == ''"
+    ).passed
     assert run_program("import medusa_train").detail.startswith("ModuleNotFoundError")
 
 
 @isolated
-@pytest.mark.skipif(network_access() is None, reason="a container's processes are not isolated from each other")
+@pytest.mark.skipif(
+    network_access() is None, reason="a container's processes are not isolated from each other"
+)
 def test_processes_of_a_program_end_with_it(tmp_path: Path) -> None:
     marker = f"medusa-orphan-{os.getpid()}"
     program = f"""
@@ -147,7 +176,9 @@ def test_without_namespaces_a_program_runs_only_where_there_is_no_network(
     text = code_sandbox.CHILD.read_text(encoding="utf-8")
     line = next(line for line in text.splitlines() if line.startswith("NEW_NAMESPACES = "))
     child = tmp_path / "child.py"
-    child.write_text(text.replace(line, "NEW_NAMESPACES = 1"), encoding="utf-8")  # not a flag that unshare accepts
+    child.write_text(
+        text.replace(line, "NEW_NAMESPACES = 1"), encoding="utf-8"
+    )  # not a flag that unshare accepts
     monkeypatch.setattr(code_sandbox, "CHILD", child)
     if network_access() is None:
         assert run_program("").passed
@@ -172,11 +203,15 @@ def test_on_other_systems_programs_are_refused(monkeypatch: pytest.MonkeyPatch) 
 def test_code_needs_permission_and_numbers_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="allow_code_execution=true"):
         require_code_execution(False, [CODE])
-    monkeypatch.setattr(answer_scores, "run_program", lambda program: pytest.fail("nothing has to be run"))
+    monkeypatch.setattr(
+        answer_scores, "run_program", lambda program: pytest.fail("nothing has to be run")
+    )
     require_code_execution(False, [Question(2, "gsm8k", ("?",), "f:2", expected=Decimal(4))])
 
 
-def test_a_process_that_dies_without_a_report_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_dies_without_a_report_is_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     child = tmp_path / "child.py"
     child.write_text("raise SystemExit('broken')", encoding="utf-8")
     monkeypatch.setattr(code_sandbox, "CHILD", child)

@@ -9,19 +9,35 @@ import pytest
 from rich.console import Console
 
 from medusa_train.errors import CheckpointError, ConfigError, MedusaError
-from medusa_train.evaluation.compare import categories_table, differences, load_reports, runs_table, show, write
+from medusa_train.evaluation.compare import (
+    categories_table,
+    differences,
+    load_reports,
+    runs_table,
+    show,
+    write,
+)
 from medusa_train.evaluation.report import Report, write_report
 from tests.evaluation.test_report import meta
 from tests.evaluation.test_report_page import TREE, Balance, record
 
 
-def write_run(run: Path, bench: str = "tiny", categories: tuple[str, ...] = ("math", "code"), **changes: Any) -> Path:
+def write_run(
+    run: Path, bench: str = "tiny", categories: tuple[str, ...] = ("math", "code"), **changes: Any
+) -> Path:
     records = [record(number, category) for number, category in enumerate(categories, start=1)]
-    write_report(Report.from_records(records, meta(bench=bench, **changes), TREE), records, [], run / "eval" / bench)
+    write_report(
+        Report.from_records(records, meta(bench=bench, **changes), TREE),
+        records,
+        [],
+        run / "eval" / bench,
+    )
     return run
 
 
-def test_runs_stand_side_by_side_with_their_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_stand_side_by_side_with_their_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b", categories=("math", "law"), heads=3)
     evaluated = load_reports([str(a), str(b)], None)
     table = runs_table(evaluated)
@@ -47,15 +63,24 @@ def test_conditions_that_differ_are_named(tmp_path: Path) -> None:
     expected = ["different max_new_tokens: 16, 64", "different dtype: bfloat16, float32"]
     assert differences(evaluated) == expected
     judged = [
-        replace(one, report={**one.report, "judge": {"model": name}}) for one, name in zip(evaluated, "xy", strict=True)
+        replace(one, report={**one.report, "judge": {"model": name}})
+        for one, name in zip(evaluated, "xy", strict=True)
     ]
     assert differences(judged) == [*expected, "different judge: x, y"]
 
 
 def test_evaluations_in_different_modes_are_refused(tmp_path: Path) -> None:
-    sampling = {"acceptance": "sampling", "temperature": 0.7, "top_p": 1.0, "top_k": 0, "batch_size": 1}
+    sampling = {
+        "acceptance": "sampling",
+        "temperature": 0.7,
+        "top_p": 1.0,
+        "top_k": 0,
+        "batch_size": 1,
+    }
     a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b", decoding=sampling)
-    with pytest.raises(CheckpointError, match=r"a: greedy decoding, .*b: sampling at temperature 0\.7\)"):
+    with pytest.raises(
+        CheckpointError, match=r"a: greedy decoding, .*b: sampling at temperature 0\.7\)"
+    ):
         load_reports([str(a), str(b)], None)
     load_reports([str(b), str(write_run(tmp_path / "d", decoding=sampling))], None)
 
@@ -73,7 +98,9 @@ def test_the_newest_report_is_taken_or_that_of_the_bench(tmp_path: Path) -> None
 
 
 def test_one_whole_page_and_the_figures_are_written(tmp_path: Path) -> None:
-    evaluated = load_reports([str(write_run(tmp_path / "a")), str(write_run(tmp_path / "<b>"))], None)
+    evaluated = load_reports(
+        [str(write_run(tmp_path / "a")), str(write_run(tmp_path / "<b>"))], None
+    )
     page, data = write(evaluated, tmp_path / "out")
     html = page.read_text(encoding="utf-8")
     balance = Balance()
@@ -84,7 +111,9 @@ def test_one_whole_page_and_the_figures_are_written(tmp_path: Path) -> None:
     assert set(json.loads(data.read_text(encoding="utf-8"))) == {one.name for one in evaluated}
 
 
-def test_a_report_of_an_older_version_has_fewer_figures_and_correct_answers_a_column(tmp_path: Path) -> None:
+def test_a_report_of_an_older_version_has_fewer_figures_and_correct_answers_a_column(
+    tmp_path: Path,
+) -> None:
     runs = write_run(tmp_path / "old"), write_run(tmp_path / "new")
     paths = [run / "eval" / "tiny" / "report.json" for run in runs]
     old, new = (json.loads(path.read_text(encoding="utf-8")) for path in paths)

@@ -54,10 +54,16 @@ def test_tokens_per_step_leave_the_prefills_token_out_and_divide_sums() -> None:
 
 
 def test_a_batch_counts_its_passes_once() -> None:
-    # a batch of two took 8 passes of 1 s after 2 s of prefill; the second answer was complete after 4 passes
+    # a batch of two took 8 passes of 1 s after 2 s of prefill; the second answer was complete after
+    # 4 passes
     plain = [TimedAnswer((1,) * (steps + 1), 5.0, 1.0, steps, (), 2, 8) for steps in (8, 4)]
-    tree = [TimedAnswer((1,) * 9, 4.0, 1.0, 4, (1,) * 4, 2, 4), TimedAnswer((1,) * 5, 4.0, 1.0, 2, (1,) * 2, 2, 4)]
-    figures = summarize([record(tree=one, plain=other) for one, other in zip(tree, plain, strict=True)])
+    tree = [
+        TimedAnswer((1,) * 9, 4.0, 1.0, 4, (1,) * 4, 2, 4),
+        TimedAnswer((1,) * 5, 4.0, 1.0, 2, (1,) * 2, 2, 4),
+    ]
+    figures = summarize(
+        [record(tree=one, plain=other) for one, other in zip(tree, plain, strict=True)]
+    )
     assert figures["overhead"] == 1.5  # 6 s in 4 passes over 8 s in 8
     assert figures["acceleration_rate"] == 2.0
     assert figures["baseline_tokens_per_s"] == 14 / 10
@@ -86,7 +92,13 @@ def test_summary_gives_every_ratio_and_count() -> None:
 
 def test_without_a_tree_only_the_baselines_have_figures() -> None:
     figures = summarize([record()])
-    absent = ["acceleration_rate", "overhead", "speedup", "speedup_over_generate", "speedup_over_fastest"]
+    absent = [
+        "acceleration_rate",
+        "overhead",
+        "speedup",
+        "speedup_over_generate",
+        "speedup_over_fastest",
+    ]
     absent += ["tokens_per_s", "equal_answers", "tie_answers", "equal_answers_bf16"]
     assert [figures[key] for key in absent] == [None] * len(absent)
     assert figures["answers"] == 1
@@ -96,7 +108,10 @@ def test_without_a_tree_only_the_baselines_have_figures() -> None:
 def test_speedup_without_loops_leaves_looping_answers_out() -> None:
     loop = TimedAnswer((1,) * 40, 1.0, steps=8)
     plain = TimedAnswer((1,) * 40, 4.0, steps=39)
-    records = [record(tree=loop, plain=plain), record(tree=timed(40, 2.0, steps=20), plain=timed(40, 4.0, steps=39))]
+    records = [
+        record(tree=loop, plain=plain),
+        record(tree=timed(40, 2.0, steps=20), plain=timed(40, 4.0, steps=39)),
+    ]
     figures = summarize(records)
     assert figures["speedup"] == pytest.approx(8 / 3)
     assert figures["speedup_without_loops"] == pytest.approx(2.0)
@@ -104,7 +119,10 @@ def test_speedup_without_loops_leaves_looping_answers_out() -> None:
 
 
 def test_further_baselines_are_compared_by_name() -> None:
-    records = [record(tree=timed(10, 1.0, steps=4), plain=timed(10, 2.0), generate=timed(10, 4.0)) for _ in range(2)]
+    records = [
+        record(tree=timed(10, 1.0, steps=4), plain=timed(10, 2.0), generate=timed(10, 4.0))
+        for _ in range(2)
+    ]
     records[0].others["prompt_lookup"] = timed(10, 1.0)
     records[1].others["prompt_lookup"] = timed(9, 0.9)
     compared = summarize(records)["baselines"]
@@ -121,7 +139,13 @@ def test_further_baselines_are_compared_by_name() -> None:
 
 @pytest.mark.parametrize(
     ("first", "second", "place"),
-    [([1, 2, 3], [1, 2, 3], None), ([1, 2, 3], [1, 9, 3], 1), ([1, 2], [1, 2, 3], 2), ([], [], None), ([], [5], 0)],
+    [
+        ([1, 2, 3], [1, 2, 3], None),
+        ([1, 2, 3], [1, 9, 3], 1),
+        ([1, 2], [1, 2, 3], 2),
+        ([], [], None),
+        ([], [5], 0),
+    ],
 )
 def test_first_difference(first: list[int], second: list[int], place: int | None) -> None:
     assert first_difference(first, second) == place
@@ -147,21 +171,28 @@ def test_nodes_count_in_the_steps_that_accept_them() -> None:
 
 
 def test_the_chain_takes_first_guesses_only() -> None:
-    # 0 accepts one, 2 and 3 none, 4 one: five tokens after the first in four steps; head 2 never helps
+    # 0 accepts one, 2 and 3 none, 4 one: five tokens after the first in four steps; head 2 never
+    # helps
     assert chain_rates([TRACE]) == pytest.approx([5 / 4, 5 / 4])
     # the first guesses of both heads are right at 0
-    assert chain_rates([Trace([[0, 0], [0, -1], [-1, -1], [-1, -1]], [2, 2, 1, 0])]) == pytest.approx([3 / 2, 3])
+    assert chain_rates(
+        [Trace([[0, 0], [0, -1], [-1, -1], [-1, -1]], [2, 2, 1, 0])]
+    ) == pytest.approx([3 / 2, 3])
     assert chain_rates([]) == []
 
 
 # Intervals
 
 
-def runs(first: torch.Tensor, second: torch.Tensor, steps: int = 10_000) -> tuple[dict[str, Counts], dict[str, Counts]]:
+def runs(
+    first: torch.Tensor, second: torch.Tensor, steps: int = 10_000
+) -> tuple[dict[str, Counts], dict[str, Counts]]:
     """Two runs whose questions all took `steps` steps, with these rates."""
     totals = []
     for rates in (first, second):
-        totals.append({f"q{i}": Counts(round(steps * rate), steps) for i, rate in enumerate(rates.tolist())})
+        totals.append(
+            {f"q{i}": Counts(round(steps * rate), steps) for i, rate in enumerate(rates.tolist())}
+        )
     return totals[0], totals[1]
 
 
@@ -187,7 +218,10 @@ def test_rates_are_ratios_of_sums() -> None:
 
 def test_other_questions_are_refused() -> None:
     with pytest.raises(DataError, match="only one of the two runs answered c"):
-        compare_rates({"a": Counts(1, 1), "b": Counts(1, 1)}, {"a": Counts(1, 1), "b": Counts(1, 1), "c": Counts(1, 1)})
+        compare_rates(
+            {"a": Counts(1, 1), "b": Counts(1, 1)},
+            {"a": Counts(1, 1), "b": Counts(1, 1), "c": Counts(1, 1)},
+        )
     with pytest.raises(DataError, match="two or more questions"):
         compare_rates({"a": Counts(1, 1)}, {"a": Counts(2, 1)})
 
@@ -195,14 +229,18 @@ def test_other_questions_are_refused() -> None:
 def turn(question: int, tree_seconds: float, turn: int = 1) -> TurnRecord:
     tokens = tuple(range(11))
     tree = TimedAnswer(tokens, tree_seconds, tree_seconds / 2, 4)
-    return TurnRecord(question, "a", turn, (1,), tree, TimedAnswer(tokens, 2.0, 1.0, 10), TimedAnswer(tokens, 2.0))
+    return TurnRecord(
+        question, "a", turn, (1,), tree, TimedAnswer(tokens, 2.0, 1.0, 10), TimedAnswer(tokens, 2.0)
+    )
 
 
 def test_the_mean_of_normal_data_is_covered_about_19_times_in_20() -> None:
     generator = torch.Generator().manual_seed(1)
     covered = 0
     for _ in range(200):
-        rows = torch.stack([5 + torch.randn(40, generator=generator).double(), torch.ones(40).double()], dim=1)
+        rows = torch.stack(
+            [5 + torch.randn(40, generator=generator).double(), torch.ones(40).double()], dim=1
+        )
         sums = resample(rows, resamples=400)
         result = interval(sums[:, 0] / sums[:, 1])
         assert result is not None
@@ -222,14 +260,24 @@ def test_intervals_hold_the_ratios_of_the_whole_bench() -> None:
 
 def test_the_turns_of_a_question_are_drawn_together() -> None:
     # one turn of each question is fast, the other slow: whole questions are all alike
-    records = [turn(question, seconds, place) for question in range(6) for place, seconds in ((1, 1.0), (2, 3.0))]
+    records = [
+        turn(question, seconds, place)
+        for question in range(6)
+        for place, seconds in ((1, 1.0), (2, 3.0))
+    ]
     assert speed_intervals(records)["speedup"] == pytest.approx((1.0, 1.0))
 
 
 def test_times_of_batches_are_drawn_by_batch() -> None:
     alone = [turn(n, 1.0 + 0.2 * (n // 4)) for n in range(24)]
-    shared = [replace(one, plain=replace(one.plain, rows=4, seconds=2 + n // 4 / 99)) for n, one in enumerate(alone)]
-    widths = [high - low for low, high in (speed_intervals(each)["speedup"] or (0, 0) for each in (alone, shared))]
+    shared = [
+        replace(one, plain=replace(one.plain, rows=4, seconds=2 + n // 4 / 99))
+        for n, one in enumerate(alone)
+    ]
+    widths = [
+        high - low
+        for low, high in (speed_intervals(each)["speedup"] or (0, 0) for each in (alone, shared))
+    ]
     assert widths[1] > 1.5 * widths[0] > 0
     assert set(speed_intervals(shared[:16])) == {"acceleration_rate"}  # four batches do not tell
 
@@ -237,7 +285,10 @@ def test_times_of_batches_are_drawn_by_batch() -> None:
 def test_equal_servers_differ_once_in_twenty_times() -> None:
     draw, apart = torch.Generator().manual_seed(3), 0
     for _ in range(300):
-        plain, heads = ([Counts(9, math.exp(one)) for one in torch.randn(5, generator=draw) / 20] for _ in range(2))
+        plain, heads = (
+            [Counts(9, math.exp(one)) for one in torch.randn(5, generator=draw) / 20]
+            for _ in range(2)
+        )
         low, high = block_interval(plain, heads) or (0, 0)
         apart += not low <= 1 <= high
     assert 5 <= apart <= 30
@@ -246,7 +297,10 @@ def test_equal_servers_differ_once_in_twenty_times() -> None:
 
 def test_one_question_or_no_tree_has_no_interval() -> None:
     assert speed_intervals([turn(1, 1.0), turn(1, 2.0, 2)]) == {}
-    alone = [TurnRecord(n, "a", 1, (1,), None, TimedAnswer((1,), 1.0), TimedAnswer((1,), 1.0)) for n in range(3)]
+    alone = [
+        TurnRecord(n, "a", 1, (1,), None, TimedAnswer((1,), 1.0), TimedAnswer((1,), 1.0))
+        for n in range(3)
+    ]
     assert speed_intervals(alone) == {}
     assert speed_intervals([]) == {}
 

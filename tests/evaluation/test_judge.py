@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 
-from medusa_train.evaluation.judge import NO_SCORE, PROMPT_NAME, Judge, grade, model_answers, parse_grade
+from medusa_train.evaluation.judge import (
+    NO_SCORE,
+    PROMPT_NAME,
+    Judge,
+    grade,
+    model_answers,
+    parse_grade,
+)
 from medusa_train.evaluation.questions import Question
 from medusa_train.evaluation.records import TimedAnswer, TurnRecord
 from medusa_train.servers.client import OpenAIClient
@@ -61,9 +68,13 @@ def test_the_grade_is_the_last_one_in_double_brackets(reply: str, score: float) 
     assert parse_grade(reply) == score
 
 
-def test_judgements_are_kept_in_fastchats_form_and_averaged(server: FakeServer, tmp_path: Path) -> None:
+def test_judgements_are_kept_in_fastchats_form_and_averaged(
+    server: FakeServer, tmp_path: Path
+) -> None:
     replies = {"Rose.": "[[4]]", "4": "Right. [[10]]"}
-    server.script = lambda number, body: says(replies.get(body["messages"][1]["content"].split("\n")[-1], "[[7]]"))
+    server.script = lambda number, body: says(
+        replies.get(body["messages"][1]["content"].split("\n")[-1], "[[7]]")
+    )
     path = tmp_path / "model_judgment" / "judge-1_single.jsonl"
     summary = grade(records(), QUESTIONS, "mine", judge(server), path)
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
@@ -81,7 +92,9 @@ def test_judgements_are_kept_in_fastchats_form_and_averaged(server: FakeServer, 
     assert (summary["graded"], summary["failed"], summary["without_grade"]) == (3, 0, 0)
 
 
-def test_the_judge_sees_earlier_turns_and_reference_answers(server: FakeServer, tmp_path: Path) -> None:
+def test_the_judge_sees_earlier_turns_and_reference_answers(
+    server: FakeServer, tmp_path: Path
+) -> None:
     asked = records("<think>\nFlowers rhyme.\n</think>\n\nRoses.")
     asked[0].text = "Tulips."  # the second turn was asked after the plain answer
     grade(asked, QUESTIONS, "mine", judge(server), tmp_path / "j.jsonl", concurrency=1)
@@ -90,24 +103,35 @@ def test_the_judge_sees_earlier_turns_and_reference_answers(server: FakeServer, 
     assert "Tulips." in first
     assert "Flowers rhyme." not in first + second
     assert "Tulips." not in second
-    assert second.index("Write a poem.") < second.index("Roses.") < second.index("Now shorter.") < second.index("Rose.")
+    assert (
+        second.index("Write a poem.")
+        < second.index("Roses.")
+        < second.index("Now shorter.")
+        < second.index("Rose.")
+    )
     assert "It is 4." in third
     assert "reference answer" in server.bodies[2]["messages"][0]["content"]
     assert "reference answer" not in server.bodies[0]["messages"][0]["content"]
     assert {body["temperature"] for body in server.bodies} == {0}
 
 
-def test_judgements_are_reused_unless_the_answer_changed(server: FakeServer, tmp_path: Path) -> None:
+def test_judgements_are_reused_unless_the_answer_changed(
+    server: FakeServer, tmp_path: Path
+) -> None:
     path = tmp_path / "j.jsonl"
     grade(records(), QUESTIONS, "mine", judge(server), path)
     path.write_text(path.read_text(encoding="utf-8") + '{"torn', encoding="utf-8")
     assert grade(records(), QUESTIONS, "mine", judge(server), path)["graded"] == 3
     assert len(server.bodies) == 3
     grade(records("Violets."), QUESTIONS, "mine", judge(server), path)
-    assert len(server.bodies) == 5  # the first answer changed, and it is part of the second turn's conversation
+    assert (
+        len(server.bodies) == 5
+    )  # the first answer changed, and it is part of the second turn's conversation
 
 
-def test_answers_whose_judge_fails_are_counted_and_left_for_the_next_time(server: FakeServer, tmp_path: Path) -> None:
+def test_answers_whose_judge_fails_are_counted_and_left_for_the_next_time(
+    server: FakeServer, tmp_path: Path
+) -> None:
     server.script = lambda number, body: error(400, "no") if "2 + 2" in str(body) else says("[[6]]")
     path = tmp_path / "j.jsonl"
     summary = grade(records(), QUESTIONS, "mine", judge(server), path)
@@ -122,7 +146,12 @@ def test_answers_whose_judge_fails_are_counted_and_left_for_the_next_time(server
         return error(401, "who are you?")
 
     server.script = refuse
-    assert grade(records(), QUESTIONS, "mine", judge(server), tmp_path / "other.jsonl", concurrency=1)["failed"] == 3
+    assert (
+        grade(records(), QUESTIONS, "mine", judge(server), tmp_path / "other.jsonl", concurrency=1)[
+            "failed"
+        ]
+        == 3
+    )
     ended.set()
     assert len(server.bodies) <= 3 + 2  # one refusal of everything is enough
     server.script = lambda number, body: says("no grade at all")
@@ -140,20 +169,32 @@ def test_an_evaluation_is_graded_where_a_judge_is_named(
     assert report["judge"]["score"] == 7.0
     assert report["judge"]["graded"] == 4
     assert "Quality: 7.00 of 10 by small/judge (4 answers)." in shown
-    assert len((tmp_path / "model_judgment" / "small_judge_single.jsonl").read_text().splitlines()) == 4
+    assert (
+        len((tmp_path / "model_judgment" / "small_judge_single.jsonl").read_text().splitlines())
+        == 4
+    )
 
 
 def test_a_question_is_one_line_with_all_its_turns() -> None:
     answer = TimedAnswer((1, 2, 3, 4), 0.5, 0.1, 2, (1, 0))
     # an eos among the drafted tokens ends a step before the backbone's own one
     cut = TimedAnswer((1, 2, 3, 4), 0.5, 0.1, 2, (0, 2))
-    made = [TurnRecord(81, "writing", turn, (1,), one, cut, cut, str(turn)) for turn, one in ((1, answer), (2, cut))]
-    first, second = model_answers([*made, TurnRecord("x", "math", 1, (1,), None, answer, answer, "Three.")], "mine")
+    made = [
+        TurnRecord(81, "writing", turn, (1,), one, cut, cut, str(turn))
+        for turn, one in ((1, answer), (2, cut))
+    ]
+    first, second = model_answers(
+        [*made, TurnRecord("x", "math", 1, (1,), None, answer, answer, "Three.")], "mine"
+    )
     assert set(first) == {"question_id", "category", "answer_id", "model_id", "choices", "tstamp"}
     assert (first["question_id"], first["model_id"]) == (81, "mine")
     (choice,) = first["choices"]
     assert (choice["index"], choice["turns"]) == (0, ["1", "2"])
-    assert (choice["new_tokens"], choice["decoding_steps"], choice["wall_time"]) == ([4, 4], [2, 2], [0.5, 0.5])
+    assert (choice["new_tokens"], choice["decoding_steps"], choice["wall_time"]) == (
+        [4, 4],
+        [2, 2],
+        [0.5, 0.5],
+    )
     assert choice["accept_lengths"] == [2, 1, 1, 2]
     assert second["choices"][0]["turns"] == ["Three."]
     assert first["answer_id"] == model_answers(made, "mine")[0]["answer_id"] != second["answer_id"]

@@ -17,7 +17,9 @@ from tests.families import random_backbone
 
 
 class StubBackbone:
-    """Tokens 6 and 9 lead, `margin` apart after a prefix of `at` tokens and 1 apart elsewhere; the others are far."""
+    """Tokens 6 and 9 lead, `margin` apart after a prefix of `at` tokens and 1 apart elsewhere; the
+    others are far.
+    """
 
     device = torch.device("cpu")
 
@@ -46,12 +48,22 @@ PLAIN = (5, 6, 7)
         ((5, 6, 7), 1e-9, True, Verdict.EQUAL),
         ((5, 9, 7), 9e-5, True, Verdict.TIE),
         ((5, 9, 7), 2e-4, True, Verdict.DIFFERENT),
-        ((5, 9, 7), -9e-5, True, Verdict.TIE),  # an uncached pass may find the tree's token the best
+        (
+            (5, 9, 7),
+            -9e-5,
+            True,
+            Verdict.TIE,
+        ),  # an uncached pass may find the tree's token the best
         ((5, 9, 7), -2e-4, True, Verdict.DIFFERENT),
         ((5, 9, 7), 9e-5, False, Verdict.DIFFERENT),
         ((5, 4, 7), 9e-5, True, Verdict.DIFFERENT),  # a near-tie, but of two other tokens
         ((9, 6, 7), 9e-5, True, Verdict.DIFFERENT),  # the tie lies one token later
-        ((5,), 9e-5, True, Verdict.DIFFERENT),  # one answer ends where the other goes on: no tie does that
+        (
+            (5,),
+            9e-5,
+            True,
+            Verdict.DIFFERENT,
+        ),  # one answer ends where the other goes on: no tie does that
     ],
 )
 def test_verdicts(tree: tuple[int, ...], margin: float, ties: bool, expected: Verdict) -> None:
@@ -63,29 +75,40 @@ def test_logits_are_compared_where_the_token_was_chosen() -> None:
     backbone = random_backbone("llama", dtype=torch.float32)
     logits = backbone.model(input_ids=torch.tensor([[*PROMPT, *PLAIN]])).logits[0, len(PROMPT) + 1]
     expected = [float(logits.max() - logits[token]) for token in (4, int(logits.argmax()))]
-    assert logit_gaps(backbone, PROMPT, PLAIN[:2], (4, int(logits.argmax()))) == pytest.approx(expected, abs=1e-4)
+    assert logit_gaps(backbone, PROMPT, PLAIN[:2], (4, int(logits.argmax()))) == pytest.approx(
+        expected, abs=1e-4
+    )
     assert expected[0] > 1e-2
     assert expected[1] == 0.0
 
 
 def record(tree: tuple[int, ...]) -> TurnRecord:
-    return TurnRecord(1, "a", 1, PROMPT, TimedAnswer(tree, 1.0), TimedAnswer(PLAIN, 1.0), TimedAnswer(PLAIN, 1.0))
+    return TurnRecord(
+        1, "a", 1, PROMPT, TimedAnswer(tree, 1.0), TimedAnswer(PLAIN, 1.0), TimedAnswer(PLAIN, 1.0)
+    )
 
 
 def test_timed_answers_are_compared_without_decoding() -> None:
     records = [record(PLAIN), record((5, 9, 7))]
     backbone: Any = StubBackbone(at=0, margin=0.0)
     compare_timed_answers(records, backbone, "bfloat16")
-    assert [found.exact for found in records] == [{"bfloat16": Verdict.EQUAL}, {"bfloat16": Verdict.DIFFERENT}]
+    assert [found.exact for found in records] == [
+        {"bfloat16": Verdict.EQUAL},
+        {"bfloat16": Verdict.DIFFERENT},
+    ]
 
 
 def test_answers_are_generated_again_from_the_same_prompts() -> None:
     from medusa_train.models.drafts.medusa import MedusaDraft
 
     backbone = random_backbone("llama", dtype=torch.float32)
-    subject = LoadedModel(backbone, MedusaDraft.from_backbone(backbone, num_heads=2), Tree.cartesian([3, 2]))
+    subject = LoadedModel(
+        backbone, MedusaDraft.from_backbone(backbone, num_heads=2), Tree.cartesian([3, 2])
+    )
     records = [record((9, 9, 9)), record((8, 8, 8))]
     counted: list[int] = []
-    compare_regenerated_answers(records, subject, "float32", max_new_tokens=12, on_turn=counted.append)
+    compare_regenerated_answers(
+        records, subject, "float32", max_new_tokens=12, on_turn=counted.append
+    )
     assert [found.exact["float32"] for found in records] == [Verdict.EQUAL, Verdict.EQUAL]
     assert counted == [24, 24]

@@ -13,7 +13,14 @@ from medusa_train.config.paths import PROJECT_ROOT
 from medusa_train.data.conversation import Message
 from medusa_train.errors import DataError
 from medusa_train.evaluation import questions as benches
-from medusa_train.evaluation.questions import Bench, FunctionTest, Question, find_bench, load_bench, read_questions
+from medusa_train.evaluation.questions import (
+    Bench,
+    FunctionTest,
+    Question,
+    find_bench,
+    load_bench,
+    read_questions,
+)
 
 GOOD = {"question_id": 81, "category": "writing", "turns": ["Say something.", "Say it again."]}
 
@@ -31,7 +38,9 @@ def test_reads_questions_with_turns_category_and_source(tmp_path: Path) -> None:
     path = write(tmp_path / "question.jsonl", GOOD, "", second)
     first, other = read_questions(path)
     assert first == Question(81, "writing", ("Say something.", "Say it again."), f"{path}:1")
-    assert other == Question("x", "of two lines", ("Only one.",), f"{path}:3", ("So.",), system="Be brief.")
+    assert other == Question(
+        "x", "of two lines", ("Only one.",), f"{path}:3", ("So.",), system="Be brief."
+    )
 
 
 TEST = "def check(candidate):\n    assert candidate() == 1\n"
@@ -44,7 +53,9 @@ def test_reads_humaneval_and_gsm8k(tmp_path: Path) -> None:
     assert (function.question_id, function.category) == ("HumanEval/0", "humaneval")
     assert function.turns == (benches.HUMANEVAL_INSTRUCTION + "def f():\n",)
     assert function.expected == FunctionTest("def f():\n", "f", TEST)
-    first, second = read_questions(write(tmp_path / "test.jsonl", GSM8K, {**GSM8K, "question": "How few?"}))
+    first, second = read_questions(
+        write(tmp_path / "test.jsonl", GSM8K, {**GSM8K, "question": "How few?"})
+    )
     assert (first.question_id, second.question_id) == (1, 2)
     assert second.turns == ("How few?" + benches.GSM8K_INSTRUCTION,)
     assert second.reference == (GSM8K["answer"],)
@@ -56,7 +67,9 @@ def test_the_users_messages_of_chats_are_asked(tmp_path: Path) -> None:
     answer = {"role": "assistant", "content": "1"}
     sharegpt = {"system": "Be brief.", "conversations": [{"from": "human", "value": "Three?"}]}
     first, second = read_questions(
-        write(tmp_path / "chats.jsonl", {"id": "a", "messages": [said[0], answer, said[1]]}, sharegpt)
+        write(
+            tmp_path / "chats.jsonl", {"id": "a", "messages": [said[0], answer, said[1]]}, sharegpt
+        )
     )
     assert (first.question_id, first.turns, first.system) == (1, ("One?", "Two?"), None)
     assert first.opening == [Message("user", "One?")]
@@ -69,7 +82,10 @@ def test_reads_gzip_and_parquet(tmp_path: Path) -> None:
     with gzip.open(tmp_path / "HumanEval.jsonl.gz", "wt", encoding="utf-8") as file:
         file.write(json.dumps(HUMANEVAL) + "\n")
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([HUMANEVAL]), tmp_path / "test.parquet")
-    packed, table = read_questions(tmp_path / "HumanEval.jsonl.gz"), read_questions(tmp_path / "test.parquet")
+    packed, table = (
+        read_questions(tmp_path / "HumanEval.jsonl.gz"),
+        read_questions(tmp_path / "test.parquet"),
+    )
     assert packed[0].turns == table[0].turns
     (tmp_path / "broken.parquet").write_bytes(b"no table")
     with pytest.raises(DataError, match="cannot be read as parquet"):
@@ -88,7 +104,9 @@ def nothing_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_bench_with_a_url_is_downloaded_once(nothing_here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bench_with_a_url_is_downloaded_once(
+    nothing_here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[str] = []
 
     def urlopen(url: str, timeout: float) -> io.BytesIO:
@@ -103,20 +121,34 @@ def test_a_bench_with_a_url_is_downloaded_once(nothing_here: Path, monkeypatch: 
     assert "Spec-Bench" in asked[0]
 
 
-def test_a_download_that_is_no_question_file_is_not_kept(nothing_here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("urllib.request.urlopen", lambda url, timeout: io.BytesIO(b"<html>sign in</html>"))
+def test_a_download_that_is_no_question_file_is_not_kept(
+    nothing_here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "urllib.request.urlopen", lambda url, timeout: io.BytesIO(b"<html>sign in</html>")
+    )
     with pytest.raises(DataError, match="could not be downloaded"):
         load_bench("specbench")
-    assert not (nothing_here / "cache" / "medusa-train" / "bench" / "specbench" / "question.jsonl").exists()
+    assert not (
+        nothing_here / "cache" / "medusa-train" / "bench" / "specbench" / "question.jsonl"
+    ).exists()
 
 
 def test_reads_the_hub_copy_of_mt_bench(tmp_path: Path) -> None:
-    record = {"prompt_id": 5, "category": "math", "prompt": ["One?", "Two?"], "reference": [None, "2"]}
+    record = {
+        "prompt_id": 5,
+        "category": "math",
+        "prompt": ["One?", "Two?"],
+        "reference": [None, "2"],
+    }
     question = read_questions(write(tmp_path / "q.jsonl", record))[0]
     assert (question.turns, question.reference) == (("One?", "Two?"), ("", "2"))
     odd = {"question_id": "a\ud83d", "category": "overall", "turns": ["One?"]}
     (question,) = read_questions(write(tmp_path / "odd.jsonl", odd))
-    assert (question.question_id, question.category) == ("a\ufffd", "overall (category)")  # reports have that name
+    assert (question.question_id, question.category) == (
+        "a\ufffd",
+        "overall (category)",
+    )  # reports have that name
 
 
 @pytest.mark.parametrize(
@@ -137,7 +169,9 @@ def test_reads_the_hub_copy_of_mt_bench(tmp_path: Path) -> None:
         ({**HUMANEVAL, "test": "assert f() == 1"}, "test is missing or does not define check"),
     ],
 )
-def test_an_invalid_line_is_reported_with_file_line_and_reason(tmp_path: Path, line: object, reason: str) -> None:
+def test_an_invalid_line_is_reported_with_file_line_and_reason(
+    tmp_path: Path, line: object, reason: str
+) -> None:
     path = write(tmp_path / "q.jsonl", GOOD, line)
     with pytest.raises(DataError) as caught:
         read_questions(path)
@@ -145,8 +179,12 @@ def test_an_invalid_line_is_reported_with_file_line_and_reason(tmp_path: Path, l
     assert reason in str(caught.value)
 
 
-@pytest.mark.parametrize("place", ["mtbench/question.jsonl", "mt_bench/question.jsonl", "mtbench.jsonl"])
-def test_the_users_bench_directory_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+@pytest.mark.parametrize(
+    "place", ["mtbench/question.jsonl", "mt_bench/question.jsonl", "mtbench.jsonl"]
+)
+def test_the_users_bench_directory_comes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
     (tmp_path / "here" / "mtbench").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "here")  # where a directory has the same name
     path = write(tmp_path / place, GOOD)
@@ -190,7 +228,9 @@ def test_a_missing_bench_is_an_error_that_says_which_file_to_put_where(
     assert benches.BENCH_DIR_VARIABLE in message
 
 
-def test_a_bench_on_the_hub_is_downloaded_from_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bench_on_the_hub_is_downloaded_from_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fetched = write(tmp_path / "cache" / "question.jsonl", GOOD)
     asked: list[tuple[str, str]] = []
 
@@ -210,7 +250,11 @@ def test_a_bench_on_the_hub_is_downloaded_from_there(tmp_path: Path, monkeypatch
 
 
 def test_limit_takes_from_every_category_and_keeps_the_order() -> None:
-    bench = Bench("b", Path("f"), tuple(Question(n, category, ("?",), f"f:{n}") for n, category in enumerate("aaabbc")))
+    bench = Bench(
+        "b",
+        Path("f"),
+        tuple(Question(n, category, ("?",), f"f:{n}") for n, category in enumerate("aaabbc")),
+    )
     assert [question.question_id for question in bench.limited(4).questions] == [0, 1, 3, 5]
     assert bench.limited(None) is bench
     assert bench.limited(99) is bench

@@ -3,16 +3,36 @@ from pathlib import Path
 import pytest
 
 from medusa_train.evaluation.questions import Question
-from medusa_train.evaluation.records import SkippedTurn, TimedAnswer, TurnRecord, completed_turns, turn_log
+from medusa_train.evaluation.records import (
+    SkippedTurn,
+    TimedAnswer,
+    TurnRecord,
+    completed_turns,
+    turn_log,
+)
 
 SETTINGS = {"bench": "small", "tree": [[0], [0, 0]], "threads": 2}
-QUESTIONS = [Question(1, "a", ("q", "r"), ""), Question("two", "a", ("q",), ""), Question(3, "a", ("q", "r"), "")]
+QUESTIONS = [
+    Question(1, "a", ("q", "r"), ""),
+    Question("two", "a", ("q",), ""),
+    Question(3, "a", ("q", "r"), ""),
+]
 
 
 def turn(question: int | str, number: int) -> TurnRecord:
     answer = TimedAnswer((5, 6, 7), 0.25, 0.125, 2, (1, 0))
     others = {"prompt_lookup": TimedAnswer((5, 6, 7), 0.5)}
-    return TurnRecord(question, "a", number, (1, 2), answer, answer, TimedAnswer((5,), 0.5), "Ja — ê", others=others)
+    return TurnRecord(
+        question,
+        "a",
+        number,
+        (1, 2),
+        answer,
+        answer,
+        TimedAnswer((5,), 0.5),
+        "Ja — ê",
+        others=others,
+    )
 
 
 def write(path: Path, *turns: TurnRecord | SkippedTurn) -> None:

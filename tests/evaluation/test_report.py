@@ -34,7 +34,17 @@ def records(with_tree: bool = True) -> list[TurnRecord]:
     exact = {"float32": Verdict.TIE, "bfloat16": Verdict.EQUAL} if with_tree else {}
     plain, generate = TimedAnswer(tokens, 3.0, 1.0, 10), TimedAnswer(tokens, 2.2)
     return [
-        TurnRecord(7, category, 1, (1, 2, 3), tree, plain, generate, text="Twelve — dollars.", exact=dict(exact))
+        TurnRecord(
+            7,
+            category,
+            1,
+            (1, 2, 3),
+            tree,
+            plain,
+            generate,
+            text="Twelve — dollars.",
+            exact=dict(exact),
+        )
         for category in ("math", "code")
     ]
 
@@ -48,15 +58,22 @@ def test_report_json_has_the_promised_keys_overall_and_per_category(tmp_path: Pa
     assert set(content) == {"meta", "overall", "categories", "baselines", "judge"}
     assert set(content["baselines"]) == {"plain", "generate"}
     assert set(content["categories"]) == {"math", "code"}
-    assert all(set(figures) == set(content["overall"]) for figures in content["categories"].values())
+    assert all(
+        set(figures) == set(content["overall"]) for figures in content["categories"].values()
+    )
     assert content["overall"]["answers"] == 2
     assert content["overall"]["tie_answers"] == 2
     assert content["meta"]["base_model"] == "data/tiny"
 
 
 def test_answers_are_kept_with_their_accepted_lengths_and_the_skipped_turns(tmp_path: Path) -> None:
-    write_report(Report.from_records(records(), meta()), records(), [SkippedTurn(9, 2, 5000)], tmp_path)
-    lines = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text(encoding="utf-8").splitlines()]
+    write_report(
+        Report.from_records(records(), meta()), records(), [SkippedTurn(9, 2, 5000)], tmp_path
+    )
+    lines = [
+        json.loads(line)
+        for line in (tmp_path / "answers.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     assert lines[0]["accepted"] == [3, 3, 0, 0]
     assert lines[0]["text"] == "Twelve — dollars."
     assert (lines[0]["question_id"], lines[0]["turn"], lines[0]["tokens"]) == (7, 1, 11)
@@ -69,9 +86,16 @@ def test_the_report_says_in_which_dtype_the_output_is_exact() -> None:
         compared = records()
         for record, exact in zip(compared, verdicts, strict=False):
             record.exact = exact
-        return next(line for line in markdown(Report.from_records(compared, meta)).split("\n\n") if "Output" in line)
+        return next(
+            line
+            for line in markdown(Report.from_records(compared, meta)).split("\n\n")
+            if "Output" in line
+        )
 
-    assert "float32: 0 of 2 answers equal plain decoding's token for token, 2 first differ at a tie" in output(meta())
+    assert (
+        "float32: 0 of 2 answers equal plain decoding's token for token, 2 first differ at a tie"
+        in output(meta())
+    )
     different = {"float32": Verdict.DIFFERENT, "bfloat16": Verdict.DIFFERENT}
     assert "1 differ without a tie; bfloat16: 1 of 2, since" in output(meta(), different)
     outcomes = meta(exactness={"float32": "compared", "bfloat16": "not enough memory"})
@@ -82,7 +106,14 @@ def test_the_report_says_in_which_dtype_the_output_is_exact() -> None:
 
 def test_quality_is_reported_where_they_are_known() -> None:
     graded = {"model": "judge-1", "score": 6.25, "graded": 2, "without_grade": 1, "failed": 0}
-    failed = {"model": "judge-1", "score": None, "graded": 0, "without_grade": 0, "failed": 2, "reason": "HTTP 401"}
+    failed = {
+        "model": "judge-1",
+        "score": None,
+        "graded": 0,
+        "without_grade": 0,
+        "failed": 2,
+        "reason": "HTTP 401",
+    }
     joint = {"tokens": 900, "perplexity_before": 8.0, "perplexity_after": 8.2, "kl": 0.0213}
     means = {"rouge1": 40.0, "rouge2": 8.44, "rougeL": 12.6}
     rouge = {"answers": 2, "tree": means, "plain": {"rouge1": 1.0, "rouge2": 2.0, "rougeL": 3.0}}
@@ -92,7 +123,10 @@ def test_quality_is_reported_where_they_are_known() -> None:
         ({"judge": failed}, "graded no answer (HTTP 401)"),
         (
             {"rouge": rouge},
-            "Quality: ROUGE-1/2/L 40.00/8.44/12.60, plain decoding 1.00/2.00/3.00 (F1 in % of 2 answers",
+            (
+                "Quality: ROUGE-1/2/L 40.00/8.44/12.60, plain decoding 1.00/2.00/3.00 (F1 in % of 2"
+                " answers"
+            ),
         ),
         ({"joint": joint}, "8.200 after joint training, 8.000 before (+2.5%), KL 0.0213"),
     ):
@@ -112,13 +146,21 @@ def scored(tree: bool, plain: bool, with_tree: bool = True) -> list[TurnRecord]:
 
 def test_correct_answers_are_reported_beside_plain_decodings(tmp_path: Path) -> None:
     equal = Report.from_records(scored(True, True), meta())
-    expected = "Quality: exact match 1 of 1 (100.0%, 95 % interval 20.7% to 100.0%), with plain decoding equal on every"
+    expected = (
+        "Quality: exact match 1 of 1 (100.0%, 95 % interval 20.7% to 100.0%), with plain decoding"
+        " equal on every"
+    )
     assert expected in markdown(equal)
     assert "| 1/1 |" in markdown(equal)
     differing = markdown(Report.from_records(scored(True, False), meta()))
-    assert "with plain decoding 0 of 1 (0.0%, 95 % interval 0.0% to 79.3%); 1 question scored differently" in differing
+    assert (
+        "with plain decoding 0 of 1 (0.0%, 95 % interval 0.0% to 79.3%); 1 question scored"
+        " differently" in differing
+    )
     assert "| 1/1 (plain 0) |" in differing
-    alone = Report.from_records(scored(True, False, with_tree=False), meta(model=None, heads=None, tree_nodes=None))
+    alone = Report.from_records(
+        scored(True, False, with_tree=False), meta(model=None, heads=None, tree_nodes=None)
+    )
     assert "Quality: exact match 0 of 1 (0.0%, 95 % interval 0.0% to 79.3%)." in markdown(alone)
     write_report(equal, scored(True, True), [], tmp_path)
     line = json.loads((tmp_path / "answers.jsonl").read_text(encoding="utf-8").splitlines()[0])

@@ -7,7 +7,13 @@ import pytest
 
 from medusa_train.evaluation.records import Score, TimedAnswer, TurnRecord
 from medusa_train.evaluation.report import Report, decoders_table, figures_table, summary_of
-from medusa_train.evaluation.report_page import answers_section, coloured_runs, html_page, proposing_heads, sections_of
+from medusa_train.evaluation.report_page import (
+    answers_section,
+    coloured_runs,
+    html_page,
+    proposing_heads,
+    sections_of,
+)
 from medusa_train.tree_search.fit import Trace
 from medusa_train.trees.tree import Tree
 from tests.evaluation.test_report import meta
@@ -18,7 +24,9 @@ TREE = Tree.from_paths([(0,), (1,), (0, 0)])
 def record(question: int, category: str, with_tree: bool = True) -> TurnRecord:
     tokens = tuple(range(7))
     tree = TimedAnswer(tokens, 1.0 + question / 10, 0.5, 3, (2, 0, 1)) if with_tree else None
-    trace = Trace([[0, 0], [0, -1], [-1, -1], [1, 0], [0, 0], [0, -1], [-1, -1]], [2, 2, 2, 2, 2, 1, 0])
+    trace = Trace(
+        [[0, 0], [0, -1], [-1, -1], [1, 0], [0, 0], [0, -1], [-1, -1]], [2, 2, 2, 2, 2, 1, 0]
+    )
     return TurnRecord(
         question,
         category,
@@ -53,7 +61,9 @@ def page(records: list[TurnRecord], **changes: Any) -> str:
     extra = {"calibration": changes["calibration"]} if "calibration" in changes else {}
     report = Report.from_records(records, meta(**changes), tree, extra)
     tables = [figures_table(report), decoders_table(report)]
-    sections = sections_of(report.as_json(), [answer(one) for one in records], tables, summary_of(report))
+    sections = sections_of(
+        report.as_json(), [answer(one) for one in records], tables, summary_of(report)
+    )
     return html_page(report.as_json(), sections)
 
 
@@ -103,10 +113,14 @@ def test_it_compares_the_decoders() -> None:
 
 def test_accepted_tokens_are_coloured_by_their_head_and_text_is_escaped() -> None:
     one = answer(record(1, "math"))
-    # prefill a | step 1: head 1 <, head 2 i>, backbone b | step 2: backbone & | step 3: head 1 space, backbone c
+    # prefill a | step 1: head 1 <, head 2 i>, backbone b | step 2: backbone & | step 3: head 1
+    # space, backbone c
     assert coloured_runs(one) == [(0, "a"), (1, "<"), (2, "i>"), (0, "b &"), (1, " "), (0, "c")]
     assert coloured_runs({"pieces": [], "text": "<x>", "accepted": []}) == [(0, "<x>")]
-    shown = "<div class=answer>a<i class=h1>&lt;</i><i class=h2>i&gt;</i>b &amp;<i class=h1> </i>c</div>"
+    shown = (
+        "<div class=answer>a<i class=h1>&lt;</i><i class=h2>i&gt;</i>b &amp;<i class=h1>"
+        " </i>c</div>"
+    )
     assert shown in page([record(1, "math")])
 
 
@@ -117,14 +131,19 @@ def test_every_answer_has_its_score() -> None:
     scored[1].scores = {"tree": wrong, "plain": wrong}
     assert "1 of 2 (50.0%, 95 % interval 9.5% to 90.5%), with plain decoding equal" in page(scored)
     scored[1].scores["plain"] = right
-    lines = [{**answer(one), "scores": {name: asdict(score) for name, score in one.scores.items()}} for one in scored]
+    lines = [
+        {**answer(one), "scores": {name: asdict(score) for name, score in one.scores.items()}}
+        for one in scored
+    ]
     right, wrong = (one["details"] for one in answers_section(lines).answers[0].answers)
     assert right.endswith("tokens per step, correct")
     assert wrong.endswith("wrong (<5>), plain: correct")
 
 
 def test_skipped_turns_are_counted_and_the_legend_names_the_heads() -> None:
-    section = answers_section([answer(record(1, "math")), {"question_id": 9, "turn": 1, "skipped": True}])
+    section = answers_section(
+        [answer(record(1, "math")), {"question_id": 9, "turn": 1, "skipped": True}]
+    )
     assert section.remarks[0].startswith("1 turns were skipped")
     assert section.legend == ["token 1", "token 2"]
     assert not answers_section([]).answers

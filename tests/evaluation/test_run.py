@@ -35,10 +35,16 @@ def with_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "emulates_bf16", lambda device: False)
 
 
-def run(bench_file: Path, model: Path | None, out: Path, **keys: object) -> tuple[dict[str, Any], str]:
-    cfg = EvalConfig(bench=str(bench_file), output_dir=str(out), max_new_tokens=16, warmup=1, **keys)
+def run(
+    bench_file: Path, model: Path | None, out: Path, **keys: object
+) -> tuple[dict[str, Any], str]:
+    cfg = EvalConfig(
+        bench=str(bench_file), output_dir=str(out), max_new_tokens=16, warmup=1, **keys
+    )
     bench = load_bench(str(bench_file))
-    paths = resolve_model(None if model is None else str(model), cfg.base_model, cfg.tree, lookup=cfg.lookup_choice)
+    paths = resolve_model(
+        None if model is None else str(model), cfg.base_model, cfg.tree, lookup=cfg.lookup_choice
+    )
     progress = RunProgress(Console(file=io.StringIO(), width=160))
     evaluate(cfg, bench, paths, "medusa-eval --bench small", progress)
     return json.loads((out / "report.json").read_text()), progress.console.file.getvalue()  # type: ignore[attr-defined]
@@ -53,10 +59,16 @@ def test_a_checkout_that_is_not_installed_is_measured_and_may_leave_generate_out
     assert "prompt lookup" in shown.partition("the speed of plain decoding")[0]
     assert set(report["baselines"]) == {"plain", "prompt_lookup"}
     assert report["overall"]["speedup_over_fastest"] == report["overall"]["speedup"] > 0
-    assert report["overall"]["speedup_over_generate"] is report["overall"]["generate_tokens_per_s"] is None
+    assert (
+        report["overall"]["speedup_over_generate"]
+        is report["overall"]["generate_tokens_per_s"]
+        is None
+    )
 
 
-def test_a_run_is_timed_compared_in_both_dtypes_and_reported(run_dir: Path, bench_file: Path, tmp_path: Path) -> None:
+def test_a_run_is_timed_compared_in_both_dtypes_and_reported(
+    run_dir: Path, bench_file: Path, tmp_path: Path
+) -> None:
     report, shown = run(bench_file, run_dir, tmp_path / "out", dtype="bfloat16")
     overall, meta = report["overall"], report["meta"]
     assert overall["answers"] == 4
@@ -65,36 +77,61 @@ def test_a_run_is_timed_compared_in_both_dtypes_and_reported(run_dir: Path, benc
     assert overall["acceleration_rate"] >= 1.0
     assert overall["speedup"] > 0
     assert set(report["categories"]) == {"sums", "words"}
-    assert (meta["dtype"], meta["tree_nodes"], meta["heads"], meta["skipped_turns"]) == ("bfloat16", 6, 3, 2)
+    assert (meta["dtype"], meta["tree_nodes"], meta["heads"], meta["skipped_turns"]) == (
+        "bfloat16",
+        6,
+        3,
+        2,
+    )
     assert meta["command"] == "medusa-eval --bench small"
     assert (meta["chat_template"], meta["chat_template_kwargs"]) == (None, None)
-    assert set(meta["baselines"]) == {"baseline_tokens_per_s", "generate_tokens_per_s", "prompt_lookup"}
+    assert set(meta["baselines"]) == {
+        "baseline_tokens_per_s",
+        "generate_tokens_per_s",
+        "prompt_lookup",
+    }
     assert set(report["baselines"]) == {"plain", "generate", "prompt_lookup"}
     assert report["baselines"]["prompt_lookup"]["tokens_per_s"] > 0
     tree = report["tree"]
     assert len(tree["accepted"]) == len(tree["medusa_choices"]) == 6
     assert len(overall["head_accuracy"]) == 3
     assert overall["chain_rates"][-1] >= 1.0
-    answers, ranks = ((tmp_path / "out" / f"{name}.jsonl").read_text().splitlines() for name in ("answers", "ranks"))
+    answers, ranks = (
+        (tmp_path / "out" / f"{name}.jsonl").read_text().splitlines()
+        for name in ("answers", "ranks")
+    )
     tokens = [json.loads(line).get("tokens") for line in answers]
-    assert [len(json.loads(line)["ranks"]) for line in ranks] == [count for count in tokens if count]
+    assert [len(json.loads(line)["ranks"]) for line in ranks] == [
+        count for count in tokens if count
+    ]
     assert not (tmp_path / "out" / "turns.jsonl").exists()
     assert meta["resumed_turns"] == 0
     assert "overall" in shown
     assert "2 turns were skipped" in shown
-    parts = ["warm-up", "timing in bfloat16", "tracing the heads' guesses", "output equality in float32"]
+    parts = [
+        "warm-up",
+        "timing in bfloat16",
+        "tracing the heads' guesses",
+        "output equality in float32",
+    ]
     assert [name for name in meta["phases"] if "loading" not in name] == parts
     assert sum(meta["phases"].values()) <= meta["seconds"] + 0.5  # rounded
     assert "total" in shown.split()[-5:]  # and the time, in two or four words
 
 
 @pytest.mark.parametrize(
-    ("draft", "batch_size"), [("prompt_lookup", 1), ("medusa+prompt_lookup", 1), ("medusa+prompt_lookup", 2)]
+    ("draft", "batch_size"),
+    [("prompt_lookup", 1), ("medusa+prompt_lookup", 1), ("medusa+prompt_lookup", 2)],
 )
 def test_drafts_without_training_are_timed_like_heads(
     draft: str, batch_size: int, run_dir: Path, bench_file: Path, tmp_path: Path
 ) -> None:
-    keys = {"dtype": "float32", "exactness": False, "prompt_lookup": False, "batch_size": batch_size}
+    keys = {
+        "dtype": "float32",
+        "exactness": False,
+        "prompt_lookup": False,
+        "batch_size": batch_size,
+    }
     report, shown = run(bench_file, run_dir, tmp_path, draft=draft, lookup={"nodes": 4}, **keys)
     overall, meta = report["overall"], report["meta"]
     assert overall["acceleration_rate"] > 1.0
@@ -111,11 +148,15 @@ def test_drafts_without_training_are_timed_like_heads(
         assert re.search(rf"^ {name.replace('_', ' ')} +\d", shown, re.MULTILINE)
 
 
-def test_a_datastore_is_named_in_the_report(run_dir: Path, bench_file: Path, tmp_path: Path) -> None:
+def test_a_datastore_is_named_in_the_report(
+    run_dir: Path, bench_file: Path, tmp_path: Path
+) -> None:
     text = tmp_path / "text.txt"
     text.write_text("any text", encoding="utf-8")
     rest = {"draft": "rest", "rest": {"datastore": str(text)}}
-    report, _ = run(bench_file, run_dir, tmp_path, dtype="float32", exactness=False, prompt_lookup=False, **rest)
+    report, _ = run(
+        bench_file, run_dir, tmp_path, dtype="float32", exactness=False, prompt_lookup=False, **rest
+    )
     assert "text.txt, max ngram 16" in report["meta"]["draft"]
 
 
@@ -124,10 +165,21 @@ def test_a_datastore_is_named_in_the_report(run_dir: Path, bench_file: Path, tmp
     [("dynamic", 1, None), ("dynamic:8x3", 2, None), ("dynamic", 1, "eagle3+lookahead")],
 )
 def test_dynamic_trees_are_timed_beside_the_fixed_one(
-    tree: str, batch_size: int, draft: str | None, backbone_dir: Path, bench_file: Path, tmp_path: Path
+    tree: str,
+    batch_size: int,
+    draft: str | None,
+    backbone_dir: Path,
+    bench_file: Path,
+    tmp_path: Path,
 ) -> None:
     model = write_run(tmp_path / "run", backbone_dir, draft="eagle3")
-    keys = {"tree": tree, "dtype": "float32", "exactness": False, "prompt_lookup": False, "batch_size": batch_size}
+    keys = {
+        "tree": tree,
+        "dtype": "float32",
+        "exactness": False,
+        "prompt_lookup": False,
+        "batch_size": batch_size,
+    }
     report, _ = run(bench_file, model, tmp_path / "out", draft=draft, **keys)
     overall, meta = report["overall"], report["meta"]
     assert overall["acceleration_rate"] >= 1.0
@@ -153,17 +205,35 @@ def test_dynamic_trees_are_timed_beside_the_fixed_one(
 def test_a_threshold_and_a_tree_of_the_command_line_have_a_report_of_their_own(
     backbone_dir: Path, bench_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(load_model, "use_cuda_graphs", lambda backbone: pytest.fail("a graph cannot stop early"))
+    monkeypatch.setattr(
+        load_model, "use_cuda_graphs", lambda backbone: pytest.fail("a graph cannot stop early")
+    )
     backbone = load_backbone(str(backbone_dir), dtype="float32")
-    save_draft(KangarooDraft(backbone, num_heads=3, exit_layer=1), tmp_path / "run" / "heads", str(backbone_dir))
+    save_draft(
+        KangarooDraft(backbone, num_heads=3, exit_layer=1),
+        tmp_path / "run" / "heads",
+        str(backbone_dir),
+    )
     (tmp_path / "run" / "config.yaml").write_text(f"base_model: {backbone_dir}\n", encoding="utf-8")
     Tree.chain(2).save(tmp_path / "two.json")
-    asked = {"bench": str(bench_file), "max_new_tokens": 8, "dtype": "float32", "exactness": False, "limit": 1}
+    asked = {
+        "bench": str(bench_file),
+        "max_new_tokens": 8,
+        "dtype": "float32",
+        "exactness": False,
+        "limit": 1,
+    }
     longest = []
     for keys in ({"threshold": 1.0}, {"threshold": 0.0, "tree": str(tmp_path / "two.json")}):
         cfg = EvalConfig(**asked, **keys)
         paths = resolve_model(str(tmp_path / "run"), None, cfg.tree, threshold=cfg.threshold)
-        report, _ = evaluate(cfg, load_bench(cfg.bench).limited(1), paths, "", RunProgress(Console(file=io.StringIO())))
+        report, _ = evaluate(
+            cfg,
+            load_bench(cfg.bench).limited(1),
+            paths,
+            "",
+            RunProgress(Console(file=io.StringIO())),
+        )
         longest.append(len(report.overall["ctar"]))
         assert report.meta["early_stop"] == cfg.threshold
     assert longest[0] <= 1  # it stops after every token
@@ -172,7 +242,9 @@ def test_a_threshold_and_a_tree_of_the_command_line_have_a_report_of_their_own(
     assert re.fullmatch(r"small-two-[0-9a-f]{8}-threshold0", names[1])
 
 
-def test_answers_with_a_known_result_are_scored_for_both_decoders(run_dir: Path, tmp_path: Path) -> None:
+def test_answers_with_a_known_result_are_scored_for_both_decoders(
+    run_dir: Path, tmp_path: Path
+) -> None:
     problems = [{"question": "1+1?", "answer": "#### 2"}, {"question": "2+2?", "answer": "#### 4"}]
     bench = tmp_path / "sums.jsonl"
     bench.write_text("".join(json.dumps(problem) + "\n" for problem in problems), encoding="utf-8")
@@ -181,25 +253,47 @@ def test_answers_with_a_known_result_are_scored_for_both_decoders(run_dir: Path,
     assert (scores["metric"], scores["answers"]) == ("exact match", 2)
     assert scores["tree"] == scores["plain"]
     assert "with plain decoding equal on every question" in shown
-    lines = [json.loads(line) for line in (tmp_path / "out" / "answers.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "out" / "answers.jsonl").read_text().splitlines()
+    ]
     assert all(set(line["scores"]) == {"tree", "plain"} for line in lines)
 
 
 def test_answers_are_scored_by_rouge_where_asked(run_dir: Path, tmp_path: Path) -> None:
     pytest.importorskip("rouge_score")
-    (tmp_path / "texts.jsonl").write_text(json.dumps({"question_id": 1, "turns": ["Hi"], "reference": "a b"}))
-    report, shown = run(
-        tmp_path / "texts.jsonl", run_dir, tmp_path / "out", dtype="float32", exactness=False, rouge=True
+    (tmp_path / "texts.jsonl").write_text(
+        json.dumps({"question_id": 1, "turns": ["Hi"], "reference": "a b"})
     )
-    assert report["rouge"] == {"answers": 1, "tree": report["rouge"]["plain"], "plain": report["rouge"]["plain"]}
+    report, shown = run(
+        tmp_path / "texts.jsonl",
+        run_dir,
+        tmp_path / "out",
+        dtype="float32",
+        exactness=False,
+        rouge=True,
+    )
+    assert report["rouge"] == {
+        "answers": 1,
+        "tree": report["rouge"]["plain"],
+        "plain": report["rouge"]["plain"],
+    }
     assert "Quality: ROUGE-1/2/L" in shown
 
 
-def test_code_is_not_run_without_permission(run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = {"task_id": "a/0", "prompt": "def f():\n", "entry_point": "f", "test": "def check(f): f()"}
+def test_code_is_not_run_without_permission(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = {
+        "task_id": "a/0",
+        "prompt": "def f():\n",
+        "entry_point": "f",
+        "test": "def check(f): f()",
+    }
     bench = tmp_path / "code.jsonl"
     bench.write_text(json.dumps(problem), encoding="utf-8")
-    monkeypatch.setattr(module, "load_model", lambda *args, **keys: pytest.fail("loaded nevertheless"))
+    monkeypatch.setattr(
+        module, "load_model", lambda *args, **keys: pytest.fail("loaded nevertheless")
+    )
     with pytest.raises(ConfigError, match="allow_code_execution=true"):
         run(bench, run_dir, tmp_path / "out")
 
@@ -210,7 +304,13 @@ def test_a_sampled_run_reports_its_mode_and_compares_no_answers(
     keys = {"acceptance": "sampling", "temperature": 0.8, "top_p": 0.9, "batch_size": 2}
     report, shown = run(bench_file, run_dir, tmp_path, dtype="float32", **keys)
     overall, meta = report["overall"], report["meta"]
-    assert meta["decoding"] == {"acceptance": "sampling", "temperature": 0.8, "top_p": 0.9, "top_k": 0, "batch_size": 2}
+    assert meta["decoding"] == {
+        "acceptance": "sampling",
+        "temperature": 0.8,
+        "top_p": 0.9,
+        "top_k": 0,
+        "batch_size": 2,
+    }
     assert (meta["exactness"], meta["plain_equal_generate"]) == (None, None)
     assert overall["equal_answers"] is None
     assert overall["speedup"] > 0
@@ -223,7 +323,9 @@ def test_a_sampled_run_reports_its_mode_and_compares_no_answers(
     assert "equal to plain" not in text
 
 
-def test_a_backbone_alone_gives_baselines(backbone_dir: Path, bench_file: Path, tmp_path: Path) -> None:
+def test_a_backbone_alone_gives_baselines(
+    backbone_dir: Path, bench_file: Path, tmp_path: Path
+) -> None:
     report, shown = run(bench_file, None, tmp_path, base_model=str(backbone_dir), dtype="float32")
     overall, meta = report["overall"], report["meta"]
     assert overall["speedup"] is None
@@ -233,11 +335,18 @@ def test_a_backbone_alone_gives_baselines(backbone_dir: Path, bench_file: Path, 
     assert "Baselines only" in shown
 
 
-def test_without_a_tree_guesses_are_traced_along_plain_answers(run_dir: Path, bench_file: Path, tmp_path: Path) -> None:
-    report, shown = run(bench_file, run_dir, tmp_path / "none", tree="none", batch_size=2, dtype="float32")
+def test_without_a_tree_guesses_are_traced_along_plain_answers(
+    run_dir: Path, bench_file: Path, tmp_path: Path
+) -> None:
+    report, shown = run(
+        bench_file, run_dir, tmp_path / "none", tree="none", batch_size=2, dtype="float32"
+    )
     assert set(report["baselines"]) == {"plain"}
     assert (
-        report["overall"]["speedup"] is report["overall"]["acceleration_rate"] is report["meta"]["tree_nodes"] is None
+        report["overall"]["speedup"]
+        is report["overall"]["acceleration_rate"]
+        is report["meta"]["tree_nodes"]
+        is None
     )
     assert "nothing was drafted" in shown
     run(bench_file, run_dir, tmp_path / "fixed", dtype="float32", exactness=False)
@@ -298,7 +407,11 @@ def test_a_dtype_that_does_not_fit_or_is_emulated_is_not_loaded_for_the_comparis
 ) -> None:
     monkeypatch.setattr(module, "emulates_bf16", lambda device: emulated)
     monkeypatch.setattr(module.WeightMemory, "fit", lambda self, dtype: emulated)
-    monkeypatch.setattr(module, "compare_regenerated_answers", lambda *args, **keys: pytest.fail("loaded nevertheless"))
+    monkeypatch.setattr(
+        module,
+        "compare_regenerated_answers",
+        lambda *args, **keys: pytest.fail("loaded nevertheless"),
+    )
     report, shown = run(bench_file, run_dir, tmp_path, dtype="float32")
     reason = module.EMULATED if emulated else "not enough memory"
     assert report["meta"]["exactness"] == {"float32": "compared", "bfloat16": reason}
@@ -307,7 +420,11 @@ def test_a_dtype_that_does_not_fit_or_is_emulated_is_not_loaded_for_the_comparis
 
 @pytest.mark.parametrize("fitted_again", [False, True])
 def test_the_timed_model_is_gone_when_the_next_dtype_is_loaded(
-    fitted_again: bool, run_dir: Path, bench_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fitted_again: bool,
+    run_dir: Path,
+    bench_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A large backbone fits into the memory of a GPU once."""
     loaded, alive = [], []
@@ -324,7 +441,9 @@ def test_the_timed_model_is_gone_when_the_next_dtype_is_loaded(
     monkeypatch.setattr(module, "load_model", load_model)
     monkeypatch.setattr(module.WeightMemory, "fit", fit)
     if fitted_again:
-        monkeypatch.setattr(module, "refit_tree", lambda cfg, model, paths, tokens, progress: (model, paths))
+        monkeypatch.setattr(
+            module, "refit_tree", lambda cfg, model, paths, tokens, progress: (model, paths)
+        )
     run(bench_file, run_dir, tmp_path, dtype="float32")
     assert (len(loaded), alive) == (2, [False])
 
@@ -354,5 +473,7 @@ def test_without_memory_for_timing_the_error_says_what_to_set(
     run_dir: Path, bench_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("medusa_train.evaluation.calibrate.load_with_draft", no_memory)
-    with pytest.raises(BackboneError, match=r"not enough memory to decode with it in float32\.\nSet another dtype"):
+    with pytest.raises(
+        BackboneError, match=r"not enough memory to decode with it in float32\.\nSet another dtype"
+    ):
         run(bench_file, run_dir, tmp_path, dtype="float32")

@@ -31,9 +31,13 @@ def test_generate_stops_after_the_first_eos(subject: LoadedModel) -> None:
     GenerateDecoder(subject.backbone)  # puts the backbone's own eos back
 
 
-def test_prompt_lookup_and_assisted_generation_give_the_plain_answer(subject: LoadedModel, backbone_dir: Path) -> None:
+def test_prompt_lookup_and_assisted_generation_give_the_plain_answer(
+    subject: LoadedModel, backbone_dir: Path
+) -> None:
     notes: list[str] = []
-    baselines = extra_baselines(subject.backbone, str(backbone_dir), prompt_lookup=True, note=notes.append)
+    baselines = extra_baselines(
+        subject.backbone, str(backbone_dir), prompt_lookup=True, note=notes.append
+    )
     assert list(baselines) == ["prompt_lookup", "assisted"]
     assert notes == []
     prompt = [1, 50, 60, 50, 60, 50]
@@ -55,9 +59,13 @@ def test_prompt_lookup_and_assisted_generation_give_the_plain_answer(subject: Lo
     assert GenerateDecoder(subject.backbone).answer([prompt], 24)[0].steps == 0
 
 
-def test_tokens_of_the_prefill_do_not_count_as_steps(subject: LoadedModel, backbone_dir: Path) -> None:
+def test_tokens_of_the_prefill_do_not_count_as_steps(
+    subject: LoadedModel, backbone_dir: Path
+) -> None:
     """The backbone as its own assistant: every pass accepts all guesses, the first one included."""
-    assistant = extra_baselines(subject.backbone, str(backbone_dir), prompt_lookup=False, note=print)["assisted"]
+    assistant = extra_baselines(
+        subject.backbone, str(backbone_dir), prompt_lookup=False, note=print
+    )["assisted"]
     answer = assistant.answer([[1, 50, 60]], 24)[0]
     assert answer.prefill_tokens > 1
     assert answer.steps >= 1
@@ -65,7 +73,9 @@ def test_tokens_of_the_prefill_do_not_count_as_steps(subject: LoadedModel, backb
     assert (len(whole.tokens), whole.steps) == (answer.prefill_tokens, 0)
 
 
-def test_an_unsupported_baseline_is_left_out_with_a_note(subject: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unsupported_baseline_is_left_out_with_a_note(
+    subject: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuses(*args: object, **how: object) -> None:
         raise ValueError("this cache can't be cut back")
 
@@ -76,7 +86,9 @@ def test_an_unsupported_baseline_is_left_out_with_a_note(subject: LoadedModel, m
     assert "can't be cut back" in notes[0]
 
 
-def test_a_draft_model_with_another_tokenizer_is_an_error(subject: LoadedModel, tmp_path: Path) -> None:
+def test_a_draft_model_with_another_tokenizer_is_an_error(
+    subject: LoadedModel, tmp_path: Path
+) -> None:
     other = write_backbone(tmp_path / "other")
     text = (other / "tokenizer.json").read_text(encoding="utf-8").replace("<bos>", "<start>")
     (other / "tokenizer.json").write_text(text, encoding="utf-8")
@@ -85,6 +97,10 @@ def test_a_draft_model_with_another_tokenizer_is_an_error(subject: LoadedModel, 
 
 
 def test_rows_of_a_batch_decode_once_all_prompts_are_read() -> None:
-    outputs = [Generation([1], prefill_seconds=seconds) for seconds in (1.0, 3.0)]  # read in two groups
-    answers = LoopDecoder(Mock(passes=0, generate_batch=lambda *args, **options: outputs)).answer([[1], [2]], 4)
+    outputs = [
+        Generation([1], prefill_seconds=seconds) for seconds in (1.0, 3.0)
+    ]  # read in two groups
+    answers = LoopDecoder(Mock(passes=0, generate_batch=lambda *args, **options: outputs)).answer(
+        [[1], [2]], 4
+    )
     assert [answer.prefill_seconds for answer in answers] == [1.5, 1.5]  # each row's share

@@ -27,29 +27,46 @@ def speed_test(subject: LoadedModel, max_new_tokens: int) -> SpeedTest:
     return SpeedTest(subject, ChatEncoder(subject.backbone.tokenizer), max_new_tokens)
 
 
-def test_every_decoder_answers_every_turn_and_all_agree(subject: LoadedModel, bench_file: Path) -> None:
+def test_every_decoder_answers_every_turn_and_all_agree(
+    subject: LoadedModel, bench_file: Path
+) -> None:
     turns_seen: list[Any] = []
     test = speed_test(subject, 24)
     test.warm_up(load_bench(str(bench_file)).questions)
     records, skipped = test.run(load_bench(str(bench_file)).questions, turns_seen.append)
-    assert [(record.question_id, record.turn) for record in records] == [(1, 1), (1, 2), (2, 1), (2, 2)]
+    assert [(record.question_id, record.turn) for record in records] == [
+        (1, 1),
+        (1, 2),
+        (2, 1),
+        (2, 2),
+    ]
     for record in records:
         assert record.tree is not None
-        # the checkpoint's generation config holds a repetition penalty, which must not reach `generate`
+        # the checkpoint's generation config holds a repetition penalty, which must not reach
+        # `generate`
         assert record.tree.tokens == record.plain.tokens == record.generate.tokens
         assert len(record.plain.tokens) == 24
         assert record.plain.steps == 23
         assert sum(record.tree.accepted) + record.tree.steps == 23
         assert 0 < record.plain.prefill_seconds < record.plain.seconds
-    assert skipped == [SkippedTurn(3, 1, skipped[0].prompt_tokens), SkippedTurn(3, 2, skipped[0].prompt_tokens)]
+    assert skipped == [
+        SkippedTurn(3, 1, skipped[0].prompt_tokens),
+        SkippedTurn(3, 2, skipped[0].prompt_tokens),
+    ]
     assert turns_seen == [*records, *skipped]
 
 
-def test_the_plain_first_answer_is_the_history_of_the_second_turn(subject: LoadedModel, bench_file: Path) -> None:
-    first, second = speed_test(subject, 12).run(load_bench(str(bench_file)).questions[:1], lambda turn: None)[0]
+def test_the_plain_first_answer_is_the_history_of_the_second_turn(
+    subject: LoadedModel, bench_file: Path
+) -> None:
+    first, second = speed_test(subject, 12).run(
+        load_bench(str(bench_file)).questions[:1], lambda turn: None
+    )[0]
     tokenizer = subject.backbone.tokenizer
     answer = tokenizer.decode(list(first.plain.tokens), skip_special_tokens=True).strip()
-    assert f"1+1?<assistant>{answer}<eos><user>And 2+2?<assistant>" in tokenizer.decode(list(second.prompt_ids))
+    assert f"1+1?<assistant>{answer}<eos><user>And 2+2?<assistant>" in tokenizer.decode(
+        list(second.prompt_ids)
+    )
     assert first.text == answer
 
 
@@ -108,7 +125,9 @@ def test_a_turn_fits_when_prompt_and_answer_together_do() -> None:
 
 
 def test_if_no_question_fits_the_error_says_why() -> None:
-    with pytest.raises(DataError, match=r"context of 9 tokens: 4 are reserved.*shortest prompt has 6"):
+    with pytest.raises(
+        DataError, match=r"context of 9 tokens: 4 are reserved.*shortest prompt has 6"
+    ):
         stub_test(9, [], ("plain",)).run([Question(1, "a", ("x" * 6,), "")], lambda turn: None)
 
 
@@ -119,7 +138,9 @@ def test_completed_questions_are_not_asked_again() -> None:
     whole = test.run(questions, lambda turn: None)[0]
     order.clear()
     turns_seen: list[Any] = []
-    records, skipped = test.run(questions, turns_seen.append, {2: [whole[1]], 3: [SkippedTurn(3, 1, 50)]})
+    records, skipped = test.run(
+        questions, turns_seen.append, {2: [whole[1]], 3: [SkippedTurn(3, 1, 50)]}
+    )
     assert [record.question_id for record in records] == [1, 2]
     assert records[1] is whole[1]
     assert skipped == [SkippedTurn(3, 1, 50)]
@@ -147,17 +168,30 @@ def test_batches_give_the_answers_of_single_rows_and_share_their_time(
     test.warm_up(questions)
     records, skipped = test.run(questions, lambda turn: None)
     assert skipped == []
-    assert [(record.question_id, record.turn) for record in records] == [(n, turn) for n in range(5) for turn in (1, 2)]
+    assert [(record.question_id, record.turn) for record in records] == [
+        (n, turn) for n in range(5) for turn in (1, 2)
+    ]
     for record, single in zip(records, alone, strict=True):
         assert record.tree is not None
         assert record.prompt_ids == single.prompt_ids
-        assert record.plain.tokens == record.generate.tokens == record.tree.tokens == single.plain.tokens
+        assert (
+            record.plain.tokens
+            == record.generate.tokens
+            == record.tree.tokens
+            == single.plain.tokens
+        )
         assert record.plain.steps == len(record.plain.tokens) - 1
-        assert record.plain.rows == record.generate.rows == (3 if int(record.question_id) < 3 else 2)
-    assert min(record.plain.steps for record in records) < 23  # an answer that ends before the others of its batch
+        assert (
+            record.plain.rows == record.generate.rows == (3 if int(record.question_id) < 3 else 2)
+        )
+    assert (
+        min(record.plain.steps for record in records) < 23
+    )  # an answer that ends before the others of its batch
     for rows in (records[0:6:2], records[6:10:2]):  # the first turns of each batch
         tree = [record.tree for record in rows if record.tree is not None]
-        assert sum(answer.passes for answer in tree) == pytest.approx(max(answer.steps for answer in tree))
+        assert sum(answer.passes for answer in tree) == pytest.approx(
+            max(answer.steps for answer in tree)
+        )
         assert len({answer.seconds for answer in tree}) == 1
 
 
@@ -165,7 +199,9 @@ def test_batches_give_the_answers_of_single_rows_and_share_their_time(
 def test_no_graph_is_captured_while_answers_are_timed(
     rows: int, warm: int, subject: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The warm-up's answers are shorter, its prompts those of the first turns; batches of three leave a last one."""
+    """The warm-up's answers are shorter, its prompts those of the first turns; batches of three
+    leave a last one.
+    """
     backbone, runner = subject.backbone, TapeRunner()
     monkeypatch.setattr(backbone, "step_runner", runner)
     context = backbone.max_context + 16
@@ -187,10 +223,19 @@ def test_no_graph_is_captured_while_answers_are_timed(
         assert record.tree.tokens == record.plain.tokens == single.plain.tokens
 
 
-def test_rows_whose_prompt_does_not_fit_leave_the_batch(subject: LoadedModel, bench_file: Path) -> None:
+def test_rows_whose_prompt_does_not_fit_leave_the_batch(
+    subject: LoadedModel, bench_file: Path
+) -> None:
     questions = load_bench(str(bench_file)).questions  # the third one is too long
-    records, skipped = mode_test(subject, DecodingMode(batch_size=3)).run(questions, lambda turn: None)
-    assert [(record.question_id, record.turn) for record in records] == [(1, 1), (1, 2), (2, 1), (2, 2)]
+    records, skipped = mode_test(subject, DecodingMode(batch_size=3)).run(
+        questions, lambda turn: None
+    )
+    assert [(record.question_id, record.turn) for record in records] == [
+        (1, 1),
+        (1, 2),
+        (2, 1),
+        (2, 2),
+    ]
     assert [(turn.question_id, turn.turn) for turn in skipped] == [(3, 1), (3, 2)]
 
 
@@ -213,7 +258,10 @@ def test_sampled_answers_repeat_with_their_seed(subject: LoadedModel, batch_size
 def test_typical_acceptance_is_deterministic_and_its_baseline_samples(subject: LoadedModel) -> None:
     questions = bench_questions(1)
     mode = DecodingMode("typical", 1.0, epsilon=1e-6, delta=1e-6)  # accepts nearly everything
-    records = [mode_test(subject, replace(mode, seed=seed), 12).run(questions, lambda turn: None)[0] for seed in (1, 2)]
+    records = [
+        mode_test(subject, replace(mode, seed=seed), 12).run(questions, lambda turn: None)[0]
+        for seed in (1, 2)
+    ]
     trees = [record[0].tree for record in records]
     assert trees[0] is not None
     assert trees[1] is not None
@@ -222,7 +270,9 @@ def test_typical_acceptance_is_deterministic_and_its_baseline_samples(subject: L
     assert records[0][0].plain.tokens != records[1][0].plain.tokens
 
 
-def test_longrope_models_are_refused_in_batches(subject: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_longrope_models_are_refused_in_batches(
+    subject: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(subject.backbone, "rope_switch", 64)
     with pytest.raises(BackboneError, match="set batch_size: 1"):
         mode_test(subject, DecodingMode(batch_size=2))

@@ -23,18 +23,31 @@ CONTEXT = 256
 
 def write_tokenizer(directory: Path) -> None:
     specials = ["<pad>", "<bos>", "<eos>"]
-    vocabulary = {token: index for index, token in enumerate([*specials, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    vocabulary = {
+        token: index
+        for index, token in enumerate([*specials, *sorted(pre_tokenizers.ByteLevel.alphabet())])
+    }
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", chat_template=TEMPLATE
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        chat_template=TEMPLATE,
     )
     wrapped.save_pretrained(directory)
 
 
 def write_backbone(directory: Path) -> Path:
-    shape = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "eos_token_id": 2}
+    shape = {
+        "vocab_size": 300,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "eos_token_id": 2,
+    }
     model = random_model("llama", 3, 0.2, max_position_embeddings=CONTEXT, **shape)
     model.generation_config.repetition_penalty = 1.7  # must not reach the baseline
     model.save_pretrained(directory)
@@ -45,8 +58,12 @@ def write_backbone(directory: Path) -> Path:
 def write_run(run: Path, backbone_dir: Path, num_heads: int = 3, draft: str = "medusa") -> Path:
     backbone = load_backbone(str(backbone_dir), dtype="float32")
     (run / "heads").mkdir(parents=True)
-    save_draft(DRAFTS[draft].from_backbone(backbone, num_heads=num_heads), run / "heads", str(backbone_dir))
-    (run / "config.yaml").write_text(yaml.safe_dump({"base_model": str(backbone_dir)}), encoding="utf-8")
+    save_draft(
+        DRAFTS[draft].from_backbone(backbone, num_heads=num_heads), run / "heads", str(backbone_dir)
+    )
+    (run / "config.yaml").write_text(
+        yaml.safe_dump({"base_model": str(backbone_dir)}), encoding="utf-8"
+    )
     Tree.cartesian([2, 2]).save(run / "tree.json")
     return run
 
@@ -57,5 +74,7 @@ def write_bench(path: Path) -> Path:
         {"question_id": 2, "category": "words", "turns": ["Say ay.", "Say oh."]},
         {"question_id": 3, "category": "words", "turns": ["x" * (CONTEXT + 1), "never asked"]},
     ]
-    path.write_text("".join(json.dumps(question) + "\n" for question in questions), encoding="utf-8")
+    path.write_text(
+        "".join(json.dumps(question) + "\n" for question in questions), encoding="utf-8"
+    )
     return path

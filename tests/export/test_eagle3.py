@@ -40,19 +40,27 @@ def new_draft(backbone: Backbone, **settings: object) -> Eagle3Draft:
 
 def outputs(draft: Eagle3Draft, backbone: Backbone) -> list[torch.Tensor]:
     """The tokens of the best guesses in each step, which no order of the vocabulary changes."""
-    states = draft.teacher_forced_states(backbone.run(TOKENS, need=draft.needs), Rows.from_tokens(TOKENS))
+    states = draft.teacher_forced_states(
+        backbone.run(TOKENS, need=draft.needs), Rows.from_tokens(TOKENS)
+    )
     head = draft.lm_head(1)
     return [head.tokens_of(head.logits(state).topk(5).indices) for state in states]
 
 
 @pytest.mark.parametrize("reduced", [False, True])
 @pytest.mark.parametrize("to", ["vllm", "sglang", "speculators"])
-def test_an_export_read_back_drafts_the_same(to, reduced, backbone_dir, backbone, tmp_path: Path) -> None:
-    draft = new_draft(backbone, **{"vocab_size": len(VOCABULARY), "token_map": VOCABULARY} if reduced else {})
+def test_an_export_read_back_drafts_the_same(
+    to, reduced, backbone_dir, backbone, tmp_path: Path
+) -> None:
+    draft = new_draft(
+        backbone, **{"vocab_size": len(VOCABULARY), "token_map": VOCABULARY} if reduced else {}
+    )
     heads = save_draft(draft, tmp_path / "heads", str(backbone_dir))
     exported = export_run(resolve_model(str(heads), None, None), to, tmp_path / to)
     assert any("serve it" in fact for fact in exported.facts)
-    assert ("d2t" in load_file(exported.target / "model.safetensors")) == reduced  # vLLM refuses it for all tokens
+    assert (
+        "d2t" in load_file(exported.target / "model.safetensors")
+    ) == reduced  # vLLM refuses it for all tokens
     loaded = load_draft(exported.target, backbone)
     assert isinstance(loaded, Eagle3Draft)
     assert loaded.layers == draft.layers
@@ -60,13 +68,17 @@ def test_an_export_read_back_drafts_the_same(to, reduced, backbone_dir, backbone
         assert torch.equal(mine, theirs)
 
 
-def test_names_and_shapes_are_those_that_servers_read(backbone_dir, backbone, tmp_path: Path) -> None:
+def test_names_and_shapes_are_those_that_servers_read(
+    backbone_dir, backbone, tmp_path: Path
+) -> None:
     draft = new_draft(backbone, vocab_size=len(VOCABULARY), token_map=VOCABULARY)
     paths = resolve_model(str(save_draft(draft, tmp_path / "heads", str(backbone_dir))), None, None)
     (paths.home / "config.yaml").write_text("datasets: [{path: chats.jsonl}]\nlearning_rate: 0.5\n")
     export_run(paths, "vllm", tmp_path / "vllm")
     card = (tmp_path / "vllm/README.md").read_text()
-    assert [text in card for text in ("chats.jsonl", "`learning_rate` | 0.5", str(backbone_dir))] == [True, True, False]
+    assert [
+        text in card for text in ("chats.jsonl", "`learning_rate` | 0.5", str(backbone_dir))
+    ] == [True, True, False]
     tensors = load_file(tmp_path / "vllm/model.safetensors")
     config = json.loads((tmp_path / "vllm/config.json").read_text())
     d, layer = backbone.hidden_size, backbone.config
@@ -78,7 +90,9 @@ def test_names_and_shapes_are_those_that_servers_read(backbone_dir, backbone, tm
     assert tensors["midlayer.self_attn.q_proj.weight"].shape[1] == 2 * d
     assert tensors["midlayer.mlp.up_proj.weight"].shape == (layer.intermediate_size, d)
     assert tensors["lm_head.weight"].shape == (16, d)
-    assert {"midlayer.hidden_norm.weight", "midlayer.input_layernorm.weight", "norm.weight"} < set(tensors)
+    assert {"midlayer.hidden_norm.weight", "midlayer.input_layernorm.weight", "norm.weight"} < set(
+        tensors
+    )
     tokens = tensors["d2t"] + torch.arange(16)
     assert torch.equal(tokens, VOCABULARY.sort().values)
     assert torch.equal(tensors["t2d"].nonzero()[:, 0], tokens)
@@ -91,7 +105,10 @@ def test_names_and_shapes_are_those_that_servers_read(backbone_dir, backbone, tm
         for_target({}, {"norm_before_residual": True}, "sglang", 3)
     with pytest.raises(CheckpointError, match="exported --to vllm, sglang, speculators"):
         export_run(paths, "tgi", tmp_path / "tgi")
-    for key in ("eagle_aux_hidden_state_layer_ids", "base_model_name_or_path"):  # published drafts may lack them
+    for key in (
+        "eagle_aux_hidden_state_layer_ids",
+        "base_model_name_or_path",
+    ):  # published drafts may lack them
         del config[key]
     config["architectures"] = ["LlamaForCausalLM"]  # of the authors' own
     (tmp_path / "vllm/config.json").write_text(json.dumps(config))
@@ -102,10 +119,20 @@ def test_names_and_shapes_are_those_that_servers_read(backbone_dir, backbone, tm
 
 
 def test_a_published_draft_of_another_shape_loads(tmp_path: Path) -> None:
-    """Its layer is wider than the backbone's, its residual normalised, and it has its own copy of the embeddings."""
-    angles = {"rope_type": "default", "rope_theta": 5e5}  # the draft has Llama's, which its config.json omits
+    """Its layer is wider than the backbone's, its residual normalised, and it has its own copy of
+    the embeddings.
+    """
+    angles = {
+        "rope_type": "default",
+        "rope_theta": 5e5,
+    }  # the draft has Llama's, which its config.json omits
     backbone = random_backbone("llama", dtype=torch.float32, rope_parameters=angles)
-    layer = {"intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    layer = {
+        "intermediate_size": 96,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+    }
     rope = {"rope_parameters": {**angles, "rope_theta": 1e4}}
     draft = new_draft(backbone, layer={**layer, **rope}, norm_before_residual=True)
     tensors = {name: tensor.contiguous() for name, tensor in draft.state_dict().items()}
@@ -114,19 +141,28 @@ def test_a_published_draft_of_another_shape_loads(tmp_path: Path) -> None:
     tensors["embed_tokens.weight"] = torch.randn(61, 32)
     save_file(tensors, tmp_path / "model.safetensors")
     sizes = {"hidden_size": 32, "max_position_embeddings": 128, "vocab_size": 61, **layer}
-    config = {"speculators_model_type": "eagle3", "norm_before_residual": True, "transformer_layer_config": sizes}
+    config = {
+        "speculators_model_type": "eagle3",
+        "norm_before_residual": True,
+        "transformer_layer_config": sizes,
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
     loaded = load_draft(tmp_path, backbone)
     assert isinstance(loaded, Eagle3Draft)
     for mine, theirs in zip(outputs(draft, backbone), outputs(loaded, backbone), strict=True):
         assert torch.equal(mine, theirs)
-    assert load_draft(save_draft(loaded, tmp_path / "again", "somebody/model"), backbone).settings == loaded.settings
+    assert (
+        load_draft(save_draft(loaded, tmp_path / "again", "somebody/model"), backbone).settings
+        == loaded.settings
+    )
     del config["norm_before_residual"]  # servers take it as set in this layout
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert load_draft(tmp_path, backbone).settings == loaded.settings
     (tmp_path / "config.json").write_text(json.dumps({**config, "norm_output": True}))
     with pytest.raises(CheckpointError, match="EAGLE-3 drafts with norm_output are not supported"):
         load_draft(tmp_path, backbone)
-    (tmp_path / "config.json").write_text(json.dumps({**config, "transformer_layer_config": {"hidden_size": "x"}}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({**config, "transformer_layer_config": {"hidden_size": "x"}})
+    )
     with pytest.raises(CheckpointError, match="not a valid configuration of an EAGLE-3 layer"):
         load_draft(tmp_path, backbone)

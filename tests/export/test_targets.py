@@ -41,18 +41,24 @@ def test_plain_transformers_loads_what_the_run_decodes_with(
 ) -> None:
     if load_in_4bit:
         pytest.importorskip("bitsandbytes")
-    run = make_run(adapter=True, load_in_4bit=load_in_4bit, recipe="medusa2", chat_template="zephyr")
+    run = make_run(
+        adapter=True, load_in_4bit=load_in_4bit, recipe="medusa2", chat_template="zephyr"
+    )
     done = export_run(resolve_model(str(run), None, None), "merged")
     merged = logits(done.target)
     assert torch.allclose(merged, of_the_run(run), atol=1e-4)
     assert not torch.allclose(merged, logits(backbone_dir), atol=1e-2)  # the adapter did change it
     assert ("dequantised from nf4" in done.facts[0]) == load_in_4bit
     tokenizer = AutoTokenizer.from_pretrained(done.target)
-    assert tokenizer.chat_template == AutoTokenizer.from_pretrained(backbone_dir).chat_template  # its own stays
+    assert (
+        tokenizer.chat_template == AutoTokenizer.from_pretrained(backbone_dir).chat_template
+    )  # its own stays
     assert "keeps its own chat template, not zephyr" in done.facts[0]
 
 
-def test_heads_of_a_joint_run_name_the_merged_backbone_once_there_is_one(make_run: Callable[..., Path]) -> None:
+def test_heads_of_a_joint_run_name_the_merged_backbone_once_there_is_one(
+    make_run: Callable[..., Path],
+) -> None:
     run = make_run(adapter=True, recipe="medusa2")
     paths = resolve_model(str(run), None, None)
     done = export_run(replace(paths, base_model="owner/original"), "tgi")
@@ -63,14 +69,20 @@ def test_heads_of_a_joint_run_name_the_merged_backbone_once_there_is_one(make_ru
     merged = export_run(paths, "merged").target
     done = export_run(paths, "vllm")
     assert done.warnings == []
-    assert json.loads((done.target / "config.json").read_text())["base_model_name_or_path"] == str(merged.resolve())
+    assert json.loads((done.target / "config.json").read_text())["base_model_name_or_path"] == str(
+        merged.resolve()
+    )
     assert torch.allclose(of_the_run(done.target), of_the_run(run), atol=1e-4)
     later = (merged / "config.json").stat().st_mtime + 10
-    os.utime(run / "adapter" / "adapter_config.json", (later, later))  # trained on since: the merged one is another
+    os.utime(
+        run / "adapter" / "adapter_config.json", (later, later)
+    )  # trained on since: the merged one is another
     assert "--to merged" in export_run(paths, "vllm").warnings[0]
 
 
-def test_a_backbone_that_was_trained_itself_is_copied(make_run: Callable[..., Path], backbone_dir: Path) -> None:
+def test_a_backbone_that_was_trained_itself_is_copied(
+    make_run: Callable[..., Path], backbone_dir: Path
+) -> None:
     run = make_run(recipe="medusa2")
     with pytest.raises(CheckpointError, match="nothing to merge"):
         export_run(resolve_model(str(run), None, None), "merged")
@@ -79,12 +91,22 @@ def test_a_backbone_that_was_trained_itself_is_copied(make_run: Callable[..., Pa
     tokenizer.chat_template = None
     tokenizer.save_pretrained(run / "model")
     (run / "model" / "chat_template.jinja").unlink(missing_ok=True)
-    done = export_run(replace(resolve_model(str(run), None, None), chat_template="zephyr"), "merged")
+    done = export_run(
+        replace(resolve_model(str(run), None, None), chat_template="zephyr"), "merged"
+    )
     assert torch.equal(logits(done.target), logits(backbone_dir))
     assert "trained" in done.facts[0]
-    with pytest.raises(CheckpointError, match="holds other files"):  # its backbone would be its own result
-        export_run(replace(resolve_model(str(run), None, None), base_model=str(done.target)), "merged", done.target)
-    assert AutoTokenizer.from_pretrained(done.target).chat_template == TEMPLATES["zephyr"].source  # the run's
+    with pytest.raises(
+        CheckpointError, match="holds other files"
+    ):  # its backbone would be its own result
+        export_run(
+            replace(resolve_model(str(run), None, None), base_model=str(done.target)),
+            "merged",
+            done.target,
+        )
+    assert (
+        AutoTokenizer.from_pretrained(done.target).chat_template == TEMPLATES["zephyr"].source
+    )  # the run's
     again = export_run(resolve_model(str(run), None, None), "merged")  # over an earlier one
     assert again.target == done.target
 

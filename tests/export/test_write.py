@@ -43,11 +43,16 @@ def test_what_was_exported_is_read_back_to_the_bit_and_decodes_the_same(
     )  # heads, tree and backbone from there
     assert subject.tree == Tree.cartesian([2, 2])
     plain = Decoder(subject.backbone).generate(PROMPT, 20)
-    assert Decoder(subject.backbone, subject.draft, subject.tree).generate(PROMPT, 20).tokens == plain.tokens
+    assert (
+        Decoder(subject.backbone, subject.draft, subject.tree).generate(PROMPT, 20).tokens
+        == plain.tokens
+    )
 
 
 @pytest.mark.parametrize("to", [*HEADS_TARGETS, "reference-v2"])
-def test_heads_on_a_shared_lm_head(make_run: Callable[..., Path], to: ExportTarget, backbone_dir: Path) -> None:
+def test_heads_on_a_shared_lm_head(
+    make_run: Callable[..., Path], to: ExportTarget, backbone_dir: Path
+) -> None:
     """Readers that know sharing get it, the others a copy of the backbone's matrix for each head."""
     run = make_run(shared=True)
     done = export_run(resolve_model(str(run), None, None), to)
@@ -62,7 +67,10 @@ def test_heads_on_a_shared_lm_head(make_run: Callable[..., Path], to: ExportTarg
 
 @pytest.mark.parametrize("to", ["reference", "vllm", "trtllm"])
 def test_a_bias_of_the_shared_lm_head_is_warned_of(
-    make_run: Callable[..., Path], to: ExportTarget, backbone_dir: Path, monkeypatch: pytest.MonkeyPatch
+    make_run: Callable[..., Path],
+    to: ExportTarget,
+    backbone_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     backbone = load_backbone(str(backbone_dir))
     backbone.output_embeddings.bias = torch.nn.Parameter(torch.randn(backbone.vocab_size))
@@ -71,7 +79,9 @@ def test_a_bias_of_the_shared_lm_head_is_warned_of(
     assert "have a bias" in warning
 
 
-def test_vllm_s_directory_keeps_to_the_rules_of_its_loader(make_run: Callable[..., Path], tmp_path: Path) -> None:
+def test_vllm_s_directory_keeps_to_the_rules_of_its_loader(
+    make_run: Callable[..., Path], tmp_path: Path
+) -> None:
     done = export_run(resolve_model(str(make_run()), None, None), "vllm", tmp_path / "eagle-heads")
     config = json.loads((done.target / "config.json").read_text())
     assert loader_problems(load_file(done.target / "model.safetensors"), config) == []
@@ -79,11 +89,18 @@ def test_vllm_s_directory_keeps_to_the_rules_of_its_loader(make_run: Callable[..
     assert "as eagle, whatever the method" in warning  # by the path
 
 
-def test_what_the_target_would_not_load_is_refused(make_run: Callable[..., Path], tmp_path: Path) -> None:
-    """A second file of weights, which vLLM would read, another vocabulary, heads with matrices of their own."""
+def test_what_the_target_would_not_load_is_refused(
+    make_run: Callable[..., Path], tmp_path: Path
+) -> None:
+    """A second file of weights, which vLLM would read, another vocabulary, heads with matrices of
+    their own.
+    """
     paths = resolve_model(str(make_run()), None, None)
     for first, second in (("tgi", "vllm"), ("vllm", "tgi")):
-        before = {path: path.read_bytes() for path in export_run(paths, first, tmp_path / first).target.iterdir()}
+        before = {
+            path: path.read_bytes()
+            for path in export_run(paths, first, tmp_path / first).target.iterdir()
+        }
         with pytest.raises(CheckpointError, match="holds other files that would be overwritten"):
             export_run(paths, second, tmp_path / first)
         assert {path: path.read_bytes() for path in (tmp_path / first).iterdir()} == before
@@ -98,7 +115,8 @@ def test_what_the_target_would_not_load_is_refused(make_run: Callable[..., Path]
 
 
 @pytest.mark.parametrize(
-    ("to", "held"), [("merged", "thesis.txt"), ("tgi", "config.json"), ("tgi", ".env"), ("merged", None)]
+    ("to", "held"),
+    [("merged", "thesis.txt"), ("tgi", "config.json"), ("tgi", ".env"), ("merged", None)],
 )
 def test_only_an_earlier_export_is_written_over(to, held, make_run, tmp_path):
     run = make_run()
@@ -116,14 +134,27 @@ def test_only_an_earlier_export_is_written_over(to, held, make_run, tmp_path):
         export_run(resolve_model(str(tmp_path / "again"), None, None), "tgi", run / "heads")
 
 
-def test_tensorrt_gets_the_backbone_s_config_and_the_tree(make_run: Callable[..., Path], backbone_dir: Path) -> None:
+def test_tensorrt_gets_the_backbone_s_config_and_the_tree(
+    make_run: Callable[..., Path], backbone_dir: Path
+) -> None:
     run = make_run()
     done = export_run(resolve_model(str(run), None, None), "trtllm")
     config = json.loads((done.target / "config.json").read_text())
     config_of_backbone = json.loads((backbone_dir / "config.json").read_text())
     assert {key: config[key] for key in config_of_backbone} == config_of_backbone
-    assert (config["num_medusa_heads"], config["medusa_num_heads"], config["medusa_num_layers"]) == (5, 5, 1)
-    assert json.loads((done.target / "medusa_choices.json").read_text()) == [[0], [1], [0, 0], [0, 1], [1, 0], [1, 1]]
+    assert (
+        config["num_medusa_heads"],
+        config["medusa_num_heads"],
+        config["medusa_num_layers"],
+    ) == (5, 5, 1)
+    assert json.loads((done.target / "medusa_choices.json").read_text()) == [
+        [0],
+        [1],
+        [0, 0],
+        [0, 1],
+        [1, 0],
+        [1, 1],
+    ]
     assert any("--medusa_choices" in fact for fact in done.facts)
     Tree.cartesian([8, 8]).save(run / "tree.json")
     (warning,) = export_run(resolve_model(str(run), None, None), "trtllm").warnings
@@ -135,7 +166,9 @@ def test_tensorrt_gets_the_backbone_s_config_and_the_tree(make_run: Callable[...
     assert "no tree.json" in export_run(resolve_model(str(run), None, None), "trtllm").warnings[0]
 
 
-def heads(num_heads: int = 5, num_layers: int = 1, *, bias: bool = False, shared: bool = False) -> HeadTensors:
+def heads(
+    num_heads: int = 5, num_layers: int = 1, *, bias: bool = False, shared: bool = False
+) -> HeadTensors:
     state = {}
     for i in range(num_heads):
         for j in range(num_layers):
@@ -159,10 +192,16 @@ def heads(num_heads: int = 5, num_layers: int = 1, *, bias: bool = False, shared
         ("merged", heads(bias=True), []),
         ("transformers", heads(bias=True), []),
         ("tgi", heads(5, 2, shared=True), ["one block each"]),
-        ("reference", heads(2, 2, bias=True), ["have a bias", "distinct blocks", "always builds 5 heads"]),
+        (
+            "reference",
+            heads(2, 2, bias=True),
+            ["have a bias", "distinct blocks", "always builds 5 heads"],
+        ),
     ],
 )
-def test_limits_of_the_target_are_warned_of(to: ExportTarget, exported: HeadTensors, words: list[str]) -> None:
+def test_limits_of_the_target_are_warned_of(
+    to: ExportTarget, exported: HeadTensors, words: list[str]
+) -> None:
     warnings = warnings_for(to, exported)
     assert len(warnings) == len(words)
     assert all(word in warning for word, warning in zip(words, warnings, strict=True))
@@ -195,7 +234,9 @@ def test_a_directory_becomes_a_repository(tmp_path: Path) -> None:
     ]
 
 
-def test_what_cannot_be_uploaded_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_uploaded_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(MedusaError, match="failed: 401 unauthorized\nLog in with `hf auth login`"):
         push(tmp_path, "me/x", private=True, api=Hub(OSError("401 unauthorized")))
     hub = Hub()
@@ -207,8 +248,12 @@ def test_what_cannot_be_uploaded_says_what_to_do(tmp_path: Path, monkeypatch: py
         push(tmp_path, "me/x", private=True)
 
 
-@pytest.mark.parametrize(("base", "expected"), [("/models/mine", "/models/mine"), ("owner/name", None), (None, None)])
-def test_a_local_base_model_is_detected(tmp_path: Path, base: str | None, expected: str | None) -> None:
+@pytest.mark.parametrize(
+    ("base", "expected"), [("/models/mine", "/models/mine"), ("owner/name", None), (None, None)]
+)
+def test_a_local_base_model_is_detected(
+    tmp_path: Path, base: str | None, expected: str | None
+) -> None:
     assert local_base_model(tmp_path) is None  # a merged backbone names none
     (tmp_path / "config.json").write_text(json.dumps({"base_model_name_or_path": base}))
     assert local_base_model(tmp_path) == expected

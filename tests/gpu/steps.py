@@ -1,4 +1,5 @@
-"""Training steps of a random Llama through the product's own trainer, with the memory that they take.
+"""Training steps of a random Llama through the product's own trainer, with the memory that they
+take.
 
 Everything here runs on a CPU as well, where a profiler counts what torch's allocator holds.
 """
@@ -26,8 +27,8 @@ from medusa_train.training.setup import build_trainer
 from medusa_train.training.trainer import Trainer
 from tests.training.conftest import WORDS, build_tokenizer, metrics
 
-#: hidden size, MLP size, layers, attention heads, key/value heads, vocabulary; large enough on a GPU that the matrix
-#: library's workspaces are a small part of the memory.
+#: hidden size, MLP size, layers, attention heads, key/value heads, vocabulary; large enough on a
+# GPU that the matrix : library's workspaces are a small part of the memory.
 SHAPES = {"cuda": (1024, 2816, 8, 16, 4, 32_000), "cpu": (128, 344, 4, 4, 2, 2048)}
 #: words of an answer, of about two tokens each
 WORDS_PER_ROW = {"cuda": 500, "cpu": 150}
@@ -85,7 +86,10 @@ def measure(keys: dict[str, Any]) -> Measured:
     peak = held_bytes(trainer) + peak_allocated(lambda: trainer.train_step(iter(batches[-1:])))
     rows, width = batches[-1].tokens.shape
     estimate = Estimate(cfg, trainer.recipe.backbone.config).memory(
-        rows=rows, width=width, dtype=trainer.recipe.precision.dtype, device=trainer.recipe.precision.device.type
+        rows=rows,
+        width=width,
+        dtype=trainer.recipe.precision.dtype,
+        device=trainer.recipe.precision.device.type,
     )
     losses = [record["loss"] for record in metrics(trainer.output_dir) if record["kind"] == "train"]
     return Measured(trainer, console.file.getvalue(), losses, peak, estimate.total, (rows, width))
@@ -97,7 +101,9 @@ def held_bytes(trainer: Trainer) -> int:
         return torch.cuda.memory_allocated()
     modules = (trainer.recipe.backbone.model, trainer.draft)
     seen = {tensor.data_ptr(): tensor.nbytes for module in modules for tensor in tensors_of(module)}
-    states = (value for state in trainer.strategy.optimizer.state.values() for value in state.values())
+    states = (
+        value for state in trainer.strategy.optimizer.state.values() for value in state.values()
+    )
     return sum(seen.values()) + sum(value.nbytes for value in states if isinstance(value, Tensor))
 
 

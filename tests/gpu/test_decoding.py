@@ -1,4 +1,6 @@
-"""Decoding on a GPU: the greedy text in float64 is plain decoding's, and memory does not grow from step to step."""
+"""Decoding on a GPU: the greedy text in float64 is plain decoding's, and memory does not grow from
+step to step.
+"""
 
 import pytest
 import torch
@@ -34,14 +36,18 @@ def test_greedy_text_equals_plain_decoding(device: torch.device, kind: str, fami
     plain = [Decoder(backbone).generate(prompt, 24).tokens for prompt in PROMPTS]
     decoder = Decoder(backbone, draft, TREE)
     assert [decoder.generate(prompt, 24).tokens for prompt in PROMPTS] == plain
-    assert [out.tokens for out in BatchDecoder(backbone, draft, TREE).generate_batch(PROMPTS, 24)] == plain
+    assert [
+        out.tokens for out in BatchDecoder(backbone, draft, TREE).generate_batch(PROMPTS, 24)
+    ] == plain
 
 
 @pytest.mark.gpu
 def test_the_text_of_a_gpu_is_the_text_of_a_cpu(cuda: torch.device) -> None:
     """Weights large enough that no two logits are as close as float64 rounds."""
     cpu, gpu = (Decoder(on(where, "qwen3")) for where in (torch.device("cpu"), cuda))
-    assert [gpu.generate(p, 24).tokens for p in PROMPTS] == [cpu.generate(p, 24).tokens for p in PROMPTS]
+    assert [gpu.generate(p, 24).tokens for p in PROMPTS] == [
+        cpu.generate(p, 24).tokens for p in PROMPTS
+    ]
 
 
 @pytest.mark.gpu
@@ -53,7 +59,9 @@ def test_compiled_passes_give_the_same_text(cuda: torch.device, family: str) -> 
     expected = [Decoder(backbone, draft, TREE).generate(prompt, 24).tokens for prompt in PROMPTS]
     use_cuda_graphs(backbone)
     backbone.compile_passes()
-    assert [Decoder(backbone, draft, TREE).generate(prompt, 24).tokens for prompt in PROMPTS] == expected
+    assert [
+        Decoder(backbone, draft, TREE).generate(prompt, 24).tokens for prompt in PROMPTS
+    ] == expected
 
 
 @pytest.mark.gpu
@@ -63,17 +71,23 @@ def test_compiled_passes_give_the_same_text(cuda: torch.device, family: str) -> 
 def test_attention_of_few_queries_gives_the_reference(
     cuda: torch.device, batch: int, kv_heads: int, groups: int, q: int
 ) -> None:
-    """Products where torch's kernel would start few blocks, its kernel for the large batch; part of a longer cache."""
+    """Products where torch's kernel would start few blocks, its kernel for the large batch; part of
+    a longer cache.
+    """
     query, key, value = random_states(batch, groups * kv_heads, kv_heads, q, 300)
     mask, key, value = tree_mask(batch, q, 290), key[:, :, :290], value[:, :, :290]
     expected = reference(query, key, value, mask, 0.3)
-    found = folded_head_attention(*(part.to(cuda, torch.bfloat16) for part in (query, key, value, mask)), 0.3)
+    found = folded_head_attention(
+        *(part.to(cuda, torch.bfloat16) for part in (query, key, value, mask)), 0.3
+    )
     torch.testing.assert_close(found.double().cpu(), expected, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.gpu
 def test_memory_is_the_cache_and_does_not_grow(cuda: torch.device) -> None:
-    """Beside weights and cache a step takes the logits of its nodes, activations, and workspaces of libraries."""
+    """Beside weights and cache a step takes the logits of its nodes, activations, and workspaces of
+    libraries.
+    """
     config = llama_config(*SHAPE)
     backbone = Backbone(random_model(config, torch.bfloat16, cuda), NoTokenizer(), "random")
     with cuda:
@@ -90,4 +104,6 @@ def test_memory_is_the_cache_and_does_not_grow(cuda: torch.device) -> None:
 
     peak(8)  # workspaces stay
     short, long = peak(64), peak(1024)
-    assert long - short == pytest.approx(2 * Sizes.of(config).cached(1024 - 64, 1), rel=0.1, abs=4 << 20)
+    assert long - short == pytest.approx(
+        2 * Sizes.of(config).cached(1024 - 64, 1), rel=0.1, abs=4 << 20
+    )

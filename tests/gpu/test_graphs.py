@@ -1,4 +1,6 @@
-"""Steps captured as CUDA graphs give the tokens of the same steps run as they are; replaying allocates nothing."""
+"""Steps captured as CUDA graphs give the tokens of the same steps run as they are; replaying
+allocates nothing.
+"""
 
 import decode
 import pytest
@@ -18,7 +20,10 @@ from tests.inference.test_batch import streamed
 from tests.inference.test_drafts import KINDS, TREE, random_draft
 from tests.inference.test_static_steps import PROMPTS, answers, paths
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
 
 
 def backbone_on_gpu(family: str) -> Backbone:
@@ -65,7 +70,9 @@ def test_graphs_are_captured_after_all_earlier_ones_are_gone() -> None:
 
 
 def test_a_model_in_four_bits_is_captured() -> None:
-    backbone = load_backbone(str(PROJECT_ROOT / "data" / "tiny"), dtype="bfloat16", quantization="nf4")
+    backbone = load_backbone(
+        str(PROJECT_ROOT / "data" / "tiny"), dtype="bfloat16", quantization="nf4"
+    )
     backbone.step_runner = StepRunner()
     expected = answers(backbone)
     backbone.step_runner = None
@@ -99,7 +106,9 @@ def test_compiled_passes_are_captured(tree: Tree, rows: int) -> None:
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("tree", [Tree.empty(), TREE], ids=["plain", "tree"])
 def test_replays_reserve_no_memory(tree: Tree, rows: int) -> None:
-    """Replayed kernels use the memory of the capture; what is left are a few numbers of the acceptance rule."""
+    """Replayed kernels use the memory of the capture; what is left are a few numbers of the
+    acceptance rule.
+    """
     backbone = backbone_on_gpu("gemma3")
     draft = random_draft("medusa", backbone)
     backbone.step_runner = CudaGraphRunner(backbone.device)
@@ -129,5 +138,11 @@ def test_the_benchmark_replays_steps_heads_and_loops(setting: str) -> None:
     setup, rates = Setup("small", 300, "bfloat16", setting), Rates(1e12, {"bfloat16": 1e14})
     cases = list(decode.timed_calls(model, shape, setup, [16, 64], rates))
     decode.time_in_turns(cases, device, 0.1)
-    assert {case.name for case in cases} >= {"plain", "tree 64", "heads", "loop, plain", "loop, tree 64"}
+    assert {case.name for case in cases} >= {
+        "plain",
+        "tree 64",
+        "heads",
+        "loop, plain",
+        "loop, tree 64",
+    }
     assert all(case.seconds and case.how() == "CUDA graphs" for case in cases)

@@ -1,4 +1,5 @@
-"""Training steps on a GPU: they learn, take the memory that `--inspect` predicts, and use what was asked for.
+"""Training steps on a GPU: they learn, take the memory that `--inspect` predicts, and use what was
+asked for.
 
 A machine without a GPU runs the same steps on a small model, where it can.
 """
@@ -16,11 +17,21 @@ import pytest
 import torch
 
 from medusa_train.config.paths import PROJECT_ROOT
-from medusa_train.models.document_attention import document_attention_forward, document_bounds, uses_varlen_kernel
+from medusa_train.models.document_attention import (
+    document_attention_forward,
+    document_bounds,
+    uses_varlen_kernel,
+)
 from tests.gpu.steps import STEPS, WORDS_PER_ROW, Measured, measure, write_chats, write_model
 from tests.training.conftest import metrics
 
-LORA = {"recipe": "medusa2", "adapter": "lora", "lora_target_linear": True, "lora_r": 16, "lora_dropout": 0.0}
+LORA = {
+    "recipe": "medusa2",
+    "adapter": "lora",
+    "lora_target_linear": True,
+    "lora_r": 16,
+    "lora_dropout": 0.0,
+}
 QLORA = {**LORA, "adapter": "qlora", "load_in_4bit": True}
 PACKED = {"sample_packing": True, "sequence_len": 1024}
 #: What is trained, on both devices.
@@ -48,7 +59,10 @@ MakeKeys = Callable[..., dict[str, Any]]
 def make_keys(device: torch.device, tmp_path_factory: pytest.TempPathFactory) -> MakeKeys:
     """Build the keys of a run in a directory of its own."""
     home = tmp_path_factory.mktemp(device.type)
-    model, chats = write_model(home / "model", device), write_chats(home / "chats.jsonl", WORDS_PER_ROW[device.type])
+    model, chats = (
+        write_model(home / "model", device),
+        write_chats(home / "chats.jsonl", WORDS_PER_ROW[device.type]),
+    )
 
     def make(**keys: Any) -> dict[str, Any]:
         return {
@@ -125,7 +139,9 @@ def test_recomputed_activations_give_the_same_losses_in_less_memory(make_keys: M
 @pytest.mark.parametrize("case", ["bf16", "nf4", "packed"])
 @pytest.mark.parametrize("device", ["cuda"], indirect=True)
 def test_compiled_layers_give_the_same_losses(case: str, make_keys: MakeKeys) -> None:
-    plain, compiled = (measure(make_keys(**CASES[case], torch_compile=compiled)) for compiled in (False, True))
+    plain, compiled = (
+        measure(make_keys(**CASES[case], torch_compile=compiled)) for compiled in (False, True)
+    )
     assert compiled.trainer.recipe.compiled is not None
     assert compiled.losses == pytest.approx(plain.losses, rel=5e-3)
 
@@ -137,7 +153,10 @@ def test_zero_in_one_process_trains_as_without_it(stage: int, make_keys: MakeKey
     """`medusa-train` in a process of its own, for DeepSpeed keeps a process group open."""
     plain, partitioned = (
         run_command(make_keys(**keys))
-        for keys in ({}, {"deepspeed": str(PROJECT_ROOT / "configs" / "deepspeed" / f"zero{stage}.json")})
+        for keys in (
+            {},
+            {"deepspeed": str(PROJECT_ROOT / "configs" / "deepspeed" / f"zero{stage}.json")},
+        )
     )
     assert len(plain) == STEPS
     assert partitioned == pytest.approx(plain, rel=5e-3)
@@ -149,7 +168,9 @@ def run_command(keys: dict[str, Any]) -> list[float]:
     command = [sys.executable, "-m", "medusa_train.cli.train", *words]
     done = subprocess.run(command, cwd=PROJECT_ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    return [record["loss"] for record in metrics(Path(keys["output_dir"])) if record["kind"] == "train"]
+    return [
+        record["loss"] for record in metrics(Path(keys["output_dir"])) if record["kind"] == "train"
+    ]
 
 
 @pytest.mark.gpu
@@ -163,14 +184,21 @@ def test_the_varlen_kernel_computes_what_calls_per_document_do(
         pytest.skip("torch's varlen kernel needs torch 2.12 and compute capability 8.0")
     torch.manual_seed(0)
     lengths = (300, 1, 211, 512)
-    segments = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None].to(cuda)
+    segments = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None].to(
+        cuda
+    )
     shapes = [(1, heads, sum(lengths), 64) for heads in (8, 8 // groups, 8 // groups)]
     inputs = [torch.randn(shape, device=cuda) for shape in shapes]
     outputs = []
     for dtype in (torch.float32, torch.bfloat16):
         states = [tensor.to(dtype).requires_grad_() for tensor in inputs]
         out, _ = document_attention_forward(
-            torch.nn.Module(), *states, None, sliding_window=window, scaling=0.125, **document_bounds(segments)
+            torch.nn.Module(),
+            *states,
+            None,
+            sliding_window=window,
+            scaling=0.125,
+            **document_bounds(segments),
         )
         out.square().sum().backward()
         outputs.append([out.detach(), *(tensor.grad for tensor in states)])

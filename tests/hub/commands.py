@@ -1,4 +1,6 @@
-"""Commands in processes of their own that are forked from one that has imported everything: a second each, not ten."""
+"""Commands in processes of their own that are forked from one that has imported everything: a
+second each, not ten.
+"""
 
 import json
 import os
@@ -13,17 +15,22 @@ _MODULES = {"medusa-train": "train", "medusa-selfdistill": "selfdistill", "medus
 
 
 class Commands:
-    """Runs commands in the directory `place`, with variables that libraries read once (HF_ENDPOINT, HF_HOME)."""
+    """Runs commands in the directory `place`, with variables that libraries read once (HF_ENDPOINT,
+    HF_HOME).
+    """
 
     def __init__(self, place: Path, environment: Mapping[str, str]) -> None:
         self.place = place
         self._output = place / "output.txt"
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         command = [sys.executable, __file__, str(self._output)]
-        self._process = subprocess.Popen(command, cwd=place, env=os.environ | environment, text=True, **pipes)
+        self._process = subprocess.Popen(
+            command, cwd=place, env=os.environ | environment, text=True, **pipes
+        )
 
     def run(self, *words: str) -> tuple[float, str]:
-        """Run `medusa-train`, `configs/tiny_m1.yaml`, for instance; return the seconds and what it printed.
+        """Run `medusa-train`, `configs/tiny_m1.yaml`, for instance; return the seconds and what it
+        printed.
 
         Raises:
             AssertionError: the command failed.
@@ -43,7 +50,14 @@ class Commands:
 
 
 def _serve(output: str) -> None:
-    for name in ("cli.evaluate", "cli.export", "cli.selfdistill", "cli.train", "evaluation.run", "training.stages"):
+    for name in (
+        "cli.evaluate",
+        "cli.export",
+        "cli.selfdistill",
+        "cli.train",
+        "evaluation.run",
+        "training.stages",
+    ):
         import_module(f"medusa_train.{name}")
     answers = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:

@@ -1,4 +1,6 @@
-"""What the stand-in hub holds: tiny random models under the names of configs/, chats and questions of ours."""
+"""What the stand-in hub holds: tiny random models under the names of configs/, chats and questions
+of ours.
+"""
 
 import gzip
 import json
@@ -6,7 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, MistralConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    MistralConfig,
+    Qwen3Config,
+)
 
 from medusa_train.config.paths import PROJECT_ROOT
 from medusa_train.data.builtin_templates import TEMPLATES as BUILTIN
@@ -14,20 +22,34 @@ from medusa_train.data.sources import PUBLIC_DATASETS
 from medusa_train.evaluation.questions import NAMED_BENCHES
 from tests.chat_templates import LLAMA_3_1, QWEN3, SMOLLM2
 
-#: Class of the config, chat template (Vicuna has none), end token and size of the vocabulary of each model.
+#: Class of the config, chat template (Vicuna has none), end token and size of the vocabulary of
+# each model.
 MODELS: dict[str, tuple[type, str | None, str, int]] = {
     "lmsys/vicuna-7b-v1.5": (LlamaConfig, None, "</s>", 2048),
     "lmsys/vicuna-13b-v1.5": (LlamaConfig, None, "</s>", 2048),
     "lmsys/vicuna-33b-v1.3": (LlamaConfig, None, "</s>", 2048),
     "HuggingFaceH4/zephyr-7b-beta": (MistralConfig, BUILTIN["zephyr"].source, "</s>", 2048),
-    "meta-llama/Llama-3.1-8B-Instruct": (LlamaConfig, LLAMA_3_1, "<|eot_id|>", 32064),  # EAGLE-3 predicts 32,000
+    "meta-llama/Llama-3.1-8B-Instruct": (
+        LlamaConfig,
+        LLAMA_3_1,
+        "<|eot_id|>",
+        32064,
+    ),  # EAGLE-3 predicts 32,000
     "Qwen/Qwen3-8B": (Qwen3Config, QWEN3, "<|im_end|>", 32064),
     "Qwen/Qwen3-0.6B": (Qwen3Config, QWEN3, "<|im_end|>", 16448),  # its heads predict 16,384 tokens
-    "models/smollm2-135m-instruct": (LlamaConfig, SMOLLM2, "<|im_end|>", 8256),  # its heads predict 8,192
+    "models/smollm2-135m-instruct": (
+        LlamaConfig,
+        SMOLLM2,
+        "<|im_end|>",
+        8256,
+    ),  # its heads predict 8,192
     "data/tiny": (LlamaConfig, BUILTIN["zephyr"].source, "</s>", 2048),
 }
 _SPECIAL = ["<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>", "<|im_start|>", "<|im_end|>"]
-_LOCAL = ("models/smollm2-135m-instruct", "data/tiny")  # the first is written by `make smollm2-model`
+_LOCAL = (
+    "models/smollm2-135m-instruct",
+    "data/tiny",
+)  # the first is written by `make smollm2-model`
 _CHATS = 24
 
 
@@ -45,7 +67,11 @@ def write_hub(root: Path) -> None:
     chats[2]["conversations"] = []
     _write(root / "datasets" / str(sharegpt.hub_repo) / str(sharegpt.hub_file), json.dumps(chats))
     questions = [
-        {"question_id": 81 + n, "category": category, "turns": [f"Name {n + 3} things of {category}.", "Why these?"]}
+        {
+            "question_id": 81 + n,
+            "category": category,
+            "turns": [f"Name {n + 3} things of {category}.", "Why these?"],
+        }
         for n, category in enumerate(["writing", "roleplay", "math", "coding"])
     ]
     path = root / "datasets" / str(mtbench.hub_repo) / str(mtbench.hub_file)
@@ -53,25 +79,42 @@ def write_hub(root: Path) -> None:
 
 
 def write_local_data(place: Path) -> None:
-    """Write what configurations find locally into the working directory: small models, and answers to prompts."""
+    """Write what configurations find locally into the working directory: small models, and answers
+    to prompts.
+    """
     for name in _LOCAL:
         write_model(place / name, name)
-    lines = [json.dumps({"id": f"c{n}", "messages": chat}) + "\n" for n, chat in enumerate(_chats()[:10])]
-    for name in (*("llama31_8b", "qwen3_8b", "qwen3_06b", "vicuna33b_m2", "zephyr7b_m2"), "tiny", "tiny_more"):
+    lines = [
+        json.dumps({"id": f"c{n}", "messages": chat}) + "\n" for n, chat in enumerate(_chats()[:10])
+    ]
+    for name in (
+        *("llama31_8b", "qwen3_8b", "qwen3_06b", "vicuna33b_m2", "zephyr7b_m2"),
+        "tiny",
+        "tiny_more",
+    ):
         _write(place / "data" / "selfdistill" / f"{name}.jsonl", "".join(lines[:8]))
     for name, part in {"smollm2": lines[:8], "smollm2_validation": lines[8:]}.items():
-        (place / "data" / "selfdistill" / f"{name}.jsonl.gz").write_bytes(gzip.compress("".join(part).encode()))
+        (place / "data" / "selfdistill" / f"{name}.jsonl.gz").write_bytes(
+            gzip.compress("".join(part).encode())
+        )
 
 
 def write_model(folder: Path, name: str) -> None:
-    """Write a random model of four layers that ends its answers, with the tokenizer of the embedded one."""
+    """Write a random model of four layers that ends its answers, with the tokenizer of the embedded
+    one.
+    """
     kind, template, end, vocab_size = MODELS[name]
     tokenizer = AutoTokenizer.from_pretrained(PROJECT_ROOT / "data" / "tiny")
     if end != tokenizer.eos_token:
         tokenizer.add_special_tokens({"additional_special_tokens": _SPECIAL, "eos_token": end})
     tokenizer.chat_template = template
     torch.manual_seed(0)
-    shape: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "head_dim": 16}
+    shape: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+    }
     config = kind(
         **shape,
         vocab_size=vocab_size,
@@ -86,7 +129,8 @@ def write_model(folder: Path, name: str) -> None:
     )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     with torch.no_grad():
-        # the first value of every state stays 4, so lm_head can have a bias: for the end token, against unused ones
+        # the first value of every state stays 4, so lm_head can have a bias: for the end token,
+        # against unused ones
         model.model.embed_tokens.weight[:, 0] = 4.0
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight[0] = layer.mlp.down_proj.weight[0] = 0.0

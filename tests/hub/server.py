@@ -1,6 +1,8 @@
-"""A stand-in for the Hugging Face hub on loopback: what `huggingface_hub`, `transformers` and `datasets` ask for.
+"""A stand-in for the Hugging Face hub on loopback: what `huggingface_hub`, `transformers` and
+`datasets` ask for.
 
-It serves the files below `root/models/OWNER/NAME` and `root/datasets/OWNER/NAME`; `HF_ENDPOINT` names it.
+It serves the files below `root/models/OWNER/NAME` and `root/datasets/OWNER/NAME`; `HF_ENDPOINT`
+names it.
 """
 
 import hashlib
@@ -20,8 +22,10 @@ class StandInHub(ThreadingHTTPServer):
     """Serves a directory as the hub would.
 
     Attributes:
-        refusals: (status, X-Error-Code) of the answers to all requests for a repository, such as (401, "GatedRepo").
-        breaks: for the name of a file, after how many bytes the next answers break off, one number per answer.
+        refusals: (status, X-Error-Code) of the answers to all requests for a repository, such as
+            (401, "GatedRepo").
+        breaks: for the name of a file, after how many bytes the next answers break off, one number
+            per answer.
         damaged: names of files whose content is served with one byte changed.
         ranges: first byte of every request for the content of a file, with its name.
     """
@@ -95,9 +99,15 @@ class _Handler(BaseHTTPRequestHandler):
             base = folder / "/".join(rest[2:])
             if not base.is_dir():
                 return self._refuse(404, "EntryNotFound")
-            paths = sorted(base.rglob("*") if "recursive=true" in self.path.lower() else base.iterdir())
+            paths = sorted(
+                base.rglob("*") if "recursive=true" in self.path.lower() else base.iterdir()
+            )
             return self._json([_entry(folder, path) for path in paths])
-        siblings = [{"rfilename": str(file.relative_to(folder))} for file in folder.rglob("*") if file.is_file()]
+        siblings = [
+            {"rfilename": str(file.relative_to(folder))}
+            for file in folder.rglob("*")
+            if file.is_file()
+        ]
         return self._json({"id": repo, "sha": COMMIT, "tags": [], "siblings": siblings})
 
     def _file(self, path: Path, with_content: bool) -> None:
@@ -152,4 +162,9 @@ def _entry(folder: Path, path: Path) -> dict[str, Any]:
     if path.is_dir():
         return {"type": "directory", "path": str(path.relative_to(folder)), "oid": "0"}
     oid = hashlib.sha256(path.read_bytes()).hexdigest()
-    return {"type": "file", "path": str(path.relative_to(folder)), "size": path.stat().st_size, "oid": oid}
+    return {
+        "type": "file",
+        "path": str(path.relative_to(folder)),
+        "size": path.stat().st_size,
+        "oid": oid,
+    }

@@ -1,7 +1,9 @@
-"""Every shipped configuration trains as it stands, and the README's commands run one after another, on a stand-in hub.
+"""Every shipped configuration trains as it stands, and the README's commands run one after another,
+on a stand-in hub.
 
-Overridden are only `max_steps` and `output_dir`. What a CPU lacks falls back by itself, with a note: 8-bit AdamW. The
-data that self-distillation would write, and the model of `make smollm2-model`, lie in the working directory.
+Overridden are only `max_steps` and `output_dir`. What a CPU lacks falls back by itself, with a
+note: 8-bit AdamW. The data that self-distillation would write, and the model of `make
+smollm2-model`, lie in the working directory.
 """
 
 import json
@@ -32,11 +34,15 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
         commands.close()
 
 
-@pytest.mark.parametrize("config", sorted((PROJECT_ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "config", sorted((PROJECT_ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem
+)
 def test_a_shipped_configuration_trains(commands: Commands, config: Path) -> None:
     two_stages = "stage_one" in yaml.safe_load(config.read_text(encoding="utf-8"))
     steps = ["max_steps=2", *(["stage_one.max_steps=2"] if two_stages else [])]
-    seconds, output = commands.run("medusa-train", f"configs/{config.name}", f"output_dir=runs/{config.stem}", *steps)
+    seconds, output = commands.run(
+        "medusa-train", f"configs/{config.name}", f"output_dir=runs/{config.stem}", *steps
+    )
     run = commands.place / "runs" / config.stem
     for stage in [run, run / "stage_one"] if two_stages else [run]:
         assert (stage / "heads" / "config.json").is_file(), output
@@ -52,11 +58,17 @@ def test_the_commands_of_the_readme(commands: Commands) -> None:
         *("medusa-selfdistill", "--seed", "sharegpt", "--model", VICUNA, "--output", chats),
         *("--chat-template", "vicuna_v1.1", "drop_truncated=false", "max_new_tokens=64"),
     )
-    answers = [json.loads(line) for line in (commands.place / chats).read_text(encoding="utf-8").splitlines()]
+    answers = [
+        json.loads(line)
+        for line in (commands.place / chats).read_text(encoding="utf-8").splitlines()
+    ]
     assert {answer["model"] for answer in answers} == {VICUNA}
     _, output = commands.run(
         *("medusa-train", "configs/vicuna7b_m2.yaml", "output_dir=runs/mine", "val_set_size=0.3"),
-        *(f"datasets=[{{path: {chats}, type: messages, conversation: vicuna_v1.1}}]", "max_steps=2"),
+        *(
+            f"datasets=[{{path: {chats}, type: messages, conversation: vicuna_v1.1}}]",
+            "max_steps=2",
+        ),
         "stage_one.max_steps=2",
     )
     run = commands.place / "runs" / "mine"
@@ -65,4 +77,9 @@ def test_the_commands_of_the_readme(commands: Commands) -> None:
     report = json.loads((run / "eval" / "mtbench" / "report.json").read_text(encoding="utf-8"))
     assert report["overall"]["answers"] == 8, output
     commands.run("medusa-export", "runs/mine", "--to", "vllm")
-    assert json.loads((run / "export" / "vllm" / "config.json").read_text(encoding="utf-8"))["model_type"] == "medusa"
+    assert (
+        json.loads((run / "export" / "vllm" / "config.json").read_text(encoding="utf-8"))[
+            "model_type"
+        ]
+        == "medusa"
+    )

@@ -1,4 +1,6 @@
-"""Files and models of a stand-in hub: fetched once, whole or not at all, and refused with a sentence that helps."""
+"""Files and models of a stand-in hub: fetched once, whole or not at all, and refused with a
+sentence that helps.
+"""
 
 import os
 import subprocess
@@ -37,9 +39,21 @@ for name in sys.argv[1:]:
 """
 #: Answers of the hub, and what they mean; {0} is the repository, {1} its page.
 REFUSALS = {
-    "gated": (401, "GatedRepo", "{0} is gated: accept its terms at {1}, then log in with `hf auth login` or set HF_"),
-    "pending": (403, "GatedRepo", "{0} is gated and your account has no access to it yet: accept its terms at {1}"),
-    "private": (401, "", "{0}, or it is private: check the name, or log in with `hf auth login` or set HF_TOKEN"),
+    "gated": (
+        401,
+        "GatedRepo",
+        "{0} is gated: accept its terms at {1}, then log in with `hf auth login` or set HF_",
+    ),
+    "pending": (
+        403,
+        "GatedRepo",
+        "{0} is gated and your account has no access to it yet: accept its terms at {1}",
+    ),
+    "private": (
+        401,
+        "",
+        "{0}, or it is private: check the name, or log in with `hf auth login` or set HF_TOKEN",
+    ),
     "missing": (404, "RepoNotFound", "{0}, or it is private: check the name, or log in"),
     "forbidden": (403, "", "the hub does not let your account read {0}: see {1}"),
 }
@@ -59,18 +73,26 @@ def run(hub: StandInHub, tmp_path: Path) -> Callable[..., str]:
     """Run a program in a process of its own, since libraries read their settings once."""
 
     def start(program: str = FETCH, *arguments: str, **variables: str) -> str:
-        environment = os.environ | hub.environment | {"HF_HOME": str(tmp_path / "home"), **variables}
+        environment = (
+            os.environ | hub.environment | {"HF_HOME": str(tmp_path / "home"), **variables}
+        )
         command = [sys.executable, "-c", program, *arguments]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+        return subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=True
+        ).stdout
 
     return start
 
 
 def fetched(home: Path) -> list[str]:
-    return sorted(path.name for path in home.rglob("*") if path.is_file() and path.suffix != ".lock")
+    return sorted(
+        path.name for path in home.rglob("*") if path.is_file() and path.suffix != ".lock"
+    )
 
 
-def test_a_file_is_fetched_once_and_then_read_without_a_network(hub: StandInHub, run, tmp_path: Path) -> None:
+def test_a_file_is_fetched_once_and_then_read_without_a_network(
+    hub: StandInHub, run, tmp_path: Path
+) -> None:
     first = run()
     assert first.split()[1:] == [str(len(CONTENT)), f"[({len(CONTENT)},", f"{len(CONTENT)})]"]
     assert run(HF_HUB_OFFLINE="1").split()[:2] == first.split()[:2]
@@ -78,7 +100,9 @@ def test_a_file_is_fetched_once_and_then_read_without_a_network(hub: StandInHub,
     assert fetched(tmp_path / "home") == [FILE]
 
 
-def test_a_broken_download_continues_in_the_same_call_and_in_the_next(hub: StandInHub, run, tmp_path: Path) -> None:
+def test_a_broken_download_continues_in_the_same_call_and_in_the_next(
+    hub: StandInHub, run, tmp_path: Path
+) -> None:
     hub.breaks[FILE] = [2_000_000, 0, 1_000_000]
     assert run().split()[1] == str(len(CONTENT))
     starts = [start for _, start in hub.ranges]
@@ -106,18 +130,27 @@ def test_a_data_set_of_the_hub_is_read_by_its_name(run, tmp_path: Path) -> None:
     folder = tmp_path / "hub" / "datasets" / "somebody" / "parquet" / "data"
     folder.mkdir(parents=True)
     turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"messages": turns}] * 3), folder / "train-0.parquet")
-    program = "from medusa_train.data.sources import *; source = open_source(DatasetConfig(path='somebody/parquet'))\n"
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist([{"messages": turns}] * 3), folder / "train-0.parquet"
+    )
+    program = (
+        "from medusa_train.data.sources import *; source ="
+        " open_source(DatasetConfig(path='somebody/parquet'))\n"
+    )
     assert run(program + "print([len(list(rows)) for _, rows in source.parts()])") == "[3]\n"
 
 
 def test_a_refusal_says_what_to_do(hub: StandInHub, run) -> None:
-    hub.refusals = {f"somebody/{name}": (status, code) for name, (status, code, _) in REFUSALS.items()}
+    hub.refusals = {
+        f"somebody/{name}": (status, code) for name, (status, code, _) in REFUSALS.items()
+    }
     text = run(LOAD, *hub.refusals)
     for repo, (_, _, sentence) in zip(hub.refusals, REFUSALS.values(), strict=True):
         for page in (f"{hub.url}/{repo}", f"{hub.url}/datasets/{repo}"):
             assert sentence.format(repo, page) in text
-    assert f"{hub.url}/datasets/{REPO} does not have this file" in run(FETCH.replace(FILE, "other.json"))
+    assert f"{hub.url}/datasets/{REPO} does not have this file" in run(
+        FETCH.replace(FILE, "other.json")
+    )
 
 
 def test_without_a_network(run) -> None:

@@ -8,7 +8,14 @@ from medusa_train.hub import hub_is_unreachable
 
 @pytest.fixture(autouse=True)
 def plain_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy", "HF_HUB_OFFLINE", "HF_ENDPOINT"):
+    for name in (
+        "HTTPS_PROXY",
+        "https_proxy",
+        "ALL_PROXY",
+        "all_proxy",
+        "HF_HUB_OFFLINE",
+        "HF_ENDPOINT",
+    ):
         monkeypatch.delenv(name, raising=False)
     hub_is_unreachable.cache_clear()
     yield

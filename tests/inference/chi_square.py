@@ -1,4 +1,6 @@
-"""Test that sampled text follows the backbone's distribution: Pearson's chi-square test on a model of five tokens."""
+"""Test that sampled text follows the backbone's distribution: Pearson's chi-square test on a model
+of five tokens.
+"""
 
 from collections.abc import Sequence
 
@@ -12,7 +14,8 @@ from tests.families import random_backbone
 
 
 def p_value(counts: Tensor, probabilities: Tensor) -> float:
-    """Return the probability of counts at least this far from `probabilities`; 0 if an impossible event was counted.
+    """Return the probability of counts at least this far from `probabilities`; 0 if an impossible
+    event was counted.
 
     Cells with fewer than five expected counts are pooled, as the approximation requires.
     """
@@ -29,16 +32,32 @@ def p_value(counts: Tensor, probabilities: Tensor) -> float:
 
 
 def five_token_backbone() -> Backbone:
-    """A real model with a vocabulary of five tokens, so that all texts of three tokens can be counted."""
-    shape = {"vocab_size": 5, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "eos_token_id": 2}
+    """A real model with a vocabulary of five tokens, so that all texts of three tokens can be
+    counted.
+    """
+    shape = {
+        "vocab_size": 5,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 2,
+        "eos_token_id": 2,
+    }
     heads = {"num_attention_heads": 1, "num_key_value_heads": 1}
-    return random_backbone("llama", dtype=torch.float32, std=0.6, max_position_embeddings=16, **shape, **heads)
+    return random_backbone(
+        "llama", dtype=torch.float32, std=0.6, max_position_embeddings=16, **shape, **heads
+    )
 
 
 def check_lossless(
-    decoder: BatchDecoder, rows: int, batches: int, *, other_below: float, prompt: Sequence[int] = (1, 2)
+    decoder: BatchDecoder,
+    rows: int,
+    batches: int,
+    *,
+    other_below: float,
+    prompt: Sequence[int] = (1, 2),
 ) -> int:
-    """Sample three tokens after `prompt` in each row and compare their counts with the backbone's joint distribution.
+    """Sample three tokens after `prompt` in each row and compare their counts with the backbone's
+    joint distribution.
 
     Args:
         other_below: largest p-value that another distribution may have, so that the test can fail.

@@ -1,6 +1,8 @@
-"""An imitation of CUDA graphs on a CPU: the operations of a step are recorded once and repeated on the same tensors.
+"""An imitation of CUDA graphs on a CPU: the operations of a step are recorded once and repeated on
+the same tensors.
 
-As in a graph, nothing that the host computed is computed again: shapes, addresses and numbers stay as they were.
+As in a graph, nothing that the host computed is computed again: shapes, addresses and numbers stay
+as they were.
 """
 
 from typing import Any
@@ -38,13 +40,16 @@ class Tape(TorchDispatchMode):
     def replay(self) -> None:
         """Repeat the operations; their results go where they went first."""
         for func, args, kwargs, first in self._calls:
-            for old, new in zip(tree_leaves(first), tree_leaves(func(*args, **kwargs)), strict=True):
+            for old, new in zip(
+                tree_leaves(first), tree_leaves(func(*args, **kwargs)), strict=True
+            ):
                 if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
                     old.copy_(new)
 
 
 class TapeRunner(GraphRunner):
-    """Records each step while it first runs: here recording is the first run, where a GPU's capture runs nothing.
+    """Records each step while it first runs: here recording is the first run, where a GPU's capture
+    runs nothing.
 
     Attributes:
         captures: steps recorded so far.

@@ -1,7 +1,8 @@
 """The acceptance rules: small trees by hand, and a test that sampling with any tree is lossless.
 
-The backbone of this test is a table: the logits of the first, second and third token given those before. Its joint
-distribution of three tokens is known exactly, and 20,000 rows at a time are decoded by the rule under test.
+The backbone of this test is a table: the logits of the first, second and third token given those
+before. Its joint distribution of three tokens is known exactly, and 20,000 rows at a time are
+decoded by the rule under test.
 """
 
 import itertools
@@ -13,7 +14,14 @@ import torch
 from torch import Tensor
 
 from medusa_train.errors import ConfigError
-from medusa_train.inference.accept import Accepted, Typical, accept, accept_greedy, accept_rejection, accept_typical
+from medusa_train.inference.accept import (
+    Accepted,
+    Typical,
+    accept,
+    accept_greedy,
+    accept_rejection,
+    accept_typical,
+)
 from medusa_train.inference.accept import Rule as AnyRule
 from medusa_train.inference.sampling import Sampling
 from medusa_train.trees.tree import Tree
@@ -33,7 +41,9 @@ Rule = Callable[[Tensor, Tensor, Tree, Sampling, Sequence[torch.Generator]], lis
 def test_greedy_by_hand() -> None:
     tree = Tree.from_paths([(0,), (1,), (0, 0), (1, 0), (1, 1)])  # nodes 1 2 | 3 | 4 5
     tokens = torch.tensor([[7, 3, 4, 5, 5, 6]])
-    wanted = torch.tensor([[4, 0, 6, 0, 0, 2]])  # after the root 4: node 2; there 6: node 5; there 2
+    wanted = torch.tensor(
+        [[4, 0, 6, 0, 0, 2]]
+    )  # after the root 4: node 2; there 6: node 5; there 2
     logits = torch.nn.functional.one_hot(wanted, 8).double()
     assert accept_greedy(tokens, logits, tree) == [Accepted([0, 2, 5], [7, 4, 6, 2])]
     # rows are judged one by one
@@ -42,14 +52,20 @@ def test_greedy_by_hand() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("rule", [None, Sampling(0.7, top_p=0.9), Typical(0.7)], ids=["greedy", "rejection", "typical"])
-def test_half_precision_logits_are_accepted_like_their_float32_values(rule: AnyRule, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    "rule", [None, Sampling(0.7, top_p=0.9), Typical(0.7)], ids=["greedy", "rejection", "typical"]
+)
+def test_half_precision_logits_are_accepted_like_their_float32_values(
+    rule: AnyRule, dtype: torch.dtype
+) -> None:
     generator, tree, rows = torch.Generator().manual_seed(0), TREES["sparse"], 1000
     logits = (6 * torch.randn(rows, tree.size + 1, VOCAB, generator=generator)).to(dtype)
     tokens = torch.randint(VOCAB, (rows, tree.size + 1), generator=generator)
 
     def judged(logits: Tensor) -> list[Accepted]:
-        return accept(rule, tokens, logits, tree, [torch.Generator().manual_seed(row) for row in range(rows)])
+        return accept(
+            rule, tokens, logits, tree, [torch.Generator().manual_seed(row) for row in range(rows)]
+        )
 
     assert judged(logits) == judged(logits.float())
 
@@ -67,15 +83,21 @@ def _typical_case() -> tuple[Tensor, Tensor, Tree]:
 
 def test_typical_by_hand() -> None:
     tokens, logits, tree = _typical_case()
-    # H at the root is 1.14, so the bar is min(.09, .3 exp(-1.14)) = .09: 0 and 1 pass, 2 does not; .08 does not
-    assert accept_typical(tokens, logits, tree, Typical(1.0, 0.09, 0.3)) == [Accepted([0, 2, 5], [9, 1, 3, 6])]
+    # H at the root is 1.14, so the bar is min(.09, .3 exp(-1.14)) = .09: 0 and 1 pass, 2 does not;
+    # .08 does not
+    assert accept_typical(tokens, logits, tree, Typical(1.0, 0.09, 0.3)) == [
+        Accepted([0, 2, 5], [9, 1, 3, 6])
+    ]
     # with a lower bar both long paths pass: .5 * .08 = .04 against .3 * .2 = .06
     assert accept_typical(tokens, logits, tree, Typical(1.0, 0.06, 10))[0].path == [0, 2, 5]
     # with a bar that only .5 passes
-    assert accept_typical(tokens, logits, tree, Typical(1.0, 0.4, 10)) == [Accepted([0, 1], [9, 0, 4])]
+    assert accept_typical(tokens, logits, tree, Typical(1.0, 0.4, 10)) == [
+        Accepted([0, 1], [9, 0, 4])
+    ]
     # nothing passes: the argmax is the next root all the same
     assert accept_typical(tokens, logits, tree, Typical(1.0, 0.95, 10)) == [Accepted([0], [9, 0])]
-    # a high epsilon leaves it to the entropy: bars of .096 at the root, .18 at node 2, which .2 passes; then of .21
+    # a high epsilon leaves it to the entropy: bars of .096 at the root, .18 at node 2, which .2
+    # passes; then of .21
     assert accept_typical(tokens, logits, tree, Typical(1.0, 0.95, 0.3))[0].path == [0, 2, 5]
     assert accept_typical(tokens, logits, tree, Typical(1.0, 0.95, 0.35))[0].path == [0, 1]
 
@@ -83,18 +105,24 @@ def test_typical_by_hand() -> None:
 def test_typical_scores_equal_lengths_by_probability() -> None:
     tree = Tree.from_paths([(0,), (1,)])
     logits = torch.tensor([0.3, 0.6, 0.1]).log().expand(1, 3, 3)
-    assert accept_typical(torch.tensor([[2, 0, 1]]), logits, tree, Typical(1.0, 0.09, 0.3))[0].path == [0, 2]
+    assert accept_typical(torch.tensor([[2, 0, 1]]), logits, tree, Typical(1.0, 0.09, 0.3))[
+        0
+    ].path == [0, 2]
 
 
 def test_impossible_tokens_do_not_change_the_order_of_others() -> None:
     """Their log probability is -inf, and 0 * -inf would make the sums of all other nodes NaN."""
     tree = Tree.from_paths([(0,), (1,), (2,)])
     logits = torch.tensor([0.3, 0.6, 0.1, 0.0]).log().expand(1, 4, 4)
-    assert accept_typical(torch.tensor([[2, 3, 0, 1]]), logits, tree, Typical(1.0, 0.09, 0.3))[0].path == [0, 3]
+    assert accept_typical(torch.tensor([[2, 3, 0, 1]]), logits, tree, Typical(1.0, 0.09, 0.3))[
+        0
+    ].path == [0, 3]
 
 
 def test_mistakes_are_named() -> None:
-    with pytest.raises(ConfigError, match=r"temperature must be above 0.*got 0(.|\n)*delta must be above 0.*got -1"):
+    with pytest.raises(
+        ConfigError, match=r"temperature must be above 0.*got 0(.|\n)*delta must be above 0.*got -1"
+    ):
         Typical(0, 0.1, -1)
     with pytest.raises(ValueError, match="a generator for every row"):
         accept(Sampling(), torch.tensor([[0]]), torch.zeros(1, 1, 4), Tree.empty(), None)
@@ -105,7 +133,10 @@ class Table:
 
     def __init__(self, seed: int, spread: float = 1.5) -> None:
         draw = torch.Generator().manual_seed(seed)
-        self.logits = [torch.randn([VOCAB] * (i + 1), generator=draw, dtype=torch.float64) * spread for i in range(3)]
+        self.logits = [
+            torch.randn([VOCAB] * (i + 1), generator=draw, dtype=torch.float64) * spread
+            for i in range(3)
+        ]
 
     def joint(self, sampling: Sampling) -> Tensor:
         """The exact probability of every three tokens, [VOCAB, VOCAB, VOCAB]."""
@@ -113,7 +144,9 @@ class Table:
         return p[0][:, None, None] * p[1][:, :, None] * p[2]
 
     def after(self, written: Tensor, counts: Tensor) -> Tensor:
-        """Logits [N, VOCAB] of the token after the first counts[i] of written[i]; zeros from the fourth on."""
+        """Logits [N, VOCAB] of the token after the first counts[i] of written[i]; zeros from the
+        fourth on.
+        """
         out = torch.zeros(len(written), VOCAB, dtype=torch.float64)
         for i, table in enumerate(self.logits):
             here = counts == i
@@ -121,8 +154,12 @@ class Table:
         return out
 
 
-def _guesses(kind: str, table: Table, texts: Tensor, counts: Tensor, tree: Tree) -> tuple[Tensor, Tensor]:
-    """Node tokens [RUNS, n + 1], the root first and siblings all different, and the table's logits at every node."""
+def _guesses(
+    kind: str, table: Table, texts: Tensor, counts: Tensor, tree: Tree
+) -> tuple[Tensor, Tensor]:
+    """Node tokens [RUNS, n + 1], the root first and siblings all different, and the table's logits
+    at every node.
+    """
     tokens = torch.zeros(len(texts), tree.size + 1, dtype=torch.long)
     logits = []
     for node in range(tree.size + 1):
@@ -144,15 +181,21 @@ def _guesses(kind: str, table: Table, texts: Tensor, counts: Tensor, tree: Tree)
 
 
 def _decode(rule: Rule, kind: str, tree: Tree, sampling: Sampling, seed: int) -> float:
-    """Decode RUNS rows of three tokens by `rule`; the chi-square test's p-value against the exact joint."""
+    """Decode RUNS rows of three tokens by `rule`; the chi-square test's p-value against the exact
+    joint.
+    """
     table = Table(seed)
     generators = [torch.Generator().manual_seed(seed)] * RUNS
     written: list[list[int]] = [[] for _ in range(RUNS)]
     width = TOKENS + tree.max_depth + 1
     while min(len(row) for row in written) < TOKENS:
         texts = torch.tensor([row + [0] * (width - len(row)) for row in written])
-        tokens, logits = _guesses(kind, table, texts, torch.tensor([len(row) for row in written]), tree)
-        for row, accepted in zip(written, rule(tokens, logits, tree, sampling, generators), strict=True):
+        tokens, logits = _guesses(
+            kind, table, texts, torch.tensor([len(row) for row in written]), tree
+        )
+        for row, accepted in zip(
+            written, rule(tokens, logits, tree, sampling, generators), strict=True
+        ):
             row += accepted.tokens[1:]
             del row[TOKENS:]
     cells = torch.tensor([row[0] * VOCAB**2 + row[1] * VOCAB + row[2] for row in written])
@@ -167,22 +210,35 @@ KINDS = ["good", "bad", "adversarial", "random"]
 
 # the empty tree has no guesses of any kind
 @pytest.mark.parametrize(
-    ("tree", "kind"), [*itertools.product((name for name in TREES if name != "empty"), KINDS), ("empty", "good")]
+    ("tree", "kind"),
+    [*itertools.product((name for name in TREES if name != "empty"), KINDS), ("empty", "good")],
 )
 def test_three_tokens_follow_the_backbones_joint_distribution(tree: str, kind: str) -> None:
-    """The p-values of right rules are spread over [0, 1]; one below 1e-4 happens once in ten thousand tests."""
+    """The p-values of right rules are spread over [0, 1]; one below 1e-4 happens once in ten
+    thousand tests.
+    """
     sampling = SAMPLINGS[(list(TREES).index(tree) + len(kind)) % len(SAMPLINGS)]
     assert _decode(accept_rejection, kind, TREES[tree], sampling, seed=len(tree) + len(kind)) > 1e-4
 
 
-def _by_child(passes: Callable[[list[float], int], bool], left: Callable[[list[float], int], list[float]]) -> Rule:
-    """A rule that tries the children one by one, and draws from the residual of p if all are rejected."""
+def _by_child(
+    passes: Callable[[list[float], int], bool], left: Callable[[list[float], int], list[float]]
+) -> Rule:
+    """A rule that tries the children one by one, and draws from the residual of p if all are
+    rejected.
+    """
 
     def rule(
-        tokens: Tensor, logits: Tensor, tree: Tree, sampling: Sampling, generators: Sequence[torch.Generator]
+        tokens: Tensor,
+        logits: Tensor,
+        tree: Tree,
+        sampling: Sampling,
+        generators: Sequence[torch.Generator],
     ) -> list[Accepted]:
         decided = []
-        for guessed, at in zip(tokens.tolist(), sampling.warp(logits).softmax(-1).tolist(), strict=True):
+        for guessed, at in zip(
+            tokens.tolist(), sampling.warp(logits).softmax(-1).tolist(), strict=True
+        ):
             path, p = [0], at[0]
             children = list(tree.children[0])
             while children:
@@ -192,7 +248,9 @@ def _by_child(passes: Callable[[list[float], int], bool], left: Callable[[list[f
                     p, children = at[child], list(tree.children[child])
                 else:
                     p = left(p, guessed[child])
-            decided.append(Accepted(path, [*(guessed[i] for i in path), DICE.choices(range(VOCAB), p)[0]]))
+            decided.append(
+                Accepted(path, [*(guessed[i] for i in path), DICE.choices(range(VOCAB), p)[0]])
+            )
         return decided
 
     return rule
@@ -206,8 +264,12 @@ def _residual(p: list[float], token: int) -> list[float]:
 DICE = random.Random(0)
 WRONG = {
     "keeps the rejected child": _by_child(lambda p, x: DICE.random() < p[x], lambda p, x: p),
-    "takes top-k children for draws from a flat head": _by_child(lambda p, x: DICE.random() < p[x] * VOCAB, _residual),
-    "greedy": lambda tokens, logits, tree, sampling, generators: accept_greedy(tokens, logits, tree),
+    "takes top-k children for draws from a flat head": _by_child(
+        lambda p, x: DICE.random() < p[x] * VOCAB, _residual
+    ),
+    "greedy": lambda tokens, logits, tree, sampling, generators: accept_greedy(
+        tokens, logits, tree
+    ),
     "forgets the temperature": lambda tokens, logits, tree, sampling, generators: accept_rejection(
         tokens, logits, tree, Sampling(), generators
     ),

@@ -1,4 +1,6 @@
-"""Rows of a batch get the tokens that they get alone: in float64 exactly, for every family, length and ending."""
+"""Rows of a batch get the tokens that they get alone: in float64 exactly, for every family, length
+and ending.
+"""
 
 import gc
 import weakref
@@ -20,12 +22,20 @@ from medusa_train.trees.kv_cache import TreeCache
 from medusa_train.trees.tree import Tree
 from tests.families import FAMILIES, random_backbone
 
-PROMPTS = [[3, 14, 15, 9, 2, 6, 5, 35, 8, 9], [7], [20, 30, 40], [11, 12, 13, 14, 15, 16, 17], [5, 17, 40, 2]]
+PROMPTS = [
+    [3, 14, 15, 9, 2, 6, 5, 35, 8, 9],
+    [7],
+    [20, 30, 40],
+    [11, 12, 13, 14, 15, 16, 17],
+    [5, 17, 40, 2],
+]
 TREE = Tree.from_paths([(0,), (1,), (2,), (5,), (0, 0), (0, 3), (1, 0), (0, 0, 0), (1, 0, 2)])
 
 
 class OracleHeads(MedusaDraft):
-    """Heads that know the continuation at some steps, so that rows accept paths of different lengths."""
+    """Heads that know the continuation at some steps, so that rows accept paths of different
+    lengths.
+    """
 
     truth: dict[int, list[int]]
 
@@ -63,7 +73,9 @@ def test_every_row_gets_the_tokens_that_it_gets_alone(family: str, tree: Tree) -
     assert [out.tokens for out in together] == alone
     assert all(1 + out.steps + sum(out.accepted) >= 24 for out in together)
     if tree.size:
-        assert len({tuple(out.accepted) for out in together}) > 2  # rows differ, so that the comparison can fail
+        assert (
+            len({tuple(out.accepted) for out in together}) > 2
+        )  # rows differ, so that the comparison can fail
         assert sum(sum(out.accepted) for out in together) > 10
     else:
         assert [out.steps for out in together] == [23] * 5
@@ -80,7 +92,9 @@ def test_rows_end_at_different_times(tree: Tree) -> None:
     decoder = BatchDecoder(backbone, _draft(backbone, [out.tokens for out in alone]), tree)
     for _ in range(2):
         together = decoder.generate_batch(PROMPTS, 18, eos)
-        assert [(out.tokens, out.finish) for out in together] == [(out.tokens, out.finish) for out in expected]
+        assert [(out.tokens, out.finish) for out in together] == [
+            (out.tokens, out.finish) for out in expected
+        ]
     assert len({len(out.tokens) for out in together}) > 2
     for out in together:
         assert len(out.accepted) == out.steps
@@ -90,8 +104,14 @@ def test_rows_end_at_different_times(tree: Tree) -> None:
 def test_the_end_of_the_context_and_errors() -> None:
     backbone = random_backbone("qwen3")
     backbone.max_context = 12
-    out = BatchDecoder(backbone, _draft(backbone), TREE).generate_batch([PROMPTS[0], [4], list(range(2, 14))], 30)
-    assert [(len(row.tokens), row.finish) for row in out] == [(3, "context"), (12, "context"), (1, "context")]
+    out = BatchDecoder(backbone, _draft(backbone), TREE).generate_batch(
+        [PROMPTS[0], [4], list(range(2, 14))], 30
+    )
+    assert [(len(row.tokens), row.finish) for row in out] == [
+        (3, "context"),
+        (12, "context"),
+        (1, "context"),
+    ]
     decoder = BatchDecoder(backbone)
     assert decoder.generate_batch([], 5) == []
     with pytest.raises(MedusaError, match="13 tokens, but the model's context is 12"):
@@ -115,13 +135,17 @@ def streamed(
     first: int | None = None,
     queue: Sequence[list[int]] = QUEUE,
 ) -> tuple[list[Generation], list[int]]:
-    """Answers to `queue`, at most `rows` at a time, refilled when `wanted` rows are free; number of rows of each pass.
+    """Answers to `queue`, at most `rows` at a time, refilled when `wanted` rows are free; number of
+    rows of each pass.
 
     With `first` the batch starts with that many, and one more joins before each step.
     """
     batch = decoder.begin(max_new_tokens, eos, rule)
     generator = (torch.Generator().manual_seed(seed) for seed in range(len(queue)))
-    coming = [PendingRequest(n, prompt, next(generator) if rule else None) for n, prompt in enumerate(queue)]
+    coming = [
+        PendingRequest(n, prompt, next(generator) if rule else None)
+        for n, prompt in enumerate(queue)
+    ]
     answers: dict[int, Generation] = {}
     sizes = []
     while coming or batch.active:
@@ -146,9 +170,13 @@ def test_rows_that_join_late_get_the_tokens_that_they_get_alone(family: str, wan
     free = [Decoder(backbone).generate(prompt, 14, ()).tokens for prompt in QUEUE]
     eos = [free[0][2], free[3][5], free[5][9]]
     alone = [Decoder(backbone).generate(prompt, 14, eos) for prompt in QUEUE]
-    assert len({len(out.tokens) for out in alone}) > 3  # so that rows join others of different length
+    assert (
+        len({len(out.tokens) for out in alone}) > 3
+    )  # so that rows join others of different length
     answers, sizes = streamed(BatchDecoder(backbone), 14, eos, wanted=wanted)
-    assert [(out.tokens, out.finish, out.steps) for out in answers] == [(o.tokens, o.finish, o.steps) for o in alone]
+    assert [(out.tokens, out.finish, out.steps) for out in answers] == [
+        (o.tokens, o.finish, o.steps) for o in alone
+    ]
     assert all(0 < out.prefill_seconds <= out.seconds for out in answers)
     assert max(sizes) == 3
     assert sum(sizes) == sum(out.steps for out in alone)
@@ -176,8 +204,12 @@ def test_requests_that_cannot_be_added() -> None:
         batch.add_requests([PendingRequest(1, [3]), PendingRequest(2, list(range(13)))])
     assert len(batch.active) == 1
     batch.add_requests([PendingRequest(3, [3])])
-    assert [(request_id, out.tokens) for request_id, out in [step for _ in range(3) for step in batch.step()]] == [
-        (request_id, Decoder(backbone).generate(prompt, 4, ()).tokens) for request_id, prompt in ((0, [1, 2]), (3, [3]))
+    assert [
+        (request_id, out.tokens)
+        for request_id, out in [step for _ in range(3) for step in batch.step()]
+    ] == [
+        (request_id, Decoder(backbone).generate(prompt, 4, ()).tokens)
+        for request_id, prompt in ((0, [1, 2]), (3, [3]))
     ]
     longrope = BatchDecoder(random_backbone("phi3-longrope")).begin(4)
     longrope.add_requests([PendingRequest(0, [1, 2])])
@@ -194,7 +226,9 @@ def test_prompts_of_similar_length_are_grouped(monkeypatch: pytest.MonkeyPatch) 
 
 
 class SingleRowPass:
-    """Stands for passes compiled for a single row; with the memory of a batch they would be compiled again."""
+    """Stands for passes compiled for a single row; with the memory of a batch they would be
+    compiled again.
+    """
 
     calls = 0
 
@@ -208,12 +242,16 @@ class SingleRowPass:
 def test_the_last_row_of_a_batch_does_not_use_passes_compiled_for_a_single_row() -> None:
     backbone = random_backbone("llama")
     alone = [Decoder(backbone).generate(prompt, 12, ()).tokens for prompt in PROMPTS[:2]]
-    eos = [next(token for token in alone[0] if token not in alone[1])]  # the first row ends before the second
+    eos = [
+        next(token for token in alone[0] if token not in alone[1])
+    ]  # the first row ends before the second
     expected = [Decoder(backbone).generate(prompt, 12, eos).tokens for prompt in PROMPTS[:2]]
     assert len(expected[0]) < len(expected[1])
     compiled = SingleRowPass()
     backbone.compiled = compiled  # type: ignore[assignment]
-    assert [out.tokens for out in BatchDecoder(backbone).generate_batch(PROMPTS[:2], 12, eos)] == expected
+    assert [
+        out.tokens for out in BatchDecoder(backbone).generate_batch(PROMPTS[:2], 12, eos)
+    ] == expected
     assert compiled.calls == 0
 
 

@@ -1,4 +1,6 @@
-"""The settings of a backbone with their record in tree.json, and the decoding that the keys describe."""
+"""The settings of a backbone with their record in tree.json, and the decoding that the keys
+describe.
+"""
 
 import json
 from dataclasses import replace
@@ -11,7 +13,12 @@ import torch
 from medusa_train.config.schema import EvalConfig
 from medusa_train.errors import CheckpointError
 from medusa_train.inference.accept import Rule, Typical
-from medusa_train.inference.decoding_settings import DecodingMode, DecodingSettings, describe_mode, mode_of
+from medusa_train.inference.decoding_settings import (
+    DecodingMode,
+    DecodingSettings,
+    describe_mode,
+    mode_of,
+)
 from medusa_train.inference.sampling import Sampling
 from medusa_train.models.loading import quantization_of
 from medusa_train.models.lora import Adapter, LoraSpec
@@ -21,7 +28,12 @@ from tests.families import random_backbone
 
 def test_the_form_of_a_backbone_on_this_machine() -> None:
     form = DecodingSettings.of(random_backbone("llama", dtype=torch.bfloat16))
-    assert (form.dtype, form.quantization, form.merged, form.compiled) == ("bfloat16", None, True, False)
+    assert (form.dtype, form.quantization, form.merged, form.compiled) == (
+        "bfloat16",
+        None,
+        True,
+        False,
+    )
     assert form.device == "cpu"
     assert form.device_name
     assert form.threads == torch.get_num_threads()
@@ -45,7 +57,9 @@ def test_an_adapter_beside_the_weights_is_another_form_until_it_is_merged() -> N
     ],
 )
 def test_names_of_quantizations(config: dict[str, object], name: str) -> None:
-    model = SimpleNamespace(is_quantized=True, config=SimpleNamespace(quantization_config=SimpleNamespace(**config)))
+    model = SimpleNamespace(
+        is_quantized=True, config=SimpleNamespace(quantization_config=SimpleNamespace(**config))
+    )
     assert quantization_of(model) == name
     model.is_quantized = False
     assert quantization_of(model) is None
@@ -70,7 +84,10 @@ def test_tree_json_records_the_form(tmp_path: Path) -> None:
 
 
 def test_older_trees_on_a_gpu_were_fitted_to_graphs_where_they_say_compiled(tmp_path: Path) -> None:
-    path, settings = tmp_path / "tree.json", DecodingSettings("float16", None, True, True, "cuda", "A GPU", None)
+    path, settings = (
+        tmp_path / "tree.json",
+        DecodingSettings("float16", None, True, True, "cuda", "A GPU", None),
+    )
     record = settings.record()
     del record["form"]["graphs"]
     Tree.chain(2).save(path, **record)
@@ -105,7 +122,13 @@ def test_a_damaged_tree_file_is_named(tmp_path: Path) -> None:
             "b-sampling-t0.7-top_p0.9-top_k50",
         ),
         (
-            {"acceptance": "typical", "temperature": 1, "delta": 0.2, "top_p": 0.9, "batch_size": 2},
+            {
+                "acceptance": "typical",
+                "temperature": 1,
+                "delta": 0.2,
+                "top_p": 0.9,
+                "batch_size": 2,
+            },
             Typical(1.0, 0.09, 0.2),
             Sampling(1.0),
             "typical acceptance at temperature 1 (epsilon 0.09, delta 0.2), in batches of 2",
@@ -125,12 +148,18 @@ def test_what_the_keys_mean(
 
 
 def test_reports_in_different_modes_never_share_a_directory() -> None:
-    modes = [{"acceptance": rule, "temperature": t} for rule in ("sampling", "typical") for t in (0.7, 1.0)]
+    modes = [
+        {"acceptance": rule, "temperature": t}
+        for rule in ("sampling", "typical")
+        for t in (0.7, 1.0)
+    ]
     modes += [{"acceptance": "typical", name: 0.05} for name in ("epsilon", "delta")]
     modes += [{}, {"acceptance": "sampling", "seed": 7}, {"acceptance": "sampling", "top_k": 5}]
     names = [DecodingMode.from_config(EvalConfig(**keys)).directory_name("b") for keys in modes]
     assert len(set(names)) == len(names)
-    assert DecodingMode().directory_name("b", "prompt_lookup", "dynamic") == "b-prompt_lookup-dynamic"
+    assert (
+        DecodingMode().directory_name("b", "prompt_lookup", "dynamic") == "b-prompt_lookup-dynamic"
+    )
 
 
 def test_older_reports_are_of_greedy_decoding() -> None:

@@ -13,14 +13,18 @@ TEXT = "Grüße, 世界! 👩‍🚀 went   up.\n  Ends here…"
 
 def _byte_level() -> Any:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(["<eos>", *alphabet])}, merges=[]))
+    tokenizer = Tokenizer(
+        models.BPE(vocab={t: i for i, t in enumerate(["<eos>", *alphabet])}, merges=[])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
 
 
 def _sentence_pieces() -> Any:
-    """Like Llama's tokenizer: a leading space is part of the token, and that of the first token is dropped."""
+    """Like Llama's tokenizer: a leading space is part of the token, and that of the first token is
+    dropped.
+    """
     pieces = [
         "<eos>",
         "<unk>",
@@ -35,10 +39,20 @@ def _sentence_pieces() -> Any:
         *(f"<0x{byte:02X}>" for byte in range(256)),
     ]
     tokenizer = Tokenizer(
-        models.BPE(vocab={t: i for i, t in enumerate(pieces)}, merges=[], byte_fallback=True, unk_token="<unk>")
+        models.BPE(
+            vocab={t: i for i, t in enumerate(pieces)},
+            merges=[],
+            byte_fallback=True,
+            unk_token="<unk>",
+        )
     )
     tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>")
 
@@ -47,7 +61,9 @@ def _ids(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer(text)["input_ids"])
 
 
-def _stream(tokenizer: Any, ids: list[int], stop: list[str] | None = None) -> tuple[list[str], TextStream]:
+def _stream(
+    tokenizer: Any, ids: list[int], stop: list[str] | None = None
+) -> tuple[list[str], TextStream]:
     stream = TextStream(tokenizer, stop or [])
     pieces = []
     for token in ids:
@@ -93,7 +109,11 @@ def test_an_unfinished_character_comes_at_the_end() -> None:
 
 @pytest.mark.parametrize(
     ("stop", "shown"),
-    [(["went"], TEXT.split("went")[0]), (["界!", "。"], "Grüße, 世"), (["up.\n\n", "up.\n  E"], TEXT.split("up.")[0])],
+    [
+        (["went"], TEXT.split("went")[0]),
+        (["界!", "。"], "Grüße, 世"),
+        (["up.\n\n", "up.\n  E"], TEXT.split("up.")[0]),
+    ],
 )
 def test_nothing_of_a_stop_string_is_shown(stop: list[str], shown: str) -> None:
     tokenizer = _byte_level()
@@ -113,7 +133,16 @@ def test_the_beginning_of_a_stop_string_is_held_back() -> None:
 
 def test_token_pieces_include_special_tokens_and_never_split_a_character() -> None:
     tokenizer = _byte_level()
-    assert token_pieces(tokenizer, [*_ids(tokenizer, "Größe"), 0]) == ("G", "r", "", "ö", "", "ß", "e", "<eos>")
+    assert token_pieces(tokenizer, [*_ids(tokenizer, "Größe"), 0]) == (
+        "G",
+        "r",
+        "",
+        "ö",
+        "",
+        "ß",
+        "e",
+        "<eos>",
+    )
 
 
 def test_token_pieces_of_an_unfinished_character() -> None:
@@ -127,4 +156,8 @@ def test_reasoning_tags_stay_where_they_are_special_tokens() -> None:
     tokenizer.add_special_tokens({"additional_special_tokens": ["</think>", "<pad>"]})
     tokens = tokenizer("<pad>a</think>b<eos>")["input_ids"]
     stream = TextStream(tokenizer)
-    assert "".join([*map(stream.push, tokens), stream.finish()]) == answer_text(tokenizer, tokens) == "a</think>b"
+    assert (
+        "".join([*map(stream.push, tokens), stream.finish()])
+        == answer_text(tokenizer, tokens)
+        == "a</think>b"
+    )

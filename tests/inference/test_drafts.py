@@ -1,4 +1,6 @@
-"""Every draft: output equality, greedy and sampled, alone and in batches; simulation; training states; files."""
+"""Every draft: output equality, greedy and sampled, alone and in batches; simulation; training
+states; files.
+"""
 
 from pathlib import Path
 
@@ -21,8 +23,8 @@ from tests.families import random_backbone
 from tests.inference.chi_square import check_lossless, five_token_backbone
 from tests.inference.equality import check_equals_plain
 
-#: Small drafts of each kind; `hydra++` has a prefix layer, `medusa-markov` a bias that depends on the token before,
-#: `kangaroo-mlp` an lm_head of its own and no attention.
+#: Small drafts of each kind; `hydra++` has a prefix layer, `medusa-markov` a bias that depends on
+# the token before, : `kangaroo-mlp` an lm_head of its own and no attention.
 SETTINGS: dict[str, dict[str, object]] = {
     "medusa": {"num_heads": 3, "num_layers": 1, "share_lm_head": False},
     "medusa-markov": {"num_heads": 3, "num_layers": 1, "share_lm_head": True, "markov_rank": 4},
@@ -30,7 +32,13 @@ SETTINGS: dict[str, dict[str, object]] = {
     "hydra++": {"num_heads": 3, "num_layers": 1, "prefix_layer": True, "dropout": 0.0},
     "amphista": {"num_heads": 4, "auto_blocks": 1, "adaptation_layers": 2, "sampled_token": True},
     "kangaroo": {"num_heads": 3, "exit_layer": 1, "threshold": 0.3},
-    "kangaroo-mlp": {"num_heads": 3, "exit_layer": 1, "mlp_size": 24, "attention": False, "share_lm_head": False},
+    "kangaroo-mlp": {
+        "num_heads": 3,
+        "exit_layer": 1,
+        "mlp_size": 24,
+        "attention": False,
+        "share_lm_head": False,
+    },
     "eagle3": {"num_heads": 3, "train_steps": 2, "layers": [1, 1, 2]},
 }
 KINDS = list(SETTINGS)
@@ -52,15 +60,22 @@ def random_draft(kind: str, backbone: Backbone, spread: float = 0.03) -> Draft:
     draft = DRAFTS[draft_of(kind)].from_backbone(backbone, **SETTINGS[kind])
     torch.manual_seed(1)
     with torch.no_grad():
-        for name, parameter in draft.named_parameters():  # a product of two matrices is smaller than either
-            parameter.add_(torch.randn_like(parameter) * (0.3 if name.startswith("markov") else spread))
+        for (
+            name,
+            parameter,
+        ) in draft.named_parameters():  # a product of two matrices is smaller than either
+            parameter.add_(
+                torch.randn_like(parameter) * (0.3 if name.startswith("markov") else spread)
+            )
     return draft.eval()
 
 
 @pytest.mark.parametrize("tree", [Tree.chain(3), TREE], ids=["chain", "sparse"])
 @pytest.mark.parametrize("family", ["llama", "mistral-window", "qwen3"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_greedy_text_equals_plain_decoding_alone_and_in_a_batch(kind: str, family: str, tree: Tree) -> None:
+def test_greedy_text_equals_plain_decoding_alone_and_in_a_batch(
+    kind: str, family: str, tree: Tree
+) -> None:
     backbone = random_backbone(family)
     check_equals_plain(backbone, random_draft(kind, backbone), PROMPTS, tree)
 
@@ -74,7 +89,9 @@ def test_sampled_text_follows_the_backbones_distribution(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_traced_ranks_are_those_of_decoding(kind: str) -> None:
-    """At the start of each step, the ranks of the following tokens are the path that a full tree accepts."""
+    """At the start of each step, the ranks of the following tokens are the path that a full tree
+    accepts.
+    """
     backbone = random_backbone("llama")
     draft = random_draft(kind, backbone)
     prompt = PROMPTS[0]
@@ -92,7 +109,9 @@ def test_traced_ranks_are_those_of_decoding(kind: str) -> None:
 
 @pytest.mark.parametrize("rule", [None, Sampling(0.4)], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_simulation_along_an_answer_gives_the_steps_that_decoded_it(kind: str, rule: Sampling | None) -> None:
+def test_simulation_along_an_answer_gives_the_steps_that_decoded_it(
+    kind: str, rule: Sampling | None
+) -> None:
     """Cut last steps, answers that end with an end-of-text token, and sampled answers included."""
     backbone = random_backbone("llama")
     draft = random_draft(kind, backbone)
@@ -100,9 +119,15 @@ def test_simulation_along_an_answer_gives_the_steps_that_decoded_it(kind: str, r
     endings, accepted = set(), 0
     for tree in (Tree.chain(3), TREE):
         lengths = AcceptedLength(tree)
-        generators = None if rule is None else [torch.Generator().manual_seed(seed) for seed in range(len(PROMPTS))]
+        generators = (
+            None
+            if rule is None
+            else [torch.Generator().manual_seed(seed) for seed in range(len(PROMPTS))]
+        )
         with draft.no_early_exit():
-            outs = BatchDecoder(backbone, draft, tree).generate_batch(PROMPTS, 30, stops, rule, generators)
+            outs = BatchDecoder(backbone, draft, tree).generate_batch(
+                PROMPTS, 30, stops, rule, generators
+            )
         for prompt, out in zip(PROMPTS, outs, strict=True):
             trace = trace_answer(backbone, draft, prompt, out.tokens)
             assert [lengths[trace.path(start)] for start in trace.simulate(lengths)] == out.accepted
@@ -133,10 +158,15 @@ def test_training_states_have_the_shapes_that_losses_read(kind: str) -> None:
     feats = backbone.run(tokens, need=draft.needs)
     states = list(draft.head_states(feats, Rows.from_tokens(tokens)))
     assert len(states) == draft.trained_heads
-    assert len(list(draft.teacher_forced_states(feats, Rows.from_tokens(tokens)))) == draft.num_heads
+    assert (
+        len(list(draft.teacher_forced_states(feats, Rows.from_tokens(tokens)))) == draft.num_heads
+    )
     width = 32 + (SETTINGS[kind].get("markov_rank") or 0)  # type: ignore[operator]
     assert {tuple(state.shape) for state in states} == {(2, 6, width)}
-    sum(draft.lm_head(k).logits(state).logsumexp(-1).mean() for k, state in enumerate(states, start=1)).backward()
+    sum(
+        draft.lm_head(k).logits(state).logsumexp(-1).mean()
+        for k, state in enumerate(states, start=1)
+    ).backward()
     assert all(parameter.grad is not None for parameter in draft.parameters())
 
 
@@ -146,21 +176,29 @@ def test_documents_of_a_packed_row_are_computed_as_alone(kind: str, family: str)
     """At all positions that have a target."""
     backbone = random_backbone(family)
     draft = random_draft(kind, backbone, spread=0.1)
-    documents = [torch.arange(first, first + length)[None] for first, length in ((2, 9), (20, 4), (30, 6))]
+    documents = [
+        torch.arange(first, first + length)[None] for first, length in ((2, 9), (20, 4), (30, 6))
+    ]
     lengths = [document.shape[1] for document in documents]
     positions = torch.cat([*map(torch.arange, lengths), torch.arange(2)])[None]
     segments = torch.tensor([[0] * 9 + [1] * 4 + [2] * 6 + [-1] * 2])
-    packed = Rows(torch.cat([*documents, torch.zeros(1, 2, dtype=torch.long)], dim=1), positions, segments)
+    packed = Rows(
+        torch.cat([*documents, torch.zeros(1, 2, dtype=torch.long)], dim=1), positions, segments
+    )
     feats = backbone.run(packed.tokens, positions=positions, segments=segments, need=draft.needs)
     together = [states.split([*lengths, 2], dim=1) for states in draft.head_states(feats, packed)]
     for index, tokens in enumerate(documents):
         alone = draft.head_states(backbone.run(tokens, need=draft.needs), Rows.from_tokens(tokens))
         for k, expected in enumerate(alone, start=1):
-            torch.testing.assert_close(together[k - 1][index][:, : -k - 1], expected[:, : -k - 1], atol=1e-6, rtol=0)
+            torch.testing.assert_close(
+                together[k - 1][index][:, : -k - 1], expected[:, : -k - 1], atol=1e-6, rtol=0
+            )
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_saved_drafts_load_unchanged_and_without_backbone_weights(kind: str, tmp_path: Path) -> None:
+def test_saved_drafts_load_unchanged_and_without_backbone_weights(
+    kind: str, tmp_path: Path
+) -> None:
     backbone = random_backbone("mistral", dtype=torch.float32)
     draft = random_draft(kind, backbone)
     trainable = sum(parameter.numel() for parameter in draft.parameters())
@@ -170,6 +208,9 @@ def test_saved_drafts_load_unchanged_and_without_backbone_weights(kind: str, tmp
     expected = draft.state_dict()
     assert set(loaded.state_dict()) == set(expected)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in loaded.state_dict().items())
-    assert sum(path.stat().st_size for path in (tmp_path / "heads").glob("*.safetensors")) < 4 * trainable + 20_000
+    assert (
+        sum(path.stat().st_size for path in (tmp_path / "heads").glob("*.safetensors"))
+        < 4 * trainable + 20_000
+    )
     with pytest.raises(CheckpointError, match="somebody/model"):
         load_draft(tmp_path / "heads", random_backbone("llama", hidden_size=48))

@@ -1,4 +1,6 @@
-"""Dynamic trees of EAGLE-3: the nodes against an enumeration of all paths, equal output, lossless sampling."""
+"""Dynamic trees of EAGLE-3: the nodes against an enumeration of all paths, equal output, lossless
+sampling.
+"""
 
 import itertools
 
@@ -30,12 +32,18 @@ def dynamic_draft(backbone: Backbone, size: Limits = SIZE) -> Eagle3Draft:
     return draft.with_dynamic_trees(size)
 
 
-def enumerated(draft: Eagle3Draft, backbone: Backbone, text: list[int], size: Limits, k: int) -> dict[Ranks, float]:
-    """The paths of tokens that EAGLE-2 chooses below the last token of `text`, with their probabilities."""
+def enumerated(
+    draft: Eagle3Draft, backbone: Backbone, text: list[int], size: Limits, k: int
+) -> dict[Ranks, float]:
+    """The paths of tokens that EAGLE-2 chooses below the last token of `text`, with their
+    probabilities.
+    """
 
     def children(path: Ranks) -> dict[Ranks, float]:
         rows = Rows.from_tokens(torch.tensor([[*text, *path]]))
-        states = list(draft.teacher_forced_states(backbone.run(rows.tokens, need=draft.needs), rows))[len(path)]
+        states = list(
+            draft.teacher_forced_states(backbone.run(rows.tokens, need=draft.needs), rows)
+        )[len(path)]
         head = draft.lm_head(1)
         best = head.logits(states[0, len(text) - 2]).softmax(-1).topk(k)
         tokens = head.tokens_of(best.indices).tolist()
@@ -46,11 +54,16 @@ def enumerated(draft: Eagle3Draft, backbone: Backbone, text: list[int], size: Li
         expanded = sorted(level, key=level.__getitem__, reverse=True)[:k]
         level = {path: level[one] * p for one in expanded for path, p in children(one).items()}
         drafted |= level
-    return {path: drafted[path] for path in sorted(drafted, key=drafted.__getitem__, reverse=True)[: size.size]}
+    return {
+        path: drafted[path]
+        for path in sorted(drafted, key=drafted.__getitem__, reverse=True)[: size.size]
+    }
 
 
 @pytest.mark.parametrize("size", [Limits(9, 3), Limits(2, 2), Limits(40, 3), Limits(5, 1)])
-@pytest.mark.parametrize(("family", "reduced"), [("llama", False), ("gemma2", False), ("qwen3", True)])
+@pytest.mark.parametrize(
+    ("family", "reduced"), [("llama", False), ("gemma2", False), ("qwen3", True)]
+)
 def test_nodes_are_those_of_an_enumeration_of_all_paths(
     family: str, reduced: bool, size: Limits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -68,12 +81,18 @@ def test_nodes_are_those_of_an_enumeration_of_all_paths(
     cache = BatchCache(backbone.num_layers, 40)
     feats = backbone.run(prompts, cache=cache, need=draft.needs)
     cache.commit_rows([4, 4, 4])
-    proposal = draft.propose(draft.start(feats, prompts, [4, 4, 4], cache), torch.tensor(roots), TREE)
+    proposal = draft.propose(
+        draft.start(feats, prompts, [4, 4, 4], cache), torch.tensor(roots), TREE
+    )
     shapes = set()
     for row, root in enumerate(roots):
         tree, tokens = proposal.tree.row(row), proposal.tokens[row].tolist()
-        paths = [tuple(tokens[node] for node in tree.path_nodes(i)[1:]) for i in range(1, tree.size + 1)]
-        expected = enumerated(draft, backbone, [*prompts[row].tolist(), root], size, min(3, size.size))
+        paths = [
+            tuple(tokens[node] for node in tree.path_nodes(i)[1:]) for i in range(1, tree.size + 1)
+        ]
+        expected = enumerated(
+            draft, backbone, [*prompts[row].tolist(), root], size, min(3, size.size)
+        )
         assert tokens[0] == root
         assert set(paths) == set(expected)
         assert len(paths) == min(size.size, 3 + 9 * (size.depth - 1))
@@ -86,7 +105,10 @@ def test_equal_products_go_to_the_parent() -> None:
     backbone = random_backbone("llama")
     draft = dynamic_draft(backbone, Limits(3, 3))
     draft.lm_heads[0].weight.data.mul_(1e6)
-    feats, tokens = backbone.run(torch.tensor([[3, 14, 15]]), need=draft.needs), torch.tensor([[3, 14, 15]])
+    feats, tokens = (
+        backbone.run(torch.tensor([[3, 14, 15]]), need=draft.needs),
+        torch.tensor([[3, 14, 15]]),
+    )
     state = draft.start(feats, tokens, [3], backbone.new_cache(30))
     assert draft.propose(state, torch.tensor([5]), TREE).tree.row(0).parent_list == [-1, 0, 1, 2]
 
@@ -105,11 +127,17 @@ def test_greedy_text_equals_plain_decoding_alone_and_in_a_batch(
         return proposals[-1]
 
     monkeypatch.setattr(heads, "propose", spy)
-    draft: Proposer = MergedDraft(heads, PromptLookupDraft(max_ngram=2, max_tokens=4, nodes=4)) if merged else heads
+    draft: Proposer = (
+        MergedDraft(heads, PromptLookupDraft(max_ngram=2, max_tokens=4, nodes=4))
+        if merged
+        else heads
+    )
     alone, _ = check_equals_plain(backbone, draft, PROMPTS, TREE, 30)
     assert sum(sum(out.accepted) for out in alone) > 5
     assert {one.tree.size for one in proposals} == {9}
-    rows = itertools.chain.from_iterable(map(one.tree.row, range(len(one.tokens))) for one in proposals)
+    rows = itertools.chain.from_iterable(
+        map(one.tree.row, range(len(one.tokens))) for one in proposals
+    )
     assert len({tuple(row.parent_list) for row in rows}) > 3
 
 
@@ -120,5 +148,7 @@ def test_sampled_text_follows_the_backbones_distribution() -> None:
 
 
 def test_trees_deeper_than_the_draft_are_refused() -> None:
-    with pytest.raises(MedusaError, match="the dynamic trees are 4 deep, but the draft has 3 heads"):
+    with pytest.raises(
+        MedusaError, match="the dynamic trees are 4 deep, but the draft has 3 heads"
+    ):
         dynamic_draft(random_backbone("llama"), Limits(9, 4))

@@ -1,4 +1,6 @@
-"""Tree decoding equals plain decoding: in float64 exactly, for every family, tree shape and edge case."""
+"""Tree decoding equals plain decoding: in float64 exactly, for every family, tree shape and edge
+case.
+"""
 
 from collections.abc import Sequence
 
@@ -21,17 +23,23 @@ from tests.families import FAMILIES, random_backbone
 
 TREES = {
     "cartesian": Tree.cartesian([3, 2, 2]),
-    "sparse": Tree.from_paths([(0,), (1,), (2,), (5,), (0, 0), (0, 3), (1, 0), (0, 0, 0), (0, 0, 0, 1), (1, 0, 2)]),
+    "sparse": Tree.from_paths(
+        [(0,), (1,), (2,), (5,), (0, 0), (0, 3), (1, 0), (0, 0, 0), (0, 0, 0, 1), (1, 0, 2)]
+    ),
     "chain": Tree.chain(4),
 }
 
 
 class OracleDraft(Draft):
-    """Proposes the true continuation at one rank path among wrong guesses, so that paths are accepted."""
+    """Proposes the true continuation at one rank path among wrong guesses, so that paths are
+    accepted.
+    """
 
     num_heads = 4
 
-    def __init__(self, prompt: list[int], answer: list[int], vocab: int, *, wrong_every: int = 0) -> None:
+    def __init__(
+        self, prompt: list[int], answer: list[int], vocab: int, *, wrong_every: int = 0
+    ) -> None:
         super().__init__()
         self.text = prompt + answer
         self.start_at = len(prompt)
@@ -45,7 +53,9 @@ class OracleDraft(Draft):
     def lm_head(self, k: int):  # type: ignore[no-untyped-def]
         raise AssertionError("not for training")
 
-    def start(self, feats: Features, tokens: Tensor, lengths: Sequence[int], cache: TreeCache) -> int:
+    def start(
+        self, feats: Features, tokens: Tensor, lengths: Sequence[int], cache: TreeCache
+    ) -> int:
         return self.start_at
 
     def propose(self, state: int, roots: Tensor, tree: Tree) -> Proposal:
@@ -58,7 +68,9 @@ class OracleDraft(Draft):
             tokens.append(truth if right else (truth + 1 + path[-1]) % self.vocab)
         return Proposal(torch.tensor([tokens]), tree)
 
-    def advance(self, state: int, feats: Features, proposal: Proposal, paths: Sequence[Sequence[int]]) -> int:
+    def advance(
+        self, state: int, feats: Features, proposal: Proposal, paths: Sequence[Sequence[int]]
+    ) -> int:
         return state + len(paths[0])
 
     def select_rows(self, state: int, rows: Sequence[int]) -> int:
@@ -80,7 +92,9 @@ def _plain(backbone: Backbone, prompt: list[int], count: int) -> list[int]:
     ids = list(prompt)
     with torch.no_grad():
         for _ in range(count):
-            ids.append(int(backbone.model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+            ids.append(
+                int(backbone.model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax())
+            )
     return ids[len(prompt) :]
 
 
@@ -100,7 +114,10 @@ def test_tree_decoding_equals_plain_decoding(family: str, tree: str) -> None:
     backbone = random_backbone(family)
     prompt = [3, 14, 15, 9, 2, 6, 5, 35, 8, 9]
     plain = Decoder(backbone).generate(prompt, 40)
-    assert Decoder(backbone, _trained_like(backbone), TREES[tree]).generate(prompt, 40).tokens == plain.tokens
+    assert (
+        Decoder(backbone, _trained_like(backbone), TREES[tree]).generate(prompt, 40).tokens
+        == plain.tokens
+    )
     oracle = OracleDraft(prompt, plain.tokens, backbone.vocab_size, wrong_every=5)
     guided = Decoder(backbone, oracle, TREES[tree]).generate(prompt, 40)
     assert guided.tokens == plain.tokens
@@ -112,7 +129,9 @@ def test_a_right_draft_is_accepted_to_the_full_depth() -> None:
     backbone = random_backbone("llama")
     prompt = [7, 7, 30]
     plain = Decoder(backbone).generate(prompt, 33)
-    out = Decoder(backbone, OracleDraft(prompt, plain.tokens, backbone.vocab_size), Tree.chain(4)).generate(prompt, 31)
+    out = Decoder(
+        backbone, OracleDraft(prompt, plain.tokens, backbone.vocab_size), Tree.chain(4)
+    ).generate(prompt, 31)
     assert out.tokens == plain.tokens[:31]
     assert out.accepted == [4] * 6
 
@@ -175,7 +194,9 @@ def test_the_empty_tree_computes_no_heads() -> None:
             raise AssertionError("a head was computed")
 
     draft = Untouchable(backbone.hidden_size, backbone.vocab_size)
-    assert Decoder(backbone, draft, Tree.empty()).generate([4, 5], 8).tokens == _plain(backbone, [4, 5], 8)
+    assert Decoder(backbone, draft, Tree.empty()).generate([4, 5], 8).tokens == _plain(
+        backbone, [4, 5], 8
+    )
 
 
 class _Scalars(TorchDispatchMode):
@@ -190,11 +211,18 @@ class _Scalars(TorchDispatchMode):
 
 @pytest.mark.parametrize(
     ("rule", "reads"),
-    [(None, 1), (Sampling(0.8, top_k=9), 1), (Sampling(0.8, top_k=9, top_p=0.9), 2), (Typical(), 1)],
+    [
+        (None, 1),
+        (Sampling(0.8, top_k=9), 1),
+        (Sampling(0.8, top_k=9, top_p=0.9), 2),
+        (Typical(), 1),
+    ],
     ids=["greedy", "sampling", "nucleus", "typical"],
 )
 @pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma2"])
-def test_a_step_waits_for_the_device_once(family: str, rule: Rule, reads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_waits_for_the_device_once(
+    family: str, rule: Rule, reads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Top-p reads once more: whether the nucleus needs more than the largest logits."""
     backbone = random_backbone(family)
     lists: list[Tensor] = []

@@ -1,4 +1,6 @@
-"""Early-exit drafting: plain decoding's tokens, first layers run once per token, the paper's chains and their ends."""
+"""Early-exit drafting: plain decoding's tokens, first layers run once per token, the paper's chains
+and their ends.
+"""
 
 from io import StringIO
 from itertools import count
@@ -28,12 +30,16 @@ from tests.inference.test_drafts import PROMPTS
 TREES = {
     "chain": Tree.chain(5),
     "wide": Tree.cartesian([3, 2, 2]),
-    "sparse": Tree.from_paths([(0,), (1,), (2,), (5,), (0, 0), (0, 3), (1, 0), (0, 0, 0), (0, 0, 0, 1), (1, 0, 2)]),
+    "sparse": Tree.from_paths(
+        [(0,), (1,), (2,), (5,), (0, 0), (0, 3), (1, 0), (0, 0, 0), (0, 0, 0, 1), (1, 0, 2)]
+    ),
 }
 
 
 def settled(family: str, first: int = 1, sharpness: float = 1.0) -> Backbone:
-    """A random model whose later layers add little, so that an early exit is often right and sometimes wrong."""
+    """A random model whose later layers add little, so that an early exit is often right and
+    sometimes wrong.
+    """
     backbone = random_backbone(family)
     with torch.no_grad():
         backbone.output_embeddings.weight.mul_(sharpness)
@@ -41,12 +47,17 @@ def settled(family: str, first: int = 1, sharpness: float = 1.0) -> Backbone:
             for name, parameter in layer.named_parameters():
                 if name.endswith(("o_proj.weight", "down_proj.weight")):
                     parameter.mul_(0.25)
-                if name.startswith(("post_attention_layernorm", "post_feedforward_layernorm")) and family == "olmo2":
+                if (
+                    name.startswith(("post_attention_layernorm", "post_feedforward_layernorm"))
+                    and family == "olmo2"
+                ):
                     parameter.mul_(0.25)
     return backbone
 
 
-def early_exit(backbone: Backbone, kind: type[KangarooDraft] = KangarooDraft, **settings: Any) -> Any:
+def early_exit(
+    backbone: Backbone, kind: type[KangarooDraft] = KangarooDraft, **settings: Any
+) -> Any:
     """A draft that predicts about what the backbone would predict without its later layers."""
     draft = kind.from_backbone(backbone, **{"exit_layer": 1, "threshold": 0.0, **settings})
     torch.manual_seed(1)
@@ -61,11 +72,19 @@ def early_exit(backbone: Backbone, kind: type[KangarooDraft] = KangarooDraft, **
 @pytest.mark.parametrize("threshold", [0.0, 0.4])
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("family", ["llama", "mistral-window"])
-def test_single_rows_and_batches_equal_plain_decoding(family: str, tree: str, threshold: float) -> None:
+def test_single_rows_and_batches_equal_plain_decoding(
+    family: str, tree: str, threshold: float
+) -> None:
     backbone = settled(family)
-    alone, together = check_equals_plain(backbone, early_exit(backbone, threshold=threshold), PROMPTS, TREES[tree], 30)
-    assert all(out.steps < 25 for out in alone)  # guesses were accepted, so their states were moved and read again
-    assert len({tuple(out.accepted) for out in together}) > 2  # rows differ, so that the comparison can fail
+    alone, together = check_equals_plain(
+        backbone, early_exit(backbone, threshold=threshold), PROMPTS, TREES[tree], 30
+    )
+    assert all(
+        out.steps < 25 for out in alone
+    )  # guesses were accepted, so their states were moved and read again
+    assert (
+        len({tuple(out.accepted) for out in together}) > 2
+    )  # rows differ, so that the comparison can fail
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -111,7 +130,9 @@ def test_incremental_states_are_the_training_forms(family: str, tree: str) -> No
     def expected(text: list[int]) -> Tensor:
         tokens = torch.tensor([text])
         with torch.no_grad():
-            return backbone.logits(draft.states(backbone.run(tokens, need=draft.needs), Rows.from_tokens(tokens))[0])
+            return backbone.logits(
+                draft.states(backbone.run(tokens, need=draft.needs), Rows.from_tokens(tokens))[0]
+            )
 
     for prompt in PROMPTS:
         draft.log.clear()
@@ -146,7 +167,9 @@ class _Reads:
 @pytest.mark.parametrize("threshold", [0.0, 0.4])
 @pytest.mark.parametrize("tree", TREES)
 def test_the_first_layers_run_once_for_every_token(tree: str, threshold: float) -> None:
-    """For committed and drafted tokens, in one row or four; other layers run once per step, over the same tokens."""
+    """For committed and drafted tokens, in one row or four; other layers run once per step, over
+    the same tokens.
+    """
     backbone = settled("llama", first=2)
     draft = recorder(backbone, exit_layer=2, threshold=threshold)
     layers = [_Reads(layer) for layer in backbone.body.layers]
@@ -165,7 +188,9 @@ def test_the_first_layers_run_once_for_every_token(tree: str, threshold: float) 
     draft.proposals.clear()
     BatchDecoder(backbone, draft, TREES[tree]).generate_batch(PROMPTS, 30, ())
     nodes = sum(proposal.tokens.numel() for proposal in draft.proposals)
-    assert [layer.positions for layer in layers] == [len(PROMPTS) * max(len(prompt) for prompt in PROMPTS) + nodes] * 3
+    assert [layer.positions for layer in layers] == [
+        len(PROMPTS) * max(len(prompt) for prompt in PROMPTS) + nodes
+    ] * 3
 
 
 def _chain_by_hand(backbone: Backbone, draft: KangarooDraft, text: list[int]) -> list[int]:
@@ -202,7 +227,10 @@ def test_the_chain_is_the_papers() -> None:
 @pytest.mark.parametrize("threshold", [0.0, 0.3, 0.6])
 def test_an_early_stop_is_simulated_from_the_confidence_along_an_answer(threshold: float) -> None:
     backbone = settled("llama", sharpness=3.0)
-    draft, lengths = early_exit(backbone, num_heads=5, threshold=threshold), AcceptedLength(Tree.chain(4))
+    draft, lengths = (
+        early_exit(backbone, num_heads=5, threshold=threshold),
+        AcceptedLength(Tree.chain(4)),
+    )
     stopped = 0
     for prompt in PROMPTS:
         out = Decoder(backbone, draft, Tree.chain(4)).generate(prompt, 40, ())
@@ -217,7 +245,9 @@ def test_a_trees_level_is_stopped_by_the_share_of_all_its_guesses() -> None:
     draft = KangarooDraft.from_backbone(random_backbone("llama"), exit_layer=1, threshold=0.5)
     level = Level(1, 3, None, 1, 3, 2, torch.tensor([0, 0, 1]), torch.tensor([0, 1, 2]))
     p = torch.tensor([[[0.5, 0.3, 0.2], [0.1, 0.8, 0.1]]], dtype=torch.float64)
-    tokens, below, share = draft._guess(p.log() - 3, level, torch.tensor([[0.6, 0.2]], dtype=torch.float64), 0.5)
+    tokens, below, share = draft._guess(
+        p.log() - 3, level, torch.tensor([[0.6, 0.2]], dtype=torch.float64), 0.5
+    )
     assert tokens.tolist() == [[0, 1, 1]]
     assert share is not None
     assert torch.allclose(below, torch.tensor([[0.375, 0.225, 0.2]], dtype=torch.float64))
@@ -238,14 +268,23 @@ def test_rows_of_a_batch_stop_drafting_when_the_last_would() -> None:
 
 def test_sampling_with_a_chain_is_lossless() -> None:
     backbone = five_token_backbone()
-    decoder = BatchDecoder(backbone, early_exit(backbone, num_heads=2, threshold=0.3), Tree.chain(2))
+    decoder = BatchDecoder(
+        backbone, early_exit(backbone, num_heads=2, threshold=0.3), Tree.chain(2)
+    )
     assert check_lossless(decoder, rows=2500, batches=4, other_below=1e-8) > 1000
 
 
 def test_latency_is_measured_without_early_exit() -> None:
     backbone = settled("llama")
     draft = recorder(backbone, threshold=1.0)
-    time_steps(backbone, draft, [Tree.empty(), Tree.chain(3)], PROMPTS[0], RunProgress(Console(file=StringIO())), QUICK)
+    time_steps(
+        backbone,
+        draft,
+        [Tree.empty(), Tree.chain(3)],
+        PROMPTS[0],
+        RunProgress(Console(file=StringIO())),
+        QUICK,
+    )
     assert {proposal.tree.max_depth for proposal in draft.proposals} == {3}
     draft.proposals.clear()
     Decoder(backbone, draft, Tree.chain(3)).generate(PROMPTS[0], 10, ())
@@ -253,7 +292,9 @@ def test_latency_is_measured_without_early_exit() -> None:
 
 
 def test_steps_without_a_proposal() -> None:
-    """As around the switch of a longrope model: the adapter reads positions that no tree was proposed at."""
+    """As around the switch of a longrope model: the adapter reads positions that no tree was
+    proposed at.
+    """
     backbone = settled("qwen2")
     draft = recorder(backbone)
     tokens = torch.tensor([PROMPTS[0]])
@@ -265,12 +306,16 @@ def test_steps_without_a_proposal() -> None:
         state: Any = draft.start(feats, tokens, [len(PROMPTS[0])], cache)
         for root in text[10:13]:
             roots = torch.tensor([[root]])
-            feats = backbone.run(roots, positions=torch.tensor([[cache.length]]), cache=cache, need=draft.needs)
+            feats = backbone.run(
+                roots, positions=torch.tensor([[cache.length]]), cache=cache, need=draft.needs
+            )
             cache.keep_rows([[0]])
             state = draft.advance(state, feats, Proposal(roots, Tree.empty()), [[0]])
         draft.propose(state, torch.tensor(text[-1:]), Tree.chain(2))
         rows = Rows.from_tokens(torch.tensor([text]))
-        expected = backbone.logits(draft.states(backbone.run(rows.tokens, need=draft.needs), rows)[0, -1])
+        expected = backbone.logits(
+            draft.states(backbone.run(rows.tokens, need=draft.needs), rows)[0, -1]
+        )
     assert torch.allclose(draft.log[0][1][0], expected, atol=1e-9)
 
 

@@ -1,4 +1,6 @@
-"""Lookahead decoding: output equality, losslessness of sampling, and a plain reference of window and pool."""
+"""Lookahead decoding: output equality, losslessness of sampling, and a plain reference of window
+and pool.
+"""
 
 from collections.abc import Sequence
 
@@ -17,7 +19,12 @@ from tests.inference.chi_square import check_lossless, five_token_backbone
 from tests.inference.equality import check_equals_plain
 from tests.inference.test_drafts import TREE, random_draft
 
-PROMPTS = [[5, 9, 17, 30, 5, 9, 17, 30, 5, 9, 17], [7], [4, 8, 20, 4, 8, 21, 4, 8, 22, 7, 4, 8], [11, 12, 13, 14, 15]]
+PROMPTS = [
+    [5, 9, 17, 30, 5, 9, 17, 30, 5, 9, 17],
+    [7],
+    [4, 8, 20, 4, 8, 21, 4, 8, 22, 7, 4, 8],
+    [11, 12, 13, 14, 15],
+]
 
 
 def make_draft(name: str, backbone: Backbone) -> Proposer:
@@ -48,7 +55,8 @@ def test_greedy_text_equals_plain_decoding_alone_and_in_a_batch(name: str, famil
 class Reference:
     """Lookahead decoding of one row, a full pass without cache for every token.
 
-    Columns are lists of tokens from the root on: those of level 0 up to theirs, then their own, level by level.
+    Columns are lists of tokens from the root on: those of level 0 up to theirs, then their own,
+    level by level.
     """
 
     def __init__(self, backbone: Backbone, prompt: list[int], draft: LookaheadDraft) -> None:
@@ -80,7 +88,9 @@ class Reference:
         """Return the accepted guesses and the next root."""
         guesses = self.pool().get(root, [])
         first, *upper = self.levels
-        columns = [[root, *first[:i], *(level[i] for level in upper)] for i in range(self.draft.window)]
+        columns = [
+            [root, *first[:i], *(level[i] for level in upper)] for i in range(self.draft.window)
+        ]
         new = [self.following(column) for column in columns]
         if self.passes >= self.draft.ngram - 2:
             for i, column in enumerate(columns):
@@ -135,7 +145,9 @@ class RecordedDraft(LookaheadDraft):
     def advance(self, state, feats, proposal, paths):  # type: ignore[no-untyped-def]
         state = super().advance(state, feats, proposal, paths)
         (text,) = state.texts
-        self.moves.append((text.levels, {first: list(reversed(ngrams)) for first, ngrams in text.pool.items()}))
+        self.moves.append(
+            (text.levels, {first: list(reversed(ngrams)) for first, ngrams in text.pool.items()})
+        )
         return state
 
 
@@ -155,12 +167,16 @@ def test_branch_tokens_are_neither_accepted_nor_kept() -> None:
     assert draft.limits(Tree.empty()) == (2 * 2 + 5, 3)
     states = torch.arange(16).view(2, 8, 1)
     assert proposal.outputs(states).flatten().tolist() == [0, 1, 2, 5, 6, 7, 8, 9, 10, 13, 14, 15]
-    out = Decoder(backbone, draft, cache=(cache := backbone.new_cache(200))).generate(PROMPTS[0], 30)
+    out = Decoder(backbone, draft, cache=(cache := backbone.new_cache(200))).generate(
+        PROMPTS[0], 30
+    )
     assert cache.length == len(PROMPTS[0]) + len(out.tokens) - 1
 
 
 class WarmDraft(LookaheadDraft):
-    """Takes n-grams of the window from the first step on, since an answer of the test has two steps."""
+    """Takes n-grams of the window from the first step on, since an answer of the test has two
+    steps.
+    """
 
     def text(self, tokens: Sequence[int]) -> LookaheadText:
         text = super().text(tokens)

@@ -1,4 +1,6 @@
-"""Drafts without training, alone and merged with heads: output equality, losslessness of sampling, and their trees."""
+"""Drafts without training, alone and merged with heads: output equality, losslessness of sampling,
+and their trees.
+"""
 
 import pytest
 import torch
@@ -35,21 +37,29 @@ def make_draft(name: str, backbone: Backbone, lookup: PromptLookupDraft | None =
 def test_greedy_text_equals_plain_decoding_alone_and_in_a_batch(name: str, family: str) -> None:
     backbone = random_backbone(family)
     alone, together = check_equals_plain(backbone, make_draft(name, backbone), PROMPTS, TREE, 40)
-    assert max(max(out.accepted, default=0) for out in alone) >= (1 if family == "phi3-longrope" else 2)
+    assert max(max(out.accepted, default=0) for out in alone) >= (
+        1 if family == "phi3-longrope" else 2
+    )
     assert [out.accepted for out in together] == [out.accepted for out in alone]
 
 
 def test_samples_with_a_datastore_follow_the_backbones_distribution() -> None:
     backbone = five_token_backbone()
-    draft = RestDraft(Datastore([[1, 2, 3, 4, 0, 1, 3, 2], [2, 2, 4, 1]], 6), max_ngram=2, max_tokens=2, nodes=3)
-    assert check_lossless(BatchDecoder(backbone, draft), rows=2500, batches=4, other_below=1e-8) > 500
+    draft = RestDraft(
+        Datastore([[1, 2, 3, 4, 0, 1, 3, 2], [2, 2, 4, 1]], 6), max_ngram=2, max_tokens=2, nodes=3
+    )
+    assert (
+        check_lossless(BatchDecoder(backbone, draft), rows=2500, batches=4, other_below=1e-8) > 500
+    )
 
 
 def test_loops_are_copied_as_far_as_the_limit_allows() -> None:
     """Once the text loops, a step takes max_tokens of the copy and one of the backbone."""
     backbone = random_backbone("llama")
     backbone.logits = lambda hidden: looping_logits(hidden)  # type: ignore[method-assign]
-    out = Decoder(backbone, PromptLookupDraft(max_ngram=2, max_tokens=6, nodes=6)).generate([3], 60, ())
+    out = Decoder(backbone, PromptLookupDraft(max_ngram=2, max_tokens=6, nodes=6)).generate(
+        [3], 60, ()
+    )
     assert out.tokens == [0] * 60
     assert out.accepted[-3:-1] == [6, 6]
 
@@ -62,7 +72,9 @@ def looping_logits(hidden: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", ["prompt_lookup", "medusa+prompt_lookup"])
 def test_sampled_text_follows_the_backbones_distribution(name: str) -> None:
-    """Rows of this batch have different trees: what they copy depends on what they sampled, and on what was right."""
+    """Rows of this batch have different trees: what they copy depends on what they sampled, and on
+    what was right.
+    """
     backbone = five_token_backbone()
     lookup = PromptLookupDraft(max_ngram=1, max_tokens=2, nodes=3, min_probability=0.3)
     decoder = BatchDecoder(backbone, make_draft(name, backbone, lookup), Tree.cartesian([2, 1]))

@@ -21,12 +21,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 def test_the_answer_is_the_loops_own(model: Model) -> None:
     tokenizer = model.backbone.tokenizer
-    tokens = Decoder(model.backbone).generate(tokenizer("<bos><user>Hi?<assistant>")["input_ids"], 40).tokens
+    tokens = (
+        Decoder(model.backbone)
+        .generate(tokenizer("<bos><user>Hi?<assistant>")["input_ids"], 40)
+        .tokens
+    )
     text = tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     assert model.generate("Hi?", 40) == text
     assert model.generate([{"role": "user", "content": "Hi?", "name": "Ann"}], 40) == text
     stopped = model.reply("Hi?", 40)
-    assert next(iter(stopped)).text + "".join(piece.text for piece in stopped) == stopped.read() == text
+    assert (
+        next(iter(stopped)).text + "".join(piece.text for piece in stopped)
+        == stopped.read()
+        == text
+    )
     assert model.generate([Message("user", "Hi?")], 40) == text
     assert model.generate("<bos><user>Hi?<assistant>", 40, raw=True) == text
     reply = model.reply("Hi?", 40)
@@ -65,7 +73,9 @@ def test_sampling_is_seeded(model: Model) -> None:
     assert model.generate("Hi?", 30, temperature=1.0, seed=1) == first
     assert model.generate("Hi?", 30, temperature=1.0, seed=2) != first
     assert model.generate("Hi?", 30, temperature=1.0, top_k=1, seed=3) == model.generate("Hi?", 30)
-    assert model.generate("Hi?", 30, typical=True) == model.generate("Hi?", 30)  # greedy at temperature 0
+    assert model.generate("Hi?", 30, typical=True) == model.generate(
+        "Hi?", 30
+    )  # greedy at temperature 0
     typical = model.reply("Hi?", 30, temperature=0.7, typical=True)
     assert typical.read() == model.generate("Hi?", 30, temperature=0.7, typical=True)
 

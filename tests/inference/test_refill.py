@@ -1,4 +1,6 @@
-"""Rows that join a running batch with a draft: the tokens and guesses that they get alone, in fewer passes."""
+"""Rows that join a running batch with a draft: the tokens and guesses that they get alone, in fewer
+passes.
+"""
 
 from collections.abc import Collection, Sequence
 
@@ -33,7 +35,8 @@ LOOKUPS = ["prompt_lookup", "rest", "lookahead"]
 MERGED = ["medusa+prompt_lookup", "hydra+++rest", "amphista+lookahead"]
 DYNAMIC = ["dynamic eagle3", "dynamic eagle3+prompt_lookup"]
 OTHERS = ["medusa-reduced", "amphista-without-layers"]
-#: When rows join: at once as rows end, two at a time, or one before each step, the first one to a single row.
+#: When rows join: at once as rows end, two at a time, or one before each step, the first one to a
+# single row.
 SCHEDULES: tuple[dict[str, int], ...] = ({"wanted": 1}, {"wanted": 2}, {"first": 1})
 
 
@@ -42,7 +45,9 @@ def make_draft(name: str, backbone: Backbone) -> Proposer:
     heads, plus, lookup = name.removeprefix("dynamic ").rpartition("+")
     if not plus and lookup in LOOKUPS:
         return make_lookup(lookup, backbone)
-    draft: Proposer = make_heads(heads if plus and lookup else name.removeprefix("dynamic "), backbone)
+    draft: Proposer = make_heads(
+        heads if plus and lookup else name.removeprefix("dynamic "), backbone
+    )
     if name.startswith("dynamic "):
         assert isinstance(draft, Eagle3Draft)
         draft = draft.with_dynamic_trees(SIZE)
@@ -63,7 +68,9 @@ def make_heads(name: str, backbone: Backbone) -> Draft:
         tokens = torch.arange(1, 61, 2)
         return MedusaDraft.from_backbone(backbone, 3, vocab_size=len(tokens), token_map=tokens)
     if name == "amphista-without-layers":
-        return AmphistaDraft.from_backbone(backbone, num_heads=4, adaptation_layers=0, sampled_token=True)
+        return AmphistaDraft.from_backbone(
+            backbone, num_heads=4, adaptation_layers=0, sampled_token=True
+        )
     return random_draft(name, backbone)
 
 
@@ -71,7 +78,9 @@ def generator(number: int) -> torch.Generator:
     return torch.Generator().manual_seed(number)
 
 
-def answers_alone(decoder: Decoder, max_new_tokens: int, eos: Collection[int], rule: Rule = None) -> list[Generation]:
+def answers_alone(
+    decoder: Decoder, max_new_tokens: int, eos: Collection[int], rule: Rule = None
+) -> list[Generation]:
     return [
         decoder.generate(prompt, max_new_tokens, eos, rule, generator(n) if rule else None)
         for n, prompt in enumerate(QUEUE)
@@ -90,26 +99,36 @@ def results(answers: Sequence[Generation]) -> list[tuple[list[int], str]]:
 
 @pytest.mark.parametrize("family", ["llama", "mistral-window"])
 @pytest.mark.parametrize("name", [*KINDS, *OTHERS, *LOOKUPS, *MERGED, *DYNAMIC])
-def test_rows_that_join_late_get_the_tokens_and_guesses_that_they_get_alone(name: str, family: str) -> None:
+def test_rows_that_join_late_get_the_tokens_and_guesses_that_they_get_alone(
+    name: str, family: str
+) -> None:
     backbone = random_backbone(family)
     draft = make_draft(name, backbone)
     length = 40 if name in LOOKUPS else 14  # a text repeats itself after a while
     eos = ends(backbone, length)
     plain = answers_alone(Decoder(backbone), length, eos)
-    assert len({len(out.tokens) for out in plain}) > 3  # so that rows join others of different length
+    assert (
+        len({len(out.tokens) for out in plain}) > 3
+    )  # so that rows join others of different length
     with draft.no_early_exit():
         alone = answers_alone(Decoder(backbone, draft, TREE), length, eos)
         assert results(alone) == results(plain)
         assert sum(sum(out.accepted) for out in alone) > 3
         for schedule in SCHEDULES:
-            together, sizes = streamed(BatchDecoder(backbone, draft, TREE), length, eos, **schedule, queue=QUEUE)
+            together, sizes = streamed(
+                BatchDecoder(backbone, draft, TREE), length, eos, **schedule, queue=QUEUE
+            )
             assert results(together) == results(plain)
             assert [out.accepted for out in together] == [out.accepted for out in alone]
             assert max(sizes) == 3
 
 
-@pytest.mark.parametrize("name", ["medusa", "hydra++", "amphista", "kangaroo", "lookahead", "hydra+++rest"])
-def test_rows_join_up_to_the_end_of_the_context_and_caches_grow(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "name", ["medusa", "hydra++", "amphista", "kangaroo", "lookahead", "hydra+++rest"]
+)
+def test_rows_join_up_to_the_end_of_the_context_and_caches_grow(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("medusa_train.trees.kv_cache._GROWTH", 4)
     backbone = random_backbone("llama")
     draft = make_draft(name, backbone)
@@ -145,10 +164,14 @@ def test_prompts_of_one_token_join_each_other() -> None:
 def test_samples_do_not_depend_on_when_a_row_joined(name: str, rule: Rule) -> None:
     backbone = random_backbone("mistral-window")
     draft = make_draft(name, backbone)
-    with draft.no_early_exit():  # in a batch drafting continues while any row is confident, which draws more numbers
+    with (
+        draft.no_early_exit()
+    ):  # in a batch drafting continues while any row is confident, which draws more numbers
         alone = answers_alone(Decoder(backbone, draft, TREE), 12, (7, 9), rule)
         for schedule in SCHEDULES:
-            together, _ = streamed(BatchDecoder(backbone, draft, TREE), 12, (7, 9), rule, **schedule, queue=QUEUE)
+            together, _ = streamed(
+                BatchDecoder(backbone, draft, TREE), 12, (7, 9), rule, **schedule, queue=QUEUE
+            )
             assert results(together) == results(alone)
             assert [out.accepted for out in together] == [out.accepted for out in alone]
     assert sum(sum(out.accepted) for out in alone) > 0

@@ -1,4 +1,6 @@
-"""Batches on fixed memory give the tokens and accepted paths of each row alone; replayed as well as run."""
+"""Batches on fixed memory give the tokens and accepted paths of each row alone; replayed as well as
+run.
+"""
 
 import logging
 from collections.abc import Callable, Hashable, Iterator
@@ -24,11 +26,24 @@ from tests.families import random_backbone
 from tests.inference.tape import TapeRunner
 from tests.inference.test_batch import streamed
 from tests.inference.test_drafts import KINDS, PROMPTS, TREE, random_draft
-from tests.inference.test_refill import OTHERS, QUEUE, SCHEDULES, answers_alone, ends, generator, make_draft, results
+from tests.inference.test_refill import (
+    OTHERS,
+    QUEUE,
+    SCHEDULES,
+    answers_alone,
+    ends,
+    generator,
+    make_draft,
+    results,
+)
 
 BLOCK = 16  # of the cache: batches cross several of its borders
 ALL_KINDS = ["plain", *KINDS]
-FAMILIES = ["llama", "mistral-window", "gemma3"]  # without sliding windows, with them in all layers, and in some
+FAMILIES = [
+    "llama",
+    "mistral-window",
+    "gemma3",
+]  # without sliding windows, with them in all layers, and in some
 RULES = {"sample": Sampling(1.5), "top-p": Sampling(0.8, top_p=0.9), "typical": Typical(1.0)}
 
 
@@ -57,9 +72,16 @@ def draft_of(kind: str, backbone: Backbone) -> tuple[Proposer | None, Tree | Non
 
 
 def alone(
-    backbone: Backbone, draft: Proposer | None, tree: Tree | None, length: int, eos: list[int], rule: Rule = None
+    backbone: Backbone,
+    draft: Proposer | None,
+    tree: Tree | None,
+    length: int,
+    eos: list[int],
+    rule: Rule = None,
 ) -> list[Generation]:
-    """Answers to the queue, one by one, without fixed memory; trees are always whole, as on fixed memory."""
+    """Answers to the queue, one by one, without fixed memory; trees are always whole, as on fixed
+    memory.
+    """
     assert backbone.step_runner is None
     with nullcontext() if draft is None else draft.no_early_exit():
         return answers_alone(Decoder(backbone, draft, tree), length, eos, rule)
@@ -85,14 +107,20 @@ def test_rows_that_end_and_join_get_what_they_get_alone(kind: str, family: str) 
         runner.keys.clear()
         answers, sizes = streamed(decoder, 14, eos, **schedule, queue=QUEUE)
         assert details(answers) == details(expected)
-        assert len(runner.keys) == sum(size > 0 for size in sizes)  # every step is one on fixed memory
+        assert len(runner.keys) == sum(
+            size > 0 for size in sizes
+        )  # every step is one on fixed memory
         assert max(sizes) == 3
     assert details(decoder.generate_batch(QUEUE, 14, eos)) == details(expected)
 
 
-@pytest.mark.parametrize(("kind", "family"), [("plain", "gemma3"), *((kind, "llama") for kind in KINDS)])
+@pytest.mark.parametrize(
+    ("kind", "family"), [("plain", "gemma3"), *((kind, "llama") for kind in KINDS)]
+)
 def test_replayed_steps_give_the_same(kind: str, family: str) -> None:
-    """What is replayed repeats the operations of the first step with its shapes, addresses and numbers."""
+    """What is replayed repeats the operations of the first step with its shapes, addresses and
+    numbers.
+    """
     backbone = random_backbone(family)
     draft, tree = draft_of(kind, backbone)
     eos = ends(backbone, 14)
@@ -100,7 +128,12 @@ def test_replayed_steps_give_the_same(kind: str, family: str) -> None:
     runner = backbone.step_runner = TapeRunner()
     decoder = BatchDecoder(backbone, draft, tree)
     captures = []
-    schedules: list[dict[str, int]] = [{"wanted": 2}, {"first": 1, "rows": 5}, {"rows": 5}, {"rows": 5}]
+    schedules: list[dict[str, int]] = [
+        {"wanted": 2},
+        {"first": 1, "rows": 5},
+        {"rows": 5},
+        {"rows": 5},
+    ]
     for schedule in schedules:
         answers, _ = streamed(decoder, 14, eos, **schedule, queue=QUEUE)
         assert details(answers) == details(expected)
@@ -114,7 +147,9 @@ def test_steps_have_few_shapes(kind: str) -> None:
     backbone = random_backbone("llama")
     draft, tree = draft_of(kind, backbone)
     runner = backbone.step_runner = CountingRunner()
-    BatchDecoder(backbone, draft, tree).generate_batch([[5] * n for n in (3, 4, 5, 6, 7, 8)], 20, ())
+    BatchDecoder(backbone, draft, tree).generate_batch(
+        [[5] * n for n in (3, 4, 5, 6, 7, 8)], 20, ()
+    )
     assert {key[0] for key in runner.keys} <= {2, 4, 6}
     assert runner.keys[0][0] == 6
     assert {key[1] for key in runner.keys} <= {16, 32, 48}
@@ -149,7 +184,8 @@ def test_memory_grows_with_rows_and_with_lengths(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"), [*((kind, "sample") for kind in ALL_KINDS), ("plain", "top-p"), ("medusa", "typical")]
+    ("kind", "name"),
+    [*((kind, "sample") for kind in ALL_KINDS), ("plain", "top-p"), ("medusa", "typical")],
 )
 def test_samples_do_not_depend_on_other_rows(kind: str, name: str) -> None:
     backbone, rule = random_backbone("mistral-window"), RULES[name]
@@ -179,13 +215,17 @@ def test_the_contexts_end(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["plain", "amphista", "kangaroo"])
-def test_no_memory_is_allocated_for_further_batches(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_memory_is_allocated_for_further_batches(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     backbone = random_backbone("llama")
     backbone.step_runner = StepRunner()
     decoder = BatchDecoder(backbone, *draft_of(kind, backbone))
     expected = decoder.generate_batch(PROMPTS, 30, ())
     with monkeypatch.context() as patch:
-        patch.setattr(Tensor, "new_zeros", lambda *args, **kwargs: pytest.fail("memory was allocated"))
+        patch.setattr(
+            Tensor, "new_zeros", lambda *args, **kwargs: pytest.fail("memory was allocated")
+        )
         patch.setattr(torch, "zeros", lambda *args, **kwargs: pytest.fail("memory was allocated"))
         decoder.generate_batch(PROMPTS[1:], 20, ())
         assert details(decoder.generate_batch(PROMPTS, 30, ())) == details(expected)
@@ -214,11 +254,15 @@ def test_prompts_of_similar_length_share_a_prefill_pass(monkeypatch: pytest.Monk
     expected = [Decoder(backbone, draft, TREE).generate(prompt, 16, ()) for prompt in QUEUE]
     backbone.step_runner = StepRunner()
     monkeypatch.setattr("medusa_train.inference.batch.PREFILL_PADDING", 3)
-    assert details(BatchDecoder(backbone, draft, TREE).generate_batch(QUEUE, 16, ())) == details(expected)
+    assert details(BatchDecoder(backbone, draft, TREE).generate_batch(QUEUE, 16, ())) == details(
+        expected
+    )
 
 
 @pytest.mark.parametrize("name", ["prompt_lookup", "medusa+prompt_lookup", "dynamic eagle3"])
-def test_drafts_that_choose_their_trees_decode_without(name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_drafts_that_choose_their_trees_decode_without(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
     backbone = random_backbone("llama")
     draft = make_draft(name, backbone)
     plain = answers_alone(Decoder(backbone), 14, ())
@@ -255,11 +299,17 @@ class Passes:
     def __call__(
         self, tokens: Tensor, positions: Tensor, mask: Tensor, slots: Tensor, storage: Tensor
     ) -> tuple[Features, Tensor]:
-        contiguous = all(tensor.is_contiguous() for tensor in (tokens, positions, mask, slots, storage))
+        contiguous = all(
+            tensor.is_contiguous() for tensor in (tokens, positions, mask, slots, storage)
+        )
         self.calls.append((tokens.shape, slots.shape, storage.shape, contiguous))
         cache = SlotCache(storage.unbind(), slots, mask.shape[3])
         out = self._backbone.body(
-            input_ids=tokens, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
+            input_ids=tokens,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
         )
         return Features(out.last_hidden_state), self._backbone.logits(out.last_hidden_state)
 

@@ -34,12 +34,17 @@ PROMPTS = [[3, 14, 15, 9, 2, 6, 5, 35, 8, 9], [7], list(range(2, 23))]
 def answers(
     backbone: Backbone, draft: Proposer | None = None, tree: Tree | None = None, rule: Rule = None
 ) -> list[Generation]:
-    """Answer all prompts with one decoder, whose buffers serve one after the other; on fixed memory if that is on."""
+    """Answer all prompts with one decoder, whose buffers serve one after the other; on fixed memory
+    if that is on.
+    """
     cache = None
     if backbone.step_runner is not None:
         cache = StaticCache(backbone.num_layers, 120, BLOCK)
     decoder = Decoder(backbone, draft, tree, cache)
-    return [decoder.generate(prompt, 24, (), rule, torch.Generator().manual_seed(5)) for prompt in PROMPTS]
+    return [
+        decoder.generate(prompt, 24, (), rule, torch.Generator().manual_seed(5))
+        for prompt in PROMPTS
+    ]
 
 
 def paths(generations: Sequence[Generation]) -> list[tuple[list[int], list[int]]]:
@@ -63,16 +68,21 @@ def test_steps_give_the_tokens_and_paths_of_the_loop(kind: str, family: str) -> 
     assert sum(sum(one.accepted) for one in expected) > 3  # paths were compacted
 
 
-@pytest.mark.parametrize(("kind", "family"), [("plain", "gemma3"), *((kind, "llama") for kind in KINDS)])
+@pytest.mark.parametrize(
+    ("kind", "family"), [("plain", "gemma3"), *((kind, "llama") for kind in KINDS)]
+)
 def test_replayed_steps_give_the_same(kind: str, family: str) -> None:
-    """What is replayed repeats the operations of the first step with its shapes, addresses and numbers."""
+    """What is replayed repeats the operations of the first step with its shapes, addresses and
+    numbers.
+    """
     backbone = random_backbone(family)
     draft, tree = (None, None) if kind == "plain" else (random_draft(kind, backbone), TREE)
     backbone.step_runner = StepRunner()
     expected = answers(backbone, draft, tree)
     runner = backbone.step_runner = TapeRunner()
     assert paths(answers(backbone, draft, tree)) == paths(expected)
-    # one per number of columns that attention reads: 16, 32, 48, and 64 for nodes after the last position
+    # one per number of columns that attention reads: 16, 32, 48, and 64 for nodes after the last
+    # position
     assert runner.captures == (3 if kind == "plain" else 4)
 
 
@@ -94,7 +104,9 @@ def test_plain_decoding_and_trees_share_a_cache() -> None:
     expected = [answers(backbone, draft, tree) for tree in (TREE, Tree.chain(2))]
     backbone.step_runner = TapeRunner()
     cache = StaticCache(backbone.num_layers, 120, BLOCK)
-    decoders = [Decoder(backbone, draft, tree, cache) for tree in (TREE, Tree.chain(2), Tree.empty())]
+    decoders = [
+        Decoder(backbone, draft, tree, cache) for tree in (TREE, Tree.chain(2), Tree.empty())
+    ]
     for i, prompt in enumerate(PROMPTS):
         trees = [decoder.generate(prompt, 24, ()) for decoder in decoders]
         assert paths(trees[:2]) == paths([one[i] for one in expected])
@@ -149,7 +161,9 @@ def test_a_failed_capture_closes_the_allocators_pool(monkeypatch: pytest.MonkeyP
     device, closed = torch.device("cuda", 3), Mock()
     for name in ("Stream", "CUDAGraph", "set_stream"):
         monkeypatch.setattr(torch.cuda, name, Mock())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Mock(device_index=device.index))
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda device: Mock(device_index=device.index)
+    )
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 7))
     monkeypatch.setattr(torch.cuda, "graph", lambda *args, **options: nullcontext())
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", closed, raising=False)
@@ -162,8 +176,12 @@ def test_a_failed_capture_closes_the_allocators_pool(monkeypatch: pytest.MonkeyP
     closed.assert_called_once_with(3, (0, 7))
 
 
-@pytest.mark.parametrize(("family", "obstacle"), [("llama", None), ("gemma3", None), ("phi3-longrope", "rotary")])
-def test_models_that_cannot_be_captured(family: str, obstacle: str | None, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("family", "obstacle"), [("llama", None), ("gemma3", None), ("phi3-longrope", "rotary")]
+)
+def test_models_that_cannot_be_captured(
+    family: str, obstacle: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
     backbone = random_backbone(family)
     found = graph_obstacle(backbone.model)
     assert found is None if obstacle is None else obstacle in str(found)

@@ -24,8 +24,9 @@ def term(
 ) -> Tensor | None:
     """Mean loss of the predictor of t + k + 1 from logits [B, T, V], None without a target.
 
-    A teacher's logits at t + k have the part `share` of the target. `kept` are the tokens of a reduced vocabulary.
-    `shift` = 1 and `teacher_ahead` = 0 are right; others are the mistakes that a test must be able to see.
+    A teacher's logits at t + k have the part `share` of the target. `kept` are the tokens of a
+    reduced vocabulary. `shift` = 1 and `teacher_ahead` = 0 are right; others are the mistakes that
+    a test must be able to see.
     """
     losses = []
     rows, length = batch.labels.shape
@@ -48,7 +49,13 @@ def term(
 
 
 def objective(
-    draft: Any, feats: Any, batch: Any, *, teacher: LMHead | None = None, share: float = 0.0, decay: float = 1.0
+    draft: Any,
+    feats: Any,
+    batch: Any,
+    *,
+    teacher: LMHead | None = None,
+    share: float = 0.0,
+    decay: float = 1.0,
 ) -> Tensor:
     """The heads' loss on a frozen backbone."""
     theirs = None if teacher is None else teacher.logits(feats.hidden)

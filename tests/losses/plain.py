@@ -1,4 +1,6 @@
-"""The losses as a textbook writes them, in float64 with all logits at once, and instruments for the chunked ones."""
+"""The losses as a textbook writes them, in float64 with all logits at once, and instruments for the
+chunked ones.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -38,7 +40,11 @@ class Random:
         self.dtype = dtype
 
     def leaf(self, *shape: int) -> Tensor:
-        return torch.randn(*shape, generator=self.generator, dtype=torch.float64).to(self.dtype).requires_grad_()
+        return (
+            torch.randn(*shape, generator=self.generator, dtype=torch.float64)
+            .to(self.dtype)
+            .requires_grad_()
+        )
 
     def unembedding(
         self,
@@ -53,9 +59,18 @@ class Random:
         dropout: Callable[[Tensor], Tensor] = lambda h: h,
     ) -> LMHead:
         weight = self.leaf(vocab, width)
-        low_rank = LowRank(self.leaf(rank, width), self.leaf(vocab, rank), 0.5, dropout) if rank else None
+        low_rank = (
+            LowRank(self.leaf(rank, width), self.leaf(vocab, rank), 0.5, dropout) if rank else None
+        )
         token_bias = self.leaf(vocab, token_rank) if token_rank else None
-        return LMHead(weight, self.leaf(vocab) if bias else None, softcap, scale, low_rank, token_bias=token_bias)
+        return LMHead(
+            weight,
+            self.leaf(vocab) if bias else None,
+            softcap,
+            scale,
+            low_rank,
+            token_bias=token_bias,
+        )
 
 
 def leaves(head: LMHead) -> list[Tensor]:
@@ -74,11 +89,19 @@ def accumulated(compute: Callable[[], Any], tensors: Sequence[Tensor]) -> list[T
 
 
 def assert_gradients(
-    fused: Callable[[float | None], Tensor], wanted: Tensor, tensors: Sequence[Tensor], tolerance: float = 1e-10
+    fused: Callable[[float | None], Tensor],
+    wanted: Tensor,
+    tensors: Sequence[Tensor],
+    tolerance: float = 1e-10,
 ) -> None:
-    """Compare with those of `wanted`: gradients of a backward pass, and those computed with the loss (`grad_scale`)."""
+    """Compare with those of `wanted`: gradients of a backward pass, and those computed with the
+    loss (`grad_scale`).
+    """
     theirs = torch.autograd.grad(wanted, tensors)
-    in_backward, at_once = torch.autograd.grad(fused(None), tensors), accumulated(lambda: fused(1.0), tensors)
+    in_backward, at_once = (
+        torch.autograd.grad(fused(None), tensors),
+        accumulated(lambda: fused(1.0), tensors),
+    )
     for mine, direct, other in zip(in_backward, at_once, theirs, strict=True):
         assert mine.dtype == direct.dtype
         torch.testing.assert_close(mine, other.to(mine.dtype), rtol=0, atol=tolerance)
@@ -90,7 +113,9 @@ def plain_logits(hidden: Tensor, head: LMHead, *, dropout: bool = True) -> Tenso
     logits = states @ head.weight.double().t()
     if head.low_rank is not None:
         kept = head.low_rank.dropout(states) if dropout else states
-        logits = logits + head.low_rank.scaling * (kept @ head.low_rank.a.double().t() @ head.low_rank.b.double().t())
+        logits = logits + head.low_rank.scaling * (
+            kept @ head.low_rank.a.double().t() @ head.low_rank.b.double().t()
+        )
     if head.token_bias is not None:
         logits = logits + hidden.double()[:, head.weight.shape[1] :] @ head.token_bias.double().t()
     if head.bias is not None:
@@ -102,7 +127,9 @@ def plain_logits(hidden: Tensor, head: LMHead, *, dropout: bool = True) -> Tenso
 
 
 class Case(NamedTuple):
-    """States [N, D], an lm_head, a teacher's [N, D'], and targets; the formulas' losses and the chunked ones."""
+    """States [N, D], an lm_head, a teacher's [N, D'], and targets; the formulas' losses and the
+    chunked ones.
+    """
 
     hidden: Tensor
     head: LMHead
@@ -144,11 +171,17 @@ class Case(NamedTuple):
         """The cross-entropy against the labels, of which the teacher has the part `rho`."""
         ours, theirs = self.log_probs(shift)
         labels = self.targets[self.targets != IGNORE_INDEX]
-        target = rho * theirs.exp() + (1 - rho) * one_hot(labels, self.head.weight.shape[0]).double()
+        target = (
+            rho * theirs.exp() + (1 - rho) * one_hot(labels, self.head.weight.shape[0]).double()
+        )
         return -(target * ours).sum()
 
-    def assert_equal(self, compute: Callable[..., LossSums], wanted: Tensor, tolerance: float = 1e-10) -> None:
-        """Compare `compute().loss_sum` with `wanted`, and the gradients of their means over the rows with a target."""
+    def assert_equal(
+        self, compute: Callable[..., LossSums], wanted: Tensor, tolerance: float = 1e-10
+    ) -> None:
+        """Compare `compute().loss_sum` with `wanted`, and the gradients of their means over the
+        rows with a target.
+        """
         assert compute().loss_sum.item() == pytest.approx(wanted.item(), rel=tolerance)
 
         def mean(scale: float | None) -> Tensor:
@@ -158,7 +191,9 @@ class Case(NamedTuple):
         assert_gradients(mean, wanted / self.count, self.trained, tolerance)
 
 
-def make(dtype: torch.dtype, variant: dict[str, Any] | None = None, teacher: dict[str, Any] | None = None) -> Case:
+def make(
+    dtype: torch.dtype, variant: dict[str, Any] | None = None, teacher: dict[str, Any] | None = None
+) -> Case:
     """Student and teacher of different widths and transforms; the last AHEAD rows have no target."""
     random, variant = Random(11, dtype), variant or {}
     hidden = random.leaf(N, D + variant.get("token_rank", 0))
@@ -172,7 +207,9 @@ def make(dtype: torch.dtype, variant: dict[str, Any] | None = None, teacher: dic
 
 
 def half(hidden: Tensor) -> Tensor:
-    """A dropout that drops the same of every row, whichever rows it is given; a teacher must not have it."""
+    """A dropout that drops the same of every row, whichever rows it is given; a teacher must not
+    have it.
+    """
     return hidden * (torch.arange(hidden.shape[-1]) % 2).to(hidden.dtype)
 
 
@@ -192,7 +229,9 @@ class Largest(TorchDispatchMode):
 
 
 class Rows(TorchDispatchMode):
-    """Counts rows that come out of products of the given width, and products of a weight gradient's shape."""
+    """Counts rows that come out of products of the given width, and products of a weight gradient's
+    shape.
+    """
 
     def __init__(self, width: int, gradient: tuple[int, int]) -> None:
         super().__init__()
@@ -202,19 +241,29 @@ class Rows(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func in (torch.ops.aten.mm.default, torch.ops.aten.mm.out) and out.shape[1] == self.width:
+        if (
+            func in (torch.ops.aten.mm.default, torch.ops.aten.mm.out)
+            and out.shape[1] == self.width
+        ):
             self.rows += out.shape[0]
-        if func in (torch.ops.aten.addmm_.default, torch.ops.aten.mm.default) and out.shape == self.gradient:
+        if (
+            func in (torch.ops.aten.addmm_.default, torch.ops.aten.mm.default)
+            and out.shape == self.gradient
+        ):
             self.weight_grads += 1
         return out
 
 
 def peak_bytes(run: Callable[[], Any]) -> int:
     """Peak of the bytes that torch's allocator holds beyond those before `run`."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
         run()
     held = peak = 0
-    for event in sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+    for event in sorted(
+        profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()
+    ):
         if event.name() == "[memory]":
             held += event.nbytes()
             peak = max(peak, held)

@@ -1,4 +1,6 @@
-"""Chunked cross-entropy and divergences against the formulas on full logits: value, gradients, products, memory."""
+"""Chunked cross-entropy and divergences against the formulas on full logits: value, gradients,
+products, memory.
+"""
 
 from functools import partial
 from typing import Any
@@ -45,7 +47,9 @@ def test_value_and_gradients_are_those_of_full_logits(
     case = make(dtype, variant, VARIANTS[-1])
     assert case.ce().loss_sum.dtype == dtype
     case.assert_equal(partial(case.ce, chunk=chunk), case.plain_soft(), tolerance)
-    case.assert_equal(partial(case.soft, 0.4, AHEAD, chunk=chunk), case.plain_soft(0.4, AHEAD), tolerance)
+    case.assert_equal(
+        partial(case.soft, 0.4, AHEAD, chunk=chunk), case.plain_soft(0.4, AHEAD), tolerance
+    )
     case.assert_equal(partial(case.kl, AHEAD, chunk=chunk), case.plain_kl(AHEAD), tolerance)
 
 
@@ -71,11 +75,13 @@ def test_side_figures_are_those_of_the_same_rows() -> None:
 
 @pytest.mark.parametrize("how", ["bf16 weights", "autocast, float32 master weights"])
 def test_bf16_products_keep_a_float32_loss(how: str) -> None:
-    """Only the products may round: bf16 keeps 8 bits, so a logit of size L is off by at most L * 2^-9.
+    """Only the products may round: bf16 keeps 8 bits, so a logit of size L is off by at most L *
+    2^-9.
 
-    Compared with float64 on the same bf16-rounded inputs: logits here stay below 16, so each moves by at most 1/32,
-    and by far less on average over rows; probabilities by 1/32 relative, plus 2^-8 of the gradient's own products.
-    A row's KL changes by at most 2e for a student's logits moved by e; over the rows all but 1 % cancel.
+    Compared with float64 on the same bf16-rounded inputs: logits here stay below 16, so each moves
+    by at most 1/32, and by far less on average over rows; probabilities by 1/32 relative, plus 2^-8
+    of the gradient's own products. A row's KL changes by at most 2e for a student's logits moved by
+    e; over the rows all but 1 % cancel.
     """
     case = wide = make(torch.bfloat16, {"bias": True})
     if how != "bf16 weights":
@@ -90,16 +96,28 @@ def test_bf16_products_keep_a_float32_loss(how: str) -> None:
             result = compute(chunk=8)
             at_once = accumulated(partial(compute, chunk=8, grad_scale=1.0), wide.trained)
         assert result.loss_sum.dtype == torch.float32
-        assert 0 < abs(result.loss_sum.item() - wanted.item()) < (2e-3 if kind == "ce" else 0.01) * wanted.item()
-        for mine, direct, other in zip(gradients(result.loss_sum, wide), at_once, gradients(wanted, case), strict=True):
+        assert (
+            0
+            < abs(result.loss_sum.item() - wanted.item())
+            < (2e-3 if kind == "ce" else 0.01) * wanted.item()
+        )
+        for mine, direct, other in zip(
+            gradients(result.loss_sum, wide), at_once, gradients(wanted, case), strict=True
+        ):
             assert mine.dtype == direct.dtype
             torch.testing.assert_close(mine.double(), other.double(), rtol=0.05, atol=0.1)
-            torch.testing.assert_close(mine, direct)  # the backward pass computes in the forward pass's dtype
+            torch.testing.assert_close(
+                mine, direct
+            )  # the backward pass computes in the forward pass's dtype
 
 
 @pytest.mark.parametrize(("grad_scale", "passes"), [(0.5, 1), (None, 2)])
-def test_masked_rows_and_frozen_weights_cost_no_product(grad_scale: float | None, passes: int) -> None:
-    """Logits are computed once if gradients are computed with the loss, else again in the backward pass."""
+def test_masked_rows_and_frozen_weights_cost_no_product(
+    grad_scale: float | None, passes: int
+) -> None:
+    """Logits are computed once if gradients are computed with the loss, else again in the backward
+    pass.
+    """
 
     def run(case: Case) -> None:
         result = case.ce(grad_scale=grad_scale)
@@ -153,27 +171,39 @@ def test_lora_over_a_frozen_matrix_drops_rows_before_every_product() -> None:
 def test_float32_lora_on_a_bf16_matrix(autocast: bool) -> None:
     """As PEFT puts it there. Only the product with W rounds, under autocast LoRA's two as well.
 
-    The loss's tolerance is that of bf16 products above, twice under autocast: logits have two rounded parts then.
-    A row's gradient is off by at most 1/32 of itself; over 22 rows, in both directions, 2 % of the largest element.
+    The loss's tolerance is that of bf16 products above, twice under autocast: logits have two
+    rounded parts then. A row's gradient is off by at most 1/32 of itself; over 22 rows, in both
+    directions, 2 % of the largest element.
     """
     case = make(torch.bfloat16, {"rank": RANK})
     assert case.head.low_rank is not None
-    a, b = (tensor.detach().float().requires_grad_() for tensor in (case.head.low_rank.a, case.head.low_rank.b))
-    head = LMHead(case.head.weight.detach(), low_rank=LowRank(a, b, case.head.low_rank.scaling, lambda h: h))
+    a, b = (
+        tensor.detach().float().requires_grad_()
+        for tensor in (case.head.low_rank.a, case.head.low_rank.b)
+    )
+    head = LMHead(
+        case.head.weight.detach(), low_rank=LowRank(a, b, case.head.low_rank.scaling, lambda h: h)
+    )
     mixed = case._replace(hidden=case.hidden.detach().float(), head=head)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
         result = mixed.ce(chunk=8)
     wanted = mixed.plain_soft()
     assert result.loss_sum.dtype == torch.float32
-    assert abs(result.loss_sum.item() - wanted.item()) < (4e-3 if autocast else 2e-3) * wanted.item()
-    for mine, other in zip(gradients(result.loss_sum, mixed), gradients(wanted, mixed), strict=True):
+    assert (
+        abs(result.loss_sum.item() - wanted.item()) < (4e-3 if autocast else 2e-3) * wanted.item()
+    )
+    for mine, other in zip(
+        gradients(result.loss_sum, mixed), gradients(wanted, mixed), strict=True
+    ):
         assert mine.dtype == torch.float32
         torch.testing.assert_close(mine, other, rtol=0, atol=0.02 * float(other.abs().max()))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_kl_of_a_student_to_itself_is_zero_and_so_are_its_gradients(dtype: torch.dtype) -> None:
-    """To the bit: joint training starts with LoRA's B = 0, where nothing may push the backbone anywhere."""
+    """To the bit: joint training starts with LoRA's B = 0, where nothing may push the backbone
+    anywhere.
+    """
     case = make(dtype, VARIANTS[-1])
     assert case.head.low_rank is not None
     with torch.no_grad():
@@ -187,7 +217,9 @@ def test_kl_of_a_student_to_itself_is_zero_and_so_are_its_gradients(dtype: torch
 
 
 def test_small_divergences_keep_their_digits() -> None:
-    """In float32 the difference of two cross-entropies of about 3 nats would be off by 1e-7 per row and more."""
+    """In float32 the difference of two cross-entropies of about 3 nats would be off by 1e-7 per row
+    and more.
+    """
     case = make(torch.float32)
     near = case.hidden.detach() + 3e-3 * Random(3, torch.float32).leaf(N, D).detach()
     close = case._replace(teacher_hidden=near, teacher=case.head)
@@ -214,7 +246,9 @@ def test_rows_without_a_target_count_for_nothing() -> None:
     noisy = case._replace(hidden=noisy_hidden.requires_grad_(), teacher_hidden=noisy_teacher)
     for clean, result in ((case.kl(), noisy.kl()), (case.soft(0.3), noisy.soft(0.3))):
         assert result.loss_sum.item() == clean.loss_sum.item()
-        for mine, other in zip(gradients(result.loss_sum, noisy), gradients(clean.loss_sum, case), strict=True):
+        for mine, other in zip(
+            gradients(result.loss_sum, noisy), gradients(clean.loss_sum, case), strict=True
+        ):
             assert torch.equal(mine, other)
 
 
@@ -236,7 +270,9 @@ def test_nothing_larger_than_one_chunk_of_logits(softcap: float | None) -> None:
     rows, width, vocab, chunk = 512, 4, 600, 32
     random = Random(5, torch.float32)
     head, teacher = (random.unembedding(vocab, width, softcap=softcap, rank=RANK) for _ in range(2))
-    case = Case(random.leaf(rows, width), head, random.leaf(rows, width), teacher, torch.arange(rows))
+    case = Case(
+        random.leaf(rows, width), head, random.leaf(rows, width), teacher, torch.arange(rows)
+    )
     for compute in (case.kl, partial(case.soft, 0.5)):
         with Largest() as ours:
             compute(chunk=chunk).loss_sum.backward()
@@ -254,8 +290,12 @@ def test_target_outside_the_vocabulary_is_named(token: int) -> None:
         case.ce()
 
 
-@pytest.mark.parametrize(("free", "rows"), [(0, 1_048), (4 << 30, 2_097), (9 << 30, 4_194), (70 << 30, 8_388)])
-def test_chunks_of_a_gpu_grow_with_its_free_memory(free: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("free", "rows"), [(0, 1_048), (4 << 30, 2_097), (9 << 30, 4_194), (70 << 30, 8_388)]
+)
+def test_chunks_of_a_gpu_grow_with_its_free_memory(
+    free: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each chunk reads the whole weight and its gradient again."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 80 << 30))
     free_there, free_here = free_bytes(torch.device("cuda")), free_bytes(torch.device("cpu"))

@@ -30,7 +30,9 @@ def test_two_heads_that_share_a_weight_add_up() -> None:
 
     def both(grad_scale: float | None) -> Tensor:
         heads = (LMHead(weight), LMHead(weight, softcap=2.0))
-        return torch.stack([linear_loss(hidden, head, targets, grad_scale=grad_scale).loss_sum for head in heads]).sum()
+        return torch.stack(
+            [linear_loss(hidden, head, targets, grad_scale=grad_scale).loss_sum for head in heads]
+        ).sum()
 
     wanted = torch.autograd.grad(both(None), [hidden, weight])
     for mine, other in zip(accumulated(lambda: both(1.0), [hidden, weight]), wanted, strict=True):
@@ -54,10 +56,14 @@ def test_rows_of_a_trained_weight_pass_their_gradient_on() -> None:
     rows = torch.arange(V).flip(0)
 
     def loss(grad_scale: float | None) -> Tensor:
-        return linear_loss(hidden, LMHead(weight).restrict_to(rows), targets, grad_scale=grad_scale).loss_sum
+        return linear_loss(
+            hidden, LMHead(weight).restrict_to(rows), targets, grad_scale=grad_scale
+        ).loss_sum
 
     wanted = torch.autograd.grad(loss(None), weight)[0]
-    torch.testing.assert_close(accumulated(lambda: loss(1.0), [weight])[0], wanted, rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        accumulated(lambda: loss(1.0), [weight])[0], wanted, rtol=0, atol=1e-12
+    )
 
 
 def test_a_large_loss_scale_does_not_round_float32_gradients() -> None:
@@ -71,7 +77,9 @@ def test_a_large_loss_scale_does_not_round_float32_gradients() -> None:
 
 
 def test_hooks_see_a_gradient_in_its_own_backward_pass() -> None:
-    """As DeepSpeed needs: each head's gradient comes and can be taken away before the next head's is computed."""
+    """As DeepSpeed needs: each head's gradient comes and can be taken away before the next head's
+    is computed.
+    """
     vocab, width, rows = 512, 64, 128
     targets = torch.randint(0, vocab, (rows,), generator=torch.Generator().manual_seed(0))
     random = Random(1, torch.float32)
@@ -95,22 +103,36 @@ def test_hooks_see_a_gradient_in_its_own_backward_pass() -> None:
     assert backward_peak(5) < 1.1 * backward_peak(1)
 
 
-def objective_peaks(heads: int, dtype: torch.dtype, tokens: int, vocab: int, width: int) -> list[int]:
-    """Peak bytes beyond parameters and `.grad` of loss and gradients, in a first and a second micro-batch."""
+def objective_peaks(
+    heads: int, dtype: torch.dtype, tokens: int, vocab: int, width: int
+) -> list[int]:
+    """Peak bytes beyond parameters and `.grad` of loss and gradients, in a first and a second
+    micro-batch.
+    """
     torch.manual_seed(0)
     draft = MedusaDraft(width, vocab, heads, 1)
     weight = nn.Parameter(torch.randn(vocab, width))
     hidden = torch.randn(1, tokens, width, requires_grad=True)
     ids = torch.randint(vocab, (1, tokens))
     batch = Batch(ids, ids, torch.arange(tokens)[None], torch.zeros_like(ids), [])
-    objective, teacher = Objective(draft, 0.8, lm="ce", soft_targets=0.5), LMHead(torch.randn(vocab, width))
+    objective, teacher = (
+        Objective(draft, 0.8, lm="ce", soft_targets=0.5),
+        LMHead(torch.randn(vocab, width)),
+    )
     trained = [*draft.parameters(), weight, hidden]
 
     def step() -> None:
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
             counts = objective.target_counts(batch)
             taught = (hidden.detach(), teacher)
-            objective.loss(Features(hidden), batch, counts, lm_head=LMHead(weight), teacher=taught, grad_scale=1.0)
+            objective.loss(
+                Features(hidden),
+                batch,
+                counts,
+                lm_head=LMHead(weight),
+                teacher=taught,
+                grad_scale=1.0,
+            )
 
     step()  # loads kernels
     for tensor in trained:
@@ -119,7 +141,9 @@ def objective_peaks(heads: int, dtype: torch.dtype, tokens: int, vocab: int, wid
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_memory_is_flat_in_the_number_of_heads(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_flat_in_the_number_of_heads(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also while gradients are accumulated, and a small part of [K + 1, T, V] float32 logits."""
     tokens, vocab, width = 1024, 500, 16
     monkeypatch.setattr(chunked_loss, "_MIN_ROWS", 64)

@@ -46,7 +46,8 @@ class Plain:
             logits = self.draft.head_logits(feats.hidden, k)
             rows = [
                 [
-                    logits[b, t] + (r @ e[batch.tokens[b, t + k]] if t + k < batch.tokens.shape[1] else 0.0)
+                    logits[b, t]
+                    + (r @ e[batch.tokens[b, t + k]] if t + k < batch.tokens.shape[1] else 0.0)
                     for t in range(batch.tokens.shape[1])
                 ]
                 for b in range(len(batch.tokens))
@@ -71,13 +72,20 @@ def test_value_and_gradients_of_the_objective(reduced: bool, how: str) -> None:
     if how == "labels":
         objective, keys = Objective(draft, 0.8), {"decay": 0.8}
     else:
-        objective, keys = Objective(draft, 1.0, soft_targets=0.5), {"share": 0.5, "teacher": teacher}
+        objective, keys = (
+            Objective(draft, 1.0, soft_targets=0.5),
+            {"share": 0.5, "teacher": teacher},
+        )
     counts = objective.target_counts(batch)
 
     def fused(grad_scale: float | None) -> Tensor:
-        return objective.loss(feats, batch, counts, teacher=(feats.hidden, teacher), grad_scale=grad_scale).loss
+        return objective.loss(
+            feats, batch, counts, teacher=(feats.hidden, teacher), grad_scale=grad_scale
+        ).loss
 
     wanted = formula.objective(Plain(draft), feats, batch, **keys)
     torch.testing.assert_close(fused(None), wanted, rtol=1e-10, atol=0)
     assert_gradients(fused, wanted, list(draft.parameters()))
-    assert all(float(p.grad.abs().sum()) > 0 for name, p in draft.named_parameters() if "markov" in name)
+    assert all(
+        float(p.grad.abs().sum()) > 0 for name, p in draft.named_parameters() if "markov" in name
+    )

@@ -1,4 +1,6 @@
-"""Joint training's objective against its formula in plain loops: value, gradients, alignment, micro-batches."""
+"""Joint training's objective against its formula in plain loops: value, gradients, alignment,
+micro-batches.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -31,7 +33,9 @@ def name(recipe: dict[str, Any]) -> str:
 
 
 class Joint:
-    """A backbone with LoRA on its lm_head, whose features stem from trained states; its teacher; the heads."""
+    """A backbone with LoRA on its lm_head, whose features stem from trained states; its teacher;
+    the heads.
+    """
 
     def __init__(self) -> None:
         random = Random(5, torch.float64)
@@ -49,7 +53,12 @@ class Joint:
         return [self.states, *leaves(self.student), *self.heads.parameters()]
 
     def loss(
-        self, objective: Objective, batch: Rows, counts: Tensor, rows: slice = slice(0, B), **options: Any
+        self,
+        objective: Objective,
+        batch: Rows,
+        counts: Tensor,
+        rows: slice = slice(0, B),
+        **options: Any,
     ) -> ObjectiveOutput:
         cut = GraphCut()
         states = self.states[rows]
@@ -65,13 +74,19 @@ class Joint:
         cut.backward()
         return out
 
-    def reference(self, batch: Rows, recipe: dict[str, Any], teacher_ahead: int = 0, shift: int = 1) -> Tensor:
+    def reference(
+        self, batch: Rows, recipe: dict[str, Any], teacher_ahead: int = 0, shift: int = 1
+    ) -> Tensor:
         """The two terms of the Medusa-2 loss; lambda0 is linear and the run half done."""
         theirs = self.teacher.logits(self.teacher_feats.hidden)
         rho = 1.0 if recipe["lm"] == "kl" else recipe.get("rho", 0.0)
         logits = self.student.logits(self.states)
         total = term(logits, batch, 0, teacher=theirs, share=rho, divergence=recipe["lm"] == "kl")
-        soft = {"share": recipe.get("soft_targets", 0.0), "shift": shift, "teacher_ahead": teacher_ahead}
+        soft = {
+            "share": recipe.get("soft_targets", 0.0),
+            "shift": shift,
+            "teacher_ahead": teacher_ahead,
+        }
         for k, hidden in enumerate(self.heads.head_states(Features(self.states), batch), start=1):
             loss = term(hidden @ self.heads.outer[k - 1].t(), batch, k, teacher=theirs, **soft)
             total = total + LAMBDA * 0.5 * DECAY**k * loss
@@ -89,7 +104,9 @@ def objective(joint: Joint, **recipe: Any) -> Objective:
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=name)
 @pytest.mark.parametrize("independent", [True, False])
-@pytest.mark.parametrize("parts", [[slice(0, B)], [slice(0, 1), slice(1, 2), slice(2, B)]], ids=["whole", "parts"])
+@pytest.mark.parametrize(
+    "parts", [[slice(0, B)], [slice(0, 1), slice(1, 2), slice(2, B)]], ids=["whole", "parts"]
+)
 def test_gradients_computed_with_the_loss_are_those_of_the_formula(
     joint: Joint, batch: Rows, recipe: dict[str, Any], independent: bool, parts: list[slice]
 ) -> None:
@@ -100,7 +117,9 @@ def test_gradients_computed_with_the_loss_are_those_of_the_formula(
     losses: list[Tensor] = []
 
     def accumulate() -> None:
-        losses.extend(joint.loss(ours, batch.part(rows), counts, rows, grad_scale=8.0).loss for rows in parts)
+        losses.extend(
+            joint.loss(ours, batch.part(rows), counts, rows, grad_scale=8.0).loss for rows in parts
+        )
 
     wanted = joint.reference(batch, recipe)
     theirs = torch.autograd.grad(8.0 * wanted, joint.trained)
@@ -110,8 +129,12 @@ def test_gradients_computed_with_the_loss_are_those_of_the_formula(
     assert not any(loss.requires_grad for loss in losses)
 
 
-@pytest.mark.parametrize("mistake", [{"teacher_ahead": -1}, {"teacher_ahead": 1}, {"shift": 0}, {"shift": 2}], ids=str)
-def test_a_shift_that_is_off_by_one_is_a_different_loss(joint: Joint, batch: Rows, mistake: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    "mistake", [{"teacher_ahead": -1}, {"teacher_ahead": 1}, {"shift": 0}, {"shift": 2}], ids=str
+)
+def test_a_shift_that_is_off_by_one_is_a_different_loss(
+    joint: Joint, batch: Rows, mistake: dict[str, int]
+) -> None:
     recipe = {"lm": "kl", "soft_targets": 0.6}
     ours = objective(joint, **recipe)
     out = joint.loss(ours, batch, ours.target_counts(batch))
@@ -134,11 +157,15 @@ class Copying(Heads):
 
 
 def test_head_k_is_held_against_the_teacher_k_positions_on(joint: Joint, batch: Rows) -> None:
-    ours = Objective(Copying(joint.teacher_feats.hidden, joint.teacher), DECAY, lm="kl", soft_targets=1.0)
+    ours = Objective(
+        Copying(joint.teacher_feats.hidden, joint.teacher), DECAY, lm="kl", soft_targets=1.0
+    )
     out = joint.loss(ours, batch, ours.target_counts(batch))
     assert out.lm is not None
     assert out.lm.kl.item() > 0.1
-    heads = ours._head_terms(Features(joint.states), batch, (joint.teacher_feats.hidden, joint.teacher), [None] * K)
+    heads = ours._head_terms(
+        Features(joint.states), batch, (joint.teacher_feats.hidden, joint.teacher), [None] * K
+    )
     assert all(sums.kl_sum == 0 for sums in heads)
 
 
@@ -149,7 +176,9 @@ def test_a_teacher_in_another_document_is_never_read(joint: Joint) -> None:
     segments[:, 8:] = 2
     labels = torch.randint(0, V, (B, T), generator=torch.Generator().manual_seed(6))
     labels = torch.where(segments == 1, labels, IGNORE_INDEX)
-    joint.teacher_feats = Features(joint.teacher_feats.hidden.masked_fill((segments != 1)[..., None], torch.nan))
+    joint.teacher_feats = Features(
+        joint.teacher_feats.hidden.masked_fill((segments != 1)[..., None], torch.nan)
+    )
     batch = Rows(labels, segments)
     ours = objective(joint, lm="kl", soft_targets=0.5)
     assert ours.target_counts(batch).tolist() == [B * 3, B * 2, B * 1, 0]

@@ -23,8 +23,12 @@ class Heads(nn.Module):
         self.trained_heads = K
         self.independent_heads = independent
         generator = torch.Generator().manual_seed(1)
-        self.inner = nn.ParameterList(torch.randn(D, D, generator=generator, dtype=torch.float64) for _ in range(K))
-        self.outer = nn.ParameterList(torch.randn(V, D, generator=generator, dtype=torch.float64) for _ in range(K))
+        self.inner = nn.ParameterList(
+            torch.randn(D, D, generator=generator, dtype=torch.float64) for _ in range(K)
+        )
+        self.outer = nn.ParameterList(
+            torch.randn(V, D, generator=generator, dtype=torch.float64) for _ in range(K)
+        )
 
     def head_states(self, feats: Features, batch: Rows) -> Iterator[Tensor]:
         for inner in self.inner:
@@ -39,7 +43,9 @@ class Stem(Heads):
 
     def __init__(self) -> None:
         super().__init__(independent=False)
-        self.stem = nn.Parameter(torch.randn(D, D, generator=torch.Generator().manual_seed(9), dtype=torch.float64))
+        self.stem = nn.Parameter(
+            torch.randn(D, D, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+        )
 
     def head_states(self, feats: Features, batch: Rows) -> Iterator[Tensor]:
         yield from super().head_states(Features(torch.tanh(feats.hidden @ self.stem)), batch)
@@ -53,7 +59,9 @@ class ReducedHeads(Heads):
         generator = torch.Generator().manual_seed(2)
         shapes = [(len(KEPT), D)] * K, [(len(KEPT),)] * K
         self.outer, self.bias = (
-            nn.ParameterList(torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in each)
+            nn.ParameterList(
+                torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in each
+            )
             for each in shapes
         )
 

@@ -31,7 +31,9 @@ class AttentionModule(nn.Module):
         self.num_key_value_groups = shared
 
 
-def random_states(rows: int, heads: int, kv_heads: int, q: int, keys: int) -> tuple[Tensor, Tensor, Tensor]:
+def random_states(
+    rows: int, heads: int, kv_heads: int, q: int, keys: int
+) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(heads + q)
     query = torch.randn(rows, q, heads, 8, generator=generator, dtype=torch.float64).transpose(1, 2)
     key, value = torch.randn(2, rows, kv_heads, keys, 8, generator=generator, dtype=torch.float64)
@@ -45,7 +47,9 @@ def tree_mask(rows: int, q: int, keys: int) -> Tensor:
     return torch.zeros(rows, 1, q, keys, dtype=torch.float64).masked_fill(hidden, float("-inf"))
 
 
-def reference(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
+def reference(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float
+) -> Tensor:
     """Compute attention head by head."""
     shared = query.shape[1] // key.shape[1]
     heads = []
@@ -72,14 +76,18 @@ def test_folded_heads_give_the_reference(
 
 @pytest.mark.parametrize("masks", [1, 2])
 @pytest.mark.parametrize("q", [1, 5])
-def test_products_of_a_gpu_give_the_reference(masks: int, q: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_of_a_gpu_give_the_reference(
+    masks: int, q: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A CPU's product in place of the GPU's."""
     monkeypatch.setattr(torch, "bmm", lambda a, b, out_dtype=torch.float32: (a @ b).to(out_dtype))
     query, key, value = (tensor.float() for tensor in random_states(2, 6, 2, q, 11))
     mask = tree_mask(masks, q, 11).float()
     expected = reference(query, key, value, mask, 0.3)
     for given in (mask, mask == 0):
-        result = attention._attention_in_float32(query.reshape(2, 2, 3 * q, 8), key, value, given, 0.3)
+        result = attention._attention_in_float32(
+            query.reshape(2, 2, 3 * q, 8), key, value, given, 0.3
+        )
         torch.testing.assert_close(result.reshape_as(query), expected)
 
 
@@ -87,13 +95,21 @@ def test_products_of_a_gpu_give_the_reference(masks: int, q: int, monkeypatch: p
 def test_a_gpu_takes_the_faster_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what was measured on an H100."""
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132)
+    )
     page = json.loads((PROJECT_ROOT / "benchmarks/results/gpu.json").read_text(encoding="utf-8"))
     for one in page["after"]["attention_by_products"]["layers"]:
-        folded: Any = SimpleNamespace(device=torch.device("cuda"), is_cuda=True, element_size=lambda: 2)
+        folded: Any = SimpleNamespace(
+            device=torch.device("cuda"), is_cuda=True, element_size=lambda: 2
+        )
         folded.shape = (one["rows"], one["kv_heads"], one["groups"] * one["queries"], 128)
-        by_products = attention._use_products(folded, torch.empty(1, 1, one["positions"], 1), torch.empty(0))
-        assert one["products_us" if by_products else "torch_us"] <= 1.2 * min(one["products_us"], one["torch_us"])
+        by_products = attention._use_products(
+            folded, torch.empty(1, 1, one["positions"], 1), torch.empty(0)
+        )
+        assert one["products_us" if by_products else "torch_us"] <= 1.2 * min(
+            one["products_us"], one["torch_us"]
+        )
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (4, 4)])
@@ -106,7 +122,11 @@ def test_batches_in_bfloat16_give_the_reference(
     query, key, value = (tensor.bfloat16() for tensor in random_states(8, heads, kv_heads, q, 11))
     mask = tree_mask(masks, q, 11) if masks else None
     expected = reference(
-        query.double(), key[:, :, :9].double(), value[:, :, :9].double(), None if mask is None else mask[..., :9], 0.3
+        query.double(),
+        key[:, :, :9].double(),
+        value[:, :, :9].double(),
+        None if mask is None else mask[..., :9],
+        0.3,
     )
     monkeypatch.setattr(attention, "scaled_dot_product_attention", None)
     clipped = None if mask is None else mask[..., :9].bfloat16()
@@ -121,8 +141,12 @@ def test_bool_masks_hide_the_same_keys(rows: int, q: int) -> None:
     query, key, value = (tensor.bfloat16() for tensor in random_states(rows, 6, 2, q, 11))
     mask = tree_mask(rows, q, 11).bfloat16()
     expected = folded_head_attention(query, key, value, mask, 0.3)
-    torch.testing.assert_close(folded_head_attention(query, key, value, mask == 0, 0.3), expected, rtol=0, atol=0)
-    assert folded_head_attention(query, key, value, mask > 0, 0.3).isfinite().all()  # as padding, which sees nothing
+    torch.testing.assert_close(
+        folded_head_attention(query, key, value, mask == 0, 0.3), expected, rtol=0, atol=0
+    )
+    assert (
+        folded_head_attention(query, key, value, mask > 0, 0.3).isfinite().all()
+    )  # as padding, which sees nothing
 
 
 def test_rows_of_a_repeated_mask_are_aligned_on_a_gpu() -> None:
@@ -140,7 +164,9 @@ def test_rows_of_a_repeated_mask_are_aligned_on_a_gpu() -> None:
 def test_prompts_in_bfloat16_give_the_reference(
     heads: int, kv_heads: int, q: int, value_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts of several blocks and of a part of one, whose keys and values are a part of a larger cache."""
+    """Prompts of several blocks and of a part of one, whose keys and values are a part of a larger
+    cache.
+    """
     monkeypatch.setattr(attention, "_PROMPT_BLOCK", 4)
     monkeypatch.setattr(attention, "sdpa_attention_forward", None)
     query, key, value = (tensor.bfloat16() for tensor in random_states(3, heads, kv_heads, q, 11))
@@ -148,16 +174,24 @@ def test_prompts_in_bfloat16_give_the_reference(
     mask = torch.full((1, 1, q, q), float("-inf"), dtype=torch.float64).triu_(1)
     for scaling in (0.3, None):
         with torch.no_grad():
-            result, _ = folded_head_forward(AttentionModule(heads // kv_heads), query, key, value, None, 0.0, scaling)
+            result, _ = folded_head_forward(
+                AttentionModule(heads // kv_heads), query, key, value, None, 0.0, scaling
+            )
         expected = reference(query.double(), key.double(), value.double(), mask, scaling or 8**-0.5)
         torch.testing.assert_close(result.double(), expected.transpose(1, 2), rtol=3e-2, atol=3e-2)
 
 
-@pytest.mark.parametrize("case", ["gradient", "dropout", "encoder", "encoder's argument", "later keys", "float32"])
-def test_other_prompts_use_the_function_of_transformers(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "case", ["gradient", "dropout", "encoder", "encoder's argument", "later keys", "float32"]
+)
+def test_other_prompts_use_the_function_of_transformers(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(attention, "_causal_attention", None)
     states = random_states(2, 4, 2, 5, 9 if case == "later keys" else 5)
-    query, key, value = (tensor.to(torch.float32 if case == "float32" else torch.bfloat16) for tensor in states)
+    query, key, value = (
+        tensor.to(torch.float32 if case == "float32" else torch.bfloat16) for tensor in states
+    )
     module = AttentionModule(2)
     module.is_causal = case != "encoder"  # type: ignore[misc]
     options: dict[str, Any] = {"dropout": 0.5} if case == "dropout" else {}
@@ -172,28 +206,38 @@ def test_other_prompts_use_the_function_of_transformers(case: str, monkeypatch: 
 
 def test_a_soft_cap_is_left_to_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[object] = []
-    monkeypatch.setattr(attention, "sdpa_attention_forward", lambda *args, **kwargs: seen.append(kwargs["softcap"]))
+    monkeypatch.setattr(
+        attention, "sdpa_attention_forward", lambda *args, **kwargs: seen.append(kwargs["softcap"])
+    )
     with torch.no_grad():
         folded_head_forward(AttentionModule(2), *random_states(1, 4, 2, 1, 5), None, softcap=30.0)
     assert seen == [30.0]
 
 
 @pytest.mark.parametrize("case", ["gradient", "prefill", "prefill with a window", "mask by head"])
-def test_other_passes_use_the_function_of_transformers(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_passes_use_the_function_of_transformers(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def never(*args: object) -> Tensor:
         raise AssertionError("folded_head_attention was called")
 
     monkeypatch.setattr(attention, "folded_head_attention", never)
     q, keys = 5, 5 if case == "prefill" or "window" in case else 9
     query, key, value = random_states(1, 4, 2, q, keys)
-    mask = None if case == "prefill" else tree_mask(1, q, keys).repeat(1, 4 if case == "mask by head" else 1, 1, 1)
+    mask = (
+        None
+        if case == "prefill"
+        else tree_mask(1, q, keys).repeat(1, 4 if case == "mask by head" else 1, 1, 1)
+    )
     with torch.set_grad_enabled(case == "gradient"):
         query.requires_grad_(case == "gradient")
         result, _ = folded_head_forward(AttentionModule(2), query, key, value, mask)
         expected, _ = sdpa_attention_forward(AttentionModule(2), query, key, value, mask)
         torch.testing.assert_close(result, expected, rtol=0, atol=0)
         if case == "gradient":
-            ours, stock = (torch.autograd.grad(out.square().sum(), query)[0] for out in (result, expected))
+            ours, stock = (
+                torch.autograd.grad(out.square().sum(), query)[0] for out in (result, expected)
+            )
             torch.testing.assert_close(ours, stock, rtol=0, atol=0)
 
 
@@ -210,12 +254,16 @@ def test_a_model_decodes_the_same_tokens(family: str, monkeypatch: pytest.Monkey
     prompts, trees = [[5, 9, 11, 3], [7, 2, 30, 31, 32, 8, 19]], (None, Tree.cartesian([3, 2]))
     lengths: set[int] = set()
     original = attention.folded_head_attention
-    monkeypatch.setattr(attention, "folded_head_attention", lambda *a: (lengths.add(a[0].shape[2]), original(*a))[1])
+    monkeypatch.setattr(
+        attention, "folded_head_attention", lambda *a: (lengths.add(a[0].shape[2]), original(*a))[1]
+    )
 
     def answers(backbone: Backbone) -> list[list[int]]:
         draft = MedusaDraft.from_backbone(backbone, 3)
         single = [Decoder(backbone, draft, tree).generate(prompts[0], 24).tokens for tree in trees]
-        batches = [BatchDecoder(backbone, draft, tree).generate_batch(prompts, 24) for tree in trees]
+        batches = [
+            BatchDecoder(backbone, draft, tree).generate_batch(prompts, 24) for tree in trees
+        ]
         return [*single, *(answer.tokens for batch in batches for answer in batch)]
 
     expected = answers(stock(family))
@@ -231,26 +279,39 @@ def test_generate_of_transformers_gives_the_same_tokens(family: str) -> None:
     """Also for prompts padded on the left, whose masks transformers builds itself."""
     tokens = torch.tensor([[0, 0, 5, 9, 11], [7, 2, 30, 31, 8]])
     answers = [
-        backbone.model.generate(tokens, attention_mask=(tokens > 0).long(), max_new_tokens=12, do_sample=False)
+        backbone.model.generate(
+            tokens, attention_mask=(tokens > 0).long(), max_new_tokens=12, do_sample=False
+        )
         for backbone in (stock(family), random_backbone(family))
     ]
     assert torch.equal(*answers)
 
 
 def test_it_is_not_used_without_need() -> None:
-    assert random_backbone("gemma2", dtype=torch.bfloat16).attention == "eager"  # soft-capped scores
+    assert (
+        random_backbone("gemma2", dtype=torch.bfloat16).attention == "eager"
+    )  # soft-capped scores
     assert random_backbone("llama", num_key_value_heads=4).attention == "sdpa"  # nothing is shared
-    assert random_backbone("llama", dtype=torch.bfloat16, num_key_value_heads=4).attention == FOLDED_HEADS
+    assert (
+        random_backbone("llama", dtype=torch.bfloat16, num_key_value_heads=4).attention
+        == FOLDED_HEADS
+    )
 
 
 def test_a_masked_pass_of_a_batch_does_not_copy_keys_and_values() -> None:
-    """Nothing in a step is as large as the keys of one layer, once for each of the query heads that share them."""
+    """Nothing in a step is as large as the keys of one layer, once for each of the query heads that
+    share them.
+    """
     rows, length = 4, 400
     largest = []
     for backbone in (stock("llama", torch.float32), random_backbone("llama", dtype=torch.float32)):
-        batch = BatchDecoder(backbone, MedusaDraft.from_backbone(backbone, 3), Tree.cartesian([2, 2])).begin(8)
+        batch = BatchDecoder(
+            backbone, MedusaDraft.from_backbone(backbone, 3), Tree.cartesian([2, 2])
+        ).begin(8)
         backbone.max_context = 1024
-        prompts = torch.randint(2, 61, (rows, length), generator=torch.Generator().manual_seed(0)).tolist()
+        prompts = torch.randint(
+            2, 61, (rows, length), generator=torch.Generator().manual_seed(0)
+        ).tolist()
         batch.add_requests([PendingRequest(i, prompt) for i, prompt in enumerate(prompts)])
         with LargestTensor() as watched:
             batch.step()

@@ -1,4 +1,6 @@
-"""The backbone: finding models, rejecting unsupported ones, masks with sliding windows, and early states."""
+"""The backbone: finding models, rejecting unsupported ones, masks with sliding windows, and early
+states.
+"""
 
 from pathlib import Path
 
@@ -18,18 +20,24 @@ from tests.models.test_compatibility import SMALL
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_explicit_causal_mask_gives_the_models_states(family: str) -> None:
-    """Sliding windows included: the text is longer than the windows, and a 4-D mask replaces the model's."""
+    """Sliding windows included: the text is longer than the windows, and a 4-D mask replaces the
+    model's.
+    """
     backbone = random_backbone(family)
     tokens = torch.arange(2, 26)[None]
     causal = torch.zeros(24, 24, dtype=torch.float64)
     causal.masked_fill_(torch.ones(24, 24, dtype=torch.bool).triu(1), float("-inf"))
     with torch.no_grad():
-        ours = backbone.run(tokens, positions=torch.arange(24)[None], mask=causal[None, None]).hidden
+        ours = backbone.run(
+            tokens, positions=torch.arange(24)[None], mask=causal[None, None]
+        ).hidden
         assert torch.allclose(ours, backbone.run(tokens).hidden, atol=1e-9)
 
 
 def test_a_mistyped_relative_path_is_not_taken_for_a_hub_name() -> None:
-    with pytest.raises(BackboneError, match=r"data/tinny: no such directory.*did you mean data/tiny\?"):
+    with pytest.raises(
+        BackboneError, match=r"data/tinny: no such directory.*did you mean data/tiny\?"
+    ):
         resolve_backbone("data/tinny")
 
 
@@ -43,7 +51,9 @@ def test_a_missing_directory_and_an_unreachable_hub_are_distinguished(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(BackboneError, match="hf download somebody/some-model"):
         resolve_backbone("somebody/some-model")
-    with pytest.raises(BackboneError, match=r"models/some-model: no such directory.*make smollm2-model"):
+    with pytest.raises(
+        BackboneError, match=r"models/some-model: no such directory.*make smollm2-model"
+    ):
         resolve_backbone("models/some-model")
 
 
@@ -76,7 +86,12 @@ def test_a_backbone_is_frozen_and_has_the_models_sizes() -> None:
     backbone = random_backbone("llama")
     assert not any(p.requires_grad for p in backbone.model.parameters())
     assert not backbone.model.training
-    assert (backbone.hidden_size, backbone.vocab_size, backbone.num_layers, backbone.max_context) == (32, 61, 3, 128)
+    assert (
+        backbone.hidden_size,
+        backbone.vocab_size,
+        backbone.num_layers,
+        backbone.max_context,
+    ) == (32, 61, 3, 128)
 
 
 def test_angles_stay_exact_in_another_dtype() -> None:
@@ -111,12 +126,17 @@ def test_early_states_and_embeddings_are_the_models(family: str) -> None:
     tokens = torch.tensor([[3, 1, 4, 1, 5, 9], [2, 6, 5, 3, 5, 8]])
     with torch.no_grad():
         expected = backbone.model(tokens, use_cache=False, output_hidden_states=True).hidden_states
-        hooks = [(len(layer._forward_hooks), len(layer._forward_pre_hooks)) for layer in backbone.body.layers]
+        hooks = [
+            (len(layer._forward_hooks), len(layer._forward_pre_hooks))
+            for layer in backbone.body.layers
+        ]
         early = backbone.run(tokens, need=FeatureSpec(early=(1, 2))).early
         assert torch.equal(early, torch.cat([expected[1], expected[2]], dim=-1))
         assert torch.allclose(backbone.embedding()(tokens), expected[0], rtol=1e-6)
     assert backbone.run(tokens).early is None
-    assert hooks == [(len(layer._forward_hooks), len(layer._forward_pre_hooks)) for layer in backbone.body.layers]
+    assert hooks == [
+        (len(layer._forward_hooks), len(layer._forward_pre_hooks)) for layer in backbone.body.layers
+    ]
     with pytest.raises(BackboneError, match="no layer 4: "):
         backbone.run(tokens, need=FeatureSpec(early=(4,)))
 
@@ -126,7 +146,9 @@ def test_transformed_embeddings_are_rejected() -> None:
         def __init__(self, config: LlamaConfig) -> None:
             super().__init__(config)
             self.model.layers[0].register_forward_pre_hook(
-                lambda _, args, named: ((args[0].roll(1, -1), *args[1:]), named), with_kwargs=True, prepend=True
+                lambda _, args, named: ((args[0].roll(1, -1), *args[1:]), named),
+                with_kwargs=True,
+                prepend=True,
             )
 
     config = LlamaConfig(**SMALL)

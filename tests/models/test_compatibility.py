@@ -15,7 +15,13 @@ from medusa_train.models.drafts.eagle3 import Eagle3Draft
 from medusa_train.models.loading import resolve_backbone
 from tests.families import FAMILIES, NoTokenizer, random_backbone
 
-SMALL = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -27,7 +33,17 @@ def test_supported_families_pass_in_every_precision(family: str, dtype: torch.dt
 
 
 RECURRENT = (
-    *("Mamba", "Mamba2", "FalconMamba", "Jamba", "Bamba", "Zamba2", "NemotronH", "GraniteMoeHybrid", "FalconH1"),
+    *(
+        "Mamba",
+        "Mamba2",
+        "FalconMamba",
+        "Jamba",
+        "Bamba",
+        "Zamba2",
+        "NemotronH",
+        "GraniteMoeHybrid",
+        "FalconH1",
+    ),
     *("RecurrentGemma", "Rwkv", "xLSTM", "Qwen3Next", "MiniMax"),
 )
 LATENT = ("DeepseekV2", "DeepseekV3", "Glm4MoeLite", "LongcatFlash", "MiniCPM3")
@@ -44,12 +60,18 @@ REFUSED = {
     "MllamaConfig": ["cross-attention"],
     "GPTJConfig": ["scaled_dot_product_attention"],
     "CodeGenConfig": ["scaled_dot_product_attention"],
-    **({"DeepseekV32Config": ["sparse attention"]} if hasattr(transformers, "DeepseekV32Config") else {}),
+    **(
+        {"DeepseekV32Config": ["sparse attention"]}
+        if hasattr(transformers, "DeepseekV32Config")
+        else {}
+    ),
 }
 
 
 @pytest.mark.parametrize(("config", "words"), REFUSED.items())
-def test_reasons_are_given_before_any_weight_is_loaded(tmp_path: Path, config: str, words: list[str]) -> None:
+def test_reasons_are_given_before_any_weight_is_loaded(
+    tmp_path: Path, config: str, words: list[str]
+) -> None:
     built = getattr(transformers, config)()
     built.save_pretrained(tmp_path)
     with pytest.raises(BackboneError, match="is not supported") as caught:
@@ -58,7 +80,9 @@ def test_reasons_are_given_before_any_weight_is_loaded(tmp_path: Path, config: s
         assert word in str(caught.value)
 
 
-@pytest.mark.parametrize("config", ["MambaConfig", "FalconH1Config", "Qwen3NextConfig", "Llama4Config", "GptOssConfig"])
+@pytest.mark.parametrize(
+    "config", ["MambaConfig", "FalconH1Config", "Qwen3NextConfig", "Llama4Config", "GptOssConfig"]
+)
 def test_a_missing_feature_is_reported_without_its_consequences(config: str) -> None:
     with pytest.raises(BackboneError) as caught:
         check_architecture(getattr(transformers, config)(), "x")
@@ -68,10 +92,56 @@ def test_a_missing_feature_is_reported_without_its_consequences(config: str) -> 
 
 
 PASSING = [
-    *("Llama", "Mistral", "Mixtral", "Ministral3", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe", "Gemma", "Gemma2", "OPT"),
-    *("Gemma3Text", "Gemma3", "Phi", "Phi3", "Phimoe", "SmolLM3", "Olmo", "Olmo2", "Olmo3", "Olmoe", "GPTNeoX", "GPT2"),
-    *("Falcon", "StableLm", "Starcoder2", "Granite", "GraniteMoe", "Cohere", "Cohere2", "Glm", "Glm4", "Glm4Moe"),
-    *("Nemotron", "Exaone4", "Helium", "SeedOss", "Dots1", "Ernie4_5", "HunYuanDenseV1", "VaultGemma", "Apertus"),
+    *(
+        "Llama",
+        "Mistral",
+        "Mixtral",
+        "Ministral3",
+        "Qwen2",
+        "Qwen2Moe",
+        "Qwen3",
+        "Qwen3Moe",
+        "Gemma",
+        "Gemma2",
+        "OPT",
+    ),
+    *(
+        "Gemma3Text",
+        "Gemma3",
+        "Phi",
+        "Phi3",
+        "Phimoe",
+        "SmolLM3",
+        "Olmo",
+        "Olmo2",
+        "Olmo3",
+        "Olmoe",
+        "GPTNeoX",
+        "GPT2",
+    ),
+    *(
+        "Falcon",
+        "StableLm",
+        "Starcoder2",
+        "Granite",
+        "GraniteMoe",
+        "Cohere",
+        "Cohere2",
+        "Glm",
+        "Glm4",
+        "Glm4Moe",
+    ),
+    *(
+        "Nemotron",
+        "Exaone4",
+        "Helium",
+        "SeedOss",
+        "Dots1",
+        "Ernie4_5",
+        "HunYuanDenseV1",
+        "VaultGemma",
+        "Apertus",
+    ),
 ]
 
 
@@ -94,7 +164,9 @@ class IgnoresTheMask(LlamaForCausalLM):
         super().__init__(config)
         forward = self.model.forward
 
-        def ignoring(*args: Any, attention_mask: Any = None, position_ids: Any = None, **kwargs: Any) -> Any:
+        def ignoring(
+            *args: Any, attention_mask: Any = None, position_ids: Any = None, **kwargs: Any
+        ) -> Any:
             return forward(*args, position_ids=position_ids, **kwargs)
 
         self.model.forward = ignoring  # type: ignore[method-assign]
@@ -115,14 +187,18 @@ class IgnoresPositions(LlamaForCausalLM):
 
 @pytest.mark.parametrize("kind", [IgnoresTheMask, IgnoresPositions])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_model_that_cannot_verify_a_tree_is_rejected(kind: type[LlamaForCausalLM], dtype: torch.dtype) -> None:
+def test_a_model_that_cannot_verify_a_tree_is_rejected(
+    kind: type[LlamaForCausalLM], dtype: torch.dtype
+) -> None:
     torch.manual_seed(0)
     config = LlamaConfig(**SMALL, eos_token_id=None)
     model = kind(config)
     for parameter in model.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, 0, 0.5)
-    check_model(Backbone(LlamaForCausalLM(config).to(dtype), NoTokenizer()))  # passes without the fault
+    check_model(
+        Backbone(LlamaForCausalLM(config).to(dtype), NoTokenizer())
+    )  # passes without the fault
     with pytest.raises(BackboneError, match="4-D attention mask") as caught:
         check_model(Backbone(model.to(dtype), NoTokenizer()))
     assert kind.__name__ in str(caught.value)
@@ -152,12 +228,18 @@ def test_a_mixture_of_experts_that_cannot_verify_a_tree_is_rejected(dtype: torch
         check_model(faulty)
 
 
-@pytest.mark.parametrize("family", ["Mixtral", "Qwen2Moe", "Qwen3Moe", "Olmoe", "GraniteMoe", "Glm4Moe", "Phimoe"])
+@pytest.mark.parametrize(
+    "family", ["Mixtral", "Qwen2Moe", "Qwen3Moe", "Olmoe", "GraniteMoe", "Glm4Moe", "Phimoe"]
+)
 def test_experts_of_every_family_are_probed_in_half_precision(family: str) -> None:
     config = getattr(transformers, f"{family}Config")(
         **SMALL, num_key_value_heads=1, eos_token_id=None, pad_token_id=None
     )
-    check_model(Backbone(getattr(transformers, f"{family}ForCausalLM")(config).to(torch.bfloat16), NoTokenizer()))
+    check_model(
+        Backbone(
+            getattr(transformers, f"{family}ForCausalLM")(config).to(torch.bfloat16), NoTokenizer()
+        )
+    )
 
 
 def test_a_forward_without_position_ids_is_rejected() -> None:
@@ -165,7 +247,9 @@ def test_a_forward_without_position_ids_is_rejected() -> None:
         pass
 
     class Body(transformers.LlamaModel):
-        def forward(self, input_ids: Any, attention_mask: Any = None, past_key_values: Any = None) -> Any:  # type: ignore[override]
+        def forward(
+            self, input_ids: Any, attention_mask: Any = None, past_key_values: Any = None
+        ) -> Any:  # type: ignore[override]
             raise AssertionError("not called")
 
     model = NoPositions(LlamaConfig(**SMALL, eos_token_id=None))
@@ -175,10 +259,19 @@ def test_a_forward_without_position_ids_is_rejected() -> None:
 
 
 def test_of_a_model_that_reads_images_the_text_part_is_used() -> None:
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     text = random_backbone("gemma3").config.to_dict()
-    config = Gemma3Config(text_config=text, vision_config={**sizes, "image_size": 16, "patch_size": 8})
+    config = Gemma3Config(
+        text_config=text, vision_config={**sizes, "image_size": 16, "patch_size": 8}
+    )
     check_architecture(config, "gemma3")
-    backbone = Backbone(AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval(), None)
+    backbone = Backbone(
+        AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval(), None
+    )
     check_model(backbone)
     assert len(Eagle3Draft.from_backbone(backbone).lm_heads) == 1

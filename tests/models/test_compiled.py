@@ -26,7 +26,8 @@ from medusa_train.trees.tree import Tree
 from tests.families import random_backbone
 
 needs_compiler = pytest.mark.skipif(
-    shutil.which("g++") is None and shutil.which("clang++") is None, reason="torch.compile needs a C++ compiler"
+    shutil.which("g++") is None and shutil.which("clang++") is None,
+    reason="torch.compile needs a C++ compiler",
 )
 JOINS_PROJECTIONS = TorchVersion(torch.__version__) >= "2.12"
 TREES = (None, Tree.chain(3), Tree.cartesian([3, 2]))
@@ -48,7 +49,10 @@ def compile_backbone(family: str, dtype: torch.dtype) -> Compiled:
     draft = MedusaDraft.from_backbone(backbone, 3)
     prompt = torch.randint(3, 60, (108,), generator=torch.Generator().manual_seed(3)).tolist()
     prompts = [prompt, prompt[:3]]
-    answers = [[Decoder(backbone, draft, tree).generate(one, 40).tokens for one in prompts] for tree in TREES]
+    answers = [
+        [Decoder(backbone, draft, tree).generate(one, 40).tokens for one in prompts]
+        for tree in TREES
+    ]
     with torch._inductor.config.patch("cpp.enable_kernel_profile", True):
         backbone.compile_passes()
     return Compiled(backbone, draft, prompts, answers)
@@ -56,10 +60,14 @@ def compile_backbone(family: str, dtype: torch.dtype) -> Compiled:
 
 @pytest.fixture(scope="module")
 def traced() -> Iterator[Compiled]:
-    """A backbone whose passes torch.compile traces and then runs as they are, in seconds and without a C++ compiler."""
+    """A backbone whose passes torch.compile traces and then runs as they are, in seconds and
+    without a C++ compiler.
+    """
     compile_ = torch.compile
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "compile", lambda function, options: compile_(function, backend="eager"))
+        patch.setattr(
+            torch, "compile", lambda function, options: compile_(function, backend="eager")
+        )
         backbone = compile_backbone("llama", torch.float64)
     yield backbone  # not inside the patch, which would hold for the compiled one too
     torch.compiler.reset()
@@ -71,16 +79,26 @@ def check_answers(compiled: Compiled) -> None:
         generations = [decoder.generate(prompt, 40) for prompt in compiled.prompts]
         assert [generation.tokens for generation in generations] == expected
         assert generations[0].steps > 1
-    lookahead = Decoder(compiled.backbone, LookaheadDraft(window=3, ngram=3, guesses=2))  # has branch tokens
-    assert [lookahead.generate(prompt, 40).tokens for prompt in compiled.prompts] == compiled.answers[0]
+    lookahead = Decoder(
+        compiled.backbone, LookaheadDraft(window=3, ngram=3, guesses=2)
+    )  # has branch tokens
+    assert [
+        lookahead.generate(prompt, 40).tokens for prompt in compiled.prompts
+    ] == compiled.answers[0]
 
 
 def check_products(backbone: Backbone) -> None:
-    """Queries, keys and values; gate and up: four products per layer instead of seven, and one for the logits."""
+    """Queries, keys and values; gate and up: four products per layer instead of seven, and one for
+    the logits.
+    """
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
         steps = Decoder(backbone).generate([5, 6, 7], 4, eos_ids=()).steps
-    kernels = [event for event in profiled.key_averages() if event.key.startswith("aoti_torch_cpu_")]
-    products = sum(event.count for event in kernels if "mm_out" in event.key or "linear" in event.key)
+    kernels = [
+        event for event in profiled.key_averages() if event.key.startswith("aoti_torch_cpu_")
+    ]
+    products = sum(
+        event.count for event in kernels if "mm_out" in event.key or "linear" in event.key
+    )
     assert steps == 3
     assert products == 3 * (4 * backbone.num_layers + 1)
 
@@ -101,7 +119,9 @@ def test_compiled_passes_give_the_same_tokens() -> None:
 
 
 @pytest.mark.xdist_group("traced")
-def test_plain_steps_and_trees_have_separate_programs(traced: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_steps_and_trees_have_separate_programs(
+    traced: Compiled, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With few guards, plain steps would use the program for trees, which is slower."""
     compiled_pass = traced.backbone.compiled
     assert compiled_pass is not None
@@ -121,7 +141,9 @@ def check_batches(backbone: Backbone) -> None:
     """Batches of several sizes, whose rows end at different times, past the end of a block."""
     draft = MedusaDraft.from_backbone(backbone, 3)
     generator = torch.Generator().manual_seed(5)
-    prompts = [torch.randint(3, 60, (n,), generator=generator).tolist() for n in (3, 108, 40, 7, 90, 5)]
+    prompts = [
+        torch.randint(3, 60, (n,), generator=generator).tolist() for n in (3, 108, 40, 7, 90, 5)
+    ]
     free = [Decoder(backbone).generate(prompt, 30, ()).tokens for prompt in prompts]
     eos = [free[0][4], free[3][11]]
     alone = [Decoder(backbone).generate(prompt, 30, eos).tokens for prompt in prompts]
@@ -132,14 +154,20 @@ def check_batches(backbone: Backbone) -> None:
         for count in (6, 2):
             batch = BatchDecoder(backbone, draft, tree).generate_batch(prompts[:count], 30, eos)
             assert [out.tokens for out in batch] == alone[:count]
-    batch = BatchDecoder(backbone, LookaheadDraft(window=3, ngram=3, guesses=2)).generate_batch(prompts, 30, eos)
+    batch = BatchDecoder(backbone, LookaheadDraft(window=3, ngram=3, guesses=2)).generate_batch(
+        prompts, 30, eos
+    )
     assert [out.tokens for out in batch] == alone
 
 
 @pytest.mark.xdist_group("traced")
-def test_traced_passes_of_batches_give_the_tokens_of_single_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_traced_passes_of_batches_give_the_tokens_of_single_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     compile_ = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda function, options: compile_(function, backend="eager"))
+    monkeypatch.setattr(
+        torch, "compile", lambda function, options: compile_(function, backend="eager")
+    )
     backbone = random_backbone("llama", max_position_embeddings=384)
     backbone.compile_passes(rows=6)
     graphs = counters["stats"]["unique_graphs"]
@@ -218,13 +246,21 @@ def test_the_cache_is_written_in_place() -> None:
 
 
 def check_early_states(kind: type[Eagle3Draft] | type[KangarooDraft]) -> None:
-    """A draft that reads early states, or ran the layers itself, accepts the same guesses with compiled passes."""
+    """A draft that reads early states, or ran the layers itself, accepts the same guesses with
+    compiled passes.
+    """
     backbone = random_backbone("llama", max_position_embeddings=256)
     draft = kind.from_backbone(
-        backbone, num_heads=3, **({} if kind is Eagle3Draft else {"exit_layer": 1, "threshold": 0.3})
+        backbone,
+        num_heads=3,
+        **({} if kind is Eagle3Draft else {"exit_layer": 1, "threshold": 0.3}),
     )
     prompts, tree = [list(range(3, 30)), [7, 8]], Tree.cartesian([3, 2])
-    drafts = [draft, draft.with_dynamic_trees(Limits(9, 3))] if isinstance(draft, Eagle3Draft) else [draft]
+    drafts = (
+        [draft, draft.with_dynamic_trees(Limits(9, 3))]
+        if isinstance(draft, Eagle3Draft)
+        else [draft]
+    )
     decoders = [Decoder(backbone, one, tree) for one in drafts]
     before = [decoder.generate(prompt, 40, ()) for decoder in decoders for prompt in prompts]
     assert any(any(out.accepted) for out in before)
@@ -236,7 +272,9 @@ def check_early_states(kind: type[Eagle3Draft] | type[KangarooDraft]) -> None:
     backbone.compiled = compiled
     decoders = [Decoder(backbone, one, tree) for one in drafts]
     after = [decoder.generate(prompt, 40, ()) for decoder in decoders for prompt in prompts]
-    assert [(out.tokens, out.accepted) for out in after] == [(out.tokens, out.accepted) for out in before]
+    assert [(out.tokens, out.accepted) for out in after] == [
+        (out.tokens, out.accepted) for out in before
+    ]
     assert compiled.call_count == sum(out.steps for out in after)
 
 
@@ -249,7 +287,9 @@ def test_traced_passes_return_early_states(kind: Any, monkeypatch: pytest.Monkey
     compile_ = torch.compile
 
     def trace(function: Any, options: dict[str, Any]) -> Any:
-        few_guards = {"guard_filter_fn": options["guard_filter_fn"]}  # no others that see hooks come and go
+        few_guards = {
+            "guard_filter_fn": options["guard_filter_fn"]
+        }  # no others that see hooks come and go
         return compile_(function, backend="eager", options=few_guards)
 
     monkeypatch.setattr(torch, "compile", trace)
@@ -265,7 +305,9 @@ def test_compiled_passes_return_early_states(kind: Any) -> None:
     check_early_states(kind)
 
 
-@pytest.mark.parametrize(("family", "reason"), [("mistral-window", "sliding"), ("phi3-longrope", "uses longrope")])
+@pytest.mark.parametrize(
+    ("family", "reason"), [("mistral-window", "sliding"), ("phi3-longrope", "uses longrope")]
+)
 def test_unsupported_models_are_rejected(family: str, reason: str) -> None:
     with pytest.raises(BackboneError, match=reason):
         random_backbone(family).compile_passes()

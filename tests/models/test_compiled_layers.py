@@ -1,4 +1,6 @@
-"""Compiled layers of a frozen backbone compute what the layers do, by few programs, and in no other pass."""
+"""Compiled layers of a frozen backbone compute what the layers do, by few programs, and in no other
+pass.
+"""
 
 import shutil
 
@@ -16,7 +18,8 @@ from medusa_train.models.features import FeatureSpec
 from tests.families import random_backbone
 
 needs_compiler = pytest.mark.skipif(
-    shutil.which("g++") is None and shutil.which("clang++") is None, reason="torch.compile needs a C++ compiler"
+    shutil.which("g++") is None and shutil.which("clang++") is None,
+    reason="torch.compile needs a C++ compiler",
 )
 EARLY = FeatureSpec(early=(1,))
 #: rows, length and whether rows are packed: one row and several, with a mask and without one
@@ -33,18 +36,27 @@ def programs() -> int:
 
 
 def batch(rows: int, length: int, packed: bool) -> dict[str, Tensor]:
-    """Random tokens; in packed rows a second document begins in the middle, and the first row ends with padding."""
-    segments, positions = torch.zeros(rows, length, dtype=torch.long), torch.arange(length).repeat(rows, 1)
+    """Random tokens; in packed rows a second document begins in the middle, and the first row ends
+    with padding.
+    """
+    segments, positions = (
+        torch.zeros(rows, length, dtype=torch.long),
+        torch.arange(length).repeat(rows, 1),
+    )
     if packed:
         half = length // 2
         segments[:, half:], positions[:, half:] = 1, torch.arange(length - half)
         segments[0, -2:] = -1
-    tokens = torch.randint(3, 60, (rows, length), generator=torch.Generator().manual_seed(rows * length))
+    tokens = torch.randint(
+        3, 60, (rows, length), generator=torch.Generator().manual_seed(rows * length)
+    )
     return {"tokens": tokens, "positions": positions, "segments": segments}
 
 
 @torch.no_grad()
-def check_states(backbone: Backbone, compiled: CompiledLayers, rows: int, length: int, packed: bool) -> None:
+def check_states(
+    backbone: Backbone, compiled: CompiledLayers, rows: int, length: int, packed: bool
+) -> None:
     inputs = batch(rows, length, packed)
     expected = backbone.run(**inputs, need=EARLY)
     with compiled.active():
@@ -107,7 +119,9 @@ def test_what_is_missing_or_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> N
         raise RuntimeError("no room")
 
     monkeypatch.setattr(torch, "compile", lambda function: compile_(function, backend=fail))
-    with pytest.raises(BackboneError, match=r"torch_compile: torch.compile failed: .*\nLeave the key out"):
+    with pytest.raises(
+        BackboneError, match=r"torch_compile: torch.compile failed: .*\nLeave the key out"
+    ):
         check_states(backbone, compiled_layers_of(backbone), 2, 12, False)
     torch.compiler.reset()
 

@@ -1,4 +1,6 @@
-"""Packed documents separated by their bounds: values, gradients, memory and the choice of the kernel."""
+"""Packed documents separated by their bounds: values, gradients, memory and the choice of the
+kernel.
+"""
 
 import pytest
 import torch
@@ -41,7 +43,11 @@ def test_bounds_written_out() -> None:
     assert bounds["cu_seq_lens_q"].dtype == torch.int32
     assert bounds["cu_seq_lens_k"] is bounds["cu_seq_lens_q"]
     assert bounds["max_length_q"] == bounds["max_length_k"] == 3
-    assert document_bounds(torch.zeros(2, 3, dtype=torch.long))["cu_seq_lens_q"].tolist() == [0, 3, 6]
+    assert document_bounds(torch.zeros(2, 3, dtype=torch.long))["cu_seq_lens_q"].tolist() == [
+        0,
+        3,
+        6,
+    ]
 
 
 @pytest.mark.parametrize("implementation", KERNELS)
@@ -65,7 +71,9 @@ def test_bounds_give_the_gradients_of_a_mask_with_and_without_checkpointing(
 
 @pytest.mark.parametrize("implementation", KERNELS)
 @pytest.mark.parametrize("family", ["llama", "mistral-window"])
-def test_passes_with_a_mask_or_a_cache_use_the_original_attention(family: str, implementation: str) -> None:
+def test_passes_with_a_mask_or_a_cache_use_the_original_attention(
+    family: str, implementation: str
+) -> None:
     backbone = random_backbone(family)
     tokens, positions = torch.arange(2, 10)[None], torch.arange(8)[None]
     mask = torch.full((8, 8), float("-inf"), dtype=torch.float64).triu(1)[None, None]
@@ -108,7 +116,13 @@ def test_an_attention_that_lets_documents_leak_is_rejected() -> None:
     ],
 )
 def test_reasons_against_flash_attention(changed: dict, reason: str | None) -> None:
-    usable = {"device": "cuda", "dtype": torch.bfloat16, "capped": False, "supported": True, "installed": True}
+    usable = {
+        "device": "cuda",
+        "dtype": torch.bfloat16,
+        "capped": False,
+        "supported": True,
+        "installed": True,
+    }
     obstacle = flash_obstacle(**(usable | changed))
     assert obstacle is None if reason is None else reason in str(obstacle)
 
@@ -116,16 +130,24 @@ def test_reasons_against_flash_attention(changed: dict, reason: str | None) -> N
 SEGMENTS = torch.tensor([[0] * 9 + [1] + [2] * 5 + [-1] * 2, [0] * 17])
 
 
-def formula(query: Tensor, key: Tensor, value: Tensor, segments: Tensor, window: int | None, scaling: float) -> Tensor:
+def formula(
+    query: Tensor, key: Tensor, value: Tensor, segments: Tensor, window: int | None, scaling: float
+) -> Tensor:
     """Compute attention head by head from a mask of all pairs, -> [B, T, H, d]."""
     place = torch.arange(segments.shape[1])
     distance = place[:, None] - place[None, :]
-    hidden = ~((distance >= 0) & (distance < (window or len(place))) & (segments[:, :, None] == segments[:, None, :]))
+    hidden = ~(
+        (distance >= 0)
+        & (distance < (window or len(place)))
+        & (segments[:, :, None] == segments[:, None, :])
+    )
     shared = query.shape[1] // key.shape[1]
     heads = []
     for head in range(query.shape[1]):
         scores = query[:, head] @ key[:, head // shared].transpose(1, 2) * scaling
-        heads.append(scores.masked_fill(hidden, float("-inf")).softmax(-1) @ value[:, head // shared])
+        heads.append(
+            scores.masked_fill(hidden, float("-inf")).softmax(-1) @ value[:, head // shared]
+        )
     return torch.stack(heads, dim=2)
 
 
@@ -138,7 +160,9 @@ def test_values_and_gradients_are_those_of_the_formula(
     monkeypatch.setattr(document_attention, "_WINDOW_QUERIES", block)
     generator = torch.Generator().manual_seed(heads)
 
-    def random(count: int, width: int) -> Tensor:  # as projections give them, [B, T, heads, d] in memory
+    def random(
+        count: int, width: int
+    ) -> Tensor:  # as projections give them, [B, T, heads, d] in memory
         states = torch.randn(2, 17, count, width, generator=generator, dtype=torch.float64)
         return states.transpose(1, 2).requires_grad_()
 
@@ -150,7 +174,9 @@ def test_values_and_gradients_are_those_of_the_formula(
     expected = formula(*inputs, SEGMENTS, window, 0.3)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
     weights = torch.randn(out.shape, generator=generator, dtype=torch.float64)
-    ours, theirs = (torch.autograd.grad((states * weights).sum(), inputs) for states in (out, expected))
+    ours, theirs = (
+        torch.autograd.grad((states * weights).sum(), inputs) for states in (out, expected)
+    )
     for ours_one, theirs_one in zip(ours, theirs, strict=True):
         torch.testing.assert_close(ours_one, theirs_one, rtol=0, atol=1e-12)
 
@@ -186,7 +212,9 @@ def test_every_family_gives_the_states_and_gradients_of_a_mask(family: str) -> N
         torch.testing.assert_close(ours, masked, rtol=1e-7, atol=1e-7)
 
 
-@pytest.mark.parametrize("part", ["model", "model with windows", "draft layer", "draft layer with windows"])
+@pytest.mark.parametrize(
+    "part", ["model", "model with windows", "draft layer", "draft layer with windows"]
+)
 def test_no_tensor_has_the_size_of_a_mask_of_all_pairs(part: str) -> None:
     length = 8192
     backbone = random_backbone(
@@ -218,7 +246,13 @@ def test_what_it_does_not_compute_is_refused() -> None:
     query, key, value = torch.randn(3, 1, 2, 17, 8)
     with pytest.raises(ValueError, match="does not support softcap"):
         document_attention_forward(
-            AttentionModule(1), query, key, value, None, softcap=30.0, **document_bounds(SEGMENTS[:1])
+            AttentionModule(1),
+            query,
+            key,
+            value,
+            None,
+            softcap=30.0,
+            **document_bounds(SEGMENTS[:1]),
         )
     with pytest.raises(ValueError, match="needs the bounds"):
         document_attention_forward(AttentionModule(1), query, key, value, None, sliding_window=4)
@@ -240,9 +274,19 @@ def test_an_error_of_the_attention_leaves_the_model_unchanged() -> None:
 def test_the_varlen_kernel_gets_documents_windows_and_groups(
     window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a function in its place that follows the kernel's documentation; the kernel itself needs a GPU."""
+    """With a function in its place that follows the kernel's documentation; the kernel itself needs
+    a GPU.
+    """
 
-    def kernel(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, keys: Tensor, *longest: int, **given: object):
+    def kernel(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        bounds: Tensor,
+        keys: Tensor,
+        *longest: int,
+        **given: object,
+    ):
         assert bounds.dtype == torch.int32
         assert keys is bounds
         assert longest == (17, 17)
@@ -258,6 +302,15 @@ def test_the_varlen_kernel_gets_documents_windows_and_groups(
     query = torch.randn(2, 6, 17, 8, dtype=torch.float64)
     key, value = torch.randn(2, 2, 2, 17, 8, dtype=torch.float64)
     out, _ = document_attention_forward(
-        AttentionModule(3), query, key, value, None, scaling=0.3, sliding_window=window, **document_bounds(SEGMENTS)
+        AttentionModule(3),
+        query,
+        key,
+        value,
+        None,
+        scaling=0.3,
+        sliding_window=window,
+        **document_bounds(SEGMENTS),
     )
-    torch.testing.assert_close(out, formula(query, key, value, SEGMENTS, window, 0.3), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        out, formula(query, key, value, SEGMENTS, window, 0.3), rtol=0, atol=1e-12
+    )

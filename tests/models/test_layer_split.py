@@ -19,7 +19,9 @@ PROMPT = torch.tensor([[3, 14, 15, 9, 2, 6, 5, 35]])
 
 
 def _mask(tree: Tree, prefix: int) -> Tensor:
-    visible = torch.cat([torch.ones(tree.size + 1, prefix, dtype=torch.bool), tree.ancestors], dim=1)
+    visible = torch.cat(
+        [torch.ones(tree.size + 1, prefix, dtype=torch.bool), tree.ancestors], dim=1
+    )
     return additive_mask(visible, torch.float64)[None, None]
 
 
@@ -32,7 +34,9 @@ def _after_prompt(backbone: Backbone) -> TreeCache:
 
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "phi3-longrope"])
-def test_the_first_layers_by_level_and_then_the_rest_give_the_whole_model(family: str, layers: int) -> None:
+def test_the_first_layers_by_level_and_then_the_rest_give_the_whole_model(
+    family: str, layers: int
+) -> None:
     """Hidden states, and the keys and values in the cache."""
     backbone = random_backbone(family)
     split = backbone.split_at(layers)
@@ -40,19 +44,27 @@ def test_the_first_layers_by_level_and_then_the_rest_give_the_whole_model(family
     prefix = PROMPT.shape[1]
     positions, mask = TREE.depths[None] + prefix, _mask(TREE, prefix)
     whole, split_cache = _after_prompt(backbone), _after_prompt(backbone)
-    expected = backbone.run(tokens, positions=positions, mask=mask, cache=whole, need=FeatureSpec(early=(layers,)))
+    expected = backbone.run(
+        tokens, positions=positions, mask=mask, cache=whole, need=FeatureSpec(early=(layers,))
+    )
     assert expected.early is not None
     inputs = split.inputs(positions, mask, split_cache.length)
     parts = [
-        split.run_first(tokens[:, level.first : level.last], inputs.slice(level.first, level.last), split_cache)
+        split.run_first(
+            tokens[:, level.first : level.last], inputs.slice(level.first, level.last), split_cache
+        )
         for level in TreeLevels(TREE).levels
     ]
     early = torch.cat(parts, dim=1)
     assert torch.allclose(early, expected.early, atol=1e-11)
-    assert torch.allclose(split.run_rest(early, inputs, split_cache).hidden, expected.hidden, atol=1e-11)
+    assert torch.allclose(
+        split.run_rest(early, inputs, split_cache).hidden, expected.hidden, atol=1e-11
+    )
     for cache in (whole, split_cache):
         cache.keep_rows([[0, 2, 5]])
-    one, other = (backbone.run(torch.tensor([[33, 34]]), cache=cache).hidden for cache in (whole, split_cache))
+    one, other = (
+        backbone.run(torch.tensor([[33, 34]]), cache=cache).hidden for cache in (whole, split_cache)
+    )
     assert torch.allclose(one, other, atol=1e-11)
 
 
@@ -67,7 +79,13 @@ def test_a_chain_in_a_single_row_needs_no_mask() -> None:
         cache = _after_prompt(backbone)
         inputs = split.inputs(positions, mask, prefix)
         states.append(
-            torch.cat([split.run_first(tokens[:, i : i + 1], inputs.slice(i, i + 1), cache) for i in range(3)], 1)
+            torch.cat(
+                [
+                    split.run_first(tokens[:, i : i + 1], inputs.slice(i, i + 1), cache)
+                    for i in range(3)
+                ],
+                1,
+            )
         )
     assert torch.allclose(states[0], states[1], atol=1e-11)
     with pytest.raises(ValueError, match="sliding window need a mask"):
@@ -86,7 +104,9 @@ def test_unsupported_models_and_exit_layers_are_rejected() -> None:
         with pytest.raises(BackboneError, match="has 3 layers; use 1 to 2"):
             backbone.split_at(layers)
 
-    passes = itertools.count()  # every second one gives another result, as if the model did more than run its layers
+    passes = (
+        itertools.count()
+    )  # every second one gives another result, as if the model did more than run its layers
     backbone.body.norm.register_forward_hook(lambda _, __, out: out * (1 + next(passes) % 2))
     with pytest.raises(BackboneError, match="differ from the whole model's"):
         backbone.split_at(1)

@@ -25,7 +25,9 @@ def test_a_restricted_lm_head_keeps_every_part_of_its_rows() -> None:
 def test_a_restricted_lm_head_keeps_the_bias_of_its_tokens() -> None:
     full = LMHead(torch.randn(61, 8), torch.randn(61), 3.0, 0.5, token_bias=torch.randn(61, 2))
     states = torch.randn(4, 5, 8 + 2)
-    torch.testing.assert_close(full.restrict_to(KEPT).logits(states), full.logits(states)[..., KEPT])
+    torch.testing.assert_close(
+        full.restrict_to(KEPT).logits(states), full.logits(states)[..., KEPT]
+    )
     assert full.token_bias is not None
     raw = states[..., :8] @ full.weight.T + full.bias + states[..., 8:] @ full.token_bias.T
     torch.testing.assert_close(full.raw_logits(states), raw)

@@ -35,7 +35,9 @@ def test_torn_weights_are_named(whole: Path, tmp_path: Path, left: int) -> None:
     directory = tmp_path / "torn"
     shutil.copytree(whole, directory)
     truncate(directory / WEIGHTS, left)
-    with pytest.raises(BackboneError, match=rf"torn/{WEIGHTS}: incomplete or damaged .*download it again"):
+    with pytest.raises(
+        BackboneError, match=rf"torn/{WEIGHTS}: incomplete or damaged .*download it again"
+    ):
         load_backbone(str(directory))
 
 
@@ -47,11 +49,15 @@ def test_torn_pickled_weights_are_named(whole: Path, tmp_path: Path, left: int) 
     (directory / WEIGHTS).unlink()
     assert load_backbone(str(directory)).vocab_size == 300
     truncate(directory / "pytorch_model.bin", left)
-    with pytest.raises(BackboneError, match=r"torn/pytorch_model\.bin: incomplete or damaged \(.{4,}\); copy"):
+    with pytest.raises(
+        BackboneError, match=r"torn/pytorch_model\.bin: incomplete or damaged \(.{4,}\); copy"
+    ):
         load_backbone(str(directory))
 
 
-def test_other_errors_of_torch_are_not_taken_for_damage(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_errors_of_torch_are_not_taken_for_damage(
+    whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*given: object, **keys: object) -> None:
         raise torch.OutOfMemoryError("out of memory")
 
@@ -61,7 +67,9 @@ def test_other_errors_of_torch_are_not_taken_for_damage(whole: Path, monkeypatch
 
 
 def test_weights_are_read_straight_to_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By way of the host, eight processes would hold eight copies of the model there; ZeRO-3 places its own parts."""
+    """By way of the host, eight processes would hold eight copies of the model there; ZeRO-3 places
+    its own parts.
+    """
     cuda = torch.device("cuda", 3)
     assert loading_options(None, torch.bfloat16, cuda) == {"device_map": {"": cuda}}
     assert loading_options(None, torch.bfloat16, torch.device("cpu")) == {}
@@ -99,13 +107,18 @@ def test_of_several_files_the_torn_one_is_named(whole: Path, tmp_path: Path) -> 
         load_backbone(str(directory))
 
 
-def test_torn_weights_in_the_hubs_cache_are_named(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torn_weights_in_the_hubs_cache_are_named(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The layout of the cache: snapshots below the name, with the revision of `main` in refs."""
     cached = tmp_path / "models--somebody--some-model"
     shutil.copytree(whole, cached / "snapshots" / "abc")
     (cached / "refs").mkdir()
     (cached / "refs" / "main").write_text("abc")
-    for module in ("huggingface_hub.constants.HF_HUB_CACHE", "huggingface_hub.file_download.HF_HUB_CACHE"):
+    for module in (
+        "huggingface_hub.constants.HF_HUB_CACHE",
+        "huggingface_hub.file_download.HF_HUB_CACHE",
+    ):
         monkeypatch.setattr(module, str(tmp_path), raising=False)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert load_backbone("somebody/some-model").name == "somebody/some-model"
@@ -115,13 +128,19 @@ def test_torn_weights_in_the_hubs_cache_are_named(whole: Path, tmp_path: Path, m
 
 
 def test_a_torn_adapter_is_named(tmp_path: Path) -> None:
-    Adapter.attach(random_backbone("llama", dtype=torch.float32), LoraSpec(r=2)).save(tmp_path / "adapter")
+    Adapter.attach(random_backbone("llama", dtype=torch.float32), LoraSpec(r=2)).save(
+        tmp_path / "adapter"
+    )
     truncate(tmp_path / "adapter" / "adapter_model.safetensors", 60)
-    with pytest.raises(CheckpointError, match=r"adapter/adapter_model\.safetensors: cannot be read as safetensors"):
+    with pytest.raises(
+        CheckpointError, match=r"adapter/adapter_model\.safetensors: cannot be read as safetensors"
+    ):
         Adapter.load(random_backbone("llama", dtype=torch.float32), tmp_path / "adapter")
 
 
 def test_every_loaded_model_is_probed(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("medusa_train.models.loading.check_model", Mock(side_effect=BackboneError("probed")))
+    monkeypatch.setattr(
+        "medusa_train.models.loading.check_model", Mock(side_effect=BackboneError("probed"))
+    )
     with pytest.raises(BackboneError, match="probed"):
         load_backbone(str(whole))

@@ -79,16 +79,24 @@ def test_a_tied_lm_head_is_left_out_or_rejected() -> None:
 
 @pytest.mark.parametrize("kind", [{"use_dora": True}, {"lora_bias": True}])
 def test_adapters_of_lm_head_with_other_formulas_are_refused(kind: dict[str, bool]) -> None:
-    """The losses read lm_head's matrices; decoding, which runs PEFT's layer, would follow another distribution."""
+    """The losses read lm_head's matrices; decoding, which runs PEFT's layer, would follow another
+    distribution.
+    """
     backbone = random_backbone("llama", dtype=torch.float32)
     get_peft_model(backbone.model, LoraConfig(r=2, target_modules=["lm_head"], **kind))
-    with pytest.raises(BackboneError, match="DoRA and LoRA with a bias are not supported on lm_head"):
+    with pytest.raises(
+        BackboneError, match="DoRA and LoRA with a bias are not supported on lm_head"
+    ):
         _logits(backbone)
 
 
 def test_unknown_modules_to_save_are_refused() -> None:
-    with pytest.raises(BackboneError, match="lora_modules_to_save: embed_token: this backbone has no module"):
-        Adapter.attach(random_backbone("llama"), LoraSpec(modules_to_save=("lm_head", "embed_token")))
+    with pytest.raises(
+        BackboneError, match="lora_modules_to_save: embed_token: this backbone has no module"
+    ):
+        Adapter.attach(
+            random_backbone("llama"), LoraSpec(modules_to_save=("lm_head", "embed_token"))
+        )
 
 
 def test_modules_to_save_are_trained_in_float32(tmp_path: Path) -> None:
@@ -96,7 +104,10 @@ def test_modules_to_save_are_trained_in_float32(tmp_path: Path) -> None:
     spec = LoraSpec(r=4, targets=("q_proj",), modules_to_save=("lm_head",))
     adapter = Adapter.attach(random_backbone("llama", dtype=torch.bfloat16), spec)
     assert {parameter.dtype for parameter in adapter.parameters()} == {torch.float32}
-    assert sum(parameter.dim() == 2 and 61 in parameter.shape for parameter in adapter.parameters()) == 1
+    assert (
+        sum(parameter.dim() == 2 and 61 in parameter.shape for parameter in adapter.parameters())
+        == 1
+    )
     adapter.save(tmp_path)
     loaded = Adapter.load(random_backbone("llama", dtype=torch.bfloat16), tmp_path, trainable=True)
     assert {parameter.dtype for parameter in loaded.parameters()} == {torch.float32}
@@ -114,7 +125,10 @@ def test_adapters_are_saved_without_the_backbone_loaded_frozen_and_merged(tmp_pa
 
     tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     shutil.copytree(tmp_path / "adapter", tmp_path / "part")
-    save_file({n: t for n, t in tensors.items() if "layers.1." not in n}, tmp_path / "part/adapter_model.safetensors")
+    save_file(
+        {n: t for n, t in tensors.items() if "layers.1." not in n},
+        tmp_path / "part/adapter_model.safetensors",
+    )
     with pytest.raises(CheckpointError, match="missing adapter keys"):
         Adapter.load(random_backbone("llama", dtype=torch.float32), tmp_path / "part")
     for content in ("[]", "{}"):
@@ -148,7 +162,9 @@ def four_bit(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     LlamaForCausalLM(config).save_pretrained(path)
     words = {f"w{i}": i for i in range(64)}
-    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w0"))).save_pretrained(path)
+    PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w0"))
+    ).save_pretrained(path)
     return path
 
 
@@ -158,7 +174,9 @@ def test_gradients_of_a_4_bit_backbone_are_the_same_after_an_eval_pass(four_bit:
     def gradient(evaluate_first: bool) -> torch.Tensor:
         backbone = load_backbone(str(four_bit), dtype="bfloat16", device="cpu", quantization="nf4")
         assert backbone.model.is_loaded_in_4bit
-        adapter = Adapter.attach(backbone, LoraSpec(r=4, dropout=0.0, targets=("q_proj", "down_proj")))
+        adapter = Adapter.attach(
+            backbone, LoraSpec(r=4, dropout=0.0, targets=("q_proj", "down_proj"))
+        )
         _randomize(adapter)
         if evaluate_first:
             backbone.model.eval()

@@ -1,4 +1,6 @@
-"""Weights that are not partitioned are used as they are; partitioned ones: tests/training/test_distributed.py."""
+"""Weights that are not partitioned are used as they are; partitioned ones:
+tests/training/test_distributed.py.
+"""
 
 import torch
 from torch import nn

@@ -38,14 +38,21 @@ def test_auto_is_bfloat16_where_the_hardware_has_it(
 
 @pytest.mark.parametrize(
     ("amx", "avx512_bf16", "amd", "fast"),
-    [(True, True, False, True), (False, True, True, True), (False, True, False, False), (False, False, True, False)],
+    [
+        (True, True, False, True),
+        (False, True, True, True),
+        (False, True, False, False),
+        (False, False, True, False),
+    ],
 )
 def test_bfloat16_on_a_cpu_takes_amx_or_avx512_by_amd(
     monkeypatch: pytest.MonkeyPatch, amx: bool, avx512_bf16: bool, amd: bool, fast: bool
 ) -> None:
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512_bf16)
-    monkeypatch.setattr(precision, "_cpu_info", lambda key: "AuthenticAMD" if amd else "GenuineIntel")
+    monkeypatch.setattr(
+        precision, "_cpu_info", lambda key: "AuthenticAMD" if amd else "GenuineIntel"
+    )
     assert precision.has_fast_bf16(torch.device("cpu")) is fast
 
 
@@ -67,12 +74,26 @@ CPU = torch.device("cpu")
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), True),
         (MemoryError(), True),
         (
-            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."),
+            RuntimeError(
+                "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9"
+                " bytes."
+            ),
             True,
         ),
-        (RuntimeError("[enforce fail] data. DefaultCPUAllocator: not enough memory: you tried to allocate 9"), True),
+        (
+            RuntimeError(
+                "[enforce fail] data. DefaultCPUAllocator: not enough memory: you tried to"
+                " allocate 9"
+            ),
+            True,
+        ),
         (RuntimeError("CUDA error: out of memory"), True),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (
+            RuntimeError(
+                "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+            ),
+            True,
+        ),
         (RuntimeError("CUDA error: device-side assert triggered"), False),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
         (ValueError("not enough memory"), False),
@@ -88,7 +109,9 @@ def test_the_cpu_allocators_error_is_recognized() -> None:
     assert is_out_of_memory(caught.value)
 
 
-def test_memory_of_weights_by_dtype_with_quantized_weights_fixed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_weights_by_dtype_with_quantized_weights_fixed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = nn.Linear(10, 10, bias=False)
     model.packed = nn.Parameter(torch.zeros(30, dtype=torch.uint8), requires_grad=False)
     weights = WeightMemory.of(model, CPU)
@@ -102,7 +125,9 @@ def test_memory_of_weights_by_dtype_with_quantized_weights_fixed(monkeypatch: py
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator")
 def test_memory_of_freed_tensors_goes_back_to_the_system() -> None:
-    kept = [torch.ones(1 << 13) for _ in range(6000)][::100]  # of 200 MB in blocks of the heap, some are still used
+    kept = [torch.ones(1 << 13) for _ in range(6000)][
+        ::100
+    ]  # of 200 MB in blocks of the heap, some are still used
     before = psutil.Process().memory_info().rss
     return_free_memory()
     assert psutil.Process().memory_info().rss < before - 50e6 * len(kept) / 20

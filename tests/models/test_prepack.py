@@ -19,7 +19,9 @@ from medusa_train.models.prepack import (
 from medusa_train.trees.kv_cache import TreeCache
 from medusa_train.trees.tree import Tree
 
-needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch is built without oneDNN")
+needs_onednn = pytest.mark.skipif(
+    not torch.backends.mkldnn.is_available(), reason="torch is built without oneDNN"
+)
 
 
 @pytest.fixture
@@ -27,22 +29,30 @@ def always_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepack, "_is_faster", lambda weights: True)
 
 
-in_bfloat16 = pytest.mark.skipif(emulates_bf16(torch.device("cpu")), reason="this CPU has no bfloat16 instructions")
+in_bfloat16 = pytest.mark.skipif(
+    emulates_bf16(torch.device("cpu")), reason="this CPU has no bfloat16 instructions"
+)
 
 
 @needs_onednn
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float32, 1e-5), pytest.param(torch.bfloat16, 2e-2, marks=in_bfloat16)]
+    ("dtype", "tolerance"),
+    [(torch.float32, 1e-5), pytest.param(torch.bfloat16, 2e-2, marks=in_bfloat16)],
 )
 @pytest.mark.parametrize("rows", [1, 3, 17])
 @pytest.mark.parametrize("bias", [True, False])
-def test_a_prepacked_weight_gives_the_same_product(dtype: torch.dtype, tolerance: float, rows: int, bias: bool) -> None:
+def test_a_prepacked_weight_gives_the_same_product(
+    dtype: torch.dtype, tolerance: float, rows: int, bias: bool
+) -> None:
     torch.manual_seed(0)
     weight, x = torch.randn(40, 24, dtype=dtype), torch.randn(2, rows, 24, dtype=dtype)
     offset = torch.randn(40, dtype=dtype) if bias else None
     with torch.inference_mode():
         torch.testing.assert_close(
-            PrepackedWeight(weight).linear(x, offset), linear(x, weight, offset), rtol=tolerance, atol=tolerance
+            PrepackedWeight(weight).linear(x, offset),
+            linear(x, weight, offset),
+            rtol=tolerance,
+            atol=tolerance,
         )
 
 
@@ -78,7 +88,9 @@ def test_subclasses_of_linear_are_not_replaced(always_faster: None) -> None:
     assert type(model[1]) is Special
 
 
-def test_nothing_is_prepacked_without_memory_or_kernels(monkeypatch: pytest.MonkeyPatch, always_faster: None) -> None:
+def test_nothing_is_prepacked_without_memory_or_kernels(
+    monkeypatch: pytest.MonkeyPatch, always_faster: None
+) -> None:
     weights = [nn.Parameter(torch.zeros(100, 100))]
     monkeypatch.setattr(prepack, "free_memory", lambda device: 100 * 100 * 4)
     assert not worth_prepacking(weights)
@@ -90,15 +102,24 @@ def test_nothing_is_prepacked_without_memory_or_kernels(monkeypatch: pytest.Monk
 
 @needs_onednn
 @pytest.mark.parametrize(
-    ("layers", "bias", "shared"), [(1, False, False), (2, True, False), (1, False, True), (0, True, False)]
+    ("layers", "bias", "shared"),
+    [(1, False, False), (2, True, False), (1, False, True), (0, True, False)],
 )
-def test_prepacked_heads_propose_the_same(always_faster: None, layers: int, bias: bool, shared: bool) -> None:
+def test_prepacked_heads_propose_the_same(
+    always_faster: None, layers: int, bias: bool, shared: bool
+) -> None:
     torch.manual_seed(1)
-    draft = MedusaDraft(16, 50, 4, layers, bias=bias, shared=MedusaDraft(16, 50, 1).lm_head(1) if shared else None)
+    draft = MedusaDraft(
+        16, 50, 4, layers, bias=bias, shared=MedusaDraft(16, 50, 1).lm_head(1) if shared else None
+    )
     for parameter in draft.parameters():
         nn.init.normal_(parameter, std=0.3)
     feats = Features(torch.randn(2, 5, 16))
-    tokens, cache, tree = torch.zeros(2, 5, dtype=torch.long), TreeCache(1, 8), Tree.cartesian([3, 2, 2])
+    tokens, cache, tree = (
+        torch.zeros(2, 5, dtype=torch.long),
+        TreeCache(1, 8),
+        Tree.cartesian([3, 2, 2]),
+    )
     roots = torch.tensor([7, 9])
 
     def propose() -> torch.Tensor:

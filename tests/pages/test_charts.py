@@ -28,10 +28,17 @@ def widths(svg: str) -> list[float]:
 
 
 def test_bars_are_as_long_as_their_values_and_carry_whiskers() -> None:
-    svg = bars([("a<b", [Bar(1.0, (0.8, 1.3))]), ("c", [Bar(2.0)]), ("d", [Bar(None)])], "speed", unit="x", reference=1)
+    svg = bars(
+        [("a<b", [Bar(1.0, (0.8, 1.3))]), ("c", [Bar(2.0)]), ("d", [Bar(None)])],
+        "speed",
+        unit="x",
+        reference=1,
+    )
     one, two = widths(svg)
     assert two == pytest.approx(2 * one, rel=0.01)
-    assert {"a<b", "c", "1.00x", "2.00x", "not measured"} <= {node.text for node in parsed(svg).iter("text")}
+    assert {"a<b", "c", "1.00x", "2.00x", "not measured"} <= {
+        node.text for node in parsed(svg).iter("text")
+    }
     assert sum(node.get("class") == "whisker" for node in parsed(svg).iter("line")) == 3
     assert sum(node.get("class") == "reference" for node in parsed(svg).iter("line")) == 1
     assert "95 % interval 0.80-1.30" in svg
@@ -53,7 +60,9 @@ def test_a_tree_has_its_nodes_below_their_parents_and_their_shares() -> None:
     circles = list(root.iter("circle"))
     assert len(circles) == 6
     assert "[0, 1]: top-2 token of head 2, accepted in 4.0 % of the steps" in svg
-    zero, one, zero_zero, zero_one = [(float(node.get("cx", "0")), float(node.get("cy", "0"))) for node in circles][1:5]
+    zero, one, zero_zero, zero_one = [
+        (float(node.get("cx", "0")), float(node.get("cy", "0"))) for node in circles
+    ][1:5]
     assert zero[0] < one[0]
     assert zero_zero[0] < zero[0] < zero_one[0]
     assert zero_zero[1] > zero[1]

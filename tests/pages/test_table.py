@@ -5,7 +5,9 @@ from rich.console import Console
 from medusa_train.pages.page import Table, number
 
 TABLE = Table(
-    ["category", "speed up", "name"], [["a|b", "1.27x (1.20-1.34)", "k=1"], ["all", "-", "k=2"]], overall=True
+    ["category", "speed up", "name"],
+    [["a|b", "1.27x (1.20-1.34)", "k=1"], ["all", "-", "k=2"]],
+    overall=True,
 )
 
 
@@ -28,17 +30,28 @@ def shown(table: Table, width: int = 40) -> list[str]:
     console = Console(width=width, file=io.StringIO())
     console.print(table.terminal())
     assert isinstance(console.file, io.StringIO)
-    return "\n".join(" ".join(line.split()) for line in console.file.getvalue().splitlines()).strip().splitlines()
+    return (
+        "\n".join(" ".join(line.split()) for line in console.file.getvalue().splitlines())
+        .strip()
+        .splitlines()
+    )
 
 
 def test_the_terminal_shows_intervals_below_their_values_and_groups_rows() -> None:
     assert [line for line in shown(TABLE) if "─" not in line] == [
         *["speed", "category up name", "a|b 1.27x k=1", "(1.20-1.34)", "", "all - k=2"]
     ]
-    assert shown(Table(["n", "x"], [["1", "2"], ["1", "3"], ["2", "4"]]))[2:] == ["1 2", "1 3", "", "2 4"]
+    assert shown(Table(["n", "x"], [["1", "2"], ["1", "3"], ["2", "4"]]))[2:] == [
+        "1 2",
+        "1 3",
+        "",
+        "2 4",
+    ]
     long = Table(["category", "speed"], [["a very long name of a category", "123456.7x"]])
     assert "123456.7x" in "".join(shown(long, 20))  # the name gives way
-    wide = Table(["category", *(f"{n} equal" for n in range(8))], [["a long category", *(["140/160"] * 8)]])
+    wide = Table(
+        ["category", *(f"{n} equal" for n in range(8))], [["a long category", *(["140/160"] * 8)]]
+    )
     assert " ".join(shown(wide, 80)).count("140/160") == 8
 
 

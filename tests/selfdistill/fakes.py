@@ -12,7 +12,10 @@ def said(text: str, reason: str = "stop") -> Answer:
 
 
 class FakeEngine:
-    """Answers each prompt by the last message; remembers what it was asked. Of several requests, the newest first."""
+    """Answers each prompt by the last message; remembers what it was asked.
+
+    Of several requests, the newest first.
+    """
 
     def __init__(self, script: dict[str, Answer] | None = None, capacity: int = 1) -> None:
         self.script = script or {}

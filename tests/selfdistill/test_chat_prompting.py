@@ -10,7 +10,10 @@ from medusa_train.selfdistill.answers import Request
 from medusa_train.selfdistill.chat_prompting import ChatPrompting
 from tests.chat_templates import QWEN3, R1
 
-VICUNA = "{% for m in messages %}{{ m.content + ' A:' if m.role == 'user' else ' ' + m.content + ' </s>' }}{% endfor %}"
+VICUNA = (
+    "{% for m in messages %}{{ m.content + ' A:' if m.role == 'user' else ' ' + m.content + ' </s>'"
+    " }}{% endfor %}"
+)
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|User|>", "<|Assistant|>"]
 
 
@@ -26,7 +29,9 @@ def tokenizer(template: str, special: list[str]) -> PreTrainedTokenizerFast:
     return fast
 
 
-@pytest.mark.parametrize("special", [SPECIAL, [*SPECIAL, "<think>", "</think>"]], ids=["text", "special tokens"])
+@pytest.mark.parametrize(
+    "special", [SPECIAL, [*SPECIAL, "<think>", "</think>"]], ids=["text", "special tokens"]
+)
 @pytest.mark.parametrize(
     ("template", "kwargs", "generated", "text"),
     [
@@ -39,22 +44,48 @@ def tokenizer(template: str, special: list[str]) -> PreTrainedTokenizerFast:
         (VICUNA, {}, "four", "four"),
         (VICUNA, {}, " four", " four"),
     ],
-    ids=["Qwen3", "Qwen3 without thinking", "R1", "blank", "Qwen3, cut", "R1, cut", "Vicuna", "Vicuna, space"],
+    ids=[
+        "Qwen3",
+        "Qwen3 without thinking",
+        "R1",
+        "blank",
+        "Qwen3, cut",
+        "R1, cut",
+        "Vicuna",
+        "Vicuna, space",
+    ],
 )
 def test_an_answer_is_written_as_training_takes_it_apart(
     template: str, kwargs: dict[str, bool], generated: str, text: str, special: list[str]
 ) -> None:
     fast = tokenizer(template, special)
     prompting = ChatPrompting(fast, None, kwargs)
-    messages = (Message("user", "2 + 2?"), Message("assistant", "<think>x</think>no"), Message("user", "sure?"))
+    messages = (
+        Message("user", "2 + 2?"),
+        Message("assistant", "<think>x</think>no"),
+        Message("user", "sure?"),
+    )
     request = Request(messages, seed=0)
-    assert ("x</think>no" in prompting.text(request)) == (template == VICUNA)  # others drop earlier reasoning
+    assert ("x</think>no" in prompting.text(request)) == (
+        template == VICUNA
+    )  # others drop earlier reasoning
     is_cut = generated.endswith("add")
-    end = [] if is_cut else [fast.convert_tokens_to_ids("<|im_end|>" if template == QWEN3 else "</s>")]
+    end = (
+        []
+        if is_cut
+        else [fast.convert_tokens_to_ids("<|im_end|>" if template == QWEN3 else "</s>")]
+    )
     tokens = [*fast(generated, add_special_tokens=False)["input_ids"], *end]
     answer = prompting.answer(request, 0, tokens, "length" if is_cut else "eos")
     assert answer.text == text
-    assert (answer.token_ids is None) == (template != VICUNA)  # which puts spaces around it that were not generated
+    assert (answer.token_ids is None) == (
+        template != VICUNA
+    )  # which puts spaces around it that were not generated
     if text.strip():
-        chat = Conversation("", (*messages, Message("assistant", answer.text, answer.token_ids, is_cut=is_cut)), "")
-        assert ChatEncoder(fast, None, kwargs).encode(chat)[-1].ids == [*prompting.prompt(request), *tokens]
+        chat = Conversation(
+            "", (*messages, Message("assistant", answer.text, answer.token_ids, is_cut=is_cut)), ""
+        )
+        assert ChatEncoder(fast, None, kwargs).encode(chat)[-1].ids == [
+            *prompting.prompt(request),
+            *tokens,
+        ]

@@ -40,7 +40,9 @@ def backbone(directory: Path) -> Backbone:
     return load_backbone(str(directory), dtype=torch.float64)
 
 
-def engine(backbone: Backbone, temperature: float = 0.0, max_new_tokens: int = 12, **settings: Any) -> HFEngine:
+def engine(
+    backbone: Backbone, temperature: float = 0.0, max_new_tokens: int = 12, **settings: Any
+) -> HFEngine:
     return HFEngine(backbone, temperature=temperature, max_new_tokens=max_new_tokens, **settings)
 
 
@@ -51,7 +53,9 @@ def ask(answering: HFEngine, request: Request) -> Answer:
     return made
 
 
-def test_a_chat_that_the_template_does_not_take_is_refused_and_others_go_on(backbone: Backbone) -> None:
+def test_a_chat_that_the_template_does_not_take_is_refused_and_others_go_on(
+    backbone: Backbone,
+) -> None:
     demanding = copy.copy(backbone)
     demanding.tokenizer = copy.deepcopy(backbone.tokenizer)
     refusal = "{% if messages[0].content == 'a' %}{{ raise_exception('not that') }}{% endif %}"
@@ -67,7 +71,9 @@ def test_a_chat_that_the_template_does_not_take_is_refused_and_others_go_on(back
 def test_greedy_is_the_argmax_continuation(backbone: Backbone) -> None:
     answer = ask(engine(backbone), Request(PROMPT, 1))
     ids = backbone.tokenizer(
-        backbone.tokenizer.apply_chat_template([PROMPT[0].as_dict()], tokenize=False, add_generation_prompt=True),
+        backbone.tokenizer.apply_chat_template(
+            [PROMPT[0].as_dict()], tokenize=False, add_generation_prompt=True
+        ),
         add_special_tokens=False,
     )["input_ids"]
     tokens = list(ids)
@@ -75,7 +81,11 @@ def test_greedy_is_the_argmax_continuation(backbone: Backbone) -> None:
         for _ in range(12):
             tokens.append(int(backbone.model(torch.tensor([tokens])).logits[0, -1].argmax()))
     assert answer.text == backbone.tokenizer.decode(tokens[len(ids) :], skip_special_tokens=True)
-    assert (answer.finish_reason, answer.prompt_tokens, answer.completion_tokens) == ("length", len(ids), 12)
+    assert (answer.finish_reason, answer.prompt_tokens, answer.completion_tokens) == (
+        "length",
+        len(ids),
+        12,
+    )
     assert ask(engine(backbone), Request(PROMPT, 2)) == answer
 
 
@@ -86,7 +96,9 @@ def test_the_end_token_ends_an_answer_and_is_no_text(backbone: Backbone) -> None
     try:
         backbone.eos_ids = (third,)
         for temperature in (0.0, 1e-6):
-            answer = ask(engine(backbone, temperature=temperature, max_new_tokens=8), Request(PROMPT, 0))
+            answer = ask(
+                engine(backbone, temperature=temperature, max_new_tokens=8), Request(PROMPT, 0)
+            )
             assert (answer.finish_reason, answer.completion_tokens) == ("stop", 3)
     finally:
         backbone.eos_ids = before
@@ -105,12 +117,16 @@ def test_a_model_without_a_chat_template_is_refused(backbone: Backbone) -> None:
     template = backbone.tokenizer.chat_template
     try:
         backbone.tokenizer.chat_template = None
-        with pytest.raises(DataError, match=r"no chat template; set chat_template to one of vicuna_v1\.1, zephyr"):
+        with pytest.raises(
+            DataError, match=r"no chat template; set chat_template to one of vicuna_v1\.1, zephyr"
+        ):
             engine(backbone)
-        named = HFEngine(backbone, temperature=0.0, top_p=1.0, max_new_tokens=4, chat_template="zephyr")
-        ids = backbone.tokenizer("<|user|>\nSay something.<eos>\n<|assistant|>\n", add_special_tokens=False)[
-            "input_ids"
-        ]
+        named = HFEngine(
+            backbone, temperature=0.0, top_p=1.0, max_new_tokens=4, chat_template="zephyr"
+        )
+        ids = backbone.tokenizer(
+            "<|user|>\nSay something.<eos>\n<|assistant|>\n", add_special_tokens=False
+        )["input_ids"]
         assert ask(named, Request(PROMPT, 0)).prompt_tokens == len(ids)
     finally:
         backbone.tokenizer.chat_template = template
@@ -156,7 +172,9 @@ def test_answers_do_not_depend_on_the_batch(
         assert ask(sampling, Request(PROMPT, 1)) != ask(sampling, Request(PROMPT, 2))
         limited = engine(backbone, temperature, 40, top_k=3, top_p=0.9)
         assert all_answers(limited) != alone
-        assert all_answers(engine(backbone, temperature, 40, top_k=3, top_p=0.9, batch_size=3)) == all_answers(limited)
+        assert all_answers(
+            engine(backbone, temperature, 40, top_k=3, top_p=0.9, batch_size=3)
+        ) == all_answers(limited)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.5])
@@ -169,12 +187,16 @@ def test_answers_that_loop_end_early_and_others_stay(
     monkeypatch.setattr(local, "is_looping", loops)
     monkeypatch.setattr(local, "LOOP_INTERVAL", 4)
     settings: dict[str, Any] = {"temperature": temperature, "max_new_tokens": 40, "batch_size": 4}
-    whole, cut = (all_answers(engine(backbone, **settings, stop_looping=stop)) for stop in (False, True))
+    whole, cut = (
+        all_answers(engine(backbone, **settings, stop_looping=stop)) for stop in (False, True)
+    )
     expected = [loops(answer.text) for answer in whole]
     assert {loops(answer.text) for answer in whole} == {False, True}
     assert [loops(answer.text) for answer in cut] == expected
     assert all(before.text.startswith(after.text) for before, after in zip(whole, cut, strict=True))
-    assert all(loop or before == after for loop, before, after in zip(expected, whole, cut, strict=True))
+    assert all(
+        loop or before == after for loop, before, after in zip(expected, whole, cut, strict=True)
+    )
     assert any(before != after for before, after in zip(whole, cut, strict=True))
 
 
@@ -192,7 +214,10 @@ def test_the_oldest_request_is_among_those_that_join(backbone: Backbone) -> None
 def mixed_lengths(directory: Path) -> Backbone:
     """A backbone whose answers to QUESTIONS end at different moments."""
     backbone = load_backbone(str(directory), dtype=torch.float64)
-    free = [Decoder(backbone).generate(engine(backbone)._prompting.prompt(asks(q)), 24, ()).tokens for q in QUESTIONS]
+    free = [
+        Decoder(backbone).generate(engine(backbone)._prompting.prompt(asks(q)), 24, ()).tokens
+        for q in QUESTIONS
+    ]
     backbone.eos_ids = tuple({free[0][3], free[4][8], free[7][15]})
     return backbone
 
@@ -202,7 +227,9 @@ def test_batches_with_heads_are_refilled(directory: Path) -> None:
     plain = all_answers(engine(backbone, max_new_tokens=24))
     assert len({answer.completion_tokens for answer in plain}) > 3
     draft = MedusaDraft.from_backbone(backbone, num_heads=2)
-    batched = engine(backbone, max_new_tokens=24, draft=draft, tree=Tree.cartesian([2, 2]), batch_size=4)
+    batched = engine(
+        backbone, max_new_tokens=24, draft=draft, tree=Tree.cartesian([2, 2]), batch_size=4
+    )
     assert all_answers(batched) == plain
     assert set(batched.stats()) == {"tokens per step"}
     assert batched.steps > 2 * batched.passes
@@ -211,7 +238,9 @@ def test_batches_with_heads_are_refilled(directory: Path) -> None:
 
 @pytest.mark.parametrize("batch_size", [1, 3])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_steps_on_fixed_memory_give_the_same_answers(directory: Path, temperature: float, batch_size: int) -> None:
+def test_steps_on_fixed_memory_give_the_same_answers(
+    directory: Path, temperature: float, batch_size: int
+) -> None:
     backbone = mixed_lengths(directory)
     draft, tree = MedusaDraft.from_backbone(backbone, num_heads=2), Tree.cartesian([2, 2])
 
@@ -228,14 +257,17 @@ def test_steps_on_fixed_memory_give_the_same_answers(directory: Path, temperatur
 
 
 @pytest.mark.parametrize(
-    ("dtype", "batch_size", "asked"), [("bfloat16", 1, True), ("float32", 4, True), ("float32", 1, False)]
+    ("dtype", "batch_size", "asked"),
+    [("bfloat16", 1, True), ("float32", 4, True), ("float32", 1, False)],
 )
 def test_passes_are_compiled_where_the_answers_repay_it(
     directory: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, batch_size: int, asked: bool
 ) -> None:
     """Single rows in float32 must be reproducible."""
     steps: list[int] = []
-    monkeypatch.setattr(choose_decoding, "compile_if_repaid", lambda model, paths, n, *_, **keys: steps.append(n))
+    monkeypatch.setattr(
+        choose_decoding, "compile_if_repaid", lambda model, paths, n, *_, **keys: steps.append(n)
+    )
     cfg = SelfDistillConfig(max_new_tokens=4, compile="auto", batch_size=batch_size)
     open_hf_engine(cfg, resolve_model(None, str(directory), None), dtype, 500 * batch_size, print)
     assert steps == ([1000] if asked else [])

@@ -18,7 +18,9 @@ SEED = Prompt("s1", ("one", "two", "three"))
 KEEP_CUT = DropRules(drop_truncated=False)
 
 
-def run(engine: FakeEngine, seed: Prompt = SEED, random_seed: int = 7, rules: DropRules = DropRules()) -> GeneratedChat:
+def run(
+    engine: FakeEngine, seed: Prompt = SEED, random_seed: int = 7, rules: DropRules = DropRules()
+) -> GeneratedChat:
     return drive(replay(seed, random_seed=random_seed, rules=rules), engine)
 
 
@@ -28,7 +30,14 @@ def contents(done: GeneratedChat) -> list[str]:
 
 def test_own_answers_are_the_history() -> None:
     done = run(engine := FakeEngine())
-    assert contents(done) == ["one", "answer to one", "two", "answer to two", "three", "answer to three"]
+    assert contents(done) == [
+        "one",
+        "answer to one",
+        "two",
+        "answer to two",
+        "three",
+        "answer to three",
+    ]
     assert [message.role for message in done.messages] == ["user", "assistant"] * 3
     third_prompt = [message.content for message in engine.asked[2].messages]
     assert third_prompt == ["one", "answer to one", "two", "answer to two", "three"]
@@ -59,7 +68,8 @@ def test_a_cut_answer_is_kept_when_asked_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reason", "why"), [("stop", "empty"), ("context", "context"), ("length", "empty"), ("refused", "refused")]
+    ("reason", "why"),
+    [("stop", "empty"), ("context", "context"), ("length", "empty"), ("refused", "refused")],
 )
 def test_a_blank_answer_is_always_dropped(reason: str, why: str) -> None:
     done = run(FakeEngine({"one": said(" \n", reason)}), rules=KEEP_CUT)
@@ -69,7 +79,12 @@ def test_a_blank_answer_is_always_dropped(reason: str, why: str) -> None:
 @pytest.mark.parametrize("reason", ["stop", "length"])
 def test_a_looping_answer_is_dropped_or_counted(reason: str) -> None:
     dropped = run(engine := FakeEngine({"two": said("a b c d e f g h " * 3, reason)}))
-    assert (dropped.turns, dropped.looping, dropped.dropped, dropped.dropped_turns) == (1, 1, "looping", 2)
+    assert (dropped.turns, dropped.looping, dropped.dropped, dropped.dropped_turns) == (
+        1,
+        1,
+        "looping",
+        2,
+    )
     kept = run(engine, rules=DropRules(drop_truncated=False, drop_looping=False))
     assert (kept.turns, kept.looping, kept.dropped) == (3, 1, None)
 
@@ -90,7 +105,9 @@ def test_each_turn_of_each_conversation_has_its_own_random_seed() -> None:
 TALK = Prompt("s1", ("hello", "never asked"), system="be kind")
 
 
-def talk_of(script: dict[str, Answer] | None = None, rounds: int = 3) -> tuple[GeneratedChat, FakeEngine]:
+def talk_of(
+    script: dict[str, Answer] | None = None, rounds: int = 3
+) -> tuple[GeneratedChat, FakeEngine]:
     engine = FakeEngine(script)
     return drive(selftalk(TALK, random_seed=7, rules=DropRules(), rounds=rounds), engine), engine
 
@@ -102,7 +119,9 @@ def roles(talk: GeneratedChat) -> str:
 def test_the_model_writes_both_roles_for_so_many_rounds() -> None:
     talk, engine = talk_of()
     assert roles(talk) == "s" + "ua" * 3
-    assert [request.speaker for request in engine.asked] == ["assistant", "user"] * 2 + ["assistant"]
+    assert [request.speaker for request in engine.asked] == ["assistant", "user"] * 2 + [
+        "assistant"
+    ]
     assert talk.messages[3].content == "question after answer to hello"
     assert engine.asked[2].messages == tuple(talk.messages[:4])
     assert (talk.turns, talk.dropped) == (3, None)
@@ -155,7 +174,9 @@ def test_the_output_is_read_as_prompts(tmp_path: Path) -> None:
     out = tmp_path / "questions.jsonl"
     prompts = [Prompt("a", ()), Prompt("b", ())]
     with OutputWriter(out, {"model": "m"}) as writer:
-        stats = distill(prompts, FakeEngine(), writer, mode=ASK, metadata={"model": "m", "mode": "questions"})
+        stats = distill(
+            prompts, FakeEngine(), writer, mode=ASK, metadata={"model": "m", "mode": "questions"}
+        )
     lines = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
     assert list(lines[0]) == ["id", "seed_id", "model", "messages", "mode"]
     assert [(prompt.id, prompt.turns) for prompt in read_prompts(out)] == [

@@ -56,7 +56,10 @@ def ids(path: Path) -> list[str]:
 
 
 def seeds(count: int, turns: int = 1) -> list[Prompt]:
-    return [Prompt(f"s{n}", tuple(f"question {n}.{turn}" for turn in range(turns))) for n in range(count)]
+    return [
+        Prompt(f"s{n}", tuple(f"question {n}.{turn}" for turn in range(turns)))
+        for n in range(count)
+    ]
 
 
 def test_a_request_says_how_to_draw_and_the_answer_is_read() -> None:
@@ -80,11 +83,16 @@ def test_a_request_says_how_to_draw_and_the_answer_is_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("finish", "reason"), [("stop", "stop"), (None, "stop"), ("length", "length"), ("content_filter", "refused")]
+    ("finish", "reason"),
+    [("stop", "stop"), (None, "stop"), ("length", "length"), ("content_filter", "refused")],
 )
 def test_finish_reasons_are_told_apart(finish: str | None, reason: str) -> None:
     def script(number: int, body: dict) -> tuple[int, dict[str, str], bytes]:
-        return 200, {}, json.dumps({**completion(body, finish, "half \ud83d"), "usage": None}).encode()
+        return (
+            200,
+            {},
+            json.dumps({**completion(body, finish, "half \ud83d"), "usage": None}).encode(),
+        )
 
     with serving(script) as server:
         asking = engine(server.url)
@@ -104,7 +112,11 @@ def test_reasoning_is_joined_to_the_answer_and_template_variables_are_sent() -> 
 
     def script(number: int, body: dict) -> tuple[int, dict[str, str], bytes]:
         message = {"role": "assistant", **replies[number][0]}
-        return 200, {}, json.dumps({"choices": [{"message": message, "finish_reason": "stop"}]}).encode()
+        return (
+            200,
+            {},
+            json.dumps({"choices": [{"message": message, "finish_reason": "stop"}]}).encode(),
+        )
 
     with serving(script) as server:
         sampling = ServerSampling(0.5, 64, chat_template_kwargs={"enable_thinking": True})
@@ -114,12 +126,18 @@ def test_reasoning_is_joined_to_the_answer_and_template_variables_are_sent() -> 
             asking.submit(number, ask("hi"))
             assert asking.next()[1].text == expected
         asking.close()
-        assert all(body["chat_template_kwargs"] == {"enable_thinking": True} for body in server.bodies)
+        assert all(
+            body["chat_template_kwargs"] == {"enable_thinking": True} for body in server.bodies
+        )
         assert all(body["top_p"] == 1 for body in server.bodies)  # vLLM's default is the model's
 
 
-@pytest.mark.parametrize("concurrency", [1, 2])  # with 1 the first, which is refused, has no other request beside it
-def test_chats_that_are_refused_or_too_long_are_dropped_and_the_others_go_on(tmp_path: Path, concurrency: int) -> None:
+@pytest.mark.parametrize(
+    "concurrency", [1, 2]
+)  # with 1 the first, which is refused, has no other request beside it
+def test_chats_that_are_refused_or_too_long_are_dropped_and_the_others_go_on(
+    tmp_path: Path, concurrency: int
+) -> None:
     def script(number: int, body: dict) -> fake_server.Reply:
         asked = body["messages"][-1]["content"]
         if asked in ("question 0.0", "question 3.0"):
@@ -137,7 +155,11 @@ def test_an_answer_that_failed_is_asked_for_again_by_the_next_run(tmp_path: Path
         if body["messages"][-1]["content"] == "question 1.0":
             return error(500, "out of memory")
         # a server that shuts down ends its answers
-        aborted = body["messages"][-1]["content"] == "question 0.0" and not ended.append(number) and len(ended) == 1
+        aborted = (
+            body["messages"][-1]["content"] == "question 0.0"
+            and not ended.append(number)
+            and len(ended) == 1
+        )
         return (200, {}, json.dumps(completion(body, "abort")).encode()) if aborted else None
 
     out, ended = tmp_path / "out.jsonl", list[int]()
@@ -145,13 +167,17 @@ def test_an_answer_that_failed_is_asked_for_again_by_the_next_run(tmp_path: Path
         server.seconds = 0.05
         stats = run(out, seeds(40), engine(server.url, concurrency=2, retry_seconds=1.0))
         assert (stats.written, dict(stats.dropped)) == (39, {"failed": 1})
-        assert [body["messages"][-1]["content"] for body in server.bodies].count("question 0.0") == 2
+        assert [body["messages"][-1]["content"] for body in server.bodies].count(
+            "question 0.0"
+        ) == 2
     with serving() as server:
         assert run(out, seeds(40), engine(server.url)).written == 1
 
 
 @pytest.mark.parametrize(("length", "reason"), [(64, "length"), (63, "context")])
-def test_an_answer_that_ends_before_max_new_tokens_reached_the_context(length: int, reason: str) -> None:
+def test_an_answer_that_ends_before_max_new_tokens_reached_the_context(
+    length: int, reason: str
+) -> None:
     def script(number: int, body: dict) -> tuple[int, dict[str, str], bytes]:
         usage = {"prompt_tokens": 1, "completion_tokens": length}
         return 200, {}, json.dumps({**completion(body, "length"), "usage": usage}).encode()
@@ -164,7 +190,9 @@ def test_an_answer_that_ends_before_max_new_tokens_reached_the_context(length: i
 
 
 @pytest.mark.parametrize("count", [1, 3, 40])
-def test_a_server_that_refuses_everything_ends_the_run_and_nothing_is_noted_as_done(tmp_path: Path, count: int) -> None:
+def test_a_server_that_refuses_everything_ends_the_run_and_nothing_is_noted_as_done(
+    tmp_path: Path, count: int
+) -> None:
     with (
         serving(lambda n, body: error(422, "Unexpected fields")) as server,
         pytest.raises(ServerError, match=r"refused \d+ requests .*Unexpected fields"),
@@ -204,7 +232,10 @@ def test_500_seeds_survive_a_server_that_is_killed_and_restarted(tmp_path: Path)
         for server in servers:
             server.kill()
     assert sorted(ids(out)) == sorted(seed.id for seed in seeds(500))
-    assert len({json.dumps(json.loads(line)["messages"]) for line in out.read_text().splitlines()}) == 500
+    assert (
+        len({json.dumps(json.loads(line)["messages"]) for line in out.read_text().splitlines()})
+        == 500
+    )
     assert asking.server.retries > 0
     assert stats.written == 500
 

@@ -11,7 +11,12 @@ SETTINGS = {"model": "m"}
 SEEDS = [f"c{number}" for number in range(6)]
 
 
-def fill(path: Path, written: list[str], dropped: tuple[str, ...] = (), settings: dict[str, str] = SETTINGS) -> None:
+def fill(
+    path: Path,
+    written: list[str],
+    dropped: tuple[str, ...] = (),
+    settings: dict[str, str] = SETTINGS,
+) -> None:
     with OutputWriter(path, settings) as writer:
         for name in written:
             writer.write({"id": name, "text": "h\u00e9\u2028" * 3})
@@ -43,7 +48,9 @@ def test_shards_become_one_file_in_the_order_of_the_seeds(tmp_path: Path) -> Non
     assert ids(out) == ["c0", "c1", "c4", "c5"]
 
 
-def test_a_conversation_that_two_shards_hold_is_taken_once_and_one_that_is_no_seed_stays(tmp_path: Path) -> None:
+def test_a_conversation_that_two_shards_hold_is_taken_once_and_one_that_is_no_seed_stays(
+    tmp_path: Path,
+) -> None:
     out = tmp_path / "out.jsonl"
     fill(shard_output(out, Shard(1, 2)), ["c1", "old"], ("c2",))
     fill(shard_output(out, Shard(1, 4)), ["c1", "c2"])
@@ -58,7 +65,10 @@ def test_other_settings_no_shards_and_running_shards_are_refused(tmp_path: Path)
         merge(out, SETTINGS, SEEDS)
     fill(shard_output(out, Shard(1, 2)), ["c0"])
     fill(shard_output(tmp_path / "out.other.jsonl", Shard(1, 2)), ["c9"], settings={"model": "x"})
-    with OutputWriter(shard_output(out, Shard(1, 2)), SETTINGS), pytest.raises(DataError, match="another process"):
+    with (
+        OutputWriter(shard_output(out, Shard(1, 2)), SETTINGS),
+        pytest.raises(DataError, match="another process"),
+    ):
         merge(out, SETTINGS, SEEDS)
     with pytest.raises(ConfigError, match="model: 'm' in the file, 'n' now"):
         merge(out, {"model": "n"}, SEEDS)

@@ -97,10 +97,16 @@ def test_two_writers_of_one_file_are_refused(tmp_path: Path) -> None:
 
 def test_other_prompts_with_the_ids_of_those_answered_are_refused(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
-    said = [{"role": "system", "content": "s"}, {"role": "user", "content": "one"}, {"role": "user", "content": "more"}]
+    said = [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": "one"},
+        {"role": "user", "content": "more"},
+    ]
     with OutputWriter(out, SETTINGS) as writer:
         writer.write({"id": "81", "messages": said})
     with OutputWriter(out, SETTINGS) as writer:
-        writer.check_prompts([Prompt("81", ("one", "else")), Prompt("82", ("two",)), Prompt("83", ())])
+        writer.check_prompts(
+            [Prompt("81", ("one", "else")), Prompt("82", ("two",)), Prompt("83", ())]
+        )
         with pytest.raises(ConfigError, match="81 asks 'one', and now 'two'"):
             writer.check_prompts([Prompt("81", ("two",))])

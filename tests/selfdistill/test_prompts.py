@@ -17,24 +17,44 @@ def jsonl(path: Path, *records: object) -> Path:
 def test_four_forms_give_the_users_turns(tmp_path: Path) -> None:
     path = jsonl(
         tmp_path / "seeds.jsonl",
-        {"id": "a", "conversations": [{"from": "gpt", "value": "x"}, {"from": "human", "value": "one"}]},
-        {"id": "b", "conversations": [{"from": "human", "value": "one"}, {"from": "human", "value": "two"}]},
-        {"id": 3, "messages": [{"role": "system", "content": "sys"}, {"role": "user", "content": "hi"}]},
+        {
+            "id": "a",
+            "conversations": [{"from": "gpt", "value": "x"}, {"from": "human", "value": "one"}],
+        },
+        {
+            "id": "b",
+            "conversations": [{"from": "human", "value": "one"}, {"from": "human", "value": "two"}],
+        },
+        {
+            "id": 3,
+            "messages": [{"role": "system", "content": "sys"}, {"role": "user", "content": "hi"}],
+        },
         {"instruction": "do", "input": "this", "output": "ignored"},
         {"question_id": 81, "category": "c", "turns": ["q1", "q2"]},
     )
     seeds = read_prompts(path)
-    assert [seed.turns for seed in seeds] == [("one",), ("one", "two"), ("hi",), ("do\n\nthis",), ("q1", "q2")]
+    assert [seed.turns for seed in seeds] == [
+        ("one",),
+        ("one", "two"),
+        ("hi",),
+        ("do\n\nthis",),
+        ("q1", "q2"),
+    ]
     assert [seed.id for seed in seeds][:3] == ["a", "b", "3"]
     assert seeds[4].id == "81"
     assert seeds[2].system == "sys"
     assert seeds[1].source == f"{path}:2"
 
 
-def test_an_array_is_read_too_records_without_a_user_are_left_out_and_ids_get_numbers(tmp_path: Path) -> None:
+def test_an_array_is_read_too_records_without_a_user_are_left_out_and_ids_get_numbers(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "seeds.json"
     talk = {"id": "same", "conversations": [{"from": "human", "value": "hello\u2028there"}]}
-    silent = {"id": "x", "conversations": [{"from": "gpt", "value": "only me"}, {"from": "human", "value": "  "}]}
+    silent = {
+        "id": "x",
+        "conversations": [{"from": "gpt", "value": "only me"}, {"from": "human", "value": "  "}],
+    }
     path.write_text(json.dumps([talk, silent, talk]), encoding="utf-8")
     sources = [("same", f"{path}:record 1"), ("same~2", f"{path}:record 3")]
     assert [(seed.id, seed.source) for seed in read_prompts(path)] == sources
@@ -54,7 +74,9 @@ def test_half_a_surrogate_pair_does_not_stop_the_run(tmp_path: Path) -> None:
 
 def test_broken_records_are_told_together_with_their_lines(tmp_path: Path) -> None:
     path = tmp_path / "seeds.jsonl"
-    path.write_text('{"turns": ["ok"]}\n{"turns": [\n[1]\n{"turns": [5]}\n{"what": 1}\n', encoding="utf-8")
+    path.write_text(
+        '{"turns": ["ok"]}\n{"turns": [\n[1]\n{"turns": [5]}\n{"what": 1}\n', encoding="utf-8"
+    )
     with pytest.raises(DataError) as caught:
         read_prompts(path)
     message = str(caught.value)
@@ -66,7 +88,9 @@ def test_broken_records_are_told_together_with_their_lines(tmp_path: Path) -> No
     assert "skip_bad_records" in message
 
 
-@pytest.mark.parametrize(("text", "message"), [("", "no user message"), ('[{"turns": ["a"]},', ":1: not valid JSON")])
+@pytest.mark.parametrize(
+    ("text", "message"), [("", "no user message"), ('[{"turns": ["a"]},', ":1: not valid JSON")]
+)
 def test_a_file_without_seeds_is_refused(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "seeds.jsonl"
     path.write_text(text, encoding="utf-8")
@@ -76,7 +100,9 @@ def test_a_file_without_seeds_is_refused(tmp_path: Path, text: str, message: str
 
 def test_an_id_that_comes_again_never_meets_one_of_the_file(tmp_path: Path) -> None:
     ids = ["a", "a~2", "a", "a"]
-    path = jsonl(tmp_path / "s.jsonl", *({"id": name, "turns": [str(n)]} for n, name in enumerate(ids)))
+    path = jsonl(
+        tmp_path / "s.jsonl", *({"id": name, "turns": [str(n)]} for n, name in enumerate(ids))
+    )
     names = [seed.id for seed in read_prompts(path)]
     assert names[:2] == ["a", "a~2"]
     assert len(set(names)) == 4
@@ -87,7 +113,10 @@ def names(seeds: list[Prompt]) -> list[str]:
 
 
 def test_without_a_wish_all_distinct_seeds_come_in_their_order() -> None:
-    again = [Prompt("x", ("question 3", "and more")), Prompt("y", ("question 3", "and more"), system="be brief")]
+    again = [
+        Prompt("x", ("question 3", "and more")),
+        Prompt("y", ("question 3", "and more"), system="be brief"),
+    ]
     chosen, left_out = select_prompts([*SEEDS, *again], Selection())
     assert names(chosen) == [*names(SEEDS), "y"]
     assert left_out == {"repeated": 1}

@@ -36,7 +36,9 @@ def test_lines_hold_everything_and_train_as_they_stand(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     stats = run(out, SEEDS, FakeEngine(SCRIPT))
     first, second, third = (json.loads(line) for line in out.read_text().splitlines())
-    assert list(first) == [*["id", "seed_id", "model", "messages", "sampling", "finish_reasons", "token_counts"]]
+    assert list(first) == [
+        *["id", "seed_id", "model", "messages", "sampling", "finish_reasons", "token_counts"]
+    ]
     assert first == {
         "id": "a",
         "seed_id": "a",
@@ -54,7 +56,11 @@ def test_lines_hold_everything_and_train_as_they_stand(tmp_path: Path) -> None:
     assert second["id"] == "c"
     assert second["dropped"] == {"reason": "length", "turns": 2}
     assert third["id"] == "d"
-    assert [chat.id for chat in read_conversations(out, "messages").conversations] == ["a", "c", "d"]
+    assert [chat.id for chat in read_conversations(out, "messages").conversations] == [
+        "a",
+        "c",
+        "d",
+    ]
     assert (stats.written, stats.turns, stats.cut, stats.empty, stats.finished) == (3, 4, 1, 1, 4)
     assert dict(stats.dropped) == {"length": 3}
     assert stats.tokens == 4 * 4 + 2 * 7
@@ -100,7 +106,11 @@ def test_figures_are_told() -> None:
 
 
 def test_looping_answers_are_dropped_with_a_warning_and_a_reason(tmp_path: Path) -> None:
-    stats = run(tmp_path / "out.jsonl", SEEDS, FakeEngine({"bad": said("and so on and so on and so " * 4, "length")}))
+    stats = run(
+        tmp_path / "out.jsonl",
+        SEEDS,
+        FakeEngine({"bad": said("and so on and so on and so " * 4, "length")}),
+    )
     assert (stats.looping, dict(stats.dropped)) == (2, {"looping": 3})
     warning = stats.looping_warning(dropped=True)
     assert warning is not None

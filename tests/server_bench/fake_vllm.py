@@ -1,8 +1,9 @@
-"""Stands in for `vllm serve`: `python fake_vllm.py -m vllm... serve MODEL --port P ...`, behaviour by FAKE_VLLM.
+"""Stands in for `vllm serve`: `python fake_vllm.py -m vllm... serve MODEL --port P ...`, behaviour
+by FAKE_VLLM.
 
-The file `FAKE_VLLM` names holds one word per start: ok, refuse (the heads), slow (never ready), or die (killed while it
-is measured, for want of memory). Starts after the last word are ok. Command lines are appended to the same file's
-`.log`, and process ids to its `.pids`.
+The file `FAKE_VLLM` names holds one word per start: ok, refuse (the heads), slow (never ready), or
+die (killed while it is measured, for want of memory). Starts after the last word are ok. Command
+lines are appended to the same file's `.log`, and process ids to its `.pids`.
 """
 
 import json

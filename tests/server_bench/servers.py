@@ -24,7 +24,8 @@ Script = Callable[[int, dict[str, Any]], Reply]
 
 
 class BenchServer:
-    """A server that answers with `words` words, each after `seconds`, and counts drafts if it has heads.
+    """A server that answers with `words` words, each after `seconds`, and counts drafts if it has
+    heads.
 
     Attributes:
         script: other replies, as in `FakeServer`.
@@ -39,7 +40,11 @@ class BenchServer:
         self.answered = self.drafts = 0
         self.lock = threading.Lock()
         fake.script = self._reply
-        fake.others["/v1/models"] = lambda body: (200, {}, json.dumps({"data": self.models}).encode())
+        fake.others["/v1/models"] = lambda body: (
+            200,
+            {},
+            json.dumps({"data": self.models}).encode(),
+        )
         fake.others["/metrics"] = lambda body: self._metrics()
         fake.others["/health"] = lambda body: (200, {}, b"")
 
@@ -55,7 +60,9 @@ class BenchServer:
         with self.lock:
             self.answered += count + 1
             self.drafts += 10 if self.heads else 0
-        return stream(body, " ".join(f"{body['messages'][-1]['content'][:2]}{n}" for n in range(count)))
+        return stream(
+            body, " ".join(f"{body['messages'][-1]['content'][:2]}{n}" for n in range(count))
+        )
 
     def _metrics(self) -> tuple[int, dict[str, str], bytes]:
         if not self.metrics:
@@ -63,16 +70,27 @@ class BenchServer:
         with self.lock:
             d = self.drafts
             page = METRICS.format(drafts=d, accepted=0.8 * d, first=0.6 * d, second=0.2 * d)
-            return 200, {}, ((page if self.heads else "") + GENERATED.format(generated=self.answered)).encode()
+            return (
+                200,
+                {},
+                ((page if self.heads else "") + GENERATED.format(generated=self.answered)).encode(),
+            )
 
 
 @contextmanager
-def bench_server(*, heads: bool = False, seconds: float = 0.0, words: int = 4) -> Iterator[BenchServer]:
+def bench_server(
+    *, heads: bool = False, seconds: float = 0.0, words: int = 4
+) -> Iterator[BenchServer]:
     with serving() as fake:
         yield BenchServer(fake, heads=heads, seconds=seconds, words=words)
 
 
 def write_questions(path: Path, count: int = 4) -> Path:
-    questions = [{"question_id": n, "category": "c", "turns": [f"q{n} one", f"q{n} two"]} for n in range(count)]
-    path.write_text("".join(json.dumps(question) + "\n" for question in questions), encoding="utf-8")
+    questions = [
+        {"question_id": n, "category": "c", "turns": [f"q{n} one", f"q{n} two"]}
+        for n in range(count)
+    ]
+    path.write_text(
+        "".join(json.dumps(question) + "\n" for question in questions), encoding="utf-8"
+    )
     return path

@@ -10,25 +10,51 @@ from medusa_train.server_bench.figures import (
     reference_of,
     summarize,
 )
-from medusa_train.server_bench.measure import Block, DraftCounts, Measurement, ServedAnswer, parse_metrics
+from medusa_train.server_bench.measure import (
+    Block,
+    DraftCounts,
+    Measurement,
+    ServedAnswer,
+    parse_metrics,
+)
 from tests.server_bench.servers import GENERATED, METRICS
 
 
 def answer(
-    question: int, started: float, seconds: float, tokens: int = 10, text: str = "a", turn: int = 1, repeat: int = 0
+    question: int,
+    started: float,
+    seconds: float,
+    tokens: int = 10,
+    text: str = "a",
+    turn: int = 1,
+    repeat: int = 0,
 ) -> ServedAnswer:
     return ServedAnswer(question, turn, repeat, text, tokens, started, seconds / 4, seconds)
 
 
-def cell(server: str, answers: list[ServedAnswer], session: str = "s", concurrency: int = 1, blocks: int = 1) -> Cell:
-    parts = {Block(session, concurrency, n): {server: Measurement(tuple(answers[n::blocks]))} for n in range(blocks)}
+def cell(
+    server: str,
+    answers: list[ServedAnswer],
+    session: str = "s",
+    concurrency: int = 1,
+    blocks: int = 1,
+) -> Cell:
+    parts = {
+        Block(session, concurrency, n): {server: Measurement(tuple(answers[n::blocks]))}
+        for n in range(blocks)
+    }
     (made,) = collect_cells(parts, {concurrency: blocks})
     return made
 
 
 def test_moments_are_divided_among_the_answers_under_way() -> None:
     # 0-1: first; 1-3: both; 3-4: second; 4-6: nothing; 6-7: third
-    assert busy_shares([answer(1, 0, 3), answer(2, 1, 3), answer(3, 6, 1), answer(4, 6, 0)]) == [2.0, 2.0, 1.0, 0.0]
+    assert busy_shares([answer(1, 0, 3), answer(2, 1, 3), answer(3, 6, 1), answer(4, 6, 0)]) == [
+        2.0,
+        2.0,
+        1.0,
+        0.0,
+    ]
 
 
 def test_rates_are_tokens_over_the_busy_time() -> None:
@@ -42,8 +68,15 @@ def test_rates_are_tokens_over_the_busy_time() -> None:
 
 def test_incomplete_cells_are_left_out_and_blocks_joined() -> None:
     counts = DraftCounts(5, (3, 1))
-    one, two = Measurement((answer(1, 0, 1),), ((1, 2),), counts), Measurement((answer(2, 0, 3),), (), counts)
-    blocks = {Block("s", 1, 0): {"k=2": one}, Block("s", 1, 1): {"k=2": two}, Block("s", 2, 0): {"k=2": one}}
+    one, two = (
+        Measurement((answer(1, 0, 1),), ((1, 2),), counts),
+        Measurement((answer(2, 0, 3),), (), counts),
+    )
+    blocks = {
+        Block("s", 1, 0): {"k=2": one},
+        Block("s", 1, 1): {"k=2": two},
+        Block("s", 2, 0): {"k=2": one},
+    }
     (made,) = collect_cells(blocks, {1: 2, 2: 2})
     assert (made.concurrency, made.tokens_per_s, made.skipped) == (1, 5.0, 1)
     assert made.drafts == DraftCounts(10, (6, 2))
@@ -65,7 +98,9 @@ def test_a_ratio_wins_only_with_its_whole_interval(
     seconds: list[float], ratio: float, interval: object, verdict: str, equal: int
 ) -> None:
     plain = cell("plain", [answer(n, n * 10, 2) for n in range(8)], blocks=8)
-    heads = cell("k=1", [answer(n, n * 10, one) for n, one in enumerate(seconds)], blocks=len(seconds))
+    heads = cell(
+        "k=1", [answer(n, n * 10, one) for n, one in enumerate(seconds)], blocks=len(seconds)
+    )
     compared = compare_cells(heads, plain, greedy=True)
     assert compared is not None
     assert (compared["ratio"], compared["verdict"]) == (pytest.approx(ratio), verdict)
@@ -76,7 +111,10 @@ def test_a_ratio_wins_only_with_its_whole_interval(
 
 
 def test_answers_after_a_differing_one_are_not_compared() -> None:
-    plain = cell("plain", [answer(n, n, 1, turn=turn, text=f"{n}{turn}") for n in range(2) for turn in (1, 2)])
+    plain = cell(
+        "plain",
+        [answer(n, n, 1, turn=turn, text=f"{n}{turn}") for n in range(2) for turn in (1, 2)],
+    )
     heads = [answer(0, 0, 1, text="01"), answer(0, 1, 1, text="other", turn=2)]
     heads += [answer(1, 2, 1, text="other"), answer(1, 3, 1, text="12", turn=2)]
     compared = compare_cells(cell("k=1", heads), plain, greedy=True)
@@ -112,7 +150,12 @@ def test_nothing_is_recommended_that_does_not_win() -> None:
         *[(8, 2, 1.1, "undecided"), (8, 3, 0.8, "loses")],
     ]
     names = ("concurrency", "num_speculative_tokens", "ratio", "verdict")
-    advice = recommend([{"server": "", "ratio_interval": None, **dict(zip(names, m, strict=True))} for m in measured])
+    advice = recommend(
+        [
+            {"server": "", "ratio_interval": None, **dict(zip(names, m, strict=True))}
+            for m in measured
+        ]
+    )
     chosen = [(one["concurrency"], one["use"], one["num_speculative_tokens"]) for one in advice]
     assert chosen == [(1, True, 3), (8, False, 2)]
 
@@ -124,16 +167,24 @@ PAGE = METRICS.format(drafts=10, accepted=8.0, first=6.0, second=2.0)
 
 def test_counters_are_read_and_summed_over_engines() -> None:
     assert parse_metrics(PAGE) == DraftCounts(10, (6, 2))
-    assert parse_metrics(PAGE + PAGE.replace('engine="0"', 'engine="1"')) == DraftCounts(20, (12, 4))
+    assert parse_metrics(PAGE + PAGE.replace('engine="0"', 'engine="1"')) == DraftCounts(
+        20, (12, 4)
+    )
 
 
 def test_a_server_without_heads_counts_no_drafts() -> None:
     counts = parse_metrics(GENERATED.format(generated=5.0))
     assert counts == DraftCounts(0, (), 5)
-    assert (counts.tokens_per_step, counts.acceptance, counts.speculative_tokens) == (None, [], None)
+    assert (counts.tokens_per_step, counts.acceptance, counts.speculative_tokens) == (
+        None,
+        [],
+        None,
+    )
 
 
-@pytest.mark.parametrize("page", ["", "<html>not found</html>", "python_gc_objects_collected_total 3.0\n"])
+@pytest.mark.parametrize(
+    "page", ["", "<html>not found</html>", "python_gc_objects_collected_total 3.0\n"]
+)
 def test_a_page_of_another_program_has_none(page: str) -> None:
     assert parse_metrics(page) is None
 

@@ -35,7 +35,12 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 def measure(tmp_path: Path, *overrides: str) -> tuple[dict[str, Any], str]:
     """Measure with two concurrencies; returns served.json and what was printed."""
     questions = write_questions(tmp_path / "few.jsonl")
-    defaults = ["concurrency=[1,2]", "max_new_tokens=8", "retry_seconds=20", f"output_dir={tmp_path / 'out'}"]
+    defaults = [
+        "concurrency=[1,2]",
+        "max_new_tokens=8",
+        "retry_seconds=20",
+        f"output_dir={tmp_path / 'out'}",
+    ]
     cfg = load_config(EvalConfig, None, [f"bench={questions}", *defaults, *overrides])
     console = Console(width=160, record=True, quiet=False, file=(tmp_path / "console").open("a"))
     try:
@@ -49,7 +54,9 @@ def against(heads: BenchServer, plain: BenchServer) -> list[str]:
     return [f"server_url={heads.url}", f"against={plain.url}"]
 
 
-def test_two_servers_are_measured_in_turns(tmp_path: Path, pair: tuple[BenchServer, BenchServer]) -> None:
+def test_two_servers_are_measured_in_turns(
+    tmp_path: Path, pair: tuple[BenchServer, BenchServer]
+) -> None:
     heads, plain = pair
     report, printed = measure(tmp_path, *against(heads, plain))
     cells = {(cell["server"], cell["concurrency"]): cell for cell in report["cells"]}
@@ -60,9 +67,15 @@ def test_two_servers_are_measured_in_turns(tmp_path: Path, pair: tuple[BenchServ
     assert (one["tokens_per_step"], one["num_speculative_tokens"]) == (1.8, 2)
     assert (one["equal_answers"], one["compared_answers"]) == (8, 8)
     assert cells["plain", 2]["acceptance"] == []
-    later = [{**one, "session": "later"}, {**cells["plain", 1], "session": "later", "tokens_per_s": 7.0}]
+    later = [
+        {**one, "session": "later"},
+        {**cells["plain", 1], "session": "later", "tokens_per_s": 7.0},
+    ]
     assert "| 7.0 |" in figures_table({**report, "cells": [*report["cells"], *later]}).markdown()
-    advice = [(one["concurrency"], one["use"] == (one["verdict"] == "wins")) for one in report["recommendation"]]
+    advice = [
+        (one["concurrency"], one["use"] == (one["verdict"] == "wins"))
+        for one in report["recommendation"]
+    ]
     assert advice == [(1, True), (2, True)]
     assert report["meta"]["notes"] == []
     for name in ("served.md", "served.html", "answers.jsonl"):
@@ -81,19 +94,27 @@ def test_one_server_alone_gives_figures_and_no_recommendation(tmp_path: Path) ->
     with bench_server(heads=True) as server:
         server.metrics = False
         server.models[0]["owned_by"] = "someone"
-        report, printed = measure(tmp_path, f"server_url={server.url}", "concurrency=2", "acceptance=sampling")
+        report, printed = measure(
+            tmp_path, f"server_url={server.url}", "concurrency=2", "acceptance=sampling"
+        )
     (cell,) = report["cells"]
     assert (cell["server"], cell["concurrency"], cell["acceptance"]) == ("server", 2, None)
     assert report["recommendation"] == []
     assert "none: there is no measurement without heads" in printed
     assert "no counters of vLLM at /metrics" in report["meta"]["notes"][0]
-    header = next(line for line in (tmp_path / "out" / "served.md").read_text().splitlines() if line.startswith("|"))
+    header = next(
+        line
+        for line in (tmp_path / "out" / "served.md").read_text().splitlines()
+        if line.startswith("|")
+    )
     assert "accepted" not in header
     assert "cache_salt" not in server.fake.bodies[0]
     assert server.fake.bodies[0]["temperature"] == 0.7
 
 
-def test_a_block_with_failed_requests_is_measured_again(tmp_path: Path, pair: tuple[BenchServer, BenchServer]) -> None:
+def test_a_block_with_failed_requests_is_measured_again(
+    tmp_path: Path, pair: tuple[BenchServer, BenchServer]
+) -> None:
     heads, plain = pair
     failures = [20, 21]
 
@@ -125,7 +146,9 @@ def test_a_concurrency_that_overloads_the_server_is_left_out(
     heads.script = overloaded
     report, printed = measure(tmp_path, *against(heads, plain))
     assert {cell["concurrency"] for cell in report["cells"]} == {1}
-    assert any(note.startswith("concurrency 2 was not measured") for note in report["meta"]["notes"])
+    assert any(
+        note.startswith("concurrency 2 was not measured") for note in report["meta"]["notes"]
+    )
     assert "queue is full" in printed
 
 
@@ -166,11 +189,21 @@ def test_a_server_that_dies_keeps_what_was_measured_and_is_resumed(
     ("change", "overrides", "kind", "message"),
     [
         ({}, ["base_model=other"], ConfigError, "does not serve other; its models: m"),
-        ({"models": [{"id": "a"}, {"id": "b"}]}, [], ConfigError, r"lists several models \(a, b\); set base_model"),
+        (
+            {"models": [{"id": "a"}, {"id": "b"}]},
+            [],
+            ConfigError,
+            r"lists several models \(a, b\); set base_model",
+        ),
         ({"models": []}, [], ConfigError, "set base_model"),
         ({"tokens": -1}, [], ServerError, "does not report the length of streamed answers"),
         ({"tokens": 9000}, [], ServerError, "reports 9000 tokens for an answer of at most 8"),
-        ({"reply": error(400, "no streams here")}, [], ServerError, "rejects requests: 400 .*no streams here"),
+        (
+            {"reply": error(400, "no streams here")},
+            [],
+            ServerError,
+            "rejects requests: 400 .*no streams here",
+        ),
         ({"reply": error(401, "who?")}, [], ServerError, "set the environment variable NO_KEY"),
         ({}, ["output_dir=~nobody-here/x"], ConfigError, "~nobody-here"),
         ({"plain_drafts": True}, [], ServerError, "start it without --speculative-config"),
@@ -209,7 +242,9 @@ def test_a_slow_answer_is_a_fault_and_a_slow_server_ends_the_run(
     once = [*against(heads, plain), "request_timeout=0.4", "retry_seconds=1", "concurrency=[1]"]
     report, _ = measure(tmp_path, *once)
     assert len(report["cells"]) == 2
-    assert any("ReadTimeout" in note and "measured again" in note for note in report["meta"]["notes"])
+    assert any(
+        "ReadTimeout" in note and "measured again" in note for note in report["meta"]["notes"]
+    )
     slow = range(len(heads.fake.bodies) + 7, 10_000)
     with pytest.raises(ServerError, match=r"no answer within 1 s; last error: ReadTimeout"):
         measure(tmp_path, *once)
@@ -228,7 +263,9 @@ def test_counters_that_vanish_or_fall_are_those_of_no_block(
 
     heads.script = restart
     report, _ = measure(tmp_path, *against(heads, plain), "concurrency=1")
-    assert ["/metrics did not answer, or its counters fell" in note for note in report["meta"]["notes"]] == [True]
+    assert [
+        "/metrics did not answer, or its counters fell" in note for note in report["meta"]["notes"]
+    ] == [True]
     assert all(cell["drafts"] is not None for cell in report["cells"])
     assert [len(heads.fake.bodies), len(plain.fake.bodies)] == [2 + 8 + 8, 2 + 8]
 
@@ -247,15 +284,23 @@ def test_what_is_suspicious_is_noted(tmp_path: Path, pair: tuple[BenchServer, Be
     no_drafts, others_use_it, no_equal = report["meta"]["notes"]
     assert "heads: /metrics count no drafts; is it served with heads?" in no_drafts
     assert "heads: others use it" in others_use_it
-    assert "no greedy answer equals that of the server without heads (heads at concurrency 2)" in no_equal
+    assert (
+        "no greedy answer equals that of the server without heads (heads at concurrency 2)"
+        in no_equal
+    )
 
 
-def test_turns_that_do_not_fit_are_skipped_on_both(tmp_path: Path, pair: tuple[BenchServer, BenchServer]) -> None:
+def test_turns_that_do_not_fit_are_skipped_on_both(
+    tmp_path: Path, pair: tuple[BenchServer, BenchServer]
+) -> None:
     heads, plain = pair
 
     def short(number: int, body: dict[str, Any]) -> Reply:
         if len(body["messages"]) > 1 and body["messages"][0]["content"].startswith("q1"):
-            return error(400, "This model's maximum context length is 10 tokens, your prompt has 99 input tokens")
+            return error(
+                400,
+                "This model's maximum context length is 10 tokens, your prompt has 99 input tokens",
+            )
         return None
 
     heads.script = short

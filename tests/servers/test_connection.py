@@ -10,8 +10,15 @@ from medusa_train.servers.connection import RequestRejected, ServerConnection
 from tests.fake_server import FakeServer, error, prompt_words, serving, short_context
 
 LIMIT = "maximum context length is {context} tokens"
-EXACT = LIMIT + ". However, you requested {total} tokens ({prompt} in the messages, {asked} in the completion)"
-LOWER_BOUND = LIMIT + ". However, you requested {asked} output tokens and your prompt contains at least 1 input tokens"
+EXACT = (
+    LIMIT + ". However, you requested {total} tokens ({prompt} in the messages, {asked} in the"
+    " completion)"
+)
+LOWER_BOUND = (
+    LIMIT
+    + ". However, you requested {asked} output tokens and your prompt contains at least 1 input"
+    " tokens"
+)
 
 
 @pytest.fixture
@@ -26,7 +33,9 @@ def reply(content: dict[str, Any]) -> tuple[int, dict[str, str], bytes]:
     return 200, {}, json.dumps(content).encode()
 
 
-def ask(fake: FakeServer, opened: list[ServerConnection], words: int, max_tokens: int = 2048) -> dict[str, Any]:
+def ask(
+    fake: FakeServer, opened: list[ServerConnection], words: int, max_tokens: int = 2048
+) -> dict[str, Any]:
     if not opened:
         opened.append(ServerConnection(fake.url, key_variable="NONE", timeout=10.0, connections=1))
     message = {"role": "user", "content": "word " * words}
@@ -39,7 +48,9 @@ def asked(fake: FakeServer) -> list[int]:
     return [body["max_tokens"] for body in fake.bodies]
 
 
-def test_a_rejection_with_both_numbers_leads_to_the_exact_length(opened: list[ServerConnection]) -> None:
+def test_a_rejection_with_both_numbers_leads_to_the_exact_length(
+    opened: list[ServerConnection],
+) -> None:
     with serving(short_context(100, EXACT)) as fake:
         assert ask(fake, opened, 30)["usage"] == {"prompt_tokens": 30, "completion_tokens": 40}
         assert asked(fake) == [2048, 70]
@@ -81,7 +92,8 @@ def test_the_context_is_read_from_the_models_once(opened: list[ServerConnection]
 
 
 @pytest.mark.parametrize(
-    "models", [{}, {"data": [{"id": "m"}]}, {"data": [{"id": "m", "max_model_len": "?"}]}, {"data": 3}, [1]]
+    "models",
+    [{}, {"data": [{"id": "m"}]}, {"data": [{"id": "m", "max_model_len": "?"}]}, {"data": 3}, [1]],
 )
 def test_models_without_a_length_are_no_error(opened: list[ServerConnection], models: Any) -> None:
     with serving(short_context(4000, EXACT)) as fake:
@@ -90,9 +102,13 @@ def test_models_without_a_length_are_no_error(opened: list[ServerConnection], mo
         assert asked(fake) == [2048]
 
 
-def test_a_lower_bound_of_the_prompt_is_replaced_by_the_tokenizers_count(opened: list[ServerConnection]) -> None:
+def test_a_lower_bound_of_the_prompt_is_replaced_by_the_tokenizers_count(
+    opened: list[ServerConnection],
+) -> None:
     with serving(short_context(100, LOWER_BOUND)) as fake:
-        fake.others["/tokenize"] = lambda body: reply({"count": prompt_words(body), "max_model_len": 100})
+        fake.others["/tokenize"] = lambda body: reply(
+            {"count": prompt_words(body), "max_model_len": 100}
+        )
         ask(fake, opened, 30)
         assert asked(fake) == [2048, 70]
         with pytest.raises(RequestRejected):
@@ -112,8 +128,12 @@ def test_without_numbers_the_length_is_halved(opened: list[ServerConnection], me
         assert len(fake.bodies) < 30
 
 
-def test_a_server_that_rejects_what_fits_is_not_asked_forever(opened: list[ServerConnection]) -> None:
-    with serving(lambda n, body: error(400, EXACT.format(context=9999, prompt=1, asked=1, total=2))) as fake:
+def test_a_server_that_rejects_what_fits_is_not_asked_forever(
+    opened: list[ServerConnection],
+) -> None:
+    with serving(
+        lambda n, body: error(400, EXACT.format(context=9999, prompt=1, asked=1, total=2))
+    ) as fake:
         with pytest.raises(RequestRejected):
             ask(fake, opened, 3)
         assert len(fake.bodies) == 8  # 2048, 1024, ..., 16

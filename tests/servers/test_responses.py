@@ -1,4 +1,6 @@
-"""Streamed answers with the times of their tokens, and rejections in the wordings of servers (numbers shortened)."""
+"""Streamed answers with the times of their tokens, and rejections in the wordings of servers
+(numbers shortened).
+"""
 
 import json
 import time
@@ -39,7 +41,11 @@ def test_chunks_are_joined_and_the_first_text_is_timed() -> None:
         delta(content="b"), delta("length"), {"choices": [], "usage": usage}, "data: [DONE]", delta(content="late"),
     )  # fmt: skip
     answer = read_completion(content, 1.0, lambda: None, lambda: float(next(moments)))
-    assert answer["choices"][0]["message"] == {"role": "assistant", "content": "ab", "reasoning_content": "hm"}
+    assert answer["choices"][0]["message"] == {
+        "role": "assistant",
+        "content": "ab",
+        "reasoning_content": "hm",
+    }
     assert answer["choices"][0]["finish_reason"] == "length"
     assert answer["usage"] == usage
     assert answer["timing"] == {"started": 1.0, "first_token": 12.0, "finished": 19.0}
@@ -57,12 +63,18 @@ def test_an_empty_answer_has_no_first_token() -> None:
         (lines(delta(content="a")), "before the end of the answer"),
         (lines(delta("abort", content="a")), "before the end of the answer"),
         ([], "before the end of the answer"),
-        (lines(delta(content="a"), {"error": {"message": "EngineCore\ndied", "code": 500}}), "EngineCore died"),
+        (
+            lines(delta(content="a"), {"error": {"message": "EngineCore\ndied", "code": 500}}),
+            "EngineCore died",
+        ),
         (lines({"error": "no"}), "error within the stream: no"),
         (["data: <html>"], "something else than JSON"),
         (["data: 3"], "something else than JSON"),
         (lines({"choices": ["a"]}), "no text message"),
-        (lines({"choices": [{"delta": {"content": [{"type": "text", "text": "a"}]}}]}), "no text message"),
+        (
+            lines({"choices": [{"delta": {"content": [{"type": "text", "text": "a"}]}}]}),
+            "no text message",
+        ),
     ],
 )
 def test_a_broken_stream_says_what_is_wrong(content: list[str], message: str) -> None:
@@ -71,14 +83,20 @@ def test_a_broken_stream_says_what_is_wrong(content: list[str], message: str) ->
 
 
 def ask(client: OpenAIClient) -> dict[str, Any]:
-    return client.complete({"model": "m", "messages": [{"role": "user", "content": "x"}], "stream": True})
+    return client.complete(
+        {"model": "m", "messages": [{"role": "user", "content": "x"}], "stream": True}
+    )
 
 
 def test_a_cut_stream_is_asked_again() -> None:
     def script(number: int, body: dict[str, Any]) -> Reply:
         cut = stream(body, end=None)
         assert cut is not None
-        replies = [cut, (200, {"content_length": str(len(cut[2]) + 100)}, cut[2]), error(503, "busy")]
+        replies = [
+            cut,
+            (200, {"content_length": str(len(cut[2]) + 100)}, cut[2]),
+            error(503, "busy"),
+        ]
         status, headers, content = stream(body, "a\u2028b")
         return (
             replies[number]
@@ -87,7 +105,9 @@ def test_a_cut_stream_is_asked_again() -> None:
         )
 
     with serving(script) as fake:
-        client = OpenAIClient(fake.url, key_variable="NONE", timeout=0.5, retry_seconds=20, concurrency=1)
+        client = OpenAIClient(
+            fake.url, key_variable="NONE", timeout=0.5, retry_seconds=20, concurrency=1
+        )
         assert ask(client)["choices"][0]["message"]["content"] == "a\u2028b"
         assert client.retries == 3
         assert "503" in client.last_fault
@@ -95,7 +115,9 @@ def test_a_cut_stream_is_asked_again() -> None:
 
 
 def test_a_stream_that_never_ends_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    server = ServerConnection("http://127.0.0.1:9/v1", key_variable="NONE", timeout=0.2, connections=1)
+    server = ServerConnection(
+        "http://127.0.0.1:9/v1", key_variable="NONE", timeout=0.2, connections=1
+    )
 
     def endless() -> Iterator[bytes]:
         while True:
@@ -121,14 +143,20 @@ def test_models_and_metrics_of_a_server() -> None:
         server = ServerConnection(fake.url, key_variable="NONE", timeout=5.0, connections=1)
         assert server.list_models() == {}
         assert server.read_metrics() is None
-        fake.others["/v1/models"] = lambda body: (200, {}, b'{"data": [{"id": "m", "owned_by": "vllm"}]}')
+        fake.others["/v1/models"] = lambda body: (
+            200,
+            {},
+            b'{"data": [{"id": "m", "owned_by": "vllm"}]}',
+        )
         fake.others["/metrics"] = lambda body: (200, {}, b"vllm:x_total 1.0\n")
         assert server.list_models() == {"m": {"id": "m", "owned_by": "vllm"}}
         assert server.read_metrics() == "vllm:x_total 1.0\n"
         fake.others["/v1/models"] = lambda body: (401, {}, b'{"error": {"message": "key?"}}')
         with pytest.raises(ServerError, match="set the environment variable NONE"):
             server.list_models()
-    down = ServerConnection("http://127.0.0.1:9/v1", key_variable="NONE", timeout=5.0, connections=1)
+    down = ServerConnection(
+        "http://127.0.0.1:9/v1", key_variable="NONE", timeout=5.0, connections=1
+    )
     assert down.read_metrics() is None
     with pytest.raises(ServerError, match="cannot be reached"):
         down.list_models()
@@ -136,42 +164,92 @@ def test_models_and_metrics_of_a_server() -> None:
 
 VLLM = "This model's maximum context length is 4096 tokens"
 CASES = [
-    (f"{VLLM}. However, you requested 2148 tokens (100 in the messages, 2048 in the completion).", (4096, 100)),
     (
-        f"'max_tokens' or 'max_completion_tokens' is too large: 2048. {VLLM} and your request has 2500 input tokens "
-        "(2048 > 4096 - 2500).",
+        (
+            f"{VLLM}. However, you requested 2148 tokens (100 in the messages, 2048 in the"
+            " completion)."
+        ),
+        (4096, 100),
+    ),
+    (
+        (
+            f"'max_tokens' or 'max_completion_tokens' is too large: 2048. {VLLM} and your request"
+            " has 2500 input tokens (2048 > 4096 - 2500)."
+        ),
         (4096, 2500),
     ),
-    (f"{VLLM}. However, you requested 9 output tokens and your prompt contains 2500 input tokens, for", (4096, 2500)),
-    (f"{VLLM}. However, you requested 9 output tokens and your prompt contains at least 2049 input tokens", (4096,)),
-    ("The decoder prompt (length 5000) is longer than the maximum model length of 4096. Make sure that", (4096, 5000)),
+    (
+        (
+            f"{VLLM}. However, you requested 9 output tokens and your prompt contains 2500 input"
+            " tokens, for"
+        ),
+        (4096, 2500),
+    ),
+    (
+        (
+            f"{VLLM}. However, you requested 9 output tokens and your prompt contains at least 2049"
+            " input tokens"
+        ),
+        (4096,),
+    ),
+    (
+        (
+            "The decoder prompt (length 5000) is longer than the maximum model length of 4096. Make"
+            " sure that"
+        ),
+        (4096, 5000),
+    ),
     (  # SGLang
-        "Requested token count exceeds the model's maximum context length of 8192 tokens. You requested a total of "
-        "9000 tokens: 8000 tokens from the input messages and 1000 tokens for the completion.",
+        (
+            "Requested token count exceeds the model's maximum context length of 8192 tokens. You"
+            " requested a total of 9000 tokens: 8000 tokens from the input messages and 1000 tokens"
+            " for the completion."
+        ),
         (8192, 8000),
     ),
-    ("The input (61709 tokens) is longer than the model's context length (40960 tokens).", (40960, 61709)),
+    (
+        "The input (61709 tokens) is longer than the model's context length (40960 tokens).",
+        (40960, 61709),
+    ),
     (  # TGI
-        "Input validation error: `inputs` tokens + `max_new_tokens` must be <= 2048. Given: 1244 `inputs` tokens and "
-        "1000 `max_new_tokens`",
+        (
+            "Input validation error: `inputs` tokens + `max_new_tokens` must be <= 2048. Given:"
+            " 1244 `inputs` tokens and 1000 `max_new_tokens`"
+        ),
         (2048, 1244),
     ),
     ("Input validation error: `inputs` must have less than 1024 tokens. Given: 1168", (None, 1168)),
     # llama.cpp
-    ("request (1407 tokens) exceeds the available context size (256 tokens), try increasing it", (256, 1407)),
-    ('"available context size","type":"exceed_context_size_error","n_prompt_tokens":1407,"n_ctx":256', (256, 1407)),
+    (
+        "request (1407 tokens) exceeds the available context size (256 tokens), try increasing it",
+        (256, 1407),
+    ),
+    (
+        (
+            '"available context'
+            ' size","type":"exceed_context_size_error","n_prompt_tokens":1407,"n_ctx":256'
+        ),
+        (256, 1407),
+    ),
     # OpenAI
-    ("maximum context length is 8192 tokens. However, your messages resulted in 9000 tokens.", (8192, 9000)),
+    (
+        "maximum context length is 8192 tokens. However, your messages resulted in 9000 tokens.",
+        (8192, 9000),
+    ),
     ('{"error": {"code": "context_length_exceeded"}}', ()),
     ("the prompt is too long", ()),
 ]
 
 
 @pytest.mark.parametrize(("message", "limits"), CASES)
-def test_limits_are_read_from_the_wordings_of_servers(message: str, limits: tuple[int, ...]) -> None:
+def test_limits_are_read_from_the_wordings_of_servers(
+    message: str, limits: tuple[int, ...]
+) -> None:
     assert parse_rejection(message) == ContextLimit(*limits)
 
 
-@pytest.mark.parametrize("message", ["content policy in this context", "Unexpected fields: {'top_k'}", "", "400"])
+@pytest.mark.parametrize(
+    "message", ["content policy in this context", "Unexpected fields: {'top_k'}", "", "400"]
+)
 def test_other_rejections_are_not_about_the_context(message: str) -> None:
     assert parse_rejection(message) is None

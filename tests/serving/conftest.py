@@ -1,4 +1,6 @@
-"""Heads trained briefly on the embedded backbone, exported in every way that vLLM loads, and decoded by a real vLLM."""
+"""Heads trained briefly on the embedded backbone, exported in every way that vLLM loads, and
+decoded by a real vLLM.
+"""
 
 import io
 import json
@@ -41,7 +43,8 @@ class Export:
 
     Attributes:
         directory: the heads. model: the backbone. k: number of draft tokens.
-        method: vLLM's name of the draft; None: the directory is served as a model that names its backbone.
+        method: vLLM's name of the draft; None: the directory is served as a model that names its
+            backbone.
     """
 
     directory: Path
@@ -52,7 +55,9 @@ class Export:
 
 @dataclass
 class Chain:
-    """What decoding with a chain gave: answers, steps that verified a draft, and accepted draft tokens by position."""
+    """What decoding with a chain gave: answers, steps that verified a draft, and accepted draft
+    tokens by position.
+    """
 
     answers: list[list[int]]
     drafts: int
@@ -64,13 +69,17 @@ def vllm_python() -> str:
     """The interpreter of an environment with vLLM; without one everything here is skipped."""
     python = os.environ.get("VLLM_PYTHON")
     if not python:
-        pytest.skip("VLLM_PYTHON names no interpreter of an environment with vLLM (.ci/vllm makes one)")
+        pytest.skip(
+            "VLLM_PYTHON names no interpreter of an environment with vLLM (.ci/vllm makes one)"
+        )
     return python
 
 
 @pytest.fixture(scope="session")
 def prompts() -> list[list[int]]:
-    lines = (PROJECT_ROOT / "data/bench/tiny/question.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = (
+        (PROJECT_ROOT / "data/bench/tiny/question.jsonl").read_text(encoding="utf-8").splitlines()
+    )
     return [tokenize(json.loads(line)["turns"][0], TINY) for line in lines[:PROMPTS]]
 
 
@@ -83,9 +92,14 @@ def tokenize(question: str, model: Path) -> list[int]:
 
 @pytest.fixture(scope="session")
 def exports(vllm_python: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Export]:
-    """The exports by name: Medusa heads with matrices of each kind, for a merged backbone too, and EAGLE-3 drafts."""
+    """The exports by name: Medusa heads with matrices of each kind, for a merged backbone too, and
+    EAGLE-3 drafts.
+    """
     root = tmp_path_factory.mktemp("serving")
-    runs = {"full": train(root / "full", "tiny_m1"), "shared": train(root / "shared", "tiny_m1", SHARED)}
+    runs = {
+        "full": train(root / "full", "tiny_m1"),
+        "shared": train(root / "shared", "tiny_m1", SHARED),
+    }
     runs["reduced"] = reduce_vocabulary(runs["full"], root / "reduced")
     runs["shared_reduced"] = reduce_vocabulary(runs["shared"], root / "shared_reduced")
     exported = {name: Export(export(run), TINY) for name, run in runs.items()}
@@ -105,12 +119,23 @@ SHARED = "medusa_share_lm_head=true"
 
 def train(run: Path, recipe: str, *keys: str) -> Path:
     """Train heads for some steps, which is enough for every head to guess right now and then."""
-    brief = ["max_steps=25", "warmup_steps=3", "val_set_size=0.02", "calibration_tokens=0", "bf16=false"]
-    data = [f"datasets=[{{path: {text_file(run.parent)}, type: messages}}]", f"dataset_prepared_path={run.parent}/data"]
+    brief = [
+        "max_steps=25",
+        "warmup_steps=3",
+        "val_set_size=0.02",
+        "calibration_tokens=0",
+        "bf16=false",
+    ]
+    data = [
+        f"datasets=[{{path: {text_file(run.parent)}, type: messages}}]",
+        f"dataset_prepared_path={run.parent}/data",
+    ]
     own = [f"base_model={TINY}", f"output_dir={run}", *keys]
     if recipe != "tiny_eagle3":
         own.append(f"medusa_num_heads={HEADS}")
-    cfg = load_config(TrainConfig, PROJECT_ROOT / "configs" / f"{recipe}.yaml", [*brief, *data, *own])
+    cfg = load_config(
+        TrainConfig, PROJECT_ROOT / "configs" / f"{recipe}.yaml", [*brief, *data, *own]
+    )
     console = Console(file=io.StringIO(), width=200)
     assert train_stages(cfg, console, console) == 0
     return run
@@ -119,7 +144,11 @@ def train(run: Path, recipe: str, *keys: str) -> Path:
 def text_file(folder: Path) -> Path:
     """Write the conversations that the heads are trained on: the first 204 of the demo."""
     path = folder / "chats.jsonl"
-    lines = (PROJECT_ROOT / "data/selfdistill/tiny.jsonl").read_text(encoding="utf-8").splitlines()[:204]
+    lines = (
+        (PROJECT_ROOT / "data/selfdistill/tiny.jsonl")
+        .read_text(encoding="utf-8")
+        .splitlines()[:204]
+    )
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
 
@@ -132,8 +161,13 @@ def reduce_vocabulary(run: Path, target: Path) -> Path:
     counts = Counter(token for line in lines for token in tokenizer(line).input_ids)
     kept = torch.tensor([token for token, _ in counts.most_common(KEPT)])
     heads = read_heads(run / "heads")
-    state = {name: tensor[kept] if name.startswith("lm_heads") else tensor for name, tensor in heads.state.items()}
-    write_heads(replace(heads, state={**state, "token_map": kept}, backbone_tokens=2048), target / "heads")
+    state = {
+        name: tensor[kept] if name.startswith("lm_heads") else tensor
+        for name, tensor in heads.state.items()
+    }
+    write_heads(
+        replace(heads, state={**state, "token_map": kept}, backbone_tokens=2048), target / "heads"
+    )
     return target
 
 
@@ -142,20 +176,31 @@ def export(run: Path, to: ExportTarget = "vllm") -> Path:
 
 
 @pytest.fixture(scope="session")
-def wrong(exports: dict[str, Export], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Export]:
+def wrong(
+    exports: dict[str, Export], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Export]:
     """Exports with something wrong in them."""
     root = tmp_path_factory.mktemp("wrong")
     tensors = load_file(exports["full"].directory / "model.safetensors")
     config = json.loads((exports["full"].directory / "config.json").read_text())
     without = {name: tensor for name, tensor in tensors.items() if name != "lm_heads.1.weight"}
     short = {**tensors, "lm_heads.1.weight": tensors["lm_heads.1.weight"][:-1].clone()}
-    rows = {name: tensor[:KEPT].clone() if "lm_heads" in name else tensor for name, tensor in tensors.items()}
+    rows = {
+        name: tensor[:KEPT].clone() if "lm_heads" in name else tensor
+        for name, tensor in tensors.items()
+    }
     written = {
         "matrix_missing": (without, config),
-        "block_missing": ({name: t for name, t in tensors.items() if name != "blocks.1.layers.0.weight"}, config),
+        "block_missing": (
+            {name: t for name, t in tensors.items() if name != "blocks.1.layers.0.weight"},
+            config,
+        ),
         "biases_dropped": (tensors, {**config, "medusa_fc_bias": False}),
         "shape": (short, config),
-        "vocabulary": ({**rows, "token_map": torch.arange(KEPT)}, {**config, "truncated_vocab_size": KEPT}),
+        "vocabulary": (
+            {**rows, "token_map": torch.arange(KEPT)},
+            {**config, "truncated_vocab_size": KEPT},
+        ),
         "eagle-path": (tensors, config),
     }
     for name, (changed, keys) in written.items():
@@ -173,7 +218,9 @@ def served(
     prompts: list[list[int]],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, Any]:
-    """The results of offline.py for every export, plain decoding of both backbones, and every wrong export."""
+    """The results of offline.py for every export, plain decoding of both backbones, and every wrong
+    export.
+    """
     engines: dict[str, Any] = {
         "plain": {"model": str(TINY), "heads": None},
         "plain_merged": {"model": str(exports["merged"].model), "heads": None},
@@ -191,21 +238,33 @@ def engine(one: Export) -> dict[str, Any]:
     return {"model": str(one.model), "heads": str(one.directory), "k": one.k, "method": one.method}
 
 
-def decode_with_vllm(python: str, engines: dict[str, Any], prompts: list[list[int]], folder: Path) -> dict[str, Any]:
-    """Run offline.py on these engines; one process for all, since importing vLLM takes most of the time."""
+def decode_with_vllm(
+    python: str, engines: dict[str, Any], prompts: list[list[int]], folder: Path
+) -> dict[str, Any]:
+    """Run offline.py on these engines; one process for all, since importing vLLM takes most of the
+    time.
+    """
     jobs = {"prompts": prompts, "max_tokens": MAX_TOKENS, "engines": engines}
     (folder / "jobs.json").write_text(json.dumps(jobs))
     command = [python, str(Path(__file__).with_name("offline.py")), "jobs.json", "results.json"]
     with (folder / "log").open("w") as log:
-        done = subprocess.run(command, cwd=folder, env=environment(), stdout=log, stderr=log, check=False)
+        done = subprocess.run(
+            command, cwd=folder, env=environment(), stdout=log, stderr=log, check=False
+        )
     assert done.returncode == 0, (folder / "log").read_text()[-4000:]
     results: dict[str, Any] = json.loads((folder / "results.json").read_text())
     return results
 
 
 def environment() -> dict[str, str]:
-    """The environment of vLLM's processes: one thread, a small KV cache, the engine in the process that asks for it."""
-    ours = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    """The environment of vLLM's processes: one thread, a small KV cache, the engine in the process
+    that asks for it.
+    """
+    ours = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("PYTHONPATH", "PYTHONHOME")
+    }
     return {
         **ours,
         "OMP_NUM_THREADS": "1",

@@ -1,11 +1,13 @@
-"""Decode prompts with vLLM in this process, engine after engine: run by vLLM's own interpreter, not by pytest.
+"""Decode prompts with vLLM in this process, engine after engine: run by vLLM's own interpreter, not
+by pytest.
 
     VLLM_PYTHON tests/serving/offline.py JOBS.json RESULTS.json
 
-JOBS.json: {"prompts": [[token id]], "max_tokens": n, "engines": {name: {"model": directory, "heads": directory or null,
-"method": medusa or eagle3, "k": number of draft tokens, "limit": number of prompts, all without it}}}.
-RESULTS.json: by name {"answers": [[token id]], "drafts": n, "accepted": [n per position]}, or {"error": text} where the
-engine does not start.
+JOBS.json: {"prompts": [[token id]], "max_tokens": n, "engines": {name: {"model": directory,
+"heads": directory or null, "method": medusa or eagle3, "k": number of draft tokens, "limit": number
+of prompts, all without it}}}.
+RESULTS.json: by name {"answers": [[token id]], "drafts": n, "accepted": [n per position]}, or
+{"error": text} where the engine does not start.
 """
 
 import gc
@@ -24,7 +26,9 @@ def main() -> None:
     for name, engine in jobs["engines"].items():
         print(f"== {name}", flush=True)
         try:
-            results[name] = answer(engine, jobs["prompts"][: engine.get("limit")], jobs["max_tokens"])
+            results[name] = answer(
+                engine, jobs["prompts"][: engine.get("limit")], jobs["max_tokens"]
+            )
         except Exception as error:  # vLLM raises whatever its loader meets; the tests read the text
             results[name] = {"error": f"{type(error).__name__}: {error}"}
         gc.collect()
@@ -33,10 +37,16 @@ def main() -> None:
 
 
 def answer(engine: dict[str, Any], prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
-    """Answer all prompts greedily in float32, with the heads as a chain of k draft tokens where there are any."""
+    """Answer all prompts greedily in float32, with the heads as a chain of k draft tokens where
+    there are any.
+    """
     speculative = None
     if engine["heads"] is not None:
-        speculative = {"method": engine["method"], "model": engine["heads"], "num_speculative_tokens": engine["k"]}
+        speculative = {
+            "method": engine["method"],
+            "model": engine["heads"],
+            "num_speculative_tokens": engine["k"],
+        }
     llm = LLM(
         model=engine["model"],
         dtype="float32",
@@ -55,12 +65,16 @@ def answer(engine: dict[str, Any], prompts: list[list[int]], max_tokens: int) ->
     return {
         "answers": [list(output.outputs[0].token_ids) for output in outputs],
         "drafts": after["drafts"] - before["drafts"],
-        "accepted": [now - then for now, then in zip(after["accepted"], before["accepted"], strict=True)],
+        "accepted": [
+            now - then for now, then in zip(after["accepted"], before["accepted"], strict=True)
+        ],
     }
 
 
 def counters(llm: LLM) -> dict[str, Any]:
-    """Steps that verified a draft, and accepted draft tokens by position, since the process started."""
+    """Steps that verified a draft, and accepted draft tokens by position, since the process
+    started.
+    """
     drafts, accepted = 0, []
     for metric in llm.get_metrics():
         if metric.name == "vllm:spec_decode_num_drafts":

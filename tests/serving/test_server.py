@@ -1,4 +1,6 @@
-"""`vllm serve` with exported heads, on loopback: its answers, and the drafts that it counts at /metrics."""
+"""`vllm serve` with exported heads, on loopback: its answers, and the drafts that it counts at
+/metrics.
+"""
 
 import io
 from collections.abc import Iterator
@@ -24,8 +26,20 @@ def server(
 ) -> Iterator[VLLMServer]:
     """A server with the heads with full matrices."""
     port = free_port()
-    speculative = {"method": "medusa", "model": str(exports["full"].directory), "num_speculative_tokens": HEADS}
-    options = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "1024", "--max-num-seqs", "8"]
+    speculative = {
+        "method": "medusa",
+        "model": str(exports["full"].directory),
+        "num_speculative_tokens": HEADS,
+    }
+    options = [
+        "--dtype",
+        "float32",
+        "--enforce-eager",
+        "--max-model-len",
+        "1024",
+        "--max-num-seqs",
+        "8",
+    ]
     command = serve_command(vllm_python, str(TINY), port, options, speculative)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environment().items():
@@ -46,7 +60,9 @@ def test_the_server_answers_as_plain_decoding_and_counts_what_it_accepts(
         body = {"model": SERVED_NAME, "prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0}
         response = httpx.post(f"{server.url}/completions", json=body, timeout=300, trust_env=False)
         assert response.status_code == 200, response.text
-        assert response.json()["choices"][0]["text"] == tokenizer.decode(tokens, skip_special_tokens=True)
+        assert response.json()["choices"][0]["text"] == tokenizer.decode(
+            tokens, skip_special_tokens=True
+        )
     page = httpx.get(server.url.removesuffix("/v1") + "/metrics", timeout=60, trust_env=False).text
     counts, offline = parse_metrics(page), Chain(**served["full"])
     assert counts is not None

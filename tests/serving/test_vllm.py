@@ -1,4 +1,6 @@
-"""Exports in a real vLLM: they load, change no greedy answer, and are accepted as often as our own chain of guesses."""
+"""Exports in a real vLLM: they load, change no greedy answer, and are accepted as often as our own
+chain of guesses.
+"""
 
 import json
 import os
@@ -11,11 +13,28 @@ from safetensors.torch import load_file
 from medusa_train.checkpoint.resolve import find_heads, resolve_model
 from medusa_train.export.write import export_run, path_warning
 from tests.checkpoint.vllm_rules import loader_problems
-from tests.serving.conftest import HEADS, Chain, Export, decode_here, decode_with_vllm, engine, tokenize
+from tests.serving.conftest import (
+    HEADS,
+    Chain,
+    Export,
+    decode_here,
+    decode_with_vllm,
+    engine,
+    tokenize,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("serving"), pytest.mark.timeout(3600)]
 
-VARIANTS = ["full", "reduced", "shared", "shared_reduced", "merged", "eagle3", "eagle3_reduced", "speculators"]
+VARIANTS = [
+    "full",
+    "reduced",
+    "shared",
+    "shared_reduced",
+    "merged",
+    "eagle3",
+    "eagle3_reduced",
+    "speculators",
+]
 
 
 def interval(successes: int, trials: int, z: float = 3.3) -> tuple[float, float]:
@@ -35,7 +54,9 @@ def assert_same_acceptance(vllm: Chain, ours: Chain) -> None:
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_it_loads_and_greedy_answers_equal_those_without_heads(served: dict[str, Any], name: str) -> None:
+def test_it_loads_and_greedy_answers_equal_those_without_heads(
+    served: dict[str, Any], name: str
+) -> None:
     assert "error" not in served[name], served[name]["error"]
     plain = served["plain_merged" if name == "merged" else "plain"]
     assert served[name]["answers"] == plain["answers"]
@@ -48,7 +69,9 @@ def test_acceptance_by_position_agrees_with_our_chain(
 ) -> None:
     ours = decode_here(exports[name], prompts)
     vllm = Chain(**served[name])
-    assert sum(ours.accepted) > 0.1 * ours.drafts  # heads that were never right would agree with anything
+    assert (
+        sum(ours.accepted) > 0.1 * ours.drafts
+    )  # heads that were never right would agree with anything
     assert_same_acceptance(vllm, ours)
     assert vllm.answers == ours.answers
 
@@ -72,10 +95,14 @@ def test_our_rules_of_the_loader_are_vllms(
 ) -> None:
     assert ("error" in served[name]) == fails  # it drops and invents weights in silence
     config = json.loads((wrong[name].directory / "config.json").read_text())
-    assert words in "\n".join(loader_problems(load_file(wrong[name].directory / "model.safetensors"), config))
+    assert words in "\n".join(
+        loader_problems(load_file(wrong[name].directory / "model.safetensors"), config)
+    )
 
 
-def test_the_path_of_the_heads_chooses_the_method(served: dict[str, Any], wrong: dict[str, Export]) -> None:
+def test_the_path_of_the_heads_chooses_the_method(
+    served: dict[str, Any], wrong: dict[str, Export]
+) -> None:
     assert "error" in served["eagle-path"]
     assert path_warning(str(wrong["eagle-path"].directory)) is not None
 
@@ -93,7 +120,11 @@ def test_a_run_of_another_backbone(vllm_python: str, tmp_path: Path) -> None:
     heads = export_run(paths, "vllm", tmp_path / "heads").target
     method = "eagle3" if find_heads(heads).layout == "eagle3" else "medusa"
     one = Export(heads, Path(paths.base_model), k=3, method=method)
-    questions = ["What is the capital of France?", "Write a haiku about rain.", "Why is the sky blue?"]
+    questions = [
+        "What is the capital of France?",
+        "Write a haiku about rain.",
+        "Why is the sky blue?",
+    ]
     prompts = [tokenize(question, one.model) for question in questions]
     engines = {"plain": {"model": str(one.model), "heads": None}, "heads": engine(one)}
     served = decode_with_vllm(vllm_python, engines, prompts, tmp_path)

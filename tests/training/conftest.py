@@ -21,12 +21,26 @@ from tests.families import random_model
 
 SPECIAL = ["<s>", "</s>", "<|user|>", "<|assistant|>"]
 TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}"
-    "{% if m.role == 'assistant' %}<|assistant|>{% generation %}{{ m.content }}{{ eos_token }}{% endgeneration %}"
-    "{% else %}<|user|>{{ m.content }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}<|assistant|>{% generation"
+    " %}{{ m.content }}{{ eos_token }}{% endgeneration %}{% else %}<|user|>{{ m.content }}{% endif"
+    " %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "red", "green", "blue", "large"]
+WORDS = [
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+    "ten",
+    "red",
+    "green",
+    "blue",
+    "large",
+]
 
 
 #: Joint training with dropout and the teacher on.
@@ -69,7 +83,12 @@ def backbone_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     where = tmp_path_factory.mktemp("backbone")
     tokenizer = build_tokenizer()
     assert len(tokenizer) == 300
-    shape = {"vocab_size": 300, "num_hidden_layers": 2, "max_position_embeddings": 256, "pad_token_id": None}
+    shape = {
+        "vocab_size": 300,
+        "num_hidden_layers": 2,
+        "max_position_embeddings": 256,
+        "pad_token_id": None,
+    }
     random_model("llama", std=0.3, **shape, bos_token_id=0, eos_token_id=1).save_pretrained(where)
     tokenizer.save_pretrained(where)
     return where
@@ -123,7 +142,9 @@ def make_config(base_keys: dict[str, object], tmp_path: Path):
 
 @pytest.fixture(autouse=True)
 def short_latency_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Time every tree on 8 tokens and one round: which tree is chosen does not matter to these tests."""
+    """Time every tree on 8 tokens and one round: which tree is chosen does not matter to these
+    tests.
+    """
     monkeypatch.setattr("medusa_train.tree_search.choose.TIMED_TOKENS", 8)
     monkeypatch.setattr("medusa_train.tree_search.choose.THOROUGH", Effort(1, 8))
 
@@ -141,7 +162,10 @@ def metrics(run: Path) -> list[dict]:
 
 def figures(run: Path) -> list[dict[str, Any]]:
     """The records of a run without times."""
-    return [{k: v for k, v in record.items() if k not in ("time", "tokens_per_s")} for record in metrics(run)]
+    return [
+        {k: v for k, v in record.items() if k not in ("time", "tokens_per_s")}
+        for record in metrics(run)
+    ]
 
 
 def train(cfg: TrainConfig, console: Console) -> int:

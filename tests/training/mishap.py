@@ -1,6 +1,8 @@
-"""`medusa-train` in a process of its own to which something happens at a moment that a test chooses.
+"""`medusa-train` in a process of its own to which something happens at a moment that a test
+chooses.
 
-The processes are forked from one that has imported everything and computed nothing: a second each instead of ten.
+The processes are forked from one that has imported everything and computed nothing: a second each
+instead of ten.
 """
 
 import importlib
@@ -21,7 +23,9 @@ from medusa_train.config.load import dump_config
 from medusa_train.config.schema import TrainConfig
 
 _PROCESSES = multiprocessing.get_context("forkserver")
-_PROCESSES.set_forkserver_preload(["medusa_train.cli.train", "medusa_train.training.stages", "tests.training.worker"])
+_PROCESSES.set_forkserver_preload(
+    ["medusa_train.cli.train", "medusa_train.training.stages", "tests.training.worker"]
+)
 
 #: Mark of tests that fork: in one xdist worker they share the process that has imported everything.
 forks = pytest.mark.xdist_group("forks")
@@ -45,7 +49,9 @@ def terminate() -> None:
 
 @dataclass(frozen=True)
 class Mishap:
-    """`what` happens when `place`, as "module:name" or "module:Class.method", is called for the `count`-th time."""
+    """`what` happens when `place`, as "module:name" or "module:Class.method", is called for the
+    `count`-th time.
+    """
 
     place: str
     count: int = 1
@@ -71,7 +77,9 @@ class Mishap:
 
 
 def command(cfg: TrainConfig, *overrides: str) -> list[str]:
-    """Write `cfg` as CONFIG.yaml beside its run directory; return the arguments of `medusa-train` for it."""
+    """Write `cfg` as CONFIG.yaml beside its run directory; return the arguments of `medusa-train`
+    for it.
+    """
     path = Path(f"{cfg.output_dir}.yaml")
     path.write_text(dump_config(cfg), encoding="utf-8")
     return [str(path), *overrides]
@@ -109,7 +117,9 @@ def run_command(arguments: list[str], mishap: Mishap | None = None) -> None:
     app()
 
 
-def _run(log: Path, environ: dict[str, str], target: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+def _run(
+    log: Path, environ: dict[str, str], target: Callable[..., None], arguments: tuple[Any, ...]
+) -> None:
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
         os.dup2(handle, stream)

@@ -43,11 +43,16 @@ def test_on_a_cpu_documents_are_kept_apart_whatever_is_asked_for(
     assert backbone.varlen == varlen
 
 
-def test_where_nothing_stands_in_the_way_the_kernel_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_nothing_stands_in_the_way_the_kernel_is_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(attention, "flash_obstacle", lambda *args, **facts: None)
     monkeypatch.setattr(attention, "FLASH", APART)
     backbone = random_backbone("llama")
-    assert choose_attention(backbone, "auto", packed=True) == "attention: flash-attn varlen kernel for packed rows"
+    assert (
+        choose_attention(backbone, "auto", packed=True)
+        == "attention: flash-attn varlen kernel for packed rows"
+    )
     assert backbone.config._attn_implementation == APART
     monkeypatch.setattr(attention, "uses_varlen_kernel", lambda *facts: True)
     line = choose_attention(random_backbone("llama"), False, packed=True)
@@ -55,7 +60,9 @@ def test_where_nothing_stands_in_the_way_the_kernel_is_used(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("kernel", [LEAKING, "flash_attention_2"])
-def test_a_kernel_that_leaks_or_cannot_be_loaded_is_not_used(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_leaks_or_cannot_be_loaded_is_not_used(
+    kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(attention, "flash_obstacle", lambda *args, **facts: None)
     monkeypatch.setattr(attention, "FLASH", kernel)
     backbone = random_backbone("llama")
@@ -98,7 +105,9 @@ def test_heads_are_taken_over_from_whoever_wrote_them(  # type: ignore[no-untype
     cfg = make_config(lora_model_dir=str(earlier))
     assert find_initial_heads(cfg.initial_run) == (earlier / "heads" if form == "run" else earlier)
     assert find_initial_adapter(cfg.initial_run) is None
-    taken = build_heads(cfg, cast(TrainingData, None), backbone, console)  # data are read for new heads only
+    taken = build_heads(
+        cfg, cast(TrainingData, None), backbone, console
+    )  # data are read for new heads only
     ours, theirs = draft.state_dict(), taken.state_dict()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert find_initial_heads(make_config().initial_run) is None

@@ -1,4 +1,6 @@
-"""Locks of torch's C++ extensions: what a killed build leaves is removed, what a running build holds is kept."""
+"""Locks of torch's C++ extensions: what a killed build leaves is removed, what a running build
+holds is kept.
+"""
 
 import os
 import threading

@@ -20,7 +20,12 @@ SHIPPED = sorted((PROJECT_ROOT / "configs" / "deepspeed").glob("*.json"))
 
 
 def config(**keys):
-    values = {"base_model": "m", "datasets": [{"path": "d"}], "micro_batch_size": 4, "gradient_accumulation_steps": 2}
+    values = {
+        "base_model": "m",
+        "datasets": [{"path": "d"}],
+        "micro_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+    }
     return TrainConfig(**{**values, **keys}).resolved()
 
 
@@ -60,7 +65,11 @@ def test_a_file_of_another_trainer_fits():
     check_deepspeed(cfg, 2)
     whole = complete_config(cfg, 2, 64)
     assert not {"bf16", "fp16", "optimizer", "scheduler"} & set(whole)
-    assert whole["zero_optimization"] == {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 5e8}
+    assert whole["zero_optimization"] == {
+        "stage": 2,
+        "overlap_comm": True,
+        "reduce_bucket_size": 5e8,
+    }
     assert theirs["train_batch_size"] == "auto"  # what the user wrote is left as it is
 
 
@@ -71,18 +80,31 @@ def test_zero_3_loads_weights_in_their_dtype():
     assert loading_config(cfg, 2, "bfloat16") == {**complete, "bf16": {"enabled": True}}
     assert loading_config(cfg, 2, "float32") == complete
     assert loading_config(cfg, 1, "float32") is None
-    assert loading_config(config(deepspeed={"zero_optimization": {"stage": 2}}), 2, "float32") is None
+    assert (
+        loading_config(config(deepspeed={"zero_optimization": {"stage": 2}}), 2, "float32") is None
+    )
 
 
 def test_contradictions_are_listed_all_at_once():
-    check_deepspeed(config(deepspeed={"scheduler": {"params": {"warmup_num_steps": 0, "warmup_max_lr": "auto"}}}), 2)
+    check_deepspeed(
+        config(
+            deepspeed={"scheduler": {"params": {"warmup_num_steps": 0, "warmup_max_lr": "auto"}}}
+        ),
+        2,
+    )
     theirs = {"type": "AdamW", "params": {"lr": 1e-6, "weight_decay": 0.1}}
-    keys = {"train_batch_size": 64, "gradient_clipping": 0.5, "optimizer": theirs, "fp16": {"enabled": True}}
+    keys = {
+        "train_batch_size": 64,
+        "gradient_clipping": 0.5,
+        "optimizer": theirs,
+        "fp16": {"enabled": True},
+    }
     *found, lr, decay, half = problems(keys)
     assert "optimizer.params.weight_decay: 0.1, but weight_decay is 0.0" in decay
     assert "optimizer.params.lr: 1e-06, but learning_rate is 0.0" in lr
     assert (
-        "train_batch_size: 64, but micro_batch_size x gradient_accumulation_steps x processes are 4 x 2 x 2" in found[0]
+        "train_batch_size: 64, but micro_batch_size x gradient_accumulation_steps x processes are 4"
+        " x 2 x 2" in found[0]
     )
     assert "max_grad_norm is 1" in found[1]
     assert "fp16: true" in half
@@ -117,7 +139,11 @@ def test_sections_that_are_no_mappings_are_named(deepspeed, section):
 def test_files_that_can_not_be_used_are_named(tmp_path):
     (tmp_path / "a.json").write_text("{")
     (tmp_path / "b.json").write_text('{"zero_optimization": {"stage": 4}}')
-    for name, words in {"absent.json": "no such file", "a.json": "JSON", "b.json": "stage: 4"}.items():
+    for name, words in {
+        "absent.json": "no such file",
+        "a.json": "JSON",
+        "b.json": "stage: 4",
+    }.items():
         with pytest.raises(ConfigError, match=words):
             check_deepspeed(config(deepspeed=str(tmp_path / name)), 1)
 

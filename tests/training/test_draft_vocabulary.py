@@ -1,4 +1,6 @@
-"""Runs with a reduced vocabulary, which is the text's, or a Markov bias: chosen, exported, resumed, evaluated."""
+"""Runs with a reduced vocabulary, which is the text's, or a Markov bias: chosen, exported, resumed,
+evaluated.
+"""
 
 import io
 import json
@@ -24,7 +26,9 @@ from tests.training.conftest import LORA, train
 SIZE = 24
 
 
-def test_heads_keep_the_most_frequent_tokens_and_only_vllm_stores_them(make_config, console, tmp_path) -> None:
+def test_heads_keep_the_most_frequent_tokens_and_only_vllm_stores_them(
+    make_config, console, tmp_path
+) -> None:
     cfg = make_config(medusa_vocab_size=SIZE)
     assert train(cfg, console) == 0
     data = load_data(cfg, console)
@@ -36,9 +40,16 @@ def test_heads_keep_the_most_frequent_tokens_and_only_vllm_stores_them(make_conf
     kept = heads(out)["token_map"]
     assert len(kept) == SIZE
     assert 1 in kept.tolist()  # </s> ends every answer
-    assert int(counts[kept].min()) >= int(counts[sorted(set(range(300)) - set(kept.tolist()))].max()) > 0
+    assert (
+        int(counts[kept].min())
+        >= int(counts[sorted(set(range(300)) - set(kept.tolist()))].max())
+        > 0
+    )
     share = int(counts[kept].sum()) / int(counts.sum())
-    assert f"draft vocabulary: 24 of 300 tokens, covering {share:.2%} of training targets" in console.file.getvalue()
+    assert (
+        f"draft vocabulary: 24 of 300 tokens, covering {share:.2%} of training targets"
+        in console.file.getvalue()
+    )
 
     facts = export_run(resolve_model(str(out), None, None), "vllm").facts
     assert any("the other rows are filled in" in fact for fact in facts)
@@ -55,7 +66,10 @@ def test_no_other_layout_stores_a_markov_bias(make_config, console, tmp_path) ->
     assert "with a Markov bias of rank 4" in console.file.getvalue()
     assert float(heads(out)["markov.output.weight"].abs().max()) > 1e-3  # 0 before training
     for to in ("reference", "reference-v2", "tgi", "vllm", "trtllm", "transformers"):
-        with pytest.raises(CheckpointError, match=rf"medusa_markov_rank: 4\), which the layout of {to} cannot store"):
+        with pytest.raises(
+            CheckpointError,
+            match=rf"medusa_markov_rank: 4\), which the layout of {to} cannot store",
+        ):
             export_run(resolve_model(str(out), None, None), to)
     assert not (out / "export").exists()
 
@@ -72,7 +86,9 @@ def heads(run) -> dict[str, torch.Tensor]:
     ],
     ids=["vocabulary", "markov"],
 )
-def test_stage_two_goes_on_with_the_heads_of_stage_one(make_config, console, tmp_path, options, default, kept) -> None:
+def test_stage_two_goes_on_with_the_heads_of_stage_one(
+    make_config, console, tmp_path, options, default, kept
+) -> None:
     train(make_config(**options, output_dir=str(tmp_path / "one")), console)
     start = {**LORA, "lora_model_dir": str(tmp_path / "one"), "output_dir": str(tmp_path / "two")}
     ((key, value),) = options.items()
@@ -86,9 +102,17 @@ def test_stage_two_goes_on_with_the_heads_of_stage_one(make_config, console, tmp
 
 @pytest.mark.parametrize("size", [300, 5000])
 @pytest.mark.parametrize("kind", ["medusa", "hydra", "amphista"])
-def test_a_vocabulary_that_is_not_reduced_is_refused_at_once(make_config, console, kind, size) -> None:
-    key = {"medusa_vocab_size": size} if kind == "medusa" else {"draft": kind, kind: {"vocab_size": size}}
-    with pytest.raises(ConfigError, match=rf"^{kind}[._]vocab_size: [\d,]+ must be less than the 300 tokens"):
+def test_a_vocabulary_that_is_not_reduced_is_refused_at_once(
+    make_config, console, kind, size
+) -> None:
+    key = (
+        {"medusa_vocab_size": size}
+        if kind == "medusa"
+        else {"draft": kind, kind: {"vocab_size": size}}
+    )
+    with pytest.raises(
+        ConfigError, match=rf"^{kind}[._]vocab_size: [\d,]+ must be less than the 300 tokens"
+    ):
         load_data(make_config(**key), console)
 
 
@@ -98,7 +122,11 @@ def test_a_missing_token_is_a_miss_on_held_out_text(make_config, backbone_dir, k
     backbone = load_backbone(str(backbone_dir))
     recipe = BackboneRecipe(backbone, choose_precision(False, torch.device("cpu")))
     kept = torch.arange(1, 280, 7)
-    draft = DRAFTS[kind].from_backbone(backbone, num_heads=2, vocab_size=len(kept), token_map=kept).eval()
+    draft = (
+        DRAFTS[kind]
+        .from_backbone(backbone, num_heads=2, vocab_size=len(kept), token_map=kept)
+        .eval()
+    )
     batch = data.validation.batch([[i] for i in range(len(data.validation))])
     found = validate(recipe, draft, [batch], Objective(draft, 0.8))
     assert found is not None
@@ -109,8 +137,12 @@ def test_a_missing_token_is_a_miss_on_held_out_text(make_config, backbone_dir, k
         tokens, logits = target[valid], draft.lm_head(k).logits(states[valid])
         known = torch.isin(tokens, kept)
         assert (found.targets[k - 1], found.in_vocab[k - 1]) == (len(tokens), int(known.sum()))
-        assert found.top[k - 1][0] == pytest.approx(float((kept[logits.argmax(-1)] == tokens).double().mean()))
-        loss = torch.nn.functional.cross_entropy(logits[known], torch.searchsorted(kept, tokens[known])).detach()
+        assert found.top[k - 1][0] == pytest.approx(
+            float((kept[logits.argmax(-1)] == tokens).double().mean())
+        )
+        loss = torch.nn.functional.cross_entropy(
+            logits[known], torch.searchsorted(kept, tokens[known])
+        ).detach()
         assert found.head_loss[k - 1] == pytest.approx(float(loss), rel=1e-5)
     assert 0 < found.in_vocab[0] < found.targets[0]
     assert found.record()["targets_in_vocabulary"] == found.in_vocab

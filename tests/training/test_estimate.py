@@ -1,11 +1,20 @@
-"""What a run costs: memory against modules built for it, arithmetic and bytes per step by hand for a small model."""
+"""What a run costs: memory against modules built for it, arithmetic and bytes per step by hand for
+a small model.
+"""
 
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, FalconConfig, GPTNeoXConfig, LlamaConfig, MixtralConfig, PretrainedConfig
+from transformers import (
+    AutoModelForCausalLM,
+    FalconConfig,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MixtralConfig,
+    PretrainedConfig,
+)
 
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.batch import Batch
@@ -31,7 +40,9 @@ def config(**keys: Any) -> TrainConfig:
 
 def estimate(family: str = "llama", vocab: int = 61, device: str = "cpu", **keys: Any) -> Memory:
     model_config = random_backbone(family, vocab_size=vocab).config
-    return Estimate(config(**keys), model_config).memory(rows=2, width=64, dtype=torch.bfloat16, device=device)
+    return Estimate(config(**keys), model_config).memory(
+        rows=2, width=64, dtype=torch.bfloat16, device=device
+    )
 
 
 @pytest.mark.parametrize("family", ["llama-bias-tied", "gemma2"])
@@ -53,10 +64,14 @@ def test_adamw_holds_the_states_that_are_counted() -> None:
     for parameter in draft.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    held = sum(t.nbytes for state in optimizer.state.values() for t in state.values() if t.numel() > 1)
+    held = sum(
+        t.nbytes for state in optimizer.state.values() for t in state.values() if t.numel() > 1
+    )
     assert estimate(optimizer="adamw_torch").parts["optimizer states (adamw_torch)"] == held
     states = {
-        device: estimate(device=device, optimizer="adamw_bnb_8bit").parts["optimizer states (adamw_bnb_8bit)"]
+        device: estimate(device=device, optimizer="adamw_bnb_8bit").parts[
+            "optimizer states (adamw_bnb_8bit)"
+        ]
         for device in ("cpu", "cuda")
     }
     assert states["cuda"] < 0.26 * held < states["cpu"] == held  # there adamw_torch is taken
@@ -65,8 +80,15 @@ def test_adamw_holds_the_states_that_are_counted() -> None:
 @pytest.mark.parametrize("family", ["llama", "llama-bias-tied"])  # a tied lm_head gets no adapter
 @pytest.mark.parametrize("targets", [None, ("q_proj", "down_proj")])
 def test_an_adapter_is_counted_as_it_is(family: str, targets: tuple[str, ...] | None) -> None:
-    real = sum(p.numel() for p in Adapter.attach(random_backbone(family), LoraSpec(r=4, targets=targets)).parameters())
-    keys: dict[str, Any] = {"lora_target_modules": list(targets)} if targets else {"lora_target_linear": True}
+    real = sum(
+        p.numel()
+        for p in Adapter.attach(
+            random_backbone(family), LoraSpec(r=4, targets=targets)
+        ).parameters()
+    )
+    keys: dict[str, Any] = (
+        {"lora_target_modules": list(targets)} if targets else {"lora_target_linear": True}
+    )
     assert estimate(family, adapter="lora", lora_r=4, **keys).parts["adapter"] == 4 * real
 
 
@@ -83,14 +105,18 @@ def test_quantisation_leaves_lm_head_and_embeddings_alone() -> None:
     plain = sum(p.numel() for n, p in model.named_parameters() if "proj" not in n)
     linear = sum(p.numel() for n, p in model.named_parameters() if "proj" in n)
     assert estimate(load_in_8bit=True).parts["backbone, frozen"] == 2 * plain + linear
-    assert estimate(load_in_4bit=True, adapter="qlora").parts["backbone, frozen"] == round(2 * plain + _NF4 * linear)
+    assert estimate(load_in_4bit=True, adapter="qlora").parts["backbone, frozen"] == round(
+        2 * plain + _NF4 * linear
+    )
 
 
 def test_what_joint_training_trains() -> None:
     model = random_backbone("llama").model
     everything = sum(p.numel() for p in model.parameters())
     last = sum(
-        p.numel() for n, p in model.named_parameters() if n.startswith(("model.layers.2.", "model.norm.", "lm_head."))
+        p.numel()
+        for n, p in model.named_parameters()
+        if n.startswith(("model.layers.2.", "model.norm.", "lm_head."))
     )
     heads = estimate().trained
     whole = estimate(recipe="medusa2")
@@ -121,7 +147,10 @@ def test_steps_of_eagle3_keep_what_is_estimated(steps: int) -> None:
     draft = Eagle3Draft.from_backbone(backbone, train_steps=steps, dtype=torch.float32)
     tokens = torch.zeros(1, 512, dtype=torch.long)
     feats = backbone.run(tokens, need=draft.needs)
-    known = {one.untyped_storage().data_ptr() for one in [*draft.parameters(), *backbone.model.parameters()]}
+    known = {
+        one.untyped_storage().data_ptr()
+        for one in [*draft.parameters(), *backbone.model.parameters()]
+    }
     kept: dict[int, torch.UntypedStorage] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -130,33 +159,62 @@ def test_steps_of_eagle3_keep_what_is_estimated(steps: int) -> None:
             kept[storage.data_ptr()] = storage
         return tensor
 
-    with torch.autocast("cpu", torch.bfloat16), torch.autograd.graph.saved_tensors_hooks(keep, lambda one: one):
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda one: one),
+    ):
         states = list(draft.head_states(feats, Rows.from_tokens(tokens)))
-    copies = 2 * sum(one.numel() for one in draft.parameters() if one.dim() == 2 and one is not draft.lm_head(1).weight)
+    copies = 2 * sum(
+        one.numel()
+        for one in draft.parameters()
+        if one.dim() == 2 and one is not draft.lm_head(1).weight
+    )
     measured = sum(one.nbytes() for one in kept.values()) - copies
     estimated = Estimate(config(draft="eagle3", eagle3={"train_steps": steps}), backbone.config)
-    layer = estimated._layer_bytes(2, "cpu", of_draft=True) * tokens.numel() * estimated._section.layer_passes
+    layer = (
+        estimated._layer_bytes(2, "cpu", of_draft=True)
+        * tokens.numel()
+        * estimated._section.layer_passes
+    )
     assert states
     assert 0.8 * measured < layer < 1.2 * measured
 
 
 def test_a_lora_branch_keeps_its_input_in_half_precision_and_a_mask_of_its_dropout() -> None:
     def size(**keys: Any) -> int:
-        keys = {"adapter": "lora", "lora_r": 4, "lora_dropout": 0.0, "gradient_accumulation_steps": 2, **keys}
+        keys = {
+            "adapter": "lora",
+            "lora_r": 4,
+            "lora_dropout": 0.0,
+            "gradient_accumulation_steps": 2,
+            **keys,
+        }
         return estimate(**keys).parts[ACTIVATIONS]
 
-    one, two = size(lora_target_modules=["o_proj"]), size(lora_target_modules=["o_proj", "down_proj"])
+    one, two = (
+        size(lora_target_modules=["o_proj"]),
+        size(lora_target_modules=["o_proj", "down_proj"]),
+    )
     assert two - one == 2 * 64 * 3 * 48 * 2  # rows x tokens x layers x MLP size in bfloat16
-    assert size(lora_target_modules=["o_proj"], lora_dropout=0.1) - one == 2 * 64 * 3 * 32 * 4  # float32 on a CPU
+    assert (
+        size(lora_target_modules=["o_proj"], lora_dropout=0.1) - one == 2 * 64 * 3 * 32 * 4
+    )  # float32 on a CPU
 
 
 def test_the_losses_of_backbone_and_heads_follow_each_other() -> None:
-    """The backbone's is larger with a teacher, but of a single micro-batch the heads have no gradients yet."""
+    """The backbone's is larger with a teacher, but of a single micro-batch the heads have no
+    gradients yet.
+    """
     keys = {"adapter": "lora", "lora_r": 4, "medusa_self_distillation": True}
-    first, later = (estimate(vocab=500, gradient_accumulation_steps=n, **keys).parts[ACTIVATIONS] for n in (1, 2))
+    first, later = (
+        estimate(vocab=500, gradient_accumulation_steps=n, **keys).parts[ACTIVATIONS]
+        for n in (1, 2)
+    )
     assert first < later
     taught = {**keys, "medusa_self_distillation": False}
-    assert later - estimate(vocab=500, gradient_accumulation_steps=2, **taught).parts[ACTIVATIONS] > 0
+    assert (
+        later - estimate(vocab=500, gradient_accumulation_steps=2, **taught).parts[ACTIVATIONS] > 0
+    )
 
 
 def test_a_reduced_vocabulary_needs_less() -> None:
@@ -168,8 +226,14 @@ def test_a_reduced_vocabulary_needs_less() -> None:
     taught = estimate(vocab=1000, medusa_vocab_size=500, medusa_soft_targets=0.5).parts[ACTIVATIONS]
     assert taught - part.parts[ACTIVATIONS] == 2 * 64 * 500 * (2 + 2 * 4) + 500 * 32 * 2
     # the backbone's own loss is over all tokens
-    keys = {"recipe": "medusa2", "gradient_accumulation_steps": 2, "medusa_distillation_regularization": 0.1}
-    joint, joint_part = (estimate(vocab=1000, **keys, **more) for more in ({}, {"medusa_vocab_size": 500}))
+    keys = {
+        "recipe": "medusa2",
+        "gradient_accumulation_steps": 2,
+        "medusa_distillation_regularization": 0.1,
+    }
+    joint, joint_part = (
+        estimate(vocab=1000, **keys, **more) for more in ({}, {"medusa_vocab_size": 500})
+    )
     assert joint.parts[ACTIVATIONS] == joint_part.parts[ACTIVATIONS]
 
 
@@ -183,7 +247,9 @@ ZERO2 = {"zero_optimization": {"stage": 2}}
 def test_8bit_states_that_would_be_partitioned_are_refused(
     deepspeed: dict[str, Any] | None, processes: int, stage: str
 ) -> None:
-    """With the memory of the alternatives: 8 bytes a parameter over the processes, or two and two scales in each."""
+    """With the memory of the alternatives: 8 bytes a parameter over the processes, or two and two
+    scales in each.
+    """
     model_config = random_backbone("llama").config
     cfg = config(optimizer="adamw_bnb_8bit", deepspeed=deepspeed)
     with pytest.raises(ConfigError) as caught:
@@ -203,7 +269,9 @@ def test_8bit_states_that_would_be_partitioned_are_refused(
         ({"optimizer": "adamw_torch"}, 2),
     ],
 )
-def test_states_that_are_whole_or_float32_are_not_refused(keys: dict[str, Any], processes: int) -> None:
+def test_states_that_are_whole_or_float32_are_not_refused(
+    keys: dict[str, Any], processes: int
+) -> None:
     cfg = config(**keys)
     check_8bit_states(cfg, None, stage_of(check_deepspeed(cfg, processes)), processes)
 
@@ -216,8 +284,12 @@ def test_states_that_are_whole_or_float32_are_not_refused(keys: dict[str, Any], 
         ({"medusa_num_unfreeze_layers": 1}, "FalconModel has no `layers` and `norm` to unfreeze"),
     ],
 )
-def test_what_the_architecture_lacks_is_named_as_in_training(keys: dict[str, Any], words: str) -> None:
-    falcon = FalconConfig(alibi=False, num_hidden_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=64)
+def test_what_the_architecture_lacks_is_named_as_in_training(
+    keys: dict[str, Any], words: str
+) -> None:
+    falcon = FalconConfig(
+        alibi=False, num_hidden_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=64
+    )
     with pytest.raises(BackboneError, match=words):
         Estimate(config(**keys), falcon).memory(rows=2, width=8, dtype=torch.bfloat16, device="cpu")
 
@@ -229,14 +301,23 @@ PROJECTIONS = HIDDEN * HIDDEN * 2 + 2 * HIDDEN * 8 + 3 * HIDDEN * INNER  # q, o;
 LAYER = PROJECTIONS + 2 * HIDDEN  # and norms
 BODY = LAYERS * LAYER + HIDDEN
 BLOCK = HIDDEN * HIDDEN + HIDDEN
-HEADS = 6 * 2 * (BLOCK * 1000 + VOCAB * HIDDEN * 600)  # blocks run on all tokens, lm_heads on supervised ones
+HEADS = (
+    6 * 2 * (BLOCK * 1000 + VOCAB * HIDDEN * 600)
+)  # blocks run on all tokens, lm_heads on supervised ones
 PASS = 1000 * LAYERS * (2 * LAYER + 4 * HIDDEN * WIDTH / 2)
 LM_HEAD = 2 * VOCAB * HIDDEN * 600
 
 
 def small(*, tied: bool = False, **keys: Any) -> Estimate:
-    sizes = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": INNER, "num_hidden_layers": LAYERS}
-    shape = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=tied)
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": HIDDEN,
+        "intermediate_size": INNER,
+        "num_hidden_layers": LAYERS,
+    }
+    shape = LlamaConfig(
+        **sizes, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=tied
+    )
     return Estimate(config(**{"medusa_num_heads": 2, **keys}), shape)
 
 
@@ -256,8 +337,12 @@ def test_states_on_disk_save_the_backbone_after_the_first_epoch() -> None:
 def test_joint_training_adds_the_teacher_the_recomputation_and_the_backward_pass() -> None:
     adapter = {"recipe": "medusa2", "adapter": "lora", "medusa_self_distillation": True}
     assert operations(**adapter) == pytest.approx(3 * PASS + 3 * LM_HEAD + HEADS)
-    assert operations(**adapter, gradient_checkpointing=True) == pytest.approx(4 * PASS + 3 * LM_HEAD + HEADS)
-    assert operations(recipe="medusa2") == pytest.approx(3 * PASS + 3 * LM_HEAD + HEADS)  # weights of all layers
+    assert operations(**adapter, gradient_checkpointing=True) == pytest.approx(
+        4 * PASS + 3 * LM_HEAD + HEADS
+    )
+    assert operations(recipe="medusa2") == pytest.approx(
+        3 * PASS + 3 * LM_HEAD + HEADS
+    )  # weights of all layers
 
 
 @pytest.mark.parametrize(
@@ -269,13 +354,19 @@ def test_joint_training_adds_the_teacher_the_recomputation_and_the_backward_pass
         {"draft": "hydra", "hydra": {"dropout": 0.0}},
         {"draft": "amphista", "amphista": {"auto_blocks": 2}},
         {"draft": "kangaroo", "kangaroo": {}},
-        {"draft": "kangaroo", "kangaroo": {"mlp_size": 96, "attention": False, "share_lm_head": False}},
+        {
+            "draft": "kangaroo",
+            "kangaroo": {"mlp_size": 96, "attention": False, "share_lm_head": False},
+        },
         {"draft": "eagle3", "eagle3": {"vocab_size": 200}},
     ],
     ids=str,
 )
 def test_a_step_of_a_draft_multiplies_what_is_estimated(keys: dict[str, Any]) -> None:
-    """Against the products that a step runs, attention apart. Inputs of a first layer need no gradient."""
+    """Against the products that a step runs, attention apart.
+
+    Inputs of a first layer need no gradient.
+    """
     cfg = config(**keys)
     sizes = {"hidden_size": 64, "intermediate_size": 160, "vocab_size": 600, "num_hidden_layers": 6}
     backbone = random_backbone("llama", dtype=torch.float32, **sizes)
@@ -296,26 +387,44 @@ def test_a_step_of_a_draft_multiplies_what_is_estimated(keys: dict[str, Any]) ->
     assert 0.87 * estimated < counter.get_total_flops() < 1.03 * estimated
 
 
-@pytest.mark.parametrize("family", [FalconConfig(alibi=False), GPTNeoXConfig()], ids=lambda config: config.model_type)
+@pytest.mark.parametrize(
+    "family", [FalconConfig(alibi=False), GPTNeoXConfig()], ids=lambda config: config.model_type
+)
 def test_layers_are_counted_under_any_name(family: PretrainedConfig) -> None:
     """Falcon's list of layers is called `h`."""
-    family.update({"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 64})
+    family.update(
+        {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 64}
+    )
     family.update({"intermediate_size": 64, "ffn_hidden_size": 64})
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(family)
-    layers = sum(p.numel() for name, p in model.named_parameters() if ".h." in name or ".layers." in name)
+    layers = sum(
+        p.numel() for name, p in model.named_parameters() if ".h." in name or ".layers." in name
+    )
     total = Estimate(config(), family).operations(tokens=10, supervised=0, width=8, epochs=1)
     assert total == 10 * (2 * layers + 4 * 2 * 32 * 8 / 2 + (6 * 3 * (32 * 32 + 32)))
 
 
 def test_experts_frozen_layers_and_quantized_checkpoints_are_counted_as_they_are_used() -> None:
-    part, whole = (operations(recipe="medusa2", medusa_num_unfreeze_layers=layers) for layers in (1, 0))
+    part, whole = (
+        operations(recipe="medusa2", medusa_num_unfreeze_layers=layers) for layers in (1, 0)
+    )
     assert whole - part == pytest.approx(PASS * 2 * 2 / 3)  # no gradients in two of three layers
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     run = {"tokens": 1000, "supervised": 600, "width": WIDTH, "epochs": 1}
-    one, two = (MixtralConfig(**sizes, num_local_experts=8, num_experts_per_tok=count) for count in (1, 2))
+    one, two = (
+        MixtralConfig(**sizes, num_local_experts=8, num_experts_per_tok=count) for count in (1, 2)
+    )
     more = Estimate(config(), two).operations(**run) - Estimate(config(), one).operations(**run)
     assert more == pytest.approx(1000 * 2 * 2 * 3 * 64 * 128)
     stored = LlamaConfig(**sizes, quantization_config={"quant_method": "fp8"})
-    plain, fp8 = (Estimate(config(), each)._backbone_bytes(torch.bfloat16) for each in (LlamaConfig(**sizes), stored))
+    plain, fp8 = (
+        Estimate(config(), each)._backbone_bytes(torch.bfloat16)
+        for each in (LlamaConfig(**sizes), stored)
+    )
     assert plain - fp8 == 2 * (4 * 64 * 64 + 3 * 64 * 128)

@@ -1,4 +1,6 @@
-"""Runs whose hidden states come from the disk: the same as without, and no pass of the backbone in later epochs."""
+"""Runs whose hidden states come from the disk: the same as without, and no pass of the backbone in
+later epochs.
+"""
 
 import errno
 import signal
@@ -26,11 +28,19 @@ from tests.training.mishap import Mishap, command, forks, medusa_train
 DRAFTS: dict[str, dict[str, Any]] = {
     "bfloat16": {"bf16": True},
     "4 bits": {"load_in_4bit": True},
-    "hydra": {"draft": "hydra", "hydra": {"num_heads": 2, "num_layers": 2, "dropout": 0.1, "soft_targets": 1.0}},
+    "hydra": {
+        "draft": "hydra",
+        "hydra": {"num_heads": 2, "num_layers": 2, "dropout": 0.1, "soft_targets": 1.0},
+    },
     "kangaroo": {"draft": "kangaroo", "kangaroo": {"num_heads": 2, "exit_layer": 1}},
 }
 #: Two epochs of 32 conversations. Batches of one row have the same shape in both.
-TWO_EPOCHS = {"max_steps": None, "num_epochs": 2, "micro_batch_size": 1, "gradient_accumulation_steps": 4}
+TWO_EPOCHS = {
+    "max_steps": None,
+    "num_epochs": 2,
+    "micro_batch_size": 1,
+    "gradient_accumulation_steps": 4,
+}
 
 
 @pytest.fixture
@@ -40,7 +50,11 @@ def make_runs(make_config, tmp_path):
     def make(**keys: Any):
         keys = {**TWO_EPOCHS, **keys}
         plain = make_config(output_dir=str(tmp_path / "plain"), **keys)
-        cached = {"cache_hidden_states": True, "dataset_prepared_path": str(tmp_path / "prepared"), **keys}
+        cached = {
+            "cache_hidden_states": True,
+            "dataset_prepared_path": str(tmp_path / "prepared"),
+            **keys,
+        }
         return plain, make_config(output_dir=str(tmp_path / "cached"), **cached)
 
     return make
@@ -76,7 +90,9 @@ def shards(tmp_path: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("kind", DRAFTS)
-def test_the_same_to_the_bit_without_a_pass_in_the_second_epoch(kind, make_runs, console, tmp_path, passes):
+def test_the_same_to_the_bit_without_a_pass_in_the_second_epoch(
+    kind, make_runs, console, tmp_path, passes
+):
     plain, cached = make_runs(**DRAFTS[kind])
     assert train(plain, console) == 0
     assert len(passes) == 2 * 32 + 2 * 8
@@ -88,7 +104,9 @@ def test_the_same_to_the_bit_without_a_pass_in_the_second_epoch(kind, make_runs,
     assert "states of 40 documents read, 40 computed (" in console.file.getvalue()
     states = 2 if kind == "kangaroo" else 1
     tokens = sum(len(example) for part in load_both(cached, console) for example in part)
-    assert sum(p.stat().st_size for p in shards(tmp_path)) == tokens * states * 32 * (2 if kind == "bfloat16" else 4)
+    assert sum(p.stat().st_size for p in shards(tmp_path)) == tokens * states * 32 * (
+        2 if kind == "bfloat16" else 4
+    )
 
 
 def load_both(cfg, console):
@@ -98,8 +116,12 @@ def load_both(cfg, console):
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_batches_of_other_shapes_round_differently(make_runs, console, tmp_path, passes, packed):
-    """To the bit in the first epoch; in the second one batches, and packed rows, are composed of other documents."""
-    plain, cached = make_runs(micro_batch_size=4, gradient_accumulation_steps=1, sample_packing=packed, sequence_len=64)
+    """To the bit in the first epoch; in the second one batches, and packed rows, are composed of
+    other documents.
+    """
+    plain, cached = make_runs(
+        micro_batch_size=4, gradient_accumulation_steps=1, sample_packing=packed, sequence_len=64
+    )
     train(plain, console)
     before = len(passes)
     train(cached, console)
@@ -110,23 +132,40 @@ def test_batches_of_other_shapes_round_differently(make_runs, console, tmp_path,
     assert ours[:first] == theirs[:first]
     for mine, wanted in zip(ours, theirs, strict=True):
         assert mine["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
-        assert mine["tokens" if mine["kind"] == "train" else "targets"] == wanted.get("tokens", wanted.get("targets"))
+        assert mine["tokens" if mine["kind"] == "train" else "targets"] == wanted.get(
+            "tokens", wanted.get("targets")
+        )
 
 
 @forks
 @pytest.mark.parametrize("packed", [False, True])
 def test_killed_in_either_epoch_it_resumes_to_the_bit(make_runs, tmp_path, packed):
     """Also where shapes differ: replayed batches read the values that they computed before."""
-    keys = {"micro_batch_size": 4, "gradient_accumulation_steps": 1, "sample_packing": packed, "sequence_len": 64}
-    _, cached = make_runs(**keys, save_steps=2, dataset_prepared_path=str(tmp_path / "whole-prepared"))
-    code, text = medusa_train(command(cached.model_copy(update={"output_dir": str(tmp_path / "whole")})))
+    keys = {
+        "micro_batch_size": 4,
+        "gradient_accumulation_steps": 1,
+        "sample_packing": packed,
+        "sequence_len": 64,
+    }
+    _, cached = make_runs(
+        **keys, save_steps=2, dataset_prepared_path=str(tmp_path / "whole-prepared")
+    )
+    code, text = medusa_train(
+        command(cached.model_copy(update={"output_dir": str(tmp_path / "whole")}))
+    )
     assert code == 0, text
-    per_epoch = sum(record["epoch"] <= 1 for record in metrics(tmp_path / "whole") if record["kind"] == "train")
+    per_epoch = sum(
+        record["epoch"] <= 1 for record in metrics(tmp_path / "whole") if record["kind"] == "train"
+    )
     cached.dataset_prepared_path = str(tmp_path / "prepared")
     resume = command(cached, "resume_from_checkpoint=auto")
     kills = [
-        Mishap("medusa_train.io:JsonLinesFile.append", 14),  # in the first epoch: values without their line
-        Mishap("medusa_train.training.optimizer_step:LocalStrategy.forward_backward", per_epoch + 1),
+        Mishap(
+            "medusa_train.io:JsonLinesFile.append", 14
+        ),  # in the first epoch: values without their line
+        Mishap(
+            "medusa_train.training.optimizer_step:LocalStrategy.forward_backward", per_epoch + 1
+        ),
     ]
     for mishap in kills:
         code, text = medusa_train(resume, mishap)
@@ -138,13 +177,25 @@ def test_killed_in_either_epoch_it_resumes_to_the_bit(make_runs, tmp_path, packe
     assert_same_weights(tmp_path / "cached", tmp_path / "whole")
 
 
-def test_other_heads_on_the_same_backbone_read_what_an_earlier_run_computed(make_runs, console, tmp_path, passes):
+def test_other_heads_on_the_same_backbone_read_what_an_earlier_run_computed(
+    make_runs, console, tmp_path, passes
+):
     _, cached = make_runs()
     train(cached, console)
     passes.clear()
     assert ", 0 bytes of them still to be computed" not in console.file.getvalue()
-    keys = {"output_dir": str(tmp_path / "other"), "medusa_num_heads": 2, "medusa_num_layers": 2, "seed": 43}
-    assert train(cached.model_copy(update={**keys, "sample_packing": True, "sequence_len": 64}), console) == 0
+    keys = {
+        "output_dir": str(tmp_path / "other"),
+        "medusa_num_heads": 2,
+        "medusa_num_layers": 2,
+        "seed": 43,
+    }
+    assert (
+        train(
+            cached.model_copy(update={**keys, "sample_packing": True, "sequence_len": 64}), console
+        )
+        == 0
+    )
     assert not passes
     assert ", 0 bytes of them still to be computed" in console.file.getvalue()
     _, kangaroo = make_runs(**DRAFTS["kangaroo"])
@@ -173,17 +224,24 @@ def test_damaged_values_are_computed_again(make_runs, console, tmp_path, passes)
     assert not passes
 
 
-def test_a_disk_that_is_too_small_is_refused_before_training(make_runs, console, tmp_path, monkeypatch):
+def test_a_disk_that_is_too_small_is_refused_before_training(
+    make_runs, console, tmp_path, monkeypatch
+):
     _, cached = make_runs(**DRAFTS["kangaroo"])
     tokens = sum(len(example) for part in load_both(cached, console) for example in part)
     free = [tokens * 2 * 32 * 4 - 1]
-    monkeypatch.setattr(hidden_states.shutil, "disk_usage", lambda path: SimpleNamespace(free=free[0]))
+    monkeypatch.setattr(
+        hidden_states.shutil, "disk_usage", lambda path: SimpleNamespace(free=free[0])
+    )
     with pytest.raises(ConfigError) as caught:
         train(cached, console)
     message = str(caught.value)
     assert message.startswith(f"cache_hidden_states: {tmp_path / 'prepared'}")
     assert f"({tokens:,} tokens x 32 values x 2 states x 4 bytes)" in message
-    assert "KiB are free. Set dataset_prepared_path to a directory on a larger disk, or cache_hidden" in message
+    assert (
+        "KiB are free. Set dataset_prepared_path to a directory on a larger disk, or cache_hidden"
+        in message
+    )
     assert not (tmp_path / "cached").exists()
     free[0] += 1
     assert train(cached, console) == 0
@@ -191,7 +249,9 @@ def test_a_disk_that_is_too_small_is_refused_before_training(make_runs, console,
     assert train(cached.model_copy(update={"output_dir": str(tmp_path / "again")}), console) == 0
 
 
-def test_a_disk_that_becomes_full_ends_storing_and_not_the_run(make_runs, console, tmp_path, monkeypatch, passes):
+def test_a_disk_that_becomes_full_ends_storing_and_not_the_run(
+    make_runs, console, tmp_path, monkeypatch, passes
+):
     real = StateStore.append
 
     def full(self: StateStore, key: str, values: torch.Tensor) -> None:
@@ -215,7 +275,10 @@ def test_the_fingerprint_changes_with_weights_config_needs_and_dtype(backbone_di
     assert backbone_fingerprint(load_backbone(str(backbone_dir)), FINAL_STATES) == first
     assert backbone_fingerprint(backbone, FeatureSpec(early=(1,))) != first
     assert backbone_fingerprint(backbone, FINAL_STATES, tf32=True) != first
-    assert backbone_fingerprint(load_backbone(str(backbone_dir), dtype="bfloat16"), FINAL_STATES) != first
+    assert (
+        backbone_fingerprint(load_backbone(str(backbone_dir), dtype="bfloat16"), FINAL_STATES)
+        != first
+    )
     backbone.model.config.rms_norm_eps *= 2
     changed = backbone_fingerprint(backbone, FINAL_STATES)
     assert changed != first
@@ -228,7 +291,9 @@ def test_the_fingerprint_changes_with_weights_config_needs_and_dtype(backbone_di
 def cache_and_batch(make_config, console, tmp_path, backbone_dir):
     """An empty cache, a padded batch, and the backbone."""
     cfg = make_config()
-    recipe = BackboneRecipe(load_backbone(str(backbone_dir)), choose_precision(False, torch.device("cpu")))
+    recipe = BackboneRecipe(
+        load_backbone(str(backbone_dir)), choose_precision(False, torch.device("cpu"))
+    )
     store = StateStore(tmp_path / "states", StateFormat(1, 32, torch.float32))
     batch = next(BatchLoader(load_data(cfg, console).train, 4, seed=0))
     return HiddenStateCache(store, torch.device("cpu")), batch, recipe

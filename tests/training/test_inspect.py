@@ -35,19 +35,26 @@ def page(cfg, console):
 
 
 def rows_of(text):
-    return {line.split()[0]: " ".join(line.split()[1:]) for line in text.splitlines() if line.strip()}
+    return {
+        line.split()[0]: " ".join(line.split()[1:]) for line in text.splitlines() if line.strip()
+    }
 
 
 def test_the_mask_in_colour(backbone_dir):
     tokenizer = AutoTokenizer.from_pretrained(backbone_dir)
-    tokens = tokenizer("<s><|user|>two red<|assistant|> one five</s>", add_special_tokens=False)["input_ids"]
+    tokens = tokenizer("<s><|user|>two red<|assistant|> one five</s>", add_special_tokens=False)[
+        "input_ids"
+    ]
     learnt = tokens.index(tokenizer.convert_tokens_to_ids("<|assistant|>")) + 1
     example = Example(torch.tensor(tokens), torch.arange(len(tokens)) >= learnt, "", "", "")
     text = masked_text(example, tokenizer)
     assert text.plain == "<s><|user|>two red<|assistant|>« one five</s>»"
     styles = {text.plain[span.start : span.end]: span.style for span in text.spans}
     assert styles == {"<s><|user|>two red<|assistant|>": CONTEXT, "« one five</s>»": SUPERVISED}
-    assert masked_text(example, tokenizer, limit=2).plain == f"<s><|user|> ... and {len(tokens) - 2} more tokens"
+    assert (
+        masked_text(example, tokenizer, limit=2).plain
+        == f"<s><|user|> ... and {len(tokens) - 2} more tokens"
+    )
 
 
 def test_samples_counts_steps_and_memory_without_weights(make_config, weightless, console):
@@ -56,7 +63,9 @@ def test_samples_counts_steps_and_memory_without_weights(make_config, weightless
     assert text.count("</s>»") >= 3
     rows = rows_of(text)
     assert rows["training"].startswith("32 conversations, 1,")
-    assert rows["answers"].startswith("61, of which 0.0% loop and 0.0% are known to be cut off by a length limit;")
+    assert rows["answers"].startswith(
+        "61, of which 0.0% loop and 0.0% are known to be cut off by a length limit;"
+    )
     assert rows["held"].startswith("out 8 conversations")
     assert rows["rows"].startswith("one conversation each; ")
     assert rows["loss"] == "cross-entropy against the tokens of the data; head k weighted by 0.8^k"
@@ -74,41 +83,70 @@ def test_the_size_of_cached_hidden_states_is_shown(make_config, weightless, cons
 
 
 def test_the_time_of_two_stages_is_their_sum():
-    one, two = (SimpleNamespace(operations=count, cfg=SimpleNamespace(recipe="medusa1")) for count in (5e20, 1e21))
-    assert list(_time_table([one, one]).columns[1].cells)[1] == list(_time_table([two]).columns[1].cells)[1]
+    one, two = (
+        SimpleNamespace(operations=count, cfg=SimpleNamespace(recipe="medusa1"))
+        for count in (5e20, 1e21)
+    )
+    assert (
+        list(_time_table([one, one]).columns[1].cells)[1]
+        == list(_time_table([two]).columns[1].cells)[1]
+    )
 
 
 def test_a_gpu_holds_more_than_tensors(make_config, weightless, console, monkeypatch):
-    monkeypatch.setattr("medusa_train.training.inspect.default_device", lambda: torch.device("cuda"))
+    monkeypatch.setattr(
+        "medusa_train.training.inspect.default_device", lambda: torch.device("cuda")
+    )
     for deepspeed, left in ((None, 1), ({"zero_optimization": {"stage": 2}}, 2)):
         text = page(make_config(base_model=weightless, bf16=False, deepspeed=deepspeed), console)
         assert rows_of(text)["memory"].startswith(f"needed on one device {left}.0")
         assert text.count(", assumed") == left
 
 
-def test_rows_of_a_template_that_changes_earlier_turns_are_counted(make_config, weightless, tmp_path, console):
+def test_rows_of_a_template_that_changes_earlier_turns_are_counted(
+    make_config, weightless, tmp_path, console
+):
     template = tmp_path / "last_answer_marked.jinja"
     template.write_text(
-        "{% for m in messages %}{{ '<|' + m.role + '|>' if m.role == 'user' else '<|assistant|>' }}"
-        "{{ ' one' if m.role == 'assistant' and loop.last else '' }}{{ m.content + eos_token }}{% endfor %}"
-        "{{ '<|assistant|>' if add_generation_prompt else '' }}"
+        "{% for m in messages %}{{ '<|' + m.role + '|>' if m.role == 'user' else '<|assistant|>'"
+        " }}{{ ' one' if m.role == 'assistant' and loop.last else '' }}{{ m.content + eos_token"
+        " }}{% endfor %}{{ '<|assistant|>' if add_generation_prompt else '' }}"
     )
-    text = page(make_config(base_model=weightless, chat_template=str(template), max_steps=None), console)
+    text = page(
+        make_config(base_model=weightless, chat_template=str(template), max_steps=None), console
+    )
     described = re.match(r"32 conversations in (\d+) rows, ", rows_of(text)["training"])
     assert described is not None
     assert 32 < int(described[1]) <= 64
     assert re.search(r"data: \d+ conversations became \d+ rows: ", console.file.getvalue())
     assert ", row 2: " in text
     # a later row is shown, too, where the first samples are whole conversations
-    one_turn = {"conversations": [{"from": "human", "value": "two"}, {"from": "gpt", "value": "red"}]}
+    one_turn = {
+        "conversations": [{"from": "human", "value": "two"}, {"from": "gpt", "value": "red"}]
+    }
     records = [one_turn] * 5 + [{"conversations": one_turn["conversations"] * 2}] * 2
     path = tmp_path / "later.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     datasets = [{"path": str(path), "type": "sharegpt"}]
-    keys = {"datasets": datasets, "val_set_size": 0, "chat_template": str(template), "max_steps": None}
-    text = page(make_config(base_model=weightless, chat_template_kwargs={"thinking": True}, **keys), console)
-    assert "note: chat_template_kwargs: not in the chat template: thinking\n" in console.file.getvalue()
-    assert re.findall(r"later\.jsonl:(\d+)(, row 2)?:", text) == [("1", ""), ("2", ""), ("3", ""), ("6", ", row 2")]
+    keys = {
+        "datasets": datasets,
+        "val_set_size": 0,
+        "chat_template": str(template),
+        "max_steps": None,
+    }
+    text = page(
+        make_config(base_model=weightless, chat_template_kwargs={"thinking": True}, **keys), console
+    )
+    assert (
+        "note: chat_template_kwargs: not in the chat template: thinking\n"
+        in console.file.getvalue()
+    )
+    assert re.findall(r"later\.jsonl:(\d+)(, row 2)?:", text) == [
+        ("1", ""),
+        ("2", ""),
+        ("3", ""),
+        ("6", ", row 2"),
+    ]
     assert rows_of(text)["rows"].startswith("one row of a conversation each; ")
 
 
@@ -122,7 +160,9 @@ def test_the_command_writes_nothing_and_minds_no_earlier_run(make_config, weight
     assert [p.name for p in (tmp_path / "run").iterdir()] == ["heads"]
 
 
-def test_a_checkpoint_takes_what_a_run_writes(make_config, weightless, console, tmp_path, backbone_dir):
+def test_a_checkpoint_takes_what_a_run_writes(
+    make_config, weightless, console, tmp_path, backbone_dir
+):
     """Of those that are kept; whole files have headers besides."""
     cfg = make_config(base_model=str(backbone_dir), eval_steps=2, save_steps=2)
     config = AutoConfig.from_pretrained(backbone_dir)
@@ -130,6 +170,17 @@ def test_a_checkpoint_takes_what_a_run_writes(make_config, weightless, console, 
     train(cfg, console)
     for name, expected in (("step-6", memory.checkpoint), ("best-6", memory.weights)):
         files = (tmp_path / "run" / "checkpoints" / name).glob("[de]*.safetensors")
-        assert sum(tensor.nbytes for path in files for tensor in load_file(path).values() if tensor.dim()) == expected
+        assert (
+            sum(
+                tensor.nbytes
+                for path in files
+                for tensor in load_file(path).values()
+                if tensor.dim()
+            )
+            == expected
+        )
     assert "2 checkpoints of " in rows_of(page(make_config(base_model=weightless), console))["disk"]
-    assert "1 checkpoint of " in rows_of(page(make_config(base_model=weightless, save_total_limit=1), console))["disk"]
+    assert (
+        "1 checkpoint of "
+        in rows_of(page(make_config(base_model=weightless, save_total_limit=1), console))["disk"]
+    )

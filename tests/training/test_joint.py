@@ -32,31 +32,46 @@ def test_lora_and_kl_leave_heads_adapter_and_a_tree(make_config, console, tmp_pa
     assert records[0]["lm_kl"] == pytest.approx(0.0, abs=1e-6)
     assert records[-1]["lm_kl"] > 1e-6
     assert {"config.yaml", "heads", "adapter", "tree.json"} <= {path.name for path in run.iterdir()}
-    evaluations = [record for record in metrics(run) if "lm_kl" in record and "grad_norm" not in record]
+    evaluations = [
+        record for record in metrics(run) if "lm_kl" in record and "grad_norm" not in record
+    ]
     assert evaluations
     assert 0 < evaluations[-1]["lm_kl"] < 0.5 * evaluations[-1]["lm_loss"]
 
 
 def test_in_bfloat16_the_teacher_rounds_as_the_student(make_config, console, tmp_path):
-    assert train(make_config(**LORA, bf16=True, max_steps=1, logging_steps=1, calibration_tokens=0), console) == 0
+    assert (
+        train(
+            make_config(**LORA, bf16=True, max_steps=1, logging_steps=1, calibration_tokens=0),
+            console,
+        )
+        == 0
+    )
     assert train_records(tmp_path / "run")[0]["lm_kl"] == 0.0
 
 
 def test_stage_two_starts_from_stage_one(make_config, console, tmp_path):
     train(make_config(output_dir=str(tmp_path / "m1")), console)
-    train(make_config(**LORA, lora_model_dir=str(tmp_path / "m1"), output_dir=str(tmp_path / "m2")), console)
+    train(
+        make_config(**LORA, lora_model_dir=str(tmp_path / "m1"), output_dir=str(tmp_path / "m2")),
+        console,
+    )
     ends = [record for record in metrics(tmp_path / "m1") if "grad_norm" in record][-1]["loss"]
     begins = train_records(tmp_path / "m2")[0]
     fresh = next(record for record in metrics(tmp_path / "m1") if "grad_norm" in record)["loss"]
     heads = begins["loss"] / 0.2  # lambda0; the KL is 0 in the first step
     assert abs(heads - ends) < abs(heads - fresh)
     assert begins["step"] == 1  # counters start at zero
-    with pytest.raises(ConfigError, match=r"have medusa_num_heads: 3, the configuration medusa_num_heads: 2"):
+    with pytest.raises(
+        ConfigError, match=r"have medusa_num_heads: 3, the configuration medusa_num_heads: 2"
+    ):
         train(make_config(**LORA, medusa_num_heads=2, lora_model_dir=str(tmp_path / "m1"),
                           output_dir=str(tmp_path / "m3")), console)  # fmt: skip
 
 
-def test_heads_of_a_joint_run_go_nowhere_without_its_adapter_or_model(make_config, console, tmp_path):
+def test_heads_of_a_joint_run_go_nowhere_without_its_adapter_or_model(
+    make_config, console, tmp_path
+):
     joint, free = str(tmp_path / "joint"), str(tmp_path / "free")
     train(make_config(**LORA, max_steps=1, output_dir=joint), console)
     train(make_config(recipe="medusa2", max_steps=1, output_dir=free), console)
@@ -78,24 +93,46 @@ def test_an_adapter_is_trained_on_as_it_was_made(make_config, console, tmp_path)
     with pytest.raises(ConfigError, match=differing):
         train(make_config(**other, lora_model_dir=joint), console)
     narrow = {**LORA, "lora_target_linear": False, "lora_target_modules": ["q_proj", "v_proj"]}
-    with pytest.raises(ConfigError, match=r"configuration lora_target_modules: \['q_proj', 'v_proj'\]"):
+    with pytest.raises(
+        ConfigError, match=r"configuration lora_target_modules: \['q_proj', 'v_proj'\]"
+    ):
         train(make_config(**narrow, lora_model_dir=joint), console)
     unsaid = {key: value for key, value in LORA.items() if key not in ("lora_r", "lora_dropout")}
     with pytest.raises(ConfigError, match=r"configuration lora_modules_to_save: \['lm_head'\]"):
-        train(make_config(**unsaid, lora_model_dir=joint, lora_modules_to_save=["lm_head"]), console)
+        train(
+            make_config(**unsaid, lora_model_dir=joint, lora_modules_to_save=["lm_head"]), console
+        )
     assert train(make_config(**unsaid, lora_model_dir=joint, max_steps=1), console) == 0
     assert json.loads((tmp_path / "run" / "adapter" / "adapter_config.json").read_text())["r"] == 4
-    assert load_config(TrainConfig, tmp_path / "run" / "config.yaml").lora_r == 4  # not its default: it resumes
-    keys = {**LORA, "lora_alpha": 99, "max_steps": 2, "output_dir": joint, "resume_from_checkpoint": "auto"}
+    assert (
+        load_config(TrainConfig, tmp_path / "run" / "config.yaml").lora_r == 4
+    )  # not its default: it resumes
+    keys = {
+        **LORA,
+        "lora_alpha": 99,
+        "max_steps": 2,
+        "output_dir": joint,
+        "resume_from_checkpoint": "auto",
+    }
     assert train(make_config(**keys), console) == 0
-    assert "warning: changed since that checkpoint: lora_alpha: was 16, now 99" in console.file.getvalue()
+    assert (
+        "warning: changed since that checkpoint: lora_alpha: was 16, now 99"
+        in console.file.getvalue()
+    )
 
 
 def test_the_best_evaluation_is_that_of_the_whole_objective(make_config, console, tmp_path):
     """With a small lambda0 the heads' loss falls while the backbone drifts from its teacher."""
-    train(make_config(**{**LORA, "medusa_heads_coefficient": 0.01, "learning_rate": 3e-2}, eval_steps=1), console)
+    train(
+        make_config(
+            **{**LORA, "medusa_heads_coefficient": 0.01, "learning_rate": 3e-2}, eval_steps=1
+        ),
+        console,
+    )
     found = [record for record in metrics(tmp_path / "run") if record["kind"] == "eval"]
-    assert [r["objective"] for r in found] == pytest.approx([r["lm_kl"] + 0.01 * r["loss"] for r in found])
+    assert [r["objective"] for r in found] == pytest.approx(
+        [r["lm_kl"] + 0.01 * r["loss"] for r in found]
+    )
     for name in ("objective", "loss"):
         values = [record[name] for record in found]
         lowest = [all(value < earlier for earlier in values[:i]) for i, value in enumerate(values)]
@@ -103,7 +140,11 @@ def test_the_best_evaluation_is_that_of_the_whole_objective(make_config, console
 
 
 def test_a_stage_one_that_is_not_there_is_said_before_data_are_read(make_config, console, tmp_path):
-    cfg = make_config(**LORA, lora_model_dir=str(tmp_path / "m1"), datasets=[{"path": str(tmp_path / "absent.jsonl")}])
+    cfg = make_config(
+        **LORA,
+        lora_model_dir=str(tmp_path / "m1"),
+        datasets=[{"path": str(tmp_path / "absent.jsonl")}],
+    )
     with pytest.raises(CheckpointError, match="holds neither heads nor an adapter"):
         train(cfg, console)
 
@@ -113,16 +154,25 @@ def test_only_the_freed_layers_learn(make_config, console, tmp_path, backbone_di
     before = load_file(backbone_dir / "model.safetensors")
     after = load_file(tmp_path / "run" / "model" / "model.safetensors")
     changed = {name for name in before if not torch.equal(before[name], after[name])}
-    assert changed == {n for n in before if "layers.1." in n or n in ("model.norm.weight", "lm_head.weight")}
-    assert not any("lm_kl" in record for record in metrics(tmp_path / "run"))  # nothing to diverge from is kept
+    assert changed == {
+        n for n in before if "layers.1." in n or n in ("model.norm.weight", "lm_head.weight")
+    }
+    assert not any(
+        "lm_kl" in record for record in metrics(tmp_path / "run")
+    )  # nothing to diverge from is kept
     subject = load_with_draft(resolve_model(str(tmp_path / "run"), None, None), "float32")
     assert torch.equal(subject.backbone.output_embeddings.weight, after["lm_head.weight"])
 
 
 def test_the_tree_records_the_form_that_it_was_fitted_to(make_config, console, tmp_path):
-    """With QLoRA that is not the form that decodes, which is merged: medusa-eval fits the tree again."""
+    """With QLoRA that is not the form that decodes, which is merged: medusa-eval fits the tree
+    again.
+    """
     pytest.importorskip("bitsandbytes")
-    whole = {"lora_modules_to_save": ["lm_head"], "bf16": True}  # trained in float32, decoded in bfloat16
+    whole = {
+        "lora_modules_to_save": ["lm_head"],
+        "bf16": True,
+    }  # trained in float32, decoded in bfloat16
     quantized = {**LORA, "adapter": "qlora", "load_in_4bit": True, **whole}
     assert train(make_config(**quantized, max_steps=2, calibration_tokens=80), console) == 0
     fitted = DecodingSettings.load(tmp_path / "run" / "tree.json")

@@ -27,20 +27,28 @@ from tests.training.conftest import WORDS
 def bare(backbone_dir, tmp_path):
     """The backbone's directory with neither weights nor a chat template."""
     where = tmp_path / "bare"
-    shutil.copytree(backbone_dir, where, ignore=shutil.ignore_patterns("*.safetensors", "chat_template.jinja"))
+    shutil.copytree(
+        backbone_dir, where, ignore=shutil.ignore_patterns("*.safetensors", "chat_template.jinja")
+    )
     assert not AutoTokenizer.from_pretrained(where).chat_template
     return str(where)
 
 
 def test_held_out_conversations_are_not_trained_on_and_give_the_prompts(make_config, console):
     data = load_data(make_config(), console)
-    train, held_out = ({example.source for example in part} for part in (data.train, data.validation))
+    train, held_out = (
+        {example.source for example in part} for part in (data.train, data.validation)
+    )
     assert (len(train), len(held_out)) == (32, 8)
     assert train.isdisjoint(held_out)
-    assert {example.key for example in data.train}.isdisjoint(example.key for example in data.validation)
+    assert {example.key for example in data.train}.isdisjoint(
+        example.key for example in data.validation
+    )
     assert data.prompts is data.validation
     everything = load_data(make_config(train_on_inputs=True), console)
-    assert [example.source for example in everything.prompts] == [example.source for example in everything.validation]
+    assert [example.source for example in everything.prompts] == [
+        example.source for example in everything.validation
+    ]
     assert everything.prompts.supervised_tokens < everything.validation.supervised_tokens
 
 
@@ -51,14 +59,23 @@ def test_the_prompts_are_those_trained_on_where_nothing_is_held_out(make_config,
 
 
 def test_answers_that_fit_alone_do_not_move_the_split(make_config, console, tmp_path):
-    """With `roles_to_train: [user]` chats are trained on whose first answer is too long to be a target."""
+    """With `roles_to_train: [user]` chats are trained on whose first answer is too long to be a
+    target.
+    """
     path = tmp_path / "long.jsonl"
     chats = [
-        [{"role": "user", "content": f"one {n}"}, {"role": "assistant", "content": "two " * (3 if n % 2 else 90)}]
+        [
+            {"role": "user", "content": f"one {n}"},
+            {"role": "assistant", "content": "two " * (3 if n % 2 else 90)},
+        ]
         for n in range(80)
     ]
     path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
-    keys = {"datasets": [{"path": str(path), "type": "messages"}], "sequence_len": 64, "val_set_size": 0.2}
+    keys = {
+        "datasets": [{"path": str(path), "type": "messages"}],
+        "sequence_len": 64,
+        "val_set_size": 0.2,
+    }
     data = load_data(make_config(**keys, roles_to_train=["user"]), console)
     assert 0 < len(data.prompts) < len(data.validation) == 16
     prompts = {example.key for example in data.prompts}
@@ -68,24 +85,52 @@ def test_answers_that_fit_alone_do_not_move_the_split(make_config, console, tmp_
     assert {example.key for example in validation_conversations(cfg, encoder)[0]} == prompts
 
 
-@pytest.mark.parametrize(("rows", "packed", "longest"), [(1, False, 700), (2, False, 600), (1, True, 600)])
-def test_rows_of_longrope_models_end_where_the_angles_change(make_config, console, bare, rows, packed, longest):
+@pytest.mark.parametrize(
+    ("rows", "packed", "longest"), [(1, False, 700), (2, False, 600), (1, True, 600)]
+)
+def test_rows_of_longrope_models_end_where_the_angles_change(
+    make_config, console, bare, rows, packed, longest
+):
     """The longest row of a batch sets the angles of all."""
     path = Path(bare) / "config.json"
-    factors = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
-    sizes = {"max_position_embeddings": 800, "original_max_position_embeddings": 600, "pad_token_id": 0}
+    factors = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [2.0] * 4,
+    }
+    sizes = {
+        "max_position_embeddings": 800,
+        "original_max_position_embeddings": 600,
+        "pad_token_id": 0,
+    }
     vocab = json.loads(path.read_text())["vocab_size"]
-    shape = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": vocab}
-    Phi3Config(**sizes, **shape, rope_parameters=factors, architectures=["Phi3ForCausalLM"]).save_pretrained(bare)
+    shape = {
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+        "vocab_size": vocab,
+    }
+    Phi3Config(
+        **sizes, **shape, rope_parameters=factors, architectures=["Phi3ForCausalLM"]
+    ).save_pretrained(bare)
     keys = {"sequence_len": 700, "micro_batch_size": rows, "sample_packing": packed}
-    assert load_data(make_config(base_model=bare, chat_template="vicuna_v1.1", **keys), console).sequence_len == longest
+    assert (
+        load_data(
+            make_config(base_model=bare, chat_template="vicuna_v1.1", **keys), console
+        ).sequence_len
+        == longest
+    )
     assert ("micro_batch_size: 1" in console.file.getvalue()) is (longest == 600)
 
 
 def test_training_on_looping_answers_is_warned_of_in_one_line(make_config, console, tmp_path):
     path = tmp_path / "loops.jsonl"
     said = {1: "one two three four five one two three " * 3}
-    chats = [[{"from": "human", "value": "one"}, {"from": "gpt", "value": said.get(n, f"two {n}")}] for n in range(30)]
+    chats = [
+        [{"from": "human", "value": "one"}, {"from": "gpt", "value": said.get(n, f"two {n}")}]
+        for n in range(30)
+    ]
     path.write_text("".join(json.dumps({"conversations": chat}) + "\n" for chat in chats))
     datasets = [{"path": str(path), "type": "sharegpt"}]
     load_data(make_config(datasets=datasets), console)
@@ -96,11 +141,14 @@ def test_training_on_looping_answers_is_warned_of_in_one_line(make_config, conso
     assert line.startswith("warning: 1 of 10 answers (10%) loop")
 
 
-def test_data_that_were_generated_with_other_prompts_are_named(make_config, console, chats, tmp_path):
+def test_data_that_were_generated_with_other_prompts_are_named(
+    make_config, console, chats, tmp_path
+):
     template = tmp_path / "thinking.jinja"
     template.write_text(
-        "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + eos_token }}{% endfor %}"
-        "{{ '<|assistant|>' + ('' if enable_thinking | default(true) else 'one') if add_generation_prompt else '' }}"
+        "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + eos_token }}{% endfor %}{{"
+        " '<|assistant|>' + ('' if enable_thinking | default(true) else 'one') if"
+        " add_generation_prompt else '' }}"
     )
     path = tmp_path / "generated.jsonl"
     shutil.copy(chats, path)
@@ -108,14 +156,21 @@ def test_data_that_were_generated_with_other_prompts_are_named(make_config, cons
     def notes(generated: object, kwargs: object) -> str:
         path.with_suffix(".settings.json").write_text(json.dumps(generated))
         datasets = [{"path": str(path), "type": "sharegpt"}]
-        keys = {"datasets": datasets, "chat_template": str(template), "chat_template_kwargs": kwargs}
+        keys = {
+            "datasets": datasets,
+            "chat_template": str(template),
+            "chat_template_kwargs": kwargs,
+        }
         before = len(console.file.getvalue())
         load_data(make_config(**keys), console)
         return console.file.getvalue()[before:].replace("\n", " ")
 
     off, on = {"enable_thinking": False}, {"enable_thinking": True}
     found = notes({"chat_template_kwargs": off}, None)
-    assert "generated.jsonl was generated with other prompts: its chat_template and chat_template_kwargs are" in found
+    assert (
+        "generated.jsonl was generated with other prompts: its chat_template and"
+        " chat_template_kwargs are" in found
+    )
     assert "note: " in notes({}, off)
     assert "are vicuna_v1.1 and {}" in notes({"chat_template": "vicuna_v1.1"}, None)
     assert "are None and {}" in notes({"model": "m"}, None)  # the tokenizer's own
@@ -130,7 +185,9 @@ def test_data_that_were_generated_with_other_prompts_are_named(make_config, cons
         assert "note: " not in notes(generated, kwargs)
 
 
-def test_a_tokenizer_without_a_template_will_do_where_the_data_name_theirs(make_config, console, bare, chats):
+def test_a_tokenizer_without_a_template_will_do_where_the_data_name_theirs(
+    make_config, console, bare, chats
+):
     untold = {"path": str(chats), "type": "auto"}
     with pytest.raises(DataError, match="no chat template"):
         load_data(make_config(base_model=bare, datasets=[untold]), console)
@@ -154,7 +211,9 @@ def test_sharegpt_without_any_template_is_read_as_axolotl_reads_it(make_config, 
 
 def test_a_backbone_that_names_no_context_is_refused(make_config, console, bare):
     path = Path(bare) / "config.json"
-    path.write_text(json.dumps({"model_type": "mpt", "architectures": ["MptForCausalLM"], "d_model": 32}))
+    path.write_text(
+        json.dumps({"model_type": "mpt", "architectures": ["MptForCausalLM"], "d_model": 32})
+    )
     with pytest.raises(BackboneError, match="max_position_embeddings"):
         load_data(make_config(base_model=bare), console)
 
@@ -164,7 +223,9 @@ def test_tokens_without_an_embedding_are_named(make_config, console, backbone_di
     tokenizer = AutoTokenizer.from_pretrained(where)
     tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"])
     tokenizer.save_pretrained(where)
-    with pytest.raises(DataError, match=r"token 301 \(<\|im_end\|>\) has no embedding, since the model has 300"):
+    with pytest.raises(
+        DataError, match=r"token 301 \(<\|im_end\|>\) has no embedding, since the model has 300"
+    ):
         load_data(make_config(base_model=str(where), chat_template="chatml"), console)
 
 
@@ -181,11 +242,15 @@ def test_a_sentencepiece_model_alone_makes_a_fast_tokenizer(make_config, tmp_pat
         byte_fallback=True, hard_vocab_limit=False, minloglevel=2,
     )  # fmt: skip
     LlamaConfig(vocab_size=320).save_pretrained(tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer"}))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "LlamaTokenizer"})
+    )
     tokenizer = load_tokenizer(str(tmp_path), trust_remote_code=False)
     assert tokenizer.is_fast
     tokens = tokenizer("three large", add_special_tokens=False)["input_ids"]
-    assert tokens == sentencepiece.SentencePieceProcessor(str(tmp_path / "tokenizer.model")).encode("three large")
+    assert tokens == sentencepiece.SentencePieceProcessor(str(tmp_path / "tokenizer.model")).encode(
+        "three large"
+    )
     assert torch.tensor(tokens).max() < len(tokenizer)
 
 
@@ -208,7 +273,9 @@ class ThreadWorld(World):
 
 
 @pytest.mark.parametrize(("prepared", "is_full"), [(False, False), (True, False), (False, True)])
-def test_one_process_of_each_machine_tokenizes(make_config, console, tmp_path, monkeypatch, prepared, is_full):
+def test_one_process_of_each_machine_tokenizes(
+    make_config, console, tmp_path, monkeypatch, prepared, is_full
+):
     encoded, directories = [], []
     encode, replace = tokenize_datasets.encode_datasets, tokenize_datasets.replace_bytes
 
@@ -229,9 +296,12 @@ def test_one_process_of_each_machine_tokenizes(make_config, console, tmp_path, m
     with ThreadPoolExecutor(3) as pool:
         worlds = [ThreadWorld(rank, barrier, values) for rank in range(3)]
         loaded = list(pool.map(lambda world: load_data(cfg, console, world), worlds))
-    # with one directory for all, the second machine may come late and read what the first has written
+    # with one directory for all, the second machine may come late and read what the first has
+    # written
     expected = [None, None, *([1] if is_full else [])]
-    assert [one["max_workers"] for one in encoded] in ([expected, [None]] if prepared else [expected])
+    assert [one["max_workers"] for one in encoded] in (
+        [expected, [None]] if prepared else [expected]
+    )
     alone = load_data(make_config(), console)
     for data in loaded:
         assert data.train.fingerprint() == alone.train.fingerprint()
@@ -249,8 +319,13 @@ def test_processes_with_different_data_are_refused(make_config, console, chats, 
     barrier, values = threading.Barrier(3), {}
     with ThreadPoolExecutor(3) as pool:
         worlds = [ThreadWorld(rank, barrier, values) for rank in range(3)]
-        done = [pool.submit(load_data, cfg, console, world) for cfg, world in zip(configs, worlds, strict=True)]
-    assert "a file changed in the meantime, or differs between the machines" in str(done[0].exception())
+        done = [
+            pool.submit(load_data, cfg, console, world)
+            for cfg, world in zip(configs, worlds, strict=True)
+        ]
+    assert "a file changed in the meantime, or differs between the machines" in str(
+        done[0].exception()
+    )
     assert [type(one.exception()) for one in done] == [DataError, PeerError, PeerError]
 
 
@@ -262,6 +337,9 @@ def test_a_directory_may_be_the_working_one(make_config, console, chats, tmp_pat
 
 def test_deepspeed_is_checked_before_data_are_read(make_config, console):
     zero2 = {"zero_optimization": {"stage": 2}}
-    for deepspeed, words in (zero2, "partition 8-bit states"), ({"train_batch_size": 7}, "train_batch_size: 7, but"):
+    for deepspeed, words in (
+        (zero2, "partition 8-bit states"),
+        ({"train_batch_size": 7}, "train_batch_size: 7, but"),
+    ):
         with pytest.raises(ConfigError, match=words):
             load_data(make_config(optimizer="adamw_bnb_8bit", deepspeed=deepspeed), console)

@@ -1,4 +1,6 @@
-"""The real command, killed, terminated or out of disk at awkward moments: nothing is lost, and nothing changes."""
+"""The real command, killed, terminated or out of disk at awkward moments: nothing is lost, and
+nothing changes.
+"""
 
 import signal
 from pathlib import Path
@@ -14,17 +16,31 @@ from tests.training.mishap import Mishap, command, fill_the_disk, forks, medusa_
 pytestmark = forks
 
 #: Dropout and the teacher on; log lines over several steps, evaluations between checkpoints.
-KEYS = {**LORA, "max_steps": 12, "logging_steps": 2, "eval_steps": 3, "save_steps": 4, "save_total_limit": 2}
+KEYS = {
+    **LORA,
+    "max_steps": 12,
+    "logging_steps": 2,
+    "eval_steps": 3,
+    "save_steps": 4,
+    "save_total_limit": 2,
+}
 TRAINER = "medusa_train.training.trainer:"
 RESUME = "resume_from_checkpoint=auto"
 
 
 def weights(run: Path) -> dict[str, bytes]:
-    """Every file of tensors that the run left behind: heads, adapter, and in the last checkpoint all the rest."""
+    """Every file of tensors that the run left behind: heads, adapter, and in the last checkpoint
+    all the rest.
+    """
     last = CheckpointStore(run).latest()
     assert last is not None
-    found = {path.name: path.read_bytes() for path in (*run.glob("[ha]*/*.safetensors"), *last.glob("*.safetensors"))}
-    assert {"medusa_lm_head.safetensors", "adapter_model.safetensors", "engine.safetensors"} <= set(found)
+    found = {
+        path.name: path.read_bytes()
+        for path in (*run.glob("[ha]*/*.safetensors"), *last.glob("*.safetensors"))
+    }
+    assert {"medusa_lm_head.safetensors", "adapter_model.safetensors", "engine.safetensors"} <= set(
+        found
+    )
     return found
 
 
@@ -41,7 +57,9 @@ def assert_same(run: Path, whole: Path) -> None:
 @pytest.fixture(scope="module")
 def whole(base_keys: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a run that was never stopped."""
-    cfg = TrainConfig(**{**base_keys, **KEYS, "output_dir": str(tmp_path_factory.mktemp("whole") / "whole")}).resolved()
+    cfg = TrainConfig(
+        **{**base_keys, **KEYS, "output_dir": str(tmp_path_factory.mktemp("whole") / "whole")}
+    ).resolved()
     code, text = medusa_train(command(cfg))
     assert code == 0, text
     return Path(cfg.output_dir)
@@ -60,7 +78,8 @@ def test_a_run_that_is_killed_again_and_again_equals_one_that_was_not(
     kills = [
         # before the first checkpoint: in the second micro-batch of step 2
         (Mishap("medusa_train.training.optimizer_step:LocalStrategy.forward_backward", 4), []),
-        # step 3 was the best evaluation, its weights are saved; the checkpoint of step 4 is half written
+        # step 3 was the best evaluation, its weights are saved; the checkpoint of step 4 is half
+        # written
         (Mishap("medusa_train.checkpoint.store:write_tensors", 6), []),
         # between the files of step 4 and their new name
         (Mishap("medusa_train.checkpoint.store:CheckpointStore._publish", 2), []),
@@ -88,11 +107,23 @@ def test_a_run_that_is_killed_again_and_again_equals_one_that_was_not(
     assert_same(run, whole)
 
 
-def test_a_full_disk_leaves_the_checkpoints_before_it_usable(cfg: TrainConfig, whole: Path, tmp_path: Path) -> None:
+def test_a_full_disk_leaves_the_checkpoints_before_it_usable(
+    cfg: TrainConfig, whole: Path, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     for mishap, step, kept, lost in (
-        (Mishap(TRAINER + "CheckpointStore.save", 2, fill_the_disk), 8, [4], f"to {run / 'checkpoints'}: "),
-        (Mishap("medusa_train.training.run:save_draft", 1, fill_the_disk), 12, [8, 12], f"to {run / 'heads'}: "),
+        (
+            Mishap(TRAINER + "CheckpointStore.save", 2, fill_the_disk),
+            8,
+            [4],
+            f"to {run / 'checkpoints'}: ",
+        ),
+        (
+            Mishap("medusa_train.training.run:save_draft", 1, fill_the_disk),
+            12,
+            [8, 12],
+            f"to {run / 'heads'}: ",
+        ),
     ):
         code, text = medusa_train(command(cfg, RESUME), mishap)
         assert code == 1, text
@@ -102,14 +133,18 @@ def test_a_full_disk_leaves_the_checkpoints_before_it_usable(cfg: TrainConfig, w
         assert lost in message
         assert "KiB needed" in message
         assert " free)" in message
-        assert message.endswith(f"After fixing this, resume with:\n  medusa-train {run / 'config.yaml'} {RESUME}\n")
+        assert message.endswith(
+            f"After fixing this, resume with:\n  medusa-train {run / 'config.yaml'} {RESUME}\n"
+        )
         assert CheckpointStore(run).steps() == kept
     code, text = medusa_train([str(run / "config.yaml"), RESUME])
     assert code == 0, text
     assert_same(run, whole)
 
 
-def test_sigterm_in_every_phase_tells_how_to_resume(cfg: TrainConfig, whole: Path, tmp_path: Path) -> None:
+def test_sigterm_in_every_phase_tells_how_to_resume(
+    cfg: TrainConfig, whole: Path, tmp_path: Path
+) -> None:
     """Before training it only ends, with 143 and no trace; later with everything saved."""
     run = tmp_path / "run"
     for place, call, saved, words in (
@@ -120,7 +155,12 @@ def test_sigterm_in_every_phase_tells_how_to_resume(cfg: TrainConfig, whole: Pat
         (TRAINER + "Trainer.compute_loss", 1, [3, 4], "stopped after step 4, saved"),
         (TRAINER + "CheckpointStore.save", 2, [8, 12], "stopped after step 12, saved"),
         ("medusa_train.training.run:save_draft", 1, [8, 12], "stopped: the checkpoint is saved"),
-        ("medusa_train.training.run:heads_table", 1, [8, 12], f"{run / 'heads'} is saved, tree.json is not"),
+        (
+            "medusa_train.training.run:heads_table",
+            1,
+            [8, 12],
+            f"{run / 'heads'} is saved, tree.json is not",
+        ),
     ):
         code, text = medusa_train(command(cfg, RESUME), Mishap(place, call, terminate))
         assert code == 128 + signal.SIGTERM, text
@@ -135,10 +175,14 @@ def test_sigterm_in_every_phase_tells_how_to_resume(cfg: TrainConfig, whole: Pat
 def test_an_evaluation_that_was_logged_and_not_saved_is_logged_once(
     cfg: TrainConfig, whole: Path, tmp_path: Path
 ) -> None:
-    """Stopped in the evaluation of step 3, and killed after it was made up for and before that was saved."""
+    """Stopped in the evaluation of step 3, and killed after it was made up for and before that was
+    saved.
+    """
     evaluation = Mishap("medusa_train.training.validation:linear_loss", 1, terminate)
     stopped, _ = medusa_train(command(cfg, RESUME), evaluation)
-    killed, _ = medusa_train(command(cfg, RESUME), Mishap("medusa_train.checkpoint.store:split_tensors"))
+    killed, _ = medusa_train(
+        command(cfg, RESUME), Mishap("medusa_train.checkpoint.store:split_tensors")
+    )
     assert (stopped, killed) == (128 + signal.SIGTERM, -signal.SIGKILL)
     evaluated = [record for record in metrics(tmp_path / "run") if record["kind"] == "eval"]
     assert [record["step"] for record in evaluated] == [3]

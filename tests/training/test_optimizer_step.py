@@ -46,7 +46,9 @@ def test_norm_is_measured_before_clipping_and_the_step_is_clipped(max_grad_norm)
     lr = strategy.lr
     norm = strategy.step()
     assert norm == pytest.approx(math.sqrt(8))  # 6 weights and 2 biases with gradient 1
-    moved = torch.cat([(a - b).detach().flatten() for a, b in zip(before, model.parameters(), strict=True)])
+    moved = torch.cat(
+        [(a - b).detach().flatten() for a, b in zip(before, model.parameters(), strict=True)]
+    )
     assert float(moved.norm()) == pytest.approx(lr * (max_grad_norm or norm), rel=1e-4)
     assert all(p.grad is None for p in model.parameters())
 
@@ -89,7 +91,10 @@ def test_a_skipped_step_moves_the_schedule_alone():
 def test_a_resumed_run_has_its_own_learning_rate_and_weight_decay():
     def engine_with(lr, decay, total, steps=0):
         model = linear()
-        groups = [{"params": [model.weight], "lr": lr, "weight_decay": decay}, {"params": [model.bias], "lr": 2 * lr}]
+        groups = [
+            {"params": [model.weight], "lr": lr, "weight_decay": decay},
+            {"params": [model.bias], "lr": 2 * lr},
+        ]
         optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
         strategy = LocalStrategy(optimizer, build_scheduler("linear", optimizer, 0, total), 1.0)
         for _ in range(steps):
@@ -98,7 +103,10 @@ def test_a_resumed_run_has_its_own_learning_rate_and_weight_decay():
         return strategy
 
     def settings(strategy):
-        return [(group["lr"], group["initial_lr"], group["weight_decay"]) for group in strategy.optimizer.param_groups]
+        return [
+            (group["lr"], group["initial_lr"], group["weight_decay"])
+            for group in strategy.optimizer.param_groups
+        ]
 
     before = engine_with(0.1, 0.01, 10, steps=3)
     wanted = engine_with(0.5, 0.2, 20, steps=3)
@@ -111,7 +119,12 @@ def test_a_resumed_run_has_its_own_learning_rate_and_weight_decay():
     for strategy in (resumed, wanted):
         strategy.scheduler.step()
     assert settings(resumed) == settings(wanted)  # the schedule continues from there
-    assert torch.equal(*[next(iter(strategy.optimizer.state.values()))["exp_avg"] for strategy in (before, resumed)])
+    assert torch.equal(
+        *[
+            next(iter(strategy.optimizer.state.values()))["exp_avg"]
+            for strategy in (before, resumed)
+        ]
+    )
 
 
 def test_the_state_of_another_optimizer_is_refused():
@@ -139,7 +152,9 @@ def make_scaled(loss_scale):
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    return model, LocalStrategy(optimizer, build_scheduler("constant", optimizer, 0, 10), 0.5, loss_scale)
+    return model, LocalStrategy(
+        optimizer, build_scheduler("constant", optimizer, 0, 10), 0.5, loss_scale
+    )
 
 
 def test_scaled_steps_are_the_plain_ones_to_the_bit():
@@ -148,14 +163,18 @@ def test_scaled_steps_are_the_plain_ones_to_the_bit():
         for model, strategy in ((plain, one), (scaled, two)):
             accumulate(strategy, model(torch.full((1, 3), 1.0 + step)).square().sum())
         assert one.step() == two.step()
-    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), scaled.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(plain.parameters(), scaled.parameters(), strict=True)
+    )
     assert not two.found_inf
 
 
 def test_an_overflow_leaves_everything_and_is_blamed_on_the_scale():
     model, strategy = make_scaled(LossScale())
     before = [p.detach().clone() for p in model.parameters()]
-    accumulate(strategy, model(torch.full((1, 3), 1e36)).sum())  # times 65536: infinite in float32 too
+    accumulate(
+        strategy, model(torch.full((1, 3), 1e36)).sum()
+    )  # times 65536: infinite in float32 too
     assert not math.isfinite(strategy.step())
     assert strategy.found_inf
     strategy.skip()
@@ -206,7 +225,9 @@ def test_a_resumed_paged_optimizer_is_paged_and_goes_on_as_before(monkeypatch):
     assert all(state[name].is_paged for state in states for name in ("state1", "state2"))
     train(0, 2)
     train(1, 2)
-    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True)
+    )
 
 
 # Optimizer and schedule
@@ -232,10 +253,14 @@ def test_every_parameter_is_in_one_group_and_only_matrices_decay():
     assert notice is None
 
 
-@pytest.mark.parametrize(("device", "reason"), [("cpu", "is slow on CPU"), ("cuda", "has no library for CUDA")])
+@pytest.mark.parametrize(
+    ("device", "reason"), [("cpu", "is slow on CPU"), ("cuda", "has no library for CUDA")]
+)
 def test_eight_bits_where_they_cannot_run_fall_back_with_one_line(device, reason, monkeypatch):
     """bitsandbytes itself raises in the first step."""
-    monkeypatch.setattr(pytest.importorskip("bitsandbytes.functional").lib, "compiled_with_cuda", False)
+    monkeypatch.setattr(
+        pytest.importorskip("bitsandbytes.functional").lib, "compiled_with_cuda", False
+    )
     groups = parameter_groups(heads().parameters(), 0.01, [], 1.0, 0.0)
     optimizer, notice = build_optimizer("paged_adamw_8bit", groups, torch.device(device))
     assert type(optimizer) is torch.optim.AdamW
@@ -261,7 +286,10 @@ def rates(name, warmup, total, lowest=0.0):
     ("schedule", "expected"),
     [
         (("cosine", 2, 10), [0.0, 0.5, 1.0, None, None, None, 0.5, None, None, None, 0.0]),
-        (("cosine", 2, 10, 1 / 3), [0.0, 0.5, 1.0, None, None, None, 2 / 3, None, None, None, 1 / 3]),
+        (
+            ("cosine", 2, 10, 1 / 3),
+            [0.0, 0.5, 1.0, None, None, None, 2 / 3, None, None, None, 1 / 3],
+        ),
         (("linear", 0, 4), [1.0, 0.75, 0.5, 0.25, 0.0]),
         (("constant", 2, 4), [1.0] * 5),
         (("constant_with_warmup", 2, 4), [0.0, 0.5, 1.0, 1.0, 1.0]),
@@ -269,7 +297,10 @@ def rates(name, warmup, total, lowest=0.0):
     ids=str,
 )
 def test_schedules(schedule, expected):
-    found = [None if wanted is None else rate for rate, wanted in zip(rates(*schedule), expected, strict=True)]
+    found = [
+        None if wanted is None else rate
+        for rate, wanted in zip(rates(*schedule), expected, strict=True)
+    ]
     assert found == pytest.approx(expected, abs=1e-9)
 
 

@@ -6,7 +6,13 @@ from medusa_train.errors import ConfigError, MedusaError
 from medusa_train.training.distributed import PeerError, World, check_distinct_gpus, gpu_index
 from medusa_train.training.process_info import ProcessInfo, first_host, process_info_from_env
 
-TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "node7", "MASTER_PORT": "1234"}
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "MASTER_ADDR": "node7",
+    "MASTER_PORT": "1234",
+}
 SRUN = {
     "SLURM_PROCID": "5",
     "SLURM_LOCALID": "1",
@@ -23,8 +29,12 @@ SRUN = {
         ({}, None),
         (TORCHRUN, ProcessInfo(3, 4, 1, "node7", 1234)),
         ({**TORCHRUN, "RANK": "0", "WORLD_SIZE": "1"}, None),  # one process of one is alone
-        ({**SRUN, **TORCHRUN}, ProcessInfo(3, 4, 1, "node7", 1234)),  # a launcher inside SLURM comes first
-        # in a batch script SLURM_PROCID is 0 and SLURM_NTASKS what was asked for, but srun has started nothing
+        (
+            {**SRUN, **TORCHRUN},
+            ProcessInfo(3, 4, 1, "node7", 1234),
+        ),  # a launcher inside SLURM comes first
+        # in a batch script SLURM_PROCID is 0 and SLURM_NTASKS what was asked for, but srun has
+        # started nothing
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_NODELIST": "gpu1"}, None),
     ],
 )
@@ -43,7 +53,8 @@ def test_srun():
 
 
 @pytest.mark.parametrize(
-    ("nodes", "host"), [("n1", "n1"), ("n1,n2", "n1"), ("a[12-14]", "a12"), ("a[7,9],b1", "a7"), ("", "127.0.0.1")]
+    ("nodes", "host"),
+    [("n1", "n1"), ("n1,n2", "n1"), ("a[12-14]", "a12"), ("a[7,9],b1", "a7"), ("", "127.0.0.1")],
 )
 def test_the_first_host_of_a_node_list(nodes, host):
     assert first_host(nodes) == host
@@ -68,8 +79,14 @@ def test_more_processes_than_gpus_are_refused():
 
 def test_a_block_fails_in_all_processes(monkeypatch):
     world = World(ProcessInfo(1, 2, 1, "127.0.0.1", 1))
-    for code, visible, words in ((None, 2, "has no GPU"), (2, 2, "another process"), (2, 8, "another process")):
-        monkeypatch.setattr(world, "gather", lambda value, code=code: [code, value])  # code: how rank 0 ends
+    for code, visible, words in (
+        (None, 2, "has no GPU"),
+        (2, 2, "another process"),
+        (2, 8, "another process"),
+    ):
+        monkeypatch.setattr(
+            world, "gather", lambda value, code=code: [code, value]
+        )  # code: how rank 0 ends
         with pytest.raises(MedusaError, match=words), world.failing_together():
             gpu_index(ProcessInfo(3, 4, 3, "127.0.0.1", 1), visible)
 

@@ -34,14 +34,20 @@ RECIPES: dict[str, dict[str, Any]] = {
     "kl": LORA,
     "rho": {**LORA, "medusa_self_distillation": False, "medusa_distillation_regularization": 0.5},
     "unfreeze": {"recipe": "medusa2", "medusa_num_unfreeze_layers": 1},
-    "hydra": {"draft": "hydra", "hydra": {"num_heads": 2, "num_layers": 2, "dropout": 0.1, "vocab_size": 24}},
+    "hydra": {
+        "draft": "hydra",
+        "hydra": {"num_heads": 2, "num_layers": 2, "dropout": 0.1, "vocab_size": 24},
+    },
     "amphista": {"draft": "amphista", "amphista": {"num_heads": 2, "vocab_size": 24}},
     "kangaroo": {"draft": "kangaroo", "kangaroo": {"num_heads": 2, "exit_layer": 1}},
     "kangaroo-mlp": {
         "draft": "kangaroo",
         "kangaroo": {"exit_layer": 1, "mlp_size": 24, "attention": False, "share_lm_head": False},
     },
-    "eagle3": {"draft": "eagle3", "eagle3": {"num_heads": 2, "train_steps": 2, "layers": [1, 1, 1]}},
+    "eagle3": {
+        "draft": "eagle3",
+        "eagle3": {"num_heads": 2, "train_steps": 2, "layers": [1, 1, 1]},
+    },
 }
 PACKED = {"sample_packing": True, "sequence_len": 64}
 PROMPT = [0, 2, 10, 3]
@@ -68,7 +74,9 @@ def test_a_run_learns_and_its_draft_decodes_to_the_backbones_text(
     heads = cfg.draft_config.num_heads
     assert len([record for record in records if record["kind"] == "eval"][-1]["head_top1"]) == heads
     reduced = "vocab_size" in str(RECIPES[recipe])
-    assert all((0 < r.get("outside_vocabulary", 0) < 1) == reduced for r in records if r["kind"] == "train")
+    assert all(
+        (0 < r.get("outside_vocabulary", 0) < 1) == reduced for r in records if r["kind"] == "train"
+    )
     text = console.file.getvalue()
     assert cfg.draft_config.describe() in " ".join(text.split())
     assert ("draft vocabulary: 24 of 300 tokens" in text) == reduced
@@ -79,13 +87,20 @@ def test_a_run_learns_and_its_draft_decodes_to_the_backbones_text(
 
     loaded = load_with_draft(resolve_model(str(run), None, None), "float32")
     assert loaded.draft is not None
-    assert not loaded.draft.training or "draft" not in RECIPES[recipe]  # dropout would change what it guesses
-    configured = {name: value for name, value in cfg.draft_config.settings.items() if value is not None}
+    assert (
+        not loaded.draft.training or "draft" not in RECIPES[recipe]
+    )  # dropout would change what it guesses
+    configured = {
+        name: value for name, value in cfg.draft_config.settings.items() if value is not None
+    }
     assert configured.items() <= {**loaded.draft.settings}.items()
     assert load_config(TrainConfig, run / "config.yaml").draft_config == cfg.draft_config
     plain = Decoder(loaded.backbone).generate(PROMPT, 30, ())
     for tree in (loaded.tree, Tree.cartesian([2] * heads)):
-        assert Decoder(loaded.backbone, loaded.draft, tree).generate(PROMPT, 30, ()).tokens == plain.tokens
+        assert (
+            Decoder(loaded.backbone, loaded.draft, tree).generate(PROMPT, 30, ()).tokens
+            == plain.tokens
+        )
     if recipe not in ("kl", "rho", "unfreeze"):
         memory = Estimate(cfg, AutoConfig.from_pretrained(backbone_dir)).memory(
             rows=2, width=64, dtype=torch.float32, device="cpu"
@@ -93,8 +108,12 @@ def test_a_run_learns_and_its_draft_decodes_to_the_backbones_text(
         assert memory.trained == sum(parameter.numel() for parameter in loaded.draft.parameters())
 
 
-@pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if recipe not in ("bf16", "fp16", "markov")])
-def test_resumed_is_uninterrupted_to_the_bit(recipe, make_config, console, tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    "recipe", [recipe for recipe in RECIPES if recipe not in ("bf16", "fp16", "markov")]
+)
+def test_resumed_is_uninterrupted_to_the_bit(
+    recipe, make_config, console, tmp_path, monkeypatch
+) -> None:
     """Dropout included; the signal comes in the middle of a step."""
     keys = {**keys_of(recipe), "logging_steps": 2, "eval_steps": 4, "max_steps": 8}
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -103,9 +122,18 @@ def test_resumed_is_uninterrupted_to_the_bit(recipe, make_config, console, tmp_p
     assert train(make_config(**keys, output_dir=str(parts)), console) == 130
     assert CheckpointStore(parts).steps() == [3]
     text = " ".join(console.file.getvalue().split())
-    assert f"stopped after step 3, saved. To resume: medusa-train {parts}/config.yaml resume_from_checkpoint=a" in text
+    assert (
+        f"stopped after step 3, saved. To resume: medusa-train {parts}/config.yaml"
+        " resume_from_checkpoint=a" in text
+    )
     torch.manual_seed(99)  # a new process would not have this one's random numbers
-    assert train(load_config(TrainConfig, parts / "config.yaml", ["resume_from_checkpoint=auto"]), console) == 0
+    assert (
+        train(
+            load_config(TrainConfig, parts / "config.yaml", ["resume_from_checkpoint=auto"]),
+            console,
+        )
+        == 0
+    )
     assert figures(parts) == figures(whole)
     files = sorted(path.relative_to(whole) for path in whole.glob("[ham]*/*.safetensors"))
     assert files
@@ -118,17 +146,26 @@ def test_a_run_starts_from_heads_of_its_own_kind_alone(kind, make_config, consol
     train(make_config(**RECIPES[kind], output_dir=first), console)
     again = make_config(**RECIPES[kind], lora_model_dir=first, max_steps=1, learning_rate=1e-9)
     assert train(again, console) == 0
-    one, other = (load_draft(tmp_path / run / "heads", load_backbone(again.base_model)) for run in ("first", "run"))
+    one, other = (
+        load_draft(tmp_path / run / "heads", load_backbone(again.base_model))
+        for run in ("first", "run")
+    )
     assert torch.allclose(one.lm_head(1).weight, other.lm_head(1).weight, atol=1e-6)
     with pytest.raises(ConfigError, match=f"holds a {kind} draft; set draft: {kind}"):
         train(make_config(lora_model_dir=first, overwrite_output_dir=True), console)
     wider = {"draft": kind, kind: {**RECIPES[kind][kind], "num_heads": 3}}
-    with pytest.raises(ConfigError, match=rf"have {kind}\.num_heads: 2, .* configuration {kind}\.num_heads: 3"):
+    with pytest.raises(
+        ConfigError, match=rf"have {kind}\.num_heads: 2, .* configuration {kind}\.num_heads: 3"
+    ):
         train(make_config(**wider, lora_model_dir=first, overwrite_output_dir=True), console)
 
 
-@pytest.mark.parametrize(("kind", "keys"), [("kangaroo", {"exit_layer": 9}), ("eagle3", {"layers": [1, 1, 9]})])
-def test_a_layer_behind_the_last_is_refused_before_anything_is_loaded(make_config, console, monkeypatch, kind, keys):
+@pytest.mark.parametrize(
+    ("kind", "keys"), [("kangaroo", {"exit_layer": 9}), ("eagle3", {"layers": [1, 1, 9]})]
+)
+def test_a_layer_behind_the_last_is_refused_before_anything_is_loaded(
+    make_config, console, monkeypatch, kind, keys
+):
     monkeypatch.setattr(setup, "load_backbone", None)
     cfg = make_config(**{"draft": kind, kind: keys})
     for command in (train_stages, inspect_run):

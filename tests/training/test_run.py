@@ -22,7 +22,11 @@ from tests.training.conftest import metrics, train
 
 
 def losses(run):
-    return [(r["step"], r["loss"], r["head_top1"], r["lr"]) for r in metrics(run) if r["kind"] == "train"]
+    return [
+        (r["step"], r["loss"], r["head_top1"], r["lr"])
+        for r in metrics(run)
+        if r["kind"] == "train"
+    ]
 
 
 def held_out(run):
@@ -33,7 +37,9 @@ def test_a_run_leaves_heads_config_metrics_and_a_tree(make_config, console, tmp_
     assert train(make_config(calibration_tokens=120, max_steps=30), console) == 0
     out = tmp_path / "run"
     tensors = load_file(out / "heads" / "medusa_lm_head.safetensors")
-    assert set(tensors) == {f"{i}.{n}" for i in range(3) for n in ("0.linear.weight", "0.linear.bias", "1.weight")}
+    assert set(tensors) == {
+        f"{i}.{n}" for i in range(3) for n in ("0.linear.weight", "0.linear.bias", "1.weight")
+    }
     assert tensors["2.1.weight"].shape == (300, 32)
     saved = yaml.safe_load((out / "config.yaml").read_text())
     assert saved["base_model"] == str(backbone_dir)
@@ -56,12 +62,17 @@ def test_a_run_leaves_heads_config_metrics_and_a_tree(make_config, console, tmp_
 
 
 def test_two_processes_do_not_train_in_one_directory(make_config, console, tmp_path):
-    with only_writer(tmp_path / "run"), pytest.raises(CheckpointError, match="another process is training in"):
+    with (
+        only_writer(tmp_path / "run"),
+        pytest.raises(CheckpointError, match="another process is training in"),
+    ):
         train_stages(make_config(max_steps=1), console, console)
     assert not (tmp_path / "run").exists()  # nothing was left
 
 
-def test_without_memory_for_the_tree_the_heads_are_kept(make_config, console, tmp_path, monkeypatch):
+def test_without_memory_for_the_tree_the_heads_are_kept(
+    make_config, console, tmp_path, monkeypatch
+):
     def prefill(*args):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
@@ -75,14 +86,27 @@ def test_without_memory_for_the_tree_the_heads_are_kept(make_config, console, tm
     assert f"medusa-eval --calibrate --model {out}" in text
 
 
-def test_without_memory_for_training_the_error_names_keys_that_take_less(make_config, console, monkeypatch):
+def test_without_memory_for_training_the_error_names_keys_that_take_less(
+    make_config, console, monkeypatch
+):
     def forward_backward(*args):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of")
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of"
+        )
 
-    monkeypatch.setattr("medusa_train.training.optimizer_step.LocalStrategy.forward_backward", forward_backward)
-    with pytest.raises(MedusaError, match=r"not enough memory for this run \(CUDA out of memory\)") as caught:
+    monkeypatch.setattr(
+        "medusa_train.training.optimizer_step.LocalStrategy.forward_backward", forward_backward
+    )
+    with pytest.raises(
+        MedusaError, match=r"not enough memory for this run \(CUDA out of memory\)"
+    ) as caught:
         train(make_config(micro_batch_size=4, load_in_4bit=False), console)
-    for key in ("micro_batch_size: 2 ", "optimizer: paged_adamw_8bit", "load_in_4bit: true", "--inspect"):
+    for key in (
+        "micro_batch_size: 2 ",
+        "optimizer: paged_adamw_8bit",
+        "load_in_4bit: true",
+        "--inspect",
+    ):
         assert key in str(caught.value)
     assert "gradient_checkpointing" not in str(caught.value)
 
@@ -96,7 +120,10 @@ def test_the_other_processes_wait_until_the_tree_is_chosen(make_config, console,
             chosen.append((tmp_path / "run" / "tree.json").exists())
             return super().gather(value)
 
-    assert train_stages(make_config(calibration_tokens=120, max_steps=1), console, console, Observed()) == 0
+    assert (
+        train_stages(make_config(calibration_tokens=120, max_steps=1), console, console, Observed())
+        == 0
+    )
     assert chosen[-1]
 
 
@@ -104,22 +131,38 @@ def test_resumed_from_an_older_checkpoint_drops_what_came_after(make_config, con
     cfg = make_config(save_steps=2, save_total_limit=9)
     train(cfg, console)
     before = losses(tmp_path / "run")
-    train(cfg.model_copy(update={"resume_from_checkpoint": str(tmp_path / "run" / "checkpoints" / "step-2")}), console)
+    train(
+        cfg.model_copy(
+            update={"resume_from_checkpoint": str(tmp_path / "run" / "checkpoints" / "step-2")}
+        ),
+        console,
+    )
     assert losses(tmp_path / "run") == before
     assert CheckpointStore(tmp_path / "run").steps() == [2, 4, 6]
 
 
 def test_accumulation_is_the_same_as_a_larger_batch(make_config, console, tmp_path):
-    """Valid targets are counted over all micro-batches before dividing; equal up to float32's order of summation."""
+    """Valid targets are counted over all micro-batches before dividing; equal up to float32's order
+    of summation.
+    """
     for name, rows in {"wide": 8, "parts": 2}.items():
         # all forty chats in every step, so that both runs see the same ones
-        keys = {"micro_batch_size": rows, "gradient_accumulation_steps": 40 // rows, "val_set_size": 0, "max_steps": 3}
+        keys = {
+            "micro_batch_size": rows,
+            "gradient_accumulation_steps": 40 // rows,
+            "val_set_size": 0,
+            "max_steps": 3,
+        }
         train(make_config(output_dir=str(tmp_path / name), **keys), console)
     wide, parts = losses(tmp_path / "wide"), losses(tmp_path / "parts")
-    assert [loss for _, loss, *_ in parts] == pytest.approx([loss for _, loss, *_ in wide], rel=1e-5)
+    assert [loss for _, loss, *_ in parts] == pytest.approx(
+        [loss for _, loss, *_ in wide], rel=1e-5
+    )
 
 
-def test_a_loss_that_is_not_finite_names_step_records_and_checkpoint(make_config, console, tmp_path, monkeypatch):
+def test_a_loss_that_is_not_finite_names_step_records_and_checkpoint(
+    make_config, console, tmp_path, monkeypatch
+):
     real = Trainer.compute_loss
 
     def compute_loss(self, *args, **kwargs):
@@ -137,9 +180,13 @@ def test_a_loss_that_is_not_finite_names_step_records_and_checkpoint(make_config
     assert CheckpointStore(tmp_path / "run").steps() == [2]
 
 
-def test_early_stopping_publishes_the_best_heads_and_again_when_it_is_finished_again(make_config, console, tmp_path):
+def test_early_stopping_publishes_the_best_heads_and_again_when_it_is_finished_again(
+    make_config, console, tmp_path
+):
     run = tmp_path / "run"
-    cfg = make_config(learning_rate=0.5, eval_steps=1, early_stopping_patience=2, max_steps=40, save_total_limit=1)
+    cfg = make_config(
+        learning_rate=0.5, eval_steps=1, early_stopping_patience=2, max_steps=40, save_total_limit=1
+    )
     assert train(cfg, console) == 0
     best, last = best_step(run), losses(run)[-1][0]
     assert best == last - 2 < 38
@@ -153,7 +200,9 @@ def test_early_stopping_publishes_the_best_heads_and_again_when_it_is_finished_a
     assert_heads_are_of(run, best)
 
 
-def test_a_normal_end_publishes_the_last_heads_and_keeps_the_weights_of_the_best(make_config, console, tmp_path):
+def test_a_normal_end_publishes_the_last_heads_and_keeps_the_weights_of_the_best(
+    make_config, console, tmp_path
+):
     train(make_config(learning_rate=0.5, eval_steps=1, save_total_limit=1), console)
     best = best_step(tmp_path / "run")
     assert best < 6
@@ -166,7 +215,9 @@ def test_a_normal_end_publishes_the_last_heads_and_keeps_the_weights_of_the_best
 def test_the_weights_of_the_best_evaluation_cannot_be_resumed_from(make_config, console, tmp_path):
     train(make_config(eval_steps=2), console)
     best = next((tmp_path / "run" / "checkpoints").glob("best-*"))
-    with pytest.raises(CheckpointError, match=r"holds weights only.*resume from a checkpoint step-N \(.* step-6\)"):
+    with pytest.raises(
+        CheckpointError, match=r"holds weights only.*resume from a checkpoint step-N \(.* step-6\)"
+    ):
         train(make_config(resume_from_checkpoint=str(best)), console)
 
 
@@ -183,14 +234,18 @@ def assert_heads_are_of(run, step):
 
 
 @pytest.mark.parametrize("name", ["heads", "adapter", "model"])
-def test_results_without_a_checkpoint_are_not_deleted_by_a_resume(make_config, console, tmp_path, name):
+def test_results_without_a_checkpoint_are_not_deleted_by_a_resume(
+    make_config, console, tmp_path, name
+):
     result = tmp_path / "run" / name / "weights"
     result.parent.mkdir(parents=True)
     result.write_text("mine")
     for left in (None, "step-7", ".tmp-step-7"):  # no checkpoint, and two that were never finished
         if left:
             (tmp_path / "run" / "checkpoints" / left).mkdir(parents=True)
-        with pytest.raises(CheckpointError, match=f"no checkpoint to resume from: .* holds {name}/") as caught:
+        with pytest.raises(
+            CheckpointError, match=f"no checkpoint to resume from: .* holds {name}/"
+        ) as caught:
             train(make_config(resume_from_checkpoint="auto"), console)
         assert "overwrite_output_dir=true" in str(caught.value)
         assert result.read_text() == "mine"
@@ -204,7 +259,9 @@ def test_an_earlier_run_is_refused_overwritten_or_resumed(make_config, console, 
         train(cfg, console)
     for choice in ("output_dir=", "resume_from_checkpoint=auto", "overwrite_output_dir=true"):
         assert choice in str(caught.value)
-    assert train(cfg.model_copy(update={"overwrite_output_dir": True, "max_steps": 1}), console) == 0
+    assert (
+        train(cfg.model_copy(update={"overwrite_output_dir": True, "max_steps": 1}), console) == 0
+    )
     assert [step for step, *_ in losses(tmp_path / "run")] == [1]
     assert CheckpointStore(tmp_path / "run").steps() == [1]
     assert (tmp_path / "run" / "notes.txt").read_text() == "mine"
@@ -230,16 +287,20 @@ def test_other_heads_cannot_resume(make_config, console):
     ):
         with pytest.raises(CheckpointError) as caught:
             train(make_config(**keys, resume_from_checkpoint="auto"), console)
-        assert str(caught.value) == (
-            f"{saved}: does not fit this run, whose settings differ:\n{changed}To resume, set them back; to train with "
-            "the new ones, set output_dir to a new directory and remove resume_from_checkpoint."
+        assert (
+            str(caught.value)
+            == f"{saved}: does not fit this run, whose settings differ:\n{changed}To resume, set"
+            " them back; to train with the new ones, set output_dir to a new directory and"
+            " remove resume_from_checkpoint."
         )
     (saved.parent.parent / "config.yaml").unlink()  # nothing to compare with
     with pytest.raises(CheckpointError, match="keep the base_model, draft, heads"):
         train(make_config(medusa_num_heads=2, resume_from_checkpoint="auto"), console)
 
 
-def test_without_a_compiler_deepspeed_is_refused_before_data_are_read(make_config, console, monkeypatch):
+def test_without_a_compiler_deepspeed_is_refused_before_data_are_read(
+    make_config, console, monkeypatch
+):
     monkeypatch.setenv("PATH", "")
     with pytest.raises(MedusaError, match=r"C\+\+ compiler"):
         train(make_config(deepspeed={}, datasets=[{"path": "absent.jsonl"}]), console)
@@ -262,12 +323,19 @@ def test_a_finished_run_is_finished_again_without_training(make_config, console,
     tree = tmp_path / "run" / "tree.json"
     tree.write_text(text := tree.read_text() + "\n")  # as if chosen again
     for _ in range(2):
-        assert train(make_config(resume_from_checkpoint="auto", calibration_tokens=80), console) == 0
+        assert (
+            train(make_config(resume_from_checkpoint="auto", calibration_tokens=80), console) == 0
+        )
         assert tree.read_text() == text
     assert "tree.json is kept" in " ".join(console.file.getvalue().split())
     heads = tmp_path / "run" / "heads" / "medusa_lm_head.safetensors"
-    for change in (lambda: heads.write_bytes(b""), lambda: os.utime(tree, (0, 0))):  # of other heads, of earlier ones
+    for change in (
+        lambda: heads.write_bytes(b""),
+        lambda: os.utime(tree, (0, 0)),
+    ):  # of other heads, of earlier ones
         tree.write_text(text)
         change()
-        assert train(make_config(resume_from_checkpoint="auto", calibration_tokens=80), console) == 0
+        assert (
+            train(make_config(resume_from_checkpoint="auto", calibration_tokens=80), console) == 0
+        )
         assert tree.read_text() != text

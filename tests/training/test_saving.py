@@ -26,7 +26,9 @@ from tests.training.conftest import metrics, train
 def test_checkpoints_come_when_they_are_asked_for(
     make_config: Any, console: Any, tmp_path: Path, keys: dict[str, Any], steps: list[int]
 ) -> None:
-    cfg = make_config(**{"save_total_limit": 9, **keys}, val_set_size=0, max_steps=None, num_epochs=2)
+    cfg = make_config(
+        **{"save_total_limit": 9, **keys}, val_set_size=0, max_steps=None, num_epochs=2
+    )
     assert train(cfg, console) == 0
     assert CheckpointStore(tmp_path / "run").steps() == steps
 

@@ -24,7 +24,10 @@ def test_every_key_of_the_optimisation_arrives(make_config, console):
         seed=7,
     )
     trainer = build_trainer(cfg, load_data(cfg, console), RunProgress(console))
-    got = [(g["lr"], g["weight_decay"], {p.ndim for p in g["params"]}) for g in trainer.strategy.optimizer.param_groups]
+    got = [
+        (g["lr"], g["weight_decay"], {p.ndim for p in g["params"]})
+        for g in trainer.strategy.optimizer.param_groups
+    ]
     assert got == [
         (pytest.approx(3e-3), 0.1, {2}),
         (pytest.approx(3e-3), 0.0, {1}),
@@ -40,7 +43,9 @@ def test_every_key_of_the_optimisation_arrives(make_config, console):
 
 def test_a_constant_schedule_has_no_warmup(make_config, console):
     cfg = make_config(lr_scheduler="constant", warmup_steps=5, learning_rate=1e-3)
-    assert build_trainer(cfg, load_data(cfg, console), RunProgress(console)).strategy.lr == pytest.approx(1e-3)
+    assert build_trainer(
+        cfg, load_data(cfg, console), RunProgress(console)
+    ).strategy.lr == pytest.approx(1e-3)
     assert "after 0 warmup steps, constant schedule" in " ".join(console.file.getvalue().split())
 
 
@@ -51,12 +56,17 @@ def test_a_resumed_run_names_another_batch(make_config, console):
     train(make_config(**more), console)
     assert "the batch differs" not in console.file.getvalue()
     train(make_config(**{**more, "max_steps": 6, "gradient_accumulation_steps": 1}), console)
-    assert "note: the batch differs from that of the checkpoint: its 5 steps were" in console.file.getvalue()
+    assert (
+        "note: the batch differs from that of the checkpoint: its 5 steps were"
+        in console.file.getvalue()
+    )
 
 
 def test_the_schedule_and_tf32_arrive(make_config, console, monkeypatch):
     asked = []
-    monkeypatch.setattr(torch, "set_float32_matmul_precision", asked.append)  # global: not left changed
+    monkeypatch.setattr(
+        torch, "set_float32_matmul_precision", asked.append
+    )  # global: not left changed
     keys = {"warmup_steps": None, "warmup_ratio": 0.5, "cosine_min_lr_ratio": 0.25}
     keys |= {"learning_rate": 1e-3, "max_steps": 4}
     cfg = make_config(**keys, tf32=True)

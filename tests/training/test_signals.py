@@ -22,7 +22,9 @@ def test_the_first_signal_is_remembered_and_told_once(number, code):
     assert "saving" in lines[0]
 
 
-@pytest.mark.parametrize(("number", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)])
+@pytest.mark.parametrize(
+    ("number", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)]
+)
 def test_the_second_stops_at_once(number, raised):
     with pytest.raises(KeyboardInterrupt) as caught, StopRequest(lambda line: None):  # noqa: PT012
         os.kill(os.getpid(), signal.SIGINT)
@@ -41,8 +43,14 @@ def test_a_closed_terminal_lets_the_step_end_and_is_no_second_signal():
 
 
 def test_nothing_fails_that_prints_to_a_closed_terminal():
-    closed = "import os, pty; master, slave = pty.openpty(); os.dup2(slave, 1); os.close(slave); os.close(master)"
-    program = f"{closed}; from medusa_train.training import signals; signals.leave_terminal(); os.write(1, b'x')"
+    closed = (
+        "import os, pty; master, slave = pty.openpty(); os.dup2(slave, 1); os.close(slave);"
+        " os.close(master)"
+    )
+    program = (
+        f"{closed}; from medusa_train.training import signals; signals.leave_terminal();"
+        " os.write(1, b'x')"
+    )
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
@@ -67,7 +75,9 @@ def test_a_closed_terminal_is_as_ctrl_c_except_under_nohup():
             os.kill(os.getpid(), signal.SIGHUP)
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
         with sigterm_as_interrupt():
-            assert signal.getsignal(signal.SIGHUP) != signal.SIG_DFL  # else the next line would end the tests
+            assert (
+                signal.getsignal(signal.SIGHUP) != signal.SIG_DFL
+            )  # else the next line would end the tests
             with pytest.raises(Terminated):
                 os.kill(os.getpid(), signal.SIGHUP)
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL

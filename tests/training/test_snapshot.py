@@ -18,9 +18,13 @@ from medusa_train.training.trainer import Plan
 
 
 def test_round_trip_through_json_keeps_every_bit():
-    state = TrainState(step=7, epoch=1 / 3, data={"epoch": 1, "place": [3, 4]}, best_loss=0.1 + 0.2, best_step=5)
+    state = TrainState(
+        step=7, epoch=1 / 3, data={"epoch": 1, "place": [3, 4]}, best_loss=0.1 + 0.2, best_step=5
+    )
     state.tokens, state.seconds, state.evaluated = 12345, 1.1, 6
-    state.window = Window(loss=1 / 7, tokens=99, correct=[1, 2], counts=[3, 4], steps=2, grad_norm=0.3, lr=1e-3)
+    state.window = Window(
+        loss=1 / 7, tokens=99, correct=[1, 2], counts=[3, 4], steps=2, grad_norm=0.3, lr=1e-3
+    )
     assert TrainState.from_json(json.loads(json.dumps(asdict(state)))) == state
 
 
@@ -33,7 +37,12 @@ def test_best_and_patience():
     assert not state.record_eval(2.0)
     state.step = 3
     assert not state.record_eval(math.nan)
-    assert (state.best_loss, state.best_step, state.evals_since_best, state.evaluated) == (2.0, 1, 2, 3)
+    assert (state.best_loss, state.best_step, state.evals_since_best, state.evaluated) == (
+        2.0,
+        1,
+        2,
+        3,
+    )
     assert state.record_eval(1.5)
     assert (state.best_step, state.evals_since_best) == (3, 0)
 
@@ -93,5 +102,9 @@ def test_by_epochs_of_broken_length():
 @pytest.mark.parametrize(("micro", "accumulation"), [(9, 7), (7, 3), (7, 6)])
 def test_an_epoch_that_ends_with_a_step_is_not_missed_by_rounding(micro, accumulation):
     plan = Plan(1000, micro / accumulation, eval_every=micro / accumulation)
-    ends = [step for step in range(1, 100) if step * accumulation // micro > (step - 1) * accumulation // micro]
+    ends = [
+        step
+        for step in range(1, 100)
+        if step * accumulation // micro > (step - 1) * accumulation // micro
+    ]
     assert due(plan.evaluates, 99) == ends

@@ -1,4 +1,6 @@
-"""Two stages in one run: the same as two runs, wherever it is stopped, and the first one's model leaves the memory."""
+"""Two stages in one run: the same as two runs, wherever it is stopped, and the first one's model
+leaves the memory.
+"""
 
 import gc
 import signal
@@ -88,7 +90,9 @@ def test_stopped_in_either_stage_and_resumed_is_uninterrupted(
 
 
 @pytest.mark.parametrize("place", ["_begin", "release_memory"])
-def test_killed_before_or_between_the_stages(whole, two_stages, console, tmp_path, monkeypatch, place):
+def test_killed_before_or_between_the_stages(
+    whole, two_stages, console, tmp_path, monkeypatch, place
+):
     out = tmp_path / "parts"
     real = getattr(stages, place)
 
@@ -102,7 +106,12 @@ def test_killed_before_or_between_the_stages(whole, two_stages, console, tmp_pat
             train(two_stages(output_dir=str(out)), console)
     with pytest.raises(ConfigError, match=r"already holds a run \(config.yaml"):
         train(two_stages(output_dir=str(out)), console)
-    assert train(load_config(TrainConfig, out / "config.yaml", ["resume_from_checkpoint=auto"]), console) == 0
+    assert (
+        train(
+            load_config(TrainConfig, out / "config.yaml", ["resume_from_checkpoint=auto"]), console
+        )
+        == 0
+    )
     assert ("are finished" in console.file.getvalue()) == (place == "release_memory")
     assert_equal(out, whole)
 
@@ -113,8 +122,15 @@ def test_a_new_run_in_its_place_trains_stage_one_again(whole, two_stages, consol
     (whole / "checkpoints").rename(whole / "kept")  # with one, stage two would resume
     (whole / "heads").rename(whole / "trained")
     (whole / "adapter").rename(whole / "other")
-    with pytest.raises(ConfigError, match=r"trained with other settings \(medusa_num_heads: was 3, now 2\)"):
-        train(changed.model_copy(update={"overwrite_output_dir": False, "resume_from_checkpoint": "latest"}), console)
+    with pytest.raises(
+        ConfigError, match=r"trained with other settings \(medusa_num_heads: was 3, now 2\)"
+    ):
+        train(
+            changed.model_copy(
+                update={"overwrite_output_dir": False, "resume_from_checkpoint": "latest"}
+            ),
+            console,
+        )
     assert results(whole / "stage_one") == before
     assert train(changed, console) == 0
     assert results(whole / "stage_one") != before
@@ -122,7 +138,9 @@ def test_a_new_run_in_its_place_trains_stage_one_again(whole, two_stages, consol
 
 def test_a_checkpoint_of_stage_one_is_not_one_of_the_run(whole, two_stages, console):
     named = str(whole / "stage_one" / "checkpoints" / "step-2")
-    with pytest.raises(CheckpointError, match="is a checkpoint of stage one; resume_from_checkpoint=auto"):
+    with pytest.raises(
+        CheckpointError, match="is a checkpoint of stage one; resume_from_checkpoint=auto"
+    ):
         train(two_stages(output_dir=str(whole), resume_from_checkpoint=named), console)
 
 
@@ -132,7 +150,9 @@ def test_problems_of_stage_two_are_found_before_stage_one_trains(two_stages, con
         with pytest.raises(MedusaError):
             train(two_stages(**keys), console)
         assert not (tmp_path / "run").exists()
-    absent = two_stages(stage_one={**FIRST, "datasets": [{"path": "absent.jsonl"}], "deepspeed": "absent.json"})
+    absent = two_stages(
+        stage_one={**FIRST, "datasets": [{"path": "absent.jsonl"}], "deepspeed": "absent.json"}
+    )
     with pytest.raises(MedusaError, match="2 inputs are missing"):
         check_inputs(absent)
 
@@ -149,7 +169,12 @@ def test_data_of_its_own(two_stages, console, tmp_path, chats, monkeypatch):
     assert [entry.path for entry in saved.datasets] == [str(few)]
     monkeypatch.setattr(stages, "load_data", Mock(side_effect=[None, MedusaError("read again")]))
     with pytest.raises(MedusaError, match="read again"):  # one row in a pass may be longer
-        train(two_stages(stage_one={**FIRST, "micro_batch_size": 1}, output_dir=str(tmp_path / "rows")), console)
+        train(
+            two_stages(
+                stage_one={**FIRST, "micro_batch_size": 1}, output_dir=str(tmp_path / "rows")
+            ),
+            console,
+        )
 
 
 def test_the_model_of_stage_one_is_freed(two_stages, console, monkeypatch):
@@ -159,7 +184,9 @@ def test_the_model_of_stage_one_is_freed(two_stages, console, monkeypatch):
     def build(*args):
         assert all(model() is None for model in models)
         trainer = real(*args)
-        models.extend(map(weakref.ref, (trainer.recipe.backbone.model, trainer.draft, trainer.strategy)))
+        models.extend(
+            map(weakref.ref, (trainer.recipe.backbone.model, trainer.draft, trainer.strategy))
+        )
         return trainer
 
     monkeypatch.setattr(run_module, "build_trainer", build)
@@ -175,8 +202,12 @@ def test_inspect_adds_both_up(two_stages, console):
     page = Console(record=True, width=140, file=console.file)
     assert inspect_run(two_stages(), console, page) == 0
     parts = page.export_text().split("stages\n")
-    assert [parts[0].count(title) for title in ("stage 1 of 2", "stage 2 of 2", "chats.jsonl:")] == [1, 1, 3]
-    lines = [line.split()[-2:] for line in parts[0].splitlines() if line.startswith(("memory", "disk"))]
+    assert [
+        parts[0].count(title) for title in ("stage 1 of 2", "stage 2 of 2", "chats.jsonl:")
+    ] == [1, 1, 3]
+    lines = [
+        line.split()[-2:] for line in parts[0].splitlines() if line.startswith(("memory", "disk"))
+    ]
     sizes = [float(number) * {"KiB": 1 / 1024, "MiB": 1.0}[unit] for number, unit in lines]
     both = {line.split()[0]: line for line in parts[1].splitlines() if line.strip()}
     assert "10 in all" in both["steps"]

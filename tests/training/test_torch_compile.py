@@ -48,24 +48,39 @@ def test_losses_are_those_without(case: str, make_config, console, tmp_path, mon
     assert train(make_config(**keys, output_dir=str(tmp_path / "plain")), console) == 0
     assert not entered
     assert "torch_compile" not in console.file.getvalue()
-    assert train(make_config(**keys, torch_compile=True, output_dir=str(tmp_path / "compiled")), console) == 0
-    assert "torch_compile: the backbone's layers are compiled in the first steps" in console.file.getvalue()
+    assert (
+        train(
+            make_config(**keys, torch_compile=True, output_dir=str(tmp_path / "compiled")), console
+        )
+        == 0
+    )
+    assert (
+        "torch_compile: the backbone's layers are compiled in the first steps"
+        in console.file.getvalue()
+    )
     assert len(entered) >= 8  # two micro-batches in each step, and the validation set
     assert (tmp_path / "compiled" / "tree.json").is_file()
     for kind, name in (("train", "loss"), ("train", "grad_norm"), ("eval", "loss")):
-        plain, compiled = ([x[name] for x in metrics(tmp_path / r) if x["kind"] == kind] for r in ("plain", "compiled"))
+        plain, compiled = (
+            [x[name] for x in metrics(tmp_path / r) if x["kind"] == kind]
+            for r in ("plain", "compiled")
+        )
         assert plain
         assert compiled == pytest.approx(plain, rel=1e-4)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="needs a C++ compiler")
+@pytest.mark.skipif(
+    shutil.which("g++") is None and shutil.which("clang++") is None, reason="needs a C++ compiler"
+)
 @pytest.mark.parametrize("case", ["medusa", "packed", "kangaroo"])
 def test_loss_and_gradients_are_equal_up_to_rounding(case: str, make_config, console) -> None:
     torch.compiler.reset()
     loss, gradients, batch = loss_and_gradients(make_config(**CASES[case]), console)
     overwrite = {"overwrite_output_dir": True, "torch_compile": True}
-    compiled_loss, compiled, same = loss_and_gradients(make_config(**CASES[case], **overwrite), console)
+    compiled_loss, compiled, same = loss_and_gradients(
+        make_config(**CASES[case], **overwrite), console
+    )
     assert torch.equal(same.tokens, batch.tokens)
     assert compiled_loss == pytest.approx(loss, rel=1e-5)
     assert set(compiled) == set(gradients)

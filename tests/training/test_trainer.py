@@ -58,7 +58,9 @@ def of_kind(run: Path, kind: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("what", ["loss", "gradient"])
-def test_a_skipped_step_changes_nothing_and_is_counted(make_config, console, tmp_path, monkeypatch, what):
+def test_a_skipped_step_changes_nothing_and_is_counted(
+    make_config, console, tmp_path, monkeypatch, what
+):
     """Learning rate and data of the steps around it are those of a run in which nothing went wrong."""
     train(make_config(output_dir=str(tmp_path / "plain")), console)
     spoil(monkeypatch, 3, what=what)
@@ -76,10 +78,18 @@ def test_a_skipped_step_changes_nothing_and_is_counted(make_config, console, tmp
     assert (after["run"]["skipped"], after["engine"]["scheduler"]["last_epoch"]) == (1, 3)
     (skipped,) = of_kind(run, "skipped")
     assert (skipped["step"], skipped["skipped_steps"], skipped["max_nonfinite_steps"]) == (3, 1, 1)
-    half = len(skipped["records"]) <= 4  # of a loss the micro-batch to blame, of a gradient all of the step
+    half = (
+        len(skipped["records"]) <= 4
+    )  # of a loss the micro-batch to blame, of a gradient all of the step
     assert half == (what == "loss")
-    assert all(record.startswith(str(make_config().datasets[0].path)) for record in skipped["records"])
-    line = next(x for x in console.file.getvalue().splitlines() if x.startswith("step 3 skipped (1 of at most"))
+    assert all(
+        record.startswith(str(make_config().datasets[0].path)) for record in skipped["records"]
+    )
+    line = next(
+        x
+        for x in console.file.getvalue().splitlines()
+        if x.startswith("step 3 skipped (1 of at most")
+    )
     assert all(record in line for record in skipped["records"])
     assert ("its gradient is not finite" in line) == (what == "gradient")
 
@@ -124,8 +134,12 @@ def test_a_window_of_skipped_steps_has_no_line(make_config, console, tmp_path, m
 
 
 def test_a_batch_without_targets_reaches_every_parameter(make_config, backbone_dir):
-    """ZeRO waits for the gradient of each parameter from each process: none may be missing where nothing counts."""
-    cfg = make_config(recipe="medusa2", adapter="lora", lora_target_linear=True, medusa_self_distillation=True)
+    """ZeRO waits for the gradient of each parameter from each process: none may be missing where
+    nothing counts.
+    """
+    cfg = make_config(
+        recipe="medusa2", adapter="lora", lora_target_linear=True, medusa_self_distillation=True
+    )
     backbone = load_backbone(str(backbone_dir))
     draft = MedusaDraft.from_backbone(backbone, 3, dtype=torch.float32)
     recipe = build_backbone_recipe(cfg, backbone, choose_precision(False, torch.device("cpu")))

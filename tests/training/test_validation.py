@@ -23,18 +23,23 @@ from tests.losses.plain import accumulated
 
 
 def test_answers_begin_behind_their_prompt_and_end_with_their_last_token() -> None:
-    # a conversation of two answers (tokens 2..4 and 7..8), a second one in the same row (tokens 11..12), padding
+    # a conversation of two answers (tokens 2..4 and 7..8), a second one in the same row (tokens
+    # 11..12), padding
     none = IGNORE_INDEX
     labels = torch.tensor([[none, none, 5, 6, 7, none, none, 8, 9, none, none, 3, 4, none]])
     segments = torch.tensor([[0] * 10 + [1] * 3 + [-1]])
-    ranks = torch.arange(14, dtype=torch.int8)[None, :, None].repeat(1, 1, 3)  # every rank names its position
+    ranks = torch.arange(14, dtype=torch.int8)[None, :, None].repeat(
+        1, 1, 3
+    )  # every rank names its position
     first, second = ranked_conversations(labels, segments, ranks)
-    # the state at 1 has token 2 as its root: heads 1 and 2 guess tokens 3 and 4, head 3 would guess past the end
+    # the state at 1 has token 2 as its root: heads 1 and 2 guess tokens 3 and 4, head 3 would guess
+    # past the end
     assert [answer.tolist() for answer in first] == [
         [[1, 1, -1], [2, -1, -1], [-1, -1, -1]],
         [[6, -1, -1], [-1, -1, -1]],
     ]
-    # a root needs a state before it: token 10 is unsupervised, its state predicts the first root, token 11
+    # a root needs a state before it: token 10 is unsupervised, its state predicts the first root,
+    # token 11
     assert [answer.tolist() for answer in second] == [[[10, -1, -1], [-1, -1, -1]]]
 
 
@@ -45,7 +50,9 @@ def test_cutting_against_plain_loops(seed: int) -> None:
     segments = torch.sort(torch.randint(0, 3, (2, length)), dim=1).values
     segments[0, -4:] = -1
     labels = torch.where(
-        (torch.rand(2, length) < 0.7) & (segments >= 0), torch.randint(0, 50, (2, length)), IGNORE_INDEX
+        (torch.rand(2, length) < 0.7) & (segments >= 0),
+        torch.randint(0, 50, (2, length)),
+        IGNORE_INDEX,
     )
     ranks = torch.randint(-1, 10, (2, length, heads), dtype=torch.int8)
     found = {}
@@ -53,21 +60,29 @@ def test_cutting_against_plain_loops(seed: int) -> None:
 
         def is_root(row: int, t: int) -> bool:
             return bool(
-                t + 1 < length and segments[row, t] == segments[row, t + 1] and labels[row, t + 1] != IGNORE_INDEX
+                t + 1 < length
+                and segments[row, t] == segments[row, t + 1]
+                and labels[row, t + 1] != IGNORE_INDEX
             )
 
         if not is_root(row, t):
             continue
         path = []
         for k in range(1, heads + 1):
-            path.append(int(ranks[row, t, k - 1]) if all(is_root(row, t + j) for j in range(1, k + 1)) else -1)
+            path.append(
+                int(ranks[row, t, k - 1])
+                if all(is_root(row, t + j) for j in range(1, k + 1))
+                else -1
+            )
         answers = found.setdefault((row, int(segments[row, t])), [])
         if t and is_root(row, t - 1):
             answers[-1].append(path)
         else:
             answers.append([path])
     cut = ranked_conversations(labels, segments, ranks)
-    assert sorted([answer.tolist() for answer in answers] for answers in cut) == sorted(found.values())
+    assert sorted([answer.tolist() for answer in answers] for answers in cut) == sorted(
+        found.values()
+    )
 
 
 def test_what_holds_in_one_half_alone_brings_nothing() -> None:
@@ -107,7 +122,9 @@ def random_batches():
         segments = torch.zeros_like(tokens)
         segments[0, -2:] = -1
         labels[0, -2:] = IGNORE_INDEX
-        batches.append(Batch(tokens, labels, torch.arange(length).repeat(rows, 1), segments, ["a"] * rows))
+        batches.append(
+            Batch(tokens, labels, torch.arange(length).repeat(rows, 1), segments, ["a"] * rows)
+        )
     return batches
 
 
@@ -117,13 +134,19 @@ def test_figures_match_the_plain_formula(backbone, monkeypatch, rows):
     draft = MedusaDraft.from_backbone(backbone, 2)
     with torch.no_grad():
         draft.blocks[1][0].linear.bias.normal_()
-    found = validation.validate(BackboneRecipe(backbone, PRECISION), draft, random_batches(), Objective(draft, 0.8))
+    found = validation.validate(
+        BackboneRecipe(backbone, PRECISION), draft, random_batches(), Objective(draft, 0.8)
+    )
     losses, top3 = [], []
     for k in (1, 2):
         logits, wanted = [], []
         for batch in random_batches():
             target = shift_labels(batch.labels, k, batch.segments)
-            logits.append(draft.head_logits(backbone.run(batch.tokens).hidden, k)[target != IGNORE_INDEX].detach())
+            logits.append(
+                draft.head_logits(backbone.run(batch.tokens).hidden, k)[
+                    target != IGNORE_INDEX
+                ].detach()
+            )
             wanted.append(target[target != IGNORE_INDEX])
         logits, wanted = torch.cat(logits), torch.cat(wanted)
         assert found.targets[k - 1] == len(wanted)
@@ -137,14 +160,20 @@ def test_figures_match_the_plain_formula(backbone, monkeypatch, rows):
     joint = validation.validate(recipe, draft, random_batches(), Objective(draft, 0.8, lm="ce"))
     backbone.model.eval()
     targets = [shift_labels(batch.labels, 0, batch.segments) for batch in random_batches()]
-    logits = [backbone.logits(backbone.run(batch.tokens).hidden).detach() for batch in random_batches()]
+    logits = [
+        backbone.logits(backbone.run(batch.tokens).hidden).detach() for batch in random_batches()
+    ]
     flat = (torch.cat([part.flatten(0, 1) for part in parts]) for parts in (logits, targets))
-    assert joint.lm_loss == pytest.approx(float(cross_entropy(*flat)), rel=1e-5)  # IGNORE_INDEX is torch's
+    assert joint.lm_loss == pytest.approx(
+        float(cross_entropy(*flat)), rel=1e-5
+    )  # IGNORE_INDEX is torch's
     assert joint.lm_kl is None
 
 
 def test_acceptance_length_is_that_of_decoding_the_same_text(backbone):
-    """On the backbone's own greedy answers the tree would take as many steps as the loop takes with it."""
+    """On the backbone's own greedy answers the tree would take as many steps as the loop takes with
+    it.
+    """
     draft = MedusaDraft.from_backbone(backbone, 2)
     torch.manual_seed(5)
     with torch.no_grad():
@@ -156,14 +185,23 @@ def test_acceptance_length_is_that_of_decoding_the_same_text(backbone):
         tokens = torch.tensor([prompt + Decoder(backbone).generate(prompt, 30, eos_ids=()).tokens])
         labels = tokens.clone()
         labels[0, : len(prompt)] = IGNORE_INDEX
-        batches.append(Batch(tokens, labels, torch.arange(tokens.shape[1])[None], torch.zeros_like(tokens), ["a"]))
-    found = validation.validate(BackboneRecipe(backbone, PRECISION), draft, batches, Objective(draft, 0.8))
+        batches.append(
+            Batch(
+                tokens, labels, torch.arange(tokens.shape[1])[None], torch.zeros_like(tokens), ["a"]
+            )
+        )
+    found = validation.validate(
+        BackboneRecipe(backbone, PRECISION), draft, batches, Objective(draft, 0.8)
+    )
     halves = [[answers[0] for answers in found.conversations[half::2]] for half in (0, 1)]
     traces = [[validation._trace(ranks) for ranks in half] for half in halves]
     rates = []
     for half in (0, 1):
         tree = fit_trees(traces[half], [validation.NODES])[validation.NODES]
-        made = [Decoder(backbone, draft, tree).generate(prompt, 30, eos_ids=()) for prompt in prompts[1 - half :: 2]]
+        made = [
+            Decoder(backbone, draft, tree).generate(prompt, 30, eos_ids=())
+            for prompt in prompts[1 - half :: 2]
+        ]
         rates.append(sum(len(m.tokens) - 1 for m in made) / sum(m.steps for m in made))
     assert found.record()["acceptance_length"] == pytest.approx(sum(rates) / 2)
 
@@ -172,9 +210,15 @@ def test_nothing_to_predict_gives_zeros(backbone):
     draft = MedusaDraft.from_backbone(backbone, 2)
     batch = random_batches()[0]
     empty = Batch(
-        batch.tokens, torch.full_like(batch.labels, IGNORE_INDEX), batch.positions, batch.segments, ["a", "b"]
+        batch.tokens,
+        torch.full_like(batch.labels, IGNORE_INDEX),
+        batch.positions,
+        batch.segments,
+        ["a", "b"],
     )
-    found = validation.validate(BackboneRecipe(backbone, PRECISION), draft, [empty], Objective(draft, 0.8))
+    found = validation.validate(
+        BackboneRecipe(backbone, PRECISION), draft, [empty], Objective(draft, 0.8)
+    )
     assert found.loss == 0.0
     assert found.targets == [0, 0]
     assert "acceptance_length" not in found.record()
@@ -204,7 +248,10 @@ def test_the_validation_objective(backbone, keys, wanted):
 @pytest.mark.parametrize("kind", list(DRAFTS))
 def test_every_draft_gets_the_gradients_of_the_formula(backbone, kind):
     torch.manual_seed(3)
-    settings = {"kangaroo": {"num_heads": 3, "exit_layer": 1}, "hydra": {"num_heads": 2, "num_layers": 1}}
+    settings = {
+        "kangaroo": {"num_heads": 3, "exit_layer": 1},
+        "hydra": {"num_heads": 2, "num_layers": 1},
+    }
     draft = DRAFTS[kind].from_backbone(backbone, **settings.get(kind, {"num_heads": 2}))
     for parameter in draft.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
@@ -218,6 +265,8 @@ def test_every_draft_gets_the_gradients_of_the_formula(backbone, kind):
     wanted = 0.5 * plain_objective(draft, feats, batch, teacher=teacher[1], share=share, decay=0.8)
     gradients = torch.autograd.grad(wanted, parameters, materialize_grads=True)
     counts = objective.target_counts(batch)
-    found = accumulated(lambda: objective.loss(feats, batch, counts, teacher=teacher, grad_scale=1.0), parameters)
+    found = accumulated(
+        lambda: objective.loss(feats, batch, counts, teacher=teacher, grad_scale=1.0), parameters
+    )
     for mine, other in zip(found, gradients, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)

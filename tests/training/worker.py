@@ -1,7 +1,8 @@
 """One process of a test with several, started with RANK and the rest in its environment.
 
-The plan names cases that run one after the other, for starting processes costs more than training in them. What rank 0
-finds is written beside the plan, for the test to compare with what one process finds with the same functions.
+The plan names cases that run one after the other, for starting processes costs more than training
+in them. What rank 0 finds is written beside the plan, for the test to compare with what one process
+finds with the same functions.
 """
 
 import gc
@@ -34,8 +35,13 @@ from medusa_train.training.signals import StopRequest
 from medusa_train.training.snapshot import take_weights
 from medusa_train.training.trainer import Trainer
 
-#: Parts of a few numbers each and nothing kept whole, so that tiny models are split as large ones are.
-SMALL = {"reduce_bucket_size": 1000, "stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 0}
+#: Parts of a few numbers each and nothing kept whole, so that tiny models are split as large ones
+# are.
+SMALL = {
+    "reduce_bucket_size": 1000,
+    "stage3_param_persistence_threshold": 0,
+    "stage3_prefetch_bucket_size": 0,
+}
 
 
 def make_trainer(case: dict[str, Any], out: Path, world: World) -> Trainer:
@@ -62,7 +68,9 @@ def make_trainer(case: dict[str, Any], out: Path, world: World) -> Trainer:
             parameter.data += 0.01 * torch.randn_like(parameter)
         return draft
 
-    with patch.multiple(setup, build_optimizer=optimizer, load_backbone=backbone, build_heads=heads):
+    with patch.multiple(
+        setup, build_optimizer=optimizer, load_backbone=backbone, build_heads=heads
+    ):
         trainer = setup.build_trainer(cfg, load_data(cfg, quiet, world), RunProgress(quiet), world)
     if "loss_scale" in case:
         strategy: Any = trainer.strategy
@@ -72,23 +80,38 @@ def make_trainer(case: dict[str, Any], out: Path, world: World) -> Trainer:
 
 
 def equal(case: dict[str, Any], out: Path, world: World = SINGLE_PROCESS) -> None:
-    """Train a few steps; write the weights in the order of their names, and how much this process held at once."""
+    """Train a few steps; write the weights in the order of their names, and how much this process
+    held at once.
+    """
     with at_once() as counts:
         trainer = make_trainer(case, out, world)
     with trainer.loggers:
         trainer.run(StopRequest(lambda line: None))
     parts = [case["loaded"], backbone_elements(trainer.recipe.backbone.model)]
     parts_of_weights = deepcopy(take_weights(trainer.draft, trainer.recipe, world))
-    weights = {f"{part}.{name}": weight for part, named in parts_of_weights.items() for name, weight in named.items()}
+    weights = {
+        f"{part}.{name}": weight
+        for part, named in parts_of_weights.items()
+        for name, weight in named.items()
+    }
     with at_once() as counts_at_end:
         trainer.strategy.release([*trainer.draft.parameters(), *trainer.recipe.saved])
-    held = {"parts": parts, "gathered": max(counts, default=0), "at_end": max(counts_at_end, default=0)}
+    held = {
+        "parts": parts,
+        "gathered": max(counts, default=0),
+        "at_end": max(counts_at_end, default=0),
+    }
     (out / f"held-{world.rank}.json").write_text(json.dumps(held))
     if world.is_main:
         released = {f"draft.{name}": tensor for name, tensor in trainer.draft.state_dict().items()}
-        released |= {f"student.{name}": tensor.detach() for name, tensor in trainer.recipe.parameters.items()}
+        released |= {
+            f"student.{name}": tensor.detach() for name, tensor in trainer.recipe.parameters.items()
+        }
         assert all(torch.equal(tensor.cpu(), weights[name]) for name, tensor in released.items())
-        save_file({name: weight.contiguous() for name, weight in weights.items()}, out / "weights.safetensors")
+        save_file(
+            {name: weight.contiguous() for name, weight in weights.items()},
+            out / "weights.safetensors",
+        )
 
 
 def backbone_elements(model: torch.nn.Module) -> tuple[int, int]:
@@ -100,7 +123,9 @@ def backbone_elements(model: torch.nn.Module) -> tuple[int, int]:
 
 @contextmanager
 def at_once() -> Iterator[list[int]]:
-    """Count the elements of the parameters that are gathered in each block of `gathered`, and by transformers."""
+    """Count the elements of the parameters that are gathered in each block of `gathered`, and by
+    transformers.
+    """
     import deepspeed
 
     counts: list[int] = []
@@ -121,8 +146,8 @@ def at_once() -> Iterator[list[int]]:
 def whole_run(case: dict[str, Any], out: Path, world: World = SINGLE_PROCESS) -> None:
     """`train_stages` with the case's keys; rank 0's console and every rank's exit code are written.
 
-    Between two stages, the number of backbones that are left in memory is written.
-    The last rank alone gets a signal after the step `stop`, or a loss that is infinite in the step `spoil`.
+    Between two stages, the number of backbones that are left in memory is written. The last rank
+    alone gets a signal after the step `stop`, or a loss that is infinite in the step `spoil`.
     """
     cfg = TrainConfig(**case["keys"]).resolved()
     out.mkdir(parents=True, exist_ok=True)
@@ -131,7 +156,11 @@ def whole_run(case: dict[str, Any], out: Path, world: World = SINGLE_PROCESS) ->
 
     def freed() -> None:
         free()
-        left = [x for x in gc.get_objects() if issubclass(type(x), PreTrainedModel) and id(x) not in before]
+        left = [
+            x
+            for x in gc.get_objects()
+            if issubclass(type(x), PreTrainedModel) and id(x) not in before
+        ]
         (out / f"left-{world.rank}").write_text(str(len(left)))
 
     def stopped(trainer: Trainer, batches: Any) -> None:
@@ -141,11 +170,17 @@ def whole_run(case: dict[str, Any], out: Path, world: World = SINGLE_PROCESS) ->
 
     def spoilt(trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
         output = compare(trainer, *args, **kwargs)
-        return replace(output, loss=output.loss + inf) if trainer.state.step + 1 == case.get("spoil") else output
+        return (
+            replace(output, loss=output.loss + inf)
+            if trainer.state.step + 1 == case.get("spoil")
+            else output
+        )
 
     if world.rank == world.size - 1:
         Trainer.train_step, Trainer.compute_loss = stopped, spoilt  # type: ignore[method-assign]
-    console = Console(file=(out / f"console-{world.rank}").open("w"), width=200, quiet=not world.is_main)
+    console = Console(
+        file=(out / f"console-{world.rank}").open("w"), width=200, quiet=not world.is_main
+    )
     stages.release_memory = freed
     try:
         code = stages.train_stages(cfg, console, console, world)

@@ -26,7 +26,12 @@ from medusa_train.tree_search.choose import (
     time_steps,
 )
 from medusa_train.tree_search.fit import Trace, TreeCandidate
-from medusa_train.tree_search.traces import TracedAnswers, load_traces, trace_conversations, weights_key
+from medusa_train.tree_search.traces import (
+    TracedAnswers,
+    load_traces,
+    trace_conversations,
+    weights_key,
+)
 from medusa_train.trees.tree import Tree
 from tests.families import random_backbone
 from tests.tree_search.test_traces import noisy_heads
@@ -38,7 +43,14 @@ def quiet() -> RunProgress:
 
 def test_latencies_are_interpolated_between_measured_sizes() -> None:
     measured = {0: 3.0, 4: 5.0, 8: 6.0}
-    assert [interpolate(measured, nodes) for nodes in (0, 1, 4, 6, 8, 20)] == [3.0, 3.5, 5.0, 5.5, 6.0, 6.0]
+    assert [interpolate(measured, nodes) for nodes in (0, 1, 4, 6, 8, 20)] == [
+        3.0,
+        3.5,
+        5.0,
+        5.5,
+        6.0,
+        6.0,
+    ]
     assert interpolate({4: 5.0}, 0) == 5.0
 
 
@@ -55,12 +67,16 @@ def chosen_by(
     """Choose among trees of at most eight nodes.
 
     Args:
-        step_ms: from a tree, and whether it is timed for the first (0) or second (1) time, to milliseconds.
-        odds: of every head, how often its first, second, ... guess is right, and at last how often none is.
+        step_ms: from a tree, and whether it is timed for the first (0) or second (1) time, to
+            milliseconds.
+        odds: of every head, how often its first, second, ... guess is right, and at last how often
+            none is.
     """
     calls: list[Sequence[Tree]] = []
 
-    def measure(backbone: object, draft: object, trees: Sequence[Tree], **options: object) -> dict[Tree, float]:
+    def measure(
+        backbone: object, draft: object, trees: Sequence[Tree], **options: object
+    ) -> dict[Tree, float]:
         calls.append(trees)
         assert len(set(trees)) == len(trees)
         return {tree: step_ms(tree, len(calls) - 1) for tree in trees}
@@ -72,24 +88,35 @@ def chosen_by(
     traces = [Trace([list(ranks) for ranks in zip(*heads, strict=True)], [len(odds)] * 500)] * 2
     backbone = random_backbone("llama", dtype=torch.float32)
     draft = MedusaDraft.from_backbone(backbone, len(odds))
-    return choose_tree(backbone, draft, TracedAnswers([traces] * 4, [1, 2, 3]), quiet(), quick=quick)
+    return choose_tree(
+        backbone, draft, TracedAnswers([traces] * 4, [1, 2, 3]), quiet(), quick=quick
+    )
 
 
-def test_speed_decides_and_of_equally_fast_sizes_the_smallest_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_speed_decides_and_of_equally_fast_sizes_the_smallest_is_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     choice = chosen_by(monkeypatch, lambda tree, again: 1 + 0.05 * tree.size)
     speed = {one.tree.size: one.tokens_per_s for one in choice.sizes}
     fastest = max(speed, key=lambda nodes: speed[nodes])
     assert choice.best.tree.size < fastest
     assert speed[choice.best.tree.size] >= 0.98 * speed[fastest]
-    assert all(speed[nodes] < 0.98 * speed[fastest] for nodes in speed if nodes < choice.best.tree.size)
-    slow, quick = TreeCandidate(Tree.cartesian([4, 4]), 3.0, 9.0), TreeCandidate(Tree.chain(2), 2.0, 4.0)
+    assert all(
+        speed[nodes] < 0.98 * speed[fastest] for nodes in speed if nodes < choice.best.tree.size
+    )
+    slow, quick = (
+        TreeCandidate(Tree.cartesian([4, 4]), 3.0, 9.0),
+        TreeCandidate(Tree.chain(2), 2.0, 4.0),
+    )
     assert smallest_of_the_fastest([slow, quick]) is quick
 
 
 def test_where_no_tree_pays_decoding_stays_plain(monkeypatch: pytest.MonkeyPatch) -> None:
     choice = chosen_by(monkeypatch, lambda tree, again: 1 + tree.size)
     assert (choice.best.tree, choice.best.tokens_per_step) == (Tree.empty(), 1.0)
-    assert choice.describe().startswith("plain decoding, 1.00 ms per step in float32; no tree is clearly faster here")
+    assert choice.describe().startswith(
+        "plain decoding, 1.00 ms per step in float32; no tree is clearly faster here"
+    )
     lucky = chosen_by(monkeypatch, lambda tree, again: 1 + 0.9 * again * (tree.size > 0))
     # fast when timed first, slower than plain decoding side by side
     assert next(one.step_ms for one in lucky.sizes if one.tree.size == 4) == 1
@@ -99,7 +126,9 @@ def test_where_no_tree_pays_decoding_stays_plain(monkeypatch: pytest.MonkeyPatch
 def test_where_levels_cost_much_a_flat_tree_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even if every deep tree is slower than plain decoding, so that the first round chooses none."""
     odds = [[50, 8, 8, 8, 26], [60, 40]]
-    choice = chosen_by(monkeypatch, lambda tree, again: 1 + 0.6 * tree.max_depth + 0.01 * tree.size, odds)
+    choice = chosen_by(
+        monkeypatch, lambda tree, again: 1 + 0.6 * tree.max_depth + 0.01 * tree.size, odds
+    )
     assert all(one.tokens_per_s < 1000 for one in choice.sizes if one.tree.size in (1, 2, 3, 6, 8))
     assert (choice.best.tree.size, choice.best.tree.max_depth) == (4, 1)
     assert choice.best.step_ms == pytest.approx(1.64)  # not that of the deep tree of 4 nodes, 2.24
@@ -109,7 +138,9 @@ def test_drift_between_the_two_rounds_is_left_out(monkeypatch: pytest.MonkeyPatc
     def step_ms(tree: Tree, again: int) -> float:
         return (1 + 0.2 * again * (tree.size > 0)) * (1 + 0.01 * tree.size)
 
-    best = chosen_by(monkeypatch, step_ms).best  # the second time trees take longer, and plain decoding does not
+    best = chosen_by(
+        monkeypatch, step_ms
+    ).best  # the second time trees take longer, and plain decoding does not
     assert best.tree.size > 0
     assert best.step_ms == pytest.approx(1 + 0.01 * best.tree.size)
 
@@ -118,8 +149,12 @@ def test_a_tree_is_chosen_and_written(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setattr(choose, "SIZES", (0, 2, 5))
     backbone = random_backbone("llama", dtype=torch.float32)
     draft = noisy_heads(backbone)
-    conversations = [[[i, i + 1, 2 * i + 1] for i in range(2, 14)][i : i + 2] for i in range(0, 12, 2)]
-    traced = trace_conversations(backbone, draft, conversations, max_new_tokens=20, token_budget=150)
+    conversations = [
+        [[i, i + 1, 2 * i + 1] for i in range(2, 14)][i : i + 2] for i in range(0, 12, 2)
+    ]
+    traced = trace_conversations(
+        backbone, draft, conversations, max_new_tokens=20, token_budget=150
+    )
     choice = choose_tree(backbone, draft, traced, quiet())
     paths = ModelPaths(tmp_path, str(tmp_path), None, None, None)
     assert choice.save(tmp_path, traced, paths) == tmp_path / "tree.json"
@@ -151,11 +186,15 @@ def test_the_first_step_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(choose, "Decoder", Steps)
     backbone, trees = random_backbone("llama"), [Tree.empty(), Tree.chain(1)]
-    measured = time_steps(backbone, noisy_heads(backbone), [*trees, Tree.empty()], [1, 2, 3], quiet(), QUICK)
+    measured = time_steps(
+        backbone, noisy_heads(backbone), [*trees, Tree.empty()], [1, 2, 3], quiet(), QUICK
+    )
     assert measured == pytest.approx(dict.fromkeys(trees, 2.0))
 
 
-def test_quickly_fewer_trees_are_timed_after_a_shorter_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quickly_fewer_trees_are_timed_after_a_shorter_prompt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     timed: list[int] = []
 
     def step_ms(tree: Tree, again: int) -> float:
@@ -176,6 +215,11 @@ def test_a_prompt_that_fills_the_context_is_cut(monkeypatch: pytest.MonkeyPatch)
     backbone, long = random_backbone("llama"), list(range(2, 60)) * 2
     draft, trace = noisy_heads(backbone), Trace([[0, 0, 0]] * 9, [3] * 9)
     monkeypatch.setattr(choose, "SIZES", (0, 1))
-    assert choose_tree(backbone, draft, TracedAnswers([[trace]] * 3, long), quiet(), quick=True).sizes[0].step_ms > 0
+    assert (
+        choose_tree(backbone, draft, TracedAnswers([[trace]] * 3, long), quiet(), quick=True)
+        .sizes[0]
+        .step_ms
+        > 0
+    )
     with pytest.raises(MedusaError, match="exceed the model's context"):
         time_steps(backbone, draft, [Tree.empty()], long, quiet(), QUICK)

@@ -28,7 +28,10 @@ def conversation(draw: random.Random, tokens: int = 150) -> list[Trace]:
         right = next((depth for depth in range(HEADS) if draw.random() > 0.8), HEADS)
         rows.append([rank] * right + [-1] * (HEADS - right))
     targets = [min(HEADS, tokens - 1 - position) for position in range(tokens)]
-    cut = [[rank if k < limit else -1 for k, rank in enumerate(row)] for row, limit in zip(rows, targets, strict=True)]
+    cut = [
+        [rank if k < limit else -1 for k, rank in enumerate(row)]
+        for row, limit in zip(rows, targets, strict=True)
+    ]
     return [Trace(cut, targets)]
 
 
@@ -36,7 +39,8 @@ def test_nodes_come_by_the_product_of_accuracies() -> None:
     # top-1 is right 3 of 4 times for head 1, 2 of 4 for head 2; second guesses 1 of 4 and 1 of 4
     traces = [Trace([[0, 0], [0, 0], [0, 1], [1, -1]], [2, 2, 2, 2])]
     trees = fit_trees(traces, [4, 99])
-    # (0): .75, (0, 0): .375, (1): .25, (0, 1): .1875, (1, 0): .125, (1, 1): .0625; other guesses were never right
+    # (0): .75, (0, 0): .375, (1): .25, (0, 1): .1875, (1, 0): .125, (1, 1): .0625; other guesses
+    # were never right
     assert set(trees[4].paths) == {(0,), (0, 0), (1,), (0, 1)}
     assert set(trees[99].paths) == {(0,), (0, 0), (1,), (0, 1), (1, 0), (1, 1)}
     assert fit_trees(traces, [4], max_depth=1)[4].paths == ((0,), (1,))
@@ -48,7 +52,9 @@ def test_no_conversation_is_rated_with_a_tree_fitted_to_it(monkeypatch: pytest.M
     seen: list[set[int]] = []
     judged: list[int] = []
 
-    def spy(traces: Sequence[Trace], sizes: Sequence[int], max_depth: int | None) -> dict[int, Tree]:
+    def spy(
+        traces: Sequence[Trace], sizes: Sequence[int], max_depth: int | None
+    ) -> dict[int, Tree]:
         seen.append({id(trace) for trace in traces})
         return {size: Tree.empty() for size in sizes}
 
@@ -69,11 +75,17 @@ def test_no_conversation_is_rated_with_a_tree_fitted_to_it(monkeypatch: pytest.M
 @pytest.mark.parametrize("levels", [[[0.2, 0.5, 0.1], [0.3, 0.3]], [[0.0, 1.0], [1.0, 0.0]]])
 def test_paths_come_by_product_after_their_parents(levels: list[list[float]]) -> None:
     found = list(paths_by_product(levels))
-    assert [product for product, _ in found] == sorted((product for product, _ in found), reverse=True)
+    assert [product for product, _ in found] == sorted(
+        (product for product, _ in found), reverse=True
+    )
     assert {path for _, path in found} == {
-        path for depth in (1, 2) for path in itertools.product(*(range(len(level)) for level in levels[:depth]))
+        path
+        for depth in (1, 2)
+        for path in itertools.product(*(range(len(level)) for level in levels[:depth]))
     }
     for place, (product, path) in enumerate(found):
-        assert product == pytest.approx(math.prod(levels[depth][rank] for depth, rank in enumerate(path)))
+        assert product == pytest.approx(
+            math.prod(levels[depth][rank] for depth, rank in enumerate(path))
+        )
         assert len(path) == 1 or path[:-1] in [earlier for _, earlier in found[:place]]
     assert list(paths_by_product([])) == []

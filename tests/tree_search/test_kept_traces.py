@@ -5,7 +5,12 @@ from pathlib import Path
 
 from medusa_train.checkpoint.resolve import ModelPaths, resolve_model
 from medusa_train.inference.decoding_settings import DecodingSettings
-from medusa_train.tree_search.traces import load_traces, save_traces, trace_conversations, weights_key
+from medusa_train.tree_search.traces import (
+    load_traces,
+    save_traces,
+    trace_conversations,
+    weights_key,
+)
 from tests.evaluation.tiny_model import write_backbone, write_run
 from tests.families import random_backbone
 from tests.tree_search.test_traces import noisy_heads
@@ -15,7 +20,9 @@ SETTINGS = DecodingSettings("float32", None, True, False, "cpu", "A CPU", 4)
 
 def test_traces_are_read_as_they_were_written(tmp_path: Path) -> None:
     backbone, path = random_backbone("llama"), tmp_path / "tree_traces.npz"
-    traced = trace_conversations(backbone, noisy_heads(backbone), [[[3, 1, 4], [9]], [[2, 6, 5]]], max_new_tokens=20)
+    traced = trace_conversations(
+        backbone, noisy_heads(backbone), [[[3, 1, 4], [9]], [[2, 6, 5]]], max_new_tokens=20
+    )
     assert [len(one) for one in traced.conversations] == [2, 1]
     save_traces(path, traced, {"heads": "a"})
     assert load_traces(path, {"heads": "a"}) == traced
@@ -29,7 +36,12 @@ def test_the_key_changes_with_the_weights_and_not_with_dtype_or_device(tmp_path:
     run = write_run(tmp_path / "run", write_backbone(tmp_path / "backbone"))
     paths = resolve_model(str(run), None, None)
     keys = [weights_key(paths, SETTINGS)]
-    assert weights_key(paths, replace(SETTINGS, dtype="bfloat16", device="cuda", compiled=True, graphs=True)) == keys[0]
+    assert (
+        weights_key(
+            paths, replace(SETTINGS, dtype="bfloat16", device="cuda", compiled=True, graphs=True)
+        )
+        == keys[0]
+    )
     keys += [
         weights_key(paths, replace(SETTINGS, merged=False)),
         weights_key(paths, replace(SETTINGS, quantization="nf4")),
@@ -41,7 +53,11 @@ def test_the_key_changes_with_the_weights_and_not_with_dtype_or_device(tmp_path:
         path.write_bytes(data)
         return paths
 
-    keys.append(weights_key(change(next((tmp_path / "backbone").glob("*.safetensors")), -1), SETTINGS))
+    keys.append(
+        weights_key(change(next((tmp_path / "backbone").glob("*.safetensors")), -1), SETTINGS)
+    )
     keys.append(weights_key(change(next((run / "heads").glob("*.safetensors")), -1), SETTINGS))
     assert all(one not in keys[:i] for i, one in enumerate(keys))
-    assert weights_key(replace(paths, base_model="nobody/nothing"), SETTINGS) not in keys  # not in the hub's cache
+    assert (
+        weights_key(replace(paths, base_model="nobody/nothing"), SETTINGS) not in keys
+    )  # not in the hub's cache

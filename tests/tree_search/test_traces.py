@@ -25,7 +25,9 @@ from medusa_train.trees.tree import Tree
 from tests.families import random_backbone
 
 # an answer of six tokens, three heads
-TRACE = Trace([[0, 1, -1], [0, 0, 2], [-1, 0, 0], [1, 0, -1], [0, -1, -1], [-1, -1, -1]], [3, 3, 3, 2, 1, 0])
+TRACE = Trace(
+    [[0, 1, -1], [0, 0, 2], [-1, 0, 0], [1, 0, -1], [0, -1, -1], [-1, -1, -1]], [3, 3, 3, 2, 1, 0]
+)
 
 
 def test_paths_end_at_the_first_miss() -> None:
@@ -34,7 +36,8 @@ def test_paths_end_at_the_first_miss() -> None:
 
 def test_simulated_decoding() -> None:
     tree = Tree.from_paths([(0,), (1,), (0, 0), (1, 0)])
-    # from 0 only (0,) is in the tree: one accepted and the new root is 2; from 2 nothing; from 3 both nodes
+    # from 0 only (0,) is in the tree: one accepted and the new root is 2; from 2 nothing; from 3
+    # both nodes
     assert TRACE.simulate(tree) == [0, 2, 3]
     assert tokens_per_step([TRACE], tree) == 5 / 3
     assert TRACE.simulate(Tree.empty()) == [0, 1, 2, 3, 4]
@@ -63,12 +66,22 @@ def answers_one_by_one(
 
 @pytest.mark.parametrize("rows", [2, 16])
 @pytest.mark.parametrize("family", ["llama", "mistral-window", "phi3-longrope"])
-def test_batches_give_the_answers_of_single_rows(family: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_give_the_answers_of_single_rows(
+    family: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(traces_module, "MAX_ROWS", rows)
     backbone = random_backbone(family)
     backbone.max_context = 30
-    prompts = [[3, 1, 4, 1, 5], [9], list(range(2, 33)), [2, 6], *([i, i + 1, 2 * i + 1] for i in range(2, 14))]
-    backbone.eos_ids = tuple(Decoder(backbone).generate(prompt, 20).tokens[at] for prompt, at in ((prompts[1], 6),))
+    prompts = [
+        [3, 1, 4, 1, 5],
+        [9],
+        list(range(2, 33)),
+        [2, 6],
+        *([i, i + 1, 2 * i + 1] for i in range(2, 14)),
+    ]
+    backbone.eos_ids = tuple(
+        Decoder(backbone).generate(prompt, 20).tokens[at] for prompt, at in ((prompts[1], 6),)
+    )
     for budget in (1, 20, 21, 100, 10_000):
         expected = answers_one_by_one(backbone, prompts, 20, budget)
         lengths: list[int] = []
@@ -82,7 +95,9 @@ def test_batches_give_the_answers_of_single_rows(family: str, rows: int, monkeyp
 def test_answers_share_passes_as_far_as_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     passes = []
     step = RunningBatch.step
-    monkeypatch.setattr(RunningBatch, "step", lambda batch: (passes.append(len(batch.active)), step(batch))[1])
+    monkeypatch.setattr(
+        RunningBatch, "step", lambda batch: (passes.append(len(batch.active)), step(batch))[1]
+    )
     backbone = random_backbone("llama")
     backbone.eos_ids = ()
     prompts = [[i, i + 1] for i in range(2, 34)]
@@ -122,11 +137,18 @@ def test_ranks_against_a_plain_computation() -> None:
             if position + k >= len(answer):
                 assert (trace.ranks[position][k - 1], targets < k) == (-1, True)
                 continue
-            rank = draft.head_logits(hidden, k).argsort(descending=True).tolist().index(answer[position + k])
+            rank = (
+                draft.head_logits(hidden, k)
+                .argsort(descending=True)
+                .tolist()
+                .index(answer[position + k])
+            )
             assert trace.ranks[position][k - 1] == (rank if rank < 10 else -1)
 
 
-@pytest.mark.parametrize("tree", [Tree.cartesian([3, 2]), Tree.chain(3), Tree.from_paths([(0,), (4,), (0, 3)])])
+@pytest.mark.parametrize(
+    "tree", [Tree.cartesian([3, 2]), Tree.chain(3), Tree.from_paths([(0,), (4,), (0, 3)])]
+)
 def test_simulated_decoding_is_what_the_loop_does(tree: Tree) -> None:
     backbone = random_backbone("qwen3")
     draft = noisy_heads(backbone)
@@ -150,7 +172,9 @@ def test_damaged_traces_are_none(tmp_path: Path) -> None:
     traced = TracedAnswers([[TRACE]], [1, 2])
     save_traces(path, traced, key)
     whole = path.read_bytes()
-    flipped = (bytes([*whole[:at], whole[at] ^ 255, *whole[at + 1 :]]) for at in range(0, len(whole), 17))
+    flipped = (
+        bytes([*whole[:at], whole[at] ^ 255, *whole[at + 1 :]]) for at in range(0, len(whole), 17)
+    )
     for content in (b"", whole[:-40], *flipped):
         path.write_bytes(content)
         assert load_traces(path, key) in (None, traced)

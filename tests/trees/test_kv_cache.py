@@ -1,4 +1,6 @@
-"""Key-value caches: pending and committed positions, compaction in place, rows of different lengths, bounds."""
+"""Key-value caches: pending and committed positions, compaction in place, rows of different
+lengths, bounds.
+"""
 
 from collections.abc import Sequence
 
@@ -19,9 +21,13 @@ def keys_of(numbers: Sequence[Sequence[int]]) -> Tensor:
 
 
 def write(cache: TreeCache, numbers: list[int]) -> list[tuple[Tensor, Tensor]]:
-    """Write a single row to all layers, with 100 added per layer; return all keys and values by layer."""
+    """Write a single row to all layers, with 100 added per layer; return all keys and values by
+    layer.
+    """
     states = keys_of([numbers])
-    return [cache.update(states + 100 * layer, -states - 100 * layer, layer) for layer in range(LAYERS)]
+    return [
+        cache.update(states + 100 * layer, -states - 100 * layer, layer) for layer in range(LAYERS)
+    ]
 
 
 def check_contents(cache: TreeCache, expected: list[int]) -> None:
@@ -31,7 +37,9 @@ def check_contents(cache: TreeCache, expected: list[int]) -> None:
         assert values[0, 1, :, 3].tolist() == [-n - 100 * layer for n in [*expected, 99]]
 
 
-@pytest.mark.parametrize("kept", [[0], [0, 1, 2], [0, 2, 3], [0, 1, 4], [0, 3], [0, 4], [0, 1, 2, 3, 4]])
+@pytest.mark.parametrize(
+    "kept", [[0], [0, 1, 2], [0, 2, 3], [0, 1, 4], [0, 3], [0, 4], [0, 1, 2, 3, 4]]
+)
 def test_keep_compacts_accepted_nodes_in_every_layer(kept: list[int]) -> None:
     cache = TreeCache(LAYERS, 12)
     write(cache, [1, 2, 3])
@@ -81,7 +89,9 @@ def test_bounds_are_checked() -> None:
 
 
 def write_rows(cache: BatchCache, numbers: list[list[int]]) -> list[list[int]]:
-    """Write rows to all layers, with 1000 added per layer; return what the last layer holds, per row."""
+    """Write rows to all layers, with 1000 added per layer; return what the last layer holds, per
+    row.
+    """
     states = keys_of(numbers)
     for layer in range(LAYERS):
         keys, values = cache.update(states + 1000 * layer, -states, layer)
@@ -113,10 +123,18 @@ def test_rows_grow_by_the_nodes_they_keep_and_padding_is_masked() -> None:
     cache = prompts([[1, 2, 3, 4], [11, 12], [21, 22, 23]], capacity=16)
     assert cache.length == 4
     assert cache.padding_mask(CPU).int().tolist() == [[0, 0, 0, 0], [0, 0, 1, 1], [0, 0, 0, 1]]
-    assert committed(cache, [[5, 6, 7], [15, 16, 17], [25, 26, 27]]) == [[1, 2, 3, 4], [11, 12], [21, 22, 23]]
+    assert committed(cache, [[5, 6, 7], [15, 16, 17], [25, 26, 27]]) == [
+        [1, 2, 3, 4],
+        [11, 12],
+        [21, 22, 23],
+    ]
     cache.keep_rows([[0], [0, 1, 2], [0, 2]])
     assert (cache.lengths, cache.length) == ([5, 5, 5], 5)
-    assert committed(cache, [[0] * 3] * 3) == [[1, 2, 3, 4, 5], [11, 12, 15, 16, 17], [21, 22, 23, 25, 27]]
+    assert committed(cache, [[0] * 3] * 3) == [
+        [1, 2, 3, 4, 5],
+        [11, 12, 15, 16, 17],
+        [21, 22, 23, 25, 27],
+    ]
     cache.keep_rows([[0, 1], [0], [0]])
     assert cache.lengths == [7, 6, 6]
 
@@ -146,9 +164,17 @@ def test_appended_rows_reuse_the_memory_of_removed_ones() -> None:
     assert cache._storage.data_ptr() == storage.data_ptr()
     assert committed(cache, [[23], [32], [44]]) == [[21, 22], [31], [41, 42, 43]]
     cache.keep_rows([[0], [0], [0]])
-    assert committed(cache, [[24, 25], [33, 34], [45, 46]]) == [[21, 22, 23], [31, 32], [41, 42, 43, 44]]
+    assert committed(cache, [[24, 25], [33, 34], [45, 46]]) == [
+        [21, 22, 23],
+        [31, 32],
+        [41, 42, 43, 44],
+    ]
     cache.keep_rows([[0, 1], [0], [1]])
-    assert committed(cache, [[0], [0], [0]]) == [[21, 22, 23, 24, 25], [31, 32, 33], [41, 42, 43, 44, 46]]
+    assert committed(cache, [[0], [0], [0]]) == [
+        [21, 22, 23, 24, 25],
+        [31, 32, 33],
+        [41, 42, 43, 44, 46],
+    ]
     assert others.lengths == [1, 3]
 
 
@@ -157,7 +183,12 @@ def test_memory_grows_for_appended_rows(capacity: int) -> None:
     cache = prompts([[1, 2, 3], [11, 12]])
     cache.append_rows(prompts([[21, 22, 23, 24], [31]], capacity=4), capacity)
     assert cache.capacity == (8 if capacity == 8 else 512)
-    assert committed(cache, [[4], [13], [25], [32]]) == [[1, 2, 3], [11, 12], [21, 22, 23, 24], [31]]
+    assert committed(cache, [[4], [13], [25], [32]]) == [
+        [1, 2, 3],
+        [11, 12],
+        [21, 22, 23, 24],
+        [31],
+    ]
     cache.keep_rows([[0]] * 4)
     cache.select_rows([3, 1])
     cache.append_rows(prompts([[41] * 6]), 8)

@@ -14,7 +14,10 @@ from medusa_train.trees.tree import Tree
 from tests.families import random_backbone
 
 FAMILIES = ["llama", "mistral-window", "qwen2-window", "qwen3", "gemma2"]
-LENGTHS = [[13, 9, 11], [17, 4]]  # longer than every family's window; the second row ends in padding
+LENGTHS = [
+    [13, 9, 11],
+    [17, 4],
+]  # longer than every family's window; the second row ends in padding
 
 
 def documents(seed: int = 0) -> list[list[Example]]:
@@ -45,7 +48,9 @@ def test_the_document_mask_written_out() -> None:
     assert mask.dtype == torch.bfloat16
     assert mask.shape == (2, 1, 6, 6)
     assert set(mask.flatten().tolist()) == {0.0, float("-inf")}
-    seen = [["".join(".x"[value == 0] for value in row) for row in rows[0]] for rows in mask.tolist()]
+    seen = [
+        ["".join(".x"[value == 0] for value in row) for row in rows[0]] for rows in mask.tolist()
+    ]
     assert seen[0] == ["x.....", "xx....", "..x...", "..xx..", "....x.", "....xx"]
     assert seen[1] == ["x.....", "xx....", "xxx...", "xxxx..", "xxxxx.", "xxxxxx"]
 
@@ -67,9 +72,13 @@ def test_packed_documents_give_the_states_of_single_documents(family: str) -> No
     for row, lengths in enumerate(LENGTHS):
         for segment in range(len(lengths)):
             state = states[sum(map(len, LENGTHS[:row])) + segment]
-            torch.testing.assert_close(hidden[row, packed.segments[row] == segment], state[0], rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(
+                hidden[row, packed.segments[row] == segment], state[0], rtol=1e-5, atol=1e-5
+            )
     for k in range(3):
-        expected = sum(loss(backbone, state, batch, k) for state, batch in zip(states, alone, strict=True))
+        expected = sum(
+            loss(backbone, state, batch, k) for state, batch in zip(states, alone, strict=True)
+        )
         torch.testing.assert_close(loss(backbone, hidden, packed, k), expected, rtol=1e-5, atol=0)
 
 
@@ -79,7 +88,9 @@ def test_a_row_of_padding_has_finite_states(family: str) -> None:
     batch = collate(documents())
     batch.segments[1] = -1
     assert run(backbone, batch).isfinite().all()
-    assert torch.equal(shift_labels(batch.labels, 0, batch.segments)[1, -2:], torch.full((2,), IGNORE_INDEX))
+    assert torch.equal(
+        shift_labels(batch.labels, 0, batch.segments)[1, -2:], torch.full((2,), IGNORE_INDEX)
+    )
 
 
 def seen(mask: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,6 @@
-"""Trees of rows against fixed trees of the same shape, padding, and trees that grow by continuations."""
+"""Trees of rows against fixed trees of the same shape, padding, and trees that grow by
+continuations.
+"""
 
 import torch
 

@@ -1,4 +1,6 @@
-"""Caches at fixed addresses keep their content through buckets; masks by lookup equal those built by columns."""
+"""Caches at fixed addresses keep their content through buckets; masks by lookup equal those built
+by columns.
+"""
 
 from collections.abc import Sequence
 
@@ -9,7 +11,12 @@ from torch import Tensor
 from medusa_train.errors import MedusaError
 from medusa_train.inference.static.cache import StaticCache, move_columns
 from medusa_train.trees.kv_cache import TreeCache
-from medusa_train.trees.masks import MaskTable, additive_mask, apply_sliding_window, mask_with_prefix
+from medusa_train.trees.masks import (
+    MaskTable,
+    additive_mask,
+    apply_sliding_window,
+    mask_with_prefix,
+)
 from medusa_train.trees.tree import Tree
 
 TREE = Tree.from_paths([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
@@ -17,7 +24,9 @@ LAYERS, HEADS, DIM, BLOCK = 2, 3, 4, 8
 
 
 def write(cache: StaticCache, first: int, lengths: Sequence[int], start: int = 0) -> Tensor:
-    """Write random prompts to rows from `first` on; returns the keys [layers, rows, heads, longest, dim]."""
+    """Write random prompts to rows from `first` on; returns the keys [layers, rows, heads, longest,
+    dim].
+    """
     prompts = cache.prompt_cache(first, len(lengths))
     states = torch.randn(LAYERS, len(lengths), HEADS, max(lengths), DIM)
     for layer, keys in enumerate(states):
@@ -33,7 +42,14 @@ def test_a_longer_text_moves_to_the_next_bucket_and_addresses_stay() -> None:
     keys = write(cache, 0, [12])
     assert cache.storage(12).shape == (LAYERS, 2, 1, HEADS, 2 * BLOCK + 1, DIM)
     storage = cache.storage(33)
-    assert storage.shape == (LAYERS, 2, 1, HEADS, 56 + 1, DIM)  # 64 would exceed the capacity, 50 rounded up
+    assert storage.shape == (
+        LAYERS,
+        2,
+        1,
+        HEADS,
+        56 + 1,
+        DIM,
+    )  # 64 would exceed the capacity, 50 rounded up
     assert torch.equal(storage[:, 0, :, :, :12], keys)
     assert torch.equal(storage[:, 1, :, :, :12], -keys)
     cache.reset()
@@ -47,7 +63,9 @@ def test_a_longer_text_moves_to_the_next_bucket_and_addresses_stay() -> None:
     with pytest.raises(MedusaError, match="holds 0 positions"):
         StaticCache(LAYERS, 50).storage(1)
     with pytest.raises(MedusaError, match="differ in shape"):
-        cache.prompt_cache(0, 1).write(0, torch.zeros(1, HEADS, 2, DIM), torch.zeros(1, HEADS, 2, DIM + 1))
+        cache.prompt_cache(0, 1).write(
+            0, torch.zeros(1, HEADS, 2, DIM), torch.zeros(1, HEADS, 2, DIM + 1)
+        )
     prompt = cache.prompt_cache(0, 1)
     with pytest.raises(MedusaError, match="holds 56 positions, 60 are needed"):
         prompt.write(0, *torch.zeros(2, 1, HEADS, 60, DIM))
@@ -82,7 +100,9 @@ def test_rows_join_move_and_get_more_memory() -> None:
 
 
 def test_what_passes_read_grows_by_blocks() -> None:
-    assert [StaticCache(LAYERS, 50, BLOCK).key_length(positions) for positions in (1, 8, 9, 17)] == [8, 8, 16, 24]
+    assert [
+        StaticCache(LAYERS, 50, BLOCK).key_length(positions) for positions in (1, 8, 9, 17)
+    ] == [8, 8, 16, 24]
 
 
 @pytest.mark.parametrize(("rows", "allocated"), [(1, 1), (3, 3), (1, 3), (2, 3)])
@@ -104,7 +124,9 @@ def test_accepted_paths_are_compacted(rows: int, allocated: int) -> None:
 
 @pytest.mark.parametrize("window", [None, 1, 2, 3, 6])
 def test_looked_up_masks_equal_those_of_columns(window: int | None) -> None:
-    """With windows smaller and larger than the tree's depth, and prefixes shorter and longer than the window."""
+    """With windows smaller and larger than the tree's depth, and prefixes shorter and longer than
+    the window.
+    """
     block, cache = additive_mask(TREE.ancestors, torch.float64), TreeCache(1, 24)
     lengths = torch.tensor([0, 1, 4, 11])
     masks = MaskTable(TREE.ancestors, TREE.depths, window, torch.float64).at(lengths, 24)

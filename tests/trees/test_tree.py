@@ -95,7 +95,9 @@ def test_candidates_by_rank_rebuild_every_path(name: str) -> None:
         ]
         table = [(*path, rank) for path in inner for rank in range(level.width)]
         children = [table[index] for index in level.candidates.tolist()]
-        assert [path[:-1] for path in children] == [inner[parent] for parent in level.parents.tolist()]
+        assert [path[:-1] for path in children] == [
+            inner[parent] for parent in level.parents.tolist()
+        ]
         tokens += children
     assert tokens == [(), *tree.paths]
 

@@ -1,1 +1,3 @@
-"""Decoding steps on fixed memory, which CUDA graphs capture and replay; on a CPU nothing here is needed."""
+"""Decoding steps on fixed memory, which CUDA graphs capture and replay; on a CPU nothing here is
+needed.
+"""

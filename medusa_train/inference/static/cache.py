@@ -1,9 +1,9 @@
 """Key-value caches at fixed addresses, for steps that are captured as CUDA graphs and replayed.
 
-A CUDA graph replays its kernels with the addresses and shapes that it was captured with. So memory is allocated in
-buckets of fixed length and kept: a longer text is copied into the next bucket, and the next answer starts in the first
-one again. A tensor gives the positions that a pass writes to. Passes read a fixed number of columns, of which those
-beyond the text are masked.
+A CUDA graph replays its kernels with the addresses and shapes that it was captured with. So memory
+is allocated in buckets of fixed length and kept: a longer text is copied into the next bucket, and
+the next answer starts in the first one again. A tensor gives the positions that a pass writes to.
+Passes read a fixed number of columns, of which those beyond the text are masked.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ KEY_BLOCK = 256
 
 
 class StaticCache:
-    """Keys and values in one of several buckets, of 1, 2, 4, ... blocks of columns; together less than twice the last.
+    """Keys and values in one of several buckets, of 1, 2, 4, ... blocks of columns; together less
+    than twice the last.
 
-    Prompts are written through `prompt_cache`, steps of fixed shape write to slots of `storage`. How many positions of
-    a row are filled is counted by the caller.
+    Prompts are written through `prompt_cache`, steps of fixed shape write to slots of `storage`.
+    How many positions of a row are filled is counted by the caller.
 
     Args:
         capacity: maximum number of positions; memory is allocated only as needed.
@@ -54,7 +55,8 @@ class StaticCache:
         return self._storage is not None
 
     def make_room(self, rows: int, positions: int) -> None:
-        """Make room for `rows` rows, and take no bucket with less than `positions` positions until `reset`.
+        """Make room for `rows` rows, and take no bucket with less than `positions` positions until
+        `reset`.
 
         For more rows than before memory moves, so that what was captured on the old one is invalid.
         """
@@ -69,11 +71,15 @@ class StaticCache:
             self._buckets = {before.shape[4] - 1: self._storage}
 
     def prompt_cache(self, first: int, count: int) -> TreeCache:
-        """Return an empty cache for the prompts of `count` rows from row `first` on; its memory is part of this one."""
+        """Return an empty cache for the prompts of `count` rows from row `first` on; its memory is
+        part of this one.
+        """
         return _PromptCache(self, self._num_layers, first, count)
 
     def allocate(self, keys: Tensor, values: Tensor) -> Tensor:
-        """Return the storage for prompts with these keys and values, [B, kv_heads, q, head_dim], in each layer."""
+        """Return the storage for prompts with these keys and values, [B, kv_heads, q, head_dim], in
+        each layer.
+        """
         check_shapes(keys, values)
         if self._storage is None:
             length = self.bucket_length(max(keys.shape[2], self._reserved))
@@ -88,7 +94,9 @@ class StaticCache:
             self._storage = self._buckets[min(self._buckets)]
 
     def settle(self, positions: int) -> None:
-        """Keep one bucket, with room for `positions`, for all that follows: smaller ones would only take memory."""
+        """Keep one bucket, with room for `positions`, for all that follows: smaller ones would only
+        take memory.
+        """
         self._reserved = max(self._reserved, positions)
         storage = self.storage(positions)
         self._buckets = {storage.shape[4] - 1: storage}
@@ -103,7 +111,8 @@ class StaticCache:
         return -(-positions // self.block) * self.block
 
     def storage(self, positions: int) -> Tensor:
-        """Return the bucket for `positions`, [layers, 2, rows, kv_heads, length + 1, head_dim], with all earlier ones.
+        """Return the bucket for `positions`, [layers, 2, rows, kv_heads, length + 1, head_dim],
+        with all earlier ones.
 
         It has one column more than passes read, see `models.compiled.compiled_capacity`.
 
@@ -132,7 +141,9 @@ class StaticCache:
         return like.new_zeros(layers, two, self.rows, heads, columns, dim)
 
     def bucket_length(self, positions: int) -> int:
-        """Return the columns of the bucket for `positions`: a power of two, or 5 to 8 eighths if they are reserved."""
+        """Return the columns of the bucket for `positions`: a power of two, or 5 to 8 eighths if
+        they are reserved.
+        """
         length = self.block
         while length < positions:
             length *= 2
@@ -158,17 +169,22 @@ class _PromptCache(TreeCache):
     def commit_rows(self, lengths: Sequence[int]) -> None:
         """Commit the longest prompt; the padding of the others is masked later, and overwritten."""
         self.commit(max(lengths))
-        self._storage = None  # the session lives on, and would keep a bucket that the batch outgrows
+        self._storage = (
+            None  # the session lives on, and would keep a bucket that the batch outgrows
+        )
 
 
 def move_columns(storage: Tensor, starts: Tensor, path: Tensor) -> None:
-    """Move the columns starts + path[i] of the first rows to starts + i: the compaction of an accepted path.
+    """Move the columns starts + path[i] of the first rows to starts + i: the compaction of an
+    accepted path.
 
-    Shapes and addresses are fixed, so paths are padded at the end; what their padding copies must be overwritten later.
+    Shapes and addresses are fixed, so paths are padded at the end; what their padding copies must
+    be overwritten later.
 
     Args:
         storage: [layers, 2, rows, kv_heads, columns, head_dim], changed in place.
-        starts: long [B], B <= rows. path: long [B, D + 1], increasing from 0; the first column is not moved.
+        starts: long [B], B <= rows. path: long [B, D + 1], increasing from 0; the first column is
+            not moved.
     """
     targets = torch.arange(1, path.shape[1], device=path.device) + starts[:, None]
     sources = path[:, 1:] + starts[:, None]
@@ -187,8 +203,8 @@ class SlotPass:
         positions: position ids, long [B, n + 1].
         masks: by layer type, sliding windows applied, additive [B, 1, n + 1, key_length].
         slots: columns of the cache that the nodes are written to, long [B, n + 1].
-        storage: of the backbone's cache, [layers, 2, rows, kv_heads, columns, head_dim] with columns > key_length, of
-            which the first B rows are used.
+        storage: of the backbone's cache, [layers, 2, rows, kv_heads, columns, head_dim] with
+            columns > key_length, of which the first B rows are used.
         key_length: number of columns that attention reads.
     """
 

@@ -1,7 +1,8 @@
 """Drafting in steps whose shapes and addresses are fixed, so that CUDA graphs can replay them.
 
-An accepted path is given as tensors, padded to the tree's depth. A draft's own layers read all of it and write to slots
-of their own cache. What the padding writes is after the accepted nodes, where it is masked and later overwritten.
+An accepted path is given as tensors, padded to the tree's depth. A draft's own layers read all of
+it and write to slots of their own cache. What the padding writes is after the accepted nodes, where
+it is masked and later overwritten.
 """
 
 from __future__ import annotations
@@ -57,8 +58,14 @@ class AcceptedNodes:
         return values[self._rows, self.counts - 1]
 
     def following(self, roots: Tensor) -> Tensor:
-        """Return the tokens after the accepted nodes, long [B, D + 1]; after the last one the next root, long [B]."""
-        return self.along_path(self.tokens).roll(-1, dims=1).index_put((self._rows, self.counts - 1), roots)
+        """Return the tokens after the accepted nodes, long [B, D + 1]; after the last one the next
+        root, long [B].
+        """
+        return (
+            self.along_path(self.tokens)
+            .roll(-1, dims=1)
+            .index_put((self._rows, self.counts - 1), roots)
+        )
 
     @property
     def _rows(self) -> Tensor:
@@ -73,7 +80,8 @@ class FixedShapeDraft:
         cache: the backbone's.
 
     Attributes:
-        caches: of the draft's own layers. The caller allocates enough positions before each `propose`.
+        caches: of the draft's own layers. The caller allocates enough positions before each
+            `propose`.
         needs: states of the backbone that it reads.
     """
 
@@ -86,7 +94,8 @@ class FixedShapeDraft:
         self._levels = tree.by_level  # computed here: it copies from the host, which a graph can't
 
     def start(self, feats: Features, tokens: Tensor, first: int) -> None:
-        """Read prompts, [B, T, d] and long [B, T], shorter ones padded behind, for the rows from `first` on.
+        """Read prompts, [B, T, d] and long [B, T], shorter ones padded behind, for the rows from
+        `first` on.
 
         The last position of each is read again as the first accepted node.
         """
@@ -103,7 +112,9 @@ class FixedShapeDraft:
 
 
 class _Medusa(FixedShapeDraft):
-    def __init__(self, draft: MedusaDraft, backbone: Backbone, tree: Tree, cache: StaticCache) -> None:
+    def __init__(
+        self, draft: MedusaDraft, backbone: Backbone, tree: Tree, cache: StaticCache
+    ) -> None:
         super().__init__(draft, backbone, tree, cache)
         self._draft, self._stacked = draft, draft.stacked()
 
@@ -115,13 +126,17 @@ class _Medusa(FixedShapeDraft):
 class _LayerSteps:
     """A `DraftLayer` that reads accepted paths of D + 1 positions."""
 
-    def __init__(self, layer: DraftLayer | Eagle3Layer, cache: StaticCache, depth: int, max_position: int) -> None:
+    def __init__(
+        self, layer: DraftLayer | Eagle3Layer, cache: StaticCache, depth: int, max_position: int
+    ) -> None:
         parameter = next(layer.parameters())
         self._layer = layer
         self._cache = cache
         self._max_position = max_position
         self._offsets = torch.arange(depth + 1, device=parameter.device)
-        self._mask = MaskTable(self._offsets[:, None] >= self._offsets, self._offsets, layer.window, parameter.dtype)
+        self._mask = MaskTable(
+            self._offsets[:, None] >= self._offsets, self._offsets, layer.window, parameter.dtype
+        )
 
     def prefill(self, states: Tensor, first: int) -> Tensor:
         """Read the prompts of the rows from `first` on, [B, T, d] -> [B, T, d]."""
@@ -135,19 +150,25 @@ class _LayerSteps:
         return self._layer.run_slots(states, positions, self._mask.at(starts, key_length), cache)
 
 
-def _read_prompts(layer: DraftLayer | Eagle3Layer, states: Tensor, cache: StaticCache, first: int) -> Tensor:
+def _read_prompts(
+    layer: DraftLayer | Eagle3Layer, states: Tensor, cache: StaticCache, first: int
+) -> Tensor:
     """Run a layer over prompts, [B, T, d] -> [B, T, d], of the rows from `first` on."""
     positions = torch.arange(states.shape[1], device=states.device).expand(len(states), -1)
     return layer.extend(states, positions, cache.prompt_cache(first, len(states)))
 
 
 class _Hydra(FixedShapeDraft):
-    def __init__(self, draft: HydraDraft, backbone: Backbone, tree: Tree, cache: StaticCache) -> None:
+    def __init__(
+        self, draft: HydraDraft, backbone: Backbone, tree: Tree, cache: StaticCache
+    ) -> None:
         super().__init__(draft, backbone, tree, cache)
         self._draft = draft
         self._prefix: _LayerSteps | None = None
         if draft.prefix is not None:
-            self._prefix = _LayerSteps(draft.prefix, self._add_cache(), tree.max_depth, self._max_position)
+            self._prefix = _LayerSteps(
+                draft.prefix, self._add_cache(), tree.max_depth, self._max_position
+            )
 
     def start(self, feats: Features, tokens: Tensor, first: int) -> None:
         if self._prefix is not None:
@@ -161,7 +182,9 @@ class _Hydra(FixedShapeDraft):
 
 
 class _Amphista(FixedShapeDraft):
-    def __init__(self, draft: AmphistaDraft, backbone: Backbone, tree: Tree, cache: StaticCache) -> None:
+    def __init__(
+        self, draft: AmphistaDraft, backbone: Backbone, tree: Tree, cache: StaticCache
+    ) -> None:
         super().__init__(draft, backbone, tree, cache)
         self._draft, self._stacked = draft, draft.stacked()
         self._layers = [
@@ -181,13 +204,19 @@ class _Amphista(FixedShapeDraft):
             return self._layers[i].append(x, accepted.starts, nodes.key_length)
 
         stages = self._draft.stages(accepted.along_path(accepted.feats.hidden), following, append)
-        return self._draft.propose_from([accepted.last(stage) for stage in stages], self._stacked, roots, self.tree)
+        return self._draft.propose_from(
+            [accepted.last(stage) for stage in stages], self._stacked, roots, self.tree
+        )
 
 
 class _Kangaroo(FixedShapeDraft):
-    """The first layers and the adapter, level by level; no early exit, for which the host would wait at every level."""
+    """The first layers and the adapter, level by level; no early exit, for which the host would
+    wait at every level.
+    """
 
-    def __init__(self, draft: KangarooDraft, backbone: Backbone, tree: Tree, cache: StaticCache) -> None:
+    def __init__(
+        self, draft: KangarooDraft, backbone: Backbone, tree: Tree, cache: StaticCache
+    ) -> None:
         super().__init__(draft, backbone, tree, cache)
         self._draft = draft
         self._adapter_cache = self._add_cache()
@@ -199,7 +228,9 @@ class _Kangaroo(FixedShapeDraft):
 
     def start(self, feats: Features, tokens: Tensor, first: int) -> None:
         assert feats.early is not None
-        _read_prompts(self._draft.adapter, self._draft.cast(feats.early), self._adapter_cache, first)
+        _read_prompts(
+            self._draft.adapter, self._draft.cast(feats.early), self._adapter_cache, first
+        )
 
     def propose(self, accepted: AcceptedNodes, roots: Tensor, nodes: SlotPass) -> Proposal:
         draft, inputs = self._draft, self._draft.split.with_masks(nodes.positions, nodes.masks)
@@ -208,8 +239,13 @@ class _Kangaroo(FixedShapeDraft):
         move_columns(storage, accepted.starts, self._columns[accepted.path])
         before = accepted.last(accepted.along_path(accepted.feats.early))[:, None]
         starts = accepted.lengths[:, None] - 1
-        slots, positions = starts + self._offsets, (starts + self._read.depths).clamp(max=self._max_position)
-        adapter = draft.runner.inputs(positions, self._mask.at(accepted.lengths - 1, nodes.key_length))
+        slots, positions = (
+            starts + self._offsets,
+            (starts + self._read.depths).clamp(max=self._max_position),
+        )
+        adapter = draft.runner.inputs(
+            positions, self._mask.at(accepted.lengths - 1, nodes.key_length)
+        )
 
         def run_first(tokens: Tensor, first: int, last: int) -> Tensor:
             return draft.split.run_first(tokens, inputs.rows(first, last), nodes.cache(first, last))
@@ -224,7 +260,9 @@ class _Kangaroo(FixedShapeDraft):
 class _Eagle3(FixedShapeDraft):
     """The layer over the accepted path, then over the inner nodes of each level."""
 
-    def __init__(self, draft: Eagle3Draft, backbone: Backbone, tree: Tree, cache: StaticCache) -> None:
+    def __init__(
+        self, draft: Eagle3Draft, backbone: Backbone, tree: Tree, cache: StaticCache
+    ) -> None:
         super().__init__(draft, backbone, tree, cache)
         self._draft = draft
         self._cache = self._add_cache()
@@ -240,13 +278,20 @@ class _Eagle3(FixedShapeDraft):
         self._steps.prefill(self._draft.join(following, self._draft.inputs(feats)), first)
 
     def propose(self, accepted: AcceptedNodes, roots: Tensor, nodes: SlotPass) -> Proposal:
-        states = self._draft.join(accepted.following(roots), accepted.along_path(self._draft.inputs(accepted.feats)))
+        states = self._draft.join(
+            accepted.following(roots), accepted.along_path(self._draft.inputs(accepted.feats))
+        )
         states = accepted.last(self._steps.append(states, accepted.starts, nodes.key_length))
         mask = self._mask.at(accepted.lengths, nodes.key_length)
-        slots, positions = accepted.lengths[:, None] + self._offsets, accepted.lengths[:, None] + self._depths
+        slots, positions = (
+            accepted.lengths[:, None] + self._offsets,
+            accepted.lengths[:, None] + self._depths,
+        )
 
         def run(states: Tensor, depth: int, first: int, last: int) -> Tensor:
-            cache = slot_cache(self._cache.storage(nodes.key_length), slots[:, first:last], nodes.key_length)
+            cache = slot_cache(
+                self._cache.storage(nodes.key_length), slots[:, first:last], nodes.key_length
+            )
             clamped = positions[:, first:last].clamp(max=self._max_position)
             return self._draft.midlayer.run_slots(states, clamped, mask[:, :, first:last], cache)
 
@@ -268,7 +313,9 @@ def has_fixed_shape(draft: Proposer | None) -> bool:
     return isinstance(draft, tuple(_FIXED_SHAPES)) and not chooses
 
 
-def fixed_shape_draft(draft: Proposer, backbone: Backbone, tree: Tree, cache: StaticCache) -> FixedShapeDraft:
+def fixed_shape_draft(
+    draft: Proposer, backbone: Backbone, tree: Tree, cache: StaticCache
+) -> FixedShapeDraft:
     """Return what drafts `tree` in steps of fixed shape."""
     fixed = next(fixed for kind, fixed in _FIXED_SHAPES.items() if isinstance(draft, kind))
     return fixed(draft, backbone, tree, cache)

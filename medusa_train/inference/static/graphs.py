@@ -1,8 +1,10 @@
-"""Capture steps on fixed memory as CUDA graphs and replay them: one launch for all kernels of a step.
+"""Capture steps on fixed memory as CUDA graphs and replay them: one launch for all kernels of a
+step.
 
-A decoding step over a few tokens launches hundreds of small kernels, which takes longer than they run. A graph replays
-them with the shapes and addresses that they were captured with, so a step reads its inputs from fixed buffers, leaves
-its results in fixed buffers, and never waits for the device.
+A decoding step over a few tokens launches hundreds of small kernels, which takes longer than they
+run. A graph replays them with the shapes and addresses that they were captured with, so a step
+reads its inputs from fixed buffers, leaves its results in fixed buffers, and never waits for the
+device.
 """
 
 from __future__ import annotations
@@ -41,15 +43,18 @@ class StepRunner:
     """Runs steps as they are."""
 
     def run(self, graphs: dict[Hashable, Replayable], key: Hashable, step: Step) -> None:
-        """Run `step`, whose shapes and addresses `key` stands for; `graphs` were captured so far for its buffers."""
+        """Run `step`, whose shapes and addresses `key` stands for; `graphs` were captured so far
+        for its buffers.
+        """
         step()
 
 
 class GraphRunner(StepRunner):
     """Captures each step when it is first run, and replays it from then on.
 
-    All graphs share one memory pool. That is safe in any order of replays, since a step leaves nothing in it: results
-    are copied to buffers outside. If capture fails, steps run as they are and a warning says so.
+    All graphs share one memory pool. That is safe in any order of replays, since a step leaves
+    nothing in it: results are copied to buffers outside. If capture fails, steps run as they are
+    and a warning says so.
 
     Attributes:
         works: whether no capture failed so far.
@@ -59,7 +64,10 @@ class GraphRunner(StepRunner):
         self.works = True
 
     def run(self, graphs: dict[Hashable, Replayable], key: Hashable, step: Step) -> None:
-        """Run `step`, or replay what was captured under `key`. The first run is the warm-up; capture runs nothing."""
+        """Run `step`, or replay what was captured under `key`.
+
+        The first run is the warm-up; capture runs nothing.
+        """
         if key in graphs:
             graphs[key].replay()
             return
@@ -85,7 +93,9 @@ class GraphRunner(StepRunner):
 
 
 class CudaGraphRunner(GraphRunner):
-    """Captures steps as `torch.cuda.CUDAGraph`; see torch's notes on CUDA graphs, "Whole-network capture"."""
+    """Captures steps as `torch.cuda.CUDAGraph`; see torch's notes on CUDA graphs, "Whole-network
+    capture".
+    """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -95,7 +105,9 @@ class CudaGraphRunner(GraphRunner):
         self._first: torch.cuda.CUDAGraph | None = None
 
     def _warm_up(self, step: Step) -> None:
-        """Run the step on the stream of the captures, so that lazily created kernels and workspaces exist."""
+        """Run the step on the stream of the captures, so that lazily created kernels and workspaces
+        exist.
+        """
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -107,16 +119,23 @@ class CudaGraphRunner(GraphRunner):
         graph = torch.cuda.CUDAGraph()
         try:
             # other threads may use the device during a capture, for example to write a checkpoint
-            with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+            with torch.cuda.graph(
+                graph, self._pool, self._stream, capture_error_mode="thread_local"
+            ):
                 step()
         except RuntimeError:
-            # before torch 2.13 the allocator still counts a failed capture as underway, and `empty_cache` then fails
+            # before torch 2.13 the allocator still counts a failed capture as underway, and
+            # `empty_cache` then fails
             with contextlib.suppress(RuntimeError, AttributeError):
                 torch._C._cuda_endAllocateToPool(current.device_index, self._pool)
             raise
         finally:
-            torch.cuda.set_stream(current)  # a failed capture leaves its own stream as the current one
-        self._first = self._first or graph  # nothing can be captured to a pool all of whose graphs are gone
+            torch.cuda.set_stream(
+                current
+            )  # a failed capture leaves its own stream as the current one
+        self._first = (
+            self._first or graph
+        )  # nothing can be captured to a pool all of whose graphs are gone
         return graph
 
 
@@ -126,7 +145,9 @@ def use_cuda_graphs(backbone: Backbone) -> None:
 
 
 def graph_runner(device: torch.device, model: Any) -> CudaGraphRunner | None:
-    """Return a runner that captures the steps of a transformers model on a GPU; None if they cannot be captured."""
+    """Return a runner that captures the steps of a transformers model on a GPU; None if they cannot
+    be captured.
+    """
     if device.type != "cuda":
         return None
     if (obstacle := graph_obstacle(model)) is not None:
@@ -136,7 +157,9 @@ def graph_runner(device: torch.device, model: Any) -> CudaGraphRunner | None:
 
 
 def graph_obstacle(model: Any) -> str | None:
-    """Return why a transformers model waits for the device in a pass, so that it can't be captured; None: it can."""
+    """Return why a transformers model waits for the device in a pass, so that it can't be captured;
+    None: it can.
+    """
     config = model.config.get_text_config()
     rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
     if rope_type in ("dynamic", "longrope"):
@@ -145,4 +168,6 @@ def graph_obstacle(model: Any) -> str | None:
         return "routes tokens to experts"
     # products in 8 bits look for outliers on the host, those in 4 bits wait for nothing
     four_bit = getattr(getattr(model.config, "quantization_config", None), "load_in_4bit", False)
-    return "is quantized in 8 bits" if getattr(model, "is_quantized", False) and not four_bit else None
+    return (
+        "is quantized in 8 bits" if getattr(model, "is_quantized", False) and not four_bit else None
+    )

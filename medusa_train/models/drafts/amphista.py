@@ -23,7 +23,8 @@ from medusa_train.trees.tree import Tree
 
 
 class AmphistaDraft(LMHeadsDraft):
-    """K heads over two adaptation layers and a bidirectional block (Amphista, Methodology; arXiv 2406.13170).
+    """K heads over two adaptation layers and a bidirectional block (Amphista, Methodology; arXiv
+    2406.13170).
 
         h1 = Layer1(fc1[h ; e])    h2 = Layer2(fc2[h1 ; e])      h: the backbone's state at t, e: of the token at t + 1
         heads 1 .. K/2 (rounded down): h1    the others: h2      Eq. 1
@@ -31,27 +32,30 @@ class AmphistaDraft(LMHeadsDraft):
         [u_1 .. u_K] = AutoEmbedding([v_1 .. v_K])               Eq. 3 to 5
         p_k = softmax(W2_k u_k)                                  Eq. 6
 
-    The token at t + 1 is the one that the backbone just chose: in decoding the root of the tree, in training the data's
-    token. No head reads a later one, so all K heads draft in one pass.
+    The token at t + 1 is the one that the backbone just chose: in decoding the root of the tree, in
+    training the data's token. No head reads a later one, so all K heads draft in one pass.
 
     Choices that the paper does not specify:
 
     - The MLP is the residual block of Medusa.
     - `AutoEmbedding` has a norm and a residual.
-    - Embeddings are scaled to a root mean square of 1, unless `normalize_embeddings` is False; they are several times
-      smaller than the states next to them.
-    - Initially fc = [I, 0], layers and blocks add 0, and W2 = a copy of lm_head, so that untrained heads give the
-      backbone's next-token logits exactly.
+    - Embeddings are scaled to a root mean square of 1, unless `normalize_embeddings` is False; they
+      are several times smaller than the states next to them.
+    - Initially fc = [I, 0], layers and blocks add 0, and W2 = a copy of lm_head, so that untrained
+      heads give the backbone's next-token logits exactly.
 
     Args:
-        backbone: the model whose layer class, embeddings and lm_head are used; it is neither kept nor changed.
+        backbone: the model whose layer class, embeddings and lm_head are used; it is neither kept
+            nor changed.
         num_heads: K.
-        auto_blocks: attention blocks among the heads; 2 is the paper's alpha variant; 0 also omits the positions.
+        auto_blocks: attention blocks among the heads; 2 is the paper's alpha variant; 0 also omits
+            the positions.
         position_encoding: False omits the positions alone.
-        adaptation_layers: 2; with 1 all heads read h1; with 0 there is no decoder layer, and they read fc[h ; e].
+        adaptation_layers: 2; with 1 all heads read h1; with 0 there is no decoder layer, and they
+            read fc[h ; e].
         sampled_token: False omits e and fc: the layers read h and h1.
-        normalize_embeddings: False leaves e as it is.
-        vocab_size, token_map: N, for heads over the tokens of `token_map` (long [N]); by default all tokens.
+        normalize_embeddings: False leaves e as it is. vocab_size, token_map: N, for heads over the
+        tokens of `token_map` (long [N]); by default all tokens.
         dtype: dtype of the parameters; by default the backbone's.
     """
 
@@ -86,7 +90,9 @@ class AmphistaDraft(LMHeadsDraft):
         self.embedding = backbone.embedding()
         size = backbone.hidden_size
         stages = max(adaptation_layers, 1) if sampled_token else 0
-        self.fc = nn.ModuleList(nn.Linear(2 * size, size, bias=False, dtype=dtype) for _ in range(stages))
+        self.fc = nn.ModuleList(
+            nn.Linear(2 * size, size, bias=False, dtype=dtype) for _ in range(stages)
+        )
         self.layers = nn.ModuleList(
             DraftLayer(backbone, final_norm=False, dtype=dtype) for _ in range(adaptation_layers)
         )
@@ -94,10 +100,14 @@ class AmphistaDraft(LMHeadsDraft):
         self.auto: AutoEmbedding | None = None
         if auto_blocks:
             heads = backbone.config.num_attention_heads
-            self.auto = AutoEmbedding(auto_blocks, num_heads, size, heads, head_dim(backbone.config), dtype)
+            self.auto = AutoEmbedding(
+                auto_blocks, num_heads, size, heads, head_dim(backbone.config), dtype
+            )
             if not position_encoding:
                 self.auto.positions = None
-        self.lm_heads = StackedLinears(self.new_lm_heads(backbone, num_heads, vocab_size, token_map, dtype))
+        self.lm_heads = StackedLinears(
+            self.new_lm_heads(backbone, num_heads, vocab_size, token_map, dtype)
+        )
         self._init_identity()
         self.to(backbone.device)
 
@@ -126,10 +136,14 @@ class AmphistaDraft(LMHeadsDraft):
         vocab_size: int | None = None,
         **without_weights: Any,
     ) -> int:
-        """Per head `d x d` and its lm_head, per stage a decoder layer and its fc, and the blocks' attention."""
+        """Per head `d x d` and its lm_head, per stage a decoder layer and its fc, and the blocks'
+        attention.
+        """
         d = model.get_output_embeddings().weight.shape[1]
         heads = num_heads * (d * d + d + count_lm_head(model, vocab_size))
-        layer = sum(p.numel() for p in layer_to_copy(model).parameters()) if adaptation_layers else 0
+        layer = (
+            sum(p.numel() for p in layer_to_copy(model).parameters()) if adaptation_layers else 0
+        )
         fcs = max(adaptation_layers, 1) * 2 * d * d if sampled_token else 0
         config = model.config.get_text_config()
         attention = 4 * d * config.num_attention_heads * head_dim(config)
@@ -140,19 +154,28 @@ class AmphistaDraft(LMHeadsDraft):
 
     def head_states(self, feats: Features, batch: TokenRows) -> Iterator[Tensor]:
         """Yield for k = 1..K the states [B, T, d] that `lm_head(k)` reads."""
-        # a document's last position has no next token, but no target either, so any token will do there
+        # a document's last position has no next token, but no target either, so any token will do
+        # there
         following = shift_labels(batch.tokens, 0, batch.segments).clamp(min=0)
-        stages = self.stages(feats.hidden, following, lambda i, x: self._layer(i)(x, batch.positions, batch.segments))
+        stages = self.stages(
+            feats.hidden, following, lambda i, x: self._layer(i)(x, batch.positions, batch.segments)
+        )
         yield from self._mix(self._head_vectors(stages)).unbind(-2)
 
-    # Decoding. The layers read a position only once the token after it is known, so the last one waits for the root.
+    # Decoding. The layers read a position only once the token after it is known, so the last one
+    # waits for the root.
 
-    def start(self, feats: Features, tokens: Tensor, lengths: Sequence[int], cache: TreeCache) -> AmphistaState:
+    def start(
+        self, feats: Features, tokens: Tensor, lengths: Sequence[int], cache: TreeCache
+    ) -> AmphistaState:
         """Return the state of the prompts, which `propose` will read."""
         caches = [LayerCache(cache.single_layer()) for _ in self.layers]
         paths = RowPaths([range(length) for length in lengths], tokens.device)
         return self._next(
-            AmphistaState(feats.hidden, tokens, paths, caches, stacked=self.stacked()), feats, tokens, paths
+            AmphistaState(feats.hidden, tokens, paths, caches, stacked=self.stacked()),
+            feats,
+            tokens,
+            paths,
         )
 
     def stacked(self) -> Stacked | None:
@@ -164,7 +187,9 @@ class AmphistaDraft(LMHeadsDraft):
         """Place the top draft tokens of every head in the tree by rank."""
         return self.propose_from(self._read(state, roots), state.stacked, roots, tree)
 
-    def propose_from(self, stages: Sequence[Tensor], stacked: Stacked | None, roots: Tensor, tree: Tree) -> Proposal:
+    def propose_from(
+        self, stages: Sequence[Tensor], stacked: Stacked | None, roots: Tensor, tree: Tree
+    ) -> Proposal:
         """Propose from h1 and h2 [B, d] of the last positions, see `propose`."""
         logits = self._head_logits(stages, stacked, tree.max_depth)
         best = logits.topk(tree.width).indices.transpose(0, 1).flatten(1)  # [B, max_depth * width]
@@ -172,41 +197,64 @@ class AmphistaDraft(LMHeadsDraft):
         return Proposal(torch.cat([roots[:, None], guesses], dim=1), tree)
 
     def advance(
-        self, state: AmphistaState, feats: Features, proposal: Proposal, paths: Sequence[Sequence[int]]
+        self,
+        state: AmphistaState,
+        feats: Features,
+        proposal: Proposal,
+        paths: Sequence[Sequence[int]],
     ) -> AmphistaState:
         """Return the state of the accepted nodes, which the next `propose` will read."""
         if not state.read:
             self._read(state, proposal.tokens[:, 0])
         return self._next(state, feats, proposal.tokens, paths)
 
-    def append_rows(self, state: AmphistaState, other: AmphistaState, cache: TreeCache) -> AmphistaState:
-        """Return the states of both, in the caches of `state`. Rows that join have one unread position."""
+    def append_rows(
+        self, state: AmphistaState, other: AmphistaState, cache: TreeCache
+    ) -> AmphistaState:
+        """Return the states of both, in the caches of `state`.
+
+        Rows that join have one unread position.
+        """
         return state.read_prompts(self._extend).append_rows(other.read_prompts(self._extend), cache)
 
     def _extend(self, state: AmphistaState, paths: RowPaths) -> None:
         """Run the layers over the unread positions and keep the first `len(paths[b])` of each row."""
-        self.stages(state.hidden, state.following, lambda i, x: state.caches[i].append(self._layer(i), x, paths))
+        self.stages(
+            state.hidden,
+            state.following,
+            lambda i, x: state.caches[i].append(self._layer(i), x, paths),
+        )
 
     def _next(
         self, state: AmphistaState, feats: Features, tokens: Tensor, paths: Sequence[Sequence[int]]
     ) -> AmphistaState:
-        """The state at each row's nodes of [B, n + 1, d], with the token of the next node as the following one."""
+        """The state at each row's nodes of [B, n + 1, d], with the token of the next node as the
+        following one.
+        """
         if not self.adaptation_layers:
-            paths = [path[-1:] for path in paths]  # without attention earlier positions have no effect
+            paths = [
+                path[-1:] for path in paths
+            ]  # without attention earlier positions have no effect
         return state.next(feats.hidden, tokens, paths)
 
     def _read(self, state: AmphistaState, roots: Tensor) -> list[Tensor]:
-        """Run the layers over the unread positions, followed by `roots`; return h1 and h2 of the last, [B, d]."""
+        """Run the layers over the unread positions, followed by `roots`; return h1 and h2 of the
+        last, [B, d].
+        """
         following, last = state.with_roots(roots)
         stages = self.stages(
-            state.hidden, following, lambda i, x: state.caches[i].append(self._layer(i), x, state.paths)
+            state.hidden,
+            following,
+            lambda i, x: state.caches[i].append(self._layer(i), x, state.paths),
         )
         state.read = True
         return [stage[torch.arange(len(roots), device=roots.device), last] for stage in stages]
 
     # The layers of the formulas above
 
-    def stages(self, hidden: Tensor, following: Tensor, layer: Callable[[int, Tensor], Tensor]) -> list[Tensor]:
+    def stages(
+        self, hidden: Tensor, following: Tensor, layer: Callable[[int, Tensor], Tensor]
+    ) -> list[Tensor]:
         """Return h1 and h2 (Eq. 1), [B, T, d] each; a single one where there is no second layer.
 
         Args:
@@ -244,14 +292,18 @@ class AmphistaDraft(LMHeadsDraft):
         weights, biases = stacked.mlp
         assert biases is not None
         x = torch.stack(self._stage_of_heads(stages))
-        return (x + silu(torch.baddbmm(biases[:, None], x, weights.transpose(1, 2)))).transpose(0, 1)
+        return (x + silu(torch.baddbmm(biases[:, None], x, weights.transpose(1, 2)))).transpose(
+            0, 1
+        )
 
     def _mix(self, vectors: Tensor) -> Tensor:
         """u_1 .. u_K (Eq. 3 to 5), [..., K, d] -> [..., K, d]."""
         return vectors if self.auto is None else self.auto(vectors)
 
     def _head_logits(self, stages: Sequence[Tensor], stacked: Stacked | None, count: int) -> Tensor:
-        """Logits of heads 1..count without soft cap and scale, which keep their order: [count, B, V] of [B, d]."""
+        """Logits of heads 1..count without soft cap and scale, which keep their order: [count, B,
+        V] of [B, d].
+        """
         if stacked is None:
             heads = self._mix(self._head_vectors(stages)).unbind(-2)
             return torch.stack([self.lm_heads[k](heads[k]) for k in range(count)])
@@ -261,12 +313,15 @@ class AmphistaDraft(LMHeadsDraft):
         return logits if biases is None else logits + biases[:count, None]
 
 
-#: Output projections of attention and MLP in a decoder layer. Initialised to 0, so that a new layer adds nothing.
+#: Output projections of attention and MLP in a decoder layer. Initialised to 0, so that a new
+# layer adds nothing.
 OUTPUT_PROJECTIONS = ("o_proj", "down_proj", "output_linear", "c_proj")
 
 
 class Stacked(NamedTuple):
-    """The weights of all heads on the parameters' memory: W1 [K, d, d] with b1 [K, d], W2 [K, V, d] with [K, V]."""
+    """The weights of all heads on the parameters' memory: W1 [K, d, d] with b1 [K, d], W2 [K, V, d]
+    with [K, V].
+    """
 
     mlp: tuple[Tensor, Tensor | None]
     lm_heads: tuple[Tensor, Tensor | None]
@@ -280,9 +335,11 @@ class AmphistaState(UnreadRows):
 
 
 class AutoEmbedding(nn.Module):
-    """A learned position per head and blocks of attention among the heads (Amphista, Auto-embedding, Eq. 4 and 5).
+    """A learned position per head and blocks of attention among the heads (Amphista,
+    Auto-embedding, Eq. 4 and 5).
 
-    Positions are initially 0, so that vectors pass unchanged; the paper does not specify their initialisation.
+    Positions are initially 0, so that vectors pass unchanged; the paper does not specify their
+    initialisation.
     """
 
     def __init__(
@@ -295,9 +352,12 @@ class AutoEmbedding(nn.Module):
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        self.positions: nn.Parameter | None = nn.Parameter(torch.zeros(num_heads, hidden_size, dtype=dtype))
+        self.positions: nn.Parameter | None = nn.Parameter(
+            torch.zeros(num_heads, hidden_size, dtype=dtype)
+        )
         self.blocks = nn.ModuleList(
-            HeadAttention(hidden_size, num_attention_heads, head_dim, dtype) for _ in range(num_blocks)
+            HeadAttention(hidden_size, num_attention_heads, head_dim, dtype)
+            for _ in range(num_blocks)
         )
 
     def forward(self, vectors: Tensor) -> Tensor:
@@ -309,13 +369,16 @@ class AutoEmbedding(nn.Module):
 
 
 class HeadAttention(nn.Module):
-    """`x + W_o Attention(RMSNorm(x))` over the K vectors of one position, without a mask (Amphista, Eq. 5).
+    """`x + W_o Attention(RMSNorm(x))` over the K vectors of one position, without a mask (Amphista,
+    Eq. 5).
 
-    Initially the identity, with W_o = 0. The paper has neither the norm nor the residual. Heads have the number and
-    size of the backbone's.
+    Initially the identity, with W_o = 0. The paper has neither the norm nor the residual. Heads
+    have the number and size of the backbone's.
     """
 
-    def __init__(self, hidden_size: int, num_attention_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, hidden_size: int, num_attention_heads: int, head_dim: int, dtype: torch.dtype
+    ) -> None:
         super().__init__()
         self.num_attention_heads = num_attention_heads
         inner = num_attention_heads * head_dim
@@ -326,12 +389,15 @@ class HeadAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[N, K, d] -> [N, K, d]."""
-        qkv = self.qkv(self.norm(x)).unflatten(-1, (3, self.num_attention_heads, -1))  # [N, K, 3, heads, head_dim]
+        qkv = self.qkv(self.norm(x)).unflatten(
+            -1, (3, self.num_attention_heads, -1)
+        )  # [N, K, 3, heads, head_dim]
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         return x + self.out(_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
-#: Largest batch of a CUDA attention kernel: the limit of the second and third dimension of a CUDA grid.
+#: Largest batch of a CUDA attention kernel: the limit of the second and third dimension of a CUDA
+# grid.
 MAX_CUDA_BATCH = 65_535
 
 
@@ -339,5 +405,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attention of [N, heads, K, head_dim], in chunks that CUDA kernels accept."""
     if len(q) <= MAX_CUDA_BATCH:
         return scaled_dot_product_attention(q, k, v)
-    chunks = zip(q.split(MAX_CUDA_BATCH), k.split(MAX_CUDA_BATCH), v.split(MAX_CUDA_BATCH), strict=True)
+    chunks = zip(
+        q.split(MAX_CUDA_BATCH), k.split(MAX_CUDA_BATCH), v.split(MAX_CUDA_BATCH), strict=True
+    )
     return torch.cat([scaled_dot_product_attention(*chunk) for chunk in chunks])

@@ -26,21 +26,26 @@ class MergedState(NamedTuple):
 
 
 class MergedDraft(Proposer):
-    """Adds looked-up continuations to the tree of the heads' draft tokens; equal children are verified once.
+    """Adds looked-up continuations to the tree of the heads' draft tokens; equal children are
+    verified once.
 
-    The nodes of the heads come first and keep their order, so the heads advance as without the others. Merging reads
-    the heads' guesses on the host, one more synchronization per step. If nothing is added, the heads' tree is verified.
+    The nodes of the heads come first and keep their order, so the heads advance as without the
+    others. Merging reads the heads' guesses on the host, one more synchronization per step. If
+    nothing is added, the heads' tree is verified.
 
     Args:
         heads: a trained draft. lookup: a draft without training.
 
     Raises:
-        MedusaError: the heads run layers of the backbone themselves (Kangaroo), which would lack the added nodes.
+        MedusaError: the heads run layers of the backbone themselves (Kangaroo), which would lack
+            the added nodes.
     """
 
     def __init__(self, heads: Proposer, lookup: LookupDraft) -> None:
         if heads.runs_backbone:
-            raise MedusaError("Kangaroo's guesses pass the backbone's first layers, so no others can be added")
+            raise MedusaError(
+                "Kangaroo's guesses pass the backbone's first layers, so no others can be added"
+            )
         self.heads = heads
         self.lookup = lookup
         self.needs = heads.needs
@@ -56,10 +61,13 @@ class MergedDraft(Proposer):
         heads, added = self.heads.limits(tree), self.lookup.limits(tree)
         return Limits(heads.size + added.size, max(heads.depth, added.depth))
 
-    def start(self, feats: Features, tokens: Tensor, lengths: Sequence[int], cache: TreeCache) -> MergedState:
+    def start(
+        self, feats: Features, tokens: Tensor, lengths: Sequence[int], cache: TreeCache
+    ) -> MergedState:
         """Start both drafts."""
         return MergedState(
-            self.heads.start(feats, tokens, lengths, cache), self.lookup.start(feats, tokens, lengths, cache)
+            self.heads.start(feats, tokens, lengths, cache),
+            self.lookup.start(feats, tokens, lengths, cache),
         )
 
     def propose(self, state: MergedState, roots: Tensor, tree: Tree) -> Proposal:
@@ -70,7 +78,9 @@ class MergedDraft(Proposer):
         rows = proposal.tokens.tolist()
         guesses = self.lookup.draft_trees(state.lookup, [row[0] for row in rows])
         parents = [proposal.tree.row(i).parent_list for i in range(len(rows))]
-        trees = [TokenTree(row[: len(one)], list(one)) for row, one in zip(rows, parents, strict=True)]
+        trees = [
+            TokenTree(row[: len(one)], list(one)) for row, one in zip(rows, parents, strict=True)
+        ]
         for one, added in zip(trees, guesses, strict=True):
             one.merge(added)
         branch = self.lookup.lookahead_branch(state.lookup)
@@ -83,11 +93,17 @@ class MergedDraft(Proposer):
         return self.heads.no_early_exit()
 
     def observe(self, state: MergedState, proposal: Proposal, logits: Tensor) -> MergedState:
-        """Pass the logits of the branch tokens on to the draft without training, which requested them."""
+        """Pass the logits of the branch tokens on to the draft without training, which requested
+        them.
+        """
         return state._replace(lookup=self.lookup.observe(state.lookup, proposal, logits))
 
     def advance(
-        self, state: MergedState, feats: Features, proposal: Proposal, paths: Sequence[Sequence[int]]
+        self,
+        state: MergedState,
+        feats: Features,
+        proposal: Proposal,
+        paths: Sequence[Sequence[int]],
     ) -> MergedState:
         """Advance both drafts, each by the whole accepted path."""
         return MergedState(
@@ -97,7 +113,9 @@ class MergedDraft(Proposer):
 
     def select_rows(self, state: MergedState, rows: Sequence[int]) -> MergedState:
         """Return the states of `rows`."""
-        return MergedState(self.heads.select_rows(state.heads, rows), self.lookup.select_rows(state.lookup, rows))
+        return MergedState(
+            self.heads.select_rows(state.heads, rows), self.lookup.select_rows(state.lookup, rows)
+        )
 
     def append_rows(self, state: MergedState, other: MergedState, cache: TreeCache) -> MergedState:
         """Return the states of both batches."""

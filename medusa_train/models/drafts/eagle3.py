@@ -1,4 +1,6 @@
-"""EAGLE-3: one decoder layer over states of three layers of the backbone, trained on its own outputs."""
+"""EAGLE-3: one decoder layer over states of three layers of the backbone, trained on its own
+outputs.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,8 @@ from medusa_train.trees.tree import Tree
 
 #: Layers whose states are read.
 NUM_STATES = 3
-#: Nodes of each level of a dynamic tree whose children are drafted, and how many children each of them gets.
+#: Nodes of each level of a dynamic tree whose children are drafted, and how many children each of
+# them gets.
 EXPANDED = 10
 
 Angles = tuple[Tensor, Tensor]  # cosines and sines of rotary positions
@@ -56,22 +59,26 @@ class Eagle3Draft(LMHeadsDraft):
         a_k = Layer(E(x_{t+k}), a_{k-1})                                x_{t+1}: the root, then the path of draft tokens
         p_k = softmax(W norm(a_k))                                      predicts x_{t+k+1}
 
-    The layer attends to a_1's keys of all positions up to t and to those of a_2 .. a_k of its own path. Training runs
-    `train_steps` such steps on the layer's own outputs, with the data's tokens ("training-time test"), so the layer
-    learns from what it reads when it drafts. Layer, norm and fc are those of vLLM's and SGLang's `eagle3`: Llama's,
-    whatever the backbone's family, with the norms of embedding and state before the attention, which reads both.
+    The layer attends to a_1's keys of all positions up to t and to those of a_2 .. a_k of its own
+    path. Training runs `train_steps` such steps on the layer's own outputs, with the data's tokens
+    ("training-time test"), so the layer learns from what it reads when it drafts. Layer, norm and
+    fc are those of vLLM's and SGLang's `eagle3`: Llama's, whatever the backbone's family, with the
+    norms of embedding and state before the attention, which reads both.
 
-    Initially fc passes g_high on, the layer is a copy of the backbone's last one where shapes fit, and W a copy of
-    lm_head; the paper does not specify it.
+    Initially fc passes g_high on, the layer is a copy of the backbone's last one where shapes fit,
+    and W a copy of lm_head; the paper does not specify it.
 
     Args:
         backbone: the model whose embeddings and lm_head are used; it is neither kept nor changed.
         num_heads: K, the depth of the deepest tree.
         train_steps: steps of the training-time test.
-        layers: after how many of the backbone's layers the three states are read; by default `default_layers`.
-        vocab_size, token_map: N, for draft tokens among the tokens of `token_map` (long [N]); by default all tokens.
-        norm_before_residual: the layer's residual is its normalised state, as in some published drafts.
-        layer: entries of config.json in which the layer differs from the backbone's, for drafts of other trainers.
+        layers: after how many of the backbone's layers the three states are read; by default
+        `default_layers`. vocab_size, token_map: N, for draft tokens among the tokens of `token_map`
+        (long [N]); by default all tokens.
+        norm_before_residual: the layer's residual is its normalised state, as in some published
+            drafts.
+        layer: entries of config.json in which the layer differs from the backbone's, for drafts of
+            other trainers.
         dtype: dtype of the parameters; by default the backbone's.
 
     Attributes:
@@ -104,7 +111,9 @@ class Eagle3Draft(LMHeadsDraft):
         self.needs = FeatureSpec(early=self.layers)
         self.embedding = backbone.embedding()
         config = layer_config(backbone.config, layer)
-        config._attn_implementation = backbone.attention if backbone.attention != "eager" else "sdpa"
+        config._attn_implementation = (
+            backbone.attention if backbone.attention != "eager" else "sdpa"
+        )
         self.fc = nn.Linear(NUM_STATES * size, size, bias=False)
         self.midlayer = Eagle3Layer(config, norm_before_residual)
         self.norm = LlamaRMSNorm(size, eps=config.rms_norm_eps)
@@ -116,7 +125,9 @@ class Eagle3Draft(LMHeadsDraft):
     def _init_from(self, backbone: Backbone) -> None:
         size = backbone.hidden_size
         if not hasattr(backbone.body, "norm"):
-            raise BackboneError(f"an EAGLE-3 draft can't begin as {type(backbone.body).__name__}: it has no `norm`")
+            raise BackboneError(
+                f"an EAGLE-3 draft can't begin as {type(backbone.body).__name__}: it has no `norm`"
+            )
         nn.init.zeros_(self.fc.weight)
         nn.init.eye_(self.fc.weight[:, -size:])
         source = backbone.layer(backbone.num_layers - 1)
@@ -153,7 +164,13 @@ class Eagle3Draft(LMHeadsDraft):
         config = layer_config(model.config.get_text_config(), layer)
         d, heads, size = config.hidden_size, config.num_attention_heads, head_dim(config)
         attn = 2 * d * size * (heads + 2 * key_value_heads(config)) + d * heads * size
-        return NUM_STATES * d * d + attn + 3 * d * config.intermediate_size + 4 * d + count_lm_head(model, vocab_size)
+        return (
+            NUM_STATES * d * d
+            + attn
+            + 3 * d * config.intermediate_size
+            + 4 * d
+            + count_lm_head(model, vocab_size)
+        )
 
     @property
     def trained_heads(self) -> int:
@@ -167,7 +184,9 @@ class Eagle3Draft(LMHeadsDraft):
     # Training
 
     def head_states(self, feats: Features, batch: TokenRows) -> Iterator[Tensor]:
-        """Yield for k = 1..trained_heads the states [B, T, d] that `lm_head` reads, given the data's tokens."""
+        """Yield for k = 1..trained_heads the states [B, T, d] that `lm_head` reads, given the
+        data's tokens.
+        """
         return self._steps(feats, batch, self.trained_heads)
 
     def teacher_forced_states(self, feats: Features, batch: TokenRows) -> Iterator[Tensor]:
@@ -176,11 +195,15 @@ class Eagle3Draft(LMHeadsDraft):
 
     def _steps(self, feats: Features, batch: TokenRows, steps: int) -> Iterator[Tensor]:
         states = self.inputs(feats)
-        attention = _StepAttention(document_mask(batch.segments, autocast_dtype(states.device.type) or states.dtype))
+        attention = _StepAttention(
+            document_mask(batch.segments, autocast_dtype(states.device.type) or states.dtype)
+        )
         for k in range(1, steps + 1):
             tokens = shift_labels(batch.tokens, k - 1, batch.segments)
             past_end = tokens == IGNORE_INDEX
-            e = self.embedding(tokens.masked_fill(past_end, 0)).masked_fill(past_end[..., None], 0.0)
+            e = self.embedding(tokens.masked_fill(past_end, 0)).masked_fill(
+                past_end[..., None], 0.0
+            )
             states = self.midlayer(e.to(states.dtype), states, batch.positions + (k - 1), attention)
             yield self.norm(states)
 
@@ -190,64 +213,87 @@ class Eagle3Draft(LMHeadsDraft):
         states: Tensor = self.fc(feats.early.to(self.fc.weight.dtype))
         return states
 
-    # Decoding. The layer reads a position once the token after it is known, so the last one waits for the root.
+    # Decoding. The layer reads a position once the token after it is known, so the last one waits
+    # for the root.
 
-    def start(self, feats: Features, tokens: Tensor, lengths: Sequence[int], cache: TreeCache) -> UnreadRows:
+    def start(
+        self, feats: Features, tokens: Tensor, lengths: Sequence[int], cache: TreeCache
+    ) -> UnreadRows:
         """Return the state of the prompts, which `propose` will read."""
         states = self.inputs(feats)
         paths = RowPaths([range(length) for length in lengths], tokens.device)
-        return UnreadRows(states, tokens, paths, [LayerCache(cache.single_layer())]).next(states, tokens, paths)
+        return UnreadRows(states, tokens, paths, [LayerCache(cache.single_layer())]).next(
+            states, tokens, paths
+        )
 
     def propose(self, state: UnreadRows, roots: Tensor, tree: Tree) -> Proposal:
-        """Fill the tree level by level: the layer runs over all nodes of a level that have children at once."""
+        """Fill the tree level by level: the layer runs over all nodes of a level that have children
+        at once.
+        """
         if self.dynamic is not None:
             return self._propose_dynamic(state, roots, self.dynamic)
         inner = tree.by_level.inner[1:]  # the root is committed already
         visible = tree.ancestors[inner][:, inner]
 
         def run(states: Tensor, depth: int, first: int, last: int) -> Tensor:
-            return state.caches[0].run_level(self.midlayer, states, depth, visible[first:last, :last])
+            return state.caches[0].run_level(
+                self.midlayer, states, depth, visible[first:last, :last]
+            )
 
         proposal = self.fill(self._read(state, roots), roots, tree, run)
         state.caches[0].drop_levels()
         return proposal
 
     def fill(
-        self, states: Tensor, roots: Tensor, tree: Tree, run: Callable[[Tensor, int, int, int], Tensor]
+        self,
+        states: Tensor,
+        roots: Tensor,
+        tree: Tree,
+        run: Callable[[Tensor, int, int, int], Tensor],
     ) -> Proposal:
         """Fill the tree below `roots`, given a_1 of their rows [B, d].
 
         Args:
-            run: runs the layer over [B, m, 2 d] at the nodes first .. last - 1 of those inner nodes that are not roots;
-                called with these states, their depth, first, and last.
+            run: runs the layer over [B, m, 2 d] at the nodes first .. last - 1 of those inner nodes
+                that are not roots; called with these states, their depth, first, and last.
         """
-        x, nodes = states[:, None], roots[:, None]  # the state that each node's draft tokens come from
+        x, nodes = (
+            states[:, None],
+            roots[:, None],
+        )  # the state that each node's draft tokens come from
         tokens = [nodes]
         for depth, level in enumerate(tree.by_level.levels[:-1]):
             if depth:
                 if level.inner is not None:
                     x, nodes = x[:, level.inner], nodes[:, level.inner]
                 x = run(self.join(nodes, x), depth, level.inner_first - 1, level.inner_last - 1)
-            guesses = self.lm_heads[0](self.norm(x)).topk(level.width).indices  # a soft cap would keep their order
+            guesses = (
+                self.lm_heads[0](self.norm(x)).topk(level.width).indices
+            )  # a soft cap would keep their order
             nodes = self.lm_head(1).tokens_of(guesses.flatten(1)[:, level.candidates])
             x = x[:, level.parents]
             tokens.append(nodes)
         return Proposal(torch.cat(tokens, dim=1), tree)
 
     def with_dynamic_trees(self, size: Limits) -> Eagle3Draft:
-        """Return a draft with the same weights that chooses a tree of this size for each row and step.
+        """Return a draft with the same weights that chooses a tree of this size for each row and
+        step.
 
         Raises:
             MedusaError: the trees are deeper than `num_heads`.
         """
         if size.depth > self.num_heads:
-            raise MedusaError(f"the dynamic trees are {size.depth} deep, but the draft has {self.num_heads} heads")
+            raise MedusaError(
+                f"the dynamic trees are {size.depth} deep, but the draft has {self.num_heads} heads"
+            )
         draft = copy(self)
         draft.dynamic = size
         return draft
 
     def limits(self, tree: Tree) -> Limits:
-        """Return the limits of proposals; a dynamic tree needs room for the nodes whose children are drafted."""
+        """Return the limits of proposals; a dynamic tree needs room for the nodes whose children
+        are drafted.
+        """
         if self.dynamic is None:
             return super().limits(tree)
         nodes, depth = self.dynamic
@@ -256,14 +302,21 @@ class Eagle3Draft(LMHeadsDraft):
     def _propose_dynamic(self, state: UnreadRows, roots: Tensor, size: Limits) -> Proposal:
         """Propose one tree per row (EAGLE-2, Expansion Phase and Reranking Phase).
 
-        A node's value is the product of the draft's probabilities along its path. The most valuable nodes of each level
-        get their most probable children, and the most valuable of all nodes are proposed. No node is worth more than
-        its parent, which comes first among equals, so these are a tree. It depends on the text alone, never on what is
-        drawn in the same step, and has as many nodes in all rows. Its shape is read on the host: one synchronization.
+        A node's value is the product of the draft's probabilities along its path. The most valuable
+        nodes of each level get their most probable children, and the most valuable of all nodes are
+        proposed. No node is worth more than its parent, which comes first among equals, so these
+        are a tree. It depends on the text alone, never on what is drawn in the same step, and has
+        as many nodes in all rows. Its shape is read on the host: one synchronization.
         """
         batch = torch.arange(len(roots), device=roots.device)[:, None]
-        x, nodes, parents = self._read(state, roots)[:, None], roots[:, None], torch.zeros_like(roots)[:, None]
-        values = torch.zeros_like(parents, dtype=torch.promote_types(x.dtype, torch.float32))  # logarithms
+        x, nodes, parents = (
+            self._read(state, roots)[:, None],
+            roots[:, None],
+            torch.zeros_like(roots)[:, None],
+        )
+        values = torch.zeros_like(
+            parents, dtype=torch.promote_types(x.dtype, torch.float32)
+        )  # logarithms
         visible = torch.zeros(len(roots), 1, 0, dtype=torch.bool, device=roots.device)
         drafted, count = [(nodes, parents, values)], 1
         for depth in range(size.depth):
@@ -273,7 +326,13 @@ class Eagle3Draft(LMHeadsDraft):
             best = logits.topk(min(EXPANDED, size.size, logits.shape[-1]))  # [B, m, k]
             log_probs = (best.values - logits.logsumexp(-1, keepdim=True)).clamp(max=0)
             k, tokens = log_probs.shape[2], self.lm_head(1).tokens_of(best.indices.flatten(1))
-            drafted.append((tokens, parents.repeat_interleave(k, 1), (values[..., None] + log_probs).flatten(1)))
+            drafted.append(
+                (
+                    tokens,
+                    parents.repeat_interleave(k, 1),
+                    (values[..., None] + log_probs).flatten(1),
+                )
+            )
             values, expanded = drafted[-1][2].topk(k)
             nodes, parents, above = tokens.gather(1, expanded), count + expanded, expanded // k
             count += tokens.shape[1]
@@ -281,9 +340,16 @@ class Eagle3Draft(LMHeadsDraft):
             x, visible = x[batch, above], torch.cat([visible[batch, above], own], dim=2)
         state.caches[0].drop_levels()
         tokens, parents, values = (torch.cat(parts, dim=1) for parts in zip(*drafted, strict=True))
-        chosen = values.sort(dim=1, descending=True, stable=True).indices[:, : size.size + 1].sort(dim=1).values
+        chosen = (
+            values.sort(dim=1, descending=True, stable=True)
+            .indices[:, : size.size + 1]
+            .sort(dim=1)
+            .values
+        )
         shape = torch.searchsorted(chosen, parents.gather(1, chosen)).tolist()
-        return Proposal(tokens.gather(1, chosen), RowTrees([[-1, *row[1:]] for row in shape], roots.device))
+        return Proposal(
+            tokens.gather(1, chosen), RowTrees([[-1, *row[1:]] for row in shape], roots.device)
+        )
 
     def advance(
         self, state: UnreadRows, feats: Features, proposal: Proposal, paths: Sequence[Sequence[int]]
@@ -294,7 +360,10 @@ class Eagle3Draft(LMHeadsDraft):
         return state.next(self.inputs(feats), proposal.tokens, paths)
 
     def append_rows(self, state: UnreadRows, other: UnreadRows, cache: TreeCache) -> UnreadRows:
-        """Return the states of both, in the cache of `state`. Rows that join have one unread position."""
+        """Return the states of both, in the cache of `state`.
+
+        Rows that join have one unread position.
+        """
         return state.read_prompts(self._extend).append_rows(other.read_prompts(self._extend), cache)
 
     def _extend(self, state: UnreadRows, paths: RowPaths) -> None:
@@ -302,9 +371,13 @@ class Eagle3Draft(LMHeadsDraft):
         state.caches[0].append(self.midlayer, self.join(state.following, state.hidden), paths)
 
     def _read(self, state: UnreadRows, roots: Tensor) -> Tensor:
-        """Run the layer over the unread positions, followed by `roots`; return a_1 of the last, [B, d]."""
+        """Run the layer over the unread positions, followed by `roots`; return a_1 of the last, [B,
+        d].
+        """
         following, last = state.with_roots(roots)
-        states = state.caches[0].append(self.midlayer, self.join(following, state.hidden), state.paths)
+        states = state.caches[0].append(
+            self.midlayer, self.join(following, state.hidden), state.paths
+        )
         state.read = True
         return states[torch.arange(len(roots), device=roots.device), last]
 
@@ -314,17 +387,23 @@ class Eagle3Draft(LMHeadsDraft):
 
 
 def _copy_norm(norm: LlamaRMSNorm, source: nn.Module | None) -> None:
-    """Copy the factors of an RMS norm, however they are stored (Gemma adds 1); a norm of another kind is left out."""
+    """Copy the factors of an RMS norm, however they are stored (Gemma adds 1); a norm of another
+    kind is left out.
+    """
     if source is None or (weight := next(source.parameters(), None)) is None:
         return
     ones = torch.ones_like(weight)
-    factors = (source(ones) - source(-ones)).float() / 2  # 0 where a norm subtracts the mean, whatever its bias
+    factors = (
+        source(ones) - source(-ones)
+    ).float() / 2  # 0 where a norm subtracts the mean, whatever its bias
     if bool((factors != 0).all()):
         norm.weight.copy_(factors)
 
 
 class Eagle3Layer(nn.Module):
-    """Llama's decoder layer, whose attention reads [norm(e) ; norm(x)]; its residual is x, or norm(x)."""
+    """Llama's decoder layer, whose attention reads [norm(e) ; norm(x)]; its residual is x, or
+    norm(x).
+    """
 
     def __init__(self, config: LlamaConfig, norm_before_residual: bool = False) -> None:
         super().__init__()
@@ -346,25 +425,38 @@ class Eagle3Layer(nn.Module):
                 nn.init.normal_(parameter, std=0.02)
 
     def init_from(self, source: nn.Module) -> None:
-        """Copy the weights of a layer of the backbone that have the same shape; the part that reads x, of both."""
-        parameters = source.named_parameters()  # neither integers nor FP8, whose scales are parameters of their own
-        weights = {name: weight for name, weight in parameters if weight.is_floating_point() and weight.itemsize > 1}
+        """Copy the weights of a layer of the backbone that have the same shape; the part that reads
+        x, of both.
+        """
+        parameters = (
+            source.named_parameters()
+        )  # neither integers nor FP8, whose scales are parameters of their own
+        weights = {
+            name: weight
+            for name, weight in parameters
+            if weight.is_floating_point() and weight.itemsize > 1
+        }
         for name, parameter in self.named_parameters():
             if (weight := weights.get(name)) is None or "norm" in name:
                 continue
             part = parameter[:, -weight.shape[-1] :] if parameter.dim() == 2 else parameter
             if part.shape == weight.shape:
                 part.copy_(weight)
-        of_outputs = hasattr(source, "post_feedforward_layernorm")  # Gemma 2 and 3, OLMo 2, which has no others
+        of_outputs = hasattr(
+            source, "post_feedforward_layernorm"
+        )  # Gemma 2 and 3, OLMo 2, which has no others
         before_mlp = "pre_feedforward_layernorm" if of_outputs else "post_attention_layernorm"
         _copy_norm(self.hidden_norm, getattr(source, "input_layernorm", None))
         _copy_norm(self.post_attention_layernorm, getattr(source, before_mlp, None))
 
-    def forward(self, embeddings: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def forward(
+        self, embeddings: Tensor, states: Tensor, positions: Tensor, attend: Attend
+    ) -> Tensor:
         """[B, q, d] and [B, q, d] -> [B, q, d].
 
         Args:
-            positions: [B, q]. attend: maps attention module, [B, q, 2 d] and rotary angles to [B, q, d].
+            positions: [B, q]. attend: maps attention module, [B, q, 2 d] and rotary angles to [B,
+                q, d].
         """
         normalised = self.hidden_norm(states)
         states = normalised if self.norm_before_residual else states
@@ -373,20 +465,30 @@ class Eagle3Layer(nn.Module):
         out: Tensor = states + self.mlp(self.post_attention_layernorm(states))
         return out
 
-    def extend(self, states: Tensor, positions: Tensor, cache: TreeCache, mask: Tensor | None = None) -> Tensor:
-        """Decoding: run q further positions [B, q, 2 d], embedding and state; see `DraftLayer.extend`."""
+    def extend(
+        self, states: Tensor, positions: Tensor, cache: TreeCache, mask: Tensor | None = None
+    ) -> Tensor:
+        """Decoding: run q further positions [B, q, 2 d], embedding and state; see
+        `DraftLayer.extend`.
+        """
         if mask is None and cache.length and states.shape[1] > 1:
             q = states.shape[1]
             mask = mask_with_prefix(cache, states.new_full((q, q), float("-inf")).triu(1))
         return self._run_cached(states, positions.expand(len(states), -1), mask, cache)
 
-    def run_slots(self, states: Tensor, positions: Tensor, mask: Tensor, cache: SlotCache) -> Tensor:
+    def run_slots(
+        self, states: Tensor, positions: Tensor, mask: Tensor, cache: SlotCache
+    ) -> Tensor:
         """Decoding: the same, with keys and values in slots of `cache`; see `DraftLayer.run_slots`."""
         return self._run_cached(states, positions, mask, cache)
 
-    def _run_cached(self, states: Tensor, positions: Tensor, mask: Tensor | None, cache: Any) -> Tensor:
+    def _run_cached(
+        self, states: Tensor, positions: Tensor, mask: Tensor | None, cache: Any
+    ) -> Tensor:
         def attend(attention: LlamaAttention, x: Tensor, angles: Angles) -> Tensor:
-            out: Tensor = attention(x, position_embeddings=angles, attention_mask=mask, past_key_values=cache)[0]
+            out: Tensor = attention(
+                x, position_embeddings=angles, attention_mask=mask, past_key_values=cache
+            )[0]
             return out
 
         e, x = states.chunk(2, dim=-1)
@@ -397,16 +499,18 @@ _READS_BOTH = ("q_proj", "k_proj", "v_proj")
 
 
 class _StepAttention:
-    """The attention of the training-time test: called once for each step, it keeps the keys and values of all.
+    """The attention of the training-time test: called once for each step, it keeps the keys and
+    values of all.
 
         step 1     step 2  step 3
         x . .      x . .   x . .       T = 3: position t reads its predecessors in step 1, and itself in all
         x x .      . x .   . x .
         x x x      . . x   . . x
 
-    In the later steps most keys are masked for most positions. The positions are therefore computed in blocks, with
-    keys of step 1 up to the block's end, and of later steps of the block alone: about half of step 1's products. Blocks
-    are computed again in the backward pass, since each would keep a copy of these keys.
+    In the later steps most keys are masked for most positions. The positions are therefore computed
+    in blocks, with keys of step 1 up to the block's end, and of later steps of the block alone:
+    about half of step 1's products. Blocks are computed again in the backward pass, since each
+    would keep a copy of these keys.
 
     Args:
         mask: of step 1, additive [B, 1, T, T]; None: causal.
@@ -421,7 +525,8 @@ class _StepAttention:
         """Attend in the next step, [B, T, 2 d] -> [B, T, d]."""
         groups = attention.num_key_value_groups
         query, key, value = (
-            getattr(attention, name)(x).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2) for name in _READS_BOTH
+            getattr(attention, name)(x).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
+            for name in _READS_BOTH
         )
         query, key = apply_rotary_pos_emb(query, key, *angles)
         self._keys.append(repeat_kv(key, groups))
@@ -439,9 +544,16 @@ class _StepAttention:
         return attended
 
     def _block(
-        self, attention: LlamaAttention, query: Tensor, start: int, keys: tuple[Tensor, ...], values: tuple[Tensor, ...]
+        self,
+        attention: LlamaAttention,
+        query: Tensor,
+        start: int,
+        keys: tuple[Tensor, ...],
+        values: tuple[Tensor, ...],
     ) -> Tensor:
-        """Attend from the positions `start` .. of a block [B, heads, q, head_dim], in a step after the first."""
+        """Attend from the positions `start` .. of a block [B, heads, q, head_dim], in a step after
+        the first.
+        """
         size = query.shape[2]
         end = start + size
         key, value = (
@@ -458,7 +570,9 @@ class _StepAttention:
         return self._products(attention, query, key, value, torch.cat([mask, own], dim=3))
 
     @staticmethod
-    def _products(attention: LlamaAttention, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    def _products(
+        attention: LlamaAttention, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+    ) -> Tensor:
         return scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=mask is None, scale=attention.scaling
         )
@@ -471,13 +585,20 @@ def layer_config(config: Any, layer: Mapping[str, Any] | None = None) -> LlamaCo
         config: of the backbone's text model. layer: entries that replace these.
     """
     rope = getattr(config, "rope_parameters", None) or {}
-    rope = dict(rope.get("full_attention", rope) or {})  # some families have angles for each layer type
+    rope = dict(
+        rope.get("full_attention", rope) or {}
+    )  # some families have angles for each layer type
     if rope.pop("partial_rotary_factor", 1.0) != 1.0 and rope.get("rope_type") == "longrope":
-        rope = {"rope_type": "default", "rope_theta": rope["rope_theta"]}  # its factors are for fewer dimensions
+        rope = {
+            "rope_type": "default",
+            "rope_theta": rope["rope_theta"],
+        }  # its factors are for fewer dimensions
     entries = {
         "vocab_size": 1,
         "hidden_size": config.hidden_size,
-        "intermediate_size": getattr(config, "intermediate_size", None) or 4 * config.hidden_size,  # experts may differ
+        "intermediate_size": (
+            getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+        ),  # experts may differ
         "num_hidden_layers": 1,
         "num_attention_heads": config.num_attention_heads,
         "num_key_value_heads": key_value_heads(config),

@@ -1,4 +1,6 @@
-"""Hydra heads: sequentially dependent, each reads the state and the path of draft tokens so far, level by level."""
+"""Hydra heads: sequentially dependent, each reads the state and the path of draft tokens so far,
+level by level.
+"""
 
 from __future__ import annotations
 
@@ -28,25 +30,27 @@ class HydraDraft(LMHeadsDraft):
         v_k = Block_n(... Block_2(P_k x_k + SiLU(W_k x_k)))
         p_k = softmax(W2_k v_k)
 
-    E is the backbone's frozen input embedding, scaled to a root mean square of 1. With a prefix layer (Hydra++) a
-    decoder layer of the backbone's kind, with a cache and a final norm, runs over h before the heads read it.
+    E is the backbone's frozen input embedding, scaled to a root mean square of 1. With a prefix
+    layer (Hydra++) a decoder layer of the backbone's kind, with a cache and a final norm, runs over
+    h before the heads read it.
 
     Differences from the reference implementation:
 
-    - E is scaled: it is many times smaller than the states next to it, and would be learned from slowly
-      (`normalize_embeddings=False`: as it is).
-    - Initially P = [I, 0, ..., 0], W = 0, biases are 0 and W2 = a copy of lm_head, so that without a prefix layer
-      untrained heads give the backbone's next-token logits. (The reference initialises P and all biases randomly, and
-      uses one block object for layers 2 .. n.)
-    - The prefix layer is initialised randomly as in the paper, but its norm to the size of the backbone's states, so
-      that the heads read something close to h from the first step on.
+    - E is scaled: it is many times smaller than the states next to it, and would be learned from
+      slowly (`normalize_embeddings=False`: as it is).
+    - Initially P = [I, 0, ..., 0], W = 0, biases are 0 and W2 = a copy of lm_head, so that without
+      a prefix layer untrained heads give the backbone's next-token logits. (The reference
+      initialises P and all biases randomly, and uses one block object for layers 2 .. n.)
+    - The prefix layer is initialised randomly as in the paper, but its norm to the size of the
+      backbone's states, so that the heads read something close to h from the first step on.
     - Dropout acts on what each SiLU branch adds.
 
     Args:
-        backbone: the model whose embeddings, lm_head and layer class are used; its weights are not changed.
+        backbone: the model whose embeddings, lm_head and layer class are used; its weights are not
+            changed.
         num_heads: K. num_layers: blocks per head, the first one included.
-        prefix_layer: Hydra++. normalize_embeddings: scale E. dropout: in training.
-        vocab_size, token_map: N, for heads over the tokens of `token_map` (long [N]); by default all tokens.
+        prefix_layer: Hydra++. normalize_embeddings: scale E. dropout: in training. vocab_size,
+        token_map: N, for heads over the tokens of `token_map` (long [N]); by default all tokens.
         dtype: dtype of the parameters; by default the backbone's.
     """
 
@@ -77,11 +81,14 @@ class HydraDraft(LMHeadsDraft):
         self.prefix = DraftLayer(backbone, dtype=dtype) if prefix_layer else None
         self.blocks = nn.ModuleList(
             nn.Sequential(
-                _First(size, k + 1, dropout, dtype), *(ResBlock(size, dtype, dropout) for _ in range(num_layers - 1))
+                _First(size, k + 1, dropout, dtype),
+                *(ResBlock(size, dtype, dropout) for _ in range(num_layers - 1)),
             )
             for k in range(1, num_heads + 1)
         )
-        self.lm_heads = nn.ModuleList(self.new_lm_heads(backbone, num_heads, vocab_size, token_map, dtype))
+        self.lm_heads = nn.ModuleList(
+            self.new_lm_heads(backbone, num_heads, vocab_size, token_map, dtype)
+        )
         if self.prefix is not None:
             probe = torch.arange(min(64, backbone.vocab_size), device=backbone.device)[None]
             with torch.no_grad():
@@ -99,17 +106,23 @@ class HydraDraft(LMHeadsDraft):
         vocab_size: int | None = None,
         **without_weights: Any,
     ) -> int:
-        """Per head `2 d x (k + 1) d`, `d x d` per further block, and its lm_head; the prefix layer with its norm."""
+        """Per head `2 d x (k + 1) d`, `d x d` per further block, and its lm_head; the prefix layer
+        with its norm.
+        """
         d = model.get_output_embeddings().weight.shape[1]
         per_head = count_lm_head(model, vocab_size) + (num_layers - 1) * (d * d + d)
         first_blocks = sum(2 * d * ((k + 1) * d + 1) for k in range(1, num_heads + 1))
-        prefix = sum(p.numel() for p in layer_to_copy(model).parameters()) + d if prefix_layer else 0
+        prefix = (
+            sum(p.numel() for p in layer_to_copy(model).parameters()) + d if prefix_layer else 0
+        )
         return num_heads * per_head + first_blocks + prefix
 
     # Training
 
     def head_states(self, feats: Features, batch: TokenRows) -> Iterator[Tensor]:
-        """Yield for k = 1..K the states [B, T, d] that `lm_head(k)` reads, with the data's tokens as the path."""
+        """Yield for k = 1..K the states [B, T, d] that `lm_head(k)` reads, with the data's tokens
+        as the path.
+        """
         x = feats.hidden
         if self.prefix is not None:
             x = self.prefix(x, batch.positions, batch.segments)
@@ -130,16 +143,19 @@ class HydraDraft(LMHeadsDraft):
 
     # Decoding
 
-    def start(self, feats: Features, tokens: Tensor, lengths: Sequence[int], cache: TreeCache) -> HydraState:
+    def start(
+        self, feats: Features, tokens: Tensor, lengths: Sequence[int], cache: TreeCache
+    ) -> HydraState:
         """Run the prefix layer over the prompts and return the state of the last position of each."""
         prefix_cache = None if self.prefix is None else LayerCache(cache.single_layer())
         return self._extend(feats.hidden, [range(length) for length in lengths], prefix_cache)
 
     def propose(self, state: HydraState, roots: Tensor, tree: Tree) -> Proposal:
-        """Fill the tree level by level: head k at all nodes of depth k - 1 with children, in one product each.
+        """Fill the tree level by level: head k at all nodes of depth k - 1 with children, in one
+        product each.
 
-        A head runs once for all children of a node. A node's input is its parent's plus one embedding, so inputs are
-        gathered from the parents and grow by one embedding per level.
+        A head runs once for all children of a node. A node's input is its parent's plus one
+        embedding, so inputs are gathered from the parents and grow by one embedding per level.
         """
         x, nodes = state.hidden[:, None], roots[:, None]
         tokens = [nodes]
@@ -147,8 +163,12 @@ class HydraDraft(LMHeadsDraft):
             if level.inner is not None:
                 x, nodes = x[:, level.inner], nodes[:, level.inner]
             x = torch.cat([x, self._embed(nodes).to(x.dtype)], dim=-1)  # [B, m, (k + 1) d]
-            logits = self.lm_heads[k - 1](self.blocks[k - 1](x))  # soft cap and scale would keep their order
-            nodes = self.lm_head(k).tokens_of(logits.topk(level.width).indices.flatten(1)[:, level.candidates])
+            logits = self.lm_heads[k - 1](
+                self.blocks[k - 1](x)
+            )  # soft cap and scale would keep their order
+            nodes = self.lm_head(k).tokens_of(
+                logits.topk(level.width).indices.flatten(1)[:, level.candidates]
+            )
             x = x[:, level.parents]
             tokens.append(nodes)
         return Proposal(torch.cat(tokens, dim=1), tree)
@@ -156,30 +176,42 @@ class HydraDraft(LMHeadsDraft):
     def advance(
         self, state: HydraState, feats: Features, proposal: Proposal, paths: Sequence[Sequence[int]]
     ) -> HydraState:
-        """Run the prefix layer over the accepted nodes only, so that its cache holds no rejected ones."""
+        """Run the prefix layer over the accepted nodes only, so that its cache holds no rejected
+        ones.
+        """
         if self.prefix is None:
             return HydraState(at_last_nodes(feats.hidden, paths), None)
         return self._extend(gather_paths(feats.hidden, paths), paths, state.cache)
 
-    def _extend(self, states: Tensor, paths: Sequence[Sequence[int]], cache: LayerCache | None) -> HydraState:
-        """The state after the first of each row's new positions [B, q, d], as many as its path has nodes."""
+    def _extend(
+        self, states: Tensor, paths: Sequence[Sequence[int]], cache: LayerCache | None
+    ) -> HydraState:
+        """The state after the first of each row's new positions [B, q, d], as many as its path has
+        nodes.
+        """
         paths = RowPaths.of(paths, states.device)
         if self.prefix is not None and cache is not None:
             states = cache.append(self.prefix, states, paths)
         if len(paths) == 1:
             return HydraState(states[:, len(paths[0]) - 1], cache)
-        return HydraState(states[torch.arange(len(states), device=states.device), paths.counts - 1], cache)
+        return HydraState(
+            states[torch.arange(len(states), device=states.device), paths.counts - 1], cache
+        )
 
 
 class HydraState(NamedTuple):
-    """The states [B, d] that predict the next roots of B rows, and the prefix layer's cache if there is one."""
+    """The states [B, d] that predict the next roots of B rows, and the prefix layer's cache if
+    there is one.
+    """
 
     hidden: Tensor
     cache: LayerCache | None
 
     def select_rows(self, rows: Sequence[int]) -> HydraState:
         """Return the states of `rows`."""
-        return HydraState(self.hidden[list(rows)], None if self.cache is None else self.cache.select_rows(rows))
+        return HydraState(
+            self.hidden[list(rows)], None if self.cache is None else self.cache.select_rows(rows)
+        )
 
     def append_rows(self, other: HydraState, cache: TreeCache) -> HydraState:
         """Return the states of both, in the cache of these."""
@@ -189,7 +221,8 @@ class HydraState(NamedTuple):
 
 
 class _First(nn.Module):
-    """`P x + SiLU(W x)`, (k + 1) d -> d, with biases; initially P = [I, 0, ..., 0] and all else is 0.
+    """`P x + SiLU(W x)`, (k + 1) d -> d, with biases; initially P = [I, 0, ..., 0] and all else is
+    0.
 
     P and W are one matrix [2 d, (k + 1) d], for a single product.
     """

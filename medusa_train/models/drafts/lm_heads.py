@@ -1,4 +1,6 @@
-"""Output matrices of draft heads, stacked in memory, and a bias by the token before (`medusa_markov_rank`)."""
+"""Output matrices of draft heads, stacked in memory, and a bias by the token before
+(`medusa_markov_rank`).
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,14 @@ from medusa_train.trees.tree import Tree
 
 
 class LMHeadsDraft(Draft):
-    """A draft whose heads have an output matrix W2 each, which starts as a copy of the backbone's lm_head.
+    """A draft whose heads have an output matrix W2 each, which starts as a copy of the backbone's
+    lm_head.
 
     Attributes:
         lm_heads: W2 of heads 1..K; the subclass sets it to modules from `new_lm_heads`.
-        token_map: long [N], for heads over a reduced vocabulary: logit i belongs to the token token_map[i], and other
-            tokens are never drafted. None: all tokens.
-        softcap, scale: the backbone's logit transform, see `LMHead`.
+        token_map: long [N], for heads over a reduced vocabulary: logit i belongs to the token
+            token_map[i], and other tokens are never drafted. None: all tokens. softcap, scale: the
+            backbone's logit transform, see `LMHead`.
     """
 
     lm_heads: nn.ModuleList
@@ -32,9 +35,16 @@ class LMHeadsDraft(Draft):
     scale: float
 
     def new_lm_heads(
-        self, backbone: Backbone, count: int, vocab_size: int | None, token_map: Tensor | None, dtype: torch.dtype
+        self,
+        backbone: Backbone,
+        count: int,
+        vocab_size: int | None,
+        token_map: Tensor | None,
+        dtype: torch.dtype,
     ) -> list[nn.Linear]:
-        """Set the vocabulary and the logit transform; return `count` copies of lm_head, or of its rows `token_map`."""
+        """Set the vocabulary and the logit transform; return `count` copies of lm_head, or of its
+        rows `token_map`.
+        """
         check_token_map(vocab_size, token_map)
         self.register_buffer("token_map", None if token_map is None else token_map.long())
         lm_head = backbone.lm_head()
@@ -42,7 +52,9 @@ class LMHeadsDraft(Draft):
         if token_map is not None:
             lm_head = lm_head.restrict_to(token_map)
         rows, size = lm_head.weight.shape
-        linears = [nn.Linear(size, rows, bias=lm_head.bias is not None, dtype=dtype) for _ in range(count)]
+        linears = [
+            nn.Linear(size, rows, bias=lm_head.bias is not None, dtype=dtype) for _ in range(count)
+        ]
         copy_lm_head(linears, lm_head)
         return linears
 
@@ -87,7 +99,9 @@ def count_lm_head(model: Any, vocab_size: int | None) -> int:
 
 
 class StackedLinears(nn.ModuleList):
-    """K linear layers of one shape, all with a bias or none, stacked in memory; they stay so through `.to()`."""
+    """K linear layers of one shape, all with a bias or none, stacked in memory; they stay so
+    through `.to()`.
+    """
 
     def __init__(self, linears: Iterable[nn.Linear]) -> None:
         super().__init__(linears)
@@ -104,7 +118,9 @@ class StackedLinears(nn.ModuleList):
 
 
 def stack_linears(linears: Sequence[nn.Module]) -> None:
-    """Move the weights, and the biases, of linear layers of one shape into one storage each, see `stack_in_place`."""
+    """Move the weights, and the biases, of linear layers of one shape into one storage each, see
+    `stack_in_place`.
+    """
     for name in ("weight", "bias"):
         parameters = [getattr(linear, name) for linear in linears]
         if parameters and parameters[0] is not None:
@@ -112,9 +128,11 @@ def stack_linears(linears: Sequence[nn.Module]) -> None:
 
 
 def stacked_linears(linears: Sequence[nn.Module]) -> tuple[Tensor, Tensor | None] | None:
-    """Return the weights [K, out, in] and biases [K, out] (or None) of K linear layers without a copy.
+    """Return the weights [K, out, in] and biases [K, out] (or None) of K linear layers without a
+    copy.
 
-    None if they are not stacked in memory, or if a layer was replaced by one of another class, for example prepacked.
+    None if they are not stacked in memory, or if a layer was replaced by one of another class, for
+    example prepacked.
     """
     if any(type(linear) is not nn.Linear for linear in linears):
         return None
@@ -128,8 +146,9 @@ def stacked_linears(linears: Sequence[nn.Module]) -> tuple[Tensor, Tensor | None
 def stack_in_place(parameters: Sequence[nn.Parameter]) -> None:
     """Move K parameters of one shape and dtype into one storage [K, ...], in place.
 
-    Values, identities, gradients and state dicts stay as they are, and optimizers continue to work; torch's recurrent
-    layers do the same in `flatten_parameters`. Memory of twice their size is needed only while they are moved.
+    Values, identities, gradients and state dicts stay as they are, and optimizers continue to work;
+    torch's recurrent layers do the same in `flatten_parameters`. Memory of twice their size is
+    needed only while they are moved.
     """
     if not parameters or stacked_view(parameters) is not None:
         return
@@ -161,25 +180,29 @@ def stacked_view(parameters: Sequence[nn.Parameter]) -> Tensor | None:
     )
 
 
-#: Standard deviation of the random embeddings E: the rows of R grow from their products with the loss's gradients.
+#: Standard deviation of the random embeddings E: the rows of R grow from their products with the
+# loss's gradients.
 INITIAL_SPREAD = 0.02
 
 
 class MarkovBias(nn.Module):
     """The logits of all heads get `R E[x]`, x being the token before the predicted one.
 
-    Parallel heads guess each token without knowing the others. With this bias a guess depends on the token before it,
-    as with the Markov head of DSpark (https://arxiv.org/abs/2607.05147). At position t head k predicts the token
-    t + k + 1, so x is the token t + k: in training the data's, in decoding the root for head 1 and a guess of head
-    k - 1 for head k.
+    Parallel heads guess each token without knowing the others. With this bias a guess depends on
+    the token before it, as with the Markov head of DSpark (https://arxiv.org/abs/2607.05147). At
+    position t head k predicts the token t + k + 1, so x is the token t + k: in training the data's,
+    in decoding the root for head 1 and a guess of head k - 1 for head k.
 
     Initially E is random and R is 0, so the untrained bias is 0.
 
     Args:
-        vocab_size: V, tokens that may come before. draft_vocab_size: N, tokens that heads predict. rank: r.
+        vocab_size: V, tokens that may come before. draft_vocab_size: N, tokens that heads predict.
+            rank: r.
     """
 
-    def __init__(self, vocab_size: int, draft_vocab_size: int, rank: int, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, vocab_size: int, draft_vocab_size: int, rank: int, dtype: torch.dtype = torch.float32
+    ) -> None:
         super().__init__()
         self.rank = rank
         self.embedding = nn.Embedding(vocab_size, rank, dtype=dtype)  # E
@@ -188,18 +211,23 @@ class MarkovBias(nn.Module):
         nn.init.zeros_(self.output.weight)
 
     def append_to(self, states: Tensor, batch: TokenRows, k: int) -> Tensor:
-        """Append E of the data's token t + k to head k's state at each t, [B, T, d] -> [B, T, d + r].
+        """Append E of the data's token t + k to head k's state at each t, [B, T, d] -> [B, T, d +
+        r].
 
         Past the end of a document, where head k has no target, another token takes its place.
         """
         tokens = shift_labels(batch.tokens, k - 1, batch.segments).clamp(min=0)
         return torch.cat([states, self.embedding(tokens).to(states.dtype)], dim=-1)
 
-    def fill_tree(self, scores: Tensor, rows: Tensor, roots: Tensor, tree: Tree, token_map: Tensor | None) -> Tensor:
-        """Fill a tree level by level: at each node, the candidates of the next head are ranked with its token's bias.
+    def fill_tree(
+        self, scores: Tensor, rows: Tensor, roots: Tensor, tree: Tree, token_map: Tensor | None
+    ) -> Tensor:
+        """Fill a tree level by level: at each node, the candidates of the next head are ranked with
+        its token's bias.
 
         Args:
-            scores: [depth, B, c], raw logits of each head's best tokens without the bias, the greatest first.
+            scores: [depth, B, c], raw logits of each head's best tokens without the bias, the
+                greatest first.
             rows: long [depth, B, c], the rows of these tokens in R.
             roots: long [B]. token_map: long [N], token ids of R's rows, for a reduced vocabulary.
 
@@ -211,7 +239,9 @@ class MarkovBias(nn.Module):
         for k, level in enumerate(tree.by_level.levels[:-1], start=1):
             if level.inner is not None:
                 nodes = nodes[:, level.inner]
-            best = rank_candidates(scores[k - 1], rows[k - 1], self.output.weight, self.embedding(nodes))
+            best = rank_candidates(
+                scores[k - 1], rows[k - 1], self.output.weight, self.embedding(nodes)
+            )
             nodes = best[..., : level.width].flatten(1)[:, level.candidates]
             if token_map is not None:
                 nodes = token_map[nodes]

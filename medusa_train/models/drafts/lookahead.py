@@ -1,4 +1,6 @@
-"""Lookahead decoding: n-grams from a window of Jacobi iterations, without training (Lookahead Decoding, Fu et al.)."""
+"""Lookahead decoding: n-grams from a window of Jacobi iterations, without training (Lookahead
+Decoding, Fu et al.).
+"""
 
 from __future__ import annotations
 
@@ -19,26 +21,32 @@ from medusa_train.trees.tree import Tree
 
 
 class LookaheadDraft(LookupDraft):
-    """Proposes n-grams that the backbone generates ahead of the text, in the same passes that verify them.
+    """Proposes n-grams that the backbone generates ahead of the text, in the same passes that
+    verify them.
 
-    The lookahead branch of every pass is a window of W columns and N - 1 levels of draft tokens. The token of level
-    l in column i is l + i positions after the root; level 0 begins with the root itself. It attends to level 0 up to
-    its column and to its own column up to its level (Lookahead Decoding, Figure "Attention mask"). A pass predicts the
-    token after each column. Together they are an n-gram for the pool, and the window moves on by one position (Jacobi
-    iteration): the lowest level is removed, and the predicted tokens are the new highest one. The verification branch
-    is the tree of the pool's n-grams that begin with the root.
+    The lookahead branch of every pass is a window of W columns and N - 1 levels of draft tokens.
+    The token of level l in column i is l + i positions after the root; level 0 begins with the root
+    itself. It attends to level 0 up to its column and to its own column up to its level (Lookahead
+    Decoding, Figure "Attention mask"). A pass predicts the token after each column. Together they
+    are an n-gram for the pool, and the window moves on by one position (Jacobi iteration): the
+    lowest level is removed, and the predicted tokens are the new highest one. The verification
+    branch is the tree of the pool's n-grams that begin with the root.
 
-    The window starts with random tokens of the prompt (Lookahead Decoding, Algorithm 2), the same ones in every run.
-    As in the authors' code, its tokens are always the most probable ones, also when the text is sampled, and it moves
-    by one position per step, however many tokens are accepted.
+    The window starts with random tokens of the prompt (Lookahead Decoding, Algorithm 2), the same
+    ones in every run. As in the authors' code, its tokens are always the most probable ones, also
+    when the text is sampled, and it moves by one position per step, however many tokens are
+    accepted.
 
     Args:
         window: W. ngram: N, at least 3.
-        guesses: G: n-grams that the pool keeps for each first token, and that are verified in a step.
+        guesses: G: n-grams that the pool keeps for each first token, and that are verified in a
+            step.
         pool_from_prompt: also fill the pool with the n-grams of the prompt and the answer.
     """
 
-    def __init__(self, window: int = 5, ngram: int = 4, guesses: int = 5, pool_from_prompt: bool = True) -> None:
+    def __init__(
+        self, window: int = 5, ngram: int = 4, guesses: int = 5, pool_from_prompt: bool = True
+    ) -> None:
         super().__init__(max_tokens=ngram - 1, nodes=guesses * (ngram - 1))
         self.window = window
         self.ngram = ngram
@@ -54,7 +62,9 @@ class LookaheadDraft(LookupDraft):
         """Return the limits of this draft's own trees together with the window."""
         return Limits(self.nodes + self._layout.size, max(self.num_heads, self._layout.max_depth))
 
-    def start(self, feats: Features, tokens: Tensor, lengths: Sequence[int], cache: TreeCache) -> LookupState:
+    def start(
+        self, feats: Features, tokens: Tensor, lengths: Sequence[int], cache: TreeCache
+    ) -> LookupState:
         """Fill pools and windows from the prompts."""
         if self._layout.depths.device != tokens.device:
             self._layout = window_layout(self.window, self.ngram, tokens.device)
@@ -63,10 +73,13 @@ class LookaheadDraft(LookupDraft):
     def lookahead_branch(self, state: LookupState) -> LookaheadBranch:
         """Return the windows, level by level."""
         windows = [[token for level in text.levels for token in level] for text in _texts(state)]
-        return LookaheadBranch(torch.tensor(windows, device=self._layout.depths.device), self._layout)
+        return LookaheadBranch(
+            torch.tensor(windows, device=self._layout.depths.device), self._layout
+        )
 
     def observe(self, state: LookupState, proposal: Proposal, logits: Tensor) -> LookupState:
-        """Move the windows on by the predicted tokens, and add the n-grams of their columns to the pools.
+        """Move the windows on by the predicted tokens, and add the n-grams of their columns to the
+        pools.
 
         The tokens are copied from the device in one transfer.
         """
@@ -84,12 +97,19 @@ class LookaheadText:
         tokens: of the prompt. window, ngram, guesses, pool_from_prompt: see `LookaheadDraft`.
 
     Attributes:
-        levels: N - 1 levels of the window; level 0 has W - 1 tokens, without the root, and the others have W.
-        pool: for each first token up to G times the N - 1 tokens after it, the most recently seen ones last.
+        levels: N - 1 levels of the window; level 0 has W - 1 tokens, without the root, and the
+            others have W.
+        pool: for each first token up to G times the N - 1 tokens after it, the most recently seen
+            ones last.
     """
 
     def __init__(
-        self, tokens: Sequence[int], window: int, ngram: int, guesses: int, pool_from_prompt: bool = True
+        self,
+        tokens: Sequence[int],
+        window: int,
+        ngram: int,
+        guesses: int,
+        pool_from_prompt: bool = True,
     ) -> None:
         draw = random.Random(0)
         self.levels = [draw.choices(tokens, k=window - (level == 0)) for level in range(ngram - 1)]
@@ -109,7 +129,9 @@ class LookaheadText:
                 self._add(tuple(self._recent))
 
     def draft_tree(self, root: int, length: int, nodes: int) -> TokenTree:
-        """Return the tree of the pool's n-grams after `root`, the most recent ones first; `length` is theirs."""
+        """Return the tree of the pool's n-grams after `root`, the most recent ones first; `length`
+        is theirs.
+        """
         return tree_of_continuations(root, reversed(self.pool.get(root, {}))).most_frequent(nodes)
 
     def move_window(self, root: int, following: list[int]) -> None:
@@ -127,7 +149,9 @@ class LookaheadText:
         self.levels = [upper[0][1:], *upper[1:], following]
 
     def _add(self, ngram: tuple[int, ...]) -> None:
-        """Make an n-gram the most recent one of its first token, and remove the oldest one beyond G."""
+        """Make an n-gram the most recent one of its first token, and remove the oldest one beyond
+        G.
+        """
         entries = self.pool.setdefault(ngram[0], {})
         entries.pop(ngram[1:], None)
         entries[ngram[1:]] = None

@@ -1,4 +1,6 @@
-"""Drafts without training that look up continuations of the last tokens: their base class, prompt lookup and REST."""
+"""Drafts without training that look up continuations of the last tokens: their base class, prompt
+lookup and REST.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ class Text(Protocol):
         """Append tokens."""
 
     def draft_tree(self, root: int, length: int, nodes: int) -> TokenTree:
-        """Return a tree of at most `nodes` draft tokens below `root`, which follows the text, up to `length` deep.
+        """Return a tree of at most `nodes` draft tokens below `root`, which follows the text, up to
+        `length` deep.
 
         Call it at most once between two calls of `extend`: a text may learn from its last draft.
         """
@@ -50,11 +53,13 @@ class LookupState(NamedTuple):
 class LookupDraft(Proposer):
     """Looks up continuations of each row's text.
 
-    One continuation forms a chain, several form a tree; the texts choose which of its nodes are proposed. The `tree`
-    argument of `propose` is ignored. If nothing is found, the step is a plain one.
+    One continuation forms a chain, several form a tree; the texts choose which of its nodes are
+    proposed. The `tree` argument of `propose` is ignored. If nothing is found, the step is a plain
+    one.
 
     Args:
-        max_tokens: maximum length of a continuation. nodes: maximum number of nodes of a proposal, without the root.
+        max_tokens: maximum length of a continuation. nodes: maximum number of nodes of a proposal,
+            without the root.
     """
 
     def __init__(self, max_tokens: int, nodes: int) -> None:
@@ -70,18 +75,27 @@ class LookupDraft(Proposer):
         """Return the limits of this draft's own trees."""
         return Limits(self.nodes, self.num_heads)
 
-    def start(self, feats: Features, tokens: Tensor, lengths: Sequence[int], cache: TreeCache) -> LookupState:
+    def start(
+        self, feats: Features, tokens: Tensor, lengths: Sequence[int], cache: TreeCache
+    ) -> LookupState:
         """Index the prompts."""
         if self._root_only.depths.device != tokens.device:
             self._root_only = Tree.empty().to(tokens.device)
-        return LookupState([self.text(row[:length]) for row, length in zip(tokens.tolist(), lengths, strict=True)])
+        return LookupState(
+            [self.text(row[:length]) for row, length in zip(tokens.tolist(), lengths, strict=True)]
+        )
 
     def draft_trees(self, state: LookupState, roots: Sequence[int]) -> list[TokenTree]:
         """Return a tree of draft tokens below each row's root, possibly without any."""
-        return [one.draft_tree(root, self.num_heads, self.nodes) for one, root in zip(state.texts, roots, strict=True)]
+        return [
+            one.draft_tree(root, self.num_heads, self.nodes)
+            for one, root in zip(state.texts, roots, strict=True)
+        ]
 
     def lookahead_branch(self, state: LookupState) -> LookaheadBranch | None:
-        """Return the tokens that the draft runs through the backbone beside its tree; None if there are none."""
+        """Return the tokens that the draft runs through the backbone beside its tree; None if there
+        are none.
+        """
         return None
 
     def propose(self, state: LookupState, roots: Tensor, tree: Tree) -> Proposal:
@@ -93,7 +107,11 @@ class LookupDraft(Proposer):
         return propose_trees(trees, roots.device, branch)
 
     def advance(
-        self, state: LookupState, feats: Features, proposal: Proposal, paths: Sequence[Sequence[int]]
+        self,
+        state: LookupState,
+        feats: Features,
+        proposal: Proposal,
+        paths: Sequence[Sequence[int]],
     ) -> LookupState:
         """Append the accepted tokens to the texts."""
         for text, tokens, path in zip(state.texts, proposal.tokens.tolist(), paths, strict=True):
@@ -102,18 +120,23 @@ class LookupDraft(Proposer):
 
 
 class PromptLookupDraft(LookupDraft):
-    """Copies what followed the last tokens earlier in the prompt and the answer (prompt lookup decoding, Saxena 2023).
+    """Copies what followed the last tokens earlier in the prompt and the answer (prompt lookup
+    decoding, Saxena 2023).
 
     A node takes time even if it is rejected, so only nodes that are probable enough are proposed.
 
     Args:
         max_ngram: longest n-gram to look up. max_tokens, nodes: see `LookupDraft`.
-        min_probability: nodes that are less probable are left out; `CopyAccuracy` estimates the probability from the
-            earlier steps of the answer.
+        min_probability: nodes that are less probable are left out; `CopyAccuracy` estimates the
+            probability from the earlier steps of the answer.
     """
 
     def __init__(
-        self, max_ngram: int = 3, max_tokens: int = 10, nodes: int = 10, min_probability: float = 0.05
+        self,
+        max_ngram: int = 3,
+        max_tokens: int = 10,
+        nodes: int = 10,
+        min_probability: float = 0.05,
     ) -> None:
         super().__init__(max_tokens, nodes)
         self.max_ngram = max_ngram
@@ -128,7 +151,8 @@ class PromptText:
     """A text with the positions of its n-grams, and a record of how often copies were right.
 
     Args:
-        tokens: of the prompt. max_ngram: longest n-gram; a token adds up to this number of dictionary entries.
+        tokens: of the prompt. max_ngram: longest n-gram; a token adds up to this number of
+            dictionary entries.
         min_probability: of a draft token.
     """
 
@@ -136,9 +160,12 @@ class PromptText:
         self._max_ngram = max_ngram
         self._min_probability = min_probability
         self._tokens: list[int] = []
-        self._ends: dict[tuple[int, ...], list[int]] = {}  # positions after each occurrence, increasing
+        self._ends: dict[
+            tuple[int, ...], list[int]
+        ] = {}  # positions after each occurrence, increasing
         self._accuracy = CopyAccuracy()
-        #: Of the last draft: length of the n-gram that was found, the root's position, and all continuations.
+        #: Of the last draft: length of the n-gram that was found, the root's position, and all
+        # continuations.
         self._last: tuple[int, int, TokenTree] | None = None
         self.extend(tokens)
 
@@ -151,7 +178,9 @@ class PromptText:
                 self._ends.setdefault(tuple(self._tokens[end - n :]), []).append(end)
 
     def draft_tree(self, root: int, length: int, nodes: int) -> TokenTree:
-        """Return the most probable copies of what followed the longest n-gram that ends with `root`."""
+        """Return the most probable copies of what followed the longest n-gram that ends with
+        `root`.
+        """
         if self._last is not None:
             ngram, position, tree = self._last
             self._accuracy.record(ngram, tree, [*self._tokens[position + 1 :], root])
@@ -159,19 +188,29 @@ class PromptText:
         tree = tree_of_continuations(root, continuations)
         self._last = ngram, len(self._tokens), tree
         probabilities = self._accuracy.probabilities(ngram, tree)
-        likely = [node for node in range(1, len(tree.tokens)) if probabilities[node] >= self._min_probability]
+        likely = [
+            node
+            for node in range(1, len(tree.tokens))
+            if probabilities[node] >= self._min_probability
+        ]
         likely.sort(key=lambda node: -probabilities[node])  # a parent comes before its children
         return tree.subset(likely[:nodes])
 
     def _longest_match(self, root: int, length: int) -> tuple[int, list[Sequence[int]]]:
-        """Return the length of the longest n-gram that ends with `root` and occurred before, and what followed it.
+        """Return the length of the longest n-gram that ends with `root` and occurred before, and
+        what followed it.
 
         Up to `MAX_CANDIDATES` continuations, the most recent ones first.
         """
-        recent = [*self._tokens[len(self._tokens) - min(len(self._tokens), self._max_ngram - 1) :], root]
+        recent = [
+            *self._tokens[len(self._tokens) - min(len(self._tokens), self._max_ngram - 1) :],
+            root,
+        ]
         for start in range(len(recent)):
             if ends := self._ends.get(tuple(recent[start:])):
-                return len(recent) - start, [self._after(end, root, length) for end in ends[: -MAX_CANDIDATES - 1 : -1]]
+                return len(recent) - start, [
+                    self._after(end, root, length) for end in ends[: -MAX_CANDIDATES - 1 : -1]
+                ]
         return 0, []
 
     def _after(self, position: int, root: int, length: int) -> Sequence[int]:
@@ -181,11 +220,12 @@ class PromptText:
 
 
 class CopyAccuracy:
-    """Estimates the probability that a copied token is right, from the earlier steps of the same answer.
+    """Estimates the probability that a copied token is right, from the earlier steps of the same
+    answer.
 
-    It is recorded by the length of the n-gram and the depth of the token: how often one of the continuations had the
-    right token, where the tokens before it were right. Depths from `DEEPEST` on are recorded together. The prior is n
-    right copies of n + 2 after an n-gram, at every depth.
+    It is recorded by the length of the n-gram and the depth of the token: how often one of the
+    continuations had the right token, where the tokens before it were right. Depths from `DEEPEST`
+    on are recorded together. The prior is n right copies of n + 2 after an n-gram, at every depth.
     """
 
     DEEPEST = 4
@@ -215,7 +255,8 @@ class CopyAccuracy:
     def probabilities(self, ngram: int, tree: TokenTree) -> list[float]:
         """Return the probability of every node of `tree`, the root's 1 first.
 
-        Siblings share the probability that one of them is right, in proportion to their continuations.
+        Siblings share the probability that one of them is right, in proportion to their
+        continuations.
         """
         below = [0] * len(tree.tokens)  # continuations through the children of a node
         for parent, count in zip(tree.parents[1:], tree.counts[1:], strict=True):
@@ -223,7 +264,9 @@ class CopyAccuracy:
         depths, probabilities = [0], [1.0]
         for parent, count in zip(tree.parents[1:], tree.counts[1:], strict=True):
             depths.append(depths[parent] + 1)
-            probabilities.append(probabilities[parent] * self._estimate(ngram, depths[-1]) * count / below[parent])
+            probabilities.append(
+                probabilities[parent] * self._estimate(ngram, depths[-1]) * count / below[parent]
+            )
         return probabilities
 
     def _estimate(self, ngram: int, depth: int) -> float:
@@ -232,14 +275,18 @@ class CopyAccuracy:
 
 
 class RestDraft(LookupDraft):
-    """Copies from a datastore, such as the model's own answers (REST: Retrieval-Based Speculative Decoding).
+    """Copies from a datastore, such as the model's own answers (REST: Retrieval-Based Speculative
+    Decoding).
 
     Args:
-        datastore: sorted by at least `max_ngram` tokens; its samples are representative if sorted by `max_tokens` more.
+        datastore: sorted by at least `max_ngram` tokens; its samples are representative if sorted
+            by `max_tokens` more.
         max_ngram: longest n-gram to look up. max_tokens, nodes: see `LookupDraft`.
     """
 
-    def __init__(self, datastore: Datastore, max_ngram: int = 16, max_tokens: int = 10, nodes: int = 16) -> None:
+    def __init__(
+        self, datastore: Datastore, max_ngram: int = 16, max_tokens: int = 10, nodes: int = 16
+    ) -> None:
         super().__init__(max_tokens, nodes)
         self.max_ngram = max_ngram
         self.datastore = datastore
@@ -261,7 +308,9 @@ class _DatastoreText:
         self._recent.extend(tokens)
 
     def draft_tree(self, root: int, length: int, nodes: int) -> TokenTree:
-        """Return the most frequent copies of what follows the longest n-gram of the datastore that ends with `root`."""
+        """Return the most frequent copies of what follows the longest n-gram of the datastore that
+        ends with `root`.
+        """
         continuations = self._datastore.continuations([*self._recent, root], length, MAX_CANDIDATES)
         return tree_of_continuations(root, continuations).most_frequent(nodes)
 
@@ -274,7 +323,9 @@ def tree_of_continuations(root: int, continuations: Iterable[Sequence[int]]) -> 
     return tree
 
 
-def propose_trees(trees: Sequence[TokenTree], device: torch.device, branch: LookaheadBranch | None = None) -> Proposal:
+def propose_trees(
+    trees: Sequence[TokenTree], device: torch.device, branch: LookaheadBranch | None = None
+) -> Proposal:
     """Return the proposal of one tree per row; rows with fewer nodes are padded."""
     row_trees = RowTrees([tree.parents for tree in trees], device)
     tokens = [tree.tokens + [0] * (row_trees.size - tree.size) for tree in trees]

@@ -27,19 +27,22 @@ from medusa_train.trees.tree import Tree
 
 
 class MedusaDraft(Draft):
-    """K Medusa heads, `p_k = softmax(W2_k (SiLU(W1_k h + b1_k) + h))` (Medusa, Medusa Heads, Eq. 1).
+    """K Medusa heads, `p_k = softmax(W2_k (SiLU(W1_k h + b1_k) + h))` (Medusa, Medusa Heads, Eq.
+    1).
 
-    Initially W1 = 0, b1 = 0 and W2 = a copy of lm_head (the paper's text swaps the two), so an untrained head gives the
-    backbone's next-token logits exactly. No weights are shared between heads or blocks.
+    Initially W1 = 0, b1 = 0 and W2 = a copy of lm_head (the paper's text swaps the two), so an
+    untrained head gives the backbone's next-token logits exactly. No weights are shared between
+    heads or blocks.
 
-    Args:
-        hidden_size, vocab_size: d and V of the backbone. num_heads: K. num_layers: residual blocks per head.
+    Args: hidden_size, vocab_size: d and V of the backbone. num_heads: K. num_layers: residual
+        blocks per head.
         bias: whether the output matrices have a bias, as the backbone's lm_head does.
         softcap, scale: the backbone's logit transform, see `LMHead`.
-        shared: the backbone's lm_head, for heads without a matrix each (about 11 % of the parameters at the size of a
-            7B model). The heads read it, but neither train nor save it.
-        token_map: long [N], for heads over a reduced vocabulary: logit i belongs to the token token_map[i], and other
-            tokens are never drafted. With `shared` the rows are copied once.
+        shared: the backbone's lm_head, for heads without a matrix each (about 11 % of the
+            parameters at the size of a 7B model). The heads read it, but neither train nor save it.
+        token_map: long [N], for heads over a reduced vocabulary: logit i belongs to the token
+            token_map[i], and other tokens are never drafted. With `shared` the rows are copied
+            once.
         markov_rank: r of a bias that depends on the token before, see `MarkovBias`; 0: none.
     """
 
@@ -72,11 +75,13 @@ class MedusaDraft(Draft):
         self._full_shared = shared
         self.shared = self._reduced_shared()
         self.blocks = nn.ModuleList(
-            nn.Sequential(*(ResBlock(hidden_size, dtype) for _ in range(num_layers))) for _ in range(num_heads)
+            nn.Sequential(*(ResBlock(hidden_size, dtype) for _ in range(num_layers)))
+            for _ in range(num_heads)
         )
         rows = self.draft_vocab_size or vocab_size
         self.lm_heads = nn.ModuleList(
-            nn.Linear(hidden_size, rows, bias=bias, dtype=dtype) for _ in range(0 if shared else num_heads)
+            nn.Linear(hidden_size, rows, bias=bias, dtype=dtype)
+            for _ in range(0 if shared else num_heads)
         )
         self.markov: MarkovBias | None = None
         if markov_rank:
@@ -98,10 +103,12 @@ class MedusaDraft(Draft):
         markov_rank: int = 0,
         dtype: torch.dtype | None = None,
     ) -> MedusaDraft:
-        """Create heads that predict what `backbone` predicts, on its device; by default in its dtype.
+        """Create heads that predict what `backbone` predicts, on its device; by default in its
+        dtype.
 
         Args:
-            vocab_size: N, for heads over the tokens of `token_map` (long [N]); they start as these rows of lm_head.
+            vocab_size: N, for heads over the tokens of `token_map` (long [N]); they start as these
+                rows of lm_head.
         """
         check_token_map(vocab_size, token_map)
         lm_head = backbone.lm_head()
@@ -145,7 +152,9 @@ class MedusaDraft(Draft):
         vocab_size: int | None = None,
         markov_rank: int = 0,
     ) -> int:
-        """`d x d` and a bias per block; a copy of lm_head, or of N rows, per head; r x (V + N) for the Markov bias."""
+        """`d x d` and a bias per block; a copy of lm_head, or of N rows, per head; r x (V + N) for
+        the Markov bias.
+        """
         rows, hidden = model.get_output_embeddings().weight.shape
         output = 0 if share_lm_head else count_lm_head(model, vocab_size)
         markov = markov_rank * (rows + (vocab_size or rows))
@@ -156,16 +165,24 @@ class MedusaDraft(Draft):
         """N for a reduced vocabulary, else None."""
         return None if self.token_map is None else len(self.token_map)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
         """Load weights and the vocabulary that they belong to."""
         before = None if self.token_map is None else self.token_map.clone()
         result = super().load_state_dict(state_dict, strict, assign)
-        if before is not None and self.token_map is not None and not torch.equal(before, self.token_map):
+        if (
+            before is not None
+            and self.token_map is not None
+            and not torch.equal(before, self.token_map)
+        ):
             self.shared = self._reduced_shared()
         return result
 
     def _reduced_shared(self) -> LMHead | None:
-        """The lm_head that shared heads use: the backbone's, or a copy of its rows of a reduced vocabulary."""
+        """The lm_head that shared heads use: the backbone's, or a copy of its rows of a reduced
+        vocabulary.
+        """
         if self._full_shared is None or self.token_map is None:
             return self._full_shared
         with torch.no_grad():
@@ -174,7 +191,9 @@ class MedusaDraft(Draft):
     # Training
 
     def head_states(self, feats: Features, batch: TokenRows) -> Iterator[Tensor]:
-        """Yield for k = 1..K the states that `lm_head(k)` reads, [B, T, d]; with a Markov bias [B, T, d + r]."""
+        """Yield for k = 1..K the states that `lm_head(k)` reads, [B, T, d]; with a Markov bias [B,
+        T, d + r].
+        """
         for k in range(1, self.num_heads + 1):
             states = self.head_state(feats.hidden, k)
             yield states if self.markov is None else self.markov.append_to(states, batch, k)
@@ -184,7 +203,9 @@ class MedusaDraft(Draft):
         return self.blocks[k - 1](states)
 
     def lm_head(self, k: int) -> LMHead:
-        """Return head k's W2, or the shared one, with the backbone's logit transform and the Markov bias."""
+        """Return head k's W2, or the shared one, with the backbone's logit transform and the Markov
+        bias.
+        """
         head = self._lm_head(k)
         return head if self.markov is None else replace(head, token_bias=self.markov.output.weight)
 
@@ -197,39 +218,56 @@ class MedusaDraft(Draft):
         return LMHead(head.weight, head.bias, self.softcap, self.scale, token_map=self.token_map)
 
     def head_logits(self, states: Tensor, k: int) -> Tensor:
-        """Return head k's logits of states [..., d] without the Markov bias, [..., V] (reduced: [..., N])."""
+        """Return head k's logits of states [..., d] without the Markov bias, [..., V] (reduced:
+        [..., N]).
+        """
         return self._lm_head(k).logits(self.head_state(states, k))
 
     # Decoding
 
-    def start(self, feats: Features, tokens: Tensor, lengths: Sequence[int], cache: TreeCache) -> MedusaState:
+    def start(
+        self, feats: Features, tokens: Tensor, lengths: Sequence[int], cache: TreeCache
+    ) -> MedusaState:
         """Return the state of the last position of each prompt."""
-        return MedusaState(at_positions(feats.hidden, [length - 1 for length in lengths]), self.stacked())
+        return MedusaState(
+            at_positions(feats.hidden, [length - 1 for length in lengths]), self.stacked()
+        )
 
     def propose(self, state: MedusaState, roots: Tensor, tree: Tree) -> Proposal:
-        """Place the top guesses of every head in the tree by rank; with a Markov bias, each level by the one before."""
+        """Place the top guesses of every head in the tree by rank; with a Markov bias, each level
+        by the one before.
+        """
         logits = self._raw_logits(state, tree.max_depth)
         if self.markov is not None:
             candidates = logits.topk(min(max(tree.width, CANDIDATES), logits.shape[-1]))
-            tokens = self.markov.fill_tree(candidates.values, candidates.indices, roots, tree, self.token_map)
+            tokens = self.markov.fill_tree(
+                candidates.values, candidates.indices, roots, tree, self.token_map
+            )
             return Proposal(tokens, tree)
         best = logits.topk(tree.width).indices.transpose(0, 1).flatten(1)  # [B, max_depth * width]
         guesses = self._lm_head(1).tokens_of(best.index_select(1, tree.candidate_index))
         return Proposal(torch.cat([roots[:, None], guesses], dim=1), tree)
 
     def advance(
-        self, state: MedusaState, feats: Features, proposal: Proposal, paths: Sequence[Sequence[int]]
+        self,
+        state: MedusaState,
+        feats: Features,
+        proposal: Proposal,
+        paths: Sequence[Sequence[int]],
     ) -> MedusaState:
         """Return the states of the last accepted nodes."""
         return state._replace(hidden=at_last_nodes(feats.hidden, paths))
 
-    # Decoding with all heads in one product. Logits here omit soft cap and scale, which keep the order of the guesses.
+    # Decoding with all heads in one product. Logits here omit soft cap and scale, which keep the
+    # order of the guesses.
 
     def _raw_logits(self, state: MedusaState, count: int) -> Tensor:
         """Logits of heads 1..count, [count, B, V]."""
         if state.stacked is not None:
             return self._stacked_logits(state.hidden, state.stacked, count)
-        states = [self.head_state(state.hidden, k) for k in range(1, count + 1)]  # of prepacked blocks, or with ZeRO
+        states = [
+            self.head_state(state.hidden, k) for k in range(1, count + 1)
+        ]  # of prepacked blocks, or with ZeRO
         lm_heads: Sequence[Any] = list(self.lm_heads) or [self._lm_head(1).raw_logits] * count
         return torch.stack([lm_head(x) for lm_head, x in zip(lm_heads, states, strict=False)])
 
@@ -243,7 +281,9 @@ class MedusaDraft(Draft):
             stack_linears(linears)
 
     def stacked(self) -> Stacked | None:
-        """Return the weights of all heads as one tensor each, without a copy; None if they are not stacked."""
+        """Return the weights of all heads as one tensor each, without a copy; None if they are not
+        stacked.
+        """
         groups = [stacked_linears(linears) for linears in self._parallel_linears()]
         stacked = [group for group in groups if group is not None]
         if len(stacked) < len(groups):
@@ -251,8 +291,13 @@ class MedusaDraft(Draft):
         return Stacked(stacked[: self.num_layers], stacked[-1] if self.shared is None else None)
 
     def _parallel_linears(self) -> list[list[nn.Module]]:
-        """The linear layers that are the same in all heads: per block those of heads 1..K, then their W2 if any."""
-        groups = [[block.get_submodule(f"{j}.linear") for block in self.blocks] for j in range(self.num_layers)]
+        """The linear layers that are the same in all heads: per block those of heads 1..K, then
+        their W2 if any.
+        """
+        groups = [
+            [block.get_submodule(f"{j}.linear") for block in self.blocks]
+            for j in range(self.num_layers)
+        ]
         return [*groups, list(self.lm_heads)] if self.lm_heads else groups
 
     def _stacked_logits(self, states: Tensor, stacked: Stacked, count: int) -> Tensor:
@@ -261,8 +306,15 @@ class MedusaDraft(Draft):
         for j, (weights, biases) in enumerate(stacked.blocks):
             assert biases is not None
             weight, bias = weights[:count], biases[:count]
-            if j == 0:  # all heads read the same states, so their first blocks are one matrix of count * d rows
-                branch = linear(states, weight.flatten(0, 1), bias.flatten()).unflatten(1, (count, -1)).transpose(0, 1)
+            if (
+                j == 0
+                # all heads read the same states, so their first blocks are one matrix of count * d rows
+            ):
+                branch = (
+                    linear(states, weight.flatten(0, 1), bias.flatten())
+                    .unflatten(1, (count, -1))
+                    .transpose(0, 1)
+                )
             else:
                 branch = torch.baddbmm(bias[:, None], x, weight.transpose(1, 2))
             x = x + silu(branch)
@@ -275,7 +327,10 @@ class MedusaDraft(Draft):
 
 
 class ResBlock(nn.Module):
-    """`x + SiLU(W1 x + b1)`; initially the identity, with W1 = 0 and b1 = 0. Dropout acts on what it adds."""
+    """`x + SiLU(W1 x + b1)`; initially the identity, with W1 = 0 and b1 = 0.
+
+    Dropout acts on what it adds.
+    """
 
     def __init__(self, hidden_size: int, dtype: torch.dtype, dropout: float = 0.0) -> None:
         super().__init__()

@@ -1,4 +1,6 @@
-"""Amphista heads: untrained they equal the backbone; trained they follow the paper's equations, whole or stepwise."""
+"""Amphista heads: untrained they equal the backbone; trained they follow the paper's equations,
+whole or stepwise.
+"""
 
 from typing import Any
 
@@ -30,7 +32,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def trained_like(backbone: Backbone, seed: int = 1, std: float = 0.1, **settings: Any) -> AmphistaDraft:
+def trained_like(
+    backbone: Backbone, seed: int = 1, std: float = 0.1, **settings: Any
+) -> AmphistaDraft:
     """Heads with every parameter changed from its initialisation."""
     draft = AmphistaDraft.from_backbone(backbone, **{"num_heads": 5, **settings})
     torch.manual_seed(seed)
@@ -77,19 +81,35 @@ def _layer(x: Tensor, w: dict[str, Tensor], heads: int, groups: int, theta: floa
     q, k = _rotate(q, theta), _rotate(k, theta)
     k, v = k.repeat_interleave(heads // groups, 0), v.repeat_interleave(heads // groups, 0)
     scores = q @ k.transpose(1, 2) / q.shape[-1] ** 0.5
-    seen = softmax(scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), float("-inf")), -1) @ v
+    seen = (
+        softmax(
+            scores.masked_fill(
+                torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), float("-inf")
+            ),
+            -1,
+        )
+        @ v
+    )
     x = x + linear(seen.transpose(0, 1).flatten(1), w["self_attn.o_proj.weight"])
     n = _norm(x, w["post_attention_layernorm.weight"], 1e-6)
     gate, up = linear(n, w["mlp.gate_proj.weight"]), linear(n, w["mlp.up_proj.weight"])
     return x + linear(gate * gate.sigmoid() * up, w["mlp.down_proj.weight"])
 
 
-def _plain(h: Tensor, e: Tensor, state: dict[str, Tensor], num_heads: int, blocks: int) -> list[Tensor]:
-    """Eq. 1 to 6 over one row: every head's logits [T, V] from h [T, d] and the embeddings e [T, d] of what follows."""
+def _plain(
+    h: Tensor, e: Tensor, state: dict[str, Tensor], num_heads: int, blocks: int
+) -> list[Tensor]:
+    """Eq. 1 to 6 over one row: every head's logits [T, V] from h [T, d] and the embeddings e [T, d]
+    of what follows.
+    """
     stages, x = [], h
     for i in range(2):
         prefix = f"layers.{i}.body.layers.0."
-        weights = {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
+        weights = {
+            name.removeprefix(prefix): tensor
+            for name, tensor in state.items()
+            if name.startswith(prefix)
+        }
         x = _layer(linear(torch.cat([x, e], -1), state[f"fc.{i}.weight"]), weights, 4, 2, 10000.0)
         stages.append(x)
     vectors = []
@@ -100,18 +120,31 @@ def _plain(h: Tensor, e: Tensor, state: dict[str, Tensor], num_heads: int, block
     u = torch.stack(vectors, dim=1) + state.get("auto.positions", 0.0)  # [T, K, d]
     for j in range(blocks):
         n = _norm(u, state[f"auto.blocks.{j}.norm.weight"], 1e-6)
-        q, k, v = (part.unflatten(-1, (4, -1)) for part in linear(n, state[f"auto.blocks.{j}.qkv.weight"]).chunk(3, -1))
+        q, k, v = (
+            part.unflatten(-1, (4, -1))
+            for part in linear(n, state[f"auto.blocks.{j}.qkv.weight"]).chunk(3, -1)
+        )
         weights_ = softmax(torch.einsum("tqhd,tkhd->thqk", q, k) / q.shape[-1] ** 0.5, -1)
-        u = u + linear(torch.einsum("thqk,tkhd->tqhd", weights_, v).flatten(2), state[f"auto.blocks.{j}.out.weight"])
+        u = u + linear(
+            torch.einsum("thqk,tkhd->tqhd", weights_, v).flatten(2),
+            state[f"auto.blocks.{j}.out.weight"],
+        )
     return [linear(u[:, k], state[f"lm_heads.{k}.weight"]) for k in range(num_heads)]
 
 
 @pytest.mark.parametrize(
-    ("blocks", "normalize_embeddings", "positions"), [(1, True, True), (2, True, True), (1, False, False)]
+    ("blocks", "normalize_embeddings", "positions"),
+    [(1, True, True), (2, True, True), (1, False, False)],
 )
-def test_value_and_gradient_of_the_formula(blocks: int, normalize_embeddings: bool, positions: bool) -> None:
+def test_value_and_gradient_of_the_formula(
+    blocks: int, normalize_embeddings: bool, positions: bool
+) -> None:
     backbone = random_backbone("llama")
-    settings = {"auto_blocks": blocks, "normalize_embeddings": normalize_embeddings, "position_encoding": positions}
+    settings = {
+        "auto_blocks": blocks,
+        "normalize_embeddings": normalize_embeddings,
+        "position_encoding": positions,
+    }
     draft = trained_like(backbone, **settings)
     state = {name: p.detach().clone().requires_grad_() for name, p in draft.named_parameters()}
     feats = backbone.run(TOKENS)
@@ -125,7 +158,9 @@ def test_value_and_gradient_of_the_formula(blocks: int, normalize_embeddings: bo
     plain = [_plain(feats.hidden[b, :-1], embeddings[b, 1:], state, 5, blocks) for b in range(2)]
     theirs = [torch.stack([row[k] for row in plain]) for k in range(5)]
     for mine, other in zip(ours, theirs, strict=True):
-        assert torch.allclose(mine, other, atol=3e-6)  # norms and angles of stock layers are float32 in any dtype
+        assert torch.allclose(
+            mine, other, atol=3e-6
+        )  # norms and angles of stock layers are float32 in any dtype
     weights = [torch.randn_like(logits) for logits in ours]
     sum((a * b).sum() for a, b in zip(ours, weights, strict=True)).backward()  # type: ignore[union-attr]
     sum((a * b).sum() for a, b in zip(theirs, weights, strict=True)).backward()  # type: ignore[union-attr]
@@ -147,7 +182,10 @@ def test_with_nothing_added_it_is_medusa() -> None:
         renamed[name if match is None else name.replace(match, names[match])] = tensor
     medusa.load_state_dict(renamed)
     theirs = medusa.head_states(backbone.run(TOKENS), Rows.from_tokens(TOKENS))
-    assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(_states(draft, backbone), theirs, strict=True))
+    assert all(
+        torch.allclose(a, b, atol=1e-12)
+        for a, b in zip(_states(draft, backbone), theirs, strict=True)
+    )
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -157,7 +195,9 @@ def test_a_head_reads_the_sampled_token_and_none_after_it(variant: str) -> None:
     feats = backbone.run(TOKENS)
     other = TOKENS.clone()
     other[:, 6] = 11
-    before, after = (torch.stack(list(draft.head_states(feats, Rows.from_tokens(t)))) for t in (TOKENS, other))
+    before, after = (
+        torch.stack(list(draft.head_states(feats, Rows.from_tokens(t)))) for t in (TOKENS, other)
+    )
     assert torch.equal(before[:, :, :5], after[:, :, :5])
     changed = (before[:, :, 5] != after[:, :, 5]).any(-1)
     assert bool(changed.all()) == bool(changed.any()) == draft.sampled_token
@@ -169,8 +209,13 @@ TRUTH = [0, 2, 5, 7]
 
 
 def _pass(draft: AmphistaDraft, hidden: Tensor, text: Tensor, root: int) -> tuple[Tensor, Tensor]:
-    """States and tokens of a verification pass with the root at position `root`: true ones at `TRUTH`, else others."""
-    states, tokens = torch.randn(TREE.size + 1, hidden.shape[-1]).double(), torch.full((TREE.size + 1,), 60)
+    """States and tokens of a verification pass with the root at position `root`: true ones at
+    `TRUTH`, else others.
+    """
+    states, tokens = (
+        torch.randn(TREE.size + 1, hidden.shape[-1]).double(),
+        torch.full((TREE.size + 1,), 60),
+    )
     for depth, node in enumerate(TRUTH):
         states[node], tokens[node] = hidden[root + depth], text[root + depth]
     return states, tokens
@@ -180,7 +225,9 @@ def _pass(draft: AmphistaDraft, hidden: Tensor, text: Tensor, root: int) -> tupl
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("family", ["llama", "mistral-window", "qwen3"])
 def test_states_step_by_step_are_those_of_the_whole(family: str, rows: int, variant: str) -> None:
-    """Rows of different lengths accept different numbers of nodes; one step has no proposal, one row finishes."""
+    """Rows of different lengths accept different numbers of nodes; one step has no proposal, one
+    row finishes.
+    """
     backbone = random_backbone(family)
     draft = trained_like(backbone, **VARIANTS[variant])
     torch.manual_seed(2)
@@ -188,7 +235,9 @@ def test_states_step_by_step_are_those_of_the_whole(family: str, rows: int, vari
     whole = backbone.run(text)
     following = text.roll(-1, 1)
     batch = Rows.from_tokens(text)
-    expected = draft.stages(whole.hidden, following, lambda i, x: draft.layers[i](x, batch.positions, batch.segments))
+    expected = draft.stages(
+        whole.hidden, following, lambda i, x: draft.layers[i](x, batch.positions, batch.segments)
+    )
     lengths = [9, 3, 1, 6][:rows]
     cache = BatchCache(1, 64)
     cache.lengths = lengths
@@ -216,7 +265,9 @@ def test_states_step_by_step_are_those_of_the_whole(family: str, rows: int, vari
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_proposals_are_the_best_tokens_of_each_head(variant: str, bias: bool, apart: bool) -> None:
-    """Three prompts in a batch against each head's ranking of all tokens; `apart`: weights are not stacked."""
+    """Three prompts in a batch against each head's ranking of all tokens; `apart`: weights are not
+    stacked.
+    """
     backbone = random_backbone("qwen2")
     if bias:
         bias_values = torch.randn(backbone.vocab_size, dtype=torch.float64)
@@ -231,7 +282,9 @@ def test_proposals_are_the_best_tokens_of_each_head(variant: str, bias: bool, ap
     cache = BatchCache(1, 16)
     cache.lengths = [5, 2, 3]
     state = draft.start(backbone.run(padded), padded, cache.lengths, cache)
-    proposal = draft.propose(state, torch.tensor(roots), Tree.from_paths([(0,), (2,), (0, 4), (2, 0), (0, 4, 1)]))
+    proposal = draft.propose(
+        state, torch.tensor(roots), Tree.from_paths([(0,), (2,), (0, 4), (2, 0), (0, 4, 1)])
+    )
     for row, (prompt, root) in enumerate(zip(prompts, roots, strict=True)):
         states = _states(draft, backbone, torch.tensor([[*prompt, root]]))
         logits = (draft.lm_head(k).logits(states[k - 1][0, -2]) for k in (1, 2, 3))

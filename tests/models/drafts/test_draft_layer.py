@@ -37,10 +37,14 @@ def test_an_exit_before_the_last_layer_begins_as_the_whole_model() -> None:
     """The adapter then equals the layer that it replaces."""
     backbone = random_backbone("llama")
     exit_layer = backbone.num_layers - 1
-    draft = KangarooDraft.from_backbone(backbone, exit_layer=exit_layer, mlp_size=backbone.config.intermediate_size)
+    draft = KangarooDraft.from_backbone(
+        backbone, exit_layer=exit_layer, mlp_size=backbone.config.intermediate_size
+    )
     tokens = torch.randint(backbone.vocab_size, (1, 9))
     feats = backbone.run(tokens, need=draft.needs)
-    torch.testing.assert_close(draft.states(feats, Rows.from_tokens(tokens)), feats.hidden, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(
+        draft.states(feats, Rows.from_tokens(tokens)), feats.hidden, rtol=1e-10, atol=1e-10
+    )
 
 
 class Fused(nn.Module):
@@ -55,7 +59,10 @@ class Fused(nn.Module):
 class Apart(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.gate_proj, self.up_proj = nn.Linear(4, width, bias=True), nn.Linear(4, width, bias=True)
+        self.gate_proj, self.up_proj = (
+            nn.Linear(4, width, bias=True),
+            nn.Linear(4, width, bias=True),
+        )
         self.down_proj = nn.Linear(width, 4, bias=False)
 
 
@@ -65,14 +72,20 @@ def test_a_narrower_mlp_keeps_the_strongest_units(kind: type[nn.Module]) -> None
     wide, narrow = kind(6), kind(2)
     with torch.no_grad():
         for name, weight in wide.named_parameters():
-            view = weight.T if name == "down_proj.weight" else weight.unflatten(0, (-1, 6)).transpose(0, 1)
+            view = (
+                weight.T
+                if name == "down_proj.weight"
+                else weight.unflatten(0, (-1, 6)).transpose(0, 1)
+            )
             view[[0, 2, 3, 5]] *= 0.01
     init_from_layer(narrow, wide)
     theirs = dict(wide.named_parameters())
     for name, parameter in narrow.named_parameters():
         weight = theirs[name]
         expected = (
-            weight[:, [1, 4]] if name == "down_proj.weight" else weight.unflatten(0, (-1, 6))[:, [1, 4]].flatten(0, 1)
+            weight[:, [1, 4]]
+            if name == "down_proj.weight"
+            else weight.unflatten(0, (-1, 6))[:, [1, 4]].flatten(0, 1)
         )
         assert torch.equal(parameter, expected), name
 
@@ -140,7 +153,9 @@ def test_packed_documents_are_computed_as_if_alone(family: str, mlp_size: int | 
     assert not torch.allclose(packed[last], one[0, last])
 
 
-def test_a_kernel_that_fails_in_the_compute_dtype_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_fails_in_the_compute_dtype_is_not_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Parameters are float32 in training, attention runs in the backbone's dtype."""
 
     def kernel(joined: list[torch.Tensor], *arguments: Any) -> torch.Tensor:
@@ -153,7 +168,9 @@ def test_a_kernel_that_fails_in_the_compute_dtype_is_not_used(monkeypatch: pytes
     layer = DraftLayer(random_backbone("llama", dtype=torch.bfloat16), dtype=torch.float32)
     segments = torch.tensor([[0, 0, 0, 1, 1]])
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert layer(torch.randn(1, 5, 32), torch.tensor([[0, 1, 2, 0, 1]]), segments).isfinite().all()
+        assert (
+            layer(torch.randn(1, 5, 32), torch.tensor([[0, 1, 2, 0, 1]]), segments).isfinite().all()
+        )
 
 
 @pytest.mark.parametrize("family", STEADY)
@@ -165,7 +182,9 @@ def test_bounds_of_documents_give_the_states_and_gradients_of_a_mask(family: str
     lengths = [*LENGTHS, 2]
     states = torch.randn(2, sum(lengths), 32, dtype=torch.float64, requires_grad=True)
     positions = torch.cat([torch.arange(length) for length in lengths]).expand(2, -1)
-    segments = torch.cat([torch.full((length,), i) for i, length in enumerate(lengths)]).repeat(2, 1)
+    segments = torch.cat([torch.full((length,), i) for i, length in enumerate(lengths)]).repeat(
+        2, 1
+    )
     segments[1, -2:] = -1
     weights = torch.randn_like(states) * (segments >= 0)[..., None]
     results = []
@@ -197,9 +216,15 @@ def test_the_cache_holds_what_was_committed_and_nothing_else(family: str) -> Non
             if step == 2:
                 rows = [0, 2]
                 cache = cache.select_rows(rows)
-            if step == 3:  # rows join: one with a prompt, and one whose only position is read with the next ones
+            if (
+                step == 3
+                # rows join: one with a prompt, and one whose only position is read with the next ones
+            ):
                 joining = batch_layer_cache(2, 6)
-                texts += [torch.randn(6, 32, dtype=torch.float64), torch.empty(0, 32, dtype=torch.float64)]
+                texts += [
+                    torch.randn(6, 32, dtype=torch.float64),
+                    torch.empty(0, 32, dtype=torch.float64),
+                ]
                 padded = nn.utils.rnn.pad_sequence(texts[3:], batch_first=True, padding_value=7.0)
                 joining.append(layer, padded, first_nodes([6, 0]))
                 rows = [0, 2, 3, 4]
@@ -208,7 +233,9 @@ def test_the_cache_holds_what_was_committed_and_nothing_else(family: str) -> Non
             out = cache.append(layer, new, first_nodes(counts))
             for i, row in enumerate(rows):
                 texts[row] = torch.cat([texts[row], new[i, : counts[i]]])
-                assert torch.allclose(out[i, counts[i] - 1], alone(layer, texts[row])[-1], atol=TOLERANCE)
+                assert torch.allclose(
+                    out[i, counts[i] - 1], alone(layer, texts[row])[-1], atol=TOLERANCE
+                )
 
 
 @pytest.mark.parametrize("family", STEADY)
@@ -224,18 +251,28 @@ def test_a_single_row_needs_no_explicit_mask(family: str) -> None:
             done += count
 
 
-@pytest.mark.parametrize("options", [{}, {"mlp_size": 0}, {"mlp_size": 5}, {"final_norm": False}], ids=str)
-@pytest.mark.parametrize("family", ["llama", "mistral-window", "qwen3", "gemma3", "granite", "olmo2"])
-def test_every_parameter_gets_a_gradient_and_none_is_the_backbones(family: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"mlp_size": 0}, {"mlp_size": 5}, {"final_norm": False}], ids=str
+)
+@pytest.mark.parametrize(
+    "family", ["llama", "mistral-window", "qwen3", "gemma3", "granite", "olmo2"]
+)
+def test_every_parameter_gets_a_gradient_and_none_is_the_backbones(
+    family: str, options: dict[str, Any]
+) -> None:
     backbone = random_backbone(family)
     layer = DraftLayer(backbone, dtype=torch.float32, **options)
     out = layer(torch.randn(1, 6, 32), torch.arange(6)[None], torch.zeros(1, 6, dtype=torch.long))
     (out * torch.randn(1, 6, 32)).sum().backward()
     named = dict(layer.named_parameters())
-    assert all(p.dtype == torch.float32 and p.grad is not None and p.grad.any() for p in named.values())
+    assert all(
+        p.dtype == torch.float32 and p.grad is not None and p.grad.any() for p in named.values()
+    )
     assert any("mlp" in name for name in named) != (options.get("mlp_size") == 0)
     assert ("body.norm.weight" in named) == options.get("final_norm", True)
-    assert not {p.data_ptr() for p in backbone.model.parameters()} & {p.data_ptr() for p in named.values()}
+    assert not {p.data_ptr() for p in backbone.model.parameters()} & {
+        p.data_ptr() for p in named.values()
+    }
     assert not any("embed" in name for name in named)
 
 
@@ -244,11 +281,18 @@ def test_angles_stay_exact_in_half_precision(names: int) -> None:
     """Also for one tensor under two names, as in some releases of transformers."""
     layer = random_layer("llama")
     if names == 2:
-        layer.body.rotary_emb.register_buffer("of_old", layer.body.rotary_emb.inv_freq, persistent=False)
-    exact = {name: buffer.clone() for name, buffer in layer.body.named_buffers(remove_duplicate=False)}
+        layer.body.rotary_emb.register_buffer(
+            "of_old", layer.body.rotary_emb.inv_freq, persistent=False
+        )
+    exact = {
+        name: buffer.clone() for name, buffer in layer.body.named_buffers(remove_duplicate=False)
+    }
     layer.bfloat16()
     assert exact
-    assert all(torch.equal(buffer, exact[name]) for name, buffer in layer.body.named_buffers(remove_duplicate=False))
+    assert all(
+        torch.equal(buffer, exact[name])
+        for name, buffer in layer.body.named_buffers(remove_duplicate=False)
+    )
     assert {p.dtype for p in layer.parameters()} == {torch.bfloat16}
 
 
@@ -265,7 +309,13 @@ def test_a_body_that_needs_more_than_its_config_is_refused() -> None:
             super().__init__(config)
 
     model = LlamaForCausalLM(
-        LlamaConfig(vocab_size=31, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+        LlamaConfig(
+            vocab_size=31,
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+        )
     )
     model.model = Body(model.config, 1)
     with pytest.raises(BackboneError, match="a layer of Body"):

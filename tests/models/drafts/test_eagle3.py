@@ -1,4 +1,6 @@
-"""EAGLE-3 against its formula, position by position; initialisation, packed documents, and drafting as in training."""
+"""EAGLE-3 against its formula, position by position; initialisation, packed documents, and drafting
+as in training.
+"""
 
 import pytest
 import torch
@@ -47,7 +49,10 @@ def reference(draft: Eagle3Draft, early: Tensor, tokens: Tensor, steps: int) -> 
     outs = []
     for k in range(1, steps + 1):
         e = torch.stack(
-            [draft.embedding(tokens[t + k]) if t + k < length else states.new_zeros(size) for t in range(length)]
+            [
+                draft.embedding(tokens[t + k]) if t + k < length else states.new_zeros(size)
+                for t in range(length)
+            ]
         )
         x = torch.cat([rms(layer.input_layernorm, e), rms(layer.hidden_norm, states)], dim=-1)
         q, key, value = (
@@ -60,14 +65,22 @@ def reference(draft: Eagle3Draft, early: Tensor, tokens: Tensor, steps: int) -> 
         for t in range(length):
             places = [(0, s) for s in range(t + 1)] + [(step, t) for step in range(1, k)]
             groups = q.shape[1] // key.shape[1]
-            seen_keys = torch.stack([keys[step][s] for step, s in places]).repeat_interleave(groups, dim=1)
-            seen_values = torch.stack([values[step][s] for step, s in places]).repeat_interleave(groups, dim=1)
+            seen_keys = torch.stack([keys[step][s] for step, s in places]).repeat_interleave(
+                groups, dim=1
+            )
+            seen_values = torch.stack([values[step][s] for step, s in places]).repeat_interleave(
+                groups, dim=1
+            )
             weights = (seen_keys * rotate(q[t], t + k - 1, layer)).sum(-1).mul(dim**-0.5).softmax(0)
             attended.append((weights[..., None] * seen_values).sum(0).flatten())
         states = states + torch.stack(attended) @ attention.o_proj.weight.T
         x = rms(layer.post_attention_layernorm, states)
         mlp = layer.mlp
-        states = states + (silu(x @ mlp.gate_proj.weight.T) * (x @ mlp.up_proj.weight.T)) @ mlp.down_proj.weight.T
+        states = (
+            states
+            + (silu(x @ mlp.gate_proj.weight.T) * (x @ mlp.up_proj.weight.T))
+            @ mlp.down_proj.weight.T
+        )
         outs.append(rms(draft.norm, states))
     return outs
 
@@ -84,9 +97,13 @@ def test_value_and_gradient_of_the_formula(family: str) -> None:
     feats = backbone.run(TOKENS, need=draft.needs)
     weights = torch.randn(3, *feats.hidden.shape, dtype=torch.float64)
     ours = torch.stack(list(draft.head_states(feats, Rows.from_tokens(TOKENS))))
-    theirs = torch.stack([torch.stack(reference(draft, feats.early[row], TOKENS[row], 3)) for row in range(2)], dim=1)
+    theirs = torch.stack(
+        [torch.stack(reference(draft, feats.early[row], TOKENS[row], 3)) for row in range(2)], dim=1
+    )
     torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=0)  # Llama norms in float32
-    parameters = [parameter for name, parameter in draft.named_parameters() if not name.startswith("lm_heads")]
+    parameters = [
+        parameter for name, parameter in draft.named_parameters() if not name.startswith("lm_heads")
+    ]
     for mine, expected in zip(
         torch.autograd.grad((ours * weights).sum(), parameters),
         torch.autograd.grad((theirs * weights).sum(), parameters),
@@ -100,7 +117,9 @@ def test_trees_are_drafted_as_in_training(rows: int) -> None:
     """The guesses below a node are the best ones of the training states on the node's path."""
     draft, backbone = noisy()
     prompts, roots = TOKENS[:rows, :6], TOKENS[:rows, 6]
-    tree = Tree.from_paths([(0,), (1,), (0, 0), (0, 2), (1, 1), (0, 2, 0), (0, 2, 1), (1, 1, 0), (0, 2, 1, 1)])
+    tree = Tree.from_paths(
+        [(0,), (1,), (0, 0), (0, 2), (1, 1), (0, 2, 0), (0, 2, 1), (1, 1, 0), (0, 2, 1, 1)]
+    )
     cache = backbone.new_cache(40) if rows == 1 else BatchCache(backbone.num_layers, 40)
     feats = backbone.run(prompts, cache=cache, need=draft.needs)
     cache.commit_rows([6] * rows)
@@ -108,9 +127,15 @@ def test_trees_are_drafted_as_in_training(rows: int) -> None:
     for row in range(rows):
         guesses = dict(zip([(), *tree.paths], proposal.tokens[row].tolist(), strict=True))
         for path in tree.paths:
-            before = [guesses[path[:depth]] for depth in range(len(path))]  # the root and the guesses above this one
+            before = [
+                guesses[path[:depth]] for depth in range(len(path))
+            ]  # the root and the guesses above this one
             text = torch.tensor([[*prompts[row].tolist(), *before]])
-            states = list(draft.teacher_forced_states(backbone.run(text, need=draft.needs), Rows.from_tokens(text)))
+            states = list(
+                draft.teacher_forced_states(
+                    backbone.run(text, need=draft.needs), Rows.from_tokens(text)
+                )
+            )
             logits = draft.lm_head(1).logits(states[len(path) - 1][0, 5])
             assert guesses[path] == int(logits.topk(path[-1] + 1).indices[-1])
 
@@ -119,7 +144,9 @@ def test_it_starts_from_the_last_layer_of_the_backbone() -> None:
     backbone = random_backbone("llama")
     draft = Eagle3Draft.from_backbone(backbone)
     source = backbone.layer(2)
-    assert torch.equal(draft.midlayer.self_attn.k_proj.weight[:, 32:], source.self_attn.k_proj.weight)
+    assert torch.equal(
+        draft.midlayer.self_attn.k_proj.weight[:, 32:], source.self_attn.k_proj.weight
+    )
     assert torch.equal(draft.midlayer.mlp.down_proj.weight, source.mlp.down_proj.weight)
     torch.testing.assert_close(draft.norm.weight, backbone.body.norm.weight, atol=1e-5, rtol=0)
     assert torch.equal(draft.lm_head(3).weight, backbone.output_embeddings.weight)
@@ -129,18 +156,29 @@ def test_it_starts_from_the_last_layer_of_the_backbone() -> None:
 
 @pytest.mark.parametrize(
     ("family", "before_mlp", "offset"),
-    [("llama", "post_attention_layernorm", 0), ("gemma3", "pre_feedforward_layernorm", 1), ("olmo2", None, 0)],
+    [
+        ("llama", "post_attention_layernorm", 0),
+        ("gemma3", "pre_feedforward_layernorm", 1),
+        ("olmo2", None, 0),
+    ],
 )
-def test_its_norms_start_as_those_before_attention_and_mlp(family: str, before_mlp: str | None, offset: int) -> None:
+def test_its_norms_start_as_those_before_attention_and_mlp(
+    family: str, before_mlp: str | None, offset: int
+) -> None:
     """Gemma stores factors less 1; OLMo 2 has no norms there, and its others are of outputs."""
     backbone = random_backbone(family)
     layer = backbone.layer(backbone.num_layers - 1)
     for parameter in (p for name, p in layer.named_parameters() if "norm" in name):
         torch.nn.init.uniform_(parameter, 0.5, 1.5)
     started = Eagle3Draft.from_backbone(backbone).midlayer
-    for norm, name in ((started.hidden_norm, "input_layernorm"), (started.post_attention_layernorm, before_mlp)):
+    for norm, name in (
+        (started.hidden_norm, "input_layernorm"),
+        (started.post_attention_layernorm, before_mlp),
+    ):
         source = getattr(layer, name or "", None)
-        expected = torch.ones_like(norm.weight) if source is None else source.weight.float() + offset
+        expected = (
+            torch.ones_like(norm.weight) if source is None else source.weight.float() + offset
+        )
         torch.testing.assert_close(norm.weight.float(), expected.float(), atol=2e-5, rtol=0)
 
 

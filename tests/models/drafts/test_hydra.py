@@ -1,4 +1,6 @@
-"""Hydra: heads that follow the path, compared with plain loops in training and node by node in decoding."""
+"""Hydra: heads that follow the path, compared with plain loops in training and node by node in
+decoding.
+"""
 
 import pytest
 import torch
@@ -18,10 +20,20 @@ TREE = Tree.from_paths([(0,), (1,), (3,), (0, 0), (0, 2), (3, 1), (0, 2, 0), (0,
 
 
 def trained(
-    backbone: Backbone, *, num_layers: int = 2, prefix_layer: bool = True, normalize_embeddings: bool = True
+    backbone: Backbone,
+    *,
+    num_layers: int = 2,
+    prefix_layer: bool = True,
+    normalize_embeddings: bool = True,
 ) -> HydraDraft:
     """Random weights in every part."""
-    draft = HydraDraft(backbone, 3, num_layers, prefix_layer=prefix_layer, normalize_embeddings=normalize_embeddings)
+    draft = HydraDraft(
+        backbone,
+        3,
+        num_layers,
+        prefix_layer=prefix_layer,
+        normalize_embeddings=normalize_embeddings,
+    )
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter in draft.parameters():
@@ -29,13 +41,20 @@ def trained(
     return draft
 
 
-def plain_head(draft: HydraDraft, backbone: Backbone, k: int, state: Tensor, path: list[int]) -> Tensor:
+def plain_head(
+    draft: HydraDraft, backbone: Backbone, k: int, state: Tensor, path: list[int]
+) -> Tensor:
     """Head k's logits [V] by the formula, from h_t [d] and the tokens at t + 1 .. t + k."""
     weights = dict(draft.named_parameters())
     d = backbone.hidden_size
     vectors = backbone.embedding()(torch.tensor(path))
-    x = torch.cat([state, *(rms_norm(vectors, (d,), eps=1e-12) if draft.normalize_embeddings else vectors)])
-    first, bias = weights[f"blocks.{k - 1}.0.linear.weight"], weights[f"blocks.{k - 1}.0.linear.bias"]
+    x = torch.cat(
+        [state, *(rms_norm(vectors, (d,), eps=1e-12) if draft.normalize_embeddings else vectors)]
+    )
+    first, bias = (
+        weights[f"blocks.{k - 1}.0.linear.weight"],
+        weights[f"blocks.{k - 1}.0.linear.bias"],
+    )
     x = linear(x, first[:d], bias[:d]) + silu(linear(x, first[d:], bias[d:]))
     for j in range(1, draft.num_layers):
         block = f"blocks.{k - 1}.{j}.linear"
@@ -83,10 +102,14 @@ def test_loss_and_gradients_of_packed_documents_against_plain_loops(
     tokens = torch.tensor([[*documents[0], *documents[1], 0]])
     segments = torch.tensor([[0] * 7 + [1] * 4 + [-1]])
     positions = torch.tensor([[*range(7), *range(5)]])
-    batch = Batch(tokens, tokens.masked_fill((segments < 0) | (tokens == 4), -100), positions, segments, [])
+    batch = Batch(
+        tokens, tokens.masked_fill((segments < 0) | (tokens == 4), -100), positions, segments, []
+    )
     feats = backbone.run(tokens, positions=positions, segments=segments)
     objective = Objective(draft, 1.0, soft_targets=1.0)
-    ours = objective.loss(feats, batch, objective.target_counts(batch), teacher=(feats.hidden, backbone.lm_head())).loss
+    ours = objective.loss(
+        feats, batch, objective.target_counts(batch), teacher=(feats.hidden, backbone.lm_head())
+    ).loss
     gradients = torch.autograd.grad(ours, list(draft.parameters()))
 
     terms: list[list[Tensor]] = [[], [], []]
@@ -101,7 +124,9 @@ def test_loss_and_gradients_of_packed_documents_against_plain_loops(
                 terms[k - 1].append(-(teacher[t + k] * logits.log_softmax(-1)).sum())
     plain = torch.stack([torch.stack(term).mean() for term in terms]).sum()
     assert torch.allclose(ours, plain, atol=1e-6)
-    for theirs, mine in zip(torch.autograd.grad(plain, list(draft.parameters())), gradients, strict=True):
+    for theirs, mine in zip(
+        torch.autograd.grad(plain, list(draft.parameters())), gradients, strict=True
+    ):
         assert torch.allclose(mine, theirs, atol=1e-6)
 
 
@@ -125,9 +150,13 @@ def test_proposals_are_each_nodes_own_best_tokens(family: str, prefix_layer: boo
                 nodes = proposal.tokens[row].tolist()
                 for node, path in enumerate(TREE.paths, start=1):
                     above = [nodes[i] for i in TREE.path_nodes(TREE.parent_list[node])]
-                    order = plain_head(draft, backbone, len(path), last, above).argsort(descending=True)
+                    order = plain_head(draft, backbone, len(path), last, above).argsort(
+                        descending=True
+                    )
                     assert nodes[node] == int(order[path[-1]])
-            states = torch.randn(3, TREE.size + 1, 32, dtype=torch.float64)  # of a verification pass
+            states = torch.randn(
+                3, TREE.size + 1, 32, dtype=torch.float64
+            )  # of a verification pass
             texts = [torch.cat([text, states[row, paths[row]]]) for row, text in enumerate(texts)]
             state = draft.advance(state, Features(states), proposal, paths)
         state = draft.select_rows(state, [0, 2])

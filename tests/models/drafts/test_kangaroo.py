@@ -1,4 +1,6 @@
-"""The early exit in training: values and gradients of a plain reference, packed documents, parameters."""
+"""The early exit in training: values and gradients of a plain reference, packed documents,
+parameters.
+"""
 
 from pathlib import Path
 
@@ -34,14 +36,23 @@ def packed(vocab: int) -> Batch:
     documents = [torch.randint(vocab, (length,)) for length in LENGTHS]
     tokens = torch.cat([*documents, torch.zeros(2, dtype=torch.long)])[None]
     positions = torch.cat([*(torch.arange(length) for length in LENGTHS), torch.arange(2)])[None]
-    segments = torch.cat([torch.full((n,), i) for i, n in enumerate(LENGTHS)] + [torch.full((2,), -1)])[None]
+    segments = torch.cat(
+        [torch.full((n,), i) for i, n in enumerate(LENGTHS)] + [torch.full((2,), -1)]
+    )[None]
     labels = torch.where((segments >= 0) & (positions > 1), tokens, -100)
     return Batch(tokens=tokens, labels=labels, positions=positions, segments=segments, records=[])
 
 
-def reference(draft: KangarooDraft, early: Tensor, heads: int, kv_heads: int, theta: float = 10000.0) -> Tensor:
-    """Norm, attention with rotary positions, residual; with an MLP the same; norm, over one document [T, d]."""
-    w = {name.removeprefix("adapter.body."): parameter for name, parameter in draft.named_parameters()}
+def reference(
+    draft: KangarooDraft, early: Tensor, heads: int, kv_heads: int, theta: float = 10000.0
+) -> Tensor:
+    """Norm, attention with rotary positions, residual; with an MLP the same; norm, over one
+    document [T, d].
+    """
+    w = {
+        name.removeprefix("adapter.body."): parameter
+        for name, parameter in draft.named_parameters()
+    }
     attention = "layers.0.self_attn."
 
     def norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -51,7 +62,10 @@ def reference(draft: KangarooDraft, early: Tensor, heads: int, kv_heads: int, th
         half = x.shape[-1] // 2
         angles = torch.arange(len(x))[:, None] * theta ** (-torch.arange(half) / half)
         cos, sin = angles.cos()[:, None].to(x), angles.sin()[:, None].to(x)
-        return torch.cat([x[..., :half] * cos - x[..., half:] * sin, x[..., half:] * cos + x[..., :half] * sin], -1)
+        return torch.cat(
+            [x[..., :half] * cos - x[..., half:] * sin, x[..., half:] * cos + x[..., :half] * sin],
+            -1,
+        )
 
     def after_mlp(x: Tensor) -> Tensor:
         if not draft.mlp_size:
@@ -71,7 +85,9 @@ def reference(draft: KangarooDraft, early: Tensor, heads: int, kv_heads: int, th
     )
     scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
     hidden = torch.ones(len(x), len(x), dtype=torch.bool).triu(1)
-    seen = torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), v).flatten(1)
+    seen = torch.einsum(
+        "hqk,khd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), v
+    ).flatten(1)
     return after_mlp(early + linear(seen, w[f"{attention}o_proj.weight"]))
 
 
@@ -99,11 +115,15 @@ def test_states_are_the_formulas(kind: str) -> None:
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 @pytest.mark.parametrize("soft", [1.0, 0.0])
 def test_loss_and_gradient_are_the_plain_ones(soft: float, kind: str) -> None:
-    """Soft cross-entropy of the exit at t against the backbone at t: the same position, in every document."""
+    """Soft cross-entropy of the exit at t against the backbone at t: the same position, in every
+    document.
+    """
     backbone = random_backbone("llama")
     draft = random_draft(backbone, **ARCHITECTURES[kind])
     batch = packed(backbone.vocab_size)
-    feats = backbone.run(batch.tokens, positions=batch.positions, segments=batch.segments, need=draft.needs)
+    feats = backbone.run(
+        batch.tokens, positions=batch.positions, segments=batch.segments, need=draft.needs
+    )
     objective = Objective(draft, 1.0, soft_targets=soft)
     judge = {"teacher": (feats.hidden, backbone.lm_head())} if soft else {}
     ours = objective.loss(feats, batch, objective.target_counts(batch), **judge)  # type: ignore[arg-type]
@@ -118,9 +138,13 @@ def test_loss_and_gradient_are_the_plain_ones(soft: float, kind: str) -> None:
         own = draft.own_lm_head
         logits = backbone.logits(states) if own is None else linear(states, own.weight)
         teacher = backbone.logits(feats.hidden[0, here]).softmax(-1)
-        for t in range(1, LENGTHS[document] - 1):  # t: where token t + 1 is predicted, once a token was guessed before
+        for t in range(
+            1, LENGTHS[document] - 1
+        ):  # t: where token t + 1 is predicted, once a token was guessed before
             if batch.labels[0, here][t + 1] >= 0:
-                terms.append(cross_entropy(logits[t], teacher[t] if soft else batch.tokens[0, here][t + 1]))
+                terms.append(
+                    cross_entropy(logits[t], teacher[t] if soft else batch.tokens[0, here][t + 1])
+                )
                 count += 1
     assert int(objective.target_counts(batch)[0]) == count > 10
     loss = torch.stack(terms).mean()
@@ -129,7 +153,9 @@ def test_loss_and_gradient_are_the_plain_ones(soft: float, kind: str) -> None:
     for gradient, parameter in zip(gradients, draft.parameters(), strict=True):
         assert parameter.grad is not None
         assert gradient is not None
-        assert torch.allclose(gradient, parameter.grad, atol=1e-6 * float(parameter.grad.abs().max()) + 1e-9)
+        assert torch.allclose(
+            gradient, parameter.grad, atol=1e-6 * float(parameter.grad.abs().max()) + 1e-9
+        )
 
 
 def test_head_k_says_what_the_exit_says_k_positions_later() -> None:
@@ -161,12 +187,21 @@ def test_only_the_adapter_is_trained_and_saved(family: str, kind: str, tmp_path:
     save_file(draft.state_dict(), tmp_path / "heads.safetensors")
     again = KangarooDraft.from_backbone(backbone, **draft.settings)
     fixed = {"num_heads": 3, "exit_layer": 1, "threshold": 0.25, "mlp_size": 0}
-    assert again.settings == {**fixed, "attention": True, "share_lm_head": True, **ARCHITECTURES[kind]}
+    assert again.settings == {
+        **fixed,
+        "attention": True,
+        "share_lm_head": True,
+        **ARCHITECTURES[kind],
+    }
     again.load_state_dict(load_file(tmp_path / "heads.safetensors"), strict=True)
     tokens = torch.randint(backbone.vocab_size, (1, 8))
     feats = backbone.run(tokens, need=draft.needs)
-    assert torch.equal(draft.states(feats, Rows.from_tokens(tokens)), again.states(feats, Rows.from_tokens(tokens)))
-    assert torch.allclose(draft.logits(feats.hidden), draft.lm_head(1).logits(feats.hidden))  # Granite scales them
+    assert torch.equal(
+        draft.states(feats, Rows.from_tokens(tokens)), again.states(feats, Rows.from_tokens(tokens))
+    )
+    assert torch.allclose(
+        draft.logits(feats.hidden), draft.lm_head(1).logits(feats.hidden)
+    )  # Granite scales them
 
 
 def test_an_exit_that_is_none_is_refused() -> None:

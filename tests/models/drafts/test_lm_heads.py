@@ -1,4 +1,6 @@
-"""Heads over a reduced vocabulary: rows of the backbone's lm_head, the loss, and guesses of its tokens."""
+"""Heads over a reduced vocabulary: rows of the backbone's lm_head, the loss, and guesses of its
+tokens.
+"""
 
 from typing import Any
 
@@ -33,9 +35,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
 OWN = [kind for kind in SETTINGS if kind != "medusa-shared"]  # with output matrices of their own
 
 
-def make_draft(kind: str, backbone: Backbone, tokens: torch.Tensor | None = KEPT, *, spread: float = 0.0) -> Draft:
+def make_draft(
+    kind: str, backbone: Backbone, tokens: torch.Tensor | None = KEPT, *, spread: float = 0.0
+) -> Draft:
     """Heads over `tokens`, or over all, with noise in every weight."""
-    settings = {**SETTINGS[kind], "vocab_size": None if tokens is None else len(tokens), "token_map": tokens}
+    settings = {
+        **SETTINGS[kind],
+        "vocab_size": None if tokens is None else len(tokens),
+        "token_map": tokens,
+    }
     draft = DRAFTS[kind.partition("-")[0].strip("+")].from_backbone(backbone, **settings)
     torch.manual_seed(1)
     with torch.no_grad():
@@ -87,7 +95,9 @@ def test_untrained_heads_give_the_backbones_logits(kind: str, family: str, bias:
     feats = backbone.run(tokens)
     expected = backbone.logits(feats.hidden)[..., KEPT]
     for k, hidden in enumerate(draft.head_states(feats, Rows.from_tokens(tokens)), start=1):
-        torch.testing.assert_close(draft.lm_head(k).logits(hidden), expected, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(
+            draft.lm_head(k).logits(hidden), expected, rtol=1e-10, atol=1e-10
+        )
     for tokens_of_heads in (KEPT, None):
         other = make_draft(kind, backbone, tokens_of_heads)
         count = type(other).count_parameters(backbone.model, **other.settings)
@@ -109,10 +119,14 @@ def test_value_and_gradients_of_the_loss(kind: str, share: float) -> None:
     """Targets outside the vocabulary have no loss; the teacher is restricted to it."""
     backbone = random_backbone("qwen3")
     draft = make_draft(kind, backbone, spread=0.1)
-    tokens = torch.tensor([[3, 1, 40, 9, 5, 9, 2, 7, 5, 33, 5, 0], [60, 21, 4, 17, 52, 1, 7, 8, 9, 2, 14, 3]])
+    tokens = torch.tensor(
+        [[3, 1, 40, 9, 5, 9, 2, 7, 5, 33, 5, 0], [60, 21, 4, 17, 52, 1, 7, 8, 9, 2, 14, 3]]
+    )
     segments = torch.tensor([[0] * 7 + [1] * 4 + [-1], [0] * 12])
     positions = torch.tensor([[*range(7), *range(5)], [*range(12)]])
-    batch = Batch(tokens, tokens.masked_fill((segments < 0) | (tokens == 9), -100), positions, segments, [])
+    batch = Batch(
+        tokens, tokens.masked_fill((segments < 0) | (tokens == 9), -100), positions, segments, []
+    )
     feats = backbone.run(tokens, positions=positions, segments=segments)
     teacher, parameters = backbone.lm_head(), list(draft.parameters())
     objective = Objective(draft, 0.8, soft_targets=share)
@@ -123,10 +137,15 @@ def test_value_and_gradients_of_the_loss(kind: str, share: float) -> None:
     assert bool((ours.head_in_vocab < ours.head_counts).all())
     theirs = torch.autograd.grad(wanted, parameters, materialize_grads=True)
     at_once = accumulated(
-        lambda: objective.loss(feats, batch, counts, teacher=(feats.hidden, teacher), grad_scale=1.0), parameters
+        lambda: objective.loss(
+            feats, batch, counts, teacher=(feats.hidden, teacher), grad_scale=1.0
+        ),
+        parameters,
     )
     for mine, other in zip(at_once, theirs, strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-8)  # norms of stock layers are float32
+        torch.testing.assert_close(
+            mine, other, rtol=1e-6, atol=1e-8
+        )  # norms of stock layers are float32
 
 
 @pytest.mark.parametrize("tree", [Tree.chain(3), TREE], ids=["chain", "sparse"])
@@ -145,8 +164,12 @@ def test_decoding_is_that_of_heads_which_never_guess_other_tokens(
     assert [out.tokens for out in alone] == [out.tokens for out in expected] == plain
     assert [out.accepted for out in alone] == [out.accepted for out in expected]
     assert sum(sum(out.accepted) for out in alone) > 0
-    assert [out.tokens for out in BatchDecoder(backbone, draft, tree).generate_batch(PROMPTS, 24)] == plain
-    guessed = {token for proposal in proposals for token in proposal.tokens[:, 1:].flatten().tolist()}
+    assert [
+        out.tokens for out in BatchDecoder(backbone, draft, tree).generate_batch(PROMPTS, 24)
+    ] == plain
+    guessed = {
+        token for proposal in proposals for token in proposal.tokens[:, 1:].flatten().tolist()
+    }
     assert guessed <= set(KEPT.tolist())
     assert len(guessed) > 8
     traces = [trace_answer(backbone, heads, PROMPTS[0], plain[0]) for heads in (draft, whole)]

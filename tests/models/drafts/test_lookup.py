@@ -29,7 +29,10 @@ def test_siblings_share_the_probability_that_one_of_them_is_right() -> None:
 
 def estimates(accuracy: CopyAccuracy, ngram: int, depth: int) -> list[float]:
     """The estimated probability at each depth that a single continuation goes on to be right."""
-    return [after / before for before, after in pairwise(accuracy.probabilities(ngram, tree_of(list(range(depth)))))]
+    return [
+        after / before
+        for before, after in pairwise(accuracy.probabilities(ngram, tree_of(list(range(depth)))))
+    ]
 
 
 def test_the_estimate_is_the_share_of_copies_that_were_right() -> None:
@@ -69,10 +72,17 @@ def sizes(draft: PromptLookupDraft, prompt: list[int], answer: list[int]) -> lis
     while position < len(answer):
         (tree,) = draft.draft_trees(state, [answer[position]])
         out.append(tree.size)
-        accepted, node = 1, tree.find(0, answer[position + 1]) if position + 1 < len(answer) else None
+        accepted, node = (
+            1,
+            tree.find(0, answer[position + 1]) if position + 1 < len(answer) else None,
+        )
         while node is not None:
             accepted += 1
-            node = tree.find(node, answer[position + accepted]) if position + accepted < len(answer) else None
+            node = (
+                tree.find(node, answer[position + accepted])
+                if position + accepted < len(answer)
+                else None
+            )
         state.texts[0].extend(answer[position : position + accepted])
         position += accepted
     return out
@@ -102,6 +112,8 @@ def test_no_copy_is_left_out_without_a_minimum() -> None:
 
 def test_the_most_probable_nodes_are_proposed() -> None:
     draft = PromptLookupDraft(max_ngram=1, max_tokens=3, nodes=2, min_probability=0)
-    (tree,) = draft.draft_trees(LookupState([draft.text([1, 2, 3, 4, 1, 2, 3, 5, 1, 6, 7, 8])]), [1])
+    (tree,) = draft.draft_trees(
+        LookupState([draft.text([1, 2, 3, 4, 1, 2, 3, 5, 1, 6, 7, 8])]), [1]
+    )
     # 1 is followed by 2 3 twice and by 6 once: 6 is less frequent than 3, but more probable
     assert (tree.tokens, tree.parents) == ([1, 6, 2], [-1, 0, 0])

@@ -1,4 +1,6 @@
-"""Medusa heads with a Markov bias: untrained they are plain heads, and guesses depend on their parent's token."""
+"""Medusa heads with a Markov bias: untrained they are plain heads, and guesses depend on their
+parent's token.
+"""
 
 import pytest
 import torch
@@ -16,7 +18,9 @@ from tests.families import random_backbone
 from tests.models.test_prepack import needs_onednn
 
 D, V, KEPT = 16, 61, torch.tensor([40, 3, 9, 21, 60, 5, 33, 0, 17, 52, 11, 7, 28, 45, 2, 14])
-TREE = Tree.from_paths([(0,), (1,), (4,), (0, 0), (0, 3), (1, 0), (4, 2), (0, 3, 1), (4, 2, 0), (4, 2, 5)])
+TREE = Tree.from_paths(
+    [(0,), (1,), (4,), (0, 0), (0, 3), (1, 0), (4, 2), (0, 3, 1), (4, 2, 0), (4, 2, 5)]
+)
 
 
 def random_heads(
@@ -35,14 +39,24 @@ def start(draft: MedusaDraft, hidden: Tensor) -> MedusaState:
     return draft.start(Features(hidden[:, None]), tokens, [1] * len(hidden), TreeCache(1, 8))
 
 
-def expected_tokens(draft: MedusaDraft, hidden: Tensor, root: int, tree: Tree, candidates: int) -> list[int]:
-    """Node by node: the parent's token adds `R E[token]` to the logits of the head's best `candidates`."""
+def expected_tokens(
+    draft: MedusaDraft, hidden: Tensor, root: int, tree: Tree, candidates: int
+) -> list[int]:
+    """Node by node: the parent's token adds `R E[token]` to the logits of the head's best
+    `candidates`.
+    """
     state, tokens = dict(draft.named_parameters()), [root]
     e, r = state["markov.embedding.weight"], state["markov.output.weight"]
     for node, path in enumerate(tree.paths, start=1):
         logits = draft.head_logits(hidden, len(path))
         kept = logits.topk(candidates).indices
-        row = int(kept[(logits[kept] + r[kept] @ e[tokens[tree.parent_list[node]]]).argsort(descending=True)[path[-1]]])
+        row = int(
+            kept[
+                (logits[kept] + r[kept] @ e[tokens[tree.parent_list[node]]]).argsort(
+                    descending=True
+                )[path[-1]]
+            ]
+        )
         tokens.append(row if draft.token_map is None else int(draft.token_map[row]))
     return tokens
 
@@ -97,7 +111,9 @@ def test_untrained_it_changes_nothing_to_the_bit(family: str) -> None:
     plain = MedusaDraft.from_backbone(backbone, 3)
     draft = MedusaDraft.from_backbone(backbone, 3, markov_rank=4)
     torch.manual_seed(1)
-    for (name, parameter), (other, theirs) in zip(draft.named_parameters(), plain.named_parameters(), strict=False):
+    for (name, parameter), (other, theirs) in zip(
+        draft.named_parameters(), plain.named_parameters(), strict=False
+    ):
         assert name == other
         with torch.no_grad():  # trained heads with an untrained bias
             parameter.copy_(theirs.add_(0.05 * torch.randn_like(theirs)))
@@ -108,7 +124,8 @@ def test_untrained_it_changes_nothing_to_the_bit(family: str) -> None:
         assert torch.equal(draft.lm_head(k).logits(mine), plain.lm_head(k).logits(theirs))
     roots = torch.tensor([42])
     proposals = [
-        one.propose(one.start(feats, tokens, [8], backbone.new_cache(1)), roots, TREE).tokens for one in (draft, plain)
+        one.propose(one.start(feats, tokens, [8], backbone.new_cache(1)), roots, TREE).tokens
+        for one in (draft, plain)
     ]
     assert torch.equal(*proposals)
 
@@ -116,7 +133,14 @@ def test_untrained_it_changes_nothing_to_the_bit(family: str) -> None:
 def test_past_the_end_of_a_document_no_token_of_another_is_read() -> None:
     draft = random_heads()
     assert draft.markov is not None
-    rows = Rows(torch.tensor([[11, 12, 13, 21, 22]]), torch.tensor([[0, 1, 2, 0, 1]]), torch.tensor([[0, 0, 0, 1, 1]]))
-    read = [state[0, :, D:] for state in draft.head_states(Features(torch.zeros(1, 5, D, dtype=torch.float64)), rows)]
+    rows = Rows(
+        torch.tensor([[11, 12, 13, 21, 22]]),
+        torch.tensor([[0, 1, 2, 0, 1]]),
+        torch.tensor([[0, 0, 0, 1, 1]]),
+    )
+    read = [
+        state[0, :, D:]
+        for state in draft.head_states(Features(torch.zeros(1, 5, D, dtype=torch.float64)), rows)
+    ]
     for k, ahead in ((1, [12, 13, 0, 22, 0]), (2, [13, 0, 0, 0, 0])):  # the token t + k
         assert torch.equal(read[k - 1], draft.markov.embedding(torch.tensor(ahead)))

@@ -36,8 +36,12 @@ def test_the_formula_with_trained_weights() -> None:
     state = dict(draft.named_parameters())
     x = h
     for j in range(2):
-        x = x + silu(linear(x, state[f"blocks.1.{j}.linear.weight"], state[f"blocks.1.{j}.linear.bias"]))
-    assert torch.allclose(draft.head_logits(h, 2), linear(x, state["lm_heads.1.weight"]), atol=1e-12)
+        x = x + silu(
+            linear(x, state[f"blocks.1.{j}.linear.weight"], state[f"blocks.1.{j}.linear.bias"])
+        )
+    assert torch.allclose(
+        draft.head_logits(h, 2), linear(x, state["lm_heads.1.weight"]), atol=1e-12
+    )
 
 
 def test_no_two_heads_or_blocks_share_a_tensor() -> None:
@@ -46,7 +50,9 @@ def test_no_two_heads_or_blocks_share_a_tensor() -> None:
     assert len(storages) == 4 * (3 * 2 + 1) == len(set(storages))
 
 
-def _random_heads(layers: int, *, bias: bool = False, share: bool = False) -> tuple[Backbone, MedusaDraft]:
+def _random_heads(
+    layers: int, *, bias: bool = False, share: bool = False
+) -> tuple[Backbone, MedusaDraft]:
     backbone = random_backbone("qwen2")
     if bias:
         bias_values = torch.randn(backbone.vocab_size, dtype=torch.float64)
@@ -60,14 +66,23 @@ def _random_heads(layers: int, *, bias: bool = False, share: bool = False) -> tu
 
 
 def _check_proposals(backbone: Backbone, draft: MedusaDraft) -> None:
-    """Three prompts of different lengths in a batch, compared with each head's ranking of all tokens."""
+    """Three prompts of different lengths in a batch, compared with each head's ranking of all
+    tokens.
+    """
     prompts = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3]]
     padded = torch.tensor([prompt + [0] * (5 - len(prompt)) for prompt in prompts])
     feats = backbone.run(padded)
     tree = Tree.from_paths([(0,), (2,), (0, 4), (2, 0), (0, 4, 1)])
-    made = draft.propose(draft.start(feats, padded, [5, 2, 3], backbone.new_cache(1)), torch.tensor([42, 43, 44]), tree)
+    made = draft.propose(
+        draft.start(feats, padded, [5, 2, 3], backbone.new_cache(1)),
+        torch.tensor([42, 43, 44]),
+        tree,
+    )
     for row, prompt in enumerate(prompts):
-        best = [draft.head_logits(feats.hidden[row, len(prompt) - 1], k).argsort(descending=True) for k in (1, 2, 3)]
+        best = [
+            draft.head_logits(feats.hidden[row, len(prompt) - 1], k).argsort(descending=True)
+            for k in (1, 2, 3)
+        ]
         expected = [42 + row, best[0][0], best[0][2], best[1][4], best[1][0], best[2][1]]
         assert made.tokens[row].tolist() == [int(token) for token in expected]
 
@@ -86,7 +101,9 @@ def test_heads_stay_stacked_and_are_never_stale() -> None:
     names = {id(parameter) for parameter in draft.parameters()}
     optimizer = torch.optim.AdamW(draft.parameters(), lr=0.1)
     for k in range(1, 5):
-        draft.head_logits(torch.randn(3, 32, dtype=torch.float64), k).logsumexp(-1).mean().backward()
+        draft.head_logits(torch.randn(3, 32, dtype=torch.float64), k).logsumexp(
+            -1
+        ).mean().backward()
     optimizer.step()
     assert draft.stacked() is not None
     _check_proposals(backbone, draft)
@@ -95,7 +112,9 @@ def test_heads_stay_stacked_and_are_never_stale() -> None:
     assert draft.stacked() is not None
     assert {id(parameter) for parameter in draft.parameters()} == names
     numel = sum(parameter.numel() for parameter in draft.parameters())
-    held = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in draft.parameters()}
+    held = {
+        p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in draft.parameters()
+    }
     assert sum(held.values()) == 8 * numel  # no copies are kept
 
 

@@ -1,4 +1,6 @@
-"""Parameters are moved into one storage unchanged, and viewed as one tensor only if they are adjacent."""
+"""Parameters are moved into one storage unchanged, and viewed as one tensor only if they are
+adjacent.
+"""
 
 import pytest
 import torch
