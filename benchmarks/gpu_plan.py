@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PART_SECONDS, ALL_SECONDS = 480, 1500  # of one part, and of all of them, at most
 #: Of which the limits of the benchmarks are made: what decode.py and train.py get as --seconds,
-# and estimates of the : start of a script, of loading a model and timing its heads, of compiling
+# and estimates of the start of a script, of loading a model and timing its heads, of compiling
 # it, and of a process of train.py.
 TIMED_SECONDS, CASE_SECONDS, START_SECONDS, LOAD_SECONDS, COMPILE_SECONDS, PROCESS_SECONDS = (
     10,

@@ -32,11 +32,11 @@ PHASE = "choosing the dtype"
 PROBE_TOKENS = 33  # one from the prefill, 32 plain steps
 PROBE_ROUNDS = 3  # of which the fastest counts: another process may use the machine meanwhile
 #: Another dtype than the checkpoint's must be so many times faster: a small difference is noise,
-# and a tree that was : fitted in the checkpoint's dtype stays.
+# and a tree that was fitted in the checkpoint's dtype stays.
 CLEARLY_FASTER = 1.1
 
 #: Share of a plain step that compilation is assumed to save, on a GPU beside CUDA graphs (0.10 at
-# 7B shape on an : H100). The saving depends on the model and the machine, and is only known once
+# 7B shape on an H100). The saving depends on the model and the machine, and is only known once
 # the passes are compiled.
 SAVING, GPU_SAVING = 0.25, 0.1
 COMPILE_SECONDS = 60.0  # assumed for small models

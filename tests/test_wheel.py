@@ -29,9 +29,15 @@ COMPLETE = [
     path for name in ("tiny", "smollm2") for path in PROJECT_ROOT.glob(f"configs/{name}_*.yaml")
 ]
 NEEDED = [
-    *("configs/schema.json", "data/bench/smollm2/question.jsonl", "data/bench/tiny/question.jsonl"),
-    *("data/seeds/tiny.jsonl", "data/tiny/chat_template.jinja", "data/tiny/config.json"),
-    *("data/tiny/model.safetensors", "data/tiny/tokenizer.json", "data/tiny/tokenizer_config.json"),
+    "configs/schema.json",
+    "data/bench/smollm2/question.jsonl",
+    "data/bench/tiny/question.jsonl",
+    "data/seeds/tiny.jsonl",
+    "data/tiny/chat_template.jinja",
+    "data/tiny/config.json",
+    "data/tiny/model.safetensors",
+    "data/tiny/tokenizer.json",
+    "data/tiny/tokenizer_config.json",
     *(f"configs/{path.name}" for path in COMPLETE),
     *{data for path in COMPLETE for data in DATA.findall(path.read_text(encoding="utf-8"))},
 ]

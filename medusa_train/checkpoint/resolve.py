@@ -34,7 +34,7 @@ FIXED, NO_TREE, DYNAMIC = "fixed", "none", re.compile(r"dynamic(:[1-9]\d*x[1-9]\
 PREFIXES = ("medusa_head.", "medusa_heads.")
 
 #: "draft": any draft but Medusa. "reference": Medusa heads under the public code's names (ours and
-# TGI's, too). : "vllm": Medusa heads under vLLM's names. "model": a Medusa-2 full model, heads and
+# TGI's, too). "vllm": Medusa heads under vLLM's names. "model": a Medusa-2 full model, heads and
 # backbone in one state dict.
 Layout = Literal["draft", "reference", "vllm", "model", "eagle3"]
 #: Layouts that are told by the name of one file; where there are several, the first one counts.

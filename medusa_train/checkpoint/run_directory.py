@@ -43,23 +43,34 @@ CHECKPOINTS = "checkpoints"
 RESULTS = (HEADS, ADAPTER, MODEL, "eval", "export")
 #: Everything that a run writes; nothing else in its directory is ever deleted.
 RUN_FILES = (
-    *(CONFIG, METRICS, HEADS, ADAPTER, MODEL, TREE, TREE_TRACES, CHECKPOINTS),
-    *("eval", "export", "tensorboard", "wandb", STAGE_ONE),
+    CONFIG,
+    METRICS,
+    HEADS,
+    ADAPTER,
+    MODEL,
+    TREE,
+    TREE_TRACES,
+    CHECKPOINTS,
+    "eval",
+    "export",
+    "tensorboard",
+    "wandb",
+    STAGE_ONE,
 )
 #: Values of `resume_from_checkpoint` that select the newest checkpoint in `output_dir`.
 NEWEST = ("latest", "auto")
 #: Keys on which the trained weights and the optimizer depend, beside base_model and the draft's
 # own.
 _WEIGHT_KEYS = (
-    *(
-        "recipe",
-        "adapter",
-        "lora_r",
-        "lora_target_modules",
-        "lora_target_linear",
-        "lora_modules_to_save",
-    ),
-    *("medusa_num_unfreeze_layers", "optimizer", "lora_alpha"),
+    "recipe",
+    "adapter",
+    "lora_r",
+    "lora_target_modules",
+    "lora_target_linear",
+    "lora_modules_to_save",
+    "medusa_num_unfreeze_layers",
+    "optimizer",
+    "lora_alpha",
 )
 
 

@@ -21,8 +21,18 @@ if TYPE_CHECKING:
     import torch
 
 PACKAGES = (
-    *("torch", "transformers", "tokenizers", "accelerate", "peft", "bitsandbytes", "deepspeed"),
-    *("flash-attn", "triton", "datasets", "vllm", "ninja"),
+    "torch",
+    "transformers",
+    "tokenizers",
+    "accelerate",
+    "peft",
+    "bitsandbytes",
+    "deepspeed",
+    "flash-attn",
+    "triton",
+    "datasets",
+    "vllm",
+    "ninja",
 )
 #: NCCL's buffers between the GPUs of a machine; containers have 64 MB by default.
 SHARED_MEMORY = 1 << 30

@@ -56,8 +56,15 @@ Exit codes: 0 success, 1 failure, 2 configuration error, 130 interrupted.
 @run_command
 @with_keys(
     SelfDistillConfig,
-    *("output", "mode", "temperature", "max_new_tokens", "chat_template", "dtype", "limit"),
-    *("seed_dataset", "base_model"),
+    "output",
+    "mode",
+    "temperature",
+    "max_new_tokens",
+    "chat_template",
+    "dtype",
+    "limit",
+    "seed_dataset",
+    "base_model",
 )
 def selfdistill(
     flags: dict[str, object],

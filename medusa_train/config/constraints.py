@@ -19,16 +19,28 @@ def implies_joint_training(cfg: Any) -> bool:
 
 
 _LORA_KEYS = (
-    *("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_linear"),
+    "lora_r",
+    "lora_alpha",
+    "lora_dropout",
+    "lora_target_modules",
+    "lora_target_linear",
     "lora_modules_to_save",
 )
 _HEAD_KEYS = (
-    *("medusa_num_heads", "medusa_num_layers", "medusa_soft_targets", "medusa_share_lm_head"),
-    *("medusa_vocab_size", "medusa_markov_rank"),
+    "medusa_num_heads",
+    "medusa_num_layers",
+    "medusa_soft_targets",
+    "medusa_share_lm_head",
+    "medusa_vocab_size",
+    "medusa_markov_rank",
 )
 _JOINT_KEYS = (
-    *("adapter", "medusa_self_distillation", "medusa_distillation_regularization"),
-    *("medusa_heads_coefficient", "medusa_scheduler", "gradient_checkpointing"),
+    "adapter",
+    "medusa_self_distillation",
+    "medusa_distillation_regularization",
+    "medusa_heads_coefficient",
+    "medusa_scheduler",
+    "gradient_checkpointing",
 )
 
 
@@ -89,7 +101,10 @@ def _trains_lm_head(cfg: Any) -> bool:
 
 
 _RECIPE_KEYS = (
-    *("recipe", "medusa_only_heads", "adapter", "medusa_num_unfreeze_layers"),
+    "recipe",
+    "medusa_only_heads",
+    "adapter",
+    "medusa_num_unfreeze_layers",
     "medusa_self_distillation",
 )
 
@@ -421,16 +436,22 @@ EVAL_CONSTRAINTS: tuple[Constraint, ...] = (
 
 #: Keys of an evaluation in this process, which have no effect on a server.
 _EVAL_LOCAL_KEYS = (
-    *("tree", "threshold", "lookahead", "rest", "compile", "batch_size", "exactness"),
-    *(
-        "generate",
-        "prompt_lookup",
-        "assistant_model",
-        "judge_base_url",
-        "judge_model",
-        "judge_concurrency",
-    ),
-    *("allow_code_execution", "rouge", "calibration_tokens"),
+    "tree",
+    "threshold",
+    "lookahead",
+    "rest",
+    "compile",
+    "batch_size",
+    "exactness",
+    "generate",
+    "prompt_lookup",
+    "assistant_model",
+    "judge_base_url",
+    "judge_model",
+    "judge_concurrency",
+    "allow_code_execution",
+    "rouge",
+    "calibration_tokens",
 )
 _EVAL_SERVE_KEYS = (
     "serve_speculative_tokens",

@@ -220,7 +220,8 @@ PUBLIC_DATASETS = {
     # Axolotl's fork
     "sharegpt": PublicDataset(
         (
-            *("data/seeds/sharegpt.jsonl", "data/seeds/sharegpt.json"),
+            "data/seeds/sharegpt.jsonl",
+            "data/seeds/sharegpt.json",
             "data/sharegpt/ShareGPT_V4.3_unfiltered_cleaned_split.json",
         ),
         "Aeala/ShareGPT_Vicuna_unfiltered",

@@ -23,7 +23,7 @@ from medusa_train.tree_search.fit import Trace, head_accuracy, tokens_per_step
 from medusa_train.trees.tree import Tree
 
 #: By name: numbers (None: not measured), lists of them (`ctar`, `chain_rates`), and mappings
-# (`baselines`, : `intervals`, `scores`).
+# (`baselines`, `intervals`, `scores`).
 Figures = dict[str, Any]
 Interval = tuple[float, float]
 

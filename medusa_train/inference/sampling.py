@@ -11,7 +11,7 @@ from torch import Tensor
 from medusa_train.errors import ConfigError
 
 #: Logits per row among which a nucleus is looked for, first and in rows where these are too few,
-# before the whole : vocabulary is sorted. On a CPU finding 1,024 of 50,000 logits takes four times
+# before the whole vocabulary is sorted. On a CPU finding 1,024 of 50,000 logits takes four times
 # as long as finding 128.
 FEW_CANDIDATES, NUCLEUS_CANDIDATES = 128, 1024
 

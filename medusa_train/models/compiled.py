@@ -27,7 +27,7 @@ from medusa_train.errors import BackboneError
 from medusa_train.models.features import Features, capture_outputs
 
 #: Positions by which the part of the cache that attention reads grows. Larger blocks are read for
-# nothing: with 128 a : step of 32 rows of a 135M model took a fifth longer.
+# nothing: with 128 a step of 32 rows of a 135M model took a fifth longer.
 BLOCK = 32
 _COUNTER = itertools.count()
 

@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 from medusa_train.data.conversation import Message, is_looping
 
 #: End token, max_new_tokens, context is full (no text if the prompt alone exceeds it), rejected by
-# template or server, : no answer of the server within the time for retries.
+# template or server, no answer of the server within the time for retries.
 AnswerFinishReason = Literal["stop", "length", "context", "refused", "failed"]
 
 

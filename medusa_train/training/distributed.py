@@ -25,7 +25,7 @@ T = TypeVar("T")
 #: How long one process waits for another: rank 0 may be writing a large checkpoint to a slow disk.
 TIMEOUT = timedelta(hours=2)
 #: A build of one of DeepSpeed's extensions takes half a minute. A lock this old (seconds) that no
-# process of this : machine holds was left by a killed one; a younger one may be held on another
+# process of this machine holds was left by a killed one; a younger one may be held on another
 # machine that shares the directory.
 STALE_LOCK_AGE = 120.0
 #: What the errors of gloo, NCCL and torch's store say where another process closed the connection.

@@ -34,7 +34,7 @@ from medusa_train.tree_search.choose import TreeChoice, answer_prompts, choose_t
 from medusa_train.tree_search.traces import Prompts, digest_files, prompts_by_conversation
 
 #: A terminal sends Ctrl-C to all processes and a launcher then forwards SIGTERM: with several
-# processes a second : signal within this many seconds is taken for the first one.
+# processes a second signal within this many seconds is taken for the first one.
 ECHO_SECONDS = 10.0
 
 

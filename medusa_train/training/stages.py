@@ -41,22 +41,20 @@ from medusa_train.training.signals import sigterm_as_interrupt
 
 #: Keys that `load_data` reads: stages with equal values share the data.
 _DATA_KEYS = (
-    *(
-        "base_model",
-        "trust_remote_code",
-        "datasets",
-        "sequence_len",
-        "sample_packing",
-        "chat_template",
-    ),
-    *(
-        "chat_template_kwargs",
-        "reasoning_tags",
-        "roles_to_train",
-        "train_on_inputs",
-        "val_set_size",
-    ),
-    *("test_datasets", "skip_bad_records", "seed"),
+    "base_model",
+    "trust_remote_code",
+    "datasets",
+    "sequence_len",
+    "sample_packing",
+    "chat_template",
+    "chat_template_kwargs",
+    "reasoning_tags",
+    "roles_to_train",
+    "train_on_inputs",
+    "val_set_size",
+    "test_datasets",
+    "skip_bad_records",
+    "seed",
 )
 TITLES = ("stage 1 of 2", "stage 2 of 2")
 

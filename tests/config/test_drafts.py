@@ -84,7 +84,9 @@ def test_the_papers_settings() -> None:
         ),
         (
             [
-                *("draft=amphista", "amphista.alignment_weight=0.75", "amphista.label_weight=0.25"),
+                "draft=amphista",
+                "amphista.alignment_weight=0.75",
+                "amphista.label_weight=0.25",
                 "amphista.decay_coefficient=0.5",
             ],
             HeadsLoss(0.5, 0.75, 1.0),

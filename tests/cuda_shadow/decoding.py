@@ -145,15 +145,14 @@ def test_transfers_of_steps(family: str, kind: str, rule: str, steps: list[Trans
 @pytest.mark.parametrize(
     "name",
     [
-        *(
-            "kangaroo",
-            "prompt_lookup",
-            "rest",
-            "lookahead",
-            "medusa+prompt_lookup",
-            "amphista+lookahead",
-        ),
-        *("dynamic eagle3", "dynamic eagle3+prompt_lookup"),
+        "kangaroo",
+        "prompt_lookup",
+        "rest",
+        "lookahead",
+        "medusa+prompt_lookup",
+        "amphista+lookahead",
+        "dynamic eagle3",
+        "dynamic eagle3+prompt_lookup",
     ],
 )
 def test_trees_that_differ_from_step_to_step(name: str) -> None:

@@ -44,7 +44,7 @@ CASES: dict[str, dict[str, Any]] = {
     "kangaroo": {"draft": "kangaroo"},
 }
 #: Transfers and waits of a step of one micro-batch: two for each term of the loss, whose rows with
-# a target are found : and checked, one more with a teacher, about seven beside them, and one per
+# a target are found and checked, one more with a teacher, about seven beside them, and one per
 # layer for documents without a kernel.
 WAITS = {
     "bf16": 17,

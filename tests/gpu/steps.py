@@ -28,7 +28,7 @@ from medusa_train.training.trainer import Trainer
 from tests.training.conftest import WORDS, build_tokenizer, metrics
 
 #: hidden size, MLP size, layers, attention heads, key/value heads, vocabulary; large enough on a
-# GPU that the matrix : library's workspaces are a small part of the memory.
+# GPU that the matrix library's workspaces are a small part of the memory.
 SHAPES = {"cuda": (1024, 2816, 8, 16, 4, 32_000), "cpu": (128, 344, 4, 4, 2, 2048)}
 #: words of an answer, of about two tokens each
 WORDS_PER_ROW = {"cuda": 500, "cpu": 150}

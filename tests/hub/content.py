@@ -88,7 +88,11 @@ def write_local_data(place: Path) -> None:
         json.dumps({"id": f"c{n}", "messages": chat}) + "\n" for n, chat in enumerate(_chats()[:10])
     ]
     for name in (
-        *("llama31_8b", "qwen3_8b", "qwen3_06b", "vicuna33b_m2", "zephyr7b_m2"),
+        "llama31_8b",
+        "qwen3_8b",
+        "qwen3_06b",
+        "vicuna33b_m2",
+        "zephyr7b_m2",
         "tiny",
         "tiny_more",
     ):

@@ -56,7 +56,10 @@ def test_the_commands_of_the_readme(commands: Commands) -> None:
     chats = "data.jsonl"
     commands.run(
         *("medusa-selfdistill", "--seed", "sharegpt", "--model", VICUNA, "--output", chats),
-        *("--chat-template", "vicuna_v1.1", "drop_truncated=false", "max_new_tokens=64"),
+        "--chat-template",
+        "vicuna_v1.1",
+        "drop_truncated=false",
+        "max_new_tokens=64",
     )
     answers = [
         json.loads(line)
@@ -64,7 +67,10 @@ def test_the_commands_of_the_readme(commands: Commands) -> None:
     ]
     assert {answer["model"] for answer in answers} == {VICUNA}
     _, output = commands.run(
-        *("medusa-train", "configs/vicuna7b_m2.yaml", "output_dir=runs/mine", "val_set_size=0.3"),
+        "medusa-train",
+        "configs/vicuna7b_m2.yaml",
+        "output_dir=runs/mine",
+        "val_set_size=0.3",
         *(
             f"datasets=[{{path: {chats}, type: messages, conversation: vicuna_v1.1}}]",
             "max_steps=2",

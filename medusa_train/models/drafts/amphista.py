@@ -60,7 +60,11 @@ class AmphistaDraft(LMHeadsDraft):
     """
 
     setting_names = (
-        *("num_heads", "auto_blocks", "position_encoding", "adaptation_layers", "sampled_token"),
+        "num_heads",
+        "auto_blocks",
+        "position_encoding",
+        "adaptation_layers",
+        "sampled_token",
         "normalize_embeddings",
     )
     lm_heads: StackedLinears
