@@ -337,9 +337,8 @@ def cases_of(
         calls: list[Timed] = []
         try:
             calls = [] if obstacle else list(timed_calls(one, shape, setup, nodes, rates))
-            for case in (
-                calls if one.backbone.compiled or one.backbone.step_runner else []
-            ):  # compile or capture before anything is timed
+            # compile or capture before anything is timed
+            for case in calls if one.backbone.compiled or one.backbone.step_runner else []:
                 case.prepare()
                 case.call()
         except (MemoryError, RuntimeError) as error:

@@ -25,11 +25,8 @@ from medusa_train.trees.masks import additive_mask, mask_of_slots, mask_with_pre
 from medusa_train.trees.tree import Tree
 
 LOOP_TOKENS = 96  # after which the loop starts over, so that its context stays about the same
-PASSES, STATIC, GRAPHS = (
-    "passes",
-    "static buffers",
-    "CUDA graphs",
-)  # how the steps of a backbone run
+# how the steps of a backbone run
+PASSES, STATIC, GRAPHS = ("passes", "static buffers", "CUDA graphs")
 
 
 def write_random(backbone: Backbone, cache: TreeCache, length: int) -> None:

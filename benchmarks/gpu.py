@@ -223,9 +223,8 @@ def run(
         )
         record["steps"][step.name] = one
         record["goals"] = goals(record["steps"])
-        write_result(
-            args.out, "gpu", record, markdown(steps, record)
-        )  # from which a later run continues
+        # from which a later run continues
+        write_result(args.out, "gpu", record, markdown(steps, record))
         succeeded = succeeded and one["status"] == DONE
     print(f"{args.out}/gpu.md, gpu.json: {progress(steps, record)}")
     return succeeded

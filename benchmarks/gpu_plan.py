@@ -22,9 +22,8 @@ TIMED_SECONDS, CASE_SECONDS, START_SECONDS, LOAD_SECONDS, COMPILE_SECONDS, PROCE
     45,
     20,
 )
-TEST_WORKERS = (
-    8  # processes that share the GPU: tests time nothing, and count the memory of their own process
-)
+# processes that share the GPU: tests time nothing, and count the memory of their own process
+TEST_WORKERS = 8
 SMOLLM2 = "models/smollm2-135m-instruct/config.json"
 SMOLLM2_BENCH = "data/bench/smollm2/question.jsonl"
 #: What the steps import beyond PyTorch's image with transformers, and what that requires.
@@ -263,9 +262,8 @@ def command_problems(
     from medusa_train.evaluation.questions import load_bench
 
     module = importlib.import_module(COMMANDS[program])
-    (usage_error,) = (
-        typer.BadParameter.__bases__
-    )  # click's, which newer versions of typer carry themselves
+    # click's, which newer versions of typer carry themselves
+    (usage_error,) = typer.BadParameter.__bases__
     try:
         given = get_command(module.app).make_context(program, list(arguments)).params
         flags = {

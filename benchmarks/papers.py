@@ -226,12 +226,10 @@ class Plan:
         words = [*self.experiment.set, *self._length(run, config), *args.set, *run.set]
         if "{" in str(run.set):
             shape = backbone_config(self.family)
-            last = [
-                shape.num_hidden_layers - n for n in (3, 2, 1)
-            ]  # layers after which the draft reads states
-            linears = (
-                2 * shape.hidden_size // 3
-            )  # an MLP with as many weights as two square matrices
+            # layers after which the draft reads states
+            last = [shape.num_hidden_layers - n for n in (3, 2, 1)]
+            # an MLP with as many weights as two square matrices
+            linears = 2 * shape.hidden_size // 3
             for part, value in {
                 "mlp": shape.intermediate_size,
                 "linears": linears,
@@ -303,9 +301,8 @@ class Plan:
             for chosen in itertools.product(*parts) if name in (one.runs or [name]) else ():
                 swept = dict(zip(names, itertools.chain(*chosen), strict=True))
                 named = given.keys() & swept.keys() - replaced
-                if all(
-                    str(given[key]).startswith(str(swept[key])) for key in named
-                ):  # else its columns name another
+                # else its columns name another
+                if all(str(given[key]).startswith(str(swept[key])) for key in named):
                     yield Point(
                         name,
                         number,

@@ -31,9 +31,8 @@ SHAPES = {
 }
 VOCAB_SIZE = 32000
 CONTEXT = 8192
-RANDOM_BLOCK = (
-    1_000_003  # random numbers drawn once and copied; a prime, so that rows of a matrix differ
-)
+# random numbers drawn once and copied; a prime, so that rows of a matrix differ
+RANDOM_BLOCK = 1_000_003
 
 
 def llama_config(
@@ -60,9 +59,8 @@ def random_model(config: LlamaConfig, dtype: torch.dtype, device: torch.device) 
     with torch.device("meta"):
         model = LlamaForCausalLM._from_config(config, dtype=dtype, attn_implementation="sdpa")
     model.to_empty(device=device)
-    model.model.rotary_emb = type(model.model.rotary_emb)(config=config).to(
-        device
-    )  # a buffer, lost by to_empty
+    # a buffer, lost by to_empty
+    model.model.rotary_emb = type(model.model.rotary_emb)(config=config).to(device)
     generator = torch.Generator(device=device).manual_seed(0)
     block = torch.empty(RANDOM_BLOCK, dtype=torch.float32, device=device)
     block = block.uniform_(-1.0, 1.0, generator=generator).to(dtype)
@@ -71,9 +69,8 @@ def random_model(config: LlamaConfig, dtype: torch.dtype, device: torch.device) 
             parameter.fill_(1.0)  # norms
             continue
         flat = parameter.view(-1)
-        for start in range(
-            0, len(flat), len(block)
-        ):  # copying is faster than drawing billions of numbers
+        # copying is faster than drawing billions of numbers
+        for start in range(0, len(flat), len(block)):
             part = flat[start : start + len(block)]
             part.copy_(block[: len(part)]).mul_((3.0 / parameter.shape[1]) ** 0.5)
     return model.eval().requires_grad_(False)
@@ -102,9 +99,8 @@ def quantize_nf4(model: Any) -> None:
                     **options,
                 )
             quantized.weight = Params4bit(weight, requires_grad=False, module=quantized, **options)
-            setattr(
-                module, name, quantized.to(weight.device)
-            )  # `to` quantizes, on the same device as well
+            # `to` quantizes, on the same device as well
+            setattr(module, name, quantized.to(weight.device))
     model.is_loaded_in_4bit = True  # read by PEFT
     keep_trainable_kernels(model)
 

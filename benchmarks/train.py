@@ -250,9 +250,8 @@ def measure_loss(case: Case) -> Result:
         weight = torch.nn.Linear(case.width, case.vocab, bias=False).weight
         hidden = torch.randn(1, case.tokens, case.width, requires_grad=True)
         tokens = torch.randint(case.vocab, (1, case.tokens))
-        prompt = torch.arange(case.tokens) % 64 < round(
-            64 * case.masked
-        )  # prompts and answers in turns
+        # prompts and answers in turns
+        prompt = torch.arange(case.tokens) % 64 < round(64 * case.masked)
         batch = Batch(
             tokens, tokens.masked_fill(prompt, IGNORE_INDEX), tokens, torch.zeros_like(tokens), []
         )
@@ -377,9 +376,8 @@ def measure_step(case: Case) -> Result:
     step(batch)  # warms up kernels and creates the optimizer states
     seconds, loss = repeated(lambda: step(batch), case)
     states = (state for group in step.optimizer.state.values() for state in group.values())
-    held = 2 * tensor_bytes(step.parameters) + tensor_bytes(
-        states
-    )  # parameters, gradients, optimizer
+    # parameters, gradients, optimizer
+    held = 2 * tensor_bytes(step.parameters) + tensor_bytes(states)
     peak, (rows, width) = memory.peak(), batch.tokens.shape
     trained = sum(parameter.numel() for parameter in step.student.parameters.values())
     estimate = Estimate(cfg, backbone.config).memory(
@@ -601,9 +599,8 @@ def case_pairs(args: argparse.Namespace) -> list[list[Case]]:
 def measure_here(case: Case) -> Result:
     """Measure `case` in this process, with at most nine tenths of the free memory."""
     free = free_memory(torch.device("cpu"))
-    if (
-        free is not None and not torch.cuda.is_available()
-    ):  # let an allocation fail before the machine kills a process
+    # let an allocation fail before the machine kills a process
+    if free is not None and not torch.cuda.is_available():
         resource.setrlimit(resource.RLIMIT_DATA, (int(0.9 * free),) * 2)
     try:
         return measure_loss(case) if case.what == "loss" else measure_step(case)

@@ -40,9 +40,8 @@ CLEARLY_FASTER = 1.1
 # the passes are compiled.
 SAVING, GPU_SAVING = 0.25, 0.1
 COMPILE_SECONDS = 60.0  # assumed for small models
-LAYER_SECONDS = (
-    5.0  # and per layer and program for larger ones: 145 s for one of 30 layers on two cores
-)
+# and per layer and program for larger ones: 145 s for one of 30 layers on two cores
+LAYER_SECONDS = 5.0
 FACTOR = 2.0  # by which the saving must exceed the cost
 
 

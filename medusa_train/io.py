@@ -24,11 +24,8 @@ from medusa_train.errors import DataError, MedusaError
 WRITE_ERRORS = (OSError, SafetensorError)
 """Exceptions that writing raises when the disk is full; safetensors defines its own."""
 
-_DISK_FULL = (
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EFBIG,
-)  # no space, quota exceeded, above the process's file size limit
+# no space, quota exceeded, above the process's file size limit
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _SCAN_BYTES = 1 << 16
 BUSY = "another process is writing to it; wait for it, or choose another output"
 

@@ -25,9 +25,8 @@ Kaveh Kenji Kofi Kwame Laszlo Leif Lorenzo Luka Magnus Malik Mateo Mehmet Milan 
 Rafael Ravi Reza Ruben Sanjay Stefan Sven Tariq Tobias Umberto Viktor Wei Yusuf Zoran
 """.split()  # noqa: SIM905
 ALTERNATIVES = re.compile(r"\[([^\[\]]*)\]")
-ARTICLE = re.compile(
-    r"\b([Aa]) (?=[aeio])(?!one\b|once\b)"
-)  # "a entry" needs "an"; "a user" and "a unit" do not
+# "a entry" needs "an"; "a user" and "a unit" do not
+ARTICLE = re.compile(r"\b([Aa]) (?=[aeio])(?!one\b|once\b)")
 
 
 @dataclass(frozen=True)

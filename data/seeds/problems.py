@@ -20,9 +20,8 @@ def word_problem(d: Draw) -> tuple[str, str]:
     opener or a closer.
     """
     template = d.pick(*COMPOSED) if d.rng.random() < 0.3 else d.pick(*TEMPLATES)
-    problem, follow_up = (
-        d.expand(text) for text in list(template(d))
-    )  # all draws come before the first expansion
+    # all draws come before the first expansion
+    problem, follow_up = (d.expand(text) for text in list(template(d)))
     frame = d.rng.random()
     if frame < 0.06:
         problem = f"{d.pick(*OPENERS)} {problem}"

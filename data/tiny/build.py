@@ -18,9 +18,8 @@ from random import Random
 import torch
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(
-    0, str(HERE)
-)  # the modules beside this file, also when it is imported from elsewhere
+# the modules beside this file, also when it is imported from elsewhere
+sys.path.insert(0, str(HERE))
 
 from chats import save_tokenizer, train_tokenizer  # noqa: E402
 from corpus import Corpus, Item, is_held_out, read_items, single_turn  # noqa: E402

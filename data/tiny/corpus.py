@@ -29,17 +29,14 @@ from functions import third_person
 from make_tiny import code_turns, problem_turns
 
 HELD_OUT_SHARE = 0.03
-FUNCTION_TOKENS = (
-    40,
-    250,
-)  # answer length of a function in an ordinary chat; a problem only has the upper bound
+# answer length of a function in an ordinary chat; a problem only has the upper bound
+FUNCTION_TOKENS = (40, 250)
 BRIEF_FUNCTION_TOKENS = (22, 90)  # answer length of a function in `Corpus.brief_epoch`
 LONG_CHAT_ITEM_TOKENS = (40, 900)  # answer length of an item in a long chat
 LONG_CHAT_TOKENS = 2000
 LONG_CHAT_SHARE = 0.08  # share of an epoch's tokens in chats of LONG_CHAT_TOKENS or more
-FUNCTION_COPIES = (
-    2  # plain functions come twice an epoch, in two wordings; methods and problems once
-)
+# plain functions come twice an epoch, in two wordings; methods and problems once
+FUNCTION_COPIES = 2
 
 
 @dataclass(frozen=True)

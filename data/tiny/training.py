@@ -38,9 +38,8 @@ class Recipe:
     adam_lr: float = 3e-3
     warmup: int = 40  # steps
     flat: float = 0.4  # share of the steps at the peak learning rate; it then falls linearly ...
-    unlikelihood_rate: float = (
-        0.1  # ... to this share of the peak, at which the unlikelihood rounds begin
-    )
+    # ... to this share of the peak, at which the unlikelihood rounds begin
+    unlikelihood_rate: float = 0.1
     unlikelihood_rounds: int = 40  # the learning rate falls to zero in their second half
     unlikelihood_requests: int = 36  # a round
     embedding_dropout: float = 0.1
@@ -298,6 +297,5 @@ def save_model(model: LlamaForCausalLM, directory: Path) -> None:
         k: v.detach().to("cpu", torch.bfloat16).contiguous() for k, v in model.state_dict().items()
     }
     save_file(weights, directory / "model.safetensors", {"format": "pt"})
-    (directory / "model.safetensors").chmod(
-        0o644
-    )  # safetensors writes files that only the owner can read
+    # safetensors writes files that only the owner can read
+    (directory / "model.safetensors").chmod(0o644)

@@ -31,9 +31,8 @@ UNLIKELIHOOD_WEIGHT = 0.5  # of the mean over answers, against the mean loss on 
 LOOP_SPANS = ((8, 1), (4, 3))  # (n, m): an n-gram of tokens that occurred m times before is a loop
 CODE_LOOP_SPANS = ((8, 2), (4, 4))  # code repeats itself more
 LOOP_NGRAM = 6  # in an answer with a loop, every repeated 6-gram counts as part of it
-EXTRAPOLATION = (
-    1.3  # factor of the step from the weights before the rounds to the mean of the later ones
-)
+# factor of the step from the weights before the rounds to the mean of the later ones
+EXTRAPOLATION = 1.3
 
 
 def fine_tune(run: TrainingRun, corpus: Corpus) -> None:
@@ -129,9 +128,8 @@ def greedy_answers(
     width = max(map(len, prompts))
     ids = torch.full((len(prompts), width), PAD_ID)
     mask = torch.zeros_like(ids)
-    for row, prompt in enumerate(
-        prompts
-    ):  # padded on the left: all answers start in the same column
+    # padded on the left: all answers start in the same column
+    for row, prompt in enumerate(prompts):
         ids[row, width - len(prompt) :] = torch.tensor(prompt)
         mask[row, width - len(prompt) :] = 1
     device = next(generator.parameters()).device

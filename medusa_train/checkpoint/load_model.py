@@ -84,9 +84,8 @@ def load_with_draft(
         backbone = _load_merged(paths, paths.adapter, dtype)
     if prepack:
         prepack_linears(backbone.model)
-    if (
-        paths.threshold is None
-    ):  # a graph fills the whole tree: its host would wait at every level to stop early
+    # a graph fills the whole tree: its host would wait at every level to stop early
+    if paths.threshold is None:
         use_cuda_graphs(backbone)
     draft = None if paths.heads is None else load_draft(paths.heads, backbone, backbone.dtype)
     if draft is not None:
@@ -124,9 +123,8 @@ def load_base_model(paths: ModelPaths, dtype: str) -> Backbone:
 
     Raises BackboneError.
     """
-    quantization = (
-        paths.quantization if paths.adapter is None else None
-    )  # merging an adapter dequantises
+    # merging an adapter dequantises
+    quantization = paths.quantization if paths.adapter is None else None
     return load_backbone(
         paths.base_model,
         dtype=dtype,

@@ -268,9 +268,8 @@ def find_heads(directory: Path) -> HeadFiles:
     )
     if config.get("model_type") == "medusa" and weights:
         return HeadFiles(directory, "vllm", weights)
-    other = config.get(
-        "speculators_model_type", "draft_vocab_size" in config and "eagle3"
-    )  # the authors' own drafts
+    # the authors' own drafts
+    other = config.get("speculators_model_type", "draft_vocab_size" in config and "eagle3")
     if EAGLE3 in (config.get("architectures") or ()) or other == "eagle3":
         return HeadFiles(
             directory, "eagle3", weights or sorted(directory.glob("pytorch_model.bin"))
@@ -419,9 +418,8 @@ def _shards_with_heads(directory: Path) -> Iterator[Path]:
             if path.suffix == ".safetensors":
                 has_heads = any(key.startswith(PREFIXES) for key in _safetensors_names(path))
             else:
-                has_heads = "medusa_num_heads" in read_mapping(
-                    directory / HEADS_CONFIG
-                )  # pickles are not opened here
+                # pickles are not opened here
+                has_heads = "medusa_num_heads" in read_mapping(directory / HEADS_CONFIG)
             if has_heads:
                 yield path
             return

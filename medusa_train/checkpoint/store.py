@@ -117,17 +117,15 @@ class CheckpointStore:
         temporary = self.root / f".tmp-{name}"
         try:
             self._restore_replaced()
-            for stale in self.root.glob(
-                ".tmp-*-*"
-            ):  # what a killed process had not written completely
+            # what a killed process had not written completely
+            for stale in self.root.glob(".tmp-*-*"):
                 shutil.rmtree(stale)
             temporary.mkdir(parents=True)
             _write(temporary, step, parts, linked)
             self._publish(temporary, self.root / name)
         except WRITE_ERRORS as error:
-            shutil.rmtree(
-                temporary, ignore_errors=True
-            )  # before free space is measured for the message
+            # before free space is measured for the message
+            shutil.rmtree(temporary, ignore_errors=True)
             needed = sum(
                 tensor.nbytes for tensors, _ in parts.values() for tensor in tensors.values()
             )

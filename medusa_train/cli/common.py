@@ -154,9 +154,8 @@ def run_command(command: Callable[P, int | None]) -> Callable[P, None]:
             sys.exit("error: Windows is not supported; use WSL (Linux in Windows)")
         quiet_libraries()
         if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-            sys.stdout.reconfigure(
-                errors="replace"
-            )  # a name that the terminal's encoding lacks is no error
+            # a name that the terminal's encoding lacks is no error
+            sys.stdout.reconfigure(errors="replace")
         try:
             code = command(*args, **kwargs) or 0
         except BrokenPipeError:
@@ -209,12 +208,10 @@ def quiet_libraries() -> None:
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
     if not sys.stderr.isatty():
-        os.environ.setdefault(
-            "HF_HUB_DISABLE_PROGRESS_BARS", "1"
-        )  # also of loading; useless in a log file
-    logging.getLogger("bitsandbytes").setLevel(
-        logging.ERROR
-    )  # warns about kernels that are not installed
+        # also of loading; useless in a log file
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    # warns about kernels that are not installed
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     for category in (FutureWarning, DeprecationWarning):
         warnings.filterwarnings("ignore", category=category)
 

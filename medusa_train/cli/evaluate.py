@@ -181,10 +181,8 @@ def _measure_servers(cfg: EvalConfig, bench: Bench, progress: RunProgress) -> No
 
     With a running server, a run only sets the directory.
     """
-    at_server = {
-        "base_model": None,
-        "chat_template": None,
-    }  # names of the server, not of this machine
+    # names of the server, not of this machine
+    at_server = {"base_model": None, "chat_template": None}
     local = cfg if cfg.serve else cfg.model_copy(update=at_server)
     paths = _resolve_paths(local) if cfg.serve or cfg.model is not None else None
     drafts = cfg.draft if paths is None or cfg.draft else f"the heads of {paths.name or paths.home}"
@@ -197,9 +195,8 @@ def _measure_servers(cfg: EvalConfig, bench: Bench, progress: RunProgress) -> No
         from medusa_train.server_bench.run import measure_servers
         from medusa_train.training.signals import sigterm_as_interrupt
     command = shlex.join(["medusa-eval", *sys.argv[1:]])
-    with (
-        sigterm_as_interrupt()
-    ):  # servers are stopped at SIGTERM and when the terminal is closed, too
+    # servers are stopped at SIGTERM and when the terminal is closed, too
+    with sigterm_as_interrupt():
         _print_paths(progress.console, measure_servers(cfg, bench, paths, command, progress))
 
 

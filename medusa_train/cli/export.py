@@ -77,9 +77,8 @@ def export(
 
     base_model = cfg.base_model if cfg.run is not None and names_no_backbone(cfg.run) else None
     paths = resolve_model(cfg.run, base_model, None, needs_backbone=False)
-    if (
-        cfg.base_model and looks_like_path(paths.base_model) and not Path(paths.base_model).is_dir()
-    ):  # it has moved
+    # it has moved
+    if cfg.base_model and looks_like_path(paths.base_model) and not Path(paths.base_model).is_dir():
         paths = replace(paths, base_model=str(resolve_path(cfg.base_model) or cfg.base_model))
 
     from medusa_train.export.write import (  # imports torch, so only after the paths are checked

@@ -141,9 +141,8 @@ def train(
     results = table_console()
     from medusa_train.checkpoint.run_directory import check_inputs, check_output_dir
 
-    if (
-        process is None or inspect
-    ):  # of several processes, all check after joining, or the others would wait
+    # of several processes, all check after joining, or the others would wait
+    if process is None or inspect:
         if not inspect:
             check_output_dir(cfg)
         check_inputs(cfg)  # before torch is imported, which takes seconds

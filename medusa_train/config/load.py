@@ -112,9 +112,8 @@ def _read(path: Path) -> YamlSource:
     if resolved.name == "config.yaml" and any(
         (run / name).exists() for name in ("metrics.jsonl", STAGE_ONE)
     ):
-        source.values["output_dir"] = str(
-            run
-        )  # a run's own file names its directory, wherever it is read from
+        # a run's own file names its directory, wherever it is read from
+        source.values["output_dir"] = str(run)
     stage = source.values.get(STAGE_ONE)
     values, key = (stage, "config") if isinstance(stage, dict) else (source.values, STAGE_ONE)
     name = values.get(key)

@@ -117,9 +117,8 @@ class _NodeReader:
     def __init__(self, loader: yaml.SafeLoader, source: YamlSource) -> None:
         self.loader = loader
         self.source = source
-        self.open: set[int] = (
-            set()
-        )  # ids of the nodes being read, to detect an alias that contains itself
+        # ids of the nodes being read, to detect an alias that contains itself
+        self.open: set[int] = set()
 
     def read(self, node: yaml.Node, path: KeyPath) -> Any:
         if id(node) in self.open:
@@ -155,12 +154,10 @@ class _NodeReader:
     def _entries(self, node: yaml.MappingNode, path: KeyPath) -> Iterator[tuple[str, Any]]:
         self._drop_empty_duplicates(node)
         self._report_duplicates(node, path)
-        self.loader.flatten_mapping(
-            node
-        )  # `<<: *base`: merged keys come first, so that explicit ones override them
-        node.value = list(
-            {key.value: (key, value) for key, value in node.value}.values()
-        )  # an alias is read again
+        # `<<: *base`: merged keys come first, so that explicit ones override them
+        self.loader.flatten_mapping(node)
+        # an alias is read again
+        node.value = list({key.value: (key, value) for key, value in node.value}.values())
         for key, value in node.value:
             child = (*path, str(key.value))
             self.source.locations[child] = self._location(key)

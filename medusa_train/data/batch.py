@@ -54,9 +54,8 @@ def collate(rows: Sequence[Sequence[Example]]) -> Batch:
     segments    0 0 0 1 1 -
     """
     shape = (len(rows), max(sum(len(example) for example in row) for row in rows))
-    tokens = torch.zeros(
-        shape, dtype=torch.long
-    )  # padding is masked: any token with an embedding will do
+    # padding is masked: any token with an embedding will do
+    tokens = torch.zeros(shape, dtype=torch.long)
     labels = torch.full(shape, IGNORE_INDEX, dtype=torch.long)
     positions = torch.zeros(shape, dtype=torch.long)
     segments = torch.full(shape, -1, dtype=torch.long)
@@ -130,9 +129,8 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
             f"documents must have 1 to {capacity} tokens, got {min(lengths)} to {max(lengths)}"
         )
     leaves = 1 << (len(lengths) - 1).bit_length()
-    free = [capacity] * (
-        2 * leaves
-    )  # node n has children 2n and 2n + 1, and the maximum of their free space
+    # node n has children 2n and 2n + 1, and the maximum of their free space
+    free = [capacity] * (2 * leaves)
     rows: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
         node = 1

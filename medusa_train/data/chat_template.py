@@ -128,9 +128,8 @@ class ChatTemplate:
                     self.render(messages[: index + 1]), prompt, lead, content, end
                 )
             if text is None:
-                if (
-                    content == messages[index].content and not messages[index].is_cut
-                ):  # no opening tag was removed
+                # no opening tag was removed
+                if content == messages[index].content and not messages[index].is_cut:
                     content = self._with_closed_reasoning(prompt, content)
                 text = (lead if lead.isspace() else "") + content + end
             message = messages[index]

@@ -64,9 +64,8 @@ class EncodedDataset(Sequence[Example]):
         """Return the share of distinct ones among all sequences of `length` supervised tokens; 1 if
         there is none.
         """
-        factors = torch.randint(
-            1 << 62, (length,), generator=torch.Generator().manual_seed(0)
-        )  # of a hash mod 2**64
+        # of a hash mod 2**64
+        factors = torch.randint(1 << 62, (length,), generator=torch.Generator().manual_seed(0))
         hashes = [factors.new_empty(0)]
         for example in self.examples:
             if len(example) >= length:
@@ -130,9 +129,8 @@ def load_datasets(
         keys = {"datasets": cfg.test_datasets, "test_datasets": None, "val_set_size": 0.0}
         keys["early_stopping_patience"] = None
         test, _ = load_datasets(cfg.model_copy(update=keys), encoder, on_progress)
-    whole = [
-        example.key for example in encoded.examples if example.row == 0
-    ]  # the split is by conversation
+    # the split is by conversation
+    whole = [example.key for example in encoded.examples if example.row == 0]
     if test is not None:
         validation_keys = {example.key for example in test}
         if repeated := sum(key in validation_keys for key in whole):

@@ -163,9 +163,8 @@ def parse_record(
     if type != "alpaca" and not (messages and messages[0].role == "system"):
         messages = (*_system_of(record), *messages)
     if messages and messages[0].role == "system" and not messages[0].content.strip():
-        messages = messages[
-            1:
-        ]  # many data sets always have the field, and leave it empty for "none"
+        # many data sets always have the field, and leave it empty for "none"
+        messages = messages[1:]
     if problem := problem_with(messages):
         raise RecordError(problem)
     conversation = Conversation("", messages, source)
@@ -228,9 +227,8 @@ def _detect_format(
     """
     if not isinstance(record, Mapping):
         raise RecordError(f"a record must be a JSON object, this is {_json_type(record)}")
-    filled = [
-        key for key, value in record.items() if value is not None
-    ]  # tables have null in the other's columns
+    # tables have null in the other's columns
+    filled = [key for key, value in record.items() if value is not None]
     for known in (filled, list(record)):
         for name, keys in formats.items():
             if type == name or (type == "auto" and all(key in known for key in keys)):

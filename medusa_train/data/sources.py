@@ -104,12 +104,10 @@ def open_source(
                 file for file in path.iterdir() if file.name.endswith(_SUFFIXES) and file.is_file()
             )
         )
-        paths = tuple(
-            file for file in paths if not file.name.startswith(".")
-        )  # macOS writes ._NAME beside NAME
-        names = {
-            file.name for file in paths
-        }  # shards whose merged file is there hold the same conversations
+        # macOS writes ._NAME beside NAME
+        paths = tuple(file for file in paths if not file.name.startswith("."))
+        # shards whose merged file is there hold the same conversations
+        names = {file.name for file in paths}
         whole = {name: re.sub(r"\.shard-\d+-of-\d+", "", name) for name in names}
         paths = tuple(
             f

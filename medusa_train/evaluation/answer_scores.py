@@ -97,9 +97,8 @@ def score_answers(
                 text = answer_text(tokenizer, answer.tokens)
                 scores[answer.tokens] = score_text(target, without_reasoning(record.opened + text))
             found[name] = scores[answer.tokens]
-        record.scores |= (
-            found  # together: the report of an interrupted evaluation needs both or none
-        )
+        # together: the report of an interrupted evaluation needs both or none
+        record.scores |= found
         on_answer()
 
 
@@ -132,9 +131,8 @@ def extract_number(text: str) -> Decimal | None:
 def build_program(test: FunctionTest, text: str) -> str:
     """Return a program that raises an exception unless the function in an answer passes its test."""
     function = extract_function(test, text)
-    future = _FUTURE.findall(
-        function
-    )  # stands at the beginning of a program, so before the prompt's imports
+    # stands at the beginning of a program, so before the prompt's imports
+    future = _FUTURE.findall(function)
     return "\n".join(
         [*future, _FUTURE.sub("", function), "", test.test, "", f"check({test.entry_point})", ""]
     )
@@ -144,9 +142,8 @@ def extract_function(test: FunctionTest, text: str) -> str:
     """Return the code of an answer, with the imports and helper functions of its prompt."""
     header = re.compile(rf"^(async )?def {test.entry_point}\b", re.MULTILINE)
     blocks = _PYTHON_BLOCK.findall(text) or _BLOCK.findall(text)
-    level = [
-        textwrap.dedent(block) for block in blocks
-    ]  # a block of a list item is indented, and so is a body alone
+    # a block of a list item is indented, and so is a body alone
+    level = [textwrap.dedent(block) for block in blocks]
     blocks = [
         one if header.search(one) else block for one, block in zip(level, blocks, strict=True)
     ]

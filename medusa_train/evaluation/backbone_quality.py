@@ -97,9 +97,8 @@ def validation_conversations(
     """
     try:
         answers_only = {"train_on_inputs": False, "roles_to_train": ["assistant"]}
-        differs = cfg.train_on_inputs or cfg.roles_to_train != [
-            "assistant"
-        ]  # and so may the split, as in `load_data`
+        # and so may the split, as in `load_data`
+        differs = cfg.train_on_inputs or cfg.roles_to_train != ["assistant"]
         held_out = (
             {one.key for one in load_datasets(cfg, chat)[1]}
             if differs and not cfg.test_datasets

@@ -112,9 +112,8 @@ def refit_tree(
         )
         return None
     if not settings.compiled and (cfg.batch_size > 1 or chooses_compilation(cfg, paths)):
-        fitted = replace(
-            fitted, compiled=False
-        )  # passes of batches are compiled, or none are only this time
+        # passes of batches are compiled, or none are only this time
+        fitted = replace(fitted, compiled=False)
     if not (differences := settings.differences(fitted)):
         return None
     reason = f"{paths.tree} was fitted with other settings ({', '.join(differences)})"

@@ -161,9 +161,8 @@ def categories_table(evaluated: Sequence[Evaluated]) -> Table:
 def show(evaluated: Sequence[Evaluated]) -> Group:
     """Return both tables for the terminal, and the conditions that differ."""
     runs = runs_table(evaluated)
-    titles, *rows = (
-        list(row) for row in zip(runs.titles, *runs.rows, strict=True)
-    )  # a run per column: it has many
+    # a run per column: it has many
+    titles, *rows = (list(row) for row in zip(runs.titles, *runs.rows, strict=True))
     tables = [table.terminal() for table in (Table(titles, rows), categories_table(evaluated))]
     return Group(*tables, *(Text(line, style="yellow") for line in differences(evaluated)))
 

@@ -263,9 +263,8 @@ def speed_intervals(records: Sequence[TurnRecord]) -> dict[str, Interval | None]
     if any(record.plain.rows > 1 for record in records):
         batches: dict[float, list[TurnRecord]] = {}
         for turns in questions.values():
-            batches.setdefault(turns[0].plain.seconds, []).extend(
-                turns
-            )  # each has an equal share of its batch's time
+            # each has an equal share of its batch's time
+            batches.setdefault(turns[0].plain.seconds, []).extend(turns)
         timed = _bootstrap(batches.values()) if len(batches) >= LEAST_BATCHES else {}
         result = {**timed, "acceleration_rate": result["acceleration_rate"]}
     return result

@@ -232,9 +232,8 @@ def _step_lengths(answer: TimedAnswer) -> list[int]:
     """
     lengths = [accepted + 1 for accepted in answer.accepted]
     if lengths:
-        lengths[-1] -= (
-            sum(lengths) + 1 - len(answer.tokens)
-        )  # the first token comes from the prefill
+        # the first token comes from the prefill
+        lengths[-1] -= sum(lengths) + 1 - len(answer.tokens)
     return lengths
 
 

@@ -58,9 +58,8 @@ class Question:
     turns: tuple[str, ...]  # the user's messages
     source: str  # where it was read, as `file:line`
     reference: tuple[str, ...] = ()  # reference answers, one per turn; '' where there is none
-    expected: Decimal | FunctionTest | None = (
-        None  # the correct number or function; None if answers are not scored
-    )
+    # the correct number or function; None if answers are not scored
+    expected: Decimal | FunctionTest | None = None
     system: str | None = None  # the system message
 
     @property

@@ -45,17 +45,14 @@ class TimedAnswer:
     tokens: tuple[int, ...]
     seconds: float  # wall time of the whole call
     prefill_seconds: float = 0.0  # until the first token; 0 where it is not reported
-    steps: int = (
-        0  # decoding passes of this answer, without the prefill; 0 for transformers' `generate`
-    )
+    # decoding passes of this answer, without the prefill; 0 for transformers' `generate`
+    steps: int = 0
     accepted: tuple[int, ...] = ()  # number of accepted draft tokens per step
     rows: int = 1  # answers in the batch
-    batch_passes: int | None = (
-        None  # of the whole batch; None for a single answer, whose passes are `steps`
-    )
-    prefill_tokens: int = (
-        1  # more than one where the prefill also verifies a draft (assisted generation)
-    )
+    # of the whole batch; None for a single answer, whose passes are `steps`
+    batch_passes: int | None = None
+    # more than one where the prefill also verifies a draft (assisted generation)
+    prefill_tokens: int = 1
 
     @property
     def decode_seconds(self) -> float:
@@ -84,12 +81,10 @@ class TurnRecord:
     text: str = ""  # of the reported answer, with the reasoning tag that the prompt opened
     history: str = ""  # the plain answer, which later turns were asked after
     opened: str = ""  # the reasoning tag at the end of the prompt
-    exact: dict[str, Verdict] = field(
-        default_factory=dict
-    )  # the tree's and the plain answer, by dtypes that were run
-    scores: dict[str, Score] = field(
-        default_factory=dict
-    )  # of `tree` and `plain`, on benches with correct answers
+    # the tree's and the plain answer, by dtypes that were run
+    exact: dict[str, Verdict] = field(default_factory=dict)
+    # of `tree` and `plain`, on benches with correct answers
+    scores: dict[str, Score] = field(default_factory=dict)
     others: dict[str, TimedAnswer] = field(default_factory=dict)  # of further baselines
     asked: str = ""  # the user's message
     pieces: tuple[str, ...] = ()  # the reported answer token by token

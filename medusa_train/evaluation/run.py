@@ -367,9 +367,8 @@ def _comparing(
             yield
         outcomes[dtype] = NO_MEMORY if caught else COMPARED
     finally:
-        if (
-            outcomes[dtype] != COMPARED
-        ):  # or was interrupted: a count over some answers would pass for one over all
+        # or was interrupted: a count over some answers would pass for one over all
+        if outcomes[dtype] != COMPARED:
             for record in records:
                 record.exact.pop(dtype, None)
 

@@ -87,9 +87,8 @@ class LoopDecoder:
             passes = decoder.passes - before
         count = len(outputs)
         seconds = (time.perf_counter() - started) / count
-        prefill = (
-            max(one.prefill_seconds for one in outputs) / count
-        )  # decoding begins once all prompts are read
+        # decoding begins once all prompts are read
+        prefill = max(one.prefill_seconds for one in outputs) / count
         return [
             TimedAnswer(
                 tuple(one.tokens), seconds, prefill, one.steps, tuple(one.accepted), count, passes

@@ -138,9 +138,8 @@ class SpeedTest:
             )
         longest += KEY_BLOCK  # an answer may have more tokens where it is part of the next prompt
         loops = [one for one in self._decoders.values() if isinstance(one, LoopDecoder)]
-        for decoder in sorted(
-            loops, key=lambda one: -one.tree_size
-        ):  # the largest first, since they share memory
+        # the largest first, since they share memory
+        for decoder in sorted(loops, key=lambda one: -one.tree_size):
             decoder.capture(self._batch_size, min(longest, self._backbone.max_context))
 
     def run(

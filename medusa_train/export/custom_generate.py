@@ -202,9 +202,8 @@ class Heads:
         Scale and soft cap, which some models apply to logits, do not change the order of tokens.
         """
         best = []
-        hidden = hidden.to(
-            (self.blocks[0] or self.matrices)[0][0].device
-        )  # a model may be spread over several devices
+        # a model may be spread over several devices
+        hidden = hidden.to((self.blocks[0] or self.matrices)[0][0].device)
         for head in range(tree.depth):
             state = hidden
             for weight, bias in self.blocks[head]:
@@ -354,9 +353,8 @@ def accept(nodes: Tensor, following: Tensor, tree: Tree) -> tuple[list[int], lis
     Returns:
         The accepted nodes, the root first, and the tokens after each of them.
     """
-    guessed, chosen = torch.stack(
-        [nodes, following.to(nodes.device)]
-    ).tolist()  # one transfer from the device
+    # one transfer from the device
+    guessed, chosen = torch.stack([nodes, following.to(nodes.device)]).tolist()
     path, tokens = [0], [chosen[0]]
     while child := next(
         (child for child in tree.children[path[-1]] if guessed[child] == tokens[-1]), 0

@@ -134,13 +134,11 @@ def _check_target(paths: ModelPaths, to: ExportTarget, target: Path) -> None:
             and any(target.iterdir())
             and find_heads(target).layout in (None, "model")
         )
-        foreign = foreign or (
-            target.name == HEADS and (target.parent / CONFIG).is_file()
-        )  # another run's
+        # another run's
+        foreign = foreign or (target.name == HEADS and (target.parent / CONFIG).is_file())
         weights = VLLM_WEIGHTS if to in ("vllm", "sglang", "speculators") else SAFETENSORS
-        foreign = foreign or any(
-            path.name != weights for path in target.glob("*.safetensors")
-        )  # vLLM reads them all
+        # vLLM reads them all
+        foreign = foreign or any(path.name != weights for path in target.glob("*.safetensors"))
     if foreign or target.resolve() in own:
         raise CheckpointError(
             f"output_dir: {target} holds other files that would be overwritten; name a new"

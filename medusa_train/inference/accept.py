@@ -155,20 +155,17 @@ def accept_typical(
     token_log_p[:, 0] = 0.0
     ancestors = tree.ancestors.to(logits.device).expand(len(node_tokens), -1, -1)
     path_typical = (typical[:, None] | ~ancestors).all(-1)
-    score = torch.where(ancestors, token_log_p[:, None], 0.0).sum(
-        -1
-    )  # 0 * -inf would be NaN for impossible tokens
+    # 0 * -inf would be NaN for impossible tokens
+    score = torch.where(ancestors, token_log_p[:, None], 0.0).sum(-1)
     packed = torch.stack(
         [next_tokens_of(logits).double(), node_tokens.double(), path_typical.double(), score], dim=1
     )
     accepted = []
-    for row, (following, tokens, on_path, scores) in enumerate(
-        packed.tolist()
-    ):  # one transfer from the device
+    # one transfer from the device
+    for row, (following, tokens, on_path, scores) in enumerate(packed.tolist()):
         nodes: Nodes = tree.row(row)
-        ranking = list(
-            zip(nodes.depth_list, scores, strict=False)
-        )  # padding comes after the tree's nodes
+        # padding comes after the tree's nodes
+        ranking = list(zip(nodes.depth_list, scores, strict=False))
         node = max((i for i in range(nodes.size + 1) if on_path[i]), key=ranking.__getitem__)
         path = nodes.path_nodes(node)
         accepted.append(Accepted(path, [*(int(tokens[i]) for i in path), int(following[node])]))

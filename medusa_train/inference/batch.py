@@ -29,9 +29,8 @@ from medusa_train.trees.kv_cache import BatchCache, TreeCache
 from medusa_train.trees.tree import Tree
 
 REFILL_FRACTION = 4  # refill a batch once 1/4 of its rows are free: each refill costs a prefill
-PREFILL_TOKENS = (
-    1024  # of a prefill pass of several prompts, padding included: more take no less time per token
-)
+# of a prefill pass of several prompts, padding included: more take no less time per token
+PREFILL_TOKENS = 1024
 PREFILL_PADDING = 128  # positions of padding in such a pass; more take longer than another pass
 
 

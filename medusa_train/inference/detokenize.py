@@ -65,9 +65,8 @@ class Detokenizer:
         """Return the remaining text, an incomplete character as U+FFFD."""
         text = self._decode(self._context, len(self._tokens))
         returned = self._decode(self._context, self._done)
-        if not text.startswith(
-            returned
-        ):  # an incomplete character changes how bytes before it are decoded
+        # an incomplete character changes how bytes before it are decoded
+        if not text.startswith(returned):
             text = returned + self._decode(self._done, len(self._tokens))
         if len(text) > len(returned):  # a skipped token alone is no context
             self._context, self._done = self._done, len(self._tokens)

@@ -93,9 +93,8 @@ class Decoder:
         self._cache = cache
         self._static: bool | None = None
         self._steps: StaticSteps | None = None
-        self._answers = (
-            0  # started so far; tells an abandoned stream that its cache is in use again
-        )
+        # started so far; tells an abandoned stream that its cache is in use again
+        self._answers = 0
 
     def generate(
         self,
@@ -235,9 +234,8 @@ class DecodingSession:
         self._steps = steps
         self._prompts: tuple[Features, Tensor, list[int]] | None = None
         self._draft_state: Any = None
-        self._text: list[int] | None = (
-            None  # that the cache holds, where longrope allows a single row
-        )
+        # that the cache holds, where longrope allows a single row
+        self._text: list[int] | None = None
 
     def prefill(
         self, prompts: Sequence[list[int]], generators: Sequence[torch.Generator] | None = None
@@ -292,9 +290,8 @@ class DecodingSession:
             return [Accepted([0], [*roots, *following])]
         proposal = self._propose(roots)
         feats, logits = self._verify(proposal)
-        if (
-            proposal.branch is not None and self._draft is not None
-        ):  # the draft gets the logits of its branch tokens
+        # the draft gets the logits of its branch tokens
+        if proposal.branch is not None and self._draft is not None:
             nodes = proposal.tokens.shape[1]
             self._draft_state = self._draft.observe(self._draft_state, proposal, logits[:, nodes:])
             feats, logits = feats.first(nodes), logits[:, :nodes]

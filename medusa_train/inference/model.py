@@ -177,9 +177,8 @@ class Model:
         special = {
             str(token): n for n, token in tokenizer.added_tokens_decoder.items() if token.special
         }
-        stops |= {
-            special[text] for text in texts if text in special
-        }  # the text is decoded without them
+        # the text is decoded without them
+        stops |= {special[text] for text in texts if text in special}
         return Reply(
             self._decoder.stream(self._ids(prompt, raw), max_new_tokens, stops, rule, generator),
             TextStream(tokenizer, texts),

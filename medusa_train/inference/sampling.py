@@ -74,14 +74,12 @@ def keep_nucleus(logits: Tensor, top_p: float, largest: int) -> Tensor:
     rows = logits.reshape(-1, logits.shape[-1])
     candidates, tokens = rows.topk(largest)
     mass = rows.softmax(-1).gather(-1, tokens).cumsum(-1)
-    count = 1 + (mass[:, :-1] < top_p).sum(
-        -1, keepdim=True
-    )  # the most probable token is always kept
+    # the most probable token is always kept
+    count = 1 + (mass[:, :-1] < top_p).sum(-1, keepdim=True)
     smallest = candidates.gather(-1, count - 1)
     cut = rows < smallest
-    surplus = (
-        rows.shape[-1] - cut.sum(-1, keepdim=True) - count
-    )  # tokens with the smallest logit that are too many
+    # tokens with the smallest logit that are too many
+    surplus = rows.shape[-1] - cut.sum(-1, keepdim=True) - count
     short = mass[:, -1] < top_p
     any_tied, any_short = torch.stack([(surplus > 0).any(), short.any()]).tolist()
     if any_tied:

@@ -160,9 +160,8 @@ class ChunkedLoss:
         part = slice(start + block.start, start + block.stop)
         product, index = self.buffer[block], self.inputs.labels[part].unsqueeze(1)
         logits = student.raw_logits(product, None if z is None else z[part])  # [b, V]
-        self.correct += (
-            logits.argmax(dim=1, keepdim=True) == index
-        ).sum()  # scale and soft cap are monotonic
+        # scale and soft cap are monotonic
+        self.correct += (logits.argmax(dim=1, keepdim=True) == index).sum()
         log_probs = log_softmax(student.transform_(logits), dim=1)
         self.ce -= log_probs.gather(1, index).sum()
         theirs = None
@@ -251,9 +250,8 @@ class _TeacherRows:
         low_rank = teacher.lm_head.low_rank
         if low_rank is not None:
             a = low_rank.a.detach().to(product_dtype(low_rank.a, inputs.autocast))
-            self.z = (
-                self.hidden[self.rows].to(a.dtype) @ a.t()
-            ) * low_rank.scaling  # without dropout
+            # without dropout
+            self.z = (self.hidden[self.rows].to(a.dtype) @ a.t()) * low_rank.scaling
 
     def product(self, part: slice, out: Tensor) -> None:
         """Write W h of a chunk of supervised rows into `out` [C, V]."""

@@ -101,8 +101,7 @@ class Projection:
     def transform_grad_(self, grad: Tensor, logits: Tensor) -> None:
         """Turn `grad` into the raw logits' gradient in place; overwrites the transformed `logits`."""
         if self.softcap is not None:
-            grad.addcmul_(
-                grad, logits.div_(self.softcap).square_(), value=-1.0
-            )  # tanh' = 1 - tanh^2
+            # tanh' = 1 - tanh^2
+            grad.addcmul_(grad, logits.div_(self.softcap).square_(), value=-1.0)
         if self.scale != 1.0:
             grad *= self.scale

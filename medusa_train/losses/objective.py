@@ -100,9 +100,8 @@ class Objective:
         self.draft = draft
         self.decay = decay
         self.lm = lm
-        self.teacher_weight = {None: 0.0, "ce": rho, "kl": 1.0}[
-            lm
-        ]  # in the language model's target
+        # in the language model's target
+        self.teacher_weight = {None: 0.0, "ce": rho, "kl": 1.0}[lm]
         self.heads_coefficient = heads_coefficient
         self.schedule = schedule
         self.soft_targets = soft_targets

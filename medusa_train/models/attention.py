@@ -124,9 +124,8 @@ def folded_head_attention(
             out = _attention_by_products(folded, key, value, mask, scale)
         return out.reshape(*query.shape[:3], value.shape[3])
     if rows == 1 and bfloat16_on_cpu:
-        folded = folded.expand(
-            -1, -1, 2, -1
-        )  # torch's kernel takes longer for one row than for two
+        # torch's kernel takes longer for one row than for two
+        folded = folded.expand(-1, -1, 2, -1)
     if mask is not None:
         mask = mask.expand(-1, -1, folded.shape[2], -1) if q == 1 else _repeat_rows(mask, groups)
     out = scaled_dot_product_attention(

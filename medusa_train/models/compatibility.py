@@ -141,9 +141,8 @@ def _missing_features(config: Any, text: Any) -> set[str]:
     recurrent = _class_flag(config, "_is_stateful", False) or any(
         _value(text, key) for key in _RECURRENT_KEYS
     )
-    if recurrent and not (
-        types and types <= SUPPORTED_LAYER_TYPES
-    ):  # Granite 4.0 has dense models of that class
+    # Granite 4.0 has dense models of that class
+    if recurrent and not (types and types <= SUPPORTED_LAYER_TYPES):
         features.add("recurrent state")
     if _value(text, "kv_lora_rank"):
         features.add("latent attention")
@@ -223,9 +222,8 @@ def _small_copy(backbone: Backbone) -> Backbone:
         torch.manual_seed(0)
         model = type(backbone.model)(config).float()
         for parameter in model.parameters():
-            if (
-                parameter.dim() > 1
-            ):  # as large as those of trained models, so that a token depends on the others
+            # as large as those of trained models, so that a token depends on the others
+            if parameter.dim() > 1:
                 torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
     return Backbone(model, backbone.tokenizer, backbone.name)
 

@@ -363,9 +363,8 @@ class CompiledLayers:
         """
         from torch._dynamo.exc import TorchDynamoException  # takes a second to import
 
-        before: list[Any] = [
-            vars(layer).get("forward") for layer, _ in self._forwards
-        ]  # accelerate sets it, too
+        # accelerate sets it, too
+        before: list[Any] = [vars(layer).get("forward") for layer, _ in self._forwards]
         for layer, program in self._forwards:
             layer.forward = program
         try:

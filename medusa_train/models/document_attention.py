@@ -171,9 +171,8 @@ def document_attention_forward(
     ]:
         raise ValueError(f"attention by document does not support {', '.join(used)}")
     rows, heads, length, _ = query.shape
-    if torch.is_autocast_enabled(
-        query.device.type
-    ):  # rotary embeddings leave queries and keys in float32
+    # rotary embeddings leave queries and keys in float32
+    if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     # rows joined end to end: [H, B * T, d]

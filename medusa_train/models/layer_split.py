@@ -88,9 +88,8 @@ class LayerRunner:
             )
         self.body = body
         self.layer_types = list(layer_types)
-        self._weight: Tensor = next(
-            body.parameters()
-        )  # tells the rotary embedding device and dtype
+        # tells the rotary embedding device and dtype
+        self._weight: Tensor = next(body.parameters())
         # Gemma 3 has one rotary embedding per layer type
         self._angles_per_type = (
             "layer_type" in inspect.signature(body.rotary_emb.forward).parameters

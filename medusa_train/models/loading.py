@@ -161,16 +161,14 @@ def resolve_backbone(name: str, *, trust_remote_code: bool = False) -> tuple[str
     except (OSError, ValueError) as error:
         if local is not None:
             raise BackboneError(f"base_model {name}: cannot read config.json: {error}") from error
-        if (
-            nearest is not None
-        ):  # not refused before: the hub may have models of an owner with a local directory
+        # not refused before: the hub may have models of an owner with a local directory
+        if nearest is not None:
             raise BackboneError(
                 f"base_model {name}: no such directory, and no such model on the Hugging Face"
                 f" hub{advice}"
             ) from error
-        if name.startswith(
-            "models/"
-        ):  # where the README and the shipped configurations keep models
+        # where the README and the shipped configurations keep models
+        if name.startswith("models/"):
             raise BackboneError(
                 f"base_model {name}: no such directory. `make smollm2-model` writes the model of"
                 f" configs/smollm2_*.yaml; for another one, `hf download OWNER/{Path(name).name}"
@@ -211,9 +209,8 @@ def loading_options(
     NF4 uses double quantization (QLoRA, "QLoRA Finetuning"); `dtype` is that of the products.
     lm_head is not quantized. Raises BackboneError if bitsandbytes cannot be used.
     """
-    on_device = {
-        "device_map": {"": device}
-    }  # else the host's memory holds a copy of the model in every process
+    # else the host's memory holds a copy of the model in every process
+    on_device = {"device_map": {"": device}}
     if quantization is None:
         return {} if device.type == "cpu" or is_deepspeed_zero3_enabled() else on_device
     if (obstacle := bitsandbytes_obstacle(device)) is not None:

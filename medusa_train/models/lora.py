@@ -86,9 +86,8 @@ class Adapter:
         read_adapter_config(directory)
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter(
-                    "ignore"
-                )  # the path of the backbone may differ from the one in training
+                # the path of the backbone may differ from the one in training
+                warnings.simplefilter("ignore")
                 warnings.filterwarnings("error", message="Found missing adapter keys")
                 peft = PeftModel.from_pretrained(
                     backbone.model,
@@ -134,10 +133,8 @@ class Adapter:
                 yield
         finally:
             model.train(training)
-            for (
-                parameter,
-                flag,
-            ) in trainable.items():  # PEFT makes all adapters trainable on exit, frozen ones too
+            # PEFT makes all adapters trainable on exit, frozen ones too
+            for parameter, flag in trainable.items():
                 parameter.requires_grad_(flag)
 
     def merge(self) -> None:

@@ -51,9 +51,8 @@ def gathering_modules(model: nn.Module) -> Iterator[None]:
     running: dict[nn.Module, ExitStack] = {}
 
     def enter(module: nn.Module, args: Any) -> None:
-        if (
-            module not in running
-        ):  # otherwise an earlier pass raised in it, and it is gathered still
+        # otherwise an earlier pass raised in it, and it is gathered still
+        if module not in running:
             running[module] = ExitStack()
             running[module].enter_context(gathered(module.parameters(recurse=False)))
 

@@ -109,9 +109,8 @@ def exact_buffers(module: nn.Module) -> Iterator[None]:
     transformers keeps rotary frequencies in float32 buffers. In bfloat16 the angles of late
     positions are off by radians.
     """
-    exact = dict(
-        module.named_buffers(remove_duplicate=False)
-    )  # a tensor may be registered under two names
+    # a tensor may be registered under two names
+    exact = dict(module.named_buffers(remove_duplicate=False))
     yield
     for name, moved in list(module.named_buffers(remove_duplicate=False)):
         owner, _, leaf = name.rpartition(".")

@@ -316,9 +316,8 @@ def _node_columns(nodes: Sequence[Path]) -> Mapping[Path, float]:
         children[path[:-1]].append(path)
     columns: dict[Path, float] = {}
     leaves = 0
-    for path in sorted(
-        children, reverse=True
-    ):  # children before their parents, the last child first
+    # children before their parents, the last child first
+    for path in sorted(children, reverse=True):
         if children[path]:
             columns[path] = (columns[children[path][0]] + columns[children[path][-1]]) / 2
         else:

@@ -76,9 +76,8 @@ class DropRules:
         """Return why `answer` is dropped, or None if it is kept."""
         if answer.finish_reason in ("refused", "failed"):
             return answer.finish_reason
-        if self.drop_looping and is_looping(
-            answer.text
-        ):  # before "length": a loop often ends there
+        # before "length": a loop often ends there
+        if self.drop_looping and is_looping(answer.text):
             return "looping"
         if answer.finish_reason != "stop" and self.drop_truncated:
             return answer.finish_reason

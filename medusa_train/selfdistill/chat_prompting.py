@@ -85,9 +85,8 @@ class ChatPrompting:
                 "", (*request.messages, Message("assistant", text, is_cut=finish != "eos")), ""
             )
             trained = self._encoder.encode(chat)[-1].ids[len(self.prompt(request)) :]
-            ids = (
-                None if kept in (trained, trained[:-1]) else tuple(kept)
-            )  # with an end token, if it is not cut
+            # with an end token, if it is not cut
+            ids = None if kept in (trained, trained[:-1]) else tuple(kept)
             return Answer(text, _REASONS[finish], prompt_tokens, len(tokens), ids)
         text, ended = self._split_user_message(
             request, self.tokenizer.decode(kept, clean_up_tokenization_spaces=False)

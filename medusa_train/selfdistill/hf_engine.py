@@ -21,9 +21,8 @@ from medusa_train.selfdistill.chat_prompting import ChatPrompting
 from medusa_train.trees.tree import Tree
 
 LOOP_INTERVAL = 32  # steps between two checks whether an answer loops
-POOL_BATCHES = (
-    4  # batches of requests to keep waiting, so that prompts of similar length can be batched
-)
+# batches of requests to keep waiting, so that prompts of similar length can be batched
+POOL_BATCHES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +79,8 @@ class HFEngine:
         if batch_size > 1 and self._decoder.can_batch:
             self._batch = self._decoder.begin(max_new_tokens, rule=self.sampling)
         self._stop_looping = stop_looping
-        self.steps = self.step_tokens = (
-            0  # decoding steps of all answers, and the tokens that they made
-        )
+        # decoding steps of all answers, and the tokens that they made
+        self.steps = self.step_tokens = 0
         self._waiting: list[_Pending] = []
         self._underway: dict[int, _Pending] = {}
         self._finished: deque[tuple[int, Answer]] = deque()

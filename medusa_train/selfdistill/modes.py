@@ -26,12 +26,10 @@ class GeneratedChat:
     """A conversation with generated answers; of mode questions a single question."""
 
     prompt: Prompt  # what it was generated from
-    messages: list[Message] = field(
-        default_factory=list
-    )  # system message, then each question with its answer
-    finish_reasons: list[AnswerFinishReason] = field(
-        default_factory=list
-    )  # these three: per answer
+    # system message, then each question with its answer
+    messages: list[Message] = field(default_factory=list)
+    # these three: per answer
+    finish_reasons: list[AnswerFinishReason] = field(default_factory=list)
     prompt_tokens: list[int] = field(default_factory=list)
     completion_tokens: list[int] = field(default_factory=list)
     looping: int = 0  # looping answers, a dropped one included

@@ -69,9 +69,8 @@ class OpenAIEngine:
         self.reasoning_tags = reasoning_tags
         self._finished: queue.SimpleQueue[tuple[int, _Outcome]] = queue.SimpleQueue()
         self._open = 0  # requests submitted and not returned yet
-        self._held: deque[tuple[int, Answer]] = (
-            deque()
-        )  # ids of refused requests that are not returned yet
+        # ids of refused requests that are not returned yet
+        self._held: deque[tuple[int, Answer]] = deque()
         self._refusals: list[str] = []  # reasons since the last answer
         self._takes_some = False  # whether there was any answer
 

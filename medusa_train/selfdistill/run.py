@@ -314,9 +314,8 @@ class RunStats:
 
     def looping_warning(self, dropped: bool) -> str | None:
         """Return a line for the user if many answers loop, and say whether they were `dropped`."""
-        share = self.looping / max(
-            1, max(self.turns, self.written) + self.cut + self.empty
-        )  # mode questions: no turns
+        # mode questions: no turns
+        share = self.looping / max(1, max(self.turns, self.written) + self.cut + self.empty)
         if share <= NOTABLE_LOOPING:
             return None
         effect = (

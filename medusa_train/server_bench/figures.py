@@ -34,9 +34,8 @@ class Cell:
     session: str  # which servers ran at the same time
     concurrency: int
     answers: Mapping[TurnKey, ServedAnswer]
-    seconds: Mapping[
-        TurnKey, float
-    ]  # each answer's share of the time in which the server was busy, see `busy_shares`
+    # each answer's share of the time in which the server was busy, see `busy_shares`
+    seconds: Mapping[TurnKey, float]
     blocks: Mapping[TurnKey, int]  # number of the block in which each was asked
     drafts: DraftCounts | None  # difference of the server's counters; None if it has none
     skipped: int  # number of turns whose prompts do not fit into the context

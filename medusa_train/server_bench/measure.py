@@ -109,9 +109,8 @@ class ServedAnswer:
     text: str
     tokens: int  # by the server's `usage`
     started: float  # seconds from the beginning of the block to the request
-    first_token: (
-        float | None
-    )  # seconds from the request to the first text; None for an empty answer
+    # seconds from the request to the first text; None for an empty answer
+    first_token: float | None
     seconds: float  # from the request to the end
 
 
@@ -297,9 +296,8 @@ class ServerBench:
         to `answers`.
         """
         question, repeat = conversation
-        salt = secrets.token_hex(
-            8
-        )  # later turns may find their history in the prefix cache, other conversations not
+        # later turns may find their history in the prefix cache, other conversations not
+        salt = secrets.token_hex(8)
         messages = tuple(question.opening[:-1])
         for turn, asked in enumerate(question.turns, start=1):
             messages += (Message("user", asked),)
@@ -308,9 +306,8 @@ class ServerBench:
             )
             answer, content = self._ask(messages, seed, self._options.sampling, salt)
             started, first = content["timing"]["started"], content["timing"]["first_token"]
-            cut_off = content["choices"][0]["message"][
-                "reasoning_content"
-            ]  # reasoning that has no answer
+            # reasoning that has no answer
+            cut_off = content["choices"][0]["message"]["reasoning_content"]
             answers.append(
                 ServedAnswer(
                     question.question_id,

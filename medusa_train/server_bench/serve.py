@@ -36,9 +36,8 @@ from medusa_train.training.process_info import free_port
 
 PYTHON_VARIABLE = "VLLM_PYTHON"
 SERVED_NAME = "served"
-EAGLE3_TOKENS = (
-    5  # longest chain that is measured by default; EAGLE-3 drafts as many tokens as it is asked for
-)
+# longest chain that is measured by default; EAGLE-3 drafts as many tokens as it is asked for
+EAGLE3_TOKENS = 5
 NGRAM_TOKENS = (2, 4, 8)  # the same of prompt lookup
 TAIL_LINES = 20
 STOP_SECONDS = 20.0
@@ -212,9 +211,8 @@ class VLLMServer:
             self._stopped = True
 
     def _signal(self, number: int) -> None:
-        with contextlib.suppress(
-            ProcessLookupError, PermissionError
-        ):  # no process of the group is left
+        # no process of the group is left
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, number)
 
     def _tail(self) -> str:

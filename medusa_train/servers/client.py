@@ -143,9 +143,8 @@ class OpenAIClient:
         self._note = note
         self._changed = threading.Condition()  # guards the slots and the counts
         self._closed = threading.Event()
-        self._gives_up_at = (
-            math.inf
-        )  # `retry_seconds` after the first fault since the last answer of any server
+        # `retry_seconds` after the first fault since the last answer of any server
+        self._gives_up_at = math.inf
 
     def complete(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Send one request, again after faults, and return the response's JSON.

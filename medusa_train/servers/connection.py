@@ -292,9 +292,8 @@ class ServerConnection:
         try:
             self._read_models(body.get("model"))
             if "max_tokens" in body and self.context is not None:
-                body["max_tokens"] = min(
-                    body["max_tokens"], self.context - 1
-                )  # a prompt has at least one token
+                # a prompt has at least one token
+                body["max_tokens"] = min(body["max_tokens"], self.context - 1)
             while True:
                 try:
                     return self._post(body)
@@ -352,9 +351,8 @@ class ServerConnection:
         def check() -> None:
             if self._closed:
                 raise RuntimeError("the client was closed")
-            if (
-                time.perf_counter() - started > self._timeout
-            ):  # httpx's own limit is one between two chunks
+            # httpx's own limit is one between two chunks
+            if time.perf_counter() - started > self._timeout:
                 raise httpx.ReadTimeout(f"no complete answer within {self._timeout:g} s")
 
         with self._client.stream("POST", f"{self.url}/chat/completions", json=body) as response:

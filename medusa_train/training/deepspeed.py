@@ -86,9 +86,8 @@ class DeepSpeedStrategy(Strategy):
         self._stage = int(stage_of(config))
         self._pending = False  # all gradients of a step are accumulated and not yet applied
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
-        if (
-            self._stage == 0
-        ):  # DeepSpeed does not report the norm at this stage, so gradients are clipped here
+        # DeepSpeed does not report the norm at this stage, so gradients are clipped here
+        if self._stage == 0:
             config = {**config, "gradient_clipping": 0.0}
         self._root: Any = _Root(draft, backbone)
         with _quiet():
@@ -202,9 +201,8 @@ class DeepSpeedStrategy(Strategy):
                 if self._engine.was_step_applied()
                 else math.inf
             )
-        norm = (
-            self._clip()
-        )  # gradients and optimizer states are whole in every process, as without DeepSpeed
+        # gradients and optimizer states are whole in every process, as without DeepSpeed
+        norm = self._clip()
         if math.isfinite(norm):
             self._engine.step()
         else:
@@ -336,9 +334,8 @@ def partitioned_loading(config: Mapping[str, Any] | None) -> Iterator[None]:
     try:
         yield
     finally:
-        del (
-            partitioning
-        )  # transformers has a weak reference to it, and partitions as long as it lives
+        # transformers has a weak reference to it, and partitions as long as it lives
+        del partitioning
 
 
 def _forget_module(root: nn.Module) -> None:
@@ -351,9 +348,8 @@ def _forget_module(root: nn.Module) -> None:
     if root in stack:
         stack.remove(root)
     for method in vars(partitioned_param_coordinator.PartitionedParameterCoordinator).values():
-        for cell in (
-            getattr(method, "__closure__", None) or ()
-        ):  # of a decorator around `functools.lru_cache`
+        # of a decorator around `functools.lru_cache`
+        for cell in getattr(method, "__closure__", None) or ():
             if hasattr(cell.cell_contents, "cache_clear"):
                 cell.cell_contents.cache_clear()
 

@@ -170,9 +170,8 @@ def init_distributed(info: ProcessInfo) -> World:
         MASTER_PORT=str(info.port),
     )
     cuda = torch.cuda.is_available()
-    os.environ.setdefault(
-        "DS_ACCELERATOR", "cuda" if cuda else "cpu"
-    )  # without it DeepSpeed warns that it guesses
+    # without it DeepSpeed warns that it guesses
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if cuda else "cpu")
     if cuda:
         device = gpu_index(info, torch.cuda.device_count())
         torch.cuda.set_device(device)
@@ -190,9 +189,8 @@ def init_distributed(info: ProcessInfo) -> World:
     world = World(info, group)
     if cuda:
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-        check_distinct_gpus(
-            world, str(getattr(properties, "uuid", info.rank))
-        )  # not every build of torch has it
+        # not every build of torch has it
+        check_distinct_gpus(world, str(getattr(properties, "uuid", info.rank)))
     return world
 
 

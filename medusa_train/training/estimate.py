@@ -27,9 +27,8 @@ UTILIZATION: dict[str | None, float] = {"medusa1": 0.38, "medusa2": 0.27}
 
 # Bytes per parameter
 _TRAINED = 4  # weight of a trained parameter, and its gradient: float32 in every recipe
-_NF4 = (
-    0.5 + 1 / 64 + 4 / (64 * 256)
-)  # 4 bits, an 8-bit scale per 64 weights, a float32 scale per 256 scales
+# 4 bits, an 8-bit scale per 64 weights, a float32 scale per 256 scales
+_NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)
 ADAM = 2 * 4  # two float32 moments
 ADAM_8BIT = 2 * (1 + 4 / 256)  # two moments in one byte each, a float32 scale per 256
 
@@ -180,9 +179,8 @@ class Estimate:
         if self._cfg.draft == "eagle3":  # its layer and lm_head run once a step, and `fc` once
             outputs = section.layer_passes
             weights = outputs * weights - (outputs - 1) * 3 * hidden**2
-        if blocks := self._settings.get(
-            "auto_blocks"
-        ):  # of Amphista, over the vectors of all heads
+        # of Amphista, over the vectors of all heads
+        if blocks := self._settings.get("auto_blocks"):
             weights += (
                 (outputs - 1)
                 * blocks
@@ -274,17 +272,15 @@ class Estimate:
         cfg, text, tokens = self._cfg, self._text, rows * width
         states = tokens * text.hidden_size * item
         layer = tokens * self._layer_bytes(item, device)
-        alive = (
-            1 if DRAFTS[cfg.draft].independent_heads else self._section.num_heads
-        )  # heads at a time
+        # heads at a time
+        alive = 1 if DRAFTS[cfg.draft].independent_heads else self._section.num_heads
         heads = alive * (3 * self._section.blocks_per_head + 1) * states
         heads += (
             self._section.layer_passes * tokens * self._layer_bytes(item, device, of_draft=True)
         )
         if rank := self._settings.get("markov_rank"):
-            heads += (
-                states + tokens * rank * item
-            )  # a head's states with the embeddings of its Markov bias
+            # a head's states with the embeddings of its Markov bias
+            heads += states + tokens * rank * item
         capped = getattr(text, "attn_logit_softcapping", None) is not None
         mask = (
             rows * width * width * item
@@ -299,9 +295,8 @@ class Estimate:
         backbone_loss = self._loss_buffers(
             self._lm_head.shape[0], tokens, item, device, taught=self._has_teacher
         )
-        if (
-            cfg.gradient_accumulation_steps == 1
-        ):  # else the gradients of the micro-batch before are there all the time
+        # else the gradients of the micro-batch before are there all the time
+        if cfg.gradient_accumulation_steps == 1:
             later = max(later, backbone_loss - self._heads * _TRAINED)
             lm_head = self._lm_head.numel() if self._unfrozen else 0
             later -= (self._unfrozen - lm_head + self._adapter) * _TRAINED
@@ -365,9 +360,8 @@ class Estimate:
         inner = getattr(text, "intermediate_size", None) or 4 * hidden
         attention = 2 * (text.num_attention_heads + key_value_heads(text)) * head_dim(text)
         adapted = 0
-        if (
-            cfg.adapter and not of_draft
-        ):  # input sizes of a layer's adapted linear layers; lm_head is not one of them
+        # input sizes of a layer's adapted linear layers; lm_head is not one of them
+        if cfg.adapter and not of_draft:
             modules = (
                 (path.rpartition(".")[2], module) for path, module in self._model.named_modules()
             )
@@ -377,9 +371,8 @@ class Estimate:
                 // text.num_hidden_layers
             )
         norms, inputs = 4 * hidden, 2 * hidden + inner
-        if (
-            of_draft
-        ):  # also embeddings and their norm, and their values side by side with the states
+        # also embeddings and their norm, and their values side by side with the states
+        if of_draft:
             norms, inputs = 12 * hidden, 8 * hidden + inner
         elif item < _TRAINED and cfg.adapter:
             inputs = adapted

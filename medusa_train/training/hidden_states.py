@@ -77,13 +77,11 @@ class HiddenStateCache:
             return Features(first, torch.cat(early, dim=-1) if early else None)
         feats = compute()
         self.computed += len(documents)
-        computed = _states_of(
-            feats
-        )  # views, so that stored values replace computed ones in `feats`
+        # views, so that stored values replace computed ones in `feats`
+        computed = _states_of(feats)
         for document in documents:
-            if (
-                document not in missing
-            ):  # keep the values of the batch that had it first: a resumed run reads them
+            # keep the values of the batch that had it first: a resumed run reads them
+            if document not in missing:
                 for state, stored in zip(computed, states, strict=True):
                     state[document.row, document.part] = stored[document.row, document.part].to(
                         self.device

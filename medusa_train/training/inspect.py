@@ -115,9 +115,8 @@ def inspect_run(cfg: TrainConfig, console: Console, results: Console) -> int:
 
 def _samples(train: EncodedDataset, tokenizer: Any) -> Iterator[RenderableType]:
     shown = train.examples[:SAMPLES]
-    if not any(
-        example.row for example in shown
-    ):  # a later row shows what the template makes of earlier turns
+    # a later row shows what the template makes of earlier turns
+    if not any(example.row for example in shown):
         shown = [*shown, *islice((example for example in train.examples if example.row), 1)]
     for example in shown:
         supervised = int(example.supervised.sum())

@@ -204,9 +204,8 @@ def _template_notes(cfg: TrainConfig, encoder: ChatEncoder) -> Iterator[str]:
         with suppress(OSError, ValueError, TypeError, AttributeError, MedusaError):
             made = json.loads(settings.read_text(encoding="utf-8"))
             kwargs, name = made.get("chat_template_kwargs") or {}, made.get("chat_template")
-            own = (
-                "model" in made and "weights" not in made
-            )  # of a backbone, not a run: the tokenizer's template
+            # of a backbone, not a run: the tokenizer's template
+            own = "model" in made and "weights" not in made
             name = name or (None if own else ours.template_name)
             theirs = ChatEncoder(encoder.tokenizer, name, kwargs).template
             if theirs.render(chat, prompt=True) != ours.template.render(chat, prompt=True):

@@ -155,9 +155,8 @@ class Strategy(ABC):
             "_last_lr": rates,
         }
         scheduler.load_state_dict({**state["scheduler"], **current})
-        if (
-            self.loss_scale is not None and "loss_scale" in state
-        ):  # absent if it was trained in another precision
+        # absent if it was trained in another precision
+        if self.loss_scale is not None and "loss_scale" in state:
             self.loss_scale.value = float(state["loss_scale"]["value"])
             self.loss_scale.good = int(state["loss_scale"]["good"])
 
@@ -268,9 +267,8 @@ def _load_paged(optimizer: Any, saved: dict[str, Any]) -> None:
     moments: dict[Any, dict[str, Tensor]] = {}
     for number, entry in saved["state"].items():
         flat = {name: value for name, value in entry.items() if not isinstance(value, dict)}
-        for nested in (
-            value for value in entry.values() if isinstance(value, dict)
-        ):  # bitsandbytes hides them in one
+        # bitsandbytes hides them in one
+        for nested in (value for value in entry.values() if isinstance(value, dict)):
             flat.update(nested)
         moments[number] = {name: flat.pop(name) for name in _MOMENTS if name in flat}
         rest[number] = flat

@@ -86,14 +86,12 @@ def _train_and_finish(
             highlight=False,
             soft_wrap=True,
         )
-        return max(
-            world.gather(stop.exit_code)
-        )  # the signal may have reached only one of the processes
+        # the signal may have reached only one of the processes
+        return max(world.gather(stop.exit_code))
 
     step = _restore_best(trainer, console) if outcome is Outcome.EARLY else state.step
-    if (
-        trainer.last_validation is None and trainer.validation_batches is not None
-    ):  # nothing was left to train
+    # nothing was left to train
+    if trainer.last_validation is None and trainer.validation_batches is not None:
         trainer.last_validation = trainer.evaluate(trainer.validation_batches())
     trainer.strategy.release([*trainer.draft.parameters(), *trainer.recipe.saved])
     try:
@@ -121,9 +119,8 @@ def _finish(
     out, draft, validation = trainer.output_dir, trainer.draft, trainer.last_validation
     before = digest_files(find_heads(out / HEADS).files)
     trainer.recipe.save_trained(out)
-    save_draft(
-        draft.to(trainer.recipe.precision.dtype), out / HEADS, cfg.base_model
-    )  # checkpoints keep float32
+    # checkpoints keep float32
+    save_draft(draft.to(trainer.recipe.precision.dtype), out / HEADS, cfg.base_model)
     choice = None
     if is_fitted and digest_files(find_heads(out / HEADS).files) == before:
         os.utime(out / TREE)  # or it would be older than the heads, which were just saved again
@@ -146,9 +143,8 @@ def _finish(
         if trainer.whole_run is None
         else "stage two"
     )
-    results.print(
-        Text(f"next: {following}", style="bold"), soft_wrap=True
-    )  # a line that can be copied
+    # a line that can be copied
+    results.print(Text(f"next: {following}", style="bold"), soft_wrap=True)
 
 
 def _has_tree_of_its_heads(run: Path) -> bool:
@@ -165,12 +161,10 @@ def resume_command(trainer: Trainer) -> str:
     in.
     """
     processes = trainer.world.size
-    on_one = (
-        os.environ.get("SLURM_NNODES", "1") == "1"
-    )  # else started again as it was, by srun or torchrun
-    known = os.environ.get(
-        "LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE")
-    )  # torchrun's name, and DeepSpeed's
+    # else started again as it was, by srun or torchrun
+    on_one = os.environ.get("SLURM_NNODES", "1") == "1"
+    # torchrun's name, and DeepSpeed's
+    known = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE"))
     local = int(known or (processes if on_one else 0))
     num_gpus = ["--num-gpus", str(processes)] if processes > 1 and local == processes else []
     config = (trainer.whole_run or trainer.output_dir) / CONFIG

@@ -96,18 +96,16 @@ def build_trainer(
             restore_weights(checkpoint, draft, recipe)
     strategy = build_strategy(cfg, draft, recipe, plan, world, console)
     if not world.is_main:
-        torch.manual_seed(
-            hash((cfg.seed, world.rank))
-        )  # other dropout masks per process, now that weights are equal
+        # other dropout masks per process, now that weights are equal
+        torch.manual_seed(hash((cfg.seed, world.rank)))
     state = TrainState()
     if checkpoint is not None:
         with world.failing_together():
             state = _resume(checkpoint, strategy, loader, plan, world, console)
     other = state.validation not in (None, fingerprint := data.validation.fingerprint())
     if cfg.early_stopping_patience is not None and state.best_loss is not None:
-        other |= (
-            world.run_on_main(lambda: store.best(state.best_step)) is None
-        )  # left in another directory
+        # left in another directory
+        other |= world.run_on_main(lambda: store.best(state.best_step)) is None
     if other:
         state.best_loss, state.evals_since_best = None, 0
     state.validation = fingerprint
@@ -242,9 +240,8 @@ def make_plan(cfg: TrainConfig, micro_batches_per_epoch: int, processes: int = 1
     def every(steps: float | None, times_per_epoch: int | None) -> float:
         if not steps:
             return per_epoch / (times_per_epoch or 1)
-        return (
-            max(1, round(steps * total)) if steps < 1 else steps
-        )  # below 1: a fraction of the run
+        # below 1: a fraction of the run
+        return max(1, round(steps * total)) if steps < 1 else steps
 
     return Plan(
         total,

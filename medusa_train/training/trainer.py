@@ -160,9 +160,8 @@ class Trainer:
         while state.step < plan.total_steps and not self._out_of_patience():
             self.train_step(batches)
             best = plan.evaluates(state.step) and self._evaluate_and_log(stop)
-            stopping = self.world.any(
-                bool(stop)
-            )  # the signal may have reached only one of the processes
+            # the signal may have reached only one of the processes
+            stopping = self.world.any(bool(stop))
             if stopping or self._out_of_patience() or plan.saves(state.step):
                 self._save_checkpoint()
             elif best:
@@ -202,9 +201,8 @@ class Trainer:
         # clip -> step
         state.window.lr = strategy.lr
         grad_norm = strategy.step() if math.isfinite(totals.loss) else math.nan
-        if (
-            math.isfinite(totals.loss) and strategy.found_inf
-        ):  # float16 overflow: the loss scale was halved
+        # float16 overflow: the loss scale was halved
+        if math.isfinite(totals.loss) and strategy.found_inf:
             strategy.skip()
             state.window.overscaled += 1
             grad_norm = 0.0

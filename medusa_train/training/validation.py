@@ -150,9 +150,8 @@ def validate(
         objective.head_weight(k) * mean
         for k, mean in enumerate(head_loss[: draft.trained_heads], start=1)
     )
-    turns = zip_longest(
-        *world.gather(conversations), fillvalue=[]
-    )  # processes take turns with the batches
+    # processes take turns with the batches
+    turns = zip_longest(*world.gather(conversations), fillvalue=[])
     return ValidationResult(
         loss=heads,
         objective=validation_objective(objective, heads, lm_loss, lm_kl),

@@ -190,9 +190,8 @@ def paths_by_product(probabilities: Sequence[Sequence[float]]) -> Iterator[tuple
         sorted(zip(row, range(len(row)), strict=True), key=lambda one: -one[0])
         for row in probabilities
     ]
-    queue: list[
-        tuple[float, Ranks, int, float]
-    ] = []  # minus the product, path, position in level, parent's product
+    # minus the product, path, position in level, parent's product
+    queue: list[tuple[float, Ranks, int, float]] = []
 
     def push(parent: Ranks, product: float, position: int) -> None:
         level = levels[len(parent)]

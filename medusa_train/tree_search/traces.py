@@ -70,9 +70,8 @@ def prompts_by_conversation(data: EncodedDataset, token_budget: int, seed: int) 
     conversations: dict[str, Prompts] = {}
     remaining = 4 * token_budget
     for example in random.Random(seed).sample(list(data), len(data)):
-        conversations.setdefault(example.key, []).extend(
-            example.prompts()
-        )  # a long conversation has several rows
+        # a long conversation has several rows
+        conversations.setdefault(example.key, []).extend(example.prompts())
         remaining -= int(example.supervised.sum())
         if remaining <= 0:
             break

@@ -232,12 +232,10 @@ class BatchCache(TreeCache):
         self.lengths: list[int] = []
         self._rows = rows
         self._in_place = False  # each row's pending position follows its committed ones
-        self._memory: Tensor | None = (
-            None  # all allocated rows; `_storage` is a view of the first ones
-        )
-        self._ends: tuple[list[int], Tensor] | None = (
-            None  # lengths, and the same on the device, long [B]
-        )
+        # all allocated rows; `_storage` is a view of the first ones
+        self._memory: Tensor | None = None
+        # lengths, and the same on the device, long [B]
+        self._ends: tuple[list[int], Tensor] | None = None
 
     def allocate(self, keys: Tensor, values: Tensor) -> None:
         """Allocate the storage, see `TreeCache.allocate`."""
@@ -418,9 +416,8 @@ class _Layer(CacheLayerMixin):
 
     def __init__(self, cache: TreeCache, index: int) -> None:
         super().__init__()
-        self._reference = weakref.ref(
-            cache
-        )  # in a circle, the memory would stay until Python looks for circles
+        # in a circle, the memory would stay until Python looks for circles
+        self._reference = weakref.ref(cache)
         self._index = index
 
     @property

@@ -172,9 +172,8 @@ class Tree(Nodes):
         """Return the tree with its tensors on `device`, for loops that read them at every step."""
         moved = Tree(self.paths)
         for name in ("parents", "depths", "ranks", "candidate_index", "ancestors"):
-            moved.__dict__[name] = getattr(self, name).to(
-                device
-            )  # where `cached_property` stores its value
+            # where `cached_property` stores its value
+            moved.__dict__[name] = getattr(self, name).to(device)
         return moved
 
     def record(self, **meta: Any) -> dict[str, Any]:

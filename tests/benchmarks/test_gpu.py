@@ -145,7 +145,6 @@ def test_goals_and_pages_come_from_what_was_measured(tmp_path: Path) -> None:
         {"decode": {"status": "done", **found}, "train": {"figures": {"cases": cases}}}
     )
     assert (goals[-1]["measured"], goals[-1]["met"]) == (0.5, True)
-    assert any(
-        (one["measured"], one["met"]) == (1.1, False) for one in goals
-    )  # a tree's step over a plain one
+    # a tree's step over a plain one
+    assert any((one["measured"], one["met"]) == (1.1, False) for one in goals)
     assert gpu.goals({}) == []

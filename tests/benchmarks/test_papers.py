@@ -122,9 +122,8 @@ def test_keys_of_the_command_line_replace_swept_ones() -> None:
     assert [point.keys.get("delta") for point in points[:4]] == [None, None, 0.1, 0.1414]
     assert {point.keys["bench"] for point in points} == {"tiny"}
     assert {point.keys.get("epsilon") for point in points[2:]} == {0.05}
-    assert (
-        len(list(plan("drafts", "--eval", "bench=tiny").points("medusa1"))) == 4
-    )  # three trees and one sampled
+    # three trees and one sampled
+    assert len(list(plan("drafts", "--eval", "bench=tiny").points("medusa1"))) == 4
 
 
 def test_columns_of_other_values_stay_empty_and_edits_make_other_runs(tmp_path: Path) -> None:

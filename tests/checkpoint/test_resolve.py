@@ -97,9 +97,8 @@ def test_heads_are_measured_over_the_backbone_that_they_were_trained_over(
     assert (theirs.adapter, theirs.quantization) == (None, None)
     (run / "model").mkdir()
     (run / "model" / "config.json").write_text("{}")
-    assert (
-        resolve_model(str(run), None, None).quantization is None
-    )  # a backbone that the run itself trained
+    # a backbone that the run itself trained
+    assert resolve_model(str(run), None, None).quantization is None
 
 
 def test_heads_alone_name_their_backbone_in_config_json(tmp_path: Path) -> None:

@@ -35,9 +35,8 @@ def test_a_directory_without_permission_is_named_before_anything_loads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Path] = []
-    monkeypatch.setattr(
-        os, "access", lambda path, mode: asked.append(path)
-    )  # root may write anywhere
+    # root may write anywhere
+    monkeypatch.setattr(os, "access", lambda path, mode: asked.append(path))
     with pytest.raises(ConfigError, match=f"output_dir: {tmp_path} cannot be written to"):
         check_output_dir(config(tmp_path / "runs" / "mine"))
     assert asked == [tmp_path]  # the nearest one that is there

@@ -19,9 +19,8 @@ MODULES = {
 
 @pytest.mark.parametrize("start", [*STARTS.values(), *MODULES.values()], ids=[*STARTS, *MODULES])
 def test_ctrl_c_during_the_imports_exits_130_with_one_line(start, tmp_path):
-    (tmp_path / "typer.py").write_text(
-        "raise KeyboardInterrupt\n"
-    )  # as Ctrl-C does within an import
+    # as Ctrl-C does within an import
+    (tmp_path / "typer.py").write_text("raise KeyboardInterrupt\n")
     environ = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]),

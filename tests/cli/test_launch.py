@@ -36,9 +36,8 @@ def test_the_command_line_of_the_launcher(tmp_path):
     assert command[1:3] == ["-m", "deepspeed.launcher.runner"]
     assert "--num_gpus=4" in command
     assert command[-4:] == ["--module", "medusa_train.cli.train", "a.yaml", "seed=1"]
-    assert launcher_command([], 2, None) != launcher_command(
-        [], 2, None
-    )  # each run has a port of its own
+    # each run has a port of its own
+    assert launcher_command([], 2, None) != launcher_command([], 2, None)
     hosts = tmp_path / "hosts"
     with pytest.raises(ConfigError, match="no such file"):
         launcher_command([], None, hosts)

@@ -377,9 +377,8 @@ def test_a_run_that_is_killed_again_and_again_loses_nothing_and_repeats_nothing(
             process.wait(timeout=60)
             kills += 1
             if kills == 2 and out.exists():
-                out.write_bytes(
-                    out.read_bytes() + b'{"id": "torn'
-                )  # as a kill within a write leaves it
+                # as a kill within a write leaves it
+                out.write_bytes(out.read_bytes() + b'{"id": "torn')
         subprocess.run(
             command,
             cwd=tmp_path,

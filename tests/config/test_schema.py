@@ -58,9 +58,8 @@ def test_other_drafts_learn_at_the_learning_rate(kind: str) -> None:
         train(f"draft={kind}", "learning_rate=3e-5", "medusa_lr_multiplier=2").heads_learning_rate
         == 6e-5
     )
-    assert (
-        train(f"draft={kind}", "sequence_len=5").sequence_len == 5
-    )  # medusa_num_heads has no say in it
+    # medusa_num_heads has no say in it
+    assert train(f"draft={kind}", "sequence_len=5").sequence_len == 5
 
 
 @pytest.mark.parametrize(

@@ -123,9 +123,8 @@ def test_transfers_of_steps(family: str, kind: str, rule: str, steps: list[Trans
     for loop, (answers, static) in LOOPS.items():
         backbone.step_runner = CheckedRunner() if static else None
         steps.clear()
-        with (
-            nullcontext() if draft is None else draft.no_early_exit()
-        ):  # of Kangaroo, for which the host waits
+        # of Kangaroo, for which the host waits
+        with nullcontext() if draft is None else draft.no_early_exit():
             texts.append([one.tokens for one in answers(backbone, draft, RULES[rule])[:2]])
         assert steps
         uploads, downloads = STATIC[rule]

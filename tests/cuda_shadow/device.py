@@ -56,9 +56,8 @@ def load_guard() -> None:
 
 
 load_guard()
-os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = (
-    "1"  # weights are read to the device, and threads are out of its sight
-)
+# weights are read to the device, and threads are out of its sight
+os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
 
 import bitsandbytes  # noqa: E402, F401  # looks for CUDA libraries where torch has a GPU: before torch has one
 import torch  # noqa: E402
@@ -287,9 +286,8 @@ def _factory(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def install() -> None:
     """Let torch report one GPU of compute capability 9.0 with 80 GB."""
     torch._C._set_only_lift_cpu_tensors(True)
-    torch.__future__.set_overwrite_module_params_on_conversion(
-        True
-    )  # a wrapper can't take another one's place
+    # a wrapper can't take another one's place
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
     torch.tensor, torch.as_tensor = _factory(torch.tensor), _factory(torch.as_tensor)
     torch.inference_mode = torch.no_grad
     answers: dict[str, Any] = {

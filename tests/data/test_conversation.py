@@ -8,9 +8,8 @@ def chat(*turns: tuple[str, str]) -> tuple[Message, ...]:
 
 
 def test_each_fault_is_named_with_its_turn() -> None:
-    assert (
-        problem_with(chat(("system", "s"), ("user", "q"), ("user", "r"))) is None
-    )  # prompts without answers
+    # prompts without answers
+    assert problem_with(chat(("system", "s"), ("user", "q"), ("user", "r"))) is None
     assert (
         problem_with(chat(("system", "s"), ("user", "q"), ("assistant", "a"), ("user", "q")))
         is None

@@ -176,10 +176,8 @@ def test_share_of_distinct_sequences_of_supervised_tokens(
         tmp_path / "d.jsonl", record("prompts do not count", "abcdefghi"), record("q", "abcdefghk")
     )
     train, _ = load_datasets(config(path, val_set_size=0), encoder)
-    assert [example.supervised.sum() for example in train] == [
-        10,
-        10,
-    ]  # 3 sequences of 8 each, the first two in both
+    # 3 sequences of 8 each, the first two in both
+    assert [example.supervised.sum() for example in train] == [10, 10]
     assert train.distinct_share() == pytest.approx(5 / 6)
     assert train.distinct_share(99) == 1.0
 

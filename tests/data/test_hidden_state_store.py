@@ -104,9 +104,8 @@ def test_damaged_entries_are_counted_and_replaced(tmp_path, damage):
     assert (store.read("a", 4) is None) == (damage == "gone")
     assert store.damaged == {"length": 3, "gone": 2}.get(damage, 1)
     store.append("b", values(2, 9))
-    assert torch.equal(
-        StateStore(tmp_path, FORMAT).read("b", 2), values(2, 9)
-    )  # the newest shard counts
+    # the newest shard counts
+    assert torch.equal(StateStore(tmp_path, FORMAT).read("b", 2), values(2, 9))
 
 
 def test_documents_are_known_by_their_tokens():

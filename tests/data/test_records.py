@@ -39,9 +39,8 @@ def test_three_formats_give_the_same_chat() -> None:
         == turns({"system": "s", "messages": GOOD["conversations"]})
         == expected
     )
-    assert turns({"conversations": None, "messages": GOOD["conversations"]}) == turns(
-        GOOD
-    )  # a table's null column
+    # a table's null column
+    assert turns({"conversations": None, "messages": GOOD["conversations"]}) == turns(GOOD)
     named = [("developer", "s"), ("user", "q"), ("assistant", "a")]
     assert turns({"messages": [{"role": r, "content": c} for r, c in named]}) == expected
     assert turns(

@@ -217,9 +217,8 @@ def test_templates_that_cannot_be_followed_say_so(make_tokenizer: Make, chat: Ch
     loud = ChatEncoder(
         make_tokenizer("{% for m in messages %}{{ m['content'] | upper }}{% endfor %}")
     )
-    assert (
-        masked(loud, chat("Ask", "b")) == "ASK[[b]]"
-    )  # generated after this prompt, whatever history makes of it
+    # generated after this prompt, whatever history makes of it
+    assert masked(loud, chat("Ask", "b")) == "ASK[[b]]"
     with pytest.raises(
         DataError, match=r"chats\.jsonl:1: the chat template modifies message contents"
     ):

@@ -13,9 +13,8 @@ Chat = Callable[..., Conversation]
 
 @pytest.fixture(scope="module")
 def encoder(tokenizer: Any) -> ChatEncoder:
-    return ChatEncoder(
-        tokenizer, "chatml"
-    )  # a line break follows each answer: trimming has something to do
+    # a line break follows each answer: trimming has something to do
+    return ChatEncoder(tokenizer, "chatml")
 
 
 def encode_example(

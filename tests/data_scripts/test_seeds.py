@@ -79,9 +79,8 @@ def test_further_prompts_share_nothing_with_the_shipped_ones_and_the_bench(
     assert {record["id"] for record in answered + dropped} == set(prompts)
     for record in answered:
         asked = [message["content"] for message in record["messages"] if message["role"] == "user"]
-        assert (
-            asked == prompts[record["id"]][: len(asked)]
-        )  # turns after an answer that was too long are dropped
+        # turns after an answer that was too long are dropped
+        assert asked == prompts[record["id"]][: len(asked)]
     further = {text for texts in prompts.values() for text in texts}
     assert not further & set(turns)
     assert not [text for text in further if ngrams(text, 10) & bench_ngrams]

@@ -56,9 +56,8 @@ def test_every_prompt_is_answered_once_and_none_of_validation(
                 {"id": f"question-{n:06d}", "messages": [{"content": text}]}
                 for n, text in enumerate(texts)
             ]
-            script.write_lines(
-                output, reversed(records)
-            )  # in the order in which they were finished
+            # in the order in which they were finished
+            script.write_lines(output, reversed(records))
         else:
             answered[output.stem] = script.read_lines(tmp_path / more[1])
             assert output.stem == "validation" or output.stem.endswith(

@@ -48,9 +48,8 @@ def choose(paths: ModelPaths) -> tuple[str, list[str]]:
 def quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PROBE_TOKENS", 5)
     monkeypatch.setattr(module, "PROBE_ROUNDS", 1)
-    monkeypatch.setattr(
-        module, "emulates_bf16", lambda device: False
-    )  # whatever processor runs the tests
+    # whatever processor runs the tests
+    monkeypatch.setattr(module, "emulates_bf16", lambda device: False)
 
 
 @pytest.fixture

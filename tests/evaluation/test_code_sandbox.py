@@ -176,9 +176,8 @@ def test_without_namespaces_a_program_runs_only_where_there_is_no_network(
     text = code_sandbox.CHILD.read_text(encoding="utf-8")
     line = next(line for line in text.splitlines() if line.startswith("NEW_NAMESPACES = "))
     child = tmp_path / "child.py"
-    child.write_text(
-        text.replace(line, "NEW_NAMESPACES = 1"), encoding="utf-8"
-    )  # not a flag that unshare accepts
+    # not a flag that unshare accepts
+    child.write_text(text.replace(line, "NEW_NAMESPACES = 1"), encoding="utf-8")
     monkeypatch.setattr(code_sandbox, "CHILD", child)
     if network_access() is None:
         assert run_program("").passed

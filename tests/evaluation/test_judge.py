@@ -124,9 +124,8 @@ def test_judgements_are_reused_unless_the_answer_changed(
     assert grade(records(), QUESTIONS, "mine", judge(server), path)["graded"] == 3
     assert len(server.bodies) == 3
     grade(records("Violets."), QUESTIONS, "mine", judge(server), path)
-    assert (
-        len(server.bodies) == 5
-    )  # the first answer changed, and it is part of the second turn's conversation
+    # the first answer changed, and it is part of the second turn's conversation
+    assert len(server.bodies) == 5
 
 
 def test_answers_whose_judge_fails_are_counted_and_left_for_the_next_time(

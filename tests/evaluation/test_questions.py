@@ -145,10 +145,8 @@ def test_reads_the_hub_copy_of_mt_bench(tmp_path: Path) -> None:
     assert (question.turns, question.reference) == (("One?", "Two?"), ("", "2"))
     odd = {"question_id": "a\ud83d", "category": "overall", "turns": ["One?"]}
     (question,) = read_questions(write(tmp_path / "odd.jsonl", odd))
-    assert (question.question_id, question.category) == (
-        "a\ufffd",
-        "overall (category)",
-    )  # reports have that name
+    # reports have that name
+    assert (question.question_id, question.category) == ("a\ufffd", "overall (category)")
 
 
 @pytest.mark.parametrize(

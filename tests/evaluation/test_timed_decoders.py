@@ -97,9 +97,8 @@ def test_a_draft_model_with_another_tokenizer_is_an_error(
 
 
 def test_rows_of_a_batch_decode_once_all_prompts_are_read() -> None:
-    outputs = [
-        Generation([1], prefill_seconds=seconds) for seconds in (1.0, 3.0)
-    ]  # read in two groups
+    # read in two groups
+    outputs = [Generation([1], prefill_seconds=seconds) for seconds in (1.0, 3.0)]
     answers = LoopDecoder(Mock(passes=0, generate_batch=lambda *args, **options: outputs)).answer(
         [[1], [2]], 4
     )

@@ -184,9 +184,8 @@ def test_batches_give_the_answers_of_single_rows_and_share_their_time(
         assert (
             record.plain.rows == record.generate.rows == (3 if int(record.question_id) < 3 else 2)
         )
-    assert (
-        min(record.plain.steps for record in records) < 23
-    )  # an answer that ends before the others of its batch
+    # an answer that ends before the others of its batch
+    assert min(record.plain.steps for record in records) < 23
     for rows in (records[0:6:2], records[6:10:2]):  # the first turns of each batch
         tree = [record.tree for record in rows if record.tree is not None]
         assert sum(answer.passes for answer in tree) == pytest.approx(

@@ -58,9 +58,8 @@ def test_an_export_read_back_drafts_the_same(
     heads = save_draft(draft, tmp_path / "heads", str(backbone_dir))
     exported = export_run(resolve_model(str(heads), None, None), to, tmp_path / to)
     assert any("serve it" in fact for fact in exported.facts)
-    assert (
-        "d2t" in load_file(exported.target / "model.safetensors")
-    ) == reduced  # vLLM refuses it for all tokens
+    # vLLM refuses it for all tokens
+    assert ("d2t" in load_file(exported.target / "model.safetensors")) == reduced
     loaded = load_draft(exported.target, backbone)
     assert isinstance(loaded, Eagle3Draft)
     assert loaded.layers == draft.layers
@@ -105,10 +104,8 @@ def test_names_and_shapes_are_those_that_servers_read(
         for_target({}, {"norm_before_residual": True}, "sglang", 3)
     with pytest.raises(CheckpointError, match="exported --to vllm, sglang, speculators"):
         export_run(paths, "tgi", tmp_path / "tgi")
-    for key in (
-        "eagle_aux_hidden_state_layer_ids",
-        "base_model_name_or_path",
-    ):  # published drafts may lack them
+    # published drafts may lack them
+    for key in ("eagle_aux_hidden_state_layer_ids", "base_model_name_or_path"):
         del config[key]
     config["architectures"] = ["LlamaForCausalLM"]  # of the authors' own
     (tmp_path / "vllm/config.json").write_text(json.dumps(config))
@@ -122,10 +119,8 @@ def test_a_published_draft_of_another_shape_loads(tmp_path: Path) -> None:
     """Its layer is wider than the backbone's, its residual normalised, and it has its own copy of
     the embeddings.
     """
-    angles = {
-        "rope_type": "default",
-        "rope_theta": 5e5,
-    }  # the draft has Llama's, which its config.json omits
+    # the draft has Llama's, which its config.json omits
+    angles = {"rope_type": "default", "rope_theta": 5e5}
     backbone = random_backbone("llama", dtype=torch.float32, rope_parameters=angles)
     layer = {
         "intermediate_size": 96,

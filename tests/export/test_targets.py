@@ -50,9 +50,8 @@ def test_plain_transformers_loads_what_the_run_decodes_with(
     assert not torch.allclose(merged, logits(backbone_dir), atol=1e-2)  # the adapter did change it
     assert ("dequantised from nf4" in done.facts[0]) == load_in_4bit
     tokenizer = AutoTokenizer.from_pretrained(done.target)
-    assert (
-        tokenizer.chat_template == AutoTokenizer.from_pretrained(backbone_dir).chat_template
-    )  # its own stays
+    # its own stays
+    assert tokenizer.chat_template == AutoTokenizer.from_pretrained(backbone_dir).chat_template
     assert "keeps its own chat template, not zephyr" in done.facts[0]
 
 
@@ -74,9 +73,8 @@ def test_heads_of_a_joint_run_name_the_merged_backbone_once_there_is_one(
     )
     assert torch.allclose(of_the_run(done.target), of_the_run(run), atol=1e-4)
     later = (merged / "config.json").stat().st_mtime + 10
-    os.utime(
-        run / "adapter" / "adapter_config.json", (later, later)
-    )  # trained on since: the merged one is another
+    # trained on since: the merged one is another
+    os.utime(run / "adapter" / "adapter_config.json", (later, later))
     assert "--to merged" in export_run(paths, "vllm").warnings[0]
 
 
@@ -96,17 +94,15 @@ def test_a_backbone_that_was_trained_itself_is_copied(
     )
     assert torch.equal(logits(done.target), logits(backbone_dir))
     assert "trained" in done.facts[0]
-    with pytest.raises(
-        CheckpointError, match="holds other files"
-    ):  # its backbone would be its own result
+    # its backbone would be its own result
+    with pytest.raises(CheckpointError, match="holds other files"):
         export_run(
             replace(resolve_model(str(run), None, None), base_model=str(done.target)),
             "merged",
             done.target,
         )
-    assert (
-        AutoTokenizer.from_pretrained(done.target).chat_template == TEMPLATES["zephyr"].source
-    )  # the run's
+    # the run's
+    assert AutoTokenizer.from_pretrained(done.target).chat_template == TEMPLATES["zephyr"].source
     again = export_run(resolve_model(str(run), None, None), "merged")  # over an earlier one
     assert again.target == done.target
 

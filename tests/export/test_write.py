@@ -38,9 +38,8 @@ def test_what_was_exported_is_read_back_to_the_bit_and_decodes_the_same(
     assert set(ours.state) == set(again.state)
     assert all(torch.equal(ours.state[name], again.state[name]) for name in ours.state)
     assert again.base_model == str(backbone_dir.resolve())
-    subject = load_with_draft(
-        resolve_model(str(done.target), None, None), "float32"
-    )  # heads, tree and backbone from there
+    # heads, tree and backbone from there
+    subject = load_with_draft(resolve_model(str(done.target), None, None), "float32")
     assert subject.tree == Tree.cartesian([2, 2])
     plain = Decoder(subject.backbone).generate(PROMPT, 20)
     assert (

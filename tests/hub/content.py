@@ -46,10 +46,8 @@ MODELS: dict[str, tuple[type, str | None, str, int]] = {
     "data/tiny": (LlamaConfig, BUILTIN["zephyr"].source, "</s>", 2048),
 }
 _SPECIAL = ["<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>", "<|im_start|>", "<|im_end|>"]
-_LOCAL = (
-    "models/smollm2-135m-instruct",
-    "data/tiny",
-)  # the first is written by `make smollm2-model`
+# the first is written by `make smollm2-model`
+_LOCAL = ("models/smollm2-135m-instruct", "data/tiny")
 _CHATS = 24
 
 

@@ -41,9 +41,8 @@ Rule = Callable[[Tensor, Tensor, Tree, Sampling, Sequence[torch.Generator]], lis
 def test_greedy_by_hand() -> None:
     tree = Tree.from_paths([(0,), (1,), (0, 0), (1, 0), (1, 1)])  # nodes 1 2 | 3 | 4 5
     tokens = torch.tensor([[7, 3, 4, 5, 5, 6]])
-    wanted = torch.tensor(
-        [[4, 0, 6, 0, 0, 2]]
-    )  # after the root 4: node 2; there 6: node 5; there 2
+    # after the root 4: node 2; there 6: node 5; there 2
+    wanted = torch.tensor([[4, 0, 6, 0, 0, 2]])
     logits = torch.nn.functional.one_hot(wanted, 8).double()
     assert accept_greedy(tokens, logits, tree) == [Accepted([0, 2, 5], [7, 4, 6, 2])]
     # rows are judged one by one

@@ -73,9 +73,8 @@ def test_every_row_gets_the_tokens_that_it_gets_alone(family: str, tree: Tree) -
     assert [out.tokens for out in together] == alone
     assert all(1 + out.steps + sum(out.accepted) >= 24 for out in together)
     if tree.size:
-        assert (
-            len({tuple(out.accepted) for out in together}) > 2
-        )  # rows differ, so that the comparison can fail
+        # rows differ, so that the comparison can fail
+        assert len({tuple(out.accepted) for out in together}) > 2
         assert sum(sum(out.accepted) for out in together) > 10
     else:
         assert [out.steps for out in together] == [23] * 5
@@ -170,9 +169,8 @@ def test_rows_that_join_late_get_the_tokens_that_they_get_alone(family: str, wan
     free = [Decoder(backbone).generate(prompt, 14, ()).tokens for prompt in QUEUE]
     eos = [free[0][2], free[3][5], free[5][9]]
     alone = [Decoder(backbone).generate(prompt, 14, eos) for prompt in QUEUE]
-    assert (
-        len({len(out.tokens) for out in alone}) > 3
-    )  # so that rows join others of different length
+    # so that rows join others of different length
+    assert len({len(out.tokens) for out in alone}) > 3
     answers, sizes = streamed(BatchDecoder(backbone), 14, eos, wanted=wanted)
     assert [(out.tokens, out.finish, out.steps) for out in answers] == [
         (o.tokens, o.finish, o.steps) for o in alone
@@ -242,9 +240,8 @@ class SingleRowPass:
 def test_the_last_row_of_a_batch_does_not_use_passes_compiled_for_a_single_row() -> None:
     backbone = random_backbone("llama")
     alone = [Decoder(backbone).generate(prompt, 12, ()).tokens for prompt in PROMPTS[:2]]
-    eos = [
-        next(token for token in alone[0] if token not in alone[1])
-    ]  # the first row ends before the second
+    # the first row ends before the second
+    eos = [next(token for token in alone[0] if token not in alone[1])]
     expected = [Decoder(backbone).generate(prompt, 12, eos).tokens for prompt in PROMPTS[:2]]
     assert len(expected[0]) < len(expected[1])
     compiled = SingleRowPass()

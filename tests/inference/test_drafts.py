@@ -60,10 +60,8 @@ def random_draft(kind: str, backbone: Backbone, spread: float = 0.03) -> Draft:
     draft = DRAFTS[draft_of(kind)].from_backbone(backbone, **SETTINGS[kind])
     torch.manual_seed(1)
     with torch.no_grad():
-        for (
-            name,
-            parameter,
-        ) in draft.named_parameters():  # a product of two matrices is smaller than either
+        # a product of two matrices is smaller than either
+        for name, parameter in draft.named_parameters():
             parameter.add_(
                 torch.randn_like(parameter) * (0.3 if name.startswith("markov") else spread)
             )

@@ -79,12 +79,10 @@ def test_single_rows_and_batches_equal_plain_decoding(
     alone, together = check_equals_plain(
         backbone, early_exit(backbone, threshold=threshold), PROMPTS, TREES[tree], 30
     )
-    assert all(
-        out.steps < 25 for out in alone
-    )  # guesses were accepted, so their states were moved and read again
-    assert (
-        len({tuple(out.accepted) for out in together}) > 2
-    )  # rows differ, so that the comparison can fail
+    # guesses were accepted, so their states were moved and read again
+    assert all(out.steps < 25 for out in alone)
+    # rows differ, so that the comparison can fail
+    assert len({tuple(out.accepted) for out in together}) > 2
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -107,9 +107,8 @@ def test_rows_that_join_late_get_the_tokens_and_guesses_that_they_get_alone(
     length = 40 if name in LOOKUPS else 14  # a text repeats itself after a while
     eos = ends(backbone, length)
     plain = answers_alone(Decoder(backbone), length, eos)
-    assert (
-        len({len(out.tokens) for out in plain}) > 3
-    )  # so that rows join others of different length
+    # so that rows join others of different length
+    assert len({len(out.tokens) for out in plain}) > 3
     with draft.no_early_exit():
         alone = answers_alone(Decoder(backbone, draft, TREE), length, eos)
         assert results(alone) == results(plain)
@@ -164,9 +163,8 @@ def test_prompts_of_one_token_join_each_other() -> None:
 def test_samples_do_not_depend_on_when_a_row_joined(name: str, rule: Rule) -> None:
     backbone = random_backbone("mistral-window")
     draft = make_draft(name, backbone)
-    with (
-        draft.no_early_exit()
-    ):  # in a batch drafting continues while any row is confident, which draws more numbers
+    # in a batch drafting continues while any row is confident, which draws more numbers
+    with draft.no_early_exit():
         alone = answers_alone(Decoder(backbone, draft, TREE), 12, (7, 9), rule)
         for schedule in SCHEDULES:
             together, _ = streamed(

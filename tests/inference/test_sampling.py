@@ -74,9 +74,8 @@ def test_top_k_and_top_p_together_with_ties() -> None:
     generator = torch.Generator().manual_seed(1)
     logits = torch.randint(-6, 6, (200, 300), generator=generator).float()
     best = TopKLogitsWarper(5)(IDS, logits)
-    assert (
-        int(best.isfinite().sum(-1).max()) > 5
-    )  # ties: the five largest are not the whole support
+    # ties: the five largest are not the whole support
+    assert int(best.isfinite().sum(-1).max()) > 5
     assert torch.equal(Sampling(1.0, 5, 0.7).warp(logits), keep_nucleus_by_sorting(best, 0.7))
 
 
@@ -93,9 +92,8 @@ def test_only_rows_that_need_it_are_sorted(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("medusa_train.inference.sampling.keep_nucleus_by_sorting", sorting)
     assert Sampling(top_p=0.9).warp(logits).isfinite().sum(-1).tolist()[:2] == [8, 1]
     assert rows == [1]
-    logits[2, : 2 * FEW_CANDIDATES] = (
-        30.0  # more than are looked at first, few enough to need no sorting
-    )
+    # more than are looked at first, few enough to need no sorting
+    logits[2, : 2 * FEW_CANDIDATES] = 30.0
     assert Sampling(top_p=0.9).warp(logits).isfinite().sum(-1).tolist() == [8, 1, 231]
     assert rows == [1]
     Sampling(top_k=50, top_p=0.9).warp(logits[:2])

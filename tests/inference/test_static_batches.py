@@ -39,11 +39,8 @@ from tests.inference.test_refill import (
 
 BLOCK = 16  # of the cache: batches cross several of its borders
 ALL_KINDS = ["plain", *KINDS]
-FAMILIES = [
-    "llama",
-    "mistral-window",
-    "gemma3",
-]  # without sliding windows, with them in all layers, and in some
+# without sliding windows, with them in all layers, and in some
+FAMILIES = ["llama", "mistral-window", "gemma3"]
 RULES = {"sample": Sampling(1.5), "top-p": Sampling(0.8, top_p=0.9), "typical": Typical(1.0)}
 
 
@@ -107,9 +104,8 @@ def test_rows_that_end_and_join_get_what_they_get_alone(kind: str, family: str) 
         runner.keys.clear()
         answers, sizes = streamed(decoder, 14, eos, **schedule, queue=QUEUE)
         assert details(answers) == details(expected)
-        assert len(runner.keys) == sum(
-            size > 0 for size in sizes
-        )  # every step is one on fixed memory
+        # every step is one on fixed memory
+        assert len(runner.keys) == sum(size > 0 for size in sizes)
         assert max(sizes) == 3
     assert details(decoder.generate_batch(QUEUE, 14, eos)) == details(expected)
 

@@ -106,9 +106,8 @@ def test_bf16_products_keep_a_float32_loss(how: str) -> None:
         ):
             assert mine.dtype == direct.dtype
             torch.testing.assert_close(mine.double(), other.double(), rtol=0.05, atol=0.1)
-            torch.testing.assert_close(
-                mine, direct
-            )  # the backward pass computes in the forward pass's dtype
+            # the backward pass computes in the forward pass's dtype
+            torch.testing.assert_close(mine, direct)
 
 
 @pytest.mark.parametrize(("grad_scale", "passes"), [(0.5, 1), (None, 2)])

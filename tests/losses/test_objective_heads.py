@@ -86,9 +86,8 @@ def test_counts_and_hits_of_a_reduced_vocabulary(batch: Rows, feats: Features) -
                     numbers[:, k - 1] += torch.tensor([1, label in KEPT, label == best[b, t]])
     assert torch.equal(torch.stack([out.head_counts, out.head_in_vocab, out.head_correct]), numbers)
     assert torch.equal(counts, out.head_in_vocab)
-    assert bool(
-        (out.head_in_vocab > 0).all() & (out.head_in_vocab < out.head_counts).all()
-    )  # or this shows nothing
+    # or this shows nothing
+    assert bool((out.head_in_vocab > 0).all() & (out.head_in_vocab < out.head_counts).all())
 
 
 def test_nothing_supervised_gives_zero_not_nan(feats: Features) -> None:

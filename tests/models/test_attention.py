@@ -144,9 +144,8 @@ def test_bool_masks_hide_the_same_keys(rows: int, q: int) -> None:
     torch.testing.assert_close(
         folded_head_attention(query, key, value, mask == 0, 0.3), expected, rtol=0, atol=0
     )
-    assert (
-        folded_head_attention(query, key, value, mask > 0, 0.3).isfinite().all()
-    )  # as padding, which sees nothing
+    # as padding, which sees nothing
+    assert folded_head_attention(query, key, value, mask > 0, 0.3).isfinite().all()
 
 
 def test_rows_of_a_repeated_mask_are_aligned_on_a_gpu() -> None:
@@ -288,9 +287,8 @@ def test_generate_of_transformers_gives_the_same_tokens(family: str) -> None:
 
 
 def test_it_is_not_used_without_need() -> None:
-    assert (
-        random_backbone("gemma2", dtype=torch.bfloat16).attention == "eager"
-    )  # soft-capped scores
+    # soft-capped scores
+    assert random_backbone("gemma2", dtype=torch.bfloat16).attention == "eager"
     assert random_backbone("llama", num_key_value_heads=4).attention == "sdpa"  # nothing is shared
     assert (
         random_backbone("llama", dtype=torch.bfloat16, num_key_value_heads=4).attention

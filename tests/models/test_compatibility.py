@@ -190,9 +190,8 @@ def test_a_model_that_cannot_verify_a_tree_is_rejected(
     for parameter in model.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, 0, 0.5)
-    check_model(
-        Backbone(LlamaForCausalLM(config).to(dtype), NoTokenizer())
-    )  # passes without the fault
+    # passes without the fault
+    check_model(Backbone(LlamaForCausalLM(config).to(dtype), NoTokenizer()))
     with pytest.raises(BackboneError, match="4-D attention mask") as caught:
         check_model(Backbone(model.to(dtype), NoTokenizer()))
     assert kind.__name__ in str(caught.value)

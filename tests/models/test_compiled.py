@@ -79,9 +79,8 @@ def check_answers(compiled: Compiled) -> None:
         generations = [decoder.generate(prompt, 40) for prompt in compiled.prompts]
         assert [generation.tokens for generation in generations] == expected
         assert generations[0].steps > 1
-    lookahead = Decoder(
-        compiled.backbone, LookaheadDraft(window=3, ngram=3, guesses=2)
-    )  # has branch tokens
+    # has branch tokens
+    lookahead = Decoder(compiled.backbone, LookaheadDraft(window=3, ngram=3, guesses=2))
     assert [
         lookahead.generate(prompt, 40).tokens for prompt in compiled.prompts
     ] == compiled.answers[0]
@@ -287,9 +286,8 @@ def test_traced_passes_return_early_states(kind: Any, monkeypatch: pytest.Monkey
     compile_ = torch.compile
 
     def trace(function: Any, options: dict[str, Any]) -> Any:
-        few_guards = {
-            "guard_filter_fn": options["guard_filter_fn"]
-        }  # no others that see hooks come and go
+        # no others that see hooks come and go
+        few_guards = {"guard_filter_fn": options["guard_filter_fn"]}
         return compile_(function, backend="eager", options=few_guards)
 
     monkeypatch.setattr(torch, "compile", trace)

@@ -104,9 +104,8 @@ def test_unsupported_models_and_exit_layers_are_rejected() -> None:
         with pytest.raises(BackboneError, match="has 3 layers; use 1 to 2"):
             backbone.split_at(layers)
 
-    passes = (
-        itertools.count()
-    )  # every second one gives another result, as if the model did more than run its layers
+    # every second one gives another result, as if the model did more than run its layers
+    passes = itertools.count()
     backbone.body.norm.register_forward_hook(lambda _, __, out: out * (1 + next(passes) % 2))
     with pytest.raises(BackboneError, match="differ from the whole model's"):
         backbone.split_at(1)

@@ -125,9 +125,8 @@ def test_memory_of_weights_by_dtype_with_quantized_weights_fixed(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator")
 def test_memory_of_freed_tensors_goes_back_to_the_system() -> None:
-    kept = [torch.ones(1 << 13) for _ in range(6000)][
-        ::100
-    ]  # of 200 MB in blocks of the heap, some are still used
+    # of 200 MB in blocks of the heap, some are still used
+    kept = [torch.ones(1 << 13) for _ in range(6000)][::100]
     before = psutil.Process().memory_info().rss
     return_free_memory()
     assert psutil.Process().memory_info().rss < before - 50e6 * len(kept) / 20

@@ -66,9 +66,8 @@ def test_an_answer_is_written_as_training_takes_it_apart(
         Message("user", "sure?"),
     )
     request = Request(messages, seed=0)
-    assert ("x</think>no" in prompting.text(request)) == (
-        template == VICUNA
-    )  # others drop earlier reasoning
+    # others drop earlier reasoning
+    assert ("x</think>no" in prompting.text(request)) == (template == VICUNA)
     is_cut = generated.endswith("add")
     end = (
         []
@@ -78,9 +77,8 @@ def test_an_answer_is_written_as_training_takes_it_apart(
     tokens = [*fast(generated, add_special_tokens=False)["input_ids"], *end]
     answer = prompting.answer(request, 0, tokens, "length" if is_cut else "eos")
     assert answer.text == text
-    assert (answer.token_ids is None) == (
-        template != VICUNA
-    )  # which puts spaces around it that were not generated
+    # which puts spaces around it that were not generated
+    assert (answer.token_ids is None) == (template != VICUNA)
     if text.strip():
         chat = Conversation(
             "", (*messages, Message("assistant", answer.text, answer.token_ids, is_cut=is_cut)), ""

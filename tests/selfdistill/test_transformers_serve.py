@@ -37,9 +37,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server_url(home: Path) -> Iterator[str]:
     write_backbone(home / "backbone")
     settings = json.loads((home / "backbone" / "generation_config.json").read_text())
-    settings.pop(
-        "repetition_penalty", None
-    )  # the server would apply it, and answer otherwise than greedy decoding
+    # the server would apply it, and answer otherwise than greedy decoding
+    settings.pop("repetition_penalty", None)
     (home / "backbone" / "generation_config.json").write_text(json.dumps(settings))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

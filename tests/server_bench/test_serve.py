@@ -169,9 +169,8 @@ def test_prompt_lookup_is_served_without_heads(tmp_path: Path, trained: Path) ->
     assert json.loads((tmp_path / "out" / "served.json").read_text())["meta"]["draft"] == draft
     cfg = load_config(EvalConfig, None, ["serve=true", *keys])
     paths = resolve_model(str(trained / "run"), None, None, lookup=cfg.lookup_choice)
-    assert (
-        output_directory(cfg, "few", paths, []).name == "prompt_lookup-served-few"
-    )  # a card quotes served-*
+    # a card quotes served-*
+    assert output_directory(cfg, "few", paths, []).name == "prompt_lookup-served-few"
 
 
 def test_heads_that_vllm_refuses(tmp_path: Path, trained: Path) -> None:

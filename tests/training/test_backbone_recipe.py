@@ -105,9 +105,8 @@ def test_heads_are_taken_over_from_whoever_wrote_them(  # type: ignore[no-untype
     cfg = make_config(lora_model_dir=str(earlier))
     assert find_initial_heads(cfg.initial_run) == (earlier / "heads" if form == "run" else earlier)
     assert find_initial_adapter(cfg.initial_run) is None
-    taken = build_heads(
-        cfg, cast(TrainingData, None), backbone, console
-    )  # data are read for new heads only
+    # data are read for new heads only
+    taken = build_heads(cfg, cast(TrainingData, None), backbone, console)
     ours, theirs = draft.state_dict(), taken.state_dict()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert find_initial_heads(make_config().initial_run) is None

@@ -196,9 +196,8 @@ def test_a_lora_branch_keeps_its_input_in_half_precision_and_a_mask_of_its_dropo
         size(lora_target_modules=["o_proj", "down_proj"]),
     )
     assert two - one == 2 * 64 * 3 * 48 * 2  # rows x tokens x layers x MLP size in bfloat16
-    assert (
-        size(lora_target_modules=["o_proj"], lora_dropout=0.1) - one == 2 * 64 * 3 * 32 * 4
-    )  # float32 on a CPU
+    # float32 on a CPU
+    assert size(lora_target_modules=["o_proj"], lora_dropout=0.1) - one == 2 * 64 * 3 * 32 * 4
 
 
 def test_the_losses_of_backbone_and_heads_follow_each_other() -> None:
@@ -301,9 +300,8 @@ PROJECTIONS = HIDDEN * HIDDEN * 2 + 2 * HIDDEN * 8 + 3 * HIDDEN * INNER  # q, o;
 LAYER = PROJECTIONS + 2 * HIDDEN  # and norms
 BODY = LAYERS * LAYER + HIDDEN
 BLOCK = HIDDEN * HIDDEN + HIDDEN
-HEADS = (
-    6 * 2 * (BLOCK * 1000 + VOCAB * HIDDEN * 600)
-)  # blocks run on all tokens, lm_heads on supervised ones
+# blocks run on all tokens, lm_heads on supervised ones
+HEADS = 6 * 2 * (BLOCK * 1000 + VOCAB * HIDDEN * 600)
 PASS = 1000 * LAYERS * (2 * LAYER + 4 * HIDDEN * WIDTH / 2)
 LM_HEAD = 2 * VOCAB * HIDDEN * 600
 
@@ -340,9 +338,8 @@ def test_joint_training_adds_the_teacher_the_recomputation_and_the_backward_pass
     assert operations(**adapter, gradient_checkpointing=True) == pytest.approx(
         4 * PASS + 3 * LM_HEAD + HEADS
     )
-    assert operations(recipe="medusa2") == pytest.approx(
-        3 * PASS + 3 * LM_HEAD + HEADS
-    )  # weights of all layers
+    # weights of all layers
+    assert operations(recipe="medusa2") == pytest.approx(3 * PASS + 3 * LM_HEAD + HEADS)
 
 
 @pytest.mark.parametrize(

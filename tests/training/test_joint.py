@@ -104,9 +104,8 @@ def test_an_adapter_is_trained_on_as_it_was_made(make_config, console, tmp_path)
         )
     assert train(make_config(**unsaid, lora_model_dir=joint, max_steps=1), console) == 0
     assert json.loads((tmp_path / "run" / "adapter" / "adapter_config.json").read_text())["r"] == 4
-    assert (
-        load_config(TrainConfig, tmp_path / "run" / "config.yaml").lora_r == 4
-    )  # not its default: it resumes
+    # not its default: it resumes
+    assert load_config(TrainConfig, tmp_path / "run" / "config.yaml").lora_r == 4
     keys = {
         **LORA,
         "lora_alpha": 99,
@@ -157,9 +156,8 @@ def test_only_the_freed_layers_learn(make_config, console, tmp_path, backbone_di
     assert changed == {
         n for n in before if "layers.1." in n or n in ("model.norm.weight", "lm_head.weight")
     }
-    assert not any(
-        "lm_kl" in record for record in metrics(tmp_path / "run")
-    )  # nothing to diverge from is kept
+    # nothing to diverge from is kept
+    assert not any("lm_kl" in record for record in metrics(tmp_path / "run"))
     subject = load_with_draft(resolve_model(str(tmp_path / "run"), None, None), "float32")
     assert torch.equal(subject.backbone.output_embeddings.weight, after["lm_head.weight"])
 
@@ -169,10 +167,8 @@ def test_the_tree_records_the_form_that_it_was_fitted_to(make_config, console, t
     again.
     """
     pytest.importorskip("bitsandbytes")
-    whole = {
-        "lora_modules_to_save": ["lm_head"],
-        "bf16": True,
-    }  # trained in float32, decoded in bfloat16
+    # trained in float32, decoded in bfloat16
+    whole = {"lora_modules_to_save": ["lm_head"], "bf16": True}
     quantized = {**LORA, "adapter": "qlora", "load_in_4bit": True, **whole}
     assert train(make_config(**quantized, max_steps=2, calibration_tokens=80), console) == 0
     fitted = DecodingSettings.load(tmp_path / "run" / "tree.json")

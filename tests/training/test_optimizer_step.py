@@ -172,9 +172,8 @@ def test_scaled_steps_are_the_plain_ones_to_the_bit():
 def test_an_overflow_leaves_everything_and_is_blamed_on_the_scale():
     model, strategy = make_scaled(LossScale())
     before = [p.detach().clone() for p in model.parameters()]
-    accumulate(
-        strategy, model(torch.full((1, 3), 1e36)).sum()
-    )  # times 65536: infinite in float32 too
+    # times 65536: infinite in float32 too
+    accumulate(strategy, model(torch.full((1, 3), 1e36)).sum())
     assert not math.isfinite(strategy.step())
     assert strategy.found_inf
     strategy.skip()

@@ -84,9 +84,8 @@ def test_a_block_fails_in_all_processes(monkeypatch):
         (2, 2, "another process"),
         (2, 8, "another process"),
     ):
-        monkeypatch.setattr(
-            world, "gather", lambda value, code=code: [code, value]
-        )  # code: how rank 0 ends
+        # code: how rank 0 ends
+        monkeypatch.setattr(world, "gather", lambda value, code=code: [code, value])
         with pytest.raises(MedusaError, match=words), world.failing_together():
             gpu_index(ProcessInfo(3, 4, 3, "127.0.0.1", 1), visible)
 

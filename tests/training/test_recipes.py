@@ -87,9 +87,8 @@ def test_a_run_learns_and_its_draft_decodes_to_the_backbones_text(
 
     loaded = load_with_draft(resolve_model(str(run), None, None), "float32")
     assert loaded.draft is not None
-    assert (
-        not loaded.draft.training or "draft" not in RECIPES[recipe]
-    )  # dropout would change what it guesses
+    # dropout would change what it guesses
+    assert not loaded.draft.training or "draft" not in RECIPES[recipe]
     configured = {
         name: value for name, value in cfg.draft_config.settings.items() if value is not None
     }

@@ -329,10 +329,8 @@ def test_a_finished_run_is_finished_again_without_training(make_config, console,
         assert tree.read_text() == text
     assert "tree.json is kept" in " ".join(console.file.getvalue().split())
     heads = tmp_path / "run" / "heads" / "medusa_lm_head.safetensors"
-    for change in (
-        lambda: heads.write_bytes(b""),
-        lambda: os.utime(tree, (0, 0)),
-    ):  # of other heads, of earlier ones
+    # of other heads, of earlier ones
+    for change in (lambda: heads.write_bytes(b""), lambda: os.utime(tree, (0, 0))):
         tree.write_text(text)
         change()
         assert (

@@ -64,9 +64,8 @@ def test_a_resumed_run_names_another_batch(make_config, console):
 
 def test_the_schedule_and_tf32_arrive(make_config, console, monkeypatch):
     asked = []
-    monkeypatch.setattr(
-        torch, "set_float32_matmul_precision", asked.append
-    )  # global: not left changed
+    # global: not left changed
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", asked.append)
     keys = {"warmup_steps": None, "warmup_ratio": 0.5, "cosine_min_lr_ratio": 0.25}
     keys |= {"learning_rate": 1e-3, "max_steps": 4}
     cfg = make_config(**keys, tf32=True)

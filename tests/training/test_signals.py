@@ -75,9 +75,8 @@ def test_a_closed_terminal_is_as_ctrl_c_except_under_nohup():
             os.kill(os.getpid(), signal.SIGHUP)
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
         with sigterm_as_interrupt():
-            assert (
-                signal.getsignal(signal.SIGHUP) != signal.SIG_DFL
-            )  # else the next line would end the tests
+            # else the next line would end the tests
+            assert signal.getsignal(signal.SIGHUP) != signal.SIG_DFL
             with pytest.raises(Terminated):
                 os.kill(os.getpid(), signal.SIGHUP)
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL

@@ -78,9 +78,8 @@ def test_a_skipped_step_changes_nothing_and_is_counted(
     assert (after["run"]["skipped"], after["engine"]["scheduler"]["last_epoch"]) == (1, 3)
     (skipped,) = of_kind(run, "skipped")
     assert (skipped["step"], skipped["skipped_steps"], skipped["max_nonfinite_steps"]) == (3, 1, 1)
-    half = (
-        len(skipped["records"]) <= 4
-    )  # of a loss the micro-batch to blame, of a gradient all of the step
+    # of a loss the micro-batch to blame, of a gradient all of the step
+    half = len(skipped["records"]) <= 4
     assert half == (what == "loss")
     assert all(
         record.startswith(str(make_config().datasets[0].path)) for record in skipped["records"]

@@ -28,9 +28,8 @@ def test_answers_begin_behind_their_prompt_and_end_with_their_last_token() -> No
     none = IGNORE_INDEX
     labels = torch.tensor([[none, none, 5, 6, 7, none, none, 8, 9, none, none, 3, 4, none]])
     segments = torch.tensor([[0] * 10 + [1] * 3 + [-1]])
-    ranks = torch.arange(14, dtype=torch.int8)[None, :, None].repeat(
-        1, 1, 3
-    )  # every rank names its position
+    # every rank names its position
+    ranks = torch.arange(14, dtype=torch.int8)[None, :, None].repeat(1, 1, 3)
     first, second = ranked_conversations(labels, segments, ranks)
     # the state at 1 has token 2 as its root: heads 1 and 2 guess tokens 3 and 4, head 3 would guess
     # past the end
@@ -164,9 +163,8 @@ def test_figures_match_the_plain_formula(backbone, monkeypatch, rows):
         backbone.logits(backbone.run(batch.tokens).hidden).detach() for batch in random_batches()
     ]
     flat = (torch.cat([part.flatten(0, 1) for part in parts]) for parts in (logits, targets))
-    assert joint.lm_loss == pytest.approx(
-        float(cross_entropy(*flat)), rel=1e-5
-    )  # IGNORE_INDEX is torch's
+    # IGNORE_INDEX is torch's
+    assert joint.lm_loss == pytest.approx(float(cross_entropy(*flat)), rel=1e-5)
     assert joint.lm_kl is None
 
 

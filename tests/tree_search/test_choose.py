@@ -138,9 +138,8 @@ def test_drift_between_the_two_rounds_is_left_out(monkeypatch: pytest.MonkeyPatc
     def step_ms(tree: Tree, again: int) -> float:
         return (1 + 0.2 * again * (tree.size > 0)) * (1 + 0.01 * tree.size)
 
-    best = chosen_by(
-        monkeypatch, step_ms
-    ).best  # the second time trees take longer, and plain decoding does not
+    # the second time trees take longer, and plain decoding does not
+    best = chosen_by(monkeypatch, step_ms).best
     assert best.tree.size > 0
     assert best.step_ms == pytest.approx(1 + 0.01 * best.tree.size)
 

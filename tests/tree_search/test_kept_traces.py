@@ -58,6 +58,5 @@ def test_the_key_changes_with_the_weights_and_not_with_dtype_or_device(tmp_path:
     )
     keys.append(weights_key(change(next((run / "heads").glob("*.safetensors")), -1), SETTINGS))
     assert all(one not in keys[:i] for i, one in enumerate(keys))
-    assert (
-        weights_key(replace(paths, base_model="nobody/nothing"), SETTINGS) not in keys
-    )  # not in the hub's cache
+    # not in the hub's cache
+    assert weights_key(replace(paths, base_model="nobody/nothing"), SETTINGS) not in keys

@@ -14,10 +14,8 @@ from medusa_train.trees.tree import Tree
 from tests.families import random_backbone
 
 FAMILIES = ["llama", "mistral-window", "qwen2-window", "qwen3", "gemma2"]
-LENGTHS = [
-    [13, 9, 11],
-    [17, 4],
-]  # longer than every family's window; the second row ends in padding
+# longer than every family's window; the second row ends in padding
+LENGTHS = [[13, 9, 11], [17, 4]]
 
 
 def documents(seed: int = 0) -> list[list[Example]]:

@@ -169,9 +169,8 @@ class _PromptCache(TreeCache):
     def commit_rows(self, lengths: Sequence[int]) -> None:
         """Commit the longest prompt; the padding of the others is masked later, and overwritten."""
         self.commit(max(lengths))
-        self._storage = (
-            None  # the session lives on, and would keep a bucket that the batch outgrows
-        )
+        # the session lives on, and would keep a bucket that the batch outgrows
+        self._storage = None
 
 
 def move_columns(storage: Tensor, starts: Tensor, path: Tensor) -> None:

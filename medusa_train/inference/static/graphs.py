@@ -130,12 +130,10 @@ class CudaGraphRunner(GraphRunner):
                 torch._C._cuda_endAllocateToPool(current.device_index, self._pool)
             raise
         finally:
-            torch.cuda.set_stream(
-                current
-            )  # a failed capture leaves its own stream as the current one
-        self._first = (
-            self._first or graph
-        )  # nothing can be captured to a pool all of whose graphs are gone
+            # a failed capture leaves its own stream as the current one
+            torch.cuda.set_stream(current)
+        # nothing can be captured to a pool all of whose graphs are gone
+        self._first = self._first or graph
         return graph
 
 

@@ -127,9 +127,8 @@ class StaticSteps:
             self._hidden.repeat(1, 1, len(self._needs.early)) if self._needs.early else None
         )
         self._logits = torch.zeros(rows, nodes, backbone.vocab_size, dtype=dtype, device=device)
-        self._choices = torch.zeros(
-            rows, 2, nodes, dtype=torch.long, device=device
-        )  # see `accept_matching`
+        # see `accept_matching`
+        self._choices = torch.zeros(rows, 2, nodes, dtype=torch.long, device=device)
 
     def reset(self) -> None:
         """Drop all rows, and keep the memory."""
@@ -231,9 +230,8 @@ class StaticSteps:
             cache.settle(end)
         self._graphs.clear()  # of the other buckets
         counts = {min(1 << power, rows) for power in range(min(rows - 1, 1), rows.bit_length() + 1)}
-        for count in sorted(
-            counts, reverse=True
-        ):  # the memory of a smaller step fits into a larger one's
+        # the memory of a smaller step fits into a larger one's
+        for count in sorted(counts, reverse=True):
             for key_length in reversed(
                 range(self.cache.key_length(nodes + 1), end + 1, self.cache.block)
             ):

@@ -236,9 +236,8 @@ class AmphistaDraft(LMHeadsDraft):
         following one.
         """
         if not self.adaptation_layers:
-            paths = [
-                path[-1:] for path in paths
-            ]  # without attention earlier positions have no effect
+            # without attention earlier positions have no effect
+            paths = [path[-1:] for path in paths]
         return state.next(feats.hidden, tokens, paths)
 
     def _read(self, state: AmphistaState, roots: Tensor) -> list[Tensor]:
@@ -393,9 +392,8 @@ class HeadAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[N, K, d] -> [N, K, d]."""
-        qkv = self.qkv(self.norm(x)).unflatten(
-            -1, (3, self.num_attention_heads, -1)
-        )  # [N, K, 3, heads, head_dim]
+        # [N, K, 3, heads, head_dim]
+        qkv = self.qkv(self.norm(x)).unflatten(-1, (3, self.num_attention_heads, -1))
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         return x + self.out(_attention(q, k, v).transpose(1, 2).flatten(2))
 

@@ -67,9 +67,8 @@ class DraftLayer(nn.Module):
                     "its MLP is a mixture of experts, which has no such size; set mlp_size: 0"
                 )
             if mlp_size:
-                _ = getattr(
-                    config, size
-                )  # raises AttributeError where setting it would have no effect
+                # raises AttributeError where setting it would have no effect
+                _ = getattr(config, size)
                 setattr(config, size, mlp_size)
             body: Any = type(backbone.body)(config)
             del body.embed_tokens

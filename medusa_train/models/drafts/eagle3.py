@@ -257,19 +257,16 @@ class Eagle3Draft(LMHeadsDraft):
             run: runs the layer over [B, m, 2 d] at the nodes first .. last - 1 of those inner nodes
                 that are not roots; called with these states, their depth, first, and last.
         """
-        x, nodes = (
-            states[:, None],
-            roots[:, None],
-        )  # the state that each node's draft tokens come from
+        # the state that each node's draft tokens come from
+        x, nodes = (states[:, None], roots[:, None])
         tokens = [nodes]
         for depth, level in enumerate(tree.by_level.levels[:-1]):
             if depth:
                 if level.inner is not None:
                     x, nodes = x[:, level.inner], nodes[:, level.inner]
                 x = run(self.join(nodes, x), depth, level.inner_first - 1, level.inner_last - 1)
-            guesses = (
-                self.lm_heads[0](self.norm(x)).topk(level.width).indices
-            )  # a soft cap would keep their order
+            # a soft cap would keep their order
+            guesses = self.lm_heads[0](self.norm(x)).topk(level.width).indices
             nodes = self.lm_head(1).tokens_of(guesses.flatten(1)[:, level.candidates])
             x = x[:, level.parents]
             tokens.append(nodes)
@@ -314,9 +311,8 @@ class Eagle3Draft(LMHeadsDraft):
             roots[:, None],
             torch.zeros_like(roots)[:, None],
         )
-        values = torch.zeros_like(
-            parents, dtype=torch.promote_types(x.dtype, torch.float32)
-        )  # logarithms
+        # logarithms
+        values = torch.zeros_like(parents, dtype=torch.promote_types(x.dtype, torch.float32))
         visible = torch.zeros(len(roots), 1, 0, dtype=torch.bool, device=roots.device)
         drafted, count = [(nodes, parents, values)], 1
         for depth in range(size.depth):
@@ -393,9 +389,8 @@ def _copy_norm(norm: LlamaRMSNorm, source: nn.Module | None) -> None:
     if source is None or (weight := next(source.parameters(), None)) is None:
         return
     ones = torch.ones_like(weight)
-    factors = (
-        source(ones) - source(-ones)
-    ).float() / 2  # 0 where a norm subtracts the mean, whatever its bias
+    # 0 where a norm subtracts the mean, whatever its bias
+    factors = (source(ones) - source(-ones)).float() / 2
     if bool((factors != 0).all()):
         norm.weight.copy_(factors)
 
@@ -428,9 +423,8 @@ class Eagle3Layer(nn.Module):
         """Copy the weights of a layer of the backbone that have the same shape; the part that reads
         x, of both.
         """
-        parameters = (
-            source.named_parameters()
-        )  # neither integers nor FP8, whose scales are parameters of their own
+        # neither integers nor FP8, whose scales are parameters of their own
+        parameters = source.named_parameters()
         weights = {
             name: weight
             for name, weight in parameters
@@ -442,9 +436,8 @@ class Eagle3Layer(nn.Module):
             part = parameter[:, -weight.shape[-1] :] if parameter.dim() == 2 else parameter
             if part.shape == weight.shape:
                 part.copy_(weight)
-        of_outputs = hasattr(
-            source, "post_feedforward_layernorm"
-        )  # Gemma 2 and 3, OLMo 2, which has no others
+        # Gemma 2 and 3, OLMo 2, which has no others
+        of_outputs = hasattr(source, "post_feedforward_layernorm")
         before_mlp = "pre_feedforward_layernorm" if of_outputs else "post_attention_layernorm"
         _copy_norm(self.hidden_norm, getattr(source, "input_layernorm", None))
         _copy_norm(self.post_attention_layernorm, getattr(source, before_mlp, None))
@@ -585,14 +578,11 @@ def layer_config(config: Any, layer: Mapping[str, Any] | None = None) -> LlamaCo
         config: of the backbone's text model. layer: entries that replace these.
     """
     rope = getattr(config, "rope_parameters", None) or {}
-    rope = dict(
-        rope.get("full_attention", rope) or {}
-    )  # some families have angles for each layer type
+    # some families have angles for each layer type
+    rope = dict(rope.get("full_attention", rope) or {})
     if rope.pop("partial_rotary_factor", 1.0) != 1.0 and rope.get("rope_type") == "longrope":
-        rope = {
-            "rope_type": "default",
-            "rope_theta": rope["rope_theta"],
-        }  # its factors are for fewer dimensions
+        # its factors are for fewer dimensions
+        rope = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
     entries = {
         "vocab_size": 1,
         "hidden_size": config.hidden_size,

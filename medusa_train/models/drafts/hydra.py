@@ -163,9 +163,8 @@ class HydraDraft(LMHeadsDraft):
             if level.inner is not None:
                 x, nodes = x[:, level.inner], nodes[:, level.inner]
             x = torch.cat([x, self._embed(nodes).to(x.dtype)], dim=-1)  # [B, m, (k + 1) d]
-            logits = self.lm_heads[k - 1](
-                self.blocks[k - 1](x)
-            )  # soft cap and scale would keep their order
+            # soft cap and scale would keep their order
+            logits = self.lm_heads[k - 1](self.blocks[k - 1](x))
             nodes = self.lm_head(k).tokens_of(
                 logits.topk(level.width).indices.flatten(1)[:, level.candidates]
             )

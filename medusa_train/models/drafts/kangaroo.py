@@ -193,9 +193,8 @@ class KangarooDraft(Draft):
         """
         cache, adapter_cache, read = state.cache, state.adapter_cache, tree.by_level.inner_nodes
         lengths, last = cache.row_lengths(roots.device), self._backbone.max_context - 1
-        positions = (tree.depths[None] + lengths).clamp(
-            max=last
-        )  # nodes past the context are never accepted
+        # nodes past the context are never accepted
+        positions = (tree.depths[None] + lengths).clamp(max=last)
         mask = None
         if (
             isinstance(cache, BatchCache)
@@ -259,9 +258,8 @@ class KangarooDraft(Draft):
             guesses, mass, share = self._guess(logits, level, mass, threshold)
             tokens.append(guesses)
             if share is not None and bool((share <= threshold).all()):
-                deepest = (
-                    depth + 1
-                )  # these tokens are still verified, so their early states are needed
+                # these tokens are still verified, so their early states are needed
+                deepest = depth + 1
         return Proposal(torch.cat(tokens, dim=1), levels.truncate(deepest), torch.cat(early, dim=1))
 
     def logits(self, states: Tensor) -> Tensor:
@@ -315,9 +313,8 @@ class KangarooDraft(Draft):
             state.adapter_cache,
         )
         assert early is not None
-        if (
-            proposal.early is None
-        ):  # `propose` was not called, so the adapter has not read the position before the root
+        # `propose` was not called, so the adapter has not read the position before the root
+        if proposal.early is None:
             positions = torch.zeros_like(proposal.tokens) + cache.row_lengths(early.device)
             mask = mask_with_prefix(cache, early.new_zeros(1, 1, dtype=self._dtype))
             self.adapter.extend(self.cast(state.last), positions, cache, mask)

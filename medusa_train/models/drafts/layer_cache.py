@@ -59,9 +59,8 @@ class LayerCache:
             cache.commit_rows([len(path) for path in paths])
             return out
         mask = None
-        if isinstance(
-            cache, BatchCache
-        ):  # rows end at different columns, which the default mask would not respect
+        # rows end at different columns, which the default mask would not respect
+        if isinstance(cache, BatchCache):
             mask = mask_with_prefix(cache, states.new_full((q, q), float("-inf")).triu(1))
         out = layer.extend(states, positions, cache, mask)
         cache.keep_rows(paths.ranges())
@@ -161,9 +160,8 @@ class UnreadRows:
                 the root first.
         """
         paths = RowPaths.of(paths, tokens.device)
-        following = tokens.gather(
-            1, paths.nodes.roll(-1, dims=1)
-        )  # that of the last node is replaced by the next root
+        # that of the last node is replaced by the next root
+        following = tokens.gather(1, paths.nodes.roll(-1, dims=1))
         return replace(
             self, hidden=gather_paths(states, paths), following=following, paths=paths, read=False
         )

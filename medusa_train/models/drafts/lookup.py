@@ -160,9 +160,8 @@ class PromptText:
         self._max_ngram = max_ngram
         self._min_probability = min_probability
         self._tokens: list[int] = []
-        self._ends: dict[
-            tuple[int, ...], list[int]
-        ] = {}  # positions after each occurrence, increasing
+        # positions after each occurrence, increasing
+        self._ends: dict[tuple[int, ...], list[int]] = {}
         self._accuracy = CopyAccuracy()
         #: Of the last draft: length of the n-gram that was found, the root's position, and all
         # continuations.

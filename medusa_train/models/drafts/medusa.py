@@ -265,9 +265,8 @@ class MedusaDraft(Draft):
         """Logits of heads 1..count, [count, B, V]."""
         if state.stacked is not None:
             return self._stacked_logits(state.hidden, state.stacked, count)
-        states = [
-            self.head_state(state.hidden, k) for k in range(1, count + 1)
-        ]  # of prepacked blocks, or with ZeRO
+        # of prepacked blocks, or with ZeRO
+        states = [self.head_state(state.hidden, k) for k in range(1, count + 1)]
         lm_heads: Sequence[Any] = list(self.lm_heads) or [self._lm_head(1).raw_logits] * count
         return torch.stack([lm_head(x) for lm_head, x in zip(lm_heads, states, strict=False)])
 

@@ -158,9 +158,8 @@ def test_value_and_gradient_of_the_formula(
     plain = [_plain(feats.hidden[b, :-1], embeddings[b, 1:], state, 5, blocks) for b in range(2)]
     theirs = [torch.stack([row[k] for row in plain]) for k in range(5)]
     for mine, other in zip(ours, theirs, strict=True):
-        assert torch.allclose(
-            mine, other, atol=3e-6
-        )  # norms and angles of stock layers are float32 in any dtype
+        # norms and angles of stock layers are float32 in any dtype
+        assert torch.allclose(mine, other, atol=3e-6)
     weights = [torch.randn_like(logits) for logits in ours]
     sum((a * b).sum() for a, b in zip(ours, weights, strict=True)).backward()  # type: ignore[union-attr]
     sum((a * b).sum() for a, b in zip(theirs, weights, strict=True)).backward()  # type: ignore[union-attr]

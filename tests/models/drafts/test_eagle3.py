@@ -127,9 +127,8 @@ def test_trees_are_drafted_as_in_training(rows: int) -> None:
     for row in range(rows):
         guesses = dict(zip([(), *tree.paths], proposal.tokens[row].tolist(), strict=True))
         for path in tree.paths:
-            before = [
-                guesses[path[:depth]] for depth in range(len(path))
-            ]  # the root and the guesses above this one
+            # the root and the guesses above this one
+            before = [guesses[path[:depth]] for depth in range(len(path))]
             text = torch.tensor([[*prompts[row].tolist(), *before]])
             states = list(
                 draft.teacher_forced_states(

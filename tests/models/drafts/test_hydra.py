@@ -154,9 +154,8 @@ def test_proposals_are_each_nodes_own_best_tokens(family: str, prefix_layer: boo
                         descending=True
                     )
                     assert nodes[node] == int(order[path[-1]])
-            states = torch.randn(
-                3, TREE.size + 1, 32, dtype=torch.float64
-            )  # of a verification pass
+            # of a verification pass
+            states = torch.randn(3, TREE.size + 1, 32, dtype=torch.float64)
             texts = [torch.cat([text, states[row, paths[row]]]) for row, text in enumerate(texts)]
             state = draft.advance(state, Features(states), proposal, paths)
         state = draft.select_rows(state, [0, 2])

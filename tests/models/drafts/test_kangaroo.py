@@ -138,9 +138,8 @@ def test_loss_and_gradient_are_the_plain_ones(soft: float, kind: str) -> None:
         own = draft.own_lm_head
         logits = backbone.logits(states) if own is None else linear(states, own.weight)
         teacher = backbone.logits(feats.hidden[0, here]).softmax(-1)
-        for t in range(
-            1, LENGTHS[document] - 1
-        ):  # t: where token t + 1 is predicted, once a token was guessed before
+        # t: where token t + 1 is predicted, once a token was guessed before
+        for t in range(1, LENGTHS[document] - 1):
             if batch.labels[0, here][t + 1] >= 0:
                 terms.append(
                     cross_entropy(logits[t], teacher[t] if soft else batch.tokens[0, here][t + 1])
@@ -199,9 +198,8 @@ def test_only_the_adapter_is_trained_and_saved(family: str, kind: str, tmp_path:
     assert torch.equal(
         draft.states(feats, Rows.from_tokens(tokens)), again.states(feats, Rows.from_tokens(tokens))
     )
-    assert torch.allclose(
-        draft.logits(feats.hidden), draft.lm_head(1).logits(feats.hidden)
-    )  # Granite scales them
+    # Granite scales them
+    assert torch.allclose(draft.logits(feats.hidden), draft.lm_head(1).logits(feats.hidden))
 
 
 def test_an_exit_that_is_none_is_refused() -> None:

@@ -143,9 +143,8 @@ def test_value_and_gradients_of_the_loss(kind: str, share: float) -> None:
         parameters,
     )
     for mine, other in zip(at_once, theirs, strict=True):
-        torch.testing.assert_close(
-            mine, other, rtol=1e-6, atol=1e-8
-        )  # norms of stock layers are float32
+        # norms of stock layers are float32
+        torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize("tree", [Tree.chain(3), TREE], ids=["chain", "sparse"])
