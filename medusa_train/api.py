@@ -26,6 +26,7 @@ def load(
     dtype: str = "auto",
     chat_template: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    special_tokens: Mapping[str, str] | None = None,
     trust_remote_code: bool = False,
     compile: bool = False,
     draft: str | None = None,
@@ -46,6 +47,9 @@ def load(
             tokenizer's.
         chat_template_kwargs: variables of the chat template, such as `{"enable_thinking": False}`;
             defaults to the run's.
+        special_tokens: tokens of the vocabulary by role, such as `{"eos_token": "<|im_end|>"}`;
+            defaults to the run's. Answers end at the tokenizer's EOS token, those of
+            generation_config.json, and the one that the chat template writes after an answer.
         trust_remote_code: allow Python code that the backbone's repository ships.
         compile: compile the decoding passes with torch.compile: one to several minutes more to
             start, faster steps.
@@ -67,6 +71,7 @@ def load(
         tree,
         chat_template=chat_template,
         chat_template_kwargs=chat_template_kwargs,
+        special_tokens=special_tokens,
         trust_remote_code=trust_remote_code,
         lookup=lookup,
     )

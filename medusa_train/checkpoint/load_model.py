@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from transformers import GenerationConfig
+
 from medusa_train.checkpoint.heads import load_draft
 from medusa_train.checkpoint.resolve import FIXED, NO_TREE, ModelPaths
 from medusa_train.config.drafts import LookupChoice
 from medusa_train.config.paths import resolve_path
 from medusa_train.data.datastore import read_datastore
-from medusa_train.errors import CheckpointError
+from medusa_train.errors import CheckpointError, MedusaError
+from medusa_train.hub import hub_is_unreachable
 from medusa_train.inference.static.graphs import use_cuda_graphs
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft, Limits, Proposer
@@ -20,9 +23,10 @@ from medusa_train.models.drafts.combined import MergedDraft
 from medusa_train.models.drafts.eagle3 import Eagle3Draft
 from medusa_train.models.drafts.lookahead import LookaheadDraft
 from medusa_train.models.drafts.lookup import LookupDraft, PromptLookupDraft, RestDraft
-from medusa_train.models.loading import load_backbone
+from medusa_train.models.loading import load_backbone, load_tokenizer, resolve_backbone
 from medusa_train.models.lora import Adapter
 from medusa_train.models.prepack import prepack_linears
+from medusa_train.models.stop_tokens import StopTokens, chat_encoder_or_none, find_stop_tokens
 from medusa_train.trees.tree import Tree
 
 
@@ -125,12 +129,47 @@ def load_base_model(paths: ModelPaths, dtype: str) -> Backbone:
     """
     # merging an adapter dequantises
     quantization = paths.quantization if paths.adapter is None else None
-    return load_backbone(
+    backbone = load_backbone(
         paths.base_model,
         dtype=dtype,
         quantization=quantization,
         trust_remote_code=paths.trust_remote_code,
+        special_tokens=paths.special_tokens,
     )
+    backbone.end_answers_by(paths.chat_template, paths.chat_template_kwargs)
+    return backbone
+
+
+def read_stop_tokens(paths: ModelPaths) -> tuple[StopTokens, Any]:
+    """Return at which tokens a model's answers end, and its tokenizer, without loading weights.
+
+    Raises:
+        BackboneError: its files cannot be read.
+        ConfigError: its chat template cannot be read, or a special token does not exist.
+    """
+    source, config = resolve_backbone(paths.base_model, trust_remote_code=paths.trust_remote_code)
+    tokenizer = load_tokenizer(
+        source, trust_remote_code=paths.trust_remote_code, special_tokens=paths.special_tokens
+    )
+    try:
+        generation_config = GenerationConfig.from_pretrained(
+            source, local_files_only=hub_is_unreachable()
+        )
+    except OSError:  # no such file: transformers takes it from config.json then
+        generation_config = GenerationConfig.from_model_config(config)
+    chat = chat_encoder_or_none(tokenizer, paths.chat_template, paths.chat_template_kwargs)
+    vocab_size = config.get_text_config().vocab_size
+    return find_stop_tokens(generation_config, tokenizer, vocab_size, chat), tokenizer
+
+
+def added_stop_tokens(paths: ModelPaths) -> tuple[int, ...]:
+    """Return the tokens that end answers beside those of the generation config; none where the
+    model's files cannot be read, which whoever loads it reports.
+    """
+    try:
+        return read_stop_tokens(paths)[0].added
+    except MedusaError:
+        return ()
 
 
 def load_tree(paths: ModelPaths, num_heads: int) -> Tree:
@@ -184,6 +223,8 @@ def _load_merged(paths: ModelPaths, adapter: Path, dtype: str) -> Backbone:
         dtype=dtype,
         quantization=paths.quantization,
         trust_remote_code=paths.trust_remote_code,
+        special_tokens=paths.special_tokens,
     )
     Adapter.load(backbone, adapter).merge()
+    backbone.end_answers_by(paths.chat_template, paths.chat_template_kwargs)
     return backbone.to_dtype(dtype)

@@ -57,6 +57,7 @@ class ModelPaths:
         chat_template: name of the chat template, where the run or the user names one.
         adapter: LoRA adapter of a joint run, merged into the backbone for decoding.
         quantization: how the backbone was loaded in training.
+        special_tokens: tokens with a role that the tokenizer's own files do not give them.
         lookup: a draft without training, alone (`heads is None`) or added to the heads.
         tree_mode: "fixed"; "dynamic" or, with nodes and depth, "dynamic:32x5": the draft chooses
             another tree in every step; "none": nothing is drafted, and heads are only traced.
@@ -72,6 +73,7 @@ class ModelPaths:
     quantization: Quantization | None = None
     trust_remote_code: bool = False
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
     lookup: LookupChoice | None = None
     tree_mode: str = FIXED
     threshold: float | None = None
@@ -170,6 +172,7 @@ def resolve_model(
     *,
     chat_template: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    special_tokens: Mapping[str, str] | None = None,
     trust_remote_code: bool = False,
     needs_backbone: bool = True,
     lookup: LookupChoice | None = None,
@@ -211,6 +214,7 @@ def resolve_model(
         chat_template_kwargs=(
             paths.chat_template_kwargs if chat_template_kwargs is None else chat_template_kwargs
         ),
+        special_tokens=paths.special_tokens if special_tokens is None else special_tokens,
         trust_remote_code=trust_remote_code or (paths.trust_remote_code and base_model is None),
     )
 
@@ -351,7 +355,9 @@ def _resolve_run(run: Path, base_model: str | None, tree: Path | None) -> ModelP
         # Heads over a quantised backbone were trained on its hidden states, not on those of the
         # original.
         quantization = "nf4" if config.get("load_in_4bit") else "int8"
-    template, template_kwargs = config.get("chat_template"), config.get("chat_template_kwargs")
+    template = config.get("chat_template")
+    template_kwargs = config.get("chat_template_kwargs")
+    special_tokens = config.get("special_tokens")
     return ModelPaths(
         home=run,
         base_model=_local_or_hub(base),
@@ -366,6 +372,7 @@ def _resolve_run(run: Path, base_model: str | None, tree: Path | None) -> ModelP
         quantization=quantization,
         trust_remote_code=config.get("trust_remote_code") is True,
         chat_template_kwargs=template_kwargs if isinstance(template_kwargs, dict) else {},
+        special_tokens=special_tokens if isinstance(special_tokens, dict) else {},
     )
 
 

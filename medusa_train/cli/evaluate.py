@@ -170,6 +170,7 @@ def _resolve_paths(cfg: EvalConfig) -> ModelPaths:
         cfg.tree,
         chat_template=cfg.chat_template,
         chat_template_kwargs=cfg.chat_template_kwargs,
+        special_tokens=cfg.special_tokens,
         trust_remote_code=cfg.trust_remote_code,
         lookup=None if cfg.server_url else cfg.lookup_choice,
         threshold=None if cfg.uses_server else cfg.threshold,
@@ -214,12 +215,10 @@ def _chat(cfg: EvalConfig, paths: ModelPaths, console: Console) -> None:
         options |= {"epsilon": cfg.epsilon, "delta": cfg.delta}
     if "seed" in cfg.model_fields_set:
         options["seed"] = cfg.seed
-    Chat(
-        open_model(paths, cfg.dtype, compiled=cfg.compile is True),
-        console,
-        cfg.max_new_tokens,
-        **options,
-    ).run()
+    model = open_model(paths, cfg.dtype, compiled=cfg.compile is True)
+    if (ends := model.backbone.stop_tokens.describe(model.backbone.tokenizer)) is not None:
+        console.print(ends, markup=False, highlight=False)
+    Chat(model, console, cfg.max_new_tokens, **options).run()
 
 
 def _compare(names: list[str], bench: str | None, output_dir: str | None) -> None:

@@ -423,6 +423,11 @@ EVAL_CONSTRAINTS: tuple[Constraint, ...] = (
         "the server applies its own chat template; remove chat_template",
     ),
     Constraint(
+        ("special_tokens", "server_url"),
+        lambda cfg: cfg.special_tokens is not None and cfg.server_url is not None,
+        "a running server has its own tokenizer; remove special_tokens",
+    ),
+    Constraint(
         ("serve_args",),
         lambda cfg: any(
             arg.split("=")[0].replace("_", "-") in _REFUSED_SERVE_ARGS
@@ -559,6 +564,7 @@ SELFDISTILL_CONSTRAINTS: tuple[Constraint, ...] = (
             ),
             ("batch_size", "a server does its own batching; set concurrency instead"),
             ("chat_template", "the server applies its own chat template; remove chat_template"),
+            ("special_tokens", "the server has its own tokenizer; remove special_tokens"),
         )
     ),
     Constraint(

@@ -54,6 +54,7 @@ from medusa_train.config.types import (
     ReasoningTags,
     Resume,
     Schedule,
+    SpecialTokens,
     TemplateKwargs,
     Text,
     TextList,
@@ -62,8 +63,8 @@ from medusa_train.config.types import (
     key,
 )
 
-#: Axolotl keys without a meaning here: accepted with any value, and listed as ignored. Classes and
-# special tokens follow from the backbone's files; batches are padded to their longest row.
+#: Axolotl keys without a meaning here: accepted with any value, and listed as ignored. Classes
+# follow from the backbone's files; batches are padded to their longest row.
 IGNORED_AXOLOTL_KEYS = frozenset(
     (
         "is_llama_derived_model",
@@ -92,7 +93,6 @@ IGNORED_AXOLOTL_KEYS = frozenset(
         "tokenizer_type",
         "base_model_config",
         "pad_to_sequence_len",
-        "special_tokens",
         "eval_sample_packing",
         "eval_max_new_tokens",
         "plugins",
@@ -136,6 +136,7 @@ SHARED_WITH_STAGE_ONE = (
     "sample_packing",
     "chat_template",
     "chat_template_kwargs",
+    "special_tokens",
     "reasoning_tags",
     "roles_to_train",
     "train_on_inputs",
@@ -379,6 +380,11 @@ class TrainConfig(Config):
     )
     chat_template_kwargs: TemplateKwargs | None = key(
         None, "variables of the template: {enable_thinking: false}"
+    )
+    special_tokens: SpecialTokens | None = key(
+        None,
+        "tokens of the vocabulary to use as eos_token, bos_token, unk_token or pad_token, as in"
+        " Axolotl: {eos_token: <|im_end|>}; answers end at the eos_token, too",
     )
     reasoning_tags: ReasoningTags = key(
         ("<think>", "</think>"),
@@ -630,6 +636,10 @@ class EvalConfig(Config):
     chat_template_kwargs: TemplateKwargs | None = key(
         None, "variables of the template, such as {enable_thinking: false}; default: the run's"
     )
+    special_tokens: SpecialTokens | None = key(
+        None,
+        "tokens of the vocabulary to use as eos_token and so on; default: the run's",
+    )
     tree: Text | None = key(
         None,
         "fixed: the run's tree.json (the default); dynamic: another tree in every step, as large"
@@ -868,6 +878,9 @@ class SelfDistillConfig(Config):
     chat_template_kwargs: TemplateKwargs | None = key(
         None,
         "variables of the template, such as {enable_thinking: false}; sent to a server as they are",
+    )
+    special_tokens: SpecialTokens | None = key(
+        None, "tokens of the vocabulary to use as eos_token and so on; default: the tokenizer's"
     )
     reasoning_tags: ReasoningTags = key(
         ("<think>", "</think>"),

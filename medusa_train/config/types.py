@@ -149,6 +149,29 @@ def _as_template_kwargs(value: object) -> object:
     return value
 
 
+#: Roles that a token of the vocabulary can be given.
+SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+def _as_special_tokens(value: object) -> object:
+    """Validate Axolotl's `special_tokens`: roles and tokens."""
+    if not isinstance(value, dict):
+        raise _type_error("a mapping such as {eos_token: <|im_end|>}", value)
+    for role, token in value.items():
+        problem = None
+        if role == "additional_special_tokens":
+            problem = (
+                "tokens cannot be added, since the backbone has no embeddings of them; remove it"
+            )
+        elif role not in SPECIAL_TOKENS:
+            problem = f"unknown; choose {', '.join(SPECIAL_TOKENS)}"
+        elif not isinstance(token, str) or not token:
+            problem = f"expected a token such as <|im_end|>, got {format_value(token)}"
+        if problem is not None:
+            raise PydanticCustomError("config_type", "{text}", {"text": f"{role}: {problem}"})
+    return value
+
+
 def _as_reasoning_tags(value: object) -> object:
     if (
         isinstance(value, (list, tuple))
@@ -208,6 +231,8 @@ TextOrMapping = Annotated[
 ]
 #: Variables of a chat template, by name.
 TemplateKwargs = Annotated[dict[str, Any], BeforeValidator(_as_template_kwargs)]
+#: Tokens of the vocabulary by the role that they get, as in Axolotl.
+SpecialTokens = Annotated[dict[str, str], BeforeValidator(_as_special_tokens)]
 #: The tags before and after the reasoning part of an answer.
 ReasoningTags = Annotated[
     tuple[str, str],

@@ -154,6 +154,21 @@ class ChatTemplate:
             else ""
         )
 
+    def end_token(self) -> str | None:
+        """Return the token that the template writes after the content of an answer: the one that
+        answers are trained to end with.
+
+        None where nothing but plain text follows, or where the template rejects a chat of one
+        question.
+        """
+        question = [Message("user", "Hello")]
+        try:
+            end = self._around_answer(question, self.render(question, prompt=True))[1]
+        except ChatTemplateError:
+            return None
+        tokens = [token for token in self.added_tokens if token.strip() and end.endswith(token)]
+        return max(tokens, key=len, default=None)
+
     def content_spans(
         self, messages: Sequence[Message], roles: Collection[Role]
     ) -> dict[int, Span]:
@@ -195,9 +210,10 @@ class ChatTemplate:
         """Return what the template writes between `prompt` and the content of a last answer, and
         its end token.
 
-        The end is what follows the content, up to the first added token; without one, up to
-        trailing white space. So neither the line break before the next turn nor a token that closes
-        the whole text belongs to the answer.
+        The end is what follows the content, up to the first added token that is not white space
+        (Gemma has tokens of line breaks); without one, up to trailing white space. So neither the
+        line break before the next turn nor a token that closes the whole text belongs to the
+        answer.
         """
         placeholder = _placeholder(len(messages))
         before, found, after = self.render(
@@ -259,7 +275,11 @@ def _rendered_answer(rendered: str, prompt: str, lead: str, content: str, end: s
 )  # there are thousands of added tokens in some tokenizers, and few texts after answers
 def _end_of_answer(after: str, added_tokens: frozenset[str]) -> str:
     """Cut the text that follows the content of a last answer after its end token."""
-    ends = [after.index(token) + len(token) for token in added_tokens if token in after]
+    ends = [
+        after.index(token) + len(token)
+        for token in added_tokens
+        if token.strip() and token in after
+    ]
     return after[: min(ends)] if ends else after.rstrip()
 
 

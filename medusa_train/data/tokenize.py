@@ -157,6 +157,15 @@ class ChatEncoder:
         """
         return self.template.opened_reasoning(self.template.render(messages, prompt=True))
 
+    def end_token_id(self) -> int | None:
+        """Return the token that ends an answer, as the template writes it; see
+        `ChatTemplate.end_token`.
+        """
+        token = self.template.end_token()
+        if token is None:
+            return None
+        return int(self.tokenizer.convert_tokens_to_ids(token))
+
     def _encode_rows(
         self, answers: list[RenderedAnswer], messages: Sequence[Message], first: int
     ) -> list[EncodedRow]:

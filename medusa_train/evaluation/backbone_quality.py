@@ -55,7 +55,11 @@ def measure_backbone_quality(paths: ModelPaths, dtype: str = "float32") -> dict[
     """
     if (cfg := run_config(paths)) is None or not paths.trained_backbone:
         return None
-    tokenizer = load_tokenizer(paths.base_model, trust_remote_code=paths.trust_remote_code)
+    tokenizer = load_tokenizer(
+        paths.base_model,
+        trust_remote_code=paths.trust_remote_code,
+        special_tokens=paths.special_tokens,
+    )
     chat = ChatEncoder(tokenizer, paths.chat_template, paths.chat_template_kwargs)
     if (validation := validation_conversations(cfg, chat)) is None:
         return None

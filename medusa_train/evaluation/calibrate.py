@@ -66,6 +66,8 @@ def calibrate(
             " steps"
         )
     model = load_model(paths, dtype, progress, compiled=cfg.compile is True)
+    if (ends := model.backbone.stop_tokens.describe(model.backbone.tokenizer)) is not None:
+        progress.print(ends)
     chat = ChatEncoder(model.backbone.tokenizer, paths.chat_template, paths.chat_template_kwargs)
     of_bench = [[chat.prompt(question.opening)] for question in bench.questions]
     of_run = validation_prompts(paths, chat, cfg.seed, cfg.calibration_tokens)

@@ -176,6 +176,8 @@ def _load_and_time(
         model = load_model(
             paths, dtype, progress, compiled=cfg.compile is True, rows=cfg.batch_size
         )
+        if (ends := model.backbone.stop_tokens.describe(model.backbone.tokenizer)) is not None:
+            progress.print(ends)
         if chooses_compilation(cfg, paths):
             _choose_compile(cfg, bench, model, paths, log.header.get("compiled"), progress)
         if (refitted := refit_tree(cfg, model, paths, most_tokens, progress)) is not None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import transformers
 
-from medusa_train.checkpoint.load_model import LoadedModel
+from medusa_train.checkpoint.load_model import LoadedModel, added_stop_tokens
 from medusa_train.checkpoint.resolve import FIXED, ModelPaths, find_heads
 from medusa_train.config.paths import public_name
 from medusa_train.config.schema import EvalConfig
@@ -65,6 +65,7 @@ def collect_metadata(
         "max_new_tokens": cfg.max_new_tokens,
         "chat_template": None if paths.chat_template is None else public_name(paths.chat_template),
         "chat_template_kwargs": dict(paths.chat_template_kwargs) or None,
+        "stop_tokens": list(model.backbone.eos_ids),
         "decoding": mode.as_json,
         "backbone": paths.backbone_form,
         "dtype": dtype,
@@ -159,7 +160,9 @@ def bench_settings(bench: Bench) -> dict[str, Any]:
 
 
 def model_settings(paths: ModelPaths) -> dict[str, Any]:
-    """Return what identifies the weights of a model and its chat template, which may be a file."""
+    """Return what identifies the weights of a model, its chat template, which may be a file, and
+    where its answers end.
+    """
     folders = [
         folder
         for folder in (paths.heads, paths.adapter, Path(paths.base_model))
@@ -176,4 +179,6 @@ def model_settings(paths: ModelPaths) -> dict[str, Any]:
         "base_model": paths.base_model,
         "chat_template": paths.chat_template and get_template(paths.chat_template).source,
         "weights": [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in weights],
+        "special_tokens": dict(paths.special_tokens) or None,
+        "stop_tokens": list(added_stop_tokens(paths)) or None,
     }

@@ -268,6 +268,7 @@ def _load_assistant(name: str, backbone: Backbone, mode: DecodingMode) -> torch.
             f"assistant_model {name}: its tokenizer differs from the backbone's; use a smaller"
             " model of the same family"
         )
+    assistant.eos_ids = backbone.eos_ids  # of the same vocabulary
     assistant.model.generation_config = _bare_config(assistant, mode)
     return assistant.model
 

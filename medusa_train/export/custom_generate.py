@@ -13,7 +13,8 @@ DIRECTORY contains, beside custom_generate/generate.py, which is this file:
     medusa_lm_head.safetensors   {i}.{j}.linear.weight|bias: residual block j of head i, [d, d] and [d];
                                  {i}.{n}.weight|bias: its output matrix [V, d], absent if the model's lm_head is shared;
                                  token_map [N]: token ids of the N rows, if the heads have a vocabulary of their own
-    config.json                  medusa_num_heads and n, medusa_num_layers
+    config.json                  medusa_num_heads and n, medusa_num_layers; stop_token_ids: tokens that end an answer
+                                 beside those of the model's generation config, which eos_token_id=... replaces
     tree.json                    medusa_choices: the paths of the tree. [0, 2] is the third best guess of head 2 below
                                  the best guess of head 1. Or the list of paths alone
 
@@ -36,6 +37,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import linear, silu
 from transformers import (
     DynamicCache,
+    EosTokenCriteria,
     GenerationMixin,
     StoppingCriteriaList,
     StopStringCriteria,
@@ -88,6 +90,12 @@ def generate(
         given = arguments.get("stopping_criteria") or []
         arguments["stopping_criteria"] = StoppingCriteriaList(
             [*given, StopStringCriteria(tokenizer, stop_strings)]
+        )
+    stop_token_ids = _read_json(source, "config.json", hub).get("stop_token_ids")
+    if stop_token_ids and arguments.get("eos_token_id") is None:
+        given = arguments.get("stopping_criteria") or []
+        arguments["stopping_criteria"] = StoppingCriteriaList(
+            [*given, EosTokenCriteria(stop_token_ids)]
         )
     record = _read_json(source, "tree.json", hub)
     choices = record["medusa_choices"] if isinstance(record, dict) else record

@@ -121,7 +121,9 @@ def load_trained_backbone(paths: ModelPaths) -> Backbone:
         device="cpu",  # a GPU may have no room for the unquantised weights
         quantization=paths.quantization if paths.adapter is not None else None,
         trust_remote_code=paths.trust_remote_code,
+        special_tokens=paths.special_tokens,
     )
+    backbone.end_answers_by(paths.chat_template, paths.chat_template_kwargs)
     if paths.adapter is not None:
         Adapter.load(backbone, paths.adapter).merge()
     return backbone

@@ -19,6 +19,7 @@ from medusa_train.checkpoint.heads import (
     write_heads,
     write_weights,
 )
+from medusa_train.checkpoint.load_model import added_stop_tokens, read_stop_tokens
 from medusa_train.checkpoint.reference_layout import HeadTensors, shared_block_warning
 from medusa_train.checkpoint.resolve import (
     SAFETENSORS,
@@ -94,6 +95,8 @@ def export_run(
         exported.facts += write_eagle3(paths, paths.heads, to, exported.target, base, licence)
         if "lm_heads.0.bias" in read_eagle3(paths.heads)[0]:
             exported.warnings.append(BIAS_IGNORED)
+        if base_model is None:
+            exported.warnings += stop_warnings(paths)
         return exported
     if to in ("sglang", "speculators"):
         raise CheckpointError(
@@ -107,6 +110,8 @@ def export_run(
         exported.facts.insert(0, describe(heads))
         if base_model is None:
             exported.warnings += backbone_warnings(paths)
+            if to != "transformers":  # whose code reads them
+                exported.warnings += stop_warnings(paths)
     card = model_card(paths, heads, to, licence)
     try:
         replace_text(exported.target / CARD, card)
@@ -202,6 +207,29 @@ def backbone_warnings(paths: ModelPaths) -> list[str]:
     return [
         f"this run trained the backbone too ({paths.adapter}): serve these heads with the merged"
         f" backbone (medusa-export {paths.home} --to merged), not with {paths.base_model}"
+    ]
+
+
+def stop_warnings(paths: ModelPaths) -> list[str]:
+    """Warn where answers end at a token that neither the backbone's generation config nor its
+    tokenizer names, since servers stop at these only.
+    """
+    if _merged_directory(paths) is not None:  # whose generation config has all of them
+        return []
+    try:
+        stop_tokens, tokenizer = read_stop_tokens(paths)
+        of_files = read_stop_tokens(replace(paths, special_tokens={}))[0]
+    except MedusaError:  # the backbone is elsewhere; its card says how to serve it
+        return []
+    known = of_files.generation_config + of_files.tokenizer
+    unknown = [token for token in stop_tokens.ids if token not in known]
+    if not unknown:
+        return []
+    texts = " and ".join(map(str, tokenizer.convert_ids_to_tokens(unknown)))
+    return [
+        f"answers end at {texts}, which neither generation_config.json nor the tokenizer of"
+        f" {paths.base_model} names: add {unknown} to eos_token_id in its generation_config.json,"
+        " or send stop_token_ids with each request, else servers go on after the answer"
     ]
 
 
@@ -307,7 +335,8 @@ def _write_tensorrt(paths: ModelPaths, heads: HeadTensors, exported: Exported) -
 
 def _write_transformers(paths: ModelPaths, heads: HeadTensors, exported: Exported) -> None:
     exported.facts.append(write_custom_generate(paths, heads.num_heads, exported.target))
-    write_heads(heads, exported.target)
+    added = added_stop_tokens(paths)
+    write_heads(heads, exported.target, config={"stop_token_ids": list(added)} if added else None)
 
 
 def _write_merged(paths: ModelPaths, heads: HeadTensors, exported: Exported) -> None:

@@ -4,7 +4,8 @@ cache.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,6 @@ from medusa_train.models.features import (
 from medusa_train.models.hf_config import (
     context_length,
     decoder_of,
-    eos_ids,
     has_experts,
     layer_types,
     logit_scale,
@@ -38,6 +38,12 @@ from medusa_train.models.layer_split import LayerRunner, LayerSplit, check_exit_
 from medusa_train.models.lm_head import Embedding, LMHead, low_rank_of
 from medusa_train.models.partitioned import full_shape
 from medusa_train.models.precision import exact_buffers, parse_dtype
+from medusa_train.models.stop_tokens import (
+    GENERATION_CONFIG,
+    StopTokens,
+    chat_encoder_or_none,
+    find_stop_tokens,
+)
 from medusa_train.trees.kv_cache import TreeCache
 from medusa_train.trees.masks import additive_mask, document_mask, layer_masks, mask_with_prefix
 from medusa_train.trees.tree import Tree
@@ -58,6 +64,8 @@ class Backbone:
 
     Attributes:
         max_context: number of positions that the model was trained for.
+        stop_tokens: at which tokens an answer ends, and who says so; see `end_answers_by`.
+        eos_ids: their ids, at which all decoders stop.
         rope_switch: position from which a longrope model uses its long factors, or None.
         attention: transformers' name of the attention implementation that takes masks.
         varlen: whether packed documents are separated by their bounds, see `use_varlen`.
@@ -86,7 +94,11 @@ class Backbone:
         self.vocab_size, self.hidden_size = full_shape(head.weight)
         self.num_layers: int = self.config.num_hidden_layers
         self.max_context: int = context_length(self.config)
-        self.eos_ids = eos_ids(model, tokenizer)
+        generation_config = getattr(model, "generation_config", None)
+        self.stop_tokens: StopTokens = find_stop_tokens(
+            generation_config, tokenizer, self.vocab_size
+        )
+        self.eos_ids = self.stop_tokens.ids
         self.layer_types = layer_types(self.config)
         self.window: int | None = getattr(self.config, "sliding_window", None)
         self.rope_switch = rope_switch(self.config)
@@ -99,6 +111,22 @@ class Backbone:
         self.compiled: CompiledPass | None = None
         self.step_runner: Any = None
         model.eval().requires_grad_(False)
+
+    def end_answers_by(
+        self, chat_template: str | None, chat_template_kwargs: Mapping[str, Any] | None = None
+    ) -> None:
+        """End answers also at the token that the chat template writes after them.
+
+        Args:
+            chat_template: a name, a Jinja file, or None for the tokenizer's own, if it has any.
+
+        Raises ConfigError for a template that cannot be read.
+        """
+        chat = chat_encoder_or_none(self.tokenizer, chat_template, chat_template_kwargs)
+        self.stop_tokens = find_stop_tokens(
+            self.model.generation_config, self.tokenizer, self.vocab_size, chat
+        )
+        self.eos_ids = self.stop_tokens.ids
 
     def run(
         self,
@@ -242,7 +270,10 @@ class Backbone:
         """Convert the weights in place and return the model as a new backbone."""
         with exact_buffers(self.model):
             self.model.to(parse_dtype(dtype, self.device))
-        return Backbone(self.model, self.tokenizer, self.name)
+        converted = Backbone(self.model, self.tokenizer, self.name)
+        converted.stop_tokens = self.stop_tokens
+        converted.eos_ids = self.eos_ids
+        return converted
 
     def agrees(self, states: Tensor, expected: Tensor) -> bool:
         """Return whether two results of the same computation agree up to the rounding of this
@@ -363,15 +394,19 @@ class Backbone:
             self.config._attn_implementation = varlen
 
     def save(self, directory: Path) -> None:
-        """Save the model and its tokenizer; a generation config as it is, which save_pretrained may
-        find invalid.
+        """Save the model and its tokenizer; its generation config with all tokens that end an answer,
+        and else as it is, which save_pretrained may find invalid.
         """
-        kept, self.model.generation_config = self.model.generation_config, GenerationConfig()
+        kept = self.model.generation_config
+        self.model.generation_config = GenerationConfig()
         try:
             self.model.save_pretrained(directory, safe_serialization=True)
         finally:
             self.model.generation_config = kept
-        kept.to_json_file(directory / "generation_config.json")
+        saved = copy.deepcopy(kept)
+        if self.stop_tokens.added:
+            saved.eos_token_id = list(self.stop_tokens.ids)
+        saved.to_json_file(directory / GENERATION_CONFIG)
         self.tokenizer.save_pretrained(directory)
 
     # Faster decoding

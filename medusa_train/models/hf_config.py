@@ -116,13 +116,3 @@ def has_experts(config: Any) -> bool:
         getattr(config, key, None)
         for key in ("num_experts", "num_local_experts", "n_routed_experts")
     )
-
-
-def eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """Return all end-of-sequence tokens, from the generation config or else from the tokenizer."""
-    eos = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    if eos is None:
-        eos = getattr(tokenizer, "eos_token_id", None)
-    if eos is None:
-        return ()
-    return tuple(eos) if isinstance(eos, (list, tuple)) else (int(eos),)

@@ -4,7 +4,7 @@ on demand.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, Literal
@@ -13,13 +13,13 @@ from zipfile import is_zipfile
 import torch
 from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AddedToken, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.utils import is_flash_attn_2_available
 
 from medusa_train.config.paths import looks_like_path, nearest_path, resolve_path
-from medusa_train.config.types import Quantization
-from medusa_train.errors import BackboneError
+from medusa_train.config.types import SPECIAL_TOKENS, Quantization
+from medusa_train.errors import BackboneError, ConfigError
 from medusa_train.hub import describe_hub_error, hub_is_unreachable
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.compatibility import check_architecture, check_model
@@ -33,6 +33,10 @@ from medusa_train.models.hf_config import head_dim
 from medusa_train.models.partitioned import gathering_modules
 from medusa_train.models.precision import default_device, parse_dtype
 
+#: Roles of tokens that no model reads: padding is masked, and what a vocabulary lacks, as
+#: `special_tokens` may name it, cannot occur in a text.
+_NOT_READ = ("pad_token", "unk_token")
+
 
 def load_backbone(
     name: str,
@@ -41,6 +45,7 @@ def load_backbone(
     device: str | torch.device | None = None,
     quantization: Quantization | None = None,
     trust_remote_code: bool = False,
+    special_tokens: Mapping[str, str] | None = None,
 ) -> Backbone:
     """Load a model and its tokenizer, frozen and in eval mode, and check that trees can be verified
     with it.
@@ -48,6 +53,7 @@ def load_backbone(
     Args:
         name: a directory or the name of a model on the hub.
         dtype: "auto" included; with `quantization` that of the matrix products.
+        special_tokens: for the tokenizer, see `load_tokenizer`.
 
     Raises:
         BackboneError: the model cannot be found or read, or its architecture is not supported.
@@ -64,7 +70,9 @@ def load_backbone(
     capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
     offline = hub_is_unreachable()
     try:
-        tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
+        tokenizer = load_tokenizer(
+            source, trust_remote_code=trust_remote_code, special_tokens=special_tokens
+        )
         model: Any = AutoModelForCausalLM.from_pretrained(
             source,
             dtype=dtype,
@@ -94,19 +102,69 @@ def load_backbone(
     return backbone
 
 
-def load_tokenizer(resolved: str, *, trust_remote_code: bool) -> Any:
+def load_tokenizer(
+    resolved: str,
+    *,
+    trust_remote_code: bool,
+    special_tokens: Mapping[str, str] | None = None,
+) -> Any:
     """Load the backbone's tokenizer from `resolved`, the path or hub name returned by
     `resolve_backbone`.
+
+    Args:
+        special_tokens: tokens of its vocabulary to use as its `eos_token`, `bos_token` and so on.
+
+    Raises:
+        BackboneError: it cannot be read.
+        ConfigError: it has no such token.
     """
     # without `mistral_format` a tekken.json beside tokenizer.json would win, whose tokenizer has no
     # offsets
     options = {"local_files_only": hub_is_unreachable(), "mistral_format": False}
     try:
-        return AutoTokenizer.from_pretrained(
+        tokenizer = AutoTokenizer.from_pretrained(
             resolved, trust_remote_code=trust_remote_code, **options
         )
     except (OSError, ValueError, ImportError) as error:
         raise BackboneError(f"base_model {resolved}: cannot load its tokenizer: {error}") from error
+    _set_special_tokens(tokenizer, special_tokens or {}, resolved)
+    return tokenizer
+
+
+def _set_special_tokens(tokenizer: Any, special_tokens: Mapping[str, str], name: str) -> None:
+    """Give tokens of the vocabulary the role that `special_tokens` names; others have no embedding."""
+    vocabulary = tokenizer.get_vocab() if special_tokens else {}
+    for role, text in special_tokens.items():
+        if role not in SPECIAL_TOKENS:
+            raise ConfigError(
+                f"special_tokens: {role}: unknown; choose {', '.join(SPECIAL_TOKENS)}"
+            )
+        if text in vocabulary:
+            token = AddedToken(text, lstrip=False, rstrip=False, normalized=False, special=True)
+            tokenizer.add_special_tokens({role: token})
+        elif role not in _NOT_READ:
+            raise ConfigError(
+                f"special_tokens: {role}: {text} is no token of {name}, and tokens cannot be added"
+                " here: name one of its own, or a base_model whose embeddings include it"
+            )
+
+
+def unneeded_special_tokens(tokenizer: Any, special_tokens: Mapping[str, str] | None) -> str | None:
+    """Name the configured tokens that the vocabulary lacks and that nothing here reads; None without
+    any.
+    """
+    vocabulary = tokenizer.get_vocab()
+    unneeded = [
+        f"{role}: {text}"
+        for role, text in (special_tokens or {}).items()
+        if role in _NOT_READ and text not in vocabulary
+    ]
+    if not unneeded:
+        return None
+    return (
+        f"special_tokens: not in the tokenizer's vocabulary, and not needed: {', '.join(unneeded)}"
+        " (padding is masked, and no text has an unknown token)"
+    )
 
 
 def model_directory(source: str) -> Path:

@@ -45,6 +45,7 @@ def resolve_model_paths(cfg: SelfDistillConfig) -> ModelPaths:
         None,
         chat_template=cfg.chat_template,
         chat_template_kwargs=cfg.chat_template_kwargs,
+        special_tokens=cfg.special_tokens,
         trust_remote_code=cfg.trust_remote_code,
     )
     return paths if cfg.heads is not None else replace(paths, heads=None, tree=None)
@@ -158,6 +159,8 @@ def open_hf_engine(
     chat = ChatEncoder(model.backbone.tokenizer, paths.chat_template, paths.chat_template_kwargs)
     if (unused := chat.template.describe_unused_kwargs()) is not None:
         note(f"note: {unused}")
+    if (ends := model.backbone.stop_tokens.describe(model.backbone.tokenizer)) is not None:
+        note(ends)
     if cfg.compile is True:
         compile_backbone(model.backbone, paths, rows=batch_size, trees=trees)
     elif cfg.compile == "auto" and not (batch_size == 1 and dtype == "float32"):

@@ -114,7 +114,9 @@ def preview(cfg: SelfDistillConfig, prompts: Sequence[Prompt]) -> Iterator[tuple
 
     paths = resolve_model_paths(cfg)
     where, _ = resolve_backbone(paths.base_model, trust_remote_code=paths.trust_remote_code)
-    tokenizer = load_tokenizer(where, trust_remote_code=paths.trust_remote_code)
+    tokenizer = load_tokenizer(
+        where, trust_remote_code=paths.trust_remote_code, special_tokens=paths.special_tokens
+    )
     prompting = ChatPrompting(tokenizer, paths.chat_template, paths.chat_template_kwargs)
     for prompt, request in requests:
         try:
@@ -161,10 +163,23 @@ def output_settings(cfg: SelfDistillConfig, dtype: str | None) -> dict[str, Any]
         drop_looping=cfg.drop_looping or None,
         engine="openai" if cfg.engine == "openai" else None,
         chat_template_kwargs=cfg.chat_template_kwargs,
+        special_tokens=cfg.special_tokens,
+        stop_tokens=_added_stop_tokens(cfg),
         reasoning_tags=None if cfg.reasoning_tags == default_tags else list(cfg.reasoning_tags),
         mode=None if cfg.mode == "replay" else cfg.mode,
         rounds=cfg.rounds if cfg.mode == "selftalk" else None,
     )
+
+
+def _added_stop_tokens(cfg: SelfDistillConfig) -> list[int] | None:
+    """Return the tokens that end answers beside those of the generation config, at which earlier
+    versions did not stop; None without any, and for servers.
+    """
+    if cfg.engine == "openai":
+        return None
+    from medusa_train.checkpoint.load_model import added_stop_tokens
+
+    return list(added_stop_tokens(resolve_model_paths(cfg))) or None
 
 
 def _sampling(cfg: SelfDistillConfig, dtype: str | None) -> dict[str, Any]:

@@ -182,6 +182,8 @@ class RequestOptions:
     timeout: float
     retry_seconds: float
     key_variable: str
+    #: At which the model's answers end; sent to vLLM, which reads no chat template for them.
+    stop_tokens: tuple[int, ...] = ()
 
 
 def plan_blocks(questions: Sequence[Question], concurrency: int) -> list[list[Conversation]]:
@@ -330,6 +332,8 @@ class ServerBench:
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         if self.target.is_vllm:
             body["cache_salt"] = salt
+            if self._options.stop_tokens:
+                body["stop_token_ids"] = list(self._options.stop_tokens)
         content = self._client.complete(body)
         answer = parse_answer(content, REASONING_TAGS, sampling.max_new_tokens)
         wrong = None

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from medusa_train.checkpoint.load_model import read_stop_tokens
 from medusa_train.checkpoint.resolve import ModelPaths, find_heads, runs_directory
 from medusa_train.config.paths import expand_user, public_name
 from medusa_train.config.schema import EvalConfig
@@ -81,6 +82,10 @@ def measure_servers(
     log.start(log.entries)
     for note in () if served is None else served.notes:
         run.note(note)
+    if served is not None and paths is not None:
+        stop_tokens, tokenizer = read_stop_tokens(paths)
+        if (ends := stop_tokens.describe(tokenizer)) is not None:
+            progress.print(f"{ends}; sent to the servers as stop_token_ids")
     meta = {**metadata(cfg, bench, mode, paths, served, remote), "command": command}
     try:
         if served is None:
@@ -344,7 +349,15 @@ def request_options(
         kwargs or None,
     )
     retry_seconds = min(cfg.retry_seconds, 5.0) if cfg.serve else cfg.retry_seconds
-    return RequestOptions(sampling, cfg.seed, cfg.request_timeout, retry_seconds, cfg.api_key_env)
+    return RequestOptions(
+        sampling,
+        cfg.seed,
+        cfg.request_timeout,
+        retry_seconds,
+        cfg.api_key_env,
+        # of a model that is served from here; that of a running server is known to it alone
+        stop_tokens=read_stop_tokens(paths)[0].ids if cfg.serve and paths is not None else (),
+    )
 
 
 def output_directory(

@@ -298,6 +298,11 @@ def prepare_model(
         for warning in exported.warnings:
             progress.print(f"warning: {warning}", style="yellow")
     notes = []
+    if paths.special_tokens:
+        notes.append(
+            "special_tokens: vLLM reads the tokenizer of the backbone as it is; of these only the"
+            " end of answers is sent to it"
+        )
     if paths.quantization is not None and paths.adapter is None:
         notes.append(FOREIGN_WEIGHTS.format(base=backbone))
     if version == SAMPLES_WRONGLY and cfg.acceptance != "greedy":

@@ -87,7 +87,9 @@ def inspect_run(cfg: TrainConfig, console: Console, results: Console) -> int:
     for title, stage in zip(TITLES, stages, strict=False):
         if first is not None:
             results.print(Text(f"{title}: {stage.cfg.output_dir}\n", "bold underline"))
-        tokenizer = load_tokenizer(resolved, trust_remote_code=cfg.trust_remote_code)
+        tokenizer = load_tokenizer(
+            resolved, trust_remote_code=cfg.trust_remote_code, special_tokens=cfg.special_tokens
+        )
         if stage is stages[0] or stage.data is not stages[0].data:
             legend = (
                 "supervised tokens are ",

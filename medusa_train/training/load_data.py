@@ -22,7 +22,7 @@ from medusa_train.data.sources import OnProgress
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import DataError, MedusaError
 from medusa_train.models.hf_config import context_length, rope_switch
-from medusa_train.models.loading import load_tokenizer
+from medusa_train.models.loading import load_tokenizer, unneeded_special_tokens
 from medusa_train.training.distributed import SINGLE_PROCESS, World
 from medusa_train.training.preflight import check_run
 
@@ -105,7 +105,11 @@ def _load_data(
 ) -> TrainingData:
     resolved, config = check_run(cfg, processes)
     cfg = _fit_sequence_len(cfg, config.get_text_config(), console)
-    tokenizer = load_tokenizer(resolved, trust_remote_code=cfg.trust_remote_code)
+    tokenizer = load_tokenizer(
+        resolved, trust_remote_code=cfg.trust_remote_code, special_tokens=cfg.special_tokens
+    )
+    if (unneeded := unneeded_special_tokens(tokenizer, cfg.special_tokens)) is not None:
+        console.print(f"note: {unneeded}", style="yellow", highlight=False, markup=False)
     sharegpt = all(entry.type == "sharegpt" for entry in cfg.all_datasets)
     have_own = all(entry.conversation for entry in cfg.all_datasets)
     if sharegpt and not (have_own or cfg.chat_template or tokenizer.chat_template):

@@ -157,7 +157,11 @@ def _load_model(
             device=precision.device,
             quantization=cfg.quantization,
             trust_remote_code=cfg.trust_remote_code,
+            special_tokens=cfg.special_tokens,
         )
+    backbone.end_answers_by(data.chat_template, cfg.chat_template_kwargs)
+    if (ends := backbone.stop_tokens.describe(backbone.tokenizer)) is not None:
+        console.print(ends, highlight=False, markup=False)
     with gathering_modules(backbone.model):
         console.print(
             choose_attention(backbone, cfg.flash_attention, packed=cfg.sample_packing),

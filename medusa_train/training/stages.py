@@ -48,6 +48,7 @@ _DATA_KEYS = (
     "sample_packing",
     "chat_template",
     "chat_template_kwargs",
+    "special_tokens",
     "reasoning_tags",
     "roles_to_train",
     "train_on_inputs",

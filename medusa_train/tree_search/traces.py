@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from medusa_train.checkpoint.load_model import added_stop_tokens
 from medusa_train.checkpoint.resolve import ModelPaths, find_heads
 from medusa_train.data.dataset import EncodedDataset
 from medusa_train.inference.batch import REFILL_FRACTION, BatchDecoder, PendingRequest
@@ -215,14 +216,14 @@ Key = dict[str, Any]
 
 
 def weights_key(paths: ModelPaths, settings: DecodingSettings) -> Key:
-    """Return what traces depend on: heads, adapter and backbone by hash, and the form of the
-    backbone's weights.
+    """Return what traces depend on: heads, adapter and backbone by hash, the form of the backbone's
+    weights, and where answers end.
 
     Its dtype and compilation change a guess's rank only where logits nearly tie.
     """
     backbone = model_directory(paths.base_model)
     adapter = () if paths.adapter is None else paths.adapter.glob("*")
-    return {
+    key: Key = {
         "heads": None if paths.heads is None else digest_files(find_heads(paths.heads).files),
         "adapter": digest_files(adapter),
         "backbone": digest_files(
@@ -235,6 +236,9 @@ def weights_key(paths: ModelPaths, settings: DecodingSettings) -> Key:
         "quantization": settings.quantization,
         "merged": settings.merged,
     }
+    if added := added_stop_tokens(paths):  # earlier versions did not stop there
+        key["stop_tokens"] = list(added)
+    return key
 
 
 def digest_files(files: Iterable[Path]) -> str:

@@ -7,7 +7,10 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.cli import evaluate, selfdistill, train
+from medusa_train.export.write import export_run
+from tests import chatml
 from tests.evaluation.tiny_model import write_backbone
 
 SEEDS = [
@@ -77,3 +80,61 @@ def test_seeds_become_heads_that_are_measured(
     ]
     assert overall["answers"] == 3
     assert overall["equal_answers"] + overall["tie_answers"] == 3
+
+
+def test_answers_end_at_the_end_token_of_the_chat_template(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A base model's generation config does not name it: nothing runs past it, and each command says
+    so once.
+    """
+    monkeypatch.chdir(tmp_path)
+    chatml.write_backbone(tmp_path / "backbone")
+    Path("seeds.jsonl").write_text(
+        "".join(json.dumps(seed) + "\n" for seed in SEEDS), encoding="utf-8"
+    )
+    options = ["base_model=backbone", "temperature=0", "dtype=float32", "max_new_tokens=60"]
+    printed = [invoke(selfdistill.app, "--seed", "seeds.jsonl", "--output", "own.jsonl", *options)]
+    own = [json.loads(line) for line in Path("own.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert {record["messages"][1]["content"] for record in own} == {chatml.ANSWER}
+    assert len(own) == len(SEEDS)
+
+    keys = {
+        "base_model": "backbone",
+        "datasets": "[{path: own.jsonl, type: messages}]",
+        "output_dir": "run",
+        "medusa_num_heads": 2,
+        "adapter": "lora",
+        "lora_r": 2,
+        "lora_target_linear": "true",
+        "medusa_only_heads": "false",
+        "micro_batch_size": 4,
+        "max_steps": 2,
+        "learning_rate": 1e-6,
+        "val_set_size": 0.2,
+        "calibration_tokens": 60,
+        "bf16": "false",
+        "sequence_len": 256,
+    }
+    printed.append(invoke(train.app, *(f"{name}={value}" for name, value in keys.items())))
+    Path("bench.jsonl").write_text(
+        json.dumps({"question_id": 1, "category": "sums", "turns": ["1 + 1"]}), encoding="utf-8"
+    )
+    asked = ["--model", "run", "--bench", "bench.jsonl", "--dtype", "float32", "warmup=0"]
+    printed.append(invoke(evaluate.app, *asked, "max_new_tokens=60", "exactness=false"))
+    (report,) = Path("run").glob("eval/*/report.json")
+    meta = json.loads(report.read_text(encoding="utf-8"))["meta"]
+    assert meta["stop_tokens"] == [chatml.END_OF_TEXT, chatml.IM_END]
+    records = report.with_name("answers.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line)["text"] for line in records] == [chatml.ANSWER]
+    for output in printed:
+        assert " ".join(output.split()).count("or <|im_end|> (the chat template)") == 1
+
+    paths = resolve_model("run", None, None)
+    (warning,) = [line for line in export_run(paths, "vllm").warnings if "answers end" in line]
+    assert f"add [{chatml.IM_END}] to eos_token_id" in warning
+    merged = export_run(paths, "merged").target
+    settings = json.loads((merged / "generation_config.json").read_text(encoding="utf-8"))
+    assert settings["eos_token_id"] == [chatml.END_OF_TEXT, chatml.IM_END]
+    again = export_run(paths, "vllm").warnings
+    assert not [line for line in again if "answers end" in line]

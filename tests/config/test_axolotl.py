@@ -123,9 +123,9 @@ def test_both_stages_train_unchanged(write, tmp_path: Path) -> None:  # type: ig
         "strict",
         "group_by_length",
         "ddp_find_unused_parameters",
-        "special_tokens",
     ):
         assert key in ignored
+    assert "not needed: unk_token: <unk>" in " ".join(first.output.split())
     assert "fsdp" not in ignored  # empty: nothing was set
     assert read_heads(tmp_path / "first" / "heads").num_heads == 2
     assert "chat_template: vicuna_v1.1" in (tmp_path / "first" / "config.yaml").read_text()

@@ -139,22 +139,34 @@ def test_the_checkpoints_dtype_stays_unless_another_is_clearly_faster(
 def test_the_backbone_is_loaded_as_the_run_says(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[object, ...]] = []
 
-    def load(
-        name: str, *, dtype: str, quantization: object, trust_remote_code: bool
-    ) -> SimpleNamespace:
-        asked.append((name, dtype, quantization, trust_remote_code))
-        return SimpleNamespace()
+    def load(name: str, **options: object) -> SimpleNamespace:
+        keys = ("dtype", "quantization", "trust_remote_code", "special_tokens")
+        asked.append((name, *(options[key] for key in keys)))
+        return SimpleNamespace(end_answers_by=lambda *template: asked.append(template))
 
     monkeypatch.setattr("medusa_train.checkpoint.load_model.load_backbone", load)
     over_4bit = ModelPaths(
-        Path("run"), "m", None, None, None, quantization="nf4", trust_remote_code=True
+        Path("run"),
+        "m",
+        None,
+        None,
+        "chatml",
+        quantization="nf4",
+        trust_remote_code=True,
+        special_tokens={"eos_token": "<end>"},
+        chat_template_kwargs={"thinking": False},
     )
     load_base_model(over_4bit, "bfloat16")
     folded = ModelPaths(
         Path("run"), "m", None, None, None, adapter=Path("run/adapter"), quantization="nf4"
     )
     load_base_model(folded, "float32")
-    assert asked == [("m", "bfloat16", "nf4", True), ("m", "float32", None, False)]
+    assert asked == [
+        ("m", "bfloat16", "nf4", True, {"eos_token": "<end>"}),
+        ("chatml", {"thinking": False}),
+        ("m", "float32", None, False, {}),
+        (None, {}),
+    ]
 
 
 ENOUGH = FACTOR * COMPILE_SECONDS / SAVING  # seconds of plain steps

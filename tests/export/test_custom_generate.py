@@ -37,6 +37,7 @@ from medusa_train.inference.generate import Decoder
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.trees.tree import Tree
+from tests import chatml
 from tests.families import FAMILIES, random_backbone
 from tests.inference.chi_square import five_token_backbone, p_value
 
@@ -437,3 +438,18 @@ def test_heads_that_no_argument_names_are_asked_for() -> None:
         ValueError, match="with Medusa heads: pass the directory of the heads as medusa_heads="
     ):
         custom_generate._requested_directory(sys._getframe())
+
+
+def test_answers_end_at_the_end_token_of_the_chat_template(tmp_path: Path) -> None:
+    run = chatml.write_run(tmp_path / "run", chatml.write_backbone(tmp_path / "backbone"))
+    exported = str(export_run(resolve_model(str(run), None, None), "transformers").target)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "backbone")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "backbone")
+    chat = [{"role": "user", "content": "Hi"}]
+    text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    prompt = tokenizer(text)["input_ids"]
+    answer = with_heads(model, exported, prompt)[0, len(prompt) :]
+    assert answer.tolist() == [*tokenizer(chatml.ANSWER)["input_ids"], chatml.IM_END]
+    chosen = tokenizer.convert_tokens_to_ids("c")
+    shorter = with_heads(model, exported, prompt, eos_token_id=chosen)[0, len(prompt) :]
+    assert shorter.tolist() == answer[:3].tolist()

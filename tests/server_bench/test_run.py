@@ -10,13 +10,17 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.config.load import load_config
 from medusa_train.config.schema import EvalConfig
 from medusa_train.errors import ConfigError, ServerError
 from medusa_train.evaluation.questions import load_bench
+from medusa_train.inference.decoding_settings import DecodingMode
 from medusa_train.progress import RunProgress
+from medusa_train.server_bench.measure import Conversation, ServerBench, Target
 from medusa_train.server_bench.report import figures_table
-from medusa_train.server_bench.run import measure_servers
+from medusa_train.server_bench.run import measure_servers, request_options
+from tests import chatml
 from tests.fake_server import Reply, error, stream
 from tests.server_bench.servers import BenchServer, bench_server, write_questions
 
@@ -88,6 +92,24 @@ def test_two_servers_are_measured_in_turns(
     assert [message["role"] for message in body["messages"]] == ["user", "assistant", "user"]
     page = (tmp_path / "out" / "served.html").read_text()
     assert page.index("<h2>Recommendation</h2>") > page.index("<h2>Run</h2>")
+
+
+def test_a_served_model_gets_the_stop_tokens_of_its_chats(tmp_path: Path) -> None:
+    backbone = chatml.write_backbone(tmp_path / "backbone")
+    questions = write_questions(tmp_path / "few.jsonl")
+    cfg = load_config(EvalConfig, None, [f"bench={questions}", "serve=true"])
+    paths = resolve_model(None, str(backbone), None)
+    options = request_options(cfg, DecodingMode(), paths)
+    question = load_bench(cfg.bench).questions[0]
+    sent = []
+    for is_vllm in (True, False):
+        with bench_server() as server:
+            target = Target("plain", server.url, "m", has_heads=False, is_vllm=is_vllm)
+            bench = ServerBench(target, options, 1)
+            bench.measure([Conversation(question, 0)])
+            bench.close()
+        sent.append(server.fake.bodies[-1].get("stop_token_ids"))
+    assert sent == [[chatml.END_OF_TEXT, chatml.IM_END], None]
 
 
 def test_one_server_alone_gives_figures_and_no_recommendation(tmp_path: Path) -> None:
