@@ -358,6 +358,33 @@ def _with_finish_reasons(messages: Sequence[Message], reasons: object) -> tuple[
     )
 
 
+def read_messages(chat: Sequence[Message | Mapping[str, Any]]) -> list[Message]:
+    """Read the messages of a chat that is to be answered, as OpenAI's clients hold them.
+
+    Read are `role`, `content` (text, or a list of text parts) and the reasoning of an answer beside
+    it; `tool_calls` are refused, and other keys, such as `name`, are nothing that templates print.
+
+    Raises DataError, which names the message.
+    """
+    messages = []
+    for number, turn in enumerate(chat, start=1):
+        if isinstance(turn, Message):
+            messages.append(turn)
+            continue
+        role = turn.get("role") if isinstance(turn, Mapping) else None
+        if not isinstance(role, str):
+            raise DataError(f"message {number}: expected a mapping with role and content")
+        if turn.get("tool_calls"):
+            raise DataError(f"message {number} ({role}): tool_calls are not supported")
+        try:
+            content = _content(turn.get("content"), number, "content")
+        except RecordError as error:
+            raise DataError(str(error)) from None
+        text = join_reasoning(reasoning_part(turn), content)
+        messages.append(Message(role, text))  # type: ignore[arg-type]
+    return messages
+
+
 def _content(content: object, number: int, key: str) -> str:
     """Return a string, or the joined text parts of OpenAI's list form."""
     if isinstance(content, str):

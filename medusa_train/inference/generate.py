@@ -119,7 +119,6 @@ class Decoder:
         out.seconds = time.perf_counter() - started
         return out
 
-    @torch.inference_mode()
     def stream(
         self,
         prompt: list[int],
@@ -146,12 +145,14 @@ class Decoder:
         stops = frozenset(self.backbone.eos_ids if eos_ids is None else eos_ids)
         limit = max_answer_length(self.backbone, prompt, max_new_tokens)
         generators = None if generator is None else [generator]
-        session = self._new_session(
-            len(prompt) + limit + proposal_limits(self.draft, self.tree).size + 1, rule
-        )
-        answer = self._answers = self._answers + 1
-
-        (root,) = session.prefill([prompt], generators)
+        capacity = len(prompt) + limit + proposal_limits(self.draft, self.tree).size + 1
+        # torch's decorator would need torch to close an abandoned stream, at the interpreter's end
+        # too
+        with torch.inference_mode():
+            session = self._new_session(capacity, rule)
+            self._answers += 1
+            answer = self._answers
+            (root,) = session.prefill([prompt], generators)
         yield Step([root], 0)
 
         count = 1
@@ -160,9 +161,10 @@ class Decoder:
                 raise MedusaError(
                     "another answer was started on this decoder; it holds one at a time"
                 )
-            if count == 1:
-                session.start_draft()
-            ((path, tokens),) = session.step([root], generators)
+            with torch.inference_mode():
+                if count == 1:
+                    session.start_draft()
+                ((path, tokens),) = session.step([root], generators)
             tokens = truncate_at_stop(tokens[1:], stops, limit - count)
             count += len(tokens)
             root = tokens[-1]

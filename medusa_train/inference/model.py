@@ -10,7 +10,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from medusa_train.data.conversation import Message
+from medusa_train.data.records import read_messages
 from medusa_train.data.tokenize import ChatEncoder
+from medusa_train.errors import MedusaError
 from medusa_train.inference.accept import Rule, Typical
 from medusa_train.inference.detokenize import TextStream
 from medusa_train.inference.generate import Decoder, FinishReason, Step, finish_reason
@@ -19,7 +21,7 @@ from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Proposer
 from medusa_train.trees.tree import Tree
 
-Prompt = str | Sequence[Message | Mapping[str, str]]
+Prompt = str | Sequence[Message | Mapping[str, Any]]
 
 
 class Piece(NamedTuple):
@@ -135,7 +137,7 @@ class Model:
         typical: bool = False,
         epsilon: float = Typical.epsilon,
         delta: float = Typical.delta,
-        stop: str | Sequence[str] = (),
+        stop: str | Sequence[str] | None = None,
         eos_ids: Sequence[int] | None = None,
         seed: int | None = None,
         raw: bool = False,
@@ -143,20 +145,21 @@ class Model:
         """Stream the answer piece by piece. A model streams one answer at a time.
 
         Args:
-            prompt: the user's message; or a chat, as messages with role and content, ending with
-                the user's turn.
+            prompt: the user's message; or a chat, as messages with role and content (text, or
+                OpenAI's list of text parts), ending with the user's turn.
             max_new_tokens: maximum length of the answer.
             temperature: 0 for greedy decoding; above 0, sampling from the model's distribution.
             top_p, top_k: restrict that distribution, as in transformers.
             typical: typical acceptance at this temperature instead of sampling: longer steps, but
                 the tokens do not follow the model's distribution. epsilon, delta: its thresholds
                 (see `Typical`).
-            stop: strings that end the answer; they are not part of it.
+            stop: strings that end the answer; they are not part of it. None: no strings.
             eos_ids: tokens that end the answer; by default the model's.
             seed: for sampling; None for a new one in every call.
             raw: continue `prompt` as it is, without a chat template.
 
         Raises:
+            DataError: a message has no text, or holds what is not text.
             MedusaError: the prompt does not fit the model's context, an option is out of range, or
                 the model has no chat template.
         """
@@ -172,7 +175,8 @@ class Model:
             generator.seed()
         else:
             generator.manual_seed(seed)
-        texts, tokenizer = [stop] if isinstance(stop, str) else stop, self.backbone.tokenizer
+        texts = _stop_strings(stop)
+        tokenizer = self.backbone.tokenizer
         stops = frozenset(self.backbone.eos_ids if eos_ids is None else eos_ids)
         special = {
             str(token): n for n, token in tokenizer.added_tokens_decoder.items() if token.special
@@ -193,5 +197,14 @@ class Model:
             prompt = [Message("user", prompt)]
         if self._chat is None:
             self._chat = ChatEncoder(self.backbone.tokenizer, self._template, self._template_kwargs)
-        turns = [t if isinstance(t, Message) else Message(t["role"], t["content"]) for t in prompt]  # type: ignore[arg-type]
-        return self._chat.prompt(turns)
+        return self._chat.prompt(read_messages(prompt))
+
+
+def _stop_strings(stop: str | Sequence[str] | None) -> list[str]:
+    """Return the strings that end an answer; MedusaError for others, or an empty one."""
+    if stop is None:
+        return []
+    texts = [stop] if isinstance(stop, str) else list(stop)
+    if not all(isinstance(text, str) and text for text in texts):
+        raise MedusaError(f"stop: expected strings that are not empty, got {stop!r}")
+    return texts

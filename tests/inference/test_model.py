@@ -1,12 +1,15 @@
 """Text in, text out: the decoder's answer, whole or streamed, stop strings, sampling, limits."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from medusa_train.api import load
 from medusa_train.data.conversation import Message
-from medusa_train.errors import MedusaError
+from medusa_train.errors import DataError, MedusaError
 from medusa_train.inference.generate import Decoder
 from medusa_train.inference.model import Model
 from medusa_train.trees.tree import Tree
@@ -99,3 +102,46 @@ def test_a_backbone_alone_answers_plainly(tmp_path: Path, model: Model) -> None:
     reply = load(base_model=write_backbone(tmp_path / "backbone"), dtype="float32").reply("Hi?", 20)
     assert reply.read() == model.generate("Hi?", 20)
     assert reply.tokens_per_step == 1.0
+
+
+def test_contents_are_text_or_parts_of_text(model: Model) -> None:
+    text = model.generate("Hi?", 20)
+    parts = [{"type": "text", "text": "H"}, {"type": "text", "text": "i?"}]
+    assert model.generate([{"role": "user", "content": parts}], 20, stop=None) == text
+    image = [{"type": "image_url", "image_url": {"url": "x"}}]
+    bad: list[tuple[dict[str, object], str]] = [
+        ({"role": "user", "content": None}, "turn 1: 'content'.*null"),
+        ({"role": "user"}, "turn 1: 'content'.*missing"),
+        ({"role": "user", "content": image}, "not text"),
+        ({"role": "assistant", "content": None, "tool_calls": [{}]}, "tool_calls"),
+        ({"content": "Hi?"}, "message 1: expected"),
+    ]
+    for message, problem in bad:
+        with pytest.raises(DataError, match=problem):
+            model.generate([message], 20)
+    for stop in ("", ["a", ""], [3]):
+        with pytest.raises(MedusaError, match="stop"):
+            model.generate("Hi?", 20, stop=stop)  # type: ignore[arg-type]
+
+
+def test_a_script_that_ends_within_an_answer_prints_no_traceback(tmp_path: Path) -> None:
+    write_backbone(tmp_path / "backbone")
+    script = (
+        "from medusa_train import load\n"
+        "model = load(base_model='backbone', dtype='float32')\n"
+        "text = model.generate('Hi?', 20)\n"
+        "stopped = model.reply('Hi?', 20, stop=text[2:4])\n"
+        "print(repr(stopped.read()), stopped.finish)\n"
+        "abandoned = model.reply('Hi?', 20)\n"
+        "next(iter(abandoned))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.endswith(" stop\n")
+    assert "Traceback" not in done.stderr
