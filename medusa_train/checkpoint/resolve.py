@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeGuard
 
 import yaml
+from huggingface_hub import hf_hub_download
 from safetensors import SafetensorError, safe_open
 
 from medusa_train.checkpoint.run_directory import ADAPTER, CONFIG, HEADS, MODEL, TREE
@@ -21,6 +22,7 @@ from medusa_train.config.drafts import DRAFT_CONFIGS, DraftConfig, LookupChoice
 from medusa_train.config.paths import looks_like_path, resolve_path
 from medusa_train.config.types import Quantization
 from medusa_train.errors import BackboneError, CheckpointError, DataError
+from medusa_train.hub import hub_is_unreachable
 
 DRAFT = "draft.safetensors"
 SAFETENSORS = "medusa_lm_head.safetensors"
@@ -288,6 +290,19 @@ def holds_merged(directory: Path) -> bool:
     return card.is_file() and MERGED_CARD in card.read_text(encoding="utf-8", errors="replace")
 
 
+def _holds_merged(name: str) -> bool:
+    """Return whether a model is a merged backbone, by its card; that of a hub name is read from the
+    hub's cache, or downloaded.
+    """
+    if Path(name).is_dir():
+        return holds_merged(Path(name))
+    try:
+        card = hf_hub_download(name, "README.md", local_files_only=hub_is_unreachable())
+    except Exception:  # a dozen unrelated types; loading the model names the problem
+        return False
+    return holds_merged(Path(card).parent)
+
+
 def heads_kind(directory: Path) -> str:
     """Return the kind of the heads in `directory`, as in the key `draft`."""
     layout = find_heads(directory).layout
@@ -348,7 +363,7 @@ def _resolve_run(run: Path, base_model: str | None, tree: Path | None) -> ModelP
         )
     quantization: Quantization | None = None
     is_other = _local_or_hub(base) != _local_or_hub(str(config.get("base_model")))
-    is_merged = is_other and holds_merged(Path(_local_or_hub(base)))  # the adapter is in it already
+    is_merged = is_other and _holds_merged(_local_or_hub(base))  # the adapter is in it already
     if base_model is None and (run / MODEL / HEADS_CONFIG).is_file():
         base = str(run / MODEL)  # a joint run without an adapter trained the backbone itself
     elif not is_merged and (config.get("load_in_4bit") or config.get("load_in_8bit")):

@@ -14,7 +14,6 @@ from shlex import quote
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
 from transformers.utils import cached_file
 
 from medusa_train.checkpoint.heads import VLLM_WEIGHTS, read_eagle3, write_weights
@@ -32,12 +31,25 @@ from medusa_train.hub import hub_is_unreachable
 from medusa_train.io import WRITE_ERRORS, replace_text, write_failure
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.eagle3 import layer_config
-from medusa_train.models.loading import load_backbone, resolve_backbone
+from medusa_train.models.loading import load_backbone, model_directory, resolve_backbone
 from medusa_train.models.lora import Adapter
 from medusa_train.trees.tree import Tree
 
 MAX_NODES = 63  # of a --medusa_choices tree in TensorRT-LLM
 MERGED = "merged"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+CHAT_TEMPLATE = "chat_template.jinja"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    TOKENIZER_CONFIG,
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    CHAT_TEMPLATE,
+    "chat_template.json",
+)
 CUSTOM_GENERATE_REQUIREMENTS = "torch>=2.9\ntransformers>=5.16\n"
 
 
@@ -143,18 +155,11 @@ def write_merged(paths: ModelPaths, target: Path) -> str:
             content = f"copy of {model}: the backbone itself was trained"
         else:
             content = _save_merged_adapter(paths, temporary)
+            _copy_tokenizer(model_directory(paths.base_model), temporary)
+            _set_special_tokens(temporary, paths.special_tokens)
         if paths.chat_template is not None:  # the one that the run was trained with
-            tokenizer = AutoTokenizer.from_pretrained(
-                temporary, trust_remote_code=paths.trust_remote_code
-            )
-            if not tokenizer.chat_template:
-                tokenizer.chat_template = get_template(paths.chat_template).source
-                tokenizer.save_pretrained(temporary)
-            elif tokenizer.chat_template != get_template(paths.chat_template).source:
-                content += (
-                    f"; the tokenizer keeps its own chat template, not {paths.chat_template} of"
-                    " the run"
-                )
+            _set_chat_template(temporary, get_template(paths.chat_template).source)
+        _make_readable(temporary)
         if target.exists():
             shutil.rmtree(target)
         temporary.rename(target)
@@ -166,11 +171,57 @@ def write_merged(paths: ModelPaths, target: Path) -> str:
     return content
 
 
+def _copy_tokenizer(source: Path, directory: Path) -> None:
+    """Replace the tokenizer that this transformers saved by the backbone's own files: earlier
+    versions cannot read the former.
+
+    A backbone without tokenizer.json keeps what was saved.
+    """
+    if not (source / "tokenizer.json").is_file():
+        return
+    for name in TOKENIZER_FILES:
+        (directory / name).unlink(missing_ok=True)
+        if (source / name).is_file():
+            shutil.copyfile(source / name, directory / name)
+
+
+def _set_special_tokens(directory: Path, special_tokens: Mapping[str, str]) -> None:
+    if special_tokens:
+        path = directory / TOKENIZER_CONFIG
+        replace_text(path, json.dumps({**read_json(path), **special_tokens}, indent=2) + "\n")
+
+
+def _set_chat_template(directory: Path, template: str) -> None:
+    """Write a chat template where all versions of transformers read it: in its file, and in
+    tokenizer_config.json for those that do not know that.
+    """
+    path = directory / TOKENIZER_CONFIG
+    config = read_json(path) if path.is_file() else {}
+    replace_text(path, json.dumps({**config, "chat_template": template}, indent=2) + "\n")
+    replace_text(directory / CHAT_TEMPLATE, template)
+    (directory / "chat_template.json").unlink(missing_ok=True)
+
+
+def _make_readable(directory: Path) -> None:
+    """Give files the mode that new files get; safetensors writes them for their owner alone."""
+    probe = directory / ".mode"
+    probe.touch()
+    mode = probe.stat().st_mode
+    probe.unlink()
+    for path in directory.rglob("*"):
+        if path.is_file():
+            path.chmod(mode & 0o777)
+
+
 def _save_merged_adapter(paths: ModelPaths, directory: Path) -> str:
     backbone = load_trained_backbone(paths)
     # transformers imports DeepSpeed in save_pretrained, which prints a warning if it has to guess
     # the accelerator
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+    model = backbone.model
+    if model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
+        backbone.config.tie_word_embeddings = False  # merging an adapter of lm_head unties it
+        model.config.tie_word_embeddings = False
     backbone.save(directory)
     dequantised = f"dequantised from {paths.quantization}, " if paths.quantization else ""
     merged = "adapter merged, " if paths.adapter is not None else ""

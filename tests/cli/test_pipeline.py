@@ -138,3 +138,12 @@ def test_answers_end_at_the_end_token_of_the_chat_template(
     assert settings["eos_token_id"] == [chatml.END_OF_TEXT, chatml.IM_END]
     again = export_run(paths, "vllm").warnings
     assert not [line for line in again if "answers end" in line]
+    assert all(path.stat().st_mode & 0o044 for path in merged.rglob("*") if path.is_file())
+    copied, own = [
+        (directory / "tokenizer.json").read_bytes() for directory in (merged, Path("backbone"))
+    ]
+    assert copied == own
+    other = resolve_model("run", None, None, chat_template="zephyr")
+    merged = export_run(other, "merged").target
+    for name in ("chat_template.jinja", "tokenizer_config.json"):
+        assert "<|assistant|>" in (merged / name).read_text(encoding="utf-8")
