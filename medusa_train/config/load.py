@@ -17,7 +17,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from medusa_train.config.paths import PROJECT_ROOT, resolve_path
+from medusa_train.config.paths import PROJECT_ROOT, expand_variables, resolve_path
 from medusa_train.config.schema import NOT_IN_STAGE_ONE, SHARED_WITH_STAGE_ONE, TrainConfig
 from medusa_train.config.types import STAGE_ONE, Config, format_value
 from medusa_train.config.yaml_lines import (
@@ -61,11 +61,15 @@ def load_config(
         ConfigError: all problems, in the order of their lines.
     """
     source = YamlSource("command line") if path is None else _read(path)
+    overrides = list(overrides)
     for override in overrides:
         _apply_override(source, override)
     for name, value in (flags or {}).items():
         if value is not None:
             _set_value(source, (name,), value, cls.option_of(name).split()[0])
+    given = {override.partition("=")[0].strip() for override in overrides}
+    given |= {name for name, value in (flags or {}).items() if value is not None}
+    _drop_replaced(source, given, cls)
     cfg, problems = _validate(cls, source)
     lines = _problem_lines(problems, source)
     if isinstance(cfg, TrainConfig) and cfg.trains_stage_one:
@@ -117,6 +121,8 @@ def _read(path: Path) -> YamlSource:
     stage = source.values.get(STAGE_ONE)
     values, key = (stage, "config") if isinstance(stage, dict) else (source.values, STAGE_ONE)
     name = values.get(key)
+    if isinstance(name, str) and "$" in name:
+        name = values[key] = expand_variables(name)
     if isinstance(name, str) and resolve_path(name) is None and (resolved.parent / name).is_file():
         values[key] = str(resolved.parent / name)  # relative to this file
     return source
@@ -188,6 +194,14 @@ def _set_value(source: YamlSource, path: KeyPath, value: object, location: str) 
     source.locations[path] = location
 
 
+def _drop_replaced(source: YamlSource, given: set[str], cls: type[Config]) -> None:
+    """Drop the keys of the file that stand against a key that was `given` beside it."""
+    for name, other in cls.replaces:
+        if name in given and other not in given and source.values.get(name):
+            if source.values.pop(other, None):
+                source.replaced.append(other)
+
+
 def _child(target: Any, part: str | int) -> Any:
     if isinstance(target, dict):
         return target.get(str(part))
@@ -204,7 +218,9 @@ def _load_stage_one(
     overrides = dict(written) if isinstance(written, dict) else {"config": str(written)}
     file = overrides.pop("config", None)
     try:
-        source = YamlSource(location) if file is None else _read(Path(str(file)))
+        source = (
+            YamlSource(location) if file is None else _read(Path(expand_variables(str(file))))
+        )
     except ConfigError as error:
         return cfg, [f"{location}: {STAGE_ONE}: {error}"]
     if source.values.get(STAGE_ONE):
@@ -227,6 +243,7 @@ def _load_stage_one(
             source.problems.append(((key,), "is set for the whole run; remove it"))
         else:
             source.values[key] = value
+    _drop_replaced(source, set(overrides), TrainConfig)
     first, problems = _validate(TrainConfig, source)
     unknown = invalid.intersection(SHARED_WITH_STAGE_ONE)  # reported for the whole run
     problems = [(path, text) for path, text in problems if not path or path[0] not in unknown]
@@ -244,19 +261,21 @@ def _validate(cls: type[C], source: YamlSource) -> tuple[C, list[tuple[KeyPath, 
     another.
     """
     problems: list[tuple[KeyPath, str]] = list(source.problems)
+    problems.extend(_missing_spaces(source.values, ()))
     cfg = cast(C, cls.model_construct())
     invalid: set[str] = set()
     given: set[str] = set()
-    ignored: list[str] = []
+    ignored = list(source.replaced)
     for name, value in source.values.items():
         if name in cls.ignored_axolotl_keys:
             ignored.extend([name] if value is not None else [])
         elif name not in cls.model_fields:
             problems.append(((name,), _unknown(name, cls)))
-        elif (value := value if name == STAGE_ONE else _without_nulls(value)) is not None:
+        elif value is not None:
             given.add(name)
+            kept = _without_nulls(value, cls.model_fields[name].annotation)
             try:
-                setattr(cfg, name, value)
+                setattr(cfg, name, kept)
             except ValidationError as error:
                 invalid.add(name)
                 problems.extend(_explain(detail, cls) for detail in error.errors(include_url=False))
@@ -280,13 +299,46 @@ def _origin(source: YamlSource, name: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys([source.location((name,)), *overrides]))
 
 
-def _without_nulls(value: Any) -> Any:
-    """Drop null entries of nested mappings: null means the default."""
-    if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+def _without_nulls(value: Any, annotation: Any) -> Any:
+    """Drop the keys of a section that are null, which means the default.
+
+    Unknown keys stay, to be refused, and so does null in mappings of free names, where it is a
+    value.
+    """
     if isinstance(value, list):
-        return [_without_nulls(item) for item in value]
-    return value
+        return [_without_nulls(item, annotation) for item in value]
+    section = _section(annotation)
+    if section is None or not isinstance(value, dict):
+        return value
+    return {
+        key: _without_nulls(item, section.model_fields[key].annotation)
+        if key in section.model_fields
+        else item
+        for key, item in value.items()
+        if item is not None or key not in section.model_fields
+    }
+
+
+def _section(annotation: Any) -> type[BaseModel] | None:
+    """Return the configuration class in an annotation, such as that of `list[X] | None`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    sections = (_section(inner) for inner in get_args(annotation))
+    return next((section for section in sections if section is not None), None)
+
+
+def _missing_spaces(value: Any, path: KeyPath) -> Iterable[tuple[KeyPath, str]]:
+    """Yield keys such as `x:1` in `{x:1}`, which YAML reads as a name without a value."""
+    if isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _missing_spaces(item, (*path, index))
+    if not isinstance(value, dict):
+        return
+    for key, item in value.items():
+        name, colon, rest = str(key).partition(":")
+        if item is None and colon and rest:
+            yield (*path, str(key)), f"a space is missing after the colon: {name}: {rest}"
+        yield from _missing_spaces(item, (*path, str(key)))
 
 
 def _violations(

@@ -5,6 +5,7 @@ root.
 from __future__ import annotations
 
 import os
+import re
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -21,6 +22,28 @@ PROJECT_ROOT = next(
     ),
     _PACKAGE.parent,
 )
+
+
+#: `$NAME` or `${NAME}`.
+_VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)\}|([A-Za-z_]\w*))")
+
+
+def expand_variables(text: str) -> str:
+    """Replace `$NAME` and `${NAME}` by environment variables.
+
+    Raises ConfigError if one is unset or empty: `${SCRATCH}/run` would then be `/run`.
+    """
+
+    def value(match: re.Match[str]) -> str:
+        name = match.group(1) or match.group(2)
+        found = os.environ.get(name, "")
+        if not found:
+            raise ConfigError(
+                f"{text}: the environment variable {name} is not set; set it, or write the value"
+            )
+        return found
+
+    return _VARIABLE.sub(value, text)
 
 
 def looks_like_path(name: str) -> bool:

@@ -144,6 +144,9 @@ SHARED_WITH_STAGE_ONE = (
     "test_datasets",
     "skip_bad_records",
     "optimizer",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
     "seed",
     "bf16",
     "fp16",
@@ -230,8 +233,28 @@ class DatasetConfig(BaseModel):
     name: Text | None = key(None, "configuration name of a hub dataset")
 
 
+#: Keys that say the same in two ways, or exclude each other.
+_ALTERNATIVES = (
+    ("save_steps", "saves_per_epoch"),
+    ("eval_steps", "evals_per_epoch"),
+    ("warmup_steps", "warmup_ratio"),
+    ("load_in_4bit", "load_in_8bit"),
+    ("test_datasets", "val_set_size"),
+    ("overwrite_output_dir", "resume_from_checkpoint"),
+    ("bf16", "fp16"),
+    ("stage_one", "lora_model_dir"),
+)
+
+
 class TrainConfig(Config):
     """Keys of `medusa-train`."""
+
+    replaces: ClassVar[tuple[tuple[str, str], ...]] = (
+        *_ALTERNATIVES,
+        *((other, name) for name, other in _ALTERNATIVES),
+        ("num_epochs", "max_steps"),
+        ("recipe", "medusa_only_heads"),
+    )
 
     #: Keys of Axolotl, with what to do instead.
     axolotl_hints: ClassVar[Mapping[str, str]] = {
@@ -415,6 +438,11 @@ class TrainConfig(Config):
     optimizer: Optimizer = key(
         "adamw_torch", "8-bit ones need bitsandbytes, and ZeRO stage 0 in several processes"
     )
+    adam_beta1: Float = key(0.9, "decay of AdamW's mean of gradients", ge=0, lt=1)
+    adam_beta2: Float = key(
+        0.999, "decay of AdamW's mean of squared gradients; EAGLE-3 and Kangaroo: 0.95", ge=0, lt=1
+    )
+    adam_epsilon: Float = key(1e-8, "AdamW's term against division by zero", gt=0)
     lr_scheduler: Literal["cosine", "linear", "constant", "constant_with_warmup"] = key(
         "cosine", "learning rate schedule; constant has no warm-up"
     )

@@ -16,6 +16,9 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
+from medusa_train.config.paths import expand_variables
+from medusa_train.errors import ConfigError
+
 #: The key that describes a first stage, and the name of its directory in the run directory.
 STAGE_ONE = "stage_one"
 #: Pattern of the schedules of lambda0.
@@ -97,15 +100,26 @@ def _as_bool(value: object) -> object:
 
 
 def _as_text(value: object) -> object:
+    """Validate text, and expand environment variables in it."""
     if isinstance(value, str):
         if not value.strip():
             raise PydanticCustomError(
                 "config_type", "is empty; leave the key out, or give it a value"
             )
-        return value
+        try:
+            return expand_variables(value)
+        except ConfigError as error:
+            raise PydanticCustomError("config_type", "{text}", {"text": str(error)}) from None
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     raise _type_error("text (put it in quotes)", value)
+
+
+def _as_plain_text(value: object) -> object:
+    """Validate text that is taken as it is written."""
+    if isinstance(value, str) and value.strip():
+        return value
+    return _as_text(value)
 
 
 def _as_bool_or_auto(value: object) -> object:
@@ -146,6 +160,10 @@ def _as_template_kwargs(value: object) -> object:
     if reserved := sorted(_RENDERING.intersection(value)):
         text = f"{', '.join(reserved)}: set by the renderer itself; remove it"
         raise PydanticCustomError("config_type", "{text}", {"text": text})
+    for name in value:
+        if not name.isidentifier():
+            text = f"{format_value(name)} is not the name of a variable"
+            raise PydanticCustomError("config_type", "{text}", {"text": text})
     return value
 
 
@@ -217,8 +235,10 @@ Resume = Annotated[
 ]
 #: int: interval in optimizer steps; float: interval as a fraction of the run.
 Interval = Annotated[int | float, BeforeValidator(_as_interval)]
+#: Its items are taken as they are: `$` may belong to a pattern.
+_PlainText = Annotated[str, BeforeValidator(_as_plain_text)]
 TextList = Annotated[
-    list[Text], BeforeValidator(_as_list), WithJsonSchema(_one_or_more({"type": "string"}))
+    list[_PlainText], BeforeValidator(_as_list), WithJsonSchema(_one_or_more({"type": "string"}))
 ]
 #: Positive integers; a single one is a list of one.
 IntList = Annotated[
@@ -303,6 +323,8 @@ class Config(BaseModel):
     #: Axolotl keys without a meaning here: accepted with any value, and listed as ignored.
     ignored_axolotl_keys: ClassVar[frozenset[str]] = frozenset()
     constraints: ClassVar[tuple[Constraint, ...]] = ()
+    #: (key, other): `key` on the command line replaces `other` of the file.
+    replaces: ClassVar[tuple[tuple[str, str], ...]] = ()
     #: Options of keys that are not named as the key is.
     options: ClassVar[Mapping[str, str]] = {}
 

@@ -52,12 +52,14 @@ class YamlSource:
         locations: location of each key and list item ("configs/x.yaml:12").
         problems: (path, message) of errors that are known from parsing: duplicate keys, bad
             overrides.
+        replaced: keys that were dropped, since another one on the command line takes their place.
     """
 
     name: str
     values: dict[str, Any] = field(default_factory=dict)
     locations: dict[KeyPath, str] = field(default_factory=dict)
     problems: list[tuple[KeyPath, str]] = field(default_factory=list)
+    replaced: list[str] = field(default_factory=list)
 
     def location(self, path: KeyPath) -> str:
         """Return the location of `path`, else of its nearest parent, else the source's name."""

@@ -24,7 +24,7 @@ from medusa_train.models.partitioned import full_shape
 T = TypeVar("T")
 
 #: Keys of a parameter group that keep this run's values when resuming; the others are restored.
-_NOT_RESTORED = ("initial_lr", "weight_decay")
+_NOT_RESTORED = ("initial_lr", "weight_decay", "betas", "eps")
 #: The entries of bitsandbytes' state that its paged optimizers keep in paged memory.
 _MOMENTS = ("state1", "state2")
 
@@ -241,13 +241,16 @@ class LossScale:
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Load a `state_dict` but for learning rates and weight decay; ValueError if its moments have
+    """Load a `state_dict` but for learning rates, weight decay, betas and epsilon; ValueError if its moments have
     other names.
     """
     entry = next(iter(saved["state"].values()), None)
     if entry and ("exp_avg" in entry) != isinstance(optimizer, torch.optim.AdamW):
         raise ValueError("the state of another optimizer")
-    kept = [{name: group[name] for name in _NOT_RESTORED} for group in optimizer.param_groups]
+    kept = [
+        {name: group[name] for name in _NOT_RESTORED if name in group}
+        for group in optimizer.param_groups
+    ]
     if getattr(optimizer, "is_paged", False):
         _load_paged(optimizer, saved)
     else:
@@ -317,9 +320,19 @@ def parameter_groups(
 
 
 def build_optimizer(
-    name: str, groups: list[ParameterGroup], device: torch.device
+    name: str,
+    groups: list[ParameterGroup],
+    device: torch.device,
+    *,
+    betas: tuple[float, float] = (0.9, 0.999),
+    epsilon: float = 1e-8,
 ) -> tuple[torch.optim.Optimizer, str | None]:
-    """Build the optimizer `name`, or adamw_torch and a line for the user where it cannot run."""
+    """Build the optimizer `name`, or adamw_torch and a line for the user where it cannot run.
+
+    Args:
+        betas: decay of the mean of gradients, and of the mean of their squares.
+        epsilon: added to the root of the latter before dividing by it.
+    """
     if name not in EIGHT_BIT:
         notice = None
     elif device.type != "cuda":
@@ -327,8 +340,9 @@ def build_optimizer(
     elif (obstacle := bitsandbytes_obstacle(device)) is not None:
         notice = f"optimizer: {name} needs bitsandbytes ({obstacle}); using adamw_torch"
     else:
-        return getattr(importlib.import_module("bitsandbytes.optim"), EIGHT_BIT[name])(groups), None
-    return torch.optim.AdamW(groups, fused=True), notice
+        eight_bit = getattr(importlib.import_module("bitsandbytes.optim"), EIGHT_BIT[name])
+        return eight_bit(groups, betas=betas, eps=epsilon), None
+    return torch.optim.AdamW(groups, betas=betas, eps=epsilon, fused=True), notice
 
 
 def warmup_warning(warmup_steps: int, total_steps: int) -> str | None:

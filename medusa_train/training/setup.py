@@ -276,7 +276,13 @@ def build_strategy(
     groups = parameter_groups(
         draft.parameters(), cfg.heads_learning_rate, trained, cfg.learning_rate, cfg.weight_decay
     )
-    optimizer, notice = build_optimizer(cfg.optimizer, groups, recipe.precision.device)
+    optimizer, notice = build_optimizer(
+        cfg.optimizer,
+        groups,
+        recipe.precision.device,
+        betas=(cfg.adam_beta1, cfg.adam_beta2),
+        epsilon=cfg.adam_epsilon,
+    )
     if notice:
         console.print(notice)
     scheduler = build_scheduler(

@@ -248,3 +248,55 @@ def test_a_dump_reads_back_as_the_same_configuration(tmp_path: Path) -> None:
     lines = dump_config(cfg).splitlines()
     assert {"recipe: medusa2", "medusa_only_heads: false"} <= set(lines)  # what was derived
     assert not any(line.startswith("warmup_steps") for line in lines)  # what has no value
+
+
+REQUIRED = ("base_model=data/tiny", "datasets=a.jsonl")
+
+
+def test_environment_variables_in_values_are_expanded_or_refused(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("SCRATCH_X", "/scratch/me")
+    monkeypatch.delenv("UNSET_X", raising=False)
+    path = write(tmp_path, GOOD + "output_dir: ${SCRATCH_X}/run\nwandb_name: a$\n")
+    cfg = load_config(TrainConfig, path, ["datasets.0.path=$SCRATCH_X/a.jsonl"])
+    assert cfg.output_dir == "/scratch/me/run"
+    assert cfg.datasets[0].path == "/scratch/me/a.jsonl"
+    assert cfg.wandb_name == "a$"
+    assert problems(None, *REQUIRED, "output_dir=${UNSET_X}/run") == [
+        "override 'output_dir=${UNSET_X}/run': output_dir: ${UNSET_X}/run: the environment variable"
+        " UNSET_X is not set; set it, or write the value"
+    ]
+    assert "UNSET_X is not set" in problems(None, *REQUIRED, "stage_one=$UNSET_X/a.yaml")[0]
+
+
+def test_a_missing_space_after_a_colon_is_named_and_null_is_a_value() -> None:
+    found = problems(None, *REQUIRED, "chat_template_kwargs={enable_thinking:false}")
+    assert any("a space is missing after the colon: enable_thinking: false" in x for x in found)
+    found = problems(None, *REQUIRED, "deepspeed={zero_optimization: {stage:2}}")
+    assert any("a space is missing after the colon: stage: 2" in x for x in found)
+    cfg = load_config(TrainConfig, None, [*REQUIRED, "chat_template_kwargs={tools_in: null}"])
+    assert cfg.chat_template_kwargs == {"tools_in": None}
+    assert "tools_in: null" in dump_config(cfg)
+
+
+def test_an_unknown_key_of_a_section_is_refused_though_it_is_null() -> None:
+    found = problems(None, *REQUIRED, "draft=hydra", "hydra={layerz: null, dropout: null}")
+    assert len(found) == 1
+    assert "hydra.layerz: unknown key" in found[0]
+
+
+@pytest.mark.parametrize(
+    ("written", "override", "dropped"),
+    [
+        ("saves_per_epoch: 2", "save_steps=1", "saves_per_epoch"),
+        ("save_steps: 2", "saves_per_epoch=1", "save_steps"),
+        ("load_in_8bit: true", "load_in_4bit=true", "load_in_8bit"),
+        ("max_steps: 7", "num_epochs=3", "max_steps"),
+        ("test_datasets: b.jsonl", "val_set_size=0.1", "test_datasets"),
+    ],
+)
+def test_an_override_replaces_the_other_form_of_its_key(
+    tmp_path: Path, written: str, override: str, dropped: str
+) -> None:
+    cfg = load_config(TrainConfig, write(tmp_path, f"{GOOD}{written}\n"), [override])
+    assert not getattr(cfg, dropped)
+    assert cfg.ignored == (dropped,)

@@ -312,3 +312,15 @@ def test_a_warmup_that_outlasts_the_run_is_told():
         assert "20 warmup steps in a run of 11" in warning
         assert "50% of it at the end" in warning
         assert max(rates(name, 20, 11)[:-1]) == 0.5
+
+
+def test_betas_and_epsilon_reach_the_optimizer_and_outlive_a_resume():
+    groups = parameter_groups(heads().parameters(), 0.01, [], 1.0, 0.0)
+    optimizer, _ = build_optimizer("adamw_torch", groups, CPU, betas=(0.8, 0.95), epsilon=1e-6)
+    groups = parameter_groups(heads().parameters(), 0.01, [], 1.0, 0.0)
+    before, _ = build_optimizer("adamw_torch", groups, CPU)
+    for group in (*optimizer.param_groups, *before.param_groups):
+        group["initial_lr"] = 0.01  # as a schedule does
+    load_optimizer(optimizer, before.state_dict())
+    assert {group["betas"] for group in optimizer.param_groups} == {(0.8, 0.95)}
+    assert {group["eps"] for group in optimizer.param_groups} == {1e-6}
