@@ -197,9 +197,9 @@ def _set_value(source: YamlSource, path: KeyPath, value: object, location: str) 
 def _drop_replaced(source: YamlSource, given: set[str], cls: type[Config]) -> None:
     """Drop the keys of the file that stand against a key that was `given` beside it."""
     for name, other in cls.replaces:
-        if name in given and other not in given and source.values.get(name):
-            if source.values.pop(other, None):
-                source.replaced.append(other)
+        replaces = name in given and other not in given and bool(source.values.get(name))
+        if replaces and source.values.pop(other, None):
+            source.replaced.append(other)
 
 
 def _child(target: Any, part: str | int) -> Any:
