@@ -218,9 +218,7 @@ def _load_stage_one(
     overrides = dict(written) if isinstance(written, dict) else {"config": str(written)}
     file = overrides.pop("config", None)
     try:
-        source = (
-            YamlSource(location) if file is None else _read(Path(expand_variables(str(file))))
-        )
+        source = YamlSource(location) if file is None else _read(Path(expand_variables(str(file))))
     except ConfigError as error:
         return cfg, [f"{location}: {STAGE_ONE}: {error}"]
     if source.values.get(STAGE_ONE):
