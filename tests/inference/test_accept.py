@@ -278,3 +278,46 @@ WRONG = {
 @pytest.mark.parametrize("wrong", WRONG)
 def test_wrong_rules_fail_the_same_test(wrong: str) -> None:
     assert _decode(WRONG[wrong], "good", TREES["wide"], Sampling(0.7), seed=3) < 1e-12
+
+
+def _plain_typical(
+    tokens: list[int], logits: Tensor, tree: Tree, rule: Typical
+) -> tuple[list[int], int]:
+    """The accepted path and the next root of one row, node by node as the paper writes it."""
+    best: list[int] = [0]
+    best_score = 0.0
+    for node in range(1, tree.size + 1):
+        path = tree.path_nodes(node)
+        score = 0.0
+        for parent, child in itertools.pairwise(path):
+            p = (logits[parent] / rule.temperature).softmax(-1)
+            entropy = -(p * p.log()).sum()
+            bar = min(rule.epsilon, rule.delta * float((-entropy).exp()))
+            if p[tokens[child]] <= bar:
+                break
+            score += float(p[tokens[child]].log())
+        else:
+            if (len(path), score) > (len(best), best_score) or best == [0]:
+                best = path
+                best_score = score
+    return best, int(logits[best[-1]].argmax())
+
+
+@pytest.mark.parametrize("temperature", [0.3, 0.7, 1.0, 2.0])
+def test_typical_is_the_rule_of_a_plain_loop(temperature: float) -> None:
+    """At each temperature of the distribution, whose paths differ."""
+    generator, tree, rows = torch.Generator().manual_seed(5), TREES["sparse"], 200
+    logits = 2 * torch.randn(rows, tree.size + 1, VOCAB, generator=generator, dtype=torch.float64)
+    tokens = torch.zeros(rows, tree.size + 1, dtype=torch.long)
+    for row in range(rows):
+        for children in tree.children:  # siblings have different tokens
+            order = torch.randperm(VOCAB, generator=generator)
+            tokens[row, list(children)] = order[: len(children)]
+    rule = Typical(temperature, epsilon=0.2, delta=0.5)
+    accepted = accept_typical(tokens, logits, tree, rule)
+    for row, found in enumerate(accepted):
+        nodes, following = _plain_typical(tokens[row].tolist(), logits[row], tree, rule)
+        assert found.path == nodes
+        assert found.tokens[-1] == following
+    colder = accept_typical(tokens, logits, tree, Typical(temperature / 2, 0.2, 0.5))
+    assert [found.path for found in colder] != [found.path for found in accepted]
