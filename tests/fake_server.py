@@ -46,8 +46,13 @@ class FakeServer(ThreadingHTTPServer):
         self.bodies: list[dict[str, Any]] = []
         self.authorization: list[str | None] = []
         self.busy = self.busiest = 0
+        self.connections = 0
         self.lock = threading.Lock()
         super().__init__(("127.0.0.1", port), _Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self.connections += 1
+        super().process_request(request, client_address)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore clients that disconnected before their answer.

@@ -20,6 +20,18 @@ _MAX_REJECTIONS = 50  # in a row; more are not due to single chats
 
 _Outcome = Answer | BaseException
 
+#: Finish reasons of servers. `eos_token` and `stop_sequence` are TGI's.
+_REASONS: dict[str, AnswerFinishReason] = {
+    "stop": "stop",
+    "eos": "stop",
+    "eos_token": "stop",
+    "stop_sequence": "stop",
+    "length": "length",
+    "content_filter": "refused",
+    "tool_calls": "refused",
+    "function_call": "refused",
+}
+
 
 @dataclass(frozen=True)
 class ServerSampling:
@@ -176,9 +188,17 @@ def _token_count(content: Mapping[str, Any], name: str) -> int:
 
 
 def _reason(finish: object) -> AnswerFinishReason:
-    """Map OpenAI's finish reasons; others than an end or limit (content_filter, tool_calls) count
-    as refused.
+    """Map the finish reasons of OpenAI, vLLM, SGLang, llama.cpp and TGI.
+
+    Raises:
+        ServerError: an unknown one, since nobody can say whether its answers are complete.
     """
-    if finish in ("stop", "eos", None):
+    if finish is None:
         return "stop"
-    return "length" if finish == "length" else "refused"
+    if isinstance(finish, str) and finish in _REASONS:
+        return _REASONS[finish]
+    known = ", ".join(_REASONS)
+    raise ServerError(
+        f"the server ended an answer for an unknown reason, finish_reason {str(finish)[:60]!r}"
+        f" (known: {known}); is it an OpenAI-compatible chat server?"
+    )

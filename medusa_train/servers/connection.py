@@ -107,6 +107,10 @@ class Fault:
 ABORTED = "abort"  # the finish reason of vLLM and SGLang for answers that shutting down ended
 
 
+#: Seconds that the server has to close the stream after the end of an answer.
+END_SECONDS = 1.0
+
+
 class StreamError(Exception):
     """The stream reports an error, or ended before the answer did; the message says which."""
 
@@ -130,14 +134,22 @@ def read_completion(
     message = {"content": "", "reasoning_content": ""}
     usage: dict[str, Any] | None = None
     finish_reason = first_token = None
+    finished: float | None = None
     for line in lines:
         now = clock()
+        if finished is not None:
+            # A connection serves the next request only if this answer was read to its end. An
+            # answer is complete here: one that goes on too long costs its connection, no more.
+            if now - finished > END_SECONDS:
+                break
+            continue
         check()
         if not line.startswith("data:"):
             continue  # comments that keep the connection alive, names of events, empty lines
         data = line.removeprefix("data:").strip()
         if data == "[DONE]":
-            break
+            finished = now
+            continue
         chunk = _parse(data)
         usage = chunk.get("usage") or usage
         for choice in chunk.get("choices") or ():
@@ -163,7 +175,11 @@ def read_completion(
             }
         ],
         "usage": usage,
-        "timing": {"started": started, "first_token": first_token, "finished": clock()},
+        "timing": {
+            "started": started,
+            "first_token": first_token,
+            "finished": clock() if finished is None else finished,
+        },
     }
 
 

@@ -84,7 +84,13 @@ def test_a_request_says_how_to_draw_and_the_answer_is_read() -> None:
 
 @pytest.mark.parametrize(
     ("finish", "reason"),
-    [("stop", "stop"), (None, "stop"), ("length", "length"), ("content_filter", "refused")],
+    [
+        ("stop", "stop"),
+        (None, "stop"),
+        ("eos_token", "stop"),
+        ("length", "length"),
+        ("content_filter", "refused"),
+    ],
 )
 def test_finish_reasons_are_told_apart(finish: str | None, reason: str) -> None:
     def script(number: int, body: dict) -> tuple[int, dict[str, str], bytes]:
@@ -100,6 +106,19 @@ def test_finish_reasons_are_told_apart(finish: str | None, reason: str) -> None:
         answer = asking.next()[1]
         asking.close()
     assert (answer.text, answer.finish_reason, answer.completion_tokens) == ("half ?", reason, 0)
+
+
+def test_an_unknown_finish_reason_is_named_and_stops_the_run(tmp_path: Path) -> None:
+    def script(number: int, body: dict) -> tuple[int, dict[str, str], bytes]:
+        return 200, {}, json.dumps(completion(body, "zwoing")).encode()
+
+    with (
+        serving(script) as server,
+        pytest.raises(ServerError, match=r"unknown reason, finish_reason 'zwoing' \(known: stop"),
+    ):
+        run(tmp_path / "out.jsonl", seeds(40), engine(server.url, concurrency=2))
+    assert len(server.bodies) <= 4
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_reasoning_is_joined_to_the_answer_and_template_variables_are_sent() -> None:

@@ -48,7 +48,7 @@ def test_chunks_are_joined_and_the_first_text_is_timed() -> None:
     }
     assert answer["choices"][0]["finish_reason"] == "length"
     assert answer["usage"] == usage
-    assert answer["timing"] == {"started": 1.0, "first_token": 12.0, "finished": 19.0}
+    assert answer["timing"] == {"started": 1.0, "first_token": 12.0, "finished": 18.0}
 
 
 def test_an_empty_answer_has_no_first_token() -> None:
@@ -86,6 +86,26 @@ def ask(client: OpenAIClient) -> dict[str, Any]:
     return client.complete(
         {"model": "m", "messages": [{"role": "user", "content": "x"}], "stream": True}
     )
+
+
+def test_streams_that_are_read_to_their_end_share_a_connection() -> None:
+    with serving() as fake:
+        client = OpenAIClient(
+            fake.url, key_variable="NONE", timeout=5.0, retry_seconds=5, concurrency=1
+        )
+        for _ in range(5):
+            ask(client)
+        client.close()
+        assert len(fake.bodies) == 5
+        assert fake.connections == 1
+
+
+def test_a_stream_that_goes_on_after_its_answer_ends() -> None:
+    clock = iter([0.0, 1.0, 1.5, 2.5, 99.0])
+    content = lines(delta("stop", content="a"), "data: [DONE]", ": ping", ": ping", ": ping")
+    answer = read_completion(content, 0.0, lambda: None, lambda: next(clock))
+    assert answer["timing"]["finished"] == 1.0
+    assert next(clock) == 99.0  # nothing was read after the second ping
 
 
 def test_a_cut_stream_is_asked_again() -> None:
