@@ -27,7 +27,7 @@ from medusa_train.config.schema import (
 )
 from medusa_train.config.types import STAGE_ONE
 from medusa_train.data.builtin_templates import TEMPLATE_SUFFIX
-from medusa_train.data.sources import is_data_file_name
+from medusa_train.data.sources import BUILDERS, is_data_file_name
 from medusa_train.errors import CheckpointError, ConfigError, MedusaError
 from medusa_train.io import WRITE_ERRORS, existing_parent, locked, replace_text, write_failure
 
@@ -283,7 +283,13 @@ def _absolute(name: str) -> str:
 
 
 def _absolute_dataset(entry: DatasetConfig) -> DatasetConfig:
-    update = {"path": _absolute(entry.path), "conversation": _absolute_template(entry.conversation)}
+    update: dict[str, Any] = {
+        "path": _absolute(entry.path),
+        "conversation": _absolute_template(entry.conversation),
+    }
+    if entry.data_files is not None and entry.path in BUILDERS:
+        update["path"] = entry.path
+        update["data_files"] = [_absolute(file) for file in entry.data_files]
     return entry.model_copy(update=update)
 
 

@@ -208,8 +208,6 @@ class DatasetConfig(BaseModel):
         **dict.fromkeys(
             ("train_on_eos", "train_on_eot"), "the end of every answer is trained; remove it"
         ),
-        "data_files": "name the file or directory as `path`",
-        "ds_type": "follows from the file's name; remove it",
         "roles_to_train": "applies to all datasets: set it beside `datasets`",
         "chat_template": (
             "is named `conversation` here, or set it for all datasets beside `datasets`"
@@ -229,8 +227,20 @@ class DatasetConfig(BaseModel):
     conversation: Text | None = key(
         None, "chat template of this dataset (vicuna_v1.1, zephyr, ...), or a .jinja file"
     )
-    split: Text | None = key(None, "split of a hub dataset; default: train")
-    name: Text | None = key(None, "configuration name of a hub dataset")
+    split: Text | None = key(
+        None, "split of a hub dataset, or of a directory with files for each; default: train"
+    )
+    name: Text | None = key(
+        None, "configuration name of a hub dataset, or subdirectory of a directory"
+    )
+    data_files: TextList | None = key(
+        None,
+        "files to read, with path: json or parquet (also patterns); or files of the directory or"
+        " hub dataset in `path`",
+    )
+    ds_type: Literal["json", "parquet"] | None = key(
+        None, "format of the files, checked; default: follows from their names"
+    )
 
 
 #: Keys that say the same in two ways, or exclude each other.

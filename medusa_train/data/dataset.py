@@ -121,6 +121,8 @@ def load_datasets(
     else:
         encoded = load_or_encode(readers, cfg.prepared_dir, cfg.sequence_len, **options)
     report = encoded.report
+    for reader in readers:
+        report.notes += reader.source.notes
     if not encoded.examples:
         names = ", ".join(entry.path for entry in cfg.datasets)
         raise DataError(f"{names}: no conversation left: " + "; ".join(report.describe()))

@@ -132,13 +132,15 @@ class DataReport:
         counts: conversations by `Outcome`; those "split", and into how many "rows"; "answers" in
             the kept ones, and how many of these are "looping", or known to be "cut" off by a length
             limit.
-        notes: further sentences.
+        read_notes: what the data hold that is not read; stored with the examples.
+        notes: further sentences on this run.
     """
 
     sequence_len: int
     skipped: list[str] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     notes: list[str] = field(default_factory=list)
+    read_notes: list[str] = field(default_factory=list)
 
     def count_answers(self, conversation: Conversation) -> None:
         """Count the answers of a conversation."""
@@ -180,7 +182,8 @@ class DataReport:
                 f"{became}: the chat template changes earlier turns in later prompts",
             ),
         ]
-        return [f"{count} {what}" for count, what in sentences if count] + self.notes
+        counted = [f"{count} {what}" for count, what in sentences if count]
+        return self.read_notes + counted + self.notes
 
 
 @dataclass
@@ -195,6 +198,7 @@ class EncodedExamples:
         self.examples += other.examples
         self.report.skipped += other.report.skipped
         self.report.notes += other.report.notes
+        self.report.read_notes += other.report.read_notes
         self.report.counts.update(other.report.counts)
 
     def to_bytes(self) -> bytes:
@@ -203,7 +207,12 @@ class EncodedExamples:
         """
         examples = self.examples
         names = [[example.key, example.id, example.source, example.row] for example in examples]
-        info = {"examples": names, "counts": self.report.counts, "skipped": self.report.skipped}
+        info = {
+            "examples": names,
+            "counts": self.report.counts,
+            "skipped": self.report.skipped,
+            "read_notes": self.report.read_notes,
+        }
         empty = torch.zeros(0, dtype=torch.int32)  # torch.cat needs at least one tensor
         tensors = {
             "tokens": torch.cat([empty, *(example.tokens for example in examples)]),
@@ -232,7 +241,13 @@ class EncodedExamples:
             strict=True,
         )
         examples = [Example(tokens, supervised, *names) for names, tokens, supervised in parts]
-        return cls(DataReport(sequence_len, info["skipped"], Counter(info["counts"])), examples)
+        report = DataReport(
+            sequence_len,
+            skipped=info["skipped"],
+            counts=Counter(info["counts"]),
+            read_notes=info["read_notes"],
+        )
+        return cls(report, examples)
 
 
 def _checksum(tensors: dict[str, Tensor]) -> int:

@@ -41,12 +41,12 @@ def read_file(path: Path) -> Iterator[RawRecord]:
     The content decides between JSON and JSON Lines, whose blank lines are skipped; the suffix `.gz`
     marks gzip. A line that cannot be decoded has `error` set; a broken array raises DataError.
     """
-    if path.suffix == PARQUET:
+    if path.suffix.lower() == PARQUET:
         yield from number_rows(parquet_rows(path), str(path))
         return
     try:
         data = path.read_bytes()
-        data = (gzip.decompress(data) if path.suffix == ".gz" else data).removeprefix(
+        data = (gzip.decompress(data) if path.suffix.lower() == ".gz" else data).removeprefix(
             b"\xef\xbb\xbf"
         )
     except FileNotFoundError:

@@ -7,7 +7,7 @@ Training reads whole chats (`parse_record`), self-distillation their user turns 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,12 +56,19 @@ class RecordError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ReadResult:
-    """Conversations in file order, and `file:line: reason` for each invalid record that was
-    skipped.
+    """Conversations in file order, `file:line: reason` for each invalid record that was skipped,
+    and notes on files without records.
     """
 
-    conversations: list[Conversation]
-    skipped: list[str]
+    conversations: list[Conversation] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def extend(self, other: ReadResult) -> None:
+        """Append what `other` has."""
+        self.conversations.extend(other.conversations)
+        self.skipped.extend(other.skipped)
+        self.notes.extend(other.notes)
 
 
 def read_conversations(
@@ -93,7 +100,8 @@ def parse_records(
     """Parse the records of a file or split called `name`; raises as `read_conversations`, for all
     records at once.
 
-    With `skip_bad` all records may be invalid; `with_some` raises then.
+    With `skip_bad` all records may be invalid; `with_some` raises then, and for a file without
+    records, which is noted.
     """
     conversations: list[Conversation] = []
     problems: list[str] = []
@@ -106,13 +114,14 @@ def parse_records(
             problems.append(f"{raw.source}: {error}")
     if problems and not skip_bad:
         raise DataError(describe_problems(problems, name))
-    if not conversations and not problems:
-        raise DataError(f"{name}: no conversation to read: no records")
-    return ReadResult(conversations, problems)
+    notes = [] if conversations or problems else [f"{name}: no records"]
+    return ReadResult(conversations, problems, notes)
 
 
 def with_some(result: ReadResult, name: str) -> ReadResult:
     """Return `result`; raises DataError if it has no conversation."""
+    if not result.conversations and not result.skipped:
+        raise DataError(f"{name}: no conversation to read: no records")
     if not result.conversations:
         reason = f"all {len(result.skipped)} records are invalid; the first: {result.skipped[0]}"
         raise DataError(f"{name}: no conversation to read: {reason}")

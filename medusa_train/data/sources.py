@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,13 @@ from typing import Any
 
 from medusa_train.config.paths import expand_user, looks_like_path, resolve_path
 from medusa_train.config.schema import DatasetConfig
-from medusa_train.data.record_files import PARQUET, RawRecord, number_rows, read_file
+from medusa_train.data.record_files import (
+    PARQUET,
+    RawRecord,
+    number_rows,
+    read_file,
+    settings_path,
+)
 from medusa_train.errors import ConfigError, DataError
 from medusa_train.hub import (
     FETCHING,
@@ -26,7 +33,20 @@ from medusa_train.hub import (
 #: Names a directory with `sharegpt.json`, for instance, that is searched before `data/seeds/`.
 SEED_DIR_VARIABLE = "MEDUSA_SEED_DIR"
 _SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", PARQUET)
+#: Names of files that are not read, of which messages show so many.
+MAX_NAMED = 8
 _BESIDE = (".settings.json", ".dropped.jsonl")  # written beside the data by self-distillation
+#: Written beside data by `datasets` and by hub repositories: about the data, never records.
+_METADATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+#: Format names that `datasets` and Axolotl take as `path`, with `data_files` beside it.
+BUILDERS = ("json", "parquet", "csv", "text", "arrow", "pandas", "xml", "webdataset")
+_READABLE_BUILDERS = {"json": _SUFFIXES[:-1], "parquet": (PARQUET,)}
+#: Words of a file's name that say its split, the names of held-out data first.
+_SPLIT_WORDS = {
+    "test": ("test", "testing", "eval", "evaluation"),
+    "validation": ("validation", "valid", "val", "dev"),
+    "train": ("train", "training"),
+}
 _UNSUPPORTED_SUFFIXES = (".csv", ".tsv", ".txt", ".arrow", ".gz", ".zip", ".zst")
 
 #: Receives the name of what is being done, and how much of it is done of how much; 0 of 0 where
@@ -36,9 +56,12 @@ OnProgress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class LocalFiles:
-    """JSON, JSON Lines and parquet files, read one after the other."""
+    """JSON, JSON Lines and parquet files, read one after the other; `notes` name what is beside
+    them and not read.
+    """
 
     paths: tuple[Path, ...]
+    notes: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -71,6 +94,7 @@ class HubSplit:
 
     name: str
     rows: Any
+    notes: tuple[str, ...] = ()
 
     def parts(self) -> list[tuple[str, Iterator[RawRecord]]]:
         """Return the split's name and its rows."""
@@ -87,44 +111,221 @@ def open_source(
     """Open a file, a directory of files, a public data set, or a data set of the hub: the first
     that has this name.
     """
+    if source.data_files is not None and source.path in BUILDERS:
+        return _open_files(source)
     path = resolve_path(source.path)
     if path is None:
         if source.path in PUBLIC_DATASETS:
             return open_public(source, on_progress)
+        if source.path in BUILDERS:
+            raise ConfigError(
+                f"path: {source.path} names a format, not data; set `data_files` to the files to"
+                " read, or `path` to a file or directory"
+            )
         return _open_hub(source, on_progress)
+    if path.is_dir():
+        return _open_directory(source, path)
+    if source.data_files is not None:
+        raise ConfigError(f"data_files cannot be used with {source.path}, which is a file itself")
+    _refuse_hub_keys(source)
+    _check_readable(path)
+    _check_format(source, (path,))
+    return LocalFiles((path,))
+
+
+def _refuse_hub_keys(source: DatasetConfig) -> None:
     hub_keys = {"split": None if source.split == "train" else source.split, "name": source.name}
-    if unused := [key for key, value in hub_keys.items() if value is not None]:
+    unused = [key for key, value in hub_keys.items() if value is not None]
+    if unused:
         raise ConfigError(
             f"{' and '.join(unused)} cannot be used with {source.path}, a local path that is read"
             f" whole; leave {' and '.join(unused)} out, or name the file to read"
         )
-    if path.is_dir():
-        paths = tuple(
-            sorted(
-                file for file in path.iterdir() if file.name.endswith(_SUFFIXES) and file.is_file()
-            )
-        )
-        # macOS writes ._NAME beside NAME
-        paths = tuple(file for file in paths if not file.name.startswith("."))
-        # shards whose merged file is there hold the same conversations
-        names = {file.name for file in paths}
-        whole = {name: re.sub(r"\.shard-\d+-of-\d+", "", name) for name in names}
-        paths = tuple(
-            f
-            for f in paths
-            if not f.name.endswith(_BESIDE) and whole[f.name] not in names - {f.name}
-        )
-        if not paths:
-            raise DataError(
-                f"{path}: no {', '.join(_SUFFIXES[:-1])} or {_SUFFIXES[-1]} file in this directory"
-            )
-        return LocalFiles(paths)
-    if path.suffix in _UNSUPPORTED_SUFFIXES and not path.name.endswith(_SUFFIXES):
+
+
+def _open_files(source: DatasetConfig) -> LocalFiles:
+    """Open `data_files` of `path: json` or `path: parquet`, patterns of file names included."""
+    if source.path not in _READABLE_BUILDERS:
+        raise ConfigError(f"path: {source.path} is not supported; convert the data to JSON Lines")
+    _refuse_hub_keys(source)
+    paths: list[Path] = []
+    for name in source.data_files or ():
+        path = resolve_path(name)
+        if path is None:
+            found = _matching_files(Path(), str(expand_user(name)))
+        else:
+            found = [path]
+        if not found:
+            raise DataError(f"data_files: {name}: no such file")
+        paths += found
+    for path in paths:
+        if path.is_dir():
+            raise ConfigError(f"data_files: {path} is a directory; set it as `path`")
+        _check_readable(path)
+    chosen = tuple(dict.fromkeys(paths))
+    _check_format(source.model_copy(update={"ds_type": source.path}), chosen)
+    return LocalFiles(chosen)
+
+
+def _matching_files(root: Path, pattern: str) -> list[Path]:
+    matches = glob.glob(str(Path(glob.escape(str(root))) / pattern), recursive=True)
+    return [Path(match) for match in sorted(matches) if Path(match).is_file()]
+
+
+def _check_readable(path: Path) -> None:
+    name = path.name.lower()
+    if path.suffix.lower() in _UNSUPPORTED_SUFFIXES and not name.endswith(_SUFFIXES):
         raise DataError(
             f"{path}: only JSON and JSONL (also gzipped) and parquet are supported; convert it"
             " first"
         )
-    return LocalFiles((path,))
+
+
+def _check_format(source: DatasetConfig, paths: Sequence[Path]) -> None:
+    """Refuse a `ds_type` that contradicts the files: their content is read by their names."""
+    if source.ds_type is None:
+        return
+    for path in paths:
+        is_parquet = path.name.lower().endswith(PARQUET)
+        if is_parquet != (source.ds_type == "parquet"):
+            raise ConfigError(f"{path} is not of the format {source.ds_type}; remove ds_type")
+
+
+def _open_directory(source: DatasetConfig, path: Path) -> LocalFiles | HubSplit:
+    """Open a directory of files, or one that `save_to_disk` of `datasets` wrote.
+
+    The files are those of the directory or, if it has none, of its `data/`; with `name` those of
+    that subdirectory. Files whose names say a split (`train`, `test`, ...) are read for that split
+    only, the others for `train`, the default. `notes` name all that is not read.
+    """
+    if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+        return _open_saved(source, path)
+    if source.name is not None:
+        if not (path / source.name).is_dir():
+            raise ConfigError(
+                f"split and name cannot be used with {source.path}, a local path: it has no"
+                f" directory {source.name}; leave name out, or name the directory to read"
+            )
+        path = path / source.name
+    if source.data_files is not None:
+        chosen: list[Path] = []
+        for name in source.data_files:
+            found = [path / name] if (path / name).is_file() else _matching_files(path, name)
+            if not found:
+                raise DataError(f"data_files: {name}: no such file in {path}")
+            chosen += found
+        for file in chosen:
+            _check_readable(file)
+        _check_format(source, chosen)
+        return LocalFiles(tuple(dict.fromkeys(chosen)))
+    entries = _visible(path)
+    candidates = _data_files(entries)
+    if not candidates and (path / "data").is_dir():
+        inner = _visible(path / "data")
+        entries = [entry for entry in entries if entry.name != "data"] + inner
+        candidates = _data_files(inner)
+    if not candidates:
+        names = f"{', '.join(_SUFFIXES[:-1])} or {_SUFFIXES[-1]}"
+        raise DataError(f"{path}: no {names} file in this directory{_nested(path)}")
+    paths = _files_of_split(candidates, source.split, path)
+    _check_format(source, paths)
+    used = {*paths, *map(settings_path, paths)}
+    unread = [entry for entry in entries if entry not in used]
+    return LocalFiles(tuple(paths), _describe_unread(path, unread))
+
+
+def _visible(path: Path) -> list[Path]:
+    # macOS writes ._NAME beside NAME
+    return sorted(entry for entry in path.iterdir() if not entry.name.startswith("."))
+
+
+def _data_files(entries: Sequence[Path]) -> list[Path]:
+    files = [
+        entry
+        for entry in entries
+        if entry.name.lower().endswith(_SUFFIXES)
+        and entry.name not in _METADATA
+        and not entry.name.endswith(_BESIDE)
+        and entry.is_file()
+    ]
+    names = {file.name for file in files}
+    # shards whose merged file is there hold the same conversations
+    whole = {name: re.sub(r"\.shard-\d+-of-\d+", "", name) for name in names}
+    return [file for file in files if whole[file.name] not in names - {file.name}]
+
+
+def _nested(path: Path) -> str:
+    """Name subdirectories that have data files, for the message on a directory without any."""
+    nested = [one.name for one in _visible(path) if one.is_dir() and _data_files(_visible(one))]
+    return f"; set `path` to one of its directories {', '.join(nested)}" if nested else ""
+
+
+def _split_of(path: Path) -> str | None:
+    """Return the split that a file's name says, as `datasets` reads it, or None.
+
+    `train-00000-of-00003.parquet` has the split before the numbers (also `train_sft`), other names
+    one of the words in `_SPLIT_WORDS`.
+    """
+    stem = path.name.lower()
+    words = re.split(r"[-._ \d]+", stem)
+    known = next((s for s, names in _SPLIT_WORDS.items() if set(names) & set(words)), None)
+    if known is None:
+        return None
+    shard = re.match(r"(.+?)-\d{5}-of-\d{5}", stem)
+    if shard is not None and shard[1] not in _SPLIT_WORDS[known]:
+        return shard[1]
+    return known
+
+
+def _files_of_split(files: Sequence[Path], split: str | None, path: Path) -> list[Path]:
+    """Return the files of a split; ConfigError if there are none, or several splits would match."""
+    splits = {file: _split_of(file) or "train" for file in files}
+    wanted = (split or "train").lower()
+    if wanted not in splits.values():
+        similar = {one for one in splits.values() if re.split(r"[-._]", one)[0] == wanted}
+        if len(similar) != 1:
+            have = ", ".join(sorted(set(splits.values())))
+            raise ConfigError(
+                f"{path} has no files of the split {split or 'train'}; set `split` to one that it"
+                f" has ({have}), or name the file to read"
+            )
+        wanted = similar.pop()
+    return [file for file in files if splits[file] == wanted]
+
+
+def _describe_unread(path: Path, unread: Sequence[Path]) -> tuple[str, ...]:
+    """Name what a directory has beside the files that are read."""
+    if not unread:
+        return ()
+    names = [entry.name + ("/" if entry.is_dir() else "") for entry in unread]
+    shown = ", ".join(names[:MAX_NAMED])
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return (f"{path}: {len(names)} not read: {shown}{more}",)
+
+
+def _open_saved(source: DatasetConfig, path: Path) -> HubSplit:
+    """Open what `save_to_disk` of `datasets` wrote: a data set, or one per split."""
+    import datasets  # takes a second to import
+
+    if source.name is not None or source.data_files is not None or source.ds_type is not None:
+        raise ConfigError(
+            f"{source.path} was written by save_to_disk: name, data_files and ds_type cannot be"
+            " used with it"
+        )
+    try:
+        saved: Any = datasets.load_from_disk(str(path))
+    except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
+        raise DataError(f"{path}: cannot be read by load_from_disk: {error}") from None
+    if not isinstance(saved, datasets.DatasetDict):
+        if source.split not in (None, "train"):
+            raise ConfigError(f"{path} is one data set without splits; leave split out")
+        return HubSplit(str(path), saved)
+    split = source.split or "train"
+    if split not in saved:
+        raise ConfigError(f"{path} has no split {split}; set `split` to one of {', '.join(saved)}")
+    others = [name for name in saved if name != split]
+    notes = [f"{path}: splits not read: {', '.join(others)}"] if others else []
+    return HubSplit(f"{path}[{split}]", saved[split], tuple(notes))
 
 
 def open_prompts(
@@ -146,7 +347,10 @@ def open_prompts(
 
 def is_data_file_name(name: str) -> bool:
     """Return whether `name` can only be a local path, not a hub name; detects misspelt paths."""
-    return looks_like_path(name) or Path(name).suffix in (*_SUFFIXES, *_UNSUPPORTED_SUFFIXES)
+    return looks_like_path(name) or Path(name).suffix.lower() in (
+        *_SUFFIXES,
+        *_UNSUPPORTED_SUFFIXES,
+    )
 
 
 def _open_hub(source: DatasetConfig, on_progress: OnProgress | None) -> HubSplit:
@@ -171,7 +375,10 @@ def _load_split(source: DatasetConfig, on_progress: OnProgress | None) -> HubSpl
         on_progress(f"{FETCHING} {source.path}", 0, 0)
     split = source.split or "train"
     try:
-        rows: Any = datasets.load_dataset(source.path, source.name, split=split)
+        files: dict[str, Any] = {}
+        if source.data_files is not None:
+            files["data_files"] = source.data_files
+        rows: Any = datasets.load_dataset(source.path, source.name, split=split, **files)
     except Exception as error:  # those of HTTP clients have no common base
         known = isinstance(
             error, (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError)

@@ -64,14 +64,14 @@ class DatasetReader:
     skip_bad: bool
 
     def read(self) -> ReadResult:
-        """Read all conversations; every file must hold records, and one of them a conversation."""
-        result, tags = ReadResult([], []), self.encoder.template.reasoning_tags
+        """Read all conversations, of which there must be one; files without records are noted."""
+        result = ReadResult()
+        tags = self.encoder.template.reasoning_tags
         for name, records in self.source.parts():
             part = parse_records(
                 records, self.config.type, name=name, skip_bad=self.skip_bad, tags=tags
             )
-            result.conversations.extend(part.conversations)
-            result.skipped.extend(part.skipped)
+            result.extend(part)
         return with_some(result, self.source.name)
 
 
@@ -138,6 +138,7 @@ def encode_datasets(
     for reader in readers:
         result = reader.read()
         encoded.report.skipped += result.skipped
+        encoded.report.read_notes += result.notes
         part = encode_conversations(
             result.conversations, reader.encoder, max_length, max_workers, on_progress
         )

@@ -60,12 +60,15 @@ def test_a_file_and_a_directory_of_files(tmp_path: Path) -> None:
     for name in ("c.shard-1-of-2.jsonl", "b.shard-1-of-2.jsonl"):  # b is merged
         (tmp_path / name).write_text(LINE)
     result = read_source(DatasetConfig(path=str(tmp_path)), skip_bad=True)
-    assert (len(result.conversations), len(result.skipped)) == (3, 3)
+    assert (len(result.conversations), len(result.skipped)) == (3, 2)
     (tmp_path / "empty.jsonl").write_text("")
+    result = read_source(DatasetConfig(path=str(tmp_path)), skip_bad=True)
+    assert (len(result.conversations), len(result.skipped)) == (3, 2)
+    assert result.notes == [f"{tmp_path}/empty.jsonl: no records"]
     with pytest.raises(DataError, match=r"/empty\.jsonl: no conversation to read"):
-        read_source(DatasetConfig(path=str(tmp_path)), skip_bad=True)
+        read_source(DatasetConfig(path=str(tmp_path / "empty.jsonl")), skip_bad=True)
     for path in (tmp_path, tmp_path / "b.jsonl"):
-        with pytest.raises(ConfigError, match="split and name cannot be used with"):
+        with pytest.raises(ConfigError, match="name cannot be used with"):
             open_source(DatasetConfig(path=str(path), split="test", name="main"))
         # train is all of a file, as `datasets` has it and as YAMLs of Axolotl say
         assert open_source(DatasetConfig(path=str(path), split="train")) == open_source(
@@ -251,3 +254,85 @@ def test_a_broken_connection_is_told_clearly(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("datasets.load_dataset", Mock(side_effect=ZeroDivisionError))
     with pytest.raises(ZeroDivisionError):
         open_source(DatasetConfig(path="nobody/nothing"))
+
+
+def paths_of(**keys: Any) -> list[str]:
+    source = open_source(DatasetConfig(**keys))
+    assert isinstance(source, LocalFiles)
+    return [path.name for path in source.paths]
+
+
+def test_axolotls_format_names_read_their_data_files_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.jsonl", "b.jsonl", "c.json"):
+        (tmp_path / name).write_text(LINE)
+    for builder in ("json", "csv", "parquet", "text"):
+        with pytest.raises(ConfigError, match="names a format, not data"):
+            open_source(DatasetConfig(path=builder))
+    with pytest.raises(ConfigError, match="csv is not supported"):
+        open_source(DatasetConfig(path="csv", data_files=["a.jsonl"]))
+    assert paths_of(path="json", data_files="b.jsonl") == ["b.jsonl"]
+    assert paths_of(path="json", data_files=["*.jsonl", "a.jsonl"], ds_type="json") == [
+        "a.jsonl",
+        "b.jsonl",
+    ]
+    assert paths_of(path=str(tmp_path), data_files=["c.json"]) == ["c.json"]
+    with pytest.raises(DataError, match=r"none\.jsonl: no such file"):
+        open_source(DatasetConfig(path="json", data_files=["none.jsonl"]))
+    with pytest.raises(ConfigError, match="not of the format parquet"):
+        open_source(DatasetConfig(path="a.jsonl", ds_type="parquet"))
+
+
+def test_a_split_reads_its_files_and_names_the_others(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    (tmp_path / "dataset_infos.json").write_text("{}")
+    for name in ("train-00000-of-00002.JSONL", "train-00001-of-00002.JSONL", "test.jsonl"):
+        (data / name).write_text(LINE)
+    trained = ["train-00000-of-00002.JSONL", "train-00001-of-00002.JSONL"]
+    assert paths_of(path=str(tmp_path)) == trained
+    assert paths_of(path=str(tmp_path), split="train") == trained
+    assert paths_of(path=str(tmp_path), split="test") == ["test.jsonl"]
+    assert open_source(DatasetConfig(path=str(tmp_path))).notes == (
+        f"{tmp_path}: 2 not read: dataset_infos.json, test.jsonl",
+    )
+    with pytest.raises(ConfigError, match=r"no files of the split validation.*test, train"):
+        open_source(DatasetConfig(path=str(tmp_path), split="validation"))
+    (tmp_path / "other.jsonl").write_text(LINE)
+    (tmp_path / "dev.jsonl").write_text(LINE)
+    assert paths_of(path=str(tmp_path)) == ["other.jsonl"]
+    assert paths_of(path=str(tmp_path), name="data", split="test") == ["test.jsonl"]
+
+
+def test_splits_of_one_kind_have_to_be_named(tmp_path: Path) -> None:
+    for split in ("train_sft", "train_gen", "test_sft"):
+        (tmp_path / f"{split}-00000-of-00001.jsonl").write_text(LINE)
+    with pytest.raises(ConfigError, match="test_sft, train_gen, train_sft"):
+        open_source(DatasetConfig(path=str(tmp_path)))
+    assert paths_of(path=str(tmp_path), split="train_sft") == ["train_sft-00000-of-00001.jsonl"]
+
+
+def test_suffixes_in_capitals_are_read(tmp_path: Path) -> None:
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([RECORD]), tmp_path / "P.PARQUET")
+    (tmp_path / "A.JSONL").write_text(LINE)
+    assert len(read_source(DatasetConfig(path=str(tmp_path))).conversations) == 2
+    assert len(read_source(DatasetConfig(path=str(tmp_path / "P.PARQUET"))).conversations) == 1
+
+
+def test_what_save_to_disk_wrote_is_read(tmp_path: Path) -> None:
+    import datasets
+
+    rows = datasets.Dataset.from_list([RECORD, RECORD])
+    rows.save_to_disk(str(tmp_path / "one"))
+    datasets.DatasetDict({"train": rows, "test": rows.select([0])}).save_to_disk(
+        str(tmp_path / "splits")
+    )
+    assert len(read_source(DatasetConfig(path=str(tmp_path / "one"))).conversations) == 2
+    source = open_source(DatasetConfig(path=str(tmp_path / "splits")))
+    assert source.notes == (f"{tmp_path / 'splits'}: splits not read: test",)
+    test = DatasetConfig(path=str(tmp_path / "splits"), split="test")
+    assert len(read_source(test).conversations) == 1
+    with pytest.raises(ConfigError, match="no split dev"):
+        open_source(DatasetConfig(path=str(tmp_path / "splits"), split="dev"))
