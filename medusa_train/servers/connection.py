@@ -116,7 +116,7 @@ class StreamError(Exception):
 
 
 def read_completion(
-    lines: Iterable[str],
+    lines: Iterator[str],
     started: float,
     check: Callable[[], None],
     clock: Callable[[], float] = time.perf_counter,
@@ -137,19 +137,14 @@ def read_completion(
     finished: float | None = None
     for line in lines:
         now = clock()
-        if finished is not None:
-            # A connection serves the next request only if this answer was read to its end. An
-            # answer is complete here: one that goes on too long costs its connection, no more.
-            if now - finished > END_SECONDS:
-                break
-            continue
         check()
         if not line.startswith("data:"):
             continue  # comments that keep the connection alive, names of events, empty lines
         data = line.removeprefix("data:").strip()
         if data == "[DONE]":
             finished = now
-            continue
+            _read_to_end(lines, clock)
+            break
         chunk = _parse(data)
         usage = chunk.get("usage") or usage
         for choice in chunk.get("choices") or ():
@@ -181,6 +176,20 @@ def read_completion(
             "finished": clock() if finished is None else finished,
         },
     }
+
+
+def _read_to_end(lines: Iterator[str], clock: Callable[[], float]) -> None:
+    """Read what follows a complete answer: only then does its connection serve the next request.
+
+    A stream that breaks here, or goes on, costs the connection and not the answer.
+    """
+    deadline = clock() + END_SECONDS
+    try:
+        for _ in lines:
+            if clock() > deadline:
+                return
+    except (httpx.TransportError, httpx.DecodingError):
+        return
 
 
 def _lines(chunks: Iterable[bytes]) -> Iterator[str]:

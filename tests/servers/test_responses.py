@@ -40,7 +40,7 @@ def test_chunks_are_joined_and_the_first_text_is_timed() -> None:
         ": ping", delta(role="assistant", content=""), delta(reasoning_content="hm"), delta(content="a"), "",
         delta(content="b"), delta("length"), {"choices": [], "usage": usage}, "data: [DONE]", delta(content="late"),
     )  # fmt: skip
-    answer = read_completion(content, 1.0, lambda: None, lambda: float(next(moments)))
+    answer = read_completion(iter(content), 1.0, lambda: None, lambda: float(next(moments)))
     assert answer["choices"][0]["message"] == {
         "role": "assistant",
         "content": "ab",
@@ -52,7 +52,7 @@ def test_chunks_are_joined_and_the_first_text_is_timed() -> None:
 
 
 def test_an_empty_answer_has_no_first_token() -> None:
-    answer = read_completion(lines(delta("stop"), "data: [DONE]"), 0.0, lambda: None)
+    answer = read_completion(iter(lines(delta("stop"), "data: [DONE]")), 0.0, lambda: None)
     assert answer["timing"]["first_token"] is None
     assert answer["usage"] is None
 
@@ -79,7 +79,7 @@ def test_an_empty_answer_has_no_first_token() -> None:
 )
 def test_a_broken_stream_says_what_is_wrong(content: list[str], message: str) -> None:
     with pytest.raises(StreamError, match=message):
-        read_completion(content, 0.0, lambda: None)
+        read_completion(iter(content), 0.0, lambda: None)
 
 
 def ask(client: OpenAIClient) -> dict[str, Any]:
@@ -101,11 +101,25 @@ def test_streams_that_are_read_to_their_end_share_a_connection() -> None:
 
 
 def test_a_stream_that_goes_on_after_its_answer_ends() -> None:
-    clock = iter([0.0, 1.0, 1.5, 2.5, 99.0])
+    clock = iter([0.0, 1.0, 1.0, 1.5, 2.5, 99.0])
     content = lines(delta("stop", content="a"), "data: [DONE]", ": ping", ": ping", ": ping")
-    answer = read_completion(content, 0.0, lambda: None, lambda: next(clock))
+    answer = read_completion(iter(content), 0.0, lambda: None, lambda: next(clock))
     assert answer["timing"]["finished"] == 1.0
     assert next(clock) == 99.0  # nothing was read after the second ping
+
+
+def test_a_connection_that_breaks_after_the_answer_does_not_cost_it() -> None:
+    def script(number: int, body: dict[str, Any]) -> Reply:
+        status, headers, content = stream(body)
+        return status, {**headers, "content-length": str(len(content) + 9)}, content
+
+    with serving(script) as fake:
+        client = OpenAIClient(
+            fake.url, key_variable="NONE", timeout=0.5, retry_seconds=5, concurrency=1
+        )
+        assert ask(client)["choices"][0]["message"]["content"] == "answer to x"
+        client.close()
+        assert (len(fake.bodies), client.retries) == (1, 0)
 
 
 def test_a_cut_stream_is_asked_again() -> None:
