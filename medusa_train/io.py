@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import re
 import secrets
@@ -13,6 +14,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -38,6 +40,12 @@ def installed_version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "not installed"
+
+
+@cache
+def warn_once(message: str) -> None:
+    """Log a warning; the same one only once per process."""
+    logging.getLogger("medusa_train").warning(message)
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from medusa_train.checkpoint.reference_layout import (
+    LM_HEAD_0,
     TOKEN_MAP,
     HeadTensors,
     checked_token_map,
@@ -80,6 +81,8 @@ def load_draft(
         return _new_medusa(
             _medusa_tensors(found, tensors, config), found.directory, backbone, dtype
         )
+    if found.layout == "eagle3":
+        _check_target(found.directory, tensors, backbone, config)
     draft = _new_draft(config, found.directory, tensors, backbone, dtype)
     if found.layout == "eagle3" and (bias := draft.state_dict().get("lm_heads.0.bias")) is not None:
         tensors["lm_heads.0.bias"] = torch.zeros_like(bias)  # these layouts have none
@@ -87,6 +90,10 @@ def load_draft(
         draft.load_state_dict(tensors)
     except RuntimeError as error:
         first = str(error).splitlines()[1].strip()  # below the name of the draft's class
+        if found.layout == "eagle3":  # its widths are the backbone's
+            raise CheckpointError(
+                f"{found.directory}: the tensors are not those that config.json describes: {first}"
+            ) from None
         raise _does_not_fit(found.directory / DRAFT, backbone, first, config) from None
     return draft.eval()
 
@@ -99,6 +106,24 @@ def read_eagle3(directory: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     if config.get("draft") != "eagle3":
         raise CheckpointError(f"{directory}: holds no EAGLE-3 draft")
     return tensors, {name: value for name, value in config.items() if name not in _NOT_SETTINGS}
+
+
+def _check_target(
+    directory: Path, tensors: Mapping[str, Tensor], backbone: Backbone, config: Mapping[str, Any]
+) -> None:
+    """Check that an EAGLE-3 draft in a server's layout was made for a backbone of this size."""
+    width = tensors["fc.weight"].shape[1] // 3
+    own = tensors.get("embed_tokens.weight")
+    head_rows = len(tensors[LM_HEAD_0])
+    problem = None
+    if width != backbone.hidden_size:
+        problem = f"fc reads states of {width}, the backbone has {backbone.hidden_size}"
+    elif own is not None and len(own) != backbone.vocab_size:
+        problem = f"embeddings of {len(own)} tokens, the backbone has {backbone.vocab_size}"
+    elif TOKEN_MAP not in tensors and head_rows != backbone.vocab_size:
+        problem = f"lm_head of {head_rows} tokens, the backbone has {backbone.vocab_size}"
+    if problem is not None:
+        raise _does_not_fit(directory, backbone, problem, config)
 
 
 def _does_not_fit(

@@ -25,7 +25,9 @@ EAGLE-3, in vLLM, SGLang and speculators:
     d2t [N]                   token of draft token i is i + d2t[i]; like t2d missing where the draft has all tokens
     t2d [V]                   whether the draft has the token
 
-Embeddings are not written: servers take the backbone's.
+    input_norm.weight     with `norm_before_fc`; fc_norm.0|1|2.weight with `fc_norm`
+    embed_tokens.weight   where the draft has embeddings of its own: a server takes the backbone's else
+    target_hidden_size    width of the backbone where it is not the draft's hidden_size
 """
 
 from __future__ import annotations
@@ -47,6 +49,7 @@ from medusa_train.checkpoint.reference_layout import (
 from medusa_train.checkpoint.resolve import EAGLE3
 from medusa_train.config.types import ExportTarget
 from medusa_train.errors import CheckpointError
+from medusa_train.io import warn_once
 
 _BLOCK = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)")
 _HEAD = re.compile(r"lm_heads\.(\d+)\.(weight|bias)")
@@ -223,6 +226,10 @@ def to_eagle3(
         for name, tensor in state.items()
         if not name.startswith(("lm_heads.", TOKEN_MAP))
     }
+    norms: dict[str, Any] = {key: True for key in EAGLE3_NORMS if settings.get(key)}
+    width = tensors["fc.weight"].shape[1] // len(settings["layers"])
+    if width != layer["hidden_size"]:
+        norms["target_hidden_size"] = width
     tokens = state.get(TOKEN_MAP)
     tokens = torch.arange(vocab_size) if tokens is None else tokens.cpu()
     ordered, rows = tokens.sort()
@@ -241,6 +248,7 @@ def to_eagle3(
         "draft_vocab_size": len(ordered),
         "tie_word_embeddings": False,
         "norm_before_residual": bool(settings.get("norm_before_residual")),
+        **norms,
         _STATES: list(settings["layers"]),
         "torch_dtype": str(tensors["fc.weight"].dtype).removeprefix("torch."),
         "base_model_name_or_path": base_model,
@@ -259,6 +267,10 @@ def for_target(
             raise CheckpointError(
                 "SGLang does not compute norm_before_residual; export --to vllm or speculators"
             )
+        if config.get("norm_before_fc"):
+            raise CheckpointError(
+                "SGLang does not compute norm_before_fc; export --to vllm or speculators"
+            )
         eagle = {
             _STATES: [layers - 1 for layers in config.pop(_STATES)],
             "use_aux_hidden_state": True,
@@ -275,6 +287,7 @@ def for_target(
         "norm_before_residual",
         _STATES,
         "torch_dtype",
+        *(key for key in (*EAGLE3_NORMS, "target_hidden_size") if key in config),
     )
     base_model = config["base_model_name_or_path"]
     layer = {
@@ -303,37 +316,18 @@ def from_eagle3(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the state dict and the settings of an `Eagle3Draft`, of files in one of these layouts.
 
-    The depth is not in the files, so `num_heads` keeps its default. Without d2t the draft has all
-    tokens. Raises CheckpointError if tensors are missing or config.json describes no layer.
+    The depth is not in the files, so `num_heads` keeps its default. Tensors and entries that are
+    not read are named in one line.
+
+    Raises:
+        CheckpointError: tensors are missing, or belong to a layer of another kind; config.json
+            describes no layer, or another than the tensors.
     """
+    # 1. config.json
     layer = config.get("transformer_layer_config") or config
-    # servers read it so: what is missing has Llama's defaults, not the backbone's values
-    named = {
-        key: layer[key]
-        for key in (*LAYER_KEYS, "rope_theta", "rope_scaling")
-        if layer.get(key) is not None
-    }
-    try:
-        whole = LlamaConfig(**named).to_dict()
-    except Exception as error:  # of several kinds, as each check of transformers raises its own
-        raise CheckpointError(
-            f"{source}: not a valid configuration of an EAGLE-3 layer: {error}"
-        ) from error
     eagle = config.get("eagle_config") or {}
-    if norms := [
-        key
-        for key in ("norm_before_fc", "fc_norm", "norm_output")
-        if config.get(key) or eagle.get(key)
-    ]:
-        raise CheckpointError(f"{source}: EAGLE-3 drafts with {', '.join(norms)} are not supported")
-    state = {}
-    for name, tensor in tensors.items():
-        plain = name.removeprefix("model.")
-        if plain not in ("t2d", "d2t", "embed_tokens.weight", "lm_head.weight"):
-            state[plain.replace(_SPECULATORS_LAYER, _LAYER, 1)] = tensor
-    if "lm_head.weight" not in tensors:
-        raise CheckpointError(f"{source}: lm_head.weight is missing")
-    state[LM_HEAD_0] = tensors["lm_head.weight"]
+    whole = _layer_entries(layer, source)
+    _refuse_other_layers(config, layer, eagle, source)
     settings: dict[str, Any] = {
         "layers": config.get(_STATES),
         "norm_before_residual": bool(
@@ -343,12 +337,229 @@ def from_eagle3(
     }
     if eagle.get(_STATES):
         settings["layers"] = [layers + 1 for layers in eagle[_STATES]]
-    rows = len(state[LM_HEAD_0])
-    if "d2t" in tensors and rows < int(layer.get("vocab_size", 0)):
+    for key, older in EAGLE3_NORMS.items():
+        if config.get(key) or eagle.get(key) or (older and config.get(older)):
+            settings[key] = True
+
+    # 2. names of tensors
+    plain = {}
+    for name, tensor in tensors.items():
+        plain[name.removeprefix("model.").replace(_SPECULATORS_LAYER, _LAYER, 1)] = tensor
+    expected = _eagle3_names(settings, whole)
+    missing = sorted(expected - plain.keys())
+    if missing:
+        raise CheckpointError(f"{source}: incomplete, {', '.join(missing)} missing")
+    unread = set()
+    for name in sorted(plain.keys() - expected - {"t2d", "d2t", "embed_tokens.weight"}):
+        if name not in _DERIVED:
+            raise CheckpointError(f"{source}: {name}: {_why_unread(name)}")
+        unread.add(name)
+    state = {name: plain[name] for name in expected if name != "lm_head.weight"}
+    state[LM_HEAD_0] = plain["lm_head.weight"]
+
+    # 3. widths, embeddings and vocabulary
+    _check_widths(plain, config, settings, whole, source)
+    if "embed_tokens.weight" in plain:
+        state["embed_tokens.weight"] = plain["embed_tokens.weight"]
+        settings["own_embeddings"] = True
+    tokens = _draft_tokens(plain, config, layer, source)
+    if tokens is not None:
+        settings |= {"vocab_size": len(tokens), TOKEN_MAP: tokens}
+        state[TOKEN_MAP] = tokens
+
+    # 4. what is left over
+    entries = {key for key in (*config, *layer) if key not in _KNOWN_ENTRIES}
+    entries |= {f"eagle_config.{key}" for key in eagle if key not in _KNOWN_EAGLE}
+    if unread or entries:
+        names = ", ".join([*sorted(unread), *sorted(entries)])
+        warn_once(f"{source}: not read: {names}")
+    return state, settings
+
+
+#: Norms that some trainers add, and older names of their flags.
+EAGLE3_NORMS = {"norm_before_fc": None, "fc_norm": "use_aux_norm", "norm_output": None}
+#: Tensors that follow from others, or are the backbone's.
+_DERIVED = {
+    "midlayer.self_attn.rotary_emb.inv_freq",
+    "rotary_emb.inv_freq",
+    "verifier_norm.weight",
+    "verifier_lm_head.weight",
+}
+_KNOWN_EAGLE = {*EAGLE3_NORMS, _STATES, "use_aux_hidden_state"}
+#: Entries of config.json that are read, checked, or say nothing about what the draft computes.
+_KNOWN_ENTRIES = {
+    *LAYER_KEYS,
+    *EAGLE3_NORMS,
+    *_KNOWN_EAGLE,
+    "use_aux_norm",
+    "rope_theta",
+    "rope_scaling",
+    "transformer_layer_config",
+    "eagle_config",
+    "norm_before_residual",
+    "target_hidden_size",
+    "draft_vocab_size",
+    "vocab_size",
+    "num_hidden_layers",
+    "layer_types",
+    "sliding_window",
+    "use_sliding_window",
+    "logit_scale",
+    "qkv_bias",
+    "base_model_name_or_path",
+    "speculators_model_type",
+    "speculators_config",
+    "speculators_version",
+    "tie_word_embeddings",
+    # of files and of training
+    "architectures",
+    "model_type",
+    "torch_dtype",
+    "dtype",
+    "transformers_version",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "use_cache",
+    "initializer_range",
+    "attention_dropout",
+    "embed_requires_grad",
+    "pretraining_tp",
+    "max_window_layers",
+    "auto_map",
+    "_name_or_path",
+}
+
+
+def _layer_entries(layer: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Return the config.json of a Llama layer with these entries."""
+    # servers read it so: what is missing has Llama's defaults, not the backbone's values
+    keys = (*LAYER_KEYS, "rope_theta", "rope_scaling")
+    named = {key: layer[key] for key in keys if layer.get(key) is not None}
+    try:
+        whole: dict[str, Any] = LlamaConfig(**named).to_dict()
+    except Exception as error:  # of several kinds, as each check of transformers raises its own
+        raise CheckpointError(
+            f"{source}: not a valid configuration of an EAGLE-3 layer: {error}"
+        ) from error
+    return whole
+
+
+def _refuse_other_layers(
+    config: Mapping[str, Any], layer: Mapping[str, Any], eagle: Mapping[str, Any], source: str
+) -> None:
+    """Refuse entries of config.json by which the draft computes something else."""
+    problems = []
+    layers = layer.get("num_hidden_layers")
+    if layers not in (None, 1):
+        problems.append(f"num_hidden_layers {layers} (one layer is read)")
+    windows = "sliding_attention" in (layer.get("layer_types") or ())
+    if windows or (layer.get("use_sliding_window") and layer.get("sliding_window")):
+        problems.append(f"a sliding window of {layer.get('sliding_window')}")
+    if config.get("logit_scale") not in (None, 1):
+        problems.append(f"logit_scale {config['logit_scale']}")
+    if layer.get("qkv_bias") not in (None, bool(layer.get("attention_bias"))):
+        problems.append("qkv_bias without attention_bias")
+    if eagle.get("use_aux_hidden_state") is False:
+        problems.append("use_aux_hidden_state false (three states are read)")
+    states = eagle.get(_STATES) or config.get(_STATES)
+    if states is not None and len(states) != 3:
+        problems.append(f"{len(states)} states of the backbone (three are read)")
+    if problems:
+        raise CheckpointError(f"{source}: EAGLE-3 drafts with {', '.join(problems)} can't be read")
+
+
+def _eagle3_names(settings: Mapping[str, Any], layer: Mapping[str, Any]) -> set[str]:
+    """The names of the tensors that a draft with these settings has."""
+    names = {"fc.weight", "norm.weight", "lm_head.weight"}
+    for norm in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
+        names.add(f"{_LAYER}{norm}.weight")
+    for projection in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        names.add(f"{_LAYER}self_attn.{projection}.weight")
+        if layer.get("attention_bias"):
+            names.add(f"{_LAYER}self_attn.{projection}.bias")
+    for projection in ("gate_proj", "up_proj", "down_proj"):
+        names.add(f"{_LAYER}mlp.{projection}.weight")
+        if layer.get("mlp_bias"):
+            names.add(f"{_LAYER}mlp.{projection}.bias")
+    if settings.get("norm_before_fc"):
+        names.add("input_norm.weight")
+    if settings.get("fc_norm"):
+        names |= {f"fc_norm.{i}.weight" for i in range(3)}
+    return names
+
+
+def _why_unread(name: str) -> str:
+    """Say why a draft with this tensor can't be read."""
+    if re.match(r"(layers|midlayer)\.\d+\.", name):
+        return "the draft has a second layer; drafts of one layer can be read"
+    if ".q_norm." in name or ".k_norm." in name:
+        return "its attention norms queries and keys, which vLLM's and SGLang's Llama layer doesn't"
+    if name.startswith(("input_norm.", "fc_norm.")):
+        return "a norm that config.json does not name (norm_before_fc, fc_norm)"
+    if name.endswith(".bias"):
+        return "a bias that config.json does not name (attention_bias, mlp_bias)"
+    return "not a tensor of an EAGLE-3 draft"
+
+
+def _check_widths(
+    tensors: Mapping[str, Tensor],
+    config: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    layer: Mapping[str, Any],
+    source: str,
+) -> None:
+    """Check that config.json has the widths of fc, and that a narrower draft has embeddings."""
+    size = layer["hidden_size"]
+    rows, columns = tensors["fc.weight"].shape
+    target = config.get("target_hidden_size") or columns // 3
+    if (rows, columns) != (size, 3 * target):
+        raise CheckpointError(
+            f"{source}: fc.weight is [{rows}, {columns}], but config.json says hidden_size {size}"
+            f" and three states of {target}"
+        )
+    if target != size and "embed_tokens.weight" not in tensors:
+        raise CheckpointError(
+            f"{source}: embed_tokens.weight is missing; a draft of hidden_size {size} for a"
+            f" backbone of {target} can't use the backbone's embeddings"
+        )
+
+
+def _draft_tokens(
+    tensors: Mapping[str, Tensor],
+    config: Mapping[str, Any],
+    layer: Mapping[str, Any],
+    source: str,
+) -> Tensor | None:
+    """Return the tokens [N] of lm_head's rows, by d2t or t2d; None where it has all tokens."""
+    rows = len(tensors["lm_head.weight"])
+    named = config.get("draft_vocab_size")
+    if named is not None and named != rows:
+        raise CheckpointError(
+            f"{source}: lm_head has {rows} rows, but draft_vocab_size is {named} in config.json"
+        )
+    size = layer.get("vocab_size")
+    size = len(tensors["t2d"]) if size is None and "t2d" in tensors else size
+    if size is not None and rows >= size:
+        if "d2t" in tensors and bool(tensors["d2t"].any()):
+            raise CheckpointError(
+                f"{source}: d2t moves tokens, but lm_head has a row for each of {size} tokens"
+            )
+        return None
+    if "d2t" in tensors:
         if len(tensors["d2t"]) != rows:
             raise CheckpointError(
                 f"{source}: d2t has {len(tensors['d2t'])} tokens, lm_head {rows} rows"
             )
-        settings |= {"vocab_size": rows, TOKEN_MAP: tensors["d2t"].long() + torch.arange(rows)}
-        state[TOKEN_MAP] = settings[TOKEN_MAP]
-    return state, settings
+        return tensors["d2t"].long() + torch.arange(rows)
+    if "t2d" in tensors:
+        tokens = tensors["t2d"].nonzero()[:, 0]
+        if len(tokens) == rows:
+            return tokens
+        raise CheckpointError(f"{source}: t2d has {len(tokens)} tokens, lm_head {rows} rows")
+    if size is None:
+        return None
+    raise CheckpointError(
+        f"{source}: lm_head has {rows} rows for {size} tokens, but d2t, which says which tokens"
+        " they are, is missing"
+    )

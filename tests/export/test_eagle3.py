@@ -129,11 +129,13 @@ def test_a_published_draft_of_another_shape_loads(tmp_path: Path) -> None:
         "head_dim": 16,
     }
     rope = {"rope_parameters": {**angles, "rope_theta": 1e4}}
-    draft = new_draft(backbone, layer={**layer, **rope}, norm_before_residual=True)
+    draft = new_draft(
+        backbone, layer={**layer, **rope}, norm_before_residual=True, own_embeddings=True
+    )
+    draft.embed_tokens.weight.normal_()
     tensors = {name: tensor.contiguous() for name, tensor in draft.state_dict().items()}
     tensors["lm_head.weight"] = tensors.pop("lm_heads.0.weight")
     tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
-    tensors["embed_tokens.weight"] = torch.randn(61, 32)
     save_file(tensors, tmp_path / "model.safetensors")
     sizes = {"hidden_size": 32, "max_position_embeddings": 128, "vocab_size": 61, **layer}
     config = {
@@ -153,11 +155,121 @@ def test_a_published_draft_of_another_shape_loads(tmp_path: Path) -> None:
     del config["norm_before_residual"]  # servers take it as set in this layout
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert load_draft(tmp_path, backbone).settings == loaded.settings
-    (tmp_path / "config.json").write_text(json.dumps({**config, "norm_output": True}))
-    with pytest.raises(CheckpointError, match="EAGLE-3 drafts with norm_output are not supported"):
-        load_draft(tmp_path, backbone)
     (tmp_path / "config.json").write_text(
         json.dumps({**config, "transformer_layer_config": {"hidden_size": "x"}})
     )
     with pytest.raises(CheckpointError, match="not a valid configuration of an EAGLE-3 layer"):
         load_draft(tmp_path, backbone)
+
+
+NARROW = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "head_dim": 8}
+VARIANTS = {"norm_before_fc": True, "fc_norm": True, "norm_output": True, "own_embeddings": True}
+
+
+def variant(backbone: Backbone) -> Eagle3Draft:
+    """A draft narrower than its backbone, with all norms that trainers add."""
+    draft = new_draft(
+        backbone, layer=NARROW, vocab_size=len(VOCABULARY), token_map=VOCABULARY, **VARIANTS
+    )
+    draft.embed_tokens.weight.normal_()
+    return draft
+
+
+def written(draft: Eagle3Draft, backbone_dir: Path, tmp_path: Path, to: str = "vllm") -> Path:
+    heads = save_draft(draft, tmp_path / "heads", str(backbone_dir))
+    return export_run(resolve_model(str(heads), None, None), to, tmp_path / to).target
+
+
+def rewrite(directory: Path, change_tensors: dict[str, object], **entries: object) -> None:
+    """Replace tensors (None: remove) and entries of config.json."""
+    tensors = {**load_file(directory / "model.safetensors"), **change_tensors}
+    kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    save_file(kept, directory / "model.safetensors")
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, **entries}))
+
+
+@pytest.mark.parametrize("to", ["vllm", "speculators"])
+def test_norms_embeddings_and_width_of_other_trainers_come_back(
+    to, backbone_dir, backbone, tmp_path: Path
+) -> None:
+    draft = variant(backbone)
+    target = written(draft, backbone_dir, tmp_path, to)
+    config = json.loads((target / "config.json").read_text())
+    assert config["target_hidden_size"] == backbone.hidden_size
+    assert {"input_norm.weight", "fc_norm.2.weight", "embed_tokens.weight"} < set(
+        load_file(target / "model.safetensors")
+    )
+    again = load_draft(tmp_path / "heads", backbone)
+    loaded = load_draft(target, backbone)
+    for other in (again, loaded):
+        assert {name: other.settings[name] for name in VARIANTS} == VARIANTS
+        for mine, theirs in zip(outputs(draft, backbone), outputs(other, backbone), strict=True):
+            assert torch.equal(mine, theirs)
+    with pytest.raises(CheckpointError, match="SGLang does not compute norm_before_fc"):
+        export_run(resolve_model(str(target), str(backbone_dir), None), "sglang", tmp_path / "s")
+
+
+def test_flags_in_eagle_config_and_an_older_name_are_read(
+    backbone_dir, backbone, tmp_path: Path
+) -> None:
+    target = written(variant(backbone), backbone_dir, tmp_path)
+    flags = {"norm_before_fc": True, "norm_output": True}
+    rewrite(target, {}, **dict.fromkeys(flags, False), eagle_config=flags)
+    rewrite(target, {}, fc_norm=False, use_aux_norm=True)
+    assert load_draft(target, backbone).settings.items() >= VARIANTS.items()
+
+
+def test_tokens_follow_from_t2d_where_d2t_is_missing(
+    backbone_dir, backbone, tmp_path: Path
+) -> None:
+    target = written(variant(backbone), backbone_dir, tmp_path)
+    rewrite(target, {"d2t": None})
+    assert torch.equal(load_draft(target, backbone).token_map, VOCABULARY.sort().values)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "entries", "message"),
+    [
+        ({"d2t": None, "t2d": None}, {}, "d2t, which says which tokens they are, is missing"),
+        ({"t2d": torch.ones(3, dtype=torch.bool), "d2t": None}, {}, "t2d has 3 tokens"),
+        ({"embed_tokens.weight": None}, {}, "embed_tokens.weight is missing; a draft of"),
+        ({"layers.1.mlp.up_proj.weight": torch.ones(2)}, {}, "has a second layer"),
+        ({"midlayer.self_attn.q_norm.weight": torch.ones(2)}, {}, "norms queries and keys"),
+        ({"midlayer.self_attn.q_proj.bias": torch.ones(2)}, {}, "a bias that config.json does not"),
+        ({"something.weight": torch.ones(2)}, {}, "something.weight: not a tensor of an EAGLE-3"),
+        ({"fc_norm.1.weight": None}, {}, "incomplete, fc_norm.1.weight missing"),
+        ({}, {"fc_norm": False}, "a norm that config.json does not name"),
+        ({}, {"num_hidden_layers": 2}, "num_hidden_layers 2"),
+        ({}, {"layer_types": ["sliding_attention"], "sliding_window": 9}, "a sliding window of 9"),
+        ({}, {"logit_scale": 0.5}, "logit_scale 0.5"),
+        ({}, {"draft_vocab_size": 9}, "lm_head has 16 rows, but draft_vocab_size is 9"),
+        ({}, {"target_hidden_size": 20}, "three states of 20"),
+        ({}, {"intermediate_size": 32}, "not those that config.json describes"),
+        ({}, {"eagle_aux_hidden_state_layer_ids": [1, 2]}, "2 states of the backbone"),
+    ],
+)
+def test_what_a_draft_lacks_or_has_too_much_is_named(
+    tensors, entries, message, backbone_dir, backbone, tmp_path: Path
+) -> None:
+    target = written(variant(backbone), backbone_dir, tmp_path)
+    rewrite(target, tensors, **entries)
+    with pytest.raises(CheckpointError, match=message) as error:
+        load_draft(target, backbone)
+    assert "Name the backbone" not in str(error.value)
+
+
+def test_a_draft_of_another_backbone_is_told_so(backbone_dir, backbone, tmp_path: Path) -> None:
+    target = written(variant(backbone), backbone_dir, tmp_path)
+    with pytest.raises(CheckpointError, match=r"fc reads states of .* Name the backbone"):
+        load_draft(target, random_backbone("llama", dtype=torch.float32, hidden_size=64))
+
+
+def test_entries_and_tensors_that_are_not_read_are_named_once(
+    backbone_dir, backbone, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    target = written(variant(backbone), backbone_dir, tmp_path)
+    rewrite(target, {"rotary_emb.inv_freq": torch.ones(4)}, zyxw=3)
+    load_draft(target, backbone)
+    load_draft(target, backbone)
+    assert caplog.messages == [f"{target}: not read: rotary_emb.inv_freq, zyxw"]

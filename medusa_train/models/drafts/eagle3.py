@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import embedding, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import (
@@ -77,6 +77,11 @@ class Eagle3Draft(LMHeadsDraft):
         (long [N]); by default all tokens.
         norm_before_residual: the layer's residual is its normalised state, as in some published
             drafts.
+        norm_before_fc: one norm over the three states together, before fc.
+        fc_norm: a norm of each of the three states, before fc.
+        norm_output: the next step reads norm(a_k), as lm_head does, in place of a_k.
+        own_embeddings: the draft has embeddings of its own, which are not trained; a layer that is
+            narrower or wider than the backbone (`hidden_size` in `layer`) needs them.
         layer: entries of config.json in which the layer differs from the backbone's, for drafts of
             other trainers.
         dtype: dtype of the parameters; by default the backbone's.
@@ -87,6 +92,7 @@ class Eagle3Draft(LMHeadsDraft):
 
     setting_names = ("num_heads", "train_steps")
     dynamic: Limits | None = None
+    embedding: Callable[[Tensor], Tensor]
 
     def __init__(
         self,
@@ -98,27 +104,50 @@ class Eagle3Draft(LMHeadsDraft):
         vocab_size: int | None = None,
         token_map: Tensor | None = None,
         norm_before_residual: bool = False,
+        norm_before_fc: bool = False,
+        fc_norm: bool = False,
+        norm_output: bool = False,
+        own_embeddings: bool = False,
         layer: Mapping[str, Any] | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         dtype = dtype or backbone.dtype
-        size = backbone.hidden_size
         self._layer = dict(layer or {})
         self.num_heads = num_heads
         self.train_steps = train_steps
         self.layers = tuple(layers or default_layers(backbone.num_layers))
         self.needs = FeatureSpec(early=self.layers)
-        self.embedding = backbone.embedding()
         config = layer_config(backbone.config, layer)
+        size = config.hidden_size  # d
+        read = backbone.hidden_size  # width of the states that fc reads
+        if size != read and not own_embeddings:
+            raise ValueError(
+                f"hidden_size {size} is not the backbone's, {read}: such a draft needs embeddings"
+                " of its own"
+            )
+        self.norm_output = norm_output
+        self.embed_tokens = OwnEmbedding(backbone.vocab_size, size) if own_embeddings else None
+        self.embedding = (
+            backbone.embedding() if self.embed_tokens is None else self.embed_tokens.look_up
+        )
         config._attn_implementation = (
             backbone.attention if backbone.attention != "eager" else "sdpa"
         )
-        self.fc = nn.Linear(NUM_STATES * size, size, bias=False)
+        eps = config.rms_norm_eps
+        self.input_norm = LlamaRMSNorm(NUM_STATES * read, eps=eps) if norm_before_fc else None
+        self.fc_norm: nn.ModuleList | None = None
+        if fc_norm:
+            self.fc_norm = nn.ModuleList(LlamaRMSNorm(read, eps=eps) for _ in range(NUM_STATES))
+        self.fc = nn.Linear(NUM_STATES * read, size, bias=False)
         self.midlayer = Eagle3Layer(config, norm_before_residual)
-        self.norm = LlamaRMSNorm(size, eps=config.rms_norm_eps)
-        self.lm_heads = nn.ModuleList(self.new_lm_heads(backbone, 1, vocab_size, token_map, dtype))
-        self._init_from(backbone)
+        self.norm = LlamaRMSNorm(size, eps=eps)
+        lm_heads = self.new_lm_heads(backbone, 1, vocab_size, token_map, dtype)
+        if size == read:
+            self.lm_heads = nn.ModuleList(lm_heads)
+            self._init_from(backbone)
+        else:  # nothing of the backbone has its width
+            self.lm_heads = nn.ModuleList([nn.Linear(size, lm_heads[0].out_features, bias=False)])
         self.to(device=backbone.device, dtype=dtype)
 
     @torch.no_grad()
@@ -148,7 +177,18 @@ class Eagle3Draft(LMHeadsDraft):
             **super().settings,
             "layers": list(self.layers),
             "norm_before_residual": self.midlayer.norm_before_residual,
+            **{name: True for name, is_used in self._variants.items() if is_used},
             **({"layer": self._layer} if self._layer else {}),
+        }
+
+    @property
+    def _variants(self) -> dict[str, bool]:
+        """The settings of published variants, which most drafts don't have."""
+        return {
+            "norm_before_fc": self.input_norm is not None,
+            "fc_norm": self.fc_norm is not None,
+            "norm_output": self.norm_output,
+            "own_embeddings": self.embed_tokens is not None,
         }
 
     @classmethod
@@ -158,18 +198,26 @@ class Eagle3Draft(LMHeadsDraft):
         *,
         vocab_size: int | None = None,
         layer: Mapping[str, Any] | None = None,
+        norm_before_fc: bool = False,
+        fc_norm: bool = False,
         **without_weights: Any,
     ) -> int:
-        """fc, the attn over `2 d`, the MLP, four norms, and an lm_head."""
-        config = layer_config(model.config.get_text_config(), layer)
+        """fc, the attn over `2 d`, the MLP, four norms (and those before fc), and an lm_head."""
+        text_config = model.config.get_text_config()
+        config = layer_config(text_config, layer)
+        read = NUM_STATES * text_config.hidden_size
+        lm_head = count_lm_head(model, vocab_size)
+        if config.hidden_size != text_config.hidden_size:  # it has no bias then
+            rows = vocab_size or model.get_output_embeddings().weight.shape[0]
+            lm_head = rows * config.hidden_size
         d, heads, size = config.hidden_size, config.num_attention_heads, head_dim(config)
         attn = 2 * d * size * (heads + 2 * key_value_heads(config)) + d * heads * size
         return (
-            NUM_STATES * d * d
+            read * (d + norm_before_fc + fc_norm)
             + attn
             + 3 * d * config.intermediate_size
             + 4 * d
-            + count_lm_head(model, vocab_size)
+            + lm_head
         )
 
     @property
@@ -205,13 +253,35 @@ class Eagle3Draft(LMHeadsDraft):
                 past_end[..., None], 0.0
             )
             states = self.midlayer(e.to(states.dtype), states, batch.positions + (k - 1), attention)
-            yield self.norm(states)
+            states = self._carried(states)
+            yield self._read_by_lm_head(states)
 
     def inputs(self, feats: Features) -> Tensor:
         """fc of the backbone's states, [B, T, 3 d] -> [B, T, d]."""
         assert feats.early is not None
-        states: Tensor = self.fc(feats.early.to(self.fc.weight.dtype))
-        return states
+        states = feats.early.to(self.fc.weight.dtype)  # [B, T, 3 d]
+        if self.input_norm is not None:
+            states = self.input_norm(states)
+        if self.fc_norm is not None:
+            parts = states.chunk(NUM_STATES, dim=-1)  # of [B, T, d]
+            normed = [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)]
+            states = torch.cat(normed, dim=-1)
+        combined: Tensor = self.fc(states)
+        return combined
+
+    def _carried(self, states: Tensor) -> Tensor:
+        """The layer's output [B, q, d] as the next step reads it."""
+        if not self.norm_output:
+            return states
+        normed: Tensor = self.norm(states)
+        return normed
+
+    def _read_by_lm_head(self, carried: Tensor) -> Tensor:
+        """What lm_head reads of a carried state [B, q, d]; a norm is applied once."""
+        if self.norm_output:
+            return carried
+        normed: Tensor = self.norm(carried)
+        return normed
 
     # Decoding. The layer reads a position once the token after it is known, so the last one waits
     # for the root.
@@ -257,16 +327,21 @@ class Eagle3Draft(LMHeadsDraft):
             run: runs the layer over [B, m, 2 d] at the nodes first .. last - 1 of those inner nodes
                 that are not roots; called with these states, their depth, first, and last.
         """
-        # the state that each node's draft tokens come from
-        x, nodes = (states[:, None], roots[:, None])
+        nodes = roots[:, None]  # [B, 1]
+        x = self._carried(states[:, None])  # [B, 1, d], what each node's draft tokens come from
         tokens = [nodes]
         for depth, level in enumerate(tree.by_level.levels[:-1]):
+            # 1. run the layer over the nodes of this level that have children
             if depth:
                 if level.inner is not None:
-                    x, nodes = x[:, level.inner], nodes[:, level.inner]
+                    x = x[:, level.inner]  # [B, m, d]
+                    nodes = nodes[:, level.inner]  # [B, m]
                 x = run(self.join(nodes, x), depth, level.inner_first - 1, level.inner_last - 1)
-            # a soft cap would keep their order
-            guesses = self.lm_heads[0](self.norm(x)).topk(level.width).indices
+                x = self._carried(x)
+            # 2. draft their children; a soft cap would keep the order of logits
+            logits = self.lm_heads[0](self._read_by_lm_head(x))  # [B, m, N]
+            guesses = logits.topk(level.width).indices  # [B, m, width]
+            # 3. keep those that are in the tree, each with its parent's state
             nodes = self.lm_head(1).tokens_of(guesses.flatten(1)[:, level.candidates])
             x = x[:, level.parents]
             tokens.append(nodes)
@@ -305,47 +380,58 @@ class Eagle3Draft(LMHeadsDraft):
         are a tree. It depends on the text alone, never on what is drawn in the same step, and has
         as many nodes in all rows. Its shape is read on the host: one synchronization.
         """
-        batch = torch.arange(len(roots), device=roots.device)[:, None]
-        x, nodes, parents = (
-            self._read(state, roots)[:, None],
-            roots[:, None],
-            torch.zeros_like(roots)[:, None],
-        )
-        # logarithms
-        values = torch.zeros_like(parents, dtype=torch.promote_types(x.dtype, torch.float32))
-        visible = torch.zeros(len(roots), 1, 0, dtype=torch.bool, device=roots.device)
-        drafted, count = [(nodes, parents, values)], 1
+        rows = len(roots)  # B
+        row = torch.arange(rows, device=roots.device)[:, None]  # [B, 1]
+        layer_cache = state.caches[0]
+        head = self.lm_head(1)
+
+        # 1. the root is the only node of level 0; `nodes` are those whose children come next
+        x = self._carried(self._read(state, roots)[:, None])  # [B, 1, d]
+        nodes = roots[:, None]  # [B, 1]
+        node_ids = torch.zeros_like(nodes)  # their numbers among all drafted nodes
+        number = torch.promote_types(x.dtype, torch.float32)
+        values = torch.zeros_like(nodes, dtype=number)  # [B, 1], logarithms
+        visible = torch.zeros(rows, 1, 0, dtype=torch.bool, device=roots.device)
+        all_tokens = [nodes]
+        all_parents = [node_ids]
+        all_values = [values]
+        count = 1  # drafted nodes so far
+
+        # 2. expand level by level
         for depth in range(size.depth):
             if depth:
-                x = state.caches[0].run_level(self.midlayer, self.join(nodes, x), depth, visible)
-            logits = self.lm_head(1).transform(self.lm_heads[0](self.norm(x))).to(values.dtype)
+                x = layer_cache.run_level(self.midlayer, self.join(nodes, x), depth, visible)
+                x = self._carried(x)  # [B, m, d]
+            raw = self.lm_heads[0](self._read_by_lm_head(x))
+            logits = head.transform(raw).to(number)  # [B, m, N]
             best = logits.topk(min(EXPANDED, size.size, logits.shape[-1]))  # [B, m, k]
+            k = best.indices.shape[2]
             log_probs = (best.values - logits.logsumexp(-1, keepdim=True)).clamp(max=0)
-            k, tokens = log_probs.shape[2], self.lm_head(1).tokens_of(best.indices.flatten(1))
-            drafted.append(
-                (
-                    tokens,
-                    parents.repeat_interleave(k, 1),
-                    (values[..., None] + log_probs).flatten(1),
-                )
-            )
-            values, expanded = drafted[-1][2].topk(k)
-            nodes, parents, above = tokens.gather(1, expanded), count + expanded, expanded // k
+            tokens = head.tokens_of(best.indices.flatten(1))  # [B, m k]
+            token_values = (values[..., None] + log_probs).flatten(1)  # [B, m k]
+            all_tokens.append(tokens)
+            all_parents.append(node_ids.repeat_interleave(k, 1))
+            all_values.append(token_values)
+
+            # the k most valuable of them are expanded next
+            values, expanded = token_values.topk(k)  # [B, k]
+            above = expanded // k  # [B, k], the node of this level that each hangs from
+            nodes = tokens.gather(1, expanded)  # [B, k]
+            node_ids = count + expanded
             count += tokens.shape[1]
-            own = torch.eye(k, dtype=torch.bool, device=roots.device).expand(len(roots), -1, -1)
-            x, visible = x[batch, above], torch.cat([visible[batch, above], own], dim=2)
-        state.caches[0].drop_levels()
-        tokens, parents, values = (torch.cat(parts, dim=1) for parts in zip(*drafted, strict=True))
-        chosen = (
-            values.sort(dim=1, descending=True, stable=True)
-            .indices[:, : size.size + 1]
-            .sort(dim=1)
-            .values
-        )
+            itself = torch.eye(k, dtype=torch.bool, device=roots.device).expand(rows, -1, -1)
+            visible = torch.cat([visible[row, above], itself], dim=2)
+            x = x[row, above]  # [B, k, d]
+        layer_cache.drop_levels()
+
+        # 3. propose the most valuable nodes and the root, in the order in which they were drafted
+        tokens = torch.cat(all_tokens, dim=1)  # [B, count]
+        parents = torch.cat(all_parents, dim=1)
+        ranked = torch.cat(all_values, dim=1).sort(dim=1, descending=True, stable=True).indices
+        chosen = ranked[:, : size.size + 1].sort(dim=1).values  # [B, n + 1]
         shape = torch.searchsorted(chosen, parents.gather(1, chosen)).tolist()
-        return Proposal(
-            tokens.gather(1, chosen), RowTrees([[-1, *row[1:]] for row in shape], roots.device)
-        )
+        trees = RowTrees([[-1, *parents_of_row[1:]] for parents_of_row in shape], roots.device)
+        return Proposal(tokens.gather(1, chosen), trees)
 
     def advance(
         self, state: UnreadRows, feats: Features, proposal: Proposal, paths: Sequence[Sequence[int]]
@@ -380,6 +466,22 @@ class Eagle3Draft(LMHeadsDraft):
     def join(self, tokens: Tensor, states: Tensor) -> Tensor:
         """[E ; states], the layer's input, [B, q, 2 d]."""
         return torch.cat([self.embedding(tokens).to(states.dtype), states], dim=-1)
+
+
+class OwnEmbedding(nn.Module):
+    """Embeddings [V, d] that belong to a draft: saved with it and frozen, without the backbone's
+    scale.
+    """
+
+    weight: Tensor
+
+    def __init__(self, vocab_size: int, size: int) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.zeros(vocab_size, size))
+
+    def look_up(self, tokens: Tensor) -> Tensor:
+        """Return the vectors of token ids, long [...] -> [..., d]."""
+        return embedding(tokens, self.weight)
 
 
 def _copy_norm(norm: LlamaRMSNorm, source: nn.Module | None) -> None:

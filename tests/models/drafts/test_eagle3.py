@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from medusa_train.config.drafts import default_layers
 from medusa_train.models.drafts import eagle3
@@ -43,6 +44,11 @@ def reference(draft: Eagle3Draft, early: Tensor, tokens: Tensor, steps: int) -> 
     """What `lm_head` reads in each step, [T, d], computed for one document position by position."""
     layer, attention = draft.midlayer, draft.midlayer.self_attn
     size, dim, length = early.shape[1] // 3, attention.head_dim, len(early)
+    if draft.input_norm is not None:
+        early = rms(draft.input_norm, early)
+    if draft.fc_norm is not None:
+        parts = early.chunk(3, dim=-1)
+        early = torch.cat([rms(draft.fc_norm[i], parts[i]) for i in range(3)], dim=-1)
     states = early @ draft.fc.weight.T
     keys: list[list[Tensor]] = []  # by step and position
     values: list[list[Tensor]] = []
@@ -82,6 +88,8 @@ def reference(draft: Eagle3Draft, early: Tensor, tokens: Tensor, steps: int) -> 
             @ mlp.down_proj.weight.T
         )
         outs.append(rms(draft.norm, states))
+        if draft.norm_output:
+            states = outs[-1]
     return outs
 
 
@@ -91,9 +99,21 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eagle3, "_BLOCK", 3)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
-def test_value_and_gradient_of_the_formula(family: str) -> None:
-    draft, backbone = noisy(family)
+VARIANTS = {"norm_before_fc": True, "fc_norm": True, "norm_output": True}
+
+
+@pytest.mark.parametrize(
+    ("family", "variants"), [("llama", {}), ("qwen3", {}), ("gemma3", {}), ("llama", VARIANTS)]
+)
+def test_value_and_gradient_of_the_formula(
+    family: str, variants: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if variants:  # Llama's norms round to float32, which adds up with so many
+        monkeypatch.setattr(LlamaRMSNorm, "forward", rms)
+    draft, backbone = noisy(family, **variants)
+    assert sum(parameter.numel() for parameter in draft.parameters()) == (
+        Eagle3Draft.count_parameters(backbone.model, **variants)
+    )
     feats = backbone.run(TOKENS, need=draft.needs)
     weights = torch.randn(3, *feats.hidden.shape, dtype=torch.float64)
     ours = torch.stack(list(draft.head_states(feats, Rows.from_tokens(TOKENS))))
@@ -112,10 +132,10 @@ def test_value_and_gradient_of_the_formula(family: str) -> None:
         torch.testing.assert_close(mine, expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-def test_trees_are_drafted_as_in_training(rows: int) -> None:
+@pytest.mark.parametrize(("rows", "variants"), [(1, {}), (2, {}), (2, VARIANTS)])
+def test_trees_are_drafted_as_in_training(rows: int, variants: dict[str, bool]) -> None:
     """The guesses below a node are the best ones of the training states on the node's path."""
-    draft, backbone = noisy()
+    draft, backbone = noisy(**variants)
     prompts, roots = TOKENS[:rows, :6], TOKENS[:rows, 6]
     tree = Tree.from_paths(
         [(0,), (1,), (0, 0), (0, 2), (1, 1), (0, 2, 0), (0, 2, 1), (1, 1, 0), (0, 2, 1, 1)]
