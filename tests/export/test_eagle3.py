@@ -262,7 +262,7 @@ def test_what_a_draft_lacks_or_has_too_much_is_named(
 def test_a_draft_of_another_backbone_is_told_so(backbone_dir, backbone, tmp_path: Path) -> None:
     target = written(variant(backbone), backbone_dir, tmp_path)
     with pytest.raises(CheckpointError, match=r"fc reads states of .* Name the backbone"):
-        load_draft(target, random_backbone("llama", dtype=torch.float32, hidden_size=64))
+        load_draft(target, random_backbone("llama", dtype=torch.float32, hidden_size=96))
 
 
 def test_entries_and_tensors_that_are_not_read_are_named_once(
