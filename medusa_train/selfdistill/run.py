@@ -72,9 +72,10 @@ def load_prompts(
         ], Counter()
     invalid: list[str] | None = [] if cfg.skip_bad_records else None
     with LoadingProgress(progress) as shown:
-        prompts = read_prompts(
-            open_prompts(cfg.seed_dataset, cfg.split, shown.update), cfg.type, skipped=invalid
-        )
+        source = open_prompts(cfg.seed_dataset, cfg.split, shown.update)
+        prompts = read_prompts(source, cfg.type, skipped=invalid)
+    for note in source.notes:
+        progress.print(note)
     selection = Selection(
         cfg.max_turns, cfg.min_chars, cfg.max_chars, cfg.sample, cfg.sample_seed, cfg.limit
     )
