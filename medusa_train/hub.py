@@ -99,14 +99,30 @@ def _download(url: str, target: Path, size: int, etag: str, on_bytes: OnBytes | 
     with FileLock(target.with_name(f"{target.name}.lock")):
         if target.is_file():  # by another process
             return
-        attempt = 0
-        while (done := part.stat().st_size if part.exists() else 0) < size:
+        done = _size_of(part)
+        furthest = done
+        attempt = 0  # attempts without progress
+        while done < size:
+            broken: Exception | None = None
             try:
                 _append(url, part, done, size, on_bytes)
             except Exception as error:
-                attempt = 1 if part.exists() and part.stat().st_size > done else attempt + 1
-                if not _is_connection_error(error) or attempt >= MAX_ATTEMPTS:
+                if not _is_connection_error(error):
                     raise
+                broken = error
+            done = _size_of(part)
+            # a server that starts over from the first byte makes progress only beyond the last time
+            attempt = 1 if done > furthest else attempt + 1
+            furthest = max(furthest, done)
+            if done < size and attempt >= MAX_ATTEMPTS:
+                if broken is not None:
+                    raise broken
+                part.unlink(missing_ok=True)  # it may hold another text than the file's
+                raise FetchError(
+                    f"{MAX_ATTEMPTS} answers in a row ended after {done:,} of {size:,} bytes:"
+                    " perhaps pages of a proxy; check the network, or a proxy's settings"
+                )
+            if done < size:
                 time.sleep(attempt)
         if done != size or (
             re.fullmatch("[0-9a-f]{64}", etag) is not None and _sha256(part) != etag
@@ -116,9 +132,17 @@ def _download(url: str, target: Path, size: int, etag: str, on_bytes: OnBytes | 
         part.replace(target)
 
 
+def _size_of(part: Path) -> int:
+    return part.stat().st_size if part.exists() else 0
+
+
 def _append(url: str, part: Path, done: int, size: int, on_bytes: OnBytes | None) -> None:
-    """Append the bytes from `done` on to `part`; raise httpx.TransportError if the connection
-    breaks.
+    """Append the bytes from `done` on to `part`, or all bytes where the server starts over.
+
+    Raises:
+        FetchError: the answer is another file's or a page of a proxy: it names another length, or
+            goes on after `size` bytes. `part` keeps what it had.
+        httpx.TransportError: the connection breaks.
     """
     import httpx
     from huggingface_hub.utils import build_hf_headers
@@ -130,12 +154,29 @@ def _append(url: str, part: Path, done: int, size: int, on_bytes: OnBytes | None
         answer.raise_for_status()
         if answer.status_code != httpx.codes.PARTIAL_CONTENT:
             done = 0
+        check_length(answer.headers.get("Content-Length"), size - done)
         with part.open("ab" if done else "wb") as file:
             for block in answer.iter_raw():
+                if done + len(block) > size:
+                    raise FetchError(f"the answer is longer than the file's {size:,} bytes")
                 file.write(block)
                 done += len(block)
                 if on_bytes is not None:
                     on_bytes(done, size)
+
+
+def check_length(stated: str | None, expected: int) -> None:
+    """Check the `Content-Length` of an answer, None if it has none, against the bytes that it
+    should hold.
+
+    Raises:
+        FetchError: they differ.
+    """
+    if stated is not None and stated != str(expected):
+        raise FetchError(
+            f"the answer has {stated} bytes in place of {expected:,}: perhaps a page of a proxy;"
+            " check the network, or a proxy's settings"
+        )
 
 
 def _sha256(path: Path) -> str:

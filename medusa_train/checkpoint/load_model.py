@@ -12,9 +12,9 @@ from transformers import GenerationConfig
 from medusa_train.checkpoint.heads import load_draft
 from medusa_train.checkpoint.resolve import FIXED, NO_TREE, ModelPaths
 from medusa_train.config.drafts import LookupChoice
-from medusa_train.config.paths import resolve_path
+from medusa_train.config.paths import resolve_path, user_cache_dir
 from medusa_train.data.datastore import read_datastore
-from medusa_train.errors import CheckpointError, MedusaError
+from medusa_train.errors import BackboneError, CheckpointError, MedusaError
 from medusa_train.hub import hub_is_unreachable
 from medusa_train.inference.static.graphs import use_cuda_graphs
 from medusa_train.models.backbone import Backbone
@@ -197,21 +197,36 @@ def dynamic_size(paths: ModelPaths, tree: Tree) -> Limits | None:
 def compile_backbone(
     backbone: Backbone, paths: ModelPaths, *, rows: int = 1, trees: bool = True
 ) -> None:
-    """Compile the decoding passes, which takes up to a minute; see `compile_cache_dir`."""
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(compile_cache_dir(paths.home))
+    """Compile the decoding passes, which takes up to a minute; see `compile_cache_dir`.
+
+    Raises:
+        BackboneError: they cannot be compiled, or their programs cannot be written.
+    """
+    directory = compile_cache_dir()
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise BackboneError(
+            f"compile: {directory} cannot be created ({error.strerror or error}); set"
+            " TORCHINDUCTOR_CACHE_DIR to a directory of your own"
+        ) from error
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(directory)
     backbone.compile_passes(rows, trees=trees)
 
 
-def compile_cache_dir(run: Path) -> Path:
-    """Return the folder for torch.compile's cache: TORCHINDUCTOR_CACHE_DIR if the user set it, else
-    RUN/compiled.
+def compile_cache_dir() -> Path:
+    """Return the folder of torch.compile's programs: TORCHINDUCTOR_CACHE_DIR if the user set it,
+    else one in the user's cache directory.
+
+    Programs are loaded and run, so they never lie in a run, which may be somebody else's.
+    torch finds them by their source and settings, so models share the folder.
     """
     if value := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
         from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
         if value != default_cache_dir():  # torch sets its default there on first use
             return Path(value)
-    return run.resolve() / "compiled"
+    return user_cache_dir() / "compiled"
 
 
 def _load_merged(paths: ModelPaths, adapter: Path, dtype: str) -> Backbone:

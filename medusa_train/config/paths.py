@@ -75,6 +75,12 @@ def expand_user(name: str | Path) -> Path:
         ) from None
 
 
+def user_cache_dir() -> Path:
+    """Return this project's folder in the user's cache directory (XDG_CACHE_HOME or ~/.cache)."""
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return (Path(cache) if cache else Path.home() / ".cache") / "medusa-train"
+
+
 def public_name(name: str) -> str:
     """Return a name without private directories: hub names and relative paths unchanged, absolute
     paths relative to the project or working directory, or else only their last part.

@@ -60,11 +60,13 @@ def calibrate(
         if cfg.dtype != "auto"
         else choose_dtype(bench.questions[0].turns[0], paths, progress)
     )
-    if cfg.compile == "auto":
-        progress.print(
-            "compile: auto is for benches: calibrating uncompiled; compile=true fits to compiled"
-            " steps"
+    if cfg.compile is not True and chooses_compilation(cfg, paths):
+        reason = (
+            "compile: auto is for benches"
+            if cfg.compile == "auto"
+            else f"{paths.tree} was fitted to compiled steps"
         )
+        progress.print(f"{reason}: calibrating uncompiled; compile=true fits to compiled steps")
     model = load_model(paths, dtype, progress, compiled=cfg.compile is True)
     if (ends := model.backbone.stop_tokens.describe(model.backbone.tokenizer)) is not None:
         progress.print(ends)

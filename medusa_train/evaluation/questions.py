@@ -19,13 +19,13 @@ from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
 
-from medusa_train.config.paths import PROJECT_ROOT, resolve_path
+from medusa_train.config.paths import PROJECT_ROOT, resolve_path, user_cache_dir
 from medusa_train.data.conversation import SURROGATES, Message
 from medusa_train.data.record_files import RawRecord, read_file
 from medusa_train.data.records import first_problems, parse_user_turns
 from medusa_train.data.sources import PublicDataset
 from medusa_train.errors import DataError
-from medusa_train.hub import FetchError, fetch_dataset_file, hub_is_unreachable
+from medusa_train.hub import FetchError, check_length, fetch_dataset_file, hub_is_unreachable
 from medusa_train.io import replace_file
 
 BENCH_DIR_VARIABLE = "MEDUSA_BENCH_DIR"
@@ -174,8 +174,7 @@ def _candidates(name: str) -> list[Path]:
 
 
 def _download_directory() -> Path:
-    cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "medusa-train" / "bench"
+    return user_cache_dir() / "bench"
 
 
 def _download(name: str, bench: PublicDataset, note: Callable[[str], None]) -> Path:
@@ -201,6 +200,8 @@ def _download(name: str, bench: PublicDataset, note: Callable[[str], None]) -> P
             temporary.open("wb") as file,
         ):
             shutil.copyfileobj(answer, file)
+            # a connection that closes early ends the answer without an error
+            check_length(answer.headers.get("Content-Length"), file.tell())
         read_questions(temporary)  # an error page is not kept
 
     try:

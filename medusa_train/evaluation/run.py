@@ -14,6 +14,7 @@ import torch
 
 from medusa_train.checkpoint.load_model import LoadedModel
 from medusa_train.checkpoint.resolve import FIXED, NO_TREE, ModelPaths, names_tree_file
+from medusa_train.checkpoint.run_directory import only_writer
 from medusa_train.choose_decoding import choose_dtype, compile_if_repaid, compile_or_report
 from medusa_train.config.drafts import LookupChoice
 from medusa_train.config.paths import expand_user
@@ -88,14 +89,31 @@ def evaluate(
 
     Returns:
         The report and the paths of its files.
+
+    Raises:
+        CheckpointError: another process evaluates into the same directory.
     """
     require_code_execution(cfg.allow_code_execution, bench.questions)
-    scorer = rouge_scorer(bench.questions) if cfg.rouge else None
-    judge = _judge(cfg, progress)
-    torch.manual_seed(cfg.seed)
     mode = DecodingMode.from_config(cfg)
     name = mode.directory_name(bench.name, *_drafting(cfg, paths))
     directory = expand_user(cfg.output_dir) if cfg.output_dir else paths.home / "eval" / name
+    # two would time each other, and delete each other's log
+    with only_writer(directory, "working"):
+        return _evaluate_into(directory, cfg, bench, paths, mode, command, progress)
+
+
+def _evaluate_into(
+    directory: Path,
+    cfg: EvalConfig,
+    bench: Bench,
+    paths: ModelPaths,
+    mode: DecodingMode,
+    command: str,
+    progress: RunProgress,
+) -> tuple[Report, list[Path]]:
+    scorer = rouge_scorer(bench.questions) if cfg.rouge else None
+    judge = _judge(cfg, progress)
+    torch.manual_seed(cfg.seed)
     model, paths, log, dtype, records, skipped = _load_and_time(
         cfg, bench, paths, directory, mode, progress
     )

@@ -16,6 +16,7 @@ from typing import Any
 
 from medusa_train.checkpoint.load_model import read_stop_tokens
 from medusa_train.checkpoint.resolve import ModelPaths, find_heads, runs_directory
+from medusa_train.checkpoint.run_directory import only_writer
 from medusa_train.config.paths import expand_user, public_name
 from medusa_train.config.schema import EvalConfig
 from medusa_train.errors import ConfigError, MedusaError, ServerError
@@ -67,6 +68,21 @@ def measure_servers(
     options = request_options(cfg, mode, paths)
     remote = [] if cfg.serve else find_targets(cfg, options)
     directory = output_directory(cfg, mode.directory_name(bench.name), paths, remote)
+    with only_writer(directory, "working"):
+        return _measure_into(directory, cfg, bench, paths, options, remote, command, progress)
+
+
+def _measure_into(
+    directory: Path,
+    cfg: EvalConfig,
+    bench: Bench,
+    paths: ModelPaths | None,
+    options: RequestOptions,
+    remote: list[Target],
+    command: str,
+    progress: RunProgress,
+) -> list[Path]:
+    mode = DecodingMode.from_config(cfg.model_copy(update={"batch_size": 1}))
     served = (
         prepare_model(cfg, paths, directory, progress) if cfg.serve and paths is not None else None
     )

@@ -6,9 +6,14 @@ import pytest
 from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
 
 from medusa_train.api import load
-from medusa_train.checkpoint.load_model import compile_cache_dir, load_tree, load_with_draft
+from medusa_train.checkpoint.load_model import (
+    compile_backbone,
+    compile_cache_dir,
+    load_tree,
+    load_with_draft,
+)
 from medusa_train.checkpoint.resolve import resolve_model
-from medusa_train.errors import CheckpointError
+from medusa_train.errors import BackboneError, CheckpointError
 from medusa_train.models.drafts.base import Limits
 from medusa_train.models.drafts.eagle3 import Eagle3Draft
 from medusa_train.trees.tree import Tree
@@ -43,16 +48,47 @@ def test_loads_backbone_heads_and_tree(run_dir: Path) -> None:
     assert str(subject.backbone.dtype) == "torch.bfloat16"
 
 
-def test_the_compile_cache_is_in_the_run_or_in_the_users_directory(
+def test_compiled_programs_lie_in_the_users_cache_or_where_the_user_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """They are loaded and run, so never in a run, which may be somebody else's."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    assert compile_cache_dir(tmp_path) == tmp_path.resolve() / "compiled"
+    expected = tmp_path / "cache" / "medusa-train" / "compiled"
+    assert compile_cache_dir() == expected
     cache_dir()  # torch names its own default in the environment as soon as it is asked
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == default_cache_dir()
-    assert compile_cache_dir(tmp_path) == tmp_path.resolve() / "compiled"
+    assert compile_cache_dir() == expected
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "elsewhere"))
-    assert compile_cache_dir(tmp_path) == tmp_path / "elsewhere"
+    assert compile_cache_dir() == tmp_path / "elsewhere"
+
+
+def test_a_planted_cache_of_a_run_is_not_read_and_two_models_use_one_cache(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    used: list[str] = []
+
+    class Compiles:
+        def compile_passes(self, rows: int, *, trees: bool) -> None:
+            used.append(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+
+    paths = resolve_model(str(run_dir), None, None)
+    (run_dir / "compiled").mkdir()
+    for home in (run_dir, tmp_path / "other"):
+        compile_backbone(Compiles(), replace(paths, home=home))  # type: ignore[arg-type]
+    assert used == [str(tmp_path / "cache" / "medusa-train" / "compiled")] * 2
+    assert not any((run_dir / "compiled").iterdir())
+
+
+def test_a_cache_that_cannot_be_created_is_named(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    with pytest.raises(BackboneError, match="set TORCHINDUCTOR_CACHE_DIR"):
+        compile_backbone(object(), resolve_model(str(run_dir), None, None))  # type: ignore[arg-type]
 
 
 def test_dynamic_trees_take_the_place_of_the_fixed_one(run_dir: Path, tmp_path: Path) -> None:

@@ -104,14 +104,36 @@ def nothing_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+class Answered(io.BytesIO):
+    """What urlopen returns, with the headers of the answer."""
+
+    def __init__(self, content: bytes, **headers: str) -> None:
+        super().__init__(content)
+        self.headers = headers
+
+
+def test_a_bench_of_another_length_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A connection that closes early ends the answer without an error, perhaps after whole lines."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("medusa_train.evaluation.questions.hub_is_unreachable", lambda: False)
+    line = b'{"question_id": 1, "turns": ["a"]}\n'
+    length = {"Content-Length": str(2 * len(line))}
+    monkeypatch.setattr("urllib.request.urlopen", lambda url, timeout: Answered(line, **length))
+    with pytest.raises(DataError, match=f"the answer has {2 * len(line)} bytes in place of"):
+        load_bench("specbench")
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
 def test_a_bench_with_a_url_is_downloaded_once(
     nothing_here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
 
-    def urlopen(url: str, timeout: float) -> io.BytesIO:
+    def urlopen(url: str, timeout: float) -> Answered:
         asked.append(url)
-        return io.BytesIO(json.dumps(GOOD).encode())
+        return Answered(json.dumps(GOOD).encode())
 
     monkeypatch.setattr("urllib.request.urlopen", urlopen)
     kept = nothing_here / "cache" / "medusa-train" / "bench" / "specbench" / "question.jsonl"
@@ -125,7 +147,7 @@ def test_a_download_that_is_no_question_file_is_not_kept(
     nothing_here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "urllib.request.urlopen", lambda url, timeout: io.BytesIO(b"<html>sign in</html>")
+        "urllib.request.urlopen", lambda url, timeout: Answered(b"<html>sign in</html>")
     )
     with pytest.raises(DataError, match="could not be downloaded"):
         load_bench("specbench")

@@ -14,8 +14,9 @@ import medusa_train
 from medusa_train.checkpoint import load_model
 from medusa_train.checkpoint.heads import save_draft
 from medusa_train.checkpoint.resolve import resolve_model
+from medusa_train.checkpoint.run_directory import only_writer
 from medusa_train.config.schema import EvalConfig
-from medusa_train.errors import BackboneError, ConfigError
+from medusa_train.errors import BackboneError, CheckpointError, ConfigError
 from medusa_train.evaluation import calibrate
 from medusa_train.evaluation import run as module
 from medusa_train.evaluation.questions import load_bench
@@ -64,6 +65,19 @@ def test_a_checkout_that_is_not_installed_is_measured_and_may_leave_generate_out
         is report["overall"]["generate_tokens_per_s"]
         is None
     )
+
+
+def test_two_processes_do_not_evaluate_into_one_directory(
+    run_dir: Path, bench_file: Path, tmp_path: Path
+) -> None:
+    """They would time each other, and delete each other's log."""
+    out = tmp_path / "out"
+    with (
+        only_writer(out, "working"),
+        pytest.raises(CheckpointError, match=f"another process is working in {out}"),
+    ):
+        run(bench_file, run_dir, out)
+    assert not out.exists()
 
 
 def test_a_run_is_timed_compared_in_both_dtypes_and_reported(

@@ -5,13 +5,18 @@ sentence that helps.
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 
+from medusa_train import hub as hub_module
+from medusa_train.hub import FetchError
 from tests.hub.server import StandInHub, serve
 
 REPO, FILE = "somebody/chats", "chats.json"
@@ -157,3 +162,56 @@ def test_without_a_network(run) -> None:
     text = run(LOAD, REPO, HF_HUB_OFFLINE="1")
     assert "no network, or HF_HUB_OFFLINE is set, and it is not in the cache.\nDownload it" in text
     assert text.endswith("\nno network, or HF_HUB_OFFLINE is set\n")
+
+
+class _Proxy(BaseHTTPRequestHandler):
+    """Answers every request with 200 and `page`, with or without its length."""
+
+    page = b"<html>sign in</html>"
+    states_length = False
+    requests = 0
+
+    def do_GET(self) -> None:
+        type(self).requests += 1
+        self.send_response(200)
+        if self.states_length:
+            self.send_header("Content-Length", str(len(self.page)))
+        self.end_headers()
+        with suppress(ConnectionError):
+            self.wfile.write(self.page)
+
+    def log_message(self, *args: object) -> None:
+        """Print nothing."""
+
+
+@pytest.mark.parametrize(
+    ("states_length", "page", "reason", "requests"),
+    [
+        (True, b"<html>sign in</html>", "the answer has 20 bytes in place of 5,000", 1),
+        (False, b"<html>sign in</html>", "5 answers in a row ended after 20 of 5,000 bytes", 5),
+        (False, b"<html>" * 2000, "the answer is longer than the file's 5,000 bytes", 1),
+    ],
+)
+def test_a_page_of_a_proxy_ends_the_download(
+    states_length: bool,
+    page: bytes,
+    reason: str,
+    requests: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(hub_module.time, "sleep", lambda seconds: None)
+    proxy = type("Proxy", (_Proxy,), {"page": page, "states_length": states_length, "requests": 0})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), proxy)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}/file"
+    target = tmp_path / "file"
+    try:
+        with pytest.raises(FetchError, match=reason):
+            hub_module._download(url, target, 5000, "etag", None)
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert proxy.requests == requests
+    assert not target.exists()
