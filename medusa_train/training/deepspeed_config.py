@@ -1,4 +1,4 @@
-"""Read the key `deepspeed`, check it against the other keys, and complete it for DeepSpeed."""
+"""Read the key `deepspeed`, and complete it for DeepSpeed (checked in deepspeed_check)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 import shutil
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -20,22 +20,28 @@ from medusa_train.errors import ConfigError, MedusaError
 AUTO = "auto"
 #: Used by several processes if `deepspeed` is not set.
 DEFAULT: Mapping[str, Any] = {"zero_optimization": {"stage": 1}}
-#: Sections set by other keys of the configuration: checked against them, then removed.
-SET_BY_KEYS = ("fp16", "bf16", "optimizer", "scheduler")
-#: Section, its parameter, and the key that sets it.
-_PARAMETERS = (
-    ("optimizer", "lr", "learning_rate"),
-    ("optimizer", "weight_decay", "weight_decay"),
-    ("scheduler", "warmup_max_lr", "learning_rate"),
-    ("scheduler", "warmup_num_steps", "warmup_steps"),
-)
-_STAGES = (0, 1, 2, 3)
+#: Top-level keys that are passed on, with the types that they may have.
+PASSED_ON: Mapping[str, tuple[type, ...]] = {
+    "steps_per_print": (int,),
+    "wall_clock_breakdown": (bool,),
+    "memory_breakdown": (bool,),
+    "dump_state": (bool,),
+    "disable_python_gc": (bool,),
+    "log_level": (str,),
+    "communication_data_type": (str,),
+    "prescale_gradients": (bool,),
+    "gradient_predivide_factor": (int, float),
+    "flops_profiler": (dict,),
+    "comms_logger": (dict,),
+    "timers": (dict,),
+    "data_types": (dict,),
+}
 OFFLOADS = ("offload_optimizer", "offload_param")
 
 
 def read_deepspeed(config: str | Mapping[str, Any] | None) -> Mapping[str, Any]:
     """Return the mapping in the key `deepspeed`, or read the JSON file that it names; `DEFAULT` if
-    it is not set.
+    it is not set. Values are checked by `deepspeed_check`.
     """
     if config is None:
         return DEFAULT
@@ -47,31 +53,16 @@ def read_deepspeed(config: str | Mapping[str, Any] | None) -> Mapping[str, Any]:
                 " zero3.json"
             )
         config = _read(path)
-    zero = config.get("zero_optimization", {})
-    sections = {
-        name: config[name] for name in (*SET_BY_KEYS, "zero_optimization") if name in config
-    }
-    if isinstance(zero, Mapping):
-        sections |= {
-            f"zero_optimization.{name}": zero[name]
-            for name in OFFLOADS
-            if zero.get(name) is not None
-        }
-    if wrong := [name for name, section in sections.items() if not isinstance(section, Mapping)]:
-        raise ConfigError(
-            [f"deepspeed: {name}: expected a mapping, got {sections[name]!r}" for name in wrong]
-        )
-    stage = stage_of(config)
-    if stage not in _STAGES:
-        raise ConfigError(f"deepspeed: zero_optimization.stage: {stage!r} is not one of 0, 1, 2, 3")
-    return config
+    # null means the default, as in the YAML
+    return {name: value for name, value in config.items() if value is not None}
 
 
 def stage_of(config: Mapping[str, Any]) -> Any:
     """Return the ZeRO stage of a DeepSpeed configuration: 0 (nothing partitioned) to 3 (weights
     too).
     """
-    return config.get("zero_optimization", {}).get("stage", 0)
+    zero = config.get("zero_optimization", {})
+    return zero.get("stage") or 0 if isinstance(zero, Mapping) else 0
 
 
 def batch_sizes(cfg: TrainConfig, processes: int) -> dict[str, int]:
@@ -94,7 +85,10 @@ def complete_config(cfg: TrainConfig, processes: int, hidden_size: int) -> dict[
         hidden_size: of the backbone.
     """
     config = deepcopy(dict(read_deepspeed(cfg.deepspeed)))
-    filled = {name: value for name, value in config.items() if name not in SET_BY_KEYS}
+    # the check has seen that what is left out agrees with the keys, or is off
+    filled = {
+        name: value for name, value in config.items() if name in (*PASSED_ON, "zero_optimization")
+    }
     filled.update(batch_sizes(cfg, processes), gradient_clipping=cfg.max_grad_norm)
     zero = filled.setdefault("zero_optimization", {})
     # DeepSpeed's default bucket of 500 million elements takes 2 GB in float32
@@ -121,54 +115,6 @@ def loading_config(cfg: TrainConfig, processes: int, dtype: str) -> dict[str, An
         return None
     name = {"bfloat16": "bf16", "float16": "fp16"}.get(dtype)
     return {**config, **({} if name is None else {name: {"enabled": True}})}
-
-
-def check_deepspeed(cfg: TrainConfig, size: int) -> Mapping[str, Any]:
-    """Read `deepspeed` and check it for `size` processes, before anything is loaded."""
-    config = read_deepspeed(cfg.deepspeed)
-    problems = list(_contradictions(config, cfg, size))
-    if stage_of(config) == 3 and cfg.quantization is not None:
-        problems.append("stage 3 cannot partition a quantized backbone; use stage 2")
-    if stage_of(config) == 3 and cfg.torch_compile:
-        problems.append(
-            "stage 3 gathers weights while layers run; use stage 2, or torch_compile: false"
-        )
-    for name in OFFLOADS:
-        if (config.get("zero_optimization", {}).get(name) or {}).get("device") == "nvme":
-            problems.append(f"zero_optimization.{name}.device: nvme is not supported; use cpu")
-    if problems:
-        raise ConfigError([f"deepspeed: {problem}" for problem in problems])
-    return config
-
-
-def _contradictions(config: Mapping[str, Any], cfg: TrainConfig, size: int) -> Iterator[str]:
-    """Yield a line for every setting that differs from the run's keys; "auto" always agrees."""
-    micro, accumulation = cfg.micro_batch_size, cfg.gradient_accumulation_steps
-    batch = (
-        f"micro_batch_size x gradient_accumulation_steps x processes are {micro} x {accumulation} x"
-        f" {size}"
-    )
-    expected = [(name, value, batch) for name, value in batch_sizes(cfg, size).items()]
-    clipping = ("gradient_clipping", cfg.max_grad_norm, f"max_grad_norm is {cfg.max_grad_norm:g}")
-    for name, value, reason in (*expected, clipping):
-        if (actual := config.get(name, AUTO)) not in (AUTO, value):
-            yield f'{name}: {actual}, but {reason}; set it to "auto"'
-    for name, parameter, key in _PARAMETERS:
-        value = (config.get(name, {}).get("params") or {}).get(parameter, AUTO)
-        if value not in (AUTO, getattr(cfg, key) or 0):
-            yield (
-                f"{name}.params.{parameter}: {value}, but {key} is {getattr(cfg, key)}; set it to"
-                ' "auto"'
-            )
-    for name, wanted in (("fp16", cfg.fp16), ("bf16", cfg.bf16)):
-        actual = config.get(name, {}).get("enabled", AUTO)
-        if actual is True and (wanted is False or (name == "bf16" and cfg.fp16)):
-            yield (
-                f"{name}.enabled: true, but the run does not compute in {name}; set {name}: true,"
-                ' or "auto" here'
-            )
-        if actual is False and wanted is True:
-            yield f'{name}.enabled: false, but the run sets {name}: true; set it to "auto"'
 
 
 def check_compiler(cuda: bool, environ: Mapping[str, str] = os.environ) -> None:
@@ -201,7 +147,7 @@ def search_path(environ: Mapping[str, str] = os.environ) -> str:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique)
     except (OSError, ValueError) as error:
         raise ConfigError(f"deepspeed: {path}: cannot read JSON: {error}") from error
     if not isinstance(value, dict):
@@ -209,8 +155,22 @@ def _read(path: Path) -> dict[str, Any]:
     return value
 
 
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Build an object of JSON; ValueError for a name that is there twice."""
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"{name} is there twice")
+        found[name] = value
+    return found
+
+
 def _without_auto(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: _without_auto(item) for name, item in value.items() if item != AUTO}
+        return {
+            name: _without_auto(item)
+            for name, item in value.items()
+            if item is not None and item != AUTO
+        }
     is_number = isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value)
     return float(value) if is_number else value  # YAML reads 5e8 as text

@@ -8,9 +8,9 @@ import pytest
 from medusa_train.config.paths import PROJECT_ROOT
 from medusa_train.config.schema import TrainConfig
 from medusa_train.errors import ConfigError, MedusaError
+from medusa_train.training.deepspeed_check import check_deepspeed
 from medusa_train.training.deepspeed_config import (
     check_compiler,
-    check_deepspeed,
     complete_config,
     loading_config,
     stage_of,
@@ -56,7 +56,7 @@ def test_a_file_of_another_trainer_fits():
         "bf16": {"enabled": "auto"},
         "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000},
         "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}},
+        "scheduler": {"type": "WarmupCosineLR", "params": {"warmup_num_steps": "auto"}},
         "gradient_clipping": "auto",
         "train_batch_size": "auto",
         "wall_clock_breakdown": False,
@@ -100,7 +100,7 @@ def test_contradictions_are_listed_all_at_once():
         "fp16": {"enabled": True},
     }
     *found, lr, decay, half = problems(keys)
-    assert "optimizer.params.weight_decay: 0.1, but weight_decay is 0.0" in decay
+    assert "optimizer.params.weight_decay: 0.1, but weight_decay is 0;" in decay
     assert "optimizer.params.lr: 1e-06, but learning_rate is 0.0" in lr
     assert (
         "train_batch_size: 64, but micro_batch_size x gradient_accumulation_steps x processes are 4"
@@ -108,6 +108,74 @@ def test_contradictions_are_listed_all_at_once():
     )
     assert "max_grad_norm is 1" in found[1]
     assert "fp16: true" in half
+
+
+@pytest.mark.parametrize(
+    ("deepspeed", "words"),
+    [
+        ({"optimizer": {"type": "Lion"}}, "optimizer.type: Lion, but optimizer is adamw_torch"),
+        ({"optimizer": {"params": {"betas": [0.9, 0.95]}}}, "adam_beta1, adam_beta2 are"),
+        ({"optimizer": {"params": {"eps": 1e-6}}}, "adam_epsilon is 1e-08"),
+        ({"optimizer": {"params": {"momentum": 0.9}}}, "optimizer.params.momentum: unknown key"),
+        ({"scheduler": {"type": "WarmupLR"}}, "or set lr_scheduler: constant_with_warmup"),
+        ({"scheduler": {"params": {"total_num_steps": 9}}}, "max_steps is null"),
+        ({"fp16": {"enabled": True}}, "fp16 is false in the run"),
+        ({"bf16": {"enabled": True}}, "bf16: true or false in the YAML"),
+        ({"bf16": {"check_grad_overflow": False}}, "bf16.check_grad_overflow: False"),
+        ({"zero_allow_untested_optimizer": False}, "zero_allow_untested_optimizer: false is not"),
+        ({"zero_force_ds_cpu_optimizer": True}, "zero_force_ds_cpu_optimizer: true is not used"),
+        ({"gradient_allreduce_op": "sum"}, "scaled for the mean"),
+        ({"activation_checkpointing": {"cpu_checkpointing": True}}, "gradient_checkpointing: true"),
+        ({"zero_optimisation": {"stage": 2}}, "did you mean zero_optimization?"),
+        (
+            {"zero_optimization": {"overlap_com": True}},
+            "did you mean zero_optimization.overlap_comm",
+        ),
+        ({"zero_optimization": {"overlap_comm": 3}}, "overlap_comm: expected true or false"),
+        ({"zero_optimization": {"cpu_offload": True}}, "write offload_optimizer"),
+        ({"steps_per_print": "often"}, "steps_per_print: expected a number"),
+    ],
+)
+def test_what_is_not_used_is_refused(deepspeed, words):
+    (found,) = problems(deepspeed)
+    assert words in found
+
+
+def test_what_agrees_is_accepted_and_the_rest_is_passed_on():
+    same = {
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": "5e-4", "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0},
+        },
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 7}},
+        "fp16": {"enabled": False, "loss_scale_window": 1000},
+        "amp": {"enabled": False},
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 5,
+        "communication_data_type": "fp32",
+        "zero_optimization": {"stage": 2, "overlap_comm": True},
+        "comms_logger": None,
+    }
+    cfg = config(
+        deepspeed=same, adam_beta2=0.95, lr_scheduler="constant_with_warmup", warmup_steps=7
+    )
+    check_deepspeed(cfg, 2)
+    whole = complete_config(cfg, 2, 64)
+    assert whole["steps_per_print"] == 5
+    assert whole["communication_data_type"] == "fp32"
+    assert whole["zero_optimization"]["overlap_comm"] is True
+    assert not {"amp", "optimizer", "scheduler", "fp16", "comms_logger"} & set(whole)
+
+
+def test_problems_do_not_hide_each_other():
+    found = problems({"zero_optimization": 3, "optimizer": {"type": "Lion"}, "unknown": 1})
+    assert len(found) == 3
+
+
+def test_a_name_twice_in_the_file_is_refused(tmp_path):
+    (tmp_path / "a.json").write_text('{"steps_per_print": 1, "steps_per_print": 2}')
+    with pytest.raises(ConfigError, match="steps_per_print is there twice"):
+        check_deepspeed(config(deepspeed=str(tmp_path / "a.json")), 1)
 
 
 def test_what_can_not_work_is_refused():
