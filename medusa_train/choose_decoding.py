@@ -196,12 +196,24 @@ def plain_step_seconds(backbone: Backbone, prompt: list[int], rows: int = 1) -> 
     """Return the shortest mean time of a plain step of `rows` equal rows in `PROBE_ROUNDS` short
     answers.
     """
+    return min(plain_step_rounds(backbone, prompt, rows))
+
+
+def plain_step_rounds(
+    backbone: Backbone, prompt: list[int], rows: int = 1, most_tokens: int | None = None
+) -> list[float]:
+    """Return the mean seconds of a plain step of `rows` equal rows in each of `PROBE_ROUNDS` equal
+    answers.
+
+    Args:
+        most_tokens: of an answer, the prefill's included; None: `PROBE_TOKENS`.
+    """
     decoder = BatchDecoder(backbone)
-    tokens = min(PROBE_TOKENS, backbone.max_context)
+    tokens = min(most_tokens or PROBE_TOKENS, backbone.max_context)
     prompts = [prompt[-max(1, backbone.max_context - tokens) :]] * rows
     decoder.generate_batch(prompts, tokens, ())  # a warm-up
     rounds = []
     for _ in range(PROBE_ROUNDS):
         last = max(decoder.generate_batch(prompts, tokens, ()), key=lambda out: out.seconds)
         rounds.append((last.seconds - last.prefill_seconds) / max(last.steps, 1))
-    return min(rounds)
+    return rounds

@@ -56,9 +56,13 @@ class LoadedModel:
 
     @property
     def heads(self) -> Proposer | None:
-        """The trained part of `proposer`: heads, with dynamic trees if there are any."""
+        """The trained part of `proposer`: heads, with dynamic trees if there are any.
+
+        None with an empty tree: it drafts nothing, so decoding is plain.
+        """
         if self.dynamic is None:
-            return None if self.tree is None else self.draft
+            has_nodes = self.tree is not None and self.tree.size > 0
+            return self.draft if has_nodes else None
         assert isinstance(self.draft, Eagle3Draft)  # `resolve_model` refuses others
         return self.draft.with_dynamic_trees(self.dynamic)
 
@@ -105,7 +109,8 @@ def load_with_draft(
         return LoadedModel(backbone, draft, None, lookup)
     tree = load_tree(paths, draft.num_heads)
     model = LoadedModel(backbone, draft, tree, lookup, dynamic_size(paths, tree))
-    assert model.proposer is not None  # refuses what does not go together
+    # refuses what does not go together
+    assert model.proposer is not None or not tree.size
     return model
 
 

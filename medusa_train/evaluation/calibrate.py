@@ -4,6 +4,7 @@ settings.
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,10 +41,14 @@ def load_model(
     with progress.phase(f"loading {'and compiling ' if compiled else ''}in {dtype}", ticking=True):
         model = load_with_draft(paths, dtype, compiled=compiled, rows=rows)
     if model.tree is not None and paths.tree is None:
+        again = shlex.join(["medusa-eval", "--calibrate", "--model", str(paths.home)])
         progress.print(
-            "no tree.json beside the heads: using the chain of top-1 guesses (--tree names another"
-            " tree)"
+            "no tree.json beside the heads: using the chain of top-1 guesses, which is rarely the"
+            f" best tree. To fit one: {again}",
+            style="yellow",
         )
+    if model.draft is not None and model.tree is not None and not model.tree.size:
+        progress.print(f"{paths.tree}: the tree is empty, so the heads draft nothing")
     return model
 
 

@@ -34,6 +34,17 @@ CONDITIONS = {
     "threads": "number of threads",
 }
 
+#: Figures that say what a tree brings.
+TREE_FIGURES = (
+    "acceleration_rate",
+    "overhead",
+    "speedup",
+    "speedup_over_generate",
+    "speedup_over_fastest",
+    "speedup_without_loops",
+    "tokens_per_s",
+)
+
 
 @dataclass(frozen=True)
 class Evaluated:
@@ -90,7 +101,28 @@ def _read(path: Path) -> Mapping[str, Any]:
         report["meta"]["bench"], report["overall"]["answers"], report["categories"]
     except (OSError, ValueError, KeyError, TypeError):
         raise CheckpointError(f"{path}: not a report of medusa-eval") from None
-    return report
+    return _without_empty_tree(report)
+
+
+def _lacks_tree(meta: Mapping[str, Any]) -> bool:
+    """Return whether heads drafted nothing, for their tree is empty, and nothing else did."""
+    return meta.get("tree_nodes") == 0 and not meta.get("draft") and not meta.get("dynamic_trees")
+
+
+def _without_empty_tree(report: dict[str, Any]) -> dict[str, Any]:
+    """Drop the figures of a tree without nodes, which reports of earlier versions have.
+
+    Both sides were the same loop then, so their ratio is noise.
+    """
+    if not _lacks_tree(report["meta"]):
+        return report
+
+    def without(figures: Mapping[str, Any]) -> dict[str, Any]:
+        nothing = dict.fromkeys(TREE_FIGURES)
+        return {**figures, **nothing, "intervals": {}}
+
+    categories = {name: without(one) for name, one in report["categories"].items()}
+    return {**report, "overall": without(report["overall"]), "categories": categories}
 
 
 def differences(evaluated: Sequence[Evaluated]) -> list[str]:
@@ -123,9 +155,7 @@ def runs_table(evaluated: Sequence[Evaluated]) -> Table:
     columns = {
         "run": [one.name for one in evaluated],
         "heads": [str(meta.get("heads") or "-") for meta in metas],
-        "nodes": [
-            "-" if meta.get("tree_nodes") is None else str(meta["tree_nodes"]) for meta in metas
-        ],
+        "nodes": [_nodes(meta) for meta in metas],
         "tokens per step": column("acceleration_rate"),
         "overhead": column("overhead"),
         "speedup": column("speedup", suffix="x"),
@@ -137,6 +167,13 @@ def runs_table(evaluated: Sequence[Evaluated]) -> Table:
         "correct": [_correct(one.get("scores")) for one in figures],
     }
     return Table.of_columns(columns)
+
+
+def _nodes(meta: Mapping[str, Any]) -> str:
+    nodes = meta.get("tree_nodes")
+    if nodes is None:
+        return "-"
+    return "no tree used" if _lacks_tree(meta) else str(nodes)
 
 
 def _correct(scores: Mapping[str, Any] | None) -> str:

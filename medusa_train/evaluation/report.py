@@ -14,6 +14,7 @@ from medusa_train.data.conversation import is_looping
 from medusa_train.evaluation.answer_scores import ROUGE
 from medusa_train.evaluation.figures import Figures, by_category, summarize
 from medusa_train.evaluation.judge import model_answers
+from medusa_train.evaluation.machine_load import MachineLoad
 from medusa_train.evaluation.records import SkippedTurn, TurnRecord
 from medusa_train.evaluation.report_page import html_page, sections_of
 from medusa_train.inference.decoding_settings import describe_mode, mode_of
@@ -244,9 +245,7 @@ def summary_of(report: Report) -> list[str]:
     overall, meta = report.overall, report.meta
     answers = f"{overall['answers']} answers, {overall['looping_answers']} of them with loops."
     if not report.has_tree:
-        traced = "nothing was drafted; the heads' guesses are along these answers"
-        why = "no draft heads were given" if meta["heads"] is None else traced
-        return [f"Baselines only: {why}. {answers}", _quality(report)]
+        return [f"{_why_no_tree(meta)} {answers}", *_machine_notes(report), _quality(report)]
     speedup = number(
         overall["speedup_over_fastest"], 2, "x", overall["intervals"].get("speedup_over_fastest")
     )
@@ -257,7 +256,36 @@ def summary_of(report: Report) -> list[str]:
         lines.append(
             f"Speedup without the answers with loops: {overall['speedup_without_loops']:.2f}x."
         )
-    return [*lines, _output_note(report), _quality(report)]
+    return [*lines, *_machine_notes(report), _output_note(report), _quality(report)]
+
+
+def _why_no_tree(meta: Mapping[str, Any]) -> str:
+    """Say why there is no speedup."""
+    if meta["heads"] is None:
+        return "Baselines only: no draft heads were given."
+    if meta["tree_nodes"] == 0:
+        return (
+            "No tree used, so no speedup: the tree is empty, since none was clearly faster than"
+            " plain decoding where it was chosen."
+        )
+    return "Baselines only: nothing was drafted; the heads' guesses are along these answers."
+
+
+def _machine_notes(report: Report) -> list[str]:
+    """Say what makes the times doubtful: signs of a busy machine, and an overhead below 1."""
+    load = report.meta.get("machine_load")
+    signs = [] if load is None else MachineLoad(**load).signs()
+    overhead = report.overall["overhead"]
+    if overhead is not None and overhead < 1:
+        signs.append(
+            f"overhead {overhead:.2f}, though a step with a tree costs no less than a plain one"
+        )
+    if not signs:
+        return []
+    return [
+        f"The machine seems to have been busy: {'; '.join(signs)}. Times are uncertain: measure"
+        " again while nothing else runs."
+    ]
 
 
 def _draft(meta: Mapping[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import zlib
 from collections.abc import Iterator, Sequence
@@ -15,7 +16,12 @@ import torch
 from medusa_train.checkpoint.load_model import LoadedModel
 from medusa_train.checkpoint.resolve import FIXED, NO_TREE, ModelPaths, names_tree_file
 from medusa_train.checkpoint.run_directory import only_writer
-from medusa_train.choose_decoding import choose_dtype, compile_if_repaid, compile_or_report
+from medusa_train.choose_decoding import (
+    choose_dtype,
+    compile_if_repaid,
+    compile_or_report,
+    plain_step_rounds,
+)
 from medusa_train.config.drafts import LookupChoice
 from medusa_train.config.paths import expand_user
 from medusa_train.config.schema import EvalConfig
@@ -35,6 +41,7 @@ from medusa_train.evaluation.calibrate import (
     resumed_tree,
 )
 from medusa_train.evaluation.judge import Judge, grade
+from medusa_train.evaluation.machine_load import MachineLoad, load_average, spread
 from medusa_train.evaluation.output_equality import (
     EQUALITY_DTYPES,
     compare_regenerated_answers,
@@ -69,6 +76,8 @@ from medusa_train.tree_search.traces import trace_answer
 COMPARED = "compared"
 NO_MEMORY = "not enough memory"
 EMULATED = "this device emulates it, which takes too long"
+
+SPREAD_TOKENS = 9  # of the answers whose plain steps show how evenly the machine works
 
 JUDGE_TIMEOUT = 120.0  # seconds of one request to the judge
 JUDGE_RETRY_SECONDS = 300.0  # in which a failed request is retried
@@ -111,14 +120,22 @@ def _evaluate_into(
     command: str,
     progress: RunProgress,
 ) -> tuple[Report, list[Path]]:
+    load_before = load_average()  # before this evaluation adds to it
     scorer = rouge_scorer(bench.questions) if cfg.rouge else None
     judge = _judge(cfg, progress)
     torch.manual_seed(cfg.seed)
-    model, paths, log, dtype, records, skipped = _load_and_time(
+    model, paths, log, dtype, records, skipped, plain_steps = _load_and_time(
         cfg, bench, paths, directory, mode, progress
     )
 
     meta = collect_metadata(cfg, bench, model, paths, dtype, records, skipped, command)
+    meta["machine_load"] = MachineLoad(
+        os.cpu_count() or 1,
+        torch.get_num_threads(),
+        load_before,
+        load_average(),
+        spread(plain_steps),
+    ).as_json()
     meta["resumed_turns"] = sum(
         len(turns) for turns in completed_turns(log.entries, bench.questions).values()
     )
@@ -180,9 +197,19 @@ def _load_and_time(
     directory: Path,
     mode: DecodingMode,
     progress: RunProgress,
-) -> tuple[LoadedModel, ModelPaths, MeasurementLog[Turn], str, list[TurnRecord], list[SkippedTurn]]:
+) -> tuple[
+    LoadedModel,
+    ModelPaths,
+    MeasurementLog[Turn],
+    str,
+    list[TurnRecord],
+    list[SkippedTurn],
+    list[float],
+]:
     """Load the model, choose what is not set (dtype, compilation, tree), time the bench and trace
     the answers.
+
+    The last value are the seconds of equal plain steps, before the bench and after it.
     """
     paths = resumed_tree(cfg, paths)
     log = open_log(directory / "turns.jsonl", cfg, bench, paths, progress)
@@ -201,7 +228,9 @@ def _load_and_time(
         if (refitted := refit_tree(cfg, model, paths, most_tokens, progress)) is not None:
             model, paths = refitted
             log = open_log(directory / "turns.jsonl", cfg, bench, paths, progress)
+        plain_steps = _repeat_plain_steps(cfg, bench, model, paths)
         records, skipped = time_bench(cfg, bench, model, paths, dtype, log, mode, progress)
+        plain_steps += _repeat_plain_steps(cfg, bench, model, paths)
     if caught:
         raise BackboneError(
             f"base_model {paths.base_model}: not enough memory to decode with it in {dtype}.\nSet"
@@ -209,7 +238,16 @@ def _load_and_time(
             " device."
         )
     trace_records(records, model, progress)
-    return model, paths, log, dtype, records, skipped
+    return model, paths, log, dtype, records, skipped, plain_steps
+
+
+def _repeat_plain_steps(
+    cfg: EvalConfig, bench: Bench, model: LoadedModel, paths: ModelPaths
+) -> list[float]:
+    """Return the seconds of equal plain steps: on a quiet machine they hardly differ."""
+    chat = ChatEncoder(model.backbone.tokenizer, paths.chat_template, paths.chat_template_kwargs)
+    prompt = chat.prompt(bench.questions[0].opening)
+    return plain_step_rounds(model.backbone, prompt, cfg.batch_size, SPREAD_TOKENS)
 
 
 def _drafting(cfg: EvalConfig, paths: ModelPaths) -> Iterator[str]:

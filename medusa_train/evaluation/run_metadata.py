@@ -128,7 +128,8 @@ def measurement_settings(cfg: EvalConfig, bench: Bench, paths: ModelPaths) -> di
         **bench_settings(bench),
         **model_settings(paths),
         "draft": None if paths.lookup is None else [paths.lookup.name, paths.lookup.settings],
-        "tree": None if paths.tree is None else Tree.load(paths.tree).record()["medusa_choices"],
+        # an empty tree is not timed: a log of turns in which it was starts over
+        "tree": None if paths.tree is None else Tree.load(paths.tree).paths or "empty",
         **({} if paths.tree_mode == FIXED else {"dynamic": paths.tree_mode}),
         **({} if paths.threshold is None else {"threshold": paths.threshold}),
         "backbone": paths.backbone_form,

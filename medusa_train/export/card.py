@@ -200,11 +200,25 @@ def _chain(reports: Sequence[Json], *, is_served: bool) -> str:
     )
 
 
+NOTHING_MEASURED = "\n\nNothing has been measured yet (`medusa-eval`)."
+
+
 def _measured(reports: Sequence[Json]) -> str:
     """Return a table of the evaluations in the run directory; a sentence where there are none."""
-    shown = [report for report in reports if report["overall"].get("speedup") is not None]
+    # earlier versions gave a ratio without a tree, too: of the same loop to itself
+    without_tree = [report for report in reports if report["meta"].get("tree_nodes") == 0]
+    shown = [
+        report
+        for report in reports
+        if report["overall"].get("speedup") is not None and report not in without_tree
+    ]
+    unused = "".join(
+        f"\n\nOn {report['meta'].get('device')} in {report['meta'].get('dtype')}"
+        f" ({report['meta']['bench']}) no tree is used: none was clearly faster than plain decoding."
+        for report in without_tree
+    )
     if not shown:
-        return "## Measured\n\nNothing has been measured yet (`medusa-eval`)."
+        return f"## Measured{unused or NOTHING_MEASURED}"
     titles = [
         "bench",
         "device",
@@ -237,7 +251,7 @@ def _measured(reports: Sequence[Json]) -> str:
         " heads instead, simulated on the same answers. *speedup* is over the same loop without a"
         " draft, *over generate* over `transformers` `generate`; in a server the gain differs."
         " *equal*: answers that equal plain decoding's token for token when both decode in that"
-        " dtype."
+        f" dtype.{unused}"
     )
 
 

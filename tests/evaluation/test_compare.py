@@ -57,6 +57,25 @@ def test_runs_stand_side_by_side_with_their_figures(
     assert all(title.split()[0] in narrow.file.getvalue() for title in runs_table(evaluated).titles)  # type: ignore[attr-defined]
 
 
+def test_an_empty_tree_of_an_earlier_version_is_no_speedup(tmp_path: Path) -> None:
+    """Its report holds the ratio of a loop to itself."""
+    run = write_run(tmp_path / "a", tree_nodes=0)
+    report = json.loads((run / "eval" / "tiny" / "report.json").read_text(encoding="utf-8"))
+    assert report["overall"]["speedup"] > 0
+    evaluated = load_reports([str(run), str(write_run(tmp_path / "b"))], None)
+    table = runs_table(evaluated)
+    assert table.column("nodes") == ["no tree used", "16"]
+    for title in ("tokens per step", "overhead", "speedup", "over generate"):
+        assert table.column(title)[0] == "-"
+        assert table.column(title)[1] != "-"
+    assert {row[1] for row in categories_table(evaluated).rows} == {"-"}
+    # a lookup beside the empty tree drafts
+    both = [write_run(tmp_path / "c", tree_nodes=0, draft="lookup"), tmp_path / "b"]
+    table = runs_table(load_reports([str(one) for one in both], None))
+    assert table.column("nodes")[0] == "0"
+    assert "-" not in table.column("speedup")
+
+
 def test_conditions_that_differ_are_named(tmp_path: Path) -> None:
     a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b", dtype="float32", max_new_tokens=64)
     evaluated = load_reports([str(a), str(b)], None)

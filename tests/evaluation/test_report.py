@@ -135,6 +135,25 @@ def test_quality_is_reported_where_they_are_known() -> None:
         assert "correct" not in text  # there are no scores
 
 
+def test_a_busy_machine_and_an_overhead_below_one_are_named() -> None:
+    quiet = {
+        "cores": 2,
+        "threads": 2,
+        "load_before": 0.3,
+        "load_after": 2.1,
+        "plain_step_spread": 0.05,
+    }
+    assert "busy" not in markdown(Report.from_records(records(), meta(machine_load=quiet)))
+    busy = {**quiet, "load_before": 3.0}
+    text = markdown(Report.from_records(records(), meta(machine_load=busy)))
+    assert "The machine seems to have been busy: load average 3.0 on 2 cores before it. " in text
+    fast = records()
+    for record in fast:
+        record.tree = TimedAnswer(tuple(range(11)), 1.4, 1.0, 4, (3, 3, 0, 0))
+    text = markdown(Report.from_records(fast, meta(machine_load=quiet)))
+    assert "busy: overhead 0.50, though a step with a tree costs no less than a plain one" in text
+
+
 def scored(tree: bool, plain: bool, with_tree: bool = True) -> list[TurnRecord]:
     scores = {"tree": Score("exact match", tree, "12"), "plain": Score("exact match", plain, "12")}
     if not with_tree:

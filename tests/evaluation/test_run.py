@@ -337,6 +337,25 @@ def test_a_sampled_run_reports_its_mode_and_compares_no_answers(
     assert "equal to plain" not in text
 
 
+def test_an_empty_tree_is_no_speedup(backbone_dir: Path, bench_file: Path, tmp_path: Path) -> None:
+    """Both sides would be the same loop, and their ratio noise."""
+    model = write_run(tmp_path / "run", backbone_dir)
+    Tree.empty().save(model / "tree.json")
+    report, shown = run(bench_file, model, tmp_path / "out", dtype="float32")
+    overall = report["overall"]
+    assert "No tree used, so no speedup: the tree is empty" in shown
+    assert overall["speedup"] is overall["overhead"] is overall["acceleration_rate"] is None
+    assert overall["intervals"] == {}
+    assert report["meta"]["tree_nodes"] == 0
+    assert len(overall["head_accuracy"]) == 3  # along plain answers
+    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    assert "speedup over" not in page
+    assert "No tree used" in page
+    load = report["meta"]["machine_load"]
+    assert load["plain_step_spread"] >= 0
+    assert load["cores"] >= 1
+
+
 def test_a_backbone_alone_gives_baselines(
     backbone_dir: Path, bench_file: Path, tmp_path: Path
 ) -> None:

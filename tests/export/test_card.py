@@ -12,6 +12,7 @@ import yaml
 
 from medusa_train.checkpoint.heads import read_heads
 from medusa_train.checkpoint.resolve import resolve_model
+from medusa_train.export import card as card_module
 from medusa_train.export.card import model_card
 from medusa_train.export.write import export_run
 
@@ -219,3 +220,17 @@ def test_heads_without_a_run_get_a_card(make_run: Callable[..., Path], tmp_path:
         None,
     )
     assert "# Backbone trained with Medusa heads" in merged
+
+
+def test_a_run_without_a_tree_has_no_speedup_in_its_card() -> None:
+    report = {
+        "meta": {"bench": "mtbench", "device": "A CPU", "dtype": "float32", "tree_nodes": 0},
+        "overall": {"speedup": 1.22, "acceleration_rate": 1.0, "answers": 4},
+    }
+    text = card_module._measured([report])
+    assert "1.22" not in text
+    assert "On A CPU in float32 (mtbench) no tree is used" in text
+    with_tree = {"meta": {**report["meta"], "tree_nodes": 4}, "overall": report["overall"]}
+    text = card_module._measured([report, with_tree])
+    assert text.count("1.22") == 1
+    assert "no tree is used" in text
