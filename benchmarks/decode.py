@@ -37,8 +37,6 @@ from decode_steps import (  # noqa: E402
     PASSES,
     Context,
     Loop,
-    StaticContext,
-    StaticStep,
     how_steps_run,
     proposal,
 )
@@ -56,7 +54,7 @@ from transformers import AutoConfig  # noqa: E402
 
 from medusa_train.cli.common import quiet_libraries  # noqa: E402
 from medusa_train.errors import BackboneError  # noqa: E402
-from medusa_train.inference.static.graphs import (  # noqa: E402
+from medusa_train.inference.runners import (  # noqa: E402
     StepRunner,
     graph_obstacle,
     graph_runner,
@@ -290,23 +288,17 @@ def timed_calls(
     """List passes, heads and loop steps of one setup, with their floors."""
     sizes, itemsize = shape.sizes, one.backbone.dtype.itemsize
     read = sizes.read + sizes.cached(setup.context, 1)
-    runner, longest = one.backbone.step_runner, max(nodes)
     trees = {0: Tree.empty(), **{count: likely_tree(count) for count in nodes}}
 
     def floor(weights: int, operations: int) -> float:
         return rates.floor(weights * itemsize, operations, setup.dtype)
 
-    context: Context | StaticContext
-    if runner is None:
-        context = Context(one.backbone, setup.context, longest)
-    else:
-        context = StaticContext(one.backbone, runner, setup.context, longest)
+    context = Context(one.backbone, setup.context, max(nodes))
     how = partial(how_steps_run, one.backbone)
     for count, tree in trees.items():
         least = floor(read, sizes.step_operations(count + 1, setup.context, 1))
         name, step = f"tree {count}" if count else "plain", context.step(tree)
-        prepare = step.prepare if isinstance(step, StaticStep) else lambda: None
-        yield Timed(setup, name, step, prepare, least, how)
+        yield Timed(setup, name, step, step.prepare, least, how)
     largest = trees[max(trees)]
     depth = largest.max_depth
     least = floor(sizes.head_weights(depth), sizes.head_operations(depth, 1))

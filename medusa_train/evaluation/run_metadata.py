@@ -26,7 +26,6 @@ from medusa_train.evaluation.questions import Bench
 from medusa_train.evaluation.records import SkippedTurn, TurnRecord
 from medusa_train.evaluation.timed_decoders import GENERATE, describe_baseline, reference_decoders
 from medusa_train.inference.decoding_settings import DecodingMode
-from medusa_train.inference.static.drafts import has_fixed_shape
 from medusa_train.io import installed_version
 from medusa_train.models.drafts.lookup import RestDraft
 from medusa_train.models.precision import device_name
@@ -53,7 +52,9 @@ def collect_metadata(
     tree = model.tree if model.dynamic is None else None
     greedy = mode.acceptance == "greedy"
     extra_baselines, references = records[0].others, reference_decoders(model)
-    has_static_steps = model.backbone.step_runner is not None and has_fixed_shape(model.proposer)
+    proposer = model.proposer
+    fixed_shape = proposer is not None and proposer.fixed_shape
+    is_replayed = model.backbone.step_runner is not None and fixed_shape
     pairs = [(one.plain.tokens, one.generate.tokens) for one in records if one.generate is not None]
     return {
         "model": None if paths.name is None else public_name(paths.name),
@@ -83,7 +84,7 @@ def collect_metadata(
         "weights": None
         if paths.heads is None
         else digest_files(find_heads(paths.heads).files)[:16],
-        "early_stop": 0.0 if has_static_steps or draft is None else draft.threshold,
+        "early_stop": 0.0 if is_replayed or draft is None else draft.threshold,
         "tree_nodes": "dynamic"
         if model.dynamic is not None
         else None

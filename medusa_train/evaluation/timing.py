@@ -28,10 +28,9 @@ from medusa_train.evaluation.timed_decoders import (
 from medusa_train.inference.batch import BatchDecoder
 from medusa_train.inference.decoding_settings import DecodingMode
 from medusa_train.inference.detokenize import answer_text
-from medusa_train.inference.generate import Decoder, effective_draft
-from medusa_train.inference.static.cache import KEY_BLOCK, StaticCache
-from medusa_train.inference.static.steps import supports_static_steps
+from medusa_train.inference.generate import Decoder
 from medusa_train.models.drafts.base import Proposer
+from medusa_train.trees.slots import KEY_BLOCK
 from medusa_train.trees.tree import Tree
 
 WARM_UP_TOKENS = 64
@@ -69,7 +68,7 @@ class SpeedTest:
         self._chat = chat
         self._max_new_tokens = max_new_tokens
         self._batch_size = mode.batch_size
-        self._shared: StaticCache | None = None
+        self._shared = model.backbone.new_slots()
         if mode.batch_size > 1 and not BatchDecoder(model.backbone).can_batch:
             raise BackboneError("longrope models can't decode in batches; set batch_size: 1")
         self._decoders: dict[str, TimedDecoder] = {
@@ -88,15 +87,10 @@ class SpeedTest:
     def _new_decoder(
         self, proposer: Proposer | None = None, tree: Tree | None = None
     ) -> Decoder | BatchDecoder:
-        """Return a decoder; those of single rows that need fixed memory share it, since they answer
-        in turns.
-        """
+        """Return a decoder; those of single rows share their memory, since they answer in turns."""
         if self._batch_size > 1:
             return BatchDecoder(self._backbone, proposer, tree)
-        if supports_static_steps(self._backbone, effective_draft(proposer, tree or Tree.empty())):
-            self._shared = self._shared or StaticCache.for_backbone(self._backbone, 0)
-            return Decoder(self._backbone, proposer, tree, self._shared)
-        return Decoder(self._backbone, proposer, tree)
+        return Decoder(self._backbone, proposer, tree, self._shared)
 
     @property
     def names(self) -> list[str]:

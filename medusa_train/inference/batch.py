@@ -11,21 +11,16 @@ import torch
 from medusa_train.inference.accept import Rule
 from medusa_train.inference.generate import (
     Decoder,
-    DecodingSession,
     Generation,
     check_tree,
-    effective_draft,
     finish_reason,
     max_answer_length,
-    proposal_limits,
+    step_single,
     truncate_at_stop,
 )
-from medusa_train.inference.static.cache import StaticCache
-from medusa_train.inference.static.steps import StaticSteps, new_static_steps, supports_static_steps
+from medusa_train.inference.step import Steps, proposal_limits
 from medusa_train.models.backbone import Backbone
-from medusa_train.models.compiled import compiled_capacity
 from medusa_train.models.drafts.base import Limits, Proposer
-from medusa_train.trees.kv_cache import BatchCache, TreeCache
 from medusa_train.trees.tree import Tree
 
 REFILL_FRACTION = 4  # refill a batch once 1/4 of its rows are free: each refill costs a prefill
@@ -71,8 +66,7 @@ class BatchDecoder:
         self.tree = check_tree(backbone, draft, tree)
         self.passes = 0
         self._single = Decoder(backbone, draft, tree)
-        self._static: bool | None = None
-        self._idle_steps: StaticSteps | None = None
+        self._idle_steps: Steps | None = None
 
     @torch.inference_mode()
     def generate_batch(
@@ -93,7 +87,7 @@ class BatchDecoder:
         if generators is not None and len(generators) != len(prompts):
             raise ValueError(f"got {len(generators)} generators for {len(prompts)} prompts")
         row_generators: Sequence[torch.Generator | None] = generators or [None] * len(prompts)
-        if not self.can_batch or (len(prompts) < 2 and self._idle_steps is None):
+        if not self.can_batch or (len(prompts) < 2 and not self._is_replayed):
             return self._one_by_one(prompts, max_new_tokens, eos_ids, rule, row_generators)
         batch = self.begin(max_new_tokens, eos_ids, rule)
         batch.add_requests(
@@ -124,7 +118,7 @@ class BatchDecoder:
         """
         if (steps := self._idle_steps) is None:
             return
-        positions = min(positions + self.limits.size + 1, steps.cache.capacity)
+        positions = min(positions + self.limits.size + 1, steps.slots.capacity)
         steps.reset()
         steps.make_room(rows, positions)
         steps.capture(rows, positions)
@@ -141,25 +135,24 @@ class BatchDecoder:
         """The limits of a step's guesses."""
         return proposal_limits(self.draft, self.tree)
 
-    def acquire_steps(self) -> StaticSteps | None:
-        """Return static steps without rows, until `release_steps`; None where batches need none."""
-        draft = effective_draft(self.draft, self.tree)
-        if self._static is None:
-            self._static = supports_static_steps(self.backbone, draft)
-        if not self._static:
-            return None
-        steps, self._idle_steps = self._idle_steps, None
+    @property
+    def _is_replayed(self) -> bool:
+        """Whether there are steps that CUDA graphs replay, which a single row uses too."""
+        return self._idle_steps is not None and self._idle_steps.is_replayed
+
+    def acquire_steps(self) -> Steps:
+        """Return steps without rows, until `release_steps`."""
+        steps = self._idle_steps
+        self._idle_steps = None
         if steps is None:
             # the last token of an answer may lie one position past the context, see
             # `max_answer_length`
-            cache = StaticCache.for_backbone(
-                self.backbone, self.backbone.max_context + self.limits.size + 2
-            )
-            return new_static_steps(self.backbone, draft, self.tree, cache)
+            slots = self.backbone.new_slots(self.backbone.max_context + self.limits.size + 2)
+            return Steps(self.backbone, self.draft, self.tree, slots)
         steps.reset()
         return steps
 
-    def release_steps(self, steps: StaticSteps | None) -> None:
+    def release_steps(self, steps: Steps) -> None:
         """Keep the steps of a batch that is empty for the next one."""
         self._idle_steps = steps
 
@@ -186,6 +179,7 @@ class _Row:
     """One sequence of up to `limit` new tokens, whose request was added at clock reading `started`."""
 
     request_id: int
+    prompt: list[int]
     out: Generation
     limit: int
     generator: torch.Generator | None
@@ -209,8 +203,7 @@ class RunningBatch:
         self._stops = stops
         self._rule = rule
         self._finished: list[tuple[int, Generation]] = []
-        self._session: DecodingSession | None = None
-        self._steps: StaticSteps | None = None
+        self._steps: Steps | None = None
 
     @torch.inference_mode()
     def add_requests(self, requests: Sequence[PendingRequest]) -> None:
@@ -234,48 +227,27 @@ class RunningBatch:
             for one in requests
         ]
         rows = [
-            _Row(one.request_id, Generation([]), limit, one.generator, started=now)
+            _Row(one.request_id, one.prompt, Generation([]), limit, one.generator, started=now)
             for one, limit in zip(requests, limits, strict=True)
         ]
         prompts = [one.prompt for one in requests]
         total = max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True))
         capacity = total + self._decoder.limits.size + 1
-        if not self.active:
+        if self._steps is None:
             self._steps = self._decoder.acquire_steps()
-        if self._steps is not None:
-            self._steps.make_room(len(self.active) + len(rows), capacity)
-        elif self._decoder.backbone.compiled is not None:
-            capacity = compiled_capacity(capacity)
+        self._steps.make_room(len(self.active) + len(rows), capacity)
         for group in group_prompts([len(prompt) for prompt in prompts]):
-            joining, texts = [rows[i] for i in group], [prompts[i] for i in group]
-            if not self.active:
-                self._session = self._prefill(joining, texts, capacity, len(rows))
-            else:
-                assert self._session is not None
-                self._session.append_rows(
-                    self._prefill(joining, texts, max(map(len, texts))), capacity
-                )
+            joining = [rows[i] for i in group]
+            first = self._steps.prefill(
+                [prompts[i] for i in group], self._rule, _generators(joining)
+            )
+            now = time.perf_counter()
+            for row, token in zip(joining, first, strict=True):
+                row.out.tokens = [token]
+                row.out.prefill_seconds = now - row.started
+            self._steps.start_draft()
             self.active += joining
         self._retire()
-
-    def _prefill(
-        self, rows: list[_Row], prompts: Sequence[list[int]], capacity: int, cache_rows: int = 0
-    ) -> DecodingSession:
-        decoder, steps = self._decoder, self._steps
-        if steps is None:
-            cache: TreeCache = BatchCache(decoder.backbone.num_layers, capacity, cache_rows)
-        else:
-            cache = steps.prompt_cache(len(rows))
-        session = DecodingSession(
-            decoder.backbone, decoder.draft, decoder.tree, cache, self._rule, steps
-        )
-        first = session.prefill(prompts, _generators(rows))
-        now = time.perf_counter()
-        for row, token in zip(rows, first, strict=True):
-            row.out.tokens = [token]
-            row.out.prefill_seconds = now - row.started
-        session.start_draft()
-        return session
 
     @torch.inference_mode()
     def step(self) -> list[tuple[int, Generation]]:
@@ -284,10 +256,18 @@ class RunningBatch:
         `seconds` of an answer is the time since its request was added.
         """
         if self.active:
-            assert self._session is not None
-            accepted = self._session.step(
-                [row.out.tokens[-1] for row in self.active], _generators(self.active)
-            )
+            assert self._steps is not None
+            roots = [row.out.tokens[-1] for row in self.active]
+            generators = _generators(self.active)
+            if self._decoder.can_batch:
+                accepted = self._steps.step(roots, self._rule, generators)
+            else:
+                (row,) = self.active
+                text = [*row.prompt, *row.out.tokens[:-1]]
+                backbone = self._decoder.backbone
+                accepted = [
+                    step_single(backbone, self._steps, text, roots[0], self._rule, generators)
+                ]
             self._decoder.passes += 1
             for row, (path, tokens) in zip(self.active, accepted, strict=True):
                 new = truncate_at_stop(tokens[1:], self._stops, row.limit - len(row.out.tokens))
@@ -319,12 +299,12 @@ class RunningBatch:
         movable = [i for i in remaining if i >= size]
         order = [i if not done[i] else movable.pop() for i in range(size)]
         self.active = [self.active[i] for i in order]
+        assert self._steps is not None
         if self.active:
-            assert self._session is not None
-            self._session.select_rows(order)
+            self._steps.select_rows(order)
         else:
             self._decoder.release_steps(self._steps)
-            self._session = self._steps = None
+            self._steps = None
 
 
 def group_prompts(lengths: Sequence[int]) -> list[list[int]]:

@@ -17,7 +17,7 @@ from transformers import GenerationConfig
 
 from medusa_train.errors import BackboneError
 from medusa_train.models.attention import use_folded_heads
-from medusa_train.models.compiled import CompiledPass, compiled_capacity, has_compiler, needed_forms
+from medusa_train.models.compiled import CompiledPass, has_compiler, needed_forms
 from medusa_train.models.document_attention import document_bounds, separates_documents
 from medusa_train.models.features import (
     FINAL_STATES,
@@ -44,8 +44,8 @@ from medusa_train.models.stop_tokens import (
     chat_encoder_or_none,
     find_stop_tokens,
 )
-from medusa_train.trees.kv_cache import TreeCache
-from medusa_train.trees.masks import additive_mask, document_mask, layer_masks, mask_with_prefix
+from medusa_train.trees.masks import NodeMasks, document_mask, layer_masks
+from medusa_train.trees.slots import KEY_BLOCK, NodeSlots, PromptCache, Slots
 from medusa_train.trees.tree import Tree
 
 
@@ -53,7 +53,7 @@ class Backbone:
     """The language model whose next tokens are drafted and verified.
 
     The transformers model is used unchanged but for its attention function (`models.attention`):
-    its forward gets a 4-D additive mask, explicit position ids and a `TreeCache`. Logits are
+    its forward gets a 4-D additive mask, explicit position ids and a cache on `Slots`. Logits are
     computed here from the hidden states, so that heads can apply the same transforms.
     `loading.load_backbone` builds a backbone from a directory or the hub and checks that it is
     supported.
@@ -71,8 +71,8 @@ class Backbone:
         varlen: whether packed documents are separated by their bounds, see `use_varlen`.
         decoding_need: hidden states that compiled passes return; set it before `compile_passes`.
         compiled: the compiled decoding passes, after `compile_passes`.
-        step_runner: runs steps on fixed memory, see `inference.static.graphs.use_cuda_graphs`;
-            None: no such steps.
+        step_runner: replays steps, see `inference.runners.use_cuda_graphs`; None: they run eagerly,
+            with exact sizes.
 
     Raises:
         BackboneError: the model has no lm_head, or a layer type that trees do not support.
@@ -134,38 +134,27 @@ class Backbone:
         *,
         positions: Tensor | None = None,
         mask: Tensor | None = None,
-        cache: TreeCache | None = None,
+        cache: PromptCache | None = None,
         segments: Tensor | None = None,
         need: FeatureSpec = FINAL_STATES,
-        early: Tensor | None = None,
     ) -> Features:
-        """Run the decoder layers once, without computing logits.
+        """Run the decoder layers once, without computing logits: in training, and over prompts.
 
         Args:
             tokens, positions: [B, T]; position ids continue those in the cache by default.
-            mask: additive mask [1 or B, 1, T, S] over the S = cache.length + T keys, 0 or -inf, in
-                the model's dtype; by default causal. Sliding windows are applied to it here.
-            cache: keys and values before `tokens`; the T new ones are pending in it afterwards.
+            mask: additive mask [1 or B, 1, T, T], 0 or -inf, in the model's dtype; by default
+                causal. Sliding windows are applied to it here. Excludes `cache`.
+            cache: keys and values before `tokens`; the T new ones are added.
             segments: [B, T], index of the document in a packed row, -1: padding. Each document is
                 computed as in a row of its own, with positions that restart. Excludes `mask` and
                 `cache`.
-            early: [B, T, d], states of `tokens` after the number of layers in `need.early`, from
-                `LayerSplit.run_first` with the same positions and mask; their keys and values are
-                pending in `cache`. Only the remaining layers run.
 
         Returns:
             Hidden states after the final norm, and after the layers of `need.early`.
 
         Raises:
-            ValueError: `mask` or `early` without position ids, or `early` without cache.
+            ValueError: `mask` without position ids.
         """
-        if early is not None:
-            if positions is None or cache is None:
-                raise ValueError(
-                    "early states need position ids and the cache in which they are pending"
-                )
-            split = self.split_at(*need.early)
-            return split.run_rest(early, split.inputs(positions, mask, cache.length), cache)
         if mask is not None and positions is None:
             raise ValueError("an explicit mask needs position ids")
         bounds: dict[str, Any] = {}
@@ -175,9 +164,7 @@ class Backbone:
             mask = document_mask(segments, self.dtype)
         attention_mask: Any = mask
         if mask is not None and positions is not None:
-            attention_mask = self._with_windows(
-                mask, positions, 0 if cache is None else cache.length
-            )
+            attention_mask = self._with_windows(mask, positions)
         with self.masked_attention(enabled=not bounds), self.early_states(need) as captured:
             out = self.body(
                 input_ids=tokens,
@@ -189,15 +176,111 @@ class Backbone:
             )
         return Features(out.last_hidden_state, torch.cat(captured, dim=-1) if captured else None)
 
+    def run_nodes(
+        self,
+        tokens: Tensor,
+        nodes: NodeSlots,
+        need: FeatureSpec = FINAL_STATES,
+        early: Tensor | None = None,
+    ) -> tuple[Features, Tensor]:
+        """Run one pass over the nodes of a tree: the verification of a decoding step.
+
+        Args:
+            tokens: long [B, n + 1].
+            early: [B, n + 1, d], states after the layers of `need`, which have written their keys
+                and values already; only the remaining layers run.
+
+        Returns:
+            States [B, n + 1, d] and logits [B, n + 1, V].
+        """
+        same_everywhere = nodes.masks is None or len(nodes.masks) == 1 or self.window is None
+        compiled = self.compiled_for(need) if same_everywhere else None
+        if compiled is not None and nodes.masks is not None and compiled.covers(*tokens.shape):
+            # on a CPU the compiled pass repeats the layers that a self-draft ran, which costs less
+            # than the others uncompiled; memory of several rows needs programs for several
+            single = nodes.storage.shape[2] == 1
+            if (early is None or self.step_runner is None) and single == (len(tokens) == 1):
+                return self._run_compiled(compiled, tokens, nodes)
+        if early is not None:
+            split = self.split_at(*need.early)
+            inputs = split.inputs(nodes.positions, nodes.masks)
+            feats = split.run_rest(early, inputs, nodes.cache())
+            return feats, self.logits(feats.hidden)
+        mask: Any = None
+        if nodes.masks is not None:
+            first = next(iter(nodes.masks.values()))
+            mask = first if same_everywhere else dict(nodes.masks)
+        with self.masked_attention(enabled=True), self.early_states(need) as captured:
+            out = self.body(
+                input_ids=tokens,
+                attention_mask=mask,
+                position_ids=nodes.positions,
+                past_key_values=nodes.cache(),
+                use_cache=True,
+            )
+        states = torch.cat(captured, dim=-1) if captured else None
+        return Features(out.last_hidden_state, states), self.logits(out.last_hidden_state)
+
+    @staticmethod
+    def _run_compiled(
+        compiled: CompiledPass, tokens: Tensor, nodes: NodeSlots
+    ) -> tuple[Features, Tensor]:
+        assert nodes.masks is not None
+        mask = next(iter(nodes.masks.values()))
+        slots = nodes.slots
+        if len(tokens) == 1:
+            slots = slots[0]
+        else:
+            mask = mask.contiguous()
+        # a view of the inputs has strides that the program was not compiled for
+        tokens = tokens.clone(memory_format=torch.contiguous_format)
+        return compiled(tokens, nodes.positions, mask, slots, nodes.storage)
+
+    def node_masks(self, ancestors: Tensor, depths: Tensor) -> dict[str, NodeMasks]:
+        """Return the masks of a tree by layer type, see `NodeMasks`."""
+        masks = {}
+        for kind in sorted(set(self.layer_types)):
+            window = self.window if kind == "sliding_attention" else None
+            masks[kind] = NodeMasks(ancestors, depths, window, self.dtype)
+        return masks
+
+    def place_nodes(
+        self,
+        depths: Tensor,
+        masks: Mapping[str, NodeMasks],
+        lengths: Tensor,
+        storage: Tensor,
+        key_length: int,
+        first: int | None = None,
+    ) -> NodeSlots:
+        """Return where the nodes of a tree stand: node i of a row in column length + i.
+
+        Args:
+            depths: long [n + 1], or [B, n + 1] if rows differ. masks: of the tree, `node_masks`.
+            lengths: position of the root, long [B]. storage, first: see `NodeSlots`.
+        """
+        positions = lengths[:, None] + torch.atleast_2d(depths)  # [B, n + 1]
+        columns = lengths[:, None] + torch.arange(positions.shape[1], device=lengths.device)
+        return NodeSlots(
+            # nodes past the context are never accepted, but the model's position table must cover
+            # their ids
+            positions=positions.clamp(max=self.max_context - 1),
+            masks={kind: mask.at(lengths, key_length) for kind, mask in masks.items()},
+            slots=columns,
+            first=first,
+            storage=storage,
+            key_length=key_length,
+        )
+
     def early_states(self, need: FeatureSpec) -> AbstractContextManager[list[Tensor]]:
         """Within this context a pass appends the states after the layers of `need` to a list, which
         it yields.
         """
         return capture_outputs([self.layer(count - 1) for count in need.early])
 
-    def _with_windows(self, mask: Tensor, positions: Tensor, prefix: int) -> Any:
+    def _with_windows(self, mask: Tensor, positions: Tensor) -> Any:
         """Apply sliding windows to a mask; models whose layer types differ take a dict of masks."""
-        masks = layer_masks(mask, positions, prefix, self.layer_types, self.window)
+        masks = layer_masks(mask, positions, 0, self.layer_types, self.window)
         return masks if len(masks) > 1 and self.window is not None else masks.popitem()[1]
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -260,11 +343,11 @@ class Backbone:
             )
         return layers[index]
 
-    def new_cache(self, capacity: int) -> TreeCache:
-        """Return an empty cache for at least `capacity` positions of a single row."""
-        return TreeCache(
-            self.num_layers, capacity if self.compiled is None else compiled_capacity(capacity)
-        )
+    def new_slots(self, capacity: int = 0) -> Slots:
+        """Return empty slots for rows up to the end of the context, or of `capacity` positions if
+        that is more.
+        """
+        return Slots(self.num_layers, max(capacity, self.max_context + KEY_BLOCK))
 
     def to_dtype(self, dtype: str | torch.dtype) -> Backbone:
         """Convert the weights in place and return the model as a new backbone."""
@@ -323,21 +406,21 @@ class Backbone:
             * max(1, self.vocab_size // 8)
             % self.vocab_size
         )
-        positions = 2 + tree.depths.to(self.device)[None]
-        cache = self.new_cache(5)
-        self.run(tokens[:, :2], cache=cache)
-        cache.commit(2)
-        mask = mask_with_prefix(cache, additive_mask(tree.ancestors.to(self.device), self.dtype))
-        expected = self.run(tokens[:, 2:], positions=positions, mask=mask, cache=cache).hidden
+        slots = self.new_slots()
+        self.run(tokens[:, :2], cache=slots.prompts(0, 1))
+        depths = tree.depths.to(self.device)
+        masks = self.node_masks(tree.ancestors.to(self.device), depths)
+        lengths = torch.tensor([2], device=self.device)
+        nodes = self.place_nodes(depths, masks, lengths, slots.storage(5), 5)
+        expected = self.run_nodes(tokens[:, 2:], nodes)[0].hidden
         name = f"base_model {self.name}: {type(self.model).__name__}"
         try:
-            inputs = split.inputs(positions, mask, 2)
-            parts = ((0, 1), (1, 3))
+            inputs = split.inputs(nodes.positions, nodes.masks)
             early = [
-                split.run_first(tokens[:, 2 + a : 2 + b], inputs.slice(a, b), cache)
-                for a, b in parts
+                split.run_first(tokens[:, 2 + a : 2 + b], inputs.slice(a, b), nodes.cache(a, b))
+                for a, b in ((0, 1), (1, 3))
             ]
-            hidden = split.run_rest(torch.cat(early, dim=1), inputs, cache).hidden
+            hidden = split.run_rest(torch.cat(early, dim=1), inputs, nodes.cache()).hidden
         except (TypeError, AttributeError, KeyError) as error:
             raise BackboneError(f"{name} cannot run layer by layer: {error}") from error
         if not self.agrees(hidden, expected):
@@ -442,9 +525,10 @@ class Backbone:
         compiled = CompiledPass(
             self.body, self.logits, on_cpu=on_cpu, forms=needed_forms(rows, trees), early=early
         )
-        cache = TreeCache(self.num_layers, 1)
-        self.run(torch.zeros(1, 1, dtype=torch.long, device=self.device), cache=cache)
-        layers, _, _, heads, _, dim = cache.reserve(1).shape
+        slots = Slots(self.num_layers, 1)
+        token = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+        self.run(token, cache=slots.prompts(0, 1))
+        layers, _, _, heads, _, dim = slots.storage(1).shape
         compiled.warm_up((layers, heads, dim), self.device, self.dtype)
         self.compiled = compiled
 

@@ -18,7 +18,6 @@ from transformers.models.auto.modeling_auto import (
 from medusa_train.errors import BackboneError
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.hf_config import SUPPORTED_LAYER_TYPES, has_experts
-from medusa_train.trees.masks import additive_mask, mask_with_prefix
 from medusa_train.trees.tree import Tree
 
 #: Config keys of layers that carry a recurrent state instead of keys and values.
@@ -244,14 +243,11 @@ def _verifies_trees(backbone: Backbone) -> bool:
         % backbone.vocab_size
     )
     expected = backbone.run(tokens[[0, 1, 2, 3, 5, 6]][None]).hidden[0, -1]
-    cache = backbone.new_cache(7)
-    backbone.run(tokens[None, :3], cache=cache)
-    cache.commit(3)
-    positions = 3 + tree.depths.to(backbone.device)[None]
-    mask = mask_with_prefix(
-        cache, additive_mask(tree.ancestors.to(backbone.device), backbone.dtype)
-    )
-    hidden = backbone.run(tokens[None, 3:], positions=positions, mask=mask, cache=cache).hidden[
-        0, -1
-    ]
+    slots = backbone.new_slots()
+    backbone.run(tokens[None, :3], cache=slots.prompts(0, 1))
+    depths = tree.depths.to(backbone.device)
+    masks = backbone.node_masks(tree.ancestors.to(backbone.device), depths)
+    lengths = torch.tensor([3], device=backbone.device)
+    nodes = backbone.place_nodes(depths, masks, lengths, slots.storage(7), 7)
+    hidden = backbone.run_nodes(tokens[None, 3:], nodes)[0].hidden[0, -1]
     return backbone.agrees(hidden, expected)

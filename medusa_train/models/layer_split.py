@@ -15,10 +15,8 @@ from typing import Any
 from torch import Tensor
 
 from medusa_train.errors import BackboneError
-from medusa_train.models.compiled import SlotCache
 from medusa_train.models.features import Features
-from medusa_train.trees.kv_cache import TreeCache
-from medusa_train.trees.masks import layer_masks
+from medusa_train.trees.slots import SlotCache
 
 #: Cosines and sines of a rotary embedding, [B, T, head_dim] each.
 Angles = tuple[Tensor, Tensor]
@@ -31,45 +29,21 @@ class LayerInputs:
     Attributes:
         positions: [B, T] position ids.
         angles: rotary embedding, by layer type.
-        masks: additive, [1 or B, 1, T, S] over S = committed + `start` + T keys, by layer type;
-            None: no mask, which is correct for a single position.
-        start: number of pending cache positions before these.
+        masks: additive, [B, 1, T, S] over the S columns that are read, by layer type.
     """
 
     positions: Tensor
     angles: dict[str, Angles]
-    masks: dict[str, Tensor | None]
-    start: int = 0
+    masks: dict[str, Tensor]
 
     def slice(self, first: int, last: int) -> LayerInputs:
-        """Return the inputs of positions first .. last - 1, which follow the positions before them
-        in the cache.
-        """
-        after = self.positions.shape[1] - last
-        return replace(
-            self,
-            positions=self.positions[:, first:last],
-            angles={
-                kind: (cos[:, first:last], sin[:, first:last])
-                for kind, (cos, sin) in self.angles.items()
-            },
-            masks={
-                kind: None if mask is None else mask[:, :, first:last, : mask.shape[3] - after]
-                for kind, mask in self.masks.items()
-            },
-            start=self.start + first,
-        )
-
-    def rows(self, first: int, last: int) -> LayerInputs:
-        """Return the inputs of positions first .. last - 1, which read all columns of a cache of
-        fixed slots.
-        """
-        whole = self.slice(first, last)
-        masks = {
-            kind: None if mask is None else mask[:, :, first:last]
-            for kind, mask in self.masks.items()
+        """Return the inputs of positions first .. last - 1."""
+        angles = {
+            kind: (cos[:, first:last], sin[:, first:last])
+            for kind, (cos, sin) in self.angles.items()
         }
-        return replace(whole, masks=masks, start=0)
+        masks = {kind: mask[:, :, first:last] for kind, mask in self.masks.items()}
+        return replace(self, positions=self.positions[:, first:last], angles=angles, masks=masks)
 
 
 class LayerRunner:
@@ -95,12 +69,12 @@ class LayerRunner:
             "layer_type" in inspect.signature(body.rotary_emb.forward).parameters
         )
 
-    def inputs(self, positions: Tensor, mask: Tensor | dict[str, Tensor] | None) -> LayerInputs:
+    def inputs(self, positions: Tensor, mask: Tensor | Mapping[str, Tensor]) -> LayerInputs:
         """Build the inputs of a pass over `positions` [B, T] with one mask for all layers, or one
         per layer type.
         """
-        masks = mask if isinstance(mask, dict) else dict.fromkeys(self.layer_types, mask)
-        return LayerInputs(positions, self._angles(positions), dict(masks))
+        masks = dict.fromkeys(self.layer_types, mask) if isinstance(mask, Tensor) else dict(mask)
+        return LayerInputs(positions, self._angles(positions), masks)
 
     def _angles(self, positions: Tensor) -> dict[str, Angles]:
         types = dict.fromkeys(self.layer_types)
@@ -108,13 +82,8 @@ class LayerRunner:
             return {kind: self.body.rotary_emb(self._weight, positions, kind) for kind in types}
         return dict.fromkeys(types, self.body.rotary_emb(self._weight, positions))
 
-    def run(
-        self, states: Tensor, layers: range, inputs: LayerInputs, cache: TreeCache | SlotCache
-    ) -> Tensor:
-        """Run `states` [B, T, d] through `layers`; keys and values become pending, after
-        `inputs.start` others.
-        """
-        cache.pending_offset = inputs.start
+    def run(self, states: Tensor, layers: range, inputs: LayerInputs, cache: SlotCache) -> Tensor:
+        """Run `states` [B, T, d] through `layers`, which write keys and values to `cache`."""
         for i in layers:
             kind = self.layer_types[i]
             out = self.body.layers[i](
@@ -125,7 +94,6 @@ class LayerRunner:
                 past_key_values=cache,
             )
             states = out[0] if isinstance(out, tuple) else out
-        cache.pending_offset = 0
         return states
 
 
@@ -160,44 +128,24 @@ class LayerSplit:
         self._window = window
         self._attention = attention
 
-    def inputs(self, positions: Tensor, mask: Tensor | None, prefix: int) -> LayerInputs:
-        """Prepare a pass over T positions after `prefix` cached ones.
-
-        Args:
-            positions: [B, T] position ids of all nodes.
-            mask: additive [1 or B, 1, T, prefix + T] without sliding windows; None for a chain in a
-                single row that is run position by position, each of which attends to everything
-                before it.
+    def inputs(self, positions: Tensor, masks: Mapping[str, Tensor] | None) -> LayerInputs:
+        """Prepare a pass over positions [B, T] with a mask per layer type, sliding windows applied.
 
         Raises:
-            ValueError: no mask, and layers with a sliding window.
+            ValueError: no masks.
         """
-        types = self._runner.layer_types
-        if mask is not None:
-            return self._runner.inputs(
-                positions, layer_masks(mask, positions, prefix, types, self._window)
-            )
-        if set(types) != {"full_attention"}:
-            raise ValueError("layers with a sliding window need a mask")
-        return self._runner.inputs(positions, None)
+        if masks is None:
+            raise ValueError("layers that are run separately need masks")
+        return self._runner.inputs(positions, masks)
 
-    def with_masks(self, positions: Tensor, masks: Mapping[str, Tensor]) -> LayerInputs:
-        """Prepare a pass with a mask per layer type, sliding windows applied."""
-        return self._runner.inputs(positions, dict(masks))
-
-    def run_first(
-        self, tokens: Tensor, inputs: LayerInputs, cache: TreeCache | SlotCache
-    ) -> Tensor:
-        """Return the states [B, T, d] of `tokens` [B, T] after the first layers.
-
-        Keys and values become pending in the cache's first l layers, after `inputs.start` others.
+    def run_first(self, tokens: Tensor, inputs: LayerInputs, cache: SlotCache) -> Tensor:
+        """Return the states [B, T, d] of `tokens` [B, T] after the first l layers, which write
+        their keys and values to `cache`.
         """
         with self._attention():
             return self._runner.run(self._embed(tokens), self._first, inputs, cache)
 
-    def run_rest(
-        self, early: Tensor, inputs: LayerInputs, cache: TreeCache | SlotCache
-    ) -> Features:
+    def run_rest(self, early: Tensor, inputs: LayerInputs, cache: SlotCache) -> Features:
         """Run the remaining layers and the final norm on `early` [B, T, d], the joined outputs of
         `run_first`.
         """

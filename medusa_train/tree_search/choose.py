@@ -21,8 +21,6 @@ from medusa_train.checkpoint.run_directory import TREE, TREE_TRACES
 from medusa_train.errors import MedusaError
 from medusa_train.inference.decoding_settings import DecodingSettings
 from medusa_train.inference.generate import Decoder
-from medusa_train.inference.static.cache import StaticCache
-from medusa_train.inference.static.steps import supports_static_steps
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft
 from medusa_train.progress import RunProgress
@@ -327,9 +325,8 @@ def time_steps(
             f" context of {backbone.max_context}"
         )
     capacity = len(prompt) + TIMED_TOKENS + max(tree.size for tree in trees) + 1
-    static = supports_static_steps(backbone, draft)
-    cache = StaticCache.for_backbone(backbone, capacity) if static else backbone.new_cache(capacity)
-    decoders = {tree: Decoder(backbone, draft, tree, cache) for tree in trees}
+    slots = backbone.new_slots(capacity)
+    decoders = {tree: Decoder(backbone, draft, tree, slots) for tree in trees}
     times: dict[Tree, list[float]] = {tree: [] for tree in trees}
     # not ticking: no thread beside the decoder
     with progress.phase("timing steps", (effort.rounds + 1) * len(trees), "continuations") as phase:

@@ -12,8 +12,6 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from medusa_train.trees.kv_cache import BatchCache, TreeCache
-
 #: Numbers by which rows of a mask are aligned in memory: torch's memory-efficient kernel copies
 # others.
 _ALIGNMENT = 8
@@ -26,14 +24,14 @@ def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
     )
 
 
-class MaskTable:
-    """The mask of a tree at any prefix by one lookup, for steps whose shapes and addresses are
-    fixed.
+class NodeMasks:
+    """What the nodes of a tree attend to, as masks over the columns of `Slots`.
 
         column - length    < 0: committed    0 .. n: the nodes    > n: masked
 
     Args:
-        ancestors: bool [n + 1, n + 1], see `Tree.ancestors`. depths: long [n + 1].
+        ancestors: bool [n + 1, n + 1], see `Tree.ancestors`, or [B, n + 1, n + 1] if rows differ.
+        depths: long [n + 1], or [B, n + 1].
         window: number of positions that a node attends to, itself included; None: all.
     """
 
@@ -41,14 +39,17 @@ class MaskTable:
         self, ancestors: Tensor, depths: Tensor, window: int | None, dtype: torch.dtype
     ) -> None:
         self._prefix = window or 1  # all columns before these are alike
-        offsets = torch.arange(-self._prefix, 0, device=depths.device)
-        committed = torch.ones(len(depths), self._prefix, dtype=torch.bool, device=depths.device)
-        if window is not None:
-            committed = depths[:, None] - offsets < window
-            ancestors = ancestors & (depths[:, None] - depths < window)
-        self._table = additive_mask(
-            torch.cat([committed, ancestors, torch.zeros_like(committed[:, :1])], dim=1), dtype
-        )
+        nodes = torch.atleast_2d(depths)[..., None]  # [1 or B, n + 1, 1]
+        visible = ancestors if ancestors.dim() == 3 else ancestors[None]
+        offsets = torch.arange(-self._prefix, 0, device=depths.device)  # of committed columns
+        if window is None:
+            committed = visible.new_ones(*visible.shape[:2], self._prefix)
+        else:
+            committed = nodes - offsets < window
+            visible = visible & (nodes - nodes.transpose(1, 2) < window)
+        beyond = torch.zeros_like(visible[..., :1])
+        # [1 or B, n + 1, prefix + n + 2]: by column - length + prefix
+        self._table = additive_mask(torch.cat([committed, visible, beyond], dim=2), dtype)
 
     def at(self, lengths: Tensor, key_length: int) -> Tensor:
         """Return the mask [B, 1, n + 1, key_length] for nodes after `lengths` committed positions,
@@ -58,55 +59,30 @@ class MaskTable:
         kernels of GPUs do.
         """
         columns = torch.arange(key_length + _ALIGNMENT, device=lengths.device)
-        index = (columns - lengths[:, None] + self._prefix).clamp(0, self._table.shape[1] - 1)
-        mask = self._table.index_select(1, index.flatten()).unflatten(1, index.shape)
-        return mask.transpose(0, 1)[:, None, :, :key_length]
+        # [B, key_length + 8]: columns of the table
+        index = (columns - lengths[:, None] + self._prefix).clamp(0, self._table.shape[2] - 1)
+        if len(self._table) == 1:  # the same tree in all rows: [n + 1, B, key_length + 8]
+            mask = self._table[0].index_select(1, index.flatten()).unflatten(1, index.shape)
+            return mask.transpose(0, 1)[:, None, :, :key_length]
+        index = index[:, None].expand(-1, self._table.shape[1], -1)
+        return self._table.gather(2, index)[:, None, :, :key_length]
 
 
-def mask_with_prefix(cache: TreeCache, block: Tensor) -> Tensor:
-    """Extend a mask among pending positions by the committed positions of each row.
-
-    Args:
-        cache: a `BatchCache` masks the padding between a row's committed positions and the pending
-            ones.
-        block: additive, [q, q], or [1 or B, q, q] if rows differ.
-
-    Returns:
-        [1 or B, 1, q, cache.length + q], with B for a `BatchCache`.
-    """
-    block = block if block.dim() == 3 else block[None]
-    if not isinstance(cache, BatchCache):
-        mask = block.new_zeros(1, 1, block.shape[1], cache.length + block.shape[2])
-        mask[0, :, :, cache.length :] = block
-        return mask
-    rows = len(cache.lengths)
-    prefix = block.new_zeros(rows, cache.length).masked_fill_(
-        cache.padding_mask(block.device), float("-inf")
-    )
-    prefix = prefix[:, None].expand(-1, block.shape[1], -1)
-    return torch.cat([prefix, block.expand(rows, -1, -1)], dim=2)[:, None]
-
-
-def mask_of_slots(cache: TreeCache, block: Tensor, key_length: int) -> Tensor:
-    """Mask keys in fixed columns: the committed positions of each row and those pending after
-    `TreeCache.reserve`.
+def causal_mask(columns: Tensor, key_length: int, window: int | None, dtype: torch.dtype) -> Tensor:
+    """Return the mask of positions that are written to `columns` and see those up to their own.
 
     Args:
-        block: additive mask among the pending positions, [q, q], or [1 or B, q, q] if rows differ.
-        key_length: S; columns after the pending ones are masked.
+        columns: long [B, q]. key_length: columns that are read.
+        window: number of positions that each attends to, itself included; None: all.
 
-    Returns: [1 or B, 1, q, S]; contiguous for a `BatchCache`, else a slice of a larger one, see
-        `CompiledPass`.
+    Returns: [B, 1, q, key_length], a slice whose rows are aligned in memory.
     """
-    if not isinstance(cache, BatchCache) or block.shape[-1] > 1:
-        mask, further = (
-            mask_with_prefix(cache, block),
-            0 if isinstance(cache, BatchCache) else _ALIGNMENT,
-        )
-        padding = (0, key_length + further - mask.shape[3])
-        return torch.nn.functional.pad(mask, padding, value=float("-inf"))[..., :key_length]
-    columns = torch.arange(key_length, device=block.device)
-    return additive_mask(columns <= cache.pending_columns(block.device), block.dtype)[:, None, None]
+    keys = torch.arange(key_length + _ALIGNMENT, device=columns.device)
+    own = columns[..., None]  # [B, q, 1]
+    visible = keys <= own
+    if window is not None:
+        visible &= keys > own - window
+    return additive_mask(visible, dtype)[:, None, :, :key_length]
 
 
 def document_mask(segments: Tensor, dtype: torch.dtype) -> Tensor | None:

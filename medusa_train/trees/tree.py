@@ -16,6 +16,7 @@ from torch import Tensor
 
 from medusa_train.errors import CheckpointError, DataError
 from medusa_train.io import replace_text
+from medusa_train.trees.masks import NodeMasks
 
 #: A path from the root: the rank of each node among its siblings' top-k candidates.
 Ranks = tuple[int, ...]
@@ -236,6 +237,9 @@ class TreeLevels:
         columns: for every node its index among the inner nodes (those with children); -1 for a
             leaf.
         inner: the inner nodes, long [m].
+        inner_columns: `columns` as a long tensor [n + 1], 0 for a leaf.
+        inner_nodes: the inner nodes as a tree whose root is the position before this root: what
+            Kangaroo's adapter reads.
     """
 
     def __init__(self, tree: Tree) -> None:
@@ -246,9 +250,13 @@ class TreeLevels:
         column_of = {node: column for column, node in enumerate(inner)}
         self.columns = [column_of.get(node, -1) for node in range(tree.size + 1)]
         self.inner = self._long(inner)
+        self.inner_columns = self._long([max(column, 0) for column in self.columns])
+        below = [(0, *tree.paths[node - 1]) for node in inner if node]
+        self.inner_nodes = Tree(((0,), *below)).to(self._device)
         starts = [depths.index(depth) for depth in range(tree.max_depth + 1)] + [tree.size + 1]
         self.levels = [self._level(first, last, column_of) for first, last in pairwise(starts)]
         self._truncated: dict[int, Tree] = {tree.max_depth: tree}
+        self._masks: dict[tuple[int, int | None, torch.dtype], NodeMasks] = {}
 
     def _long(self, numbers: list[int]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.long, device=self._device)
@@ -275,17 +283,16 @@ class TreeLevels:
             ),
         )
 
-    @cached_property
-    def inner_nodes(self) -> Tree:
-        """The inner nodes as a tree whose root is the position before this root: what Kangaroo's
-        adapter reads.
+    def inner_masks(self, skip: int, window: int | None, dtype: torch.dtype) -> NodeMasks:
+        """Return what `inner_nodes` attend to, without the first `skip` of them; the same object
+        every time.
         """
-        paths = [
-            self.tree.paths[node - 1]
-            for node, children in enumerate(self.tree.children)
-            if node and children
-        ]
-        return Tree(((0,), *((0, *path) for path in paths))).to(self._device)
+        key = skip, window, dtype
+        if key not in self._masks:
+            read = self.inner_nodes
+            ancestors = read.ancestors[skip:, skip:]
+            self._masks[key] = NodeMasks(ancestors, read.depths[skip:] - skip, window, dtype)
+        return self._masks[key]
 
     def truncate(self, depth: int) -> Tree:
         """Return the tree down to `depth`; the same object every time."""

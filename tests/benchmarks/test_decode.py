@@ -6,15 +6,15 @@ import json
 from pathlib import Path
 
 import decode
-import decode_steps
 import pytest
 import torch
 from decode import likely_tree
-from decode_steps import Context, StaticContext
+from decode_steps import Context
 from shapes import Rates, llama_config, random_model
 
+from medusa_train.inference import step as step_module
 from medusa_train.inference.accept import accept
-from medusa_train.inference.static.graphs import StepRunner
+from medusa_train.inference.runners import StepRunner
 from medusa_train.models import prepack
 from medusa_train.models.backbone import Backbone
 from medusa_train.trees.tree import Tree
@@ -37,25 +37,26 @@ def test_static_steps_compute_what_passes_do(
     """With the same keys and values, and again after they have run: they leave the context as it
     was.
     """
-    backbone = small_backbone()
-    passes, static = Context(backbone, 20, 8), StaticContext(backbone, runner, 20, 8)
-    assert passes.cache._storage is not None
+    eager, fixed = small_backbone(), small_backbone()
+    fixed.step_runner = runner
+    passes, static = Context(eager, 20, 8), Context(fixed, 20, 8)
     with torch.inference_mode():
-        static.cache.storage(20)[..., :20, :] = passes.cache._storage[..., :20, :]
-    before = static.cache.storage(20)[..., :20, :].clone()
+        before = passes._slots.storage(20)[..., :20, :].clone()
+        static._slots.storage(20)[..., :20, :] = before
     seen: list[torch.Tensor] = []
     monkeypatch.setattr(
-        decode_steps, "accept", lambda *given: seen.append(given[2]) or accept(*given)
+        step_module, "accept", lambda *given: seen.append(given[2]) or accept(*given)
     )  # type: ignore[func-returns-value]
     for tree in (Tree.empty(), likely_tree(8, 3), Tree.chain(2)):
-        passes.step(tree)()
-        step = static.step(tree)
+        one, other = passes.step(tree), static.step(tree)
         for _ in range(3):
-            step.prepare()
-            step()
+            for step in (one, other):
+                step.prepare()
+                step()
             # a pass begins with token 0 and guesses 1, 2, ...
-            assert torch.allclose(step.steps._logits, seen[-1], atol=1e-5)
-        assert torch.equal(static.cache.storage(20)[..., :20, :], before)
+            assert torch.allclose(other.steps._logits, seen[-1], atol=1e-5)
+        for context in (passes, static):
+            assert torch.equal(context._slots.storage(20)[..., :20, :], before)
 
 
 def test_the_whole_command_on_a_model_directory(

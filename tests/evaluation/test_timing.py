@@ -13,8 +13,9 @@ from medusa_train.evaluation.questions import Question, load_bench
 from medusa_train.evaluation.records import SkippedTurn, TimedAnswer
 from medusa_train.evaluation.timing import SpeedTest
 from medusa_train.inference.decoding_settings import DecodingMode
-from medusa_train.inference.static.cache import StaticCache
-from medusa_train.inference.static.graphs import StepRunner
+from medusa_train.inference.runners import StepRunner
+from medusa_train.models.backbone import Backbone
+from medusa_train.trees.slots import Slots
 from tests.inference.tape import TapeRunner
 
 
@@ -205,9 +206,9 @@ def test_no_graph_is_captured_while_answers_are_timed(
     monkeypatch.setattr(backbone, "step_runner", runner)
     context = backbone.max_context + 16
     monkeypatch.setattr(
-        StaticCache,
-        "for_backbone",
-        lambda backbone, capacity: StaticCache(backbone.num_layers, max(capacity, context), 16),
+        Backbone,
+        "new_slots",
+        lambda backbone, capacity=0: Slots(backbone.num_layers, max(capacity, context), 16),
     )
     questions = bench_questions(4)
     alone = speed_test(subject, 24).run(questions, lambda turn: None)[0]

@@ -11,7 +11,7 @@ from shapes import Rates, Sizes, llama_config
 from medusa_train.config.paths import PROJECT_ROOT
 from medusa_train.inference.batch import BatchDecoder, PendingRequest
 from medusa_train.inference.generate import Decoder
-from medusa_train.inference.static.graphs import CudaGraphRunner, StepRunner, use_cuda_graphs
+from medusa_train.inference.runners import CudaGraphRunner, StepRunner, use_cuda_graphs
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.loading import load_backbone
 from medusa_train.trees.tree import Tree

@@ -16,9 +16,9 @@ from medusa_train.inference.batch import BatchDecoder, PendingRequest, group_pro
 from medusa_train.inference.generate import Decoder, Generation
 from medusa_train.inference.sampling import Sampling
 from medusa_train.models.backbone import Backbone
-from medusa_train.models.drafts.base import Proposal
-from medusa_train.models.drafts.medusa import MedusaDraft, MedusaState
-from medusa_train.trees.kv_cache import TreeCache
+from medusa_train.models.drafts.base import DraftStep, Proposal
+from medusa_train.models.drafts.medusa import MedusaDraft
+from medusa_train.trees.slots import Slots
 from medusa_train.trees.tree import Tree
 from tests.families import FAMILIES, random_backbone
 
@@ -39,12 +39,11 @@ class OracleHeads(MedusaDraft):
 
     truth: dict[int, list[int]]
 
-    def propose(self, state: MedusaState, roots: Tensor, tree: Tree) -> Proposal:
-        proposal = super().propose(state, roots, tree)
-        for row, root in enumerate(roots.tolist()):
+    def guess(self, step: DraftStep, states: Tensor) -> Proposal:
+        proposal = super().guess(step, states)
+        for row, root in enumerate(step.root_list):
             known = self.truth.get(root, [])
-            for node in range(1, tree.size + 1):
-                path = tree.paths[node - 1]
+            for node, path in enumerate(step.tree.paths, start=1):
                 if path[-1] == len(path) % 2 and len(known) >= len(path) and (root + len(path)) % 3:
                     proposal.tokens[row, node] = known[len(path) - 1]
         return proposal
@@ -252,18 +251,21 @@ def test_the_last_row_of_a_batch_does_not_use_passes_compiled_for_a_single_row()
     assert compiled.calls == 0
 
 
-def test_caches_go_with_their_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_goes_with_its_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without Python's search for circles, which the allocator of a GPU does not start."""
-    alive, init = [], TreeCache.__init__
+    alive, init = [], Slots.__init__
 
-    def noted(self: TreeCache, *args: int) -> None:
+    def noted(self: Slots, *args: int) -> None:
         alive.append(weakref.ref(self))
         init(self, *args)
 
-    monkeypatch.setattr(TreeCache, "__init__", noted)
+    monkeypatch.setattr(Slots, "__init__", noted)
+    backbone = random_backbone("llama")
+    draft = _draft(backbone)
     gc.disable()
     try:
-        BatchDecoder(random_backbone("llama")).generate_batch([[1, 2], [3, 4, 5]], 4)
-        assert [cache() for cache in alive] == [None] * len(alive) != []
+        BatchDecoder(backbone, draft, TREE).generate_batch([[1, 2], [3, 4, 5]], 4)
+        Decoder(backbone, draft, TREE).generate([1, 2], 4)
+        assert [slots() for slots in alive] == [None] * len(alive) != []
     finally:
         gc.enable()

@@ -16,11 +16,11 @@ from medusa_train.models.drafts.combined import MergedDraft
 from medusa_train.models.drafts.eagle3 import Eagle3Draft
 from medusa_train.models.drafts.lookup import PromptLookupDraft
 from medusa_train.models.features import Rows
-from medusa_train.trees.kv_cache import BatchCache
 from medusa_train.trees.tree import Ranks, Tree
 from tests.families import random_backbone
 from tests.inference.chi_square import check_lossless, five_token_backbone
 from tests.inference.equality import check_equals_plain
+from tests.inference.steps import proposal_after
 from tests.inference.test_drafts import PROMPTS, TREE, random_draft
 
 SIZE = Limits(9, 3)
@@ -77,22 +77,16 @@ def test_nodes_are_those_of_an_enumeration_of_all_paths(
         draft = Eagle3Draft.from_backbone(backbone, 3, vocab_size=len(tokens), token_map=tokens)
         draft.lm_heads[0].weight.data.copy_(head.weight)
         draft = draft.with_dynamic_trees(size)
-    prompts, roots = torch.tensor([[3, 14, 15, 9], [7, 20, 30, 40], [11, 12, 13, 14]]), [5, 6, 8]
-    cache = BatchCache(backbone.num_layers, 40)
-    feats = backbone.run(prompts, cache=cache, need=draft.needs)
-    cache.commit_rows([4, 4, 4])
-    proposal = draft.propose(
-        draft.start(feats, prompts, [4, 4, 4], cache), torch.tensor(roots), TREE
-    )
+    prompts = [[3, 14, 15, 9], [7, 20, 30, 40], [11, 12, 13, 14]]
+    roots = [5, 6, 8]
+    proposal = proposal_after(backbone, draft, TREE, prompts, roots)
     shapes = set()
     for row, root in enumerate(roots):
         tree, tokens = proposal.tree.row(row), proposal.tokens[row].tolist()
         paths = [
             tuple(tokens[node] for node in tree.path_nodes(i)[1:]) for i in range(1, tree.size + 1)
         ]
-        expected = enumerated(
-            draft, backbone, [*prompts[row].tolist(), root], size, min(3, size.size)
-        )
+        expected = enumerated(draft, backbone, [*prompts[row], root], size, min(3, size.size))
         assert tokens[0] == root
         assert set(paths) == set(expected)
         assert len(paths) == min(size.size, 3 + 9 * (size.depth - 1))
@@ -105,12 +99,8 @@ def test_equal_products_go_to_the_parent() -> None:
     backbone = random_backbone("llama")
     draft = dynamic_draft(backbone, Limits(3, 3))
     draft.lm_heads[0].weight.data.mul_(1e6)
-    feats, tokens = (
-        backbone.run(torch.tensor([[3, 14, 15]]), need=draft.needs),
-        torch.tensor([[3, 14, 15]]),
-    )
-    state = draft.start(feats, tokens, [3], backbone.new_cache(30))
-    assert draft.propose(state, torch.tensor([5]), TREE).tree.row(0).parent_list == [-1, 0, 1, 2]
+    proposal = proposal_after(backbone, draft, TREE, [[3, 14, 15]], [5])
+    assert proposal.tree.row(0).parent_list == [-1, 0, 1, 2]
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral-window", "qwen3", "gemma3", "phi3-longrope"])
@@ -120,13 +110,13 @@ def test_greedy_text_equals_plain_decoding_alone_and_in_a_batch(
 ) -> None:
     backbone = random_backbone(family)
     heads = dynamic_draft(backbone)
-    proposals, propose = [], heads.propose
+    proposals, guess = [], heads.guess
 
     def spy(*given: object) -> Proposal:
-        proposals.append(propose(*given))  # type: ignore[arg-type]
+        proposals.append(guess(*given))  # type: ignore[arg-type]
         return proposals[-1]
 
-    monkeypatch.setattr(heads, "propose", spy)
+    monkeypatch.setattr(heads, "guess", spy)
     draft: Proposer = (
         MergedDraft(heads, PromptLookupDraft(max_ngram=2, max_tokens=4, nodes=4))
         if merged

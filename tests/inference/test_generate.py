@@ -2,8 +2,6 @@
 case.
 """
 
-from collections.abc import Sequence
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,10 +12,9 @@ from medusa_train.inference.accept import Rule, Typical
 from medusa_train.inference.generate import Decoder
 from medusa_train.inference.sampling import Sampling
 from medusa_train.models.backbone import Backbone
-from medusa_train.models.drafts.base import Draft, Proposal
+from medusa_train.models.drafts.base import Draft, DraftStep, Proposal
 from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.models.features import Features, TokenRows
-from medusa_train.trees.kv_cache import TreeCache
 from medusa_train.trees.tree import Tree
 from tests.families import FAMILIES, random_backbone
 
@@ -42,7 +39,6 @@ class OracleDraft(Draft):
     ) -> None:
         super().__init__()
         self.text = prompt + answer
-        self.start_at = len(prompt)
         self.vocab = vocab
         self.wrong_every = wrong_every
         self.unused = nn.Parameter(torch.zeros(()))
@@ -53,28 +49,18 @@ class OracleDraft(Draft):
     def lm_head(self, k: int):  # type: ignore[no-untyped-def]
         raise AssertionError("not for training")
 
-    def start(
-        self, feats: Features, tokens: Tensor, lengths: Sequence[int], cache: TreeCache
-    ) -> int:
-        return self.start_at
-
-    def propose(self, state: int, roots: Tensor, tree: Tree) -> Proposal:
-        tokens = [int(roots)]
+    def guess(self, step: DraftStep, states: None) -> Proposal:
+        (root,) = step.root_list
+        length = int(step.accepted.lengths)
+        tree = step.tree
+        tokens = [root]
         for i, path in enumerate(tree.paths):
-            position = state + len(path)
+            position = length + len(path)
             truth = self.text[position] if position < len(self.text) else 0
             last = [p for p in tree.paths if p[:-1] == path[:-1]][-1]
-            right = path == last and not (self.wrong_every and (state + i) % self.wrong_every == 0)
+            right = path == last and not (self.wrong_every and (length + i) % self.wrong_every == 0)
             tokens.append(truth if right else (truth + 1 + path[-1]) % self.vocab)
         return Proposal(torch.tensor([tokens]), tree)
-
-    def advance(
-        self, state: int, feats: Features, proposal: Proposal, paths: Sequence[Sequence[int]]
-    ) -> int:
-        return state + len(paths[0])
-
-    def select_rows(self, state: int, rows: Sequence[int]) -> int:
-        return state
 
 
 def _trained_like(backbone: Backbone, seed: int = 1) -> MedusaDraft:
@@ -190,7 +176,7 @@ def test_the_empty_tree_computes_no_heads() -> None:
     backbone = random_backbone("llama")
 
     class Untouchable(MedusaDraft):
-        def start(self, *args: object):  # type: ignore[no-untyped-def]
+        def read(self, *args: object):  # type: ignore[no-untyped-def]
             raise AssertionError("a head was computed")
 
     draft = Untouchable(backbone.hidden_size, backbone.vocab_size)

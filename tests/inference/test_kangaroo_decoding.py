@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from medusa_train.inference.batch import BatchDecoder
 from medusa_train.inference.generate import Decoder
 from medusa_train.models.backbone import Backbone
-from medusa_train.models.drafts.base import Proposal
-from medusa_train.models.drafts.kangaroo import KangarooDraft, KangarooState
+from medusa_train.models.drafts.base import DraftStep, Proposal
+from medusa_train.models.drafts.kangaroo import KangarooDraft
 from medusa_train.models.features import Rows
 from medusa_train.progress import RunProgress
 from medusa_train.tree_search.choose import QUICK, time_steps
@@ -25,6 +25,7 @@ from medusa_train.trees.tree import Level, Tree
 from tests.families import FAMILIES, random_backbone
 from tests.inference.chi_square import check_lossless, five_token_backbone
 from tests.inference.equality import check_equals_plain
+from tests.inference.steps import begun
 from tests.inference.test_drafts import PROMPTS
 
 TREES = {
@@ -104,11 +105,11 @@ class Recorder(KangarooDraft):
         self.logits_of_step.append(super().logits(states))
         return self.logits_of_step[-1]
 
-    def propose(self, state: KangarooState, roots: Tensor, tree: Tree) -> Proposal:
+    def guess(self, step: DraftStep, states: Tensor) -> Proposal:
         self.logits_of_step = []
-        self.proposals.append(super().propose(state, roots, tree))
-        lengths = getattr(state.cache, "lengths", None) or [state.cache.length]
-        self.log.append((list(lengths), self.logits_of_step[0][:, 0].clone()))
+        self.proposals.append(super().guess(step, states))
+        lengths = step.accepted.lengths.tolist()
+        self.log.append((lengths, self.logits_of_step[0][:, 0].clone()))
         return self.proposals[-1]
 
 
@@ -295,21 +296,13 @@ def test_steps_without_a_proposal() -> None:
     """
     backbone = settled("qwen2")
     draft = recorder(backbone)
-    tokens = torch.tensor([PROMPTS[0]])
     text = PROMPTS[0] + [21, 22, 23, 24]
+    steps = begun(backbone, draft, Tree.chain(2), [PROMPTS[0]])
     with torch.inference_mode():
-        cache = backbone.new_cache(40)
-        feats = backbone.run(tokens, cache=cache, need=draft.needs)
-        cache.commit(len(PROMPTS[0]))
-        state: Any = draft.start(feats, tokens, [len(PROMPTS[0])], cache)
         for root in text[10:13]:
-            roots = torch.tensor([[root]])
-            feats = backbone.run(
-                roots, positions=torch.tensor([[cache.length]]), cache=cache, need=draft.needs
-            )
-            cache.keep_rows([[0]])
-            state = draft.advance(state, feats, Proposal(roots, Tree.empty()), [[0]])
-        draft.propose(state, torch.tensor(text[-1:]), Tree.chain(2))
+            steps.step([root], roots_only=True)
+        assert not draft.proposals
+        steps.step(text[-1:])
         rows = Rows.from_tokens(torch.tensor([text]))
         expected = backbone.logits(
             draft.states(backbone.run(rows.tokens, need=draft.needs), rows)[0, -1]

@@ -17,6 +17,7 @@ from medusa_train.trees.tree import Tree
 from tests.families import random_backbone
 from tests.inference.chi_square import check_lossless, five_token_backbone
 from tests.inference.equality import check_equals_plain
+from tests.inference.steps import begun, proposal_after
 from tests.inference.test_drafts import TREE, random_draft
 
 PROMPTS = [
@@ -142,22 +143,18 @@ class RecordedDraft(LookaheadDraft):
         super().__init__(*settings)  # type: ignore[arg-type]
         self.moves: list[tuple[list[list[int]], dict[int, list[tuple[int, ...]]]]] = []
 
-    def advance(self, state, feats, proposal, paths):  # type: ignore[no-untyped-def]
-        state = super().advance(state, feats, proposal, paths)
-        (text,) = state.texts
-        self.moves.append(
-            (text.levels, {first: list(reversed(ngrams)) for first, ngrams in text.pool.items()})
-        )
-        return state
+    def extend_row(self, row: LookaheadText, tokens: Sequence[int]) -> None:
+        super().extend_row(row, tokens)
+        pool = {first: list(reversed(ngrams)) for first, ngrams in row.pool.items()}
+        self.moves.append((row.levels, pool))
 
 
 def test_branch_tokens_are_neither_accepted_nor_kept() -> None:
     """A step's proposal, and the cache after it, with as many positions as tokens were accepted."""
     backbone = random_backbone("llama")
     draft = LookaheadDraft(window=3, ngram=3, guesses=2)
-    tokens = torch.tensor([PROMPTS[0], PROMPTS[0]])
-    state = draft.start(backbone.run(tokens), tokens, [11, 9], backbone.new_cache(30))
-    proposal = draft.propose(state, torch.tensor([30, 2]), Tree.empty())
+    prompts = [PROMPTS[0], PROMPTS[0][:9]]
+    proposal = proposal_after(backbone, draft, Tree.empty(), prompts, [30, 2])
     assert proposal.branch is not None
     assert proposal.tree.size == 2  # after 30: 5 9
     assert proposal.branch.tokens.shape == (2, 5)
@@ -167,10 +164,17 @@ def test_branch_tokens_are_neither_accepted_nor_kept() -> None:
     assert draft.limits(Tree.empty()) == (2 * 2 + 5, 3)
     states = torch.arange(16).view(2, 8, 1)
     assert proposal.outputs(states).flatten().tolist() == [0, 1, 2, 5, 6, 7, 8, 9, 10, 13, 14, 15]
-    out = Decoder(backbone, draft, cache=(cache := backbone.new_cache(200))).generate(
-        PROMPTS[0], 30
-    )
-    assert cache.length == len(PROMPTS[0]) + len(out.tokens) - 1
+    # the step counts as many positions as tokens were accepted
+    steps = begun(backbone, draft, Tree.empty(), [PROMPTS[0]])
+    root = 30
+    committed = len(PROMPTS[0])
+    for _ in range(8):
+        with torch.inference_mode():
+            (accepted,) = steps.step([root])
+        assert steps.committed == committed
+        committed += len(accepted.path)
+        root = accepted.tokens[-1]
+    assert committed > len(PROMPTS[0]) + 8
 
 
 class WarmDraft(LookaheadDraft):

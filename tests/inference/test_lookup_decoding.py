@@ -17,6 +17,7 @@ from medusa_train.trees.tree import Tree
 from tests.families import random_backbone
 from tests.inference.chi_square import check_lossless, five_token_backbone
 from tests.inference.equality import check_equals_plain
+from tests.inference.steps import proposal_after
 from tests.inference.test_drafts import TREE, random_draft
 
 LOOP = [5, 9, 17, 30, 5, 9, 17, 30, 5, 9, 17]  # the same n-grams several times
@@ -85,9 +86,7 @@ def test_merged_drafts_verify_equal_guesses_once() -> None:
     backbone = random_backbone("llama")
     lookup = PromptLookupDraft(max_ngram=2, max_tokens=6, nodes=9, min_probability=0)
     draft = make_draft("medusa+prompt_lookup", backbone, lookup)
-    feats = backbone.run(torch.tensor([LOOP, LOOP]))
-    state = draft.start(feats, torch.tensor([LOOP, LOOP]), [11, 9], backbone.new_cache(20))
-    proposal = draft.propose(state, torch.tensor([30, 2]), TREE)
+    proposal = proposal_after(backbone, draft, TREE, [LOOP, LOOP[:9]], [30, 2])
     for row in range(2):
         tree, tokens = proposal.tree.row(row), proposal.tokens[row].tolist()
         for children in tree.children:
@@ -102,11 +101,11 @@ def test_heads_trees_stay_as_they_are_where_nothing_is_copied() -> None:
     backbone = random_backbone("llama")
     decoder = Decoder(backbone, make_draft("medusa+prompt_lookup", backbone), TREE)
     alone = Decoder(backbone, random_draft("medusa", backbone), TREE)
-    feats = backbone.run(torch.tensor([[3, 4]]))
     draft = decoder.draft
     assert draft is not None
-    state = draft.start(feats, torch.tensor([[3, 4]]), [2], backbone.new_cache(20))
-    assert draft.propose(state, torch.tensor([9]), decoder.tree).tree is decoder.tree
+    tree = proposal_after(backbone, draft, decoder.tree, [[3, 4]], [9]).tree
+    assert isinstance(tree, Tree)
+    assert tree.paths == TREE.paths
     assert alone.generate(PROMPTS[3], 5).tokens == decoder.generate(PROMPTS[3], 5).tokens
 
 

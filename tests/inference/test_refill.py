@@ -23,6 +23,7 @@ from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.trees.tree import Tree
 from tests.families import random_backbone
 from tests.inference.chi_square import check_lossless, five_token_backbone
+from tests.inference.steps import small_blocks
 from tests.inference.test_batch import QUEUE as SHORT_QUEUE
 from tests.inference.test_batch import streamed
 from tests.inference.test_drafts import KINDS, TREE, random_draft
@@ -128,7 +129,7 @@ def test_rows_that_join_late_get_the_tokens_and_guesses_that_they_get_alone(
 def test_rows_join_up_to_the_end_of_the_context_and_caches_grow(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("medusa_train.trees.kv_cache._GROWTH", 4)
+    small_blocks(monkeypatch, 4)
     backbone = random_backbone("llama")
     draft = make_draft(name, backbone)
     backbone.max_context = 24

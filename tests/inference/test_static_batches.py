@@ -14,15 +14,16 @@ from medusa_train.errors import MedusaError
 from medusa_train.inference.accept import Rule, Typical
 from medusa_train.inference.batch import BatchDecoder, PendingRequest
 from medusa_train.inference.generate import Decoder, Generation
+from medusa_train.inference.runners import Replayable, Step, StepRunner
 from medusa_train.inference.sampling import Sampling
-from medusa_train.inference.static.cache import StaticCache
-from medusa_train.inference.static.graphs import Replayable, Step, StepRunner
+from medusa_train.inference.step import Steps
 from medusa_train.models.backbone import Backbone
-from medusa_train.models.compiled import SlotCache
 from medusa_train.models.drafts.base import Proposer
 from medusa_train.models.features import Features
+from medusa_train.trees.slots import SlotCache
 from medusa_train.trees.tree import Tree
 from tests.families import random_backbone
+from tests.inference.steps import small_blocks
 from tests.inference.tape import TapeRunner
 from tests.inference.test_batch import streamed
 from tests.inference.test_drafts import KINDS, PROMPTS, TREE, random_draft
@@ -57,11 +58,8 @@ class CountingRunner(StepRunner):
 
 
 @pytest.fixture(autouse=True)
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    def for_backbone(backbone: Backbone, capacity: int) -> StaticCache:
-        return StaticCache(backbone.num_layers, capacity, BLOCK)
-
-    monkeypatch.setattr(StaticCache, "for_backbone", for_backbone)
+def _blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_blocks(monkeypatch, BLOCK)
 
 
 def draft_of(kind: str, backbone: Backbone) -> tuple[Proposer | None, Tree | None]:
@@ -176,7 +174,7 @@ def test_memory_grows_with_rows_and_with_lengths(kind: str) -> None:
             assert {key[0] for key in runner.keys} == {1, 2, 4, 8}
             assert len({key[2] for key in runner.keys}) > 1
         assert decoder._idle_steps is not None
-        assert len(decoder._idle_steps.cache._buckets) == 1  # what the batch outgrew is freed
+        assert len(decoder._idle_steps.slots._buffers) == 1  # what the batch outgrew is freed
 
 
 @pytest.mark.parametrize(
@@ -222,7 +220,7 @@ def test_no_memory_is_allocated_for_further_batches(
         patch.setattr(
             Tensor, "new_zeros", lambda *args, **kwargs: pytest.fail("memory was allocated")
         )
-        patch.setattr(torch, "zeros", lambda *args, **kwargs: pytest.fail("memory was allocated"))
+        patch.setattr(Steps, "_allocate", lambda *args: pytest.fail("memory was allocated"))
         decoder.generate_batch(PROMPTS[1:], 20, ())
         assert details(decoder.generate_batch(PROMPTS, 30, ())) == details(expected)
 

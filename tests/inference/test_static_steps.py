@@ -10,8 +10,7 @@ import torch
 
 from medusa_train.inference.accept import Rule
 from medusa_train.inference.generate import Decoder, Generation
-from medusa_train.inference.static.cache import KEY_BLOCK, StaticCache
-from medusa_train.inference.static.graphs import (
+from medusa_train.inference.runners import (
     CudaGraphRunner,
     GraphRunner,
     Replayable,
@@ -22,6 +21,7 @@ from medusa_train.inference.static.graphs import (
 )
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Proposer
+from medusa_train.trees.slots import KEY_BLOCK, Slots
 from medusa_train.trees.tree import Tree
 from tests.families import random_backbone
 from tests.inference.tape import TapeRunner
@@ -34,13 +34,9 @@ PROMPTS = [[3, 14, 15, 9, 2, 6, 5, 35, 8, 9], [7], list(range(2, 23))]
 def answers(
     backbone: Backbone, draft: Proposer | None = None, tree: Tree | None = None, rule: Rule = None
 ) -> list[Generation]:
-    """Answer all prompts with one decoder, whose buffers serve one after the other; on fixed memory
-    if that is on.
-    """
-    cache = None
-    if backbone.step_runner is not None:
-        cache = StaticCache(backbone.num_layers, 120, BLOCK)
-    decoder = Decoder(backbone, draft, tree, cache)
+    """Answer all prompts with one decoder, whose buffers serve one after the other."""
+    slots = Slots(backbone.num_layers, 120, BLOCK)
+    decoder = Decoder(backbone, draft, tree, slots)
     return [
         decoder.generate(prompt, 24, (), rule, torch.Generator().manual_seed(5))
         for prompt in PROMPTS
@@ -103,9 +99,9 @@ def test_plain_decoding_and_trees_share_a_cache() -> None:
     draft = random_draft("hydra++", backbone)
     expected = [answers(backbone, draft, tree) for tree in (TREE, Tree.chain(2))]
     backbone.step_runner = TapeRunner()
-    cache = StaticCache(backbone.num_layers, 120, BLOCK)
+    slots = Slots(backbone.num_layers, 120, BLOCK)
     decoders = [
-        Decoder(backbone, draft, tree, cache) for tree in (TREE, Tree.chain(2), Tree.empty())
+        Decoder(backbone, draft, tree, slots) for tree in (TREE, Tree.chain(2), Tree.empty())
     ]
     for i, prompt in enumerate(PROMPTS):
         trees = [decoder.generate(prompt, 24, ()) for decoder in decoders]

@@ -231,10 +231,10 @@ def test_the_cache_is_written_in_place() -> None:
     torch.compiler.reset()
     backbone = random_backbone("llama", max_position_embeddings=64 * BLOCK)
     backbone.compile_passes()
-    cache = backbone.new_cache(64 * BLOCK)
+    cache = backbone.new_slots(64 * BLOCK)
     decoder = Decoder(backbone, MedusaDraft.from_backbone(backbone, 3), Tree.chain(3), cache)
     decoder.generate([3, 4, 5], 8)  # allocates the cache
-    layer = cache.reserve(1)[0]
+    layer = cache.storage(1)[0]
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         decoder.generate([3, 4, 5], 8)
     assert profiled.profiler is not None

@@ -79,7 +79,7 @@ def test_passes_with_a_mask_or_a_cache_use_the_original_attention(
     mask = torch.full((8, 8), float("-inf"), dtype=torch.float64).triu(1)[None, None]
 
     def passes() -> list[torch.Tensor]:
-        cache = backbone.new_cache(16)
+        cache = backbone.new_slots().prompts(0, 1)
         return [
             backbone.run(tokens, positions=positions, mask=mask).hidden,
             backbone.run(tokens, cache=cache).hidden,

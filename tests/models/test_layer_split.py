@@ -4,13 +4,11 @@ import itertools
 
 import pytest
 import torch
-from torch import Tensor
 
 from medusa_train.errors import BackboneError
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.features import FeatureSpec
-from medusa_train.trees.kv_cache import TreeCache
-from medusa_train.trees.masks import additive_mask
+from medusa_train.trees.slots import NodeSlots, Slots, compact
 from medusa_train.trees.tree import Tree, TreeLevels
 from tests.families import FAMILIES, random_backbone
 
@@ -18,18 +16,16 @@ TREE = Tree.from_paths([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
 PROMPT = torch.tensor([[3, 14, 15, 9, 2, 6, 5, 35]])
 
 
-def _mask(tree: Tree, prefix: int) -> Tensor:
-    visible = torch.cat(
-        [torch.ones(tree.size + 1, prefix, dtype=torch.bool), tree.ancestors], dim=1
-    )
-    return additive_mask(visible, torch.float64)[None, None]
+def _after_prompt(backbone: Backbone) -> Slots:
+    slots = Slots(backbone.num_layers, 32, 32)
+    backbone.run(PROMPT, cache=slots.prompts(0, 1))
+    return slots
 
 
-def _after_prompt(backbone: Backbone) -> TreeCache:
-    cache = backbone.new_cache(32)
-    backbone.run(PROMPT, cache=cache)
-    cache.commit(PROMPT.shape[1])
-    return cache
+def _placed(backbone: Backbone, tree: Tree, slots: Slots, prefix: int) -> NodeSlots:
+    masks = backbone.node_masks(tree.ancestors, tree.depths)
+    end = prefix + tree.size + 1
+    return backbone.place_nodes(tree.depths, masks, torch.tensor([prefix]), slots.storage(end), end)
 
 
 @pytest.mark.parametrize("layers", [1, 2])
@@ -42,54 +38,37 @@ def test_the_first_layers_by_level_and_then_the_rest_give_the_whole_model(
     split = backbone.split_at(layers)
     tokens = torch.tensor([[40, 7, 8, 9, 10, 11, 12]])
     prefix = PROMPT.shape[1]
-    positions, mask = TREE.depths[None] + prefix, _mask(TREE, prefix)
-    whole, split_cache = _after_prompt(backbone), _after_prompt(backbone)
-    expected = backbone.run(
-        tokens, positions=positions, mask=mask, cache=whole, need=FeatureSpec(early=(layers,))
+    whole, split_slots = _after_prompt(backbone), _after_prompt(backbone)
+    expected, _ = backbone.run_nodes(
+        tokens, _placed(backbone, TREE, whole, prefix), FeatureSpec(early=(layers,))
     )
     assert expected.early is not None
-    inputs = split.inputs(positions, mask, split_cache.length)
+    nodes = _placed(backbone, TREE, split_slots, prefix)
+    inputs = split.inputs(nodes.positions, nodes.masks)
     parts = [
         split.run_first(
-            tokens[:, level.first : level.last], inputs.slice(level.first, level.last), split_cache
+            tokens[:, level.first : level.last],
+            inputs.slice(level.first, level.last),
+            nodes.cache(level.first, level.last),
         )
         for level in TreeLevels(TREE).levels
     ]
     early = torch.cat(parts, dim=1)
     assert torch.allclose(early, expected.early, atol=1e-11)
-    assert torch.allclose(
-        split.run_rest(early, inputs, split_cache).hidden, expected.hidden, atol=1e-11
-    )
-    for cache in (whole, split_cache):
-        cache.keep_rows([[0, 2, 5]])
-    one, other = (
-        backbone.run(torch.tensor([[33, 34]]), cache=cache).hidden for cache in (whole, split_cache)
-    )
-    assert torch.allclose(one, other, atol=1e-11)
+    rest = split.run_rest(early, inputs, nodes.cache()).hidden
+    assert torch.allclose(rest, expected.hidden, atol=1e-11)
+    following = torch.tensor([[33, 34]])
+    outs = []
+    for slots in (whole, split_slots):
+        compact(slots.storage(20), torch.tensor([prefix]), torch.tensor([[0, 2, 5]]))
+        outs.append(backbone.run(following, cache=slots.prompts(0, 1, prefix + 3)).hidden)
+    assert torch.allclose(*outs, atol=1e-11)
 
 
-def test_a_chain_in_a_single_row_needs_no_mask() -> None:
+def test_layers_that_run_separately_need_masks() -> None:
     backbone = random_backbone("qwen3")
-    split = backbone.split_at(1)
-    tokens, chain = torch.tensor([[40, 7, 8]]), Tree.chain(2)
-    prefix = PROMPT.shape[1]
-    positions = chain.depths[None] + prefix
-    states = []
-    for mask in (_mask(chain, prefix), None):
-        cache = _after_prompt(backbone)
-        inputs = split.inputs(positions, mask, prefix)
-        states.append(
-            torch.cat(
-                [
-                    split.run_first(tokens[:, i : i + 1], inputs.slice(i, i + 1), cache)
-                    for i in range(3)
-                ],
-                1,
-            )
-        )
-    assert torch.allclose(states[0], states[1], atol=1e-11)
-    with pytest.raises(ValueError, match="sliding window need a mask"):
-        random_backbone("mistral-window").split_at(1).inputs(positions, None, prefix)
+    with pytest.raises(ValueError, match="need masks"):
+        backbone.split_at(1).inputs(torch.tensor([[8]]), None)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

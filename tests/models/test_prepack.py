@@ -16,8 +16,8 @@ from medusa_train.models.prepack import (
     prepack_linears,
     worth_prepacking,
 )
-from medusa_train.trees.kv_cache import TreeCache
 from medusa_train.trees.tree import Tree
+from tests.models.drafts.steps import DraftRows
 
 needs_onednn = pytest.mark.skipif(
     not torch.backends.mkldnn.is_available(), reason="torch is built without oneDNN"
@@ -115,15 +115,12 @@ def test_prepacked_heads_propose_the_same(
     for parameter in draft.parameters():
         nn.init.normal_(parameter, std=0.3)
     feats = Features(torch.randn(2, 5, 16))
-    tokens, cache, tree = (
-        torch.zeros(2, 5, dtype=torch.long),
-        TreeCache(1, 8),
-        Tree.cartesian([3, 2, 2]),
-    )
+    tokens = torch.zeros(2, 5, dtype=torch.long)
+    tree = Tree.cartesian([3, 2, 2])
     roots = torch.tensor([7, 9])
 
     def propose() -> torch.Tensor:
-        return draft.propose(draft.start(feats, tokens, [5, 3], cache), roots, tree).tokens
+        return DraftRows(draft, feats, tokens, [5, 3]).propose(roots, tree).tokens
 
     with torch.inference_mode():
         plain = propose()

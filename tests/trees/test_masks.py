@@ -8,8 +8,8 @@ from torch.nn.functional import cross_entropy
 from medusa_train.data.batch import IGNORE_INDEX, Batch, collate, shift_labels
 from medusa_train.data.examples import Example
 from medusa_train.models.backbone import Backbone
-from medusa_train.trees.kv_cache import TreeCache
-from medusa_train.trees.masks import additive_mask, document_mask, mask_of_slots, mask_with_prefix
+from medusa_train.trees.masks import NodeMasks, causal_mask, document_mask
+from medusa_train.trees.row_trees import RowTrees
 from medusa_train.trees.tree import Tree
 from tests.families import random_backbone
 
@@ -91,24 +91,53 @@ def test_a_row_of_padding_has_finite_states(family: str) -> None:
     )
 
 
-def seen(mask: torch.Tensor) -> torch.Tensor:
-    assert set(mask.unique().tolist()) <= {0.0, float("-inf")}
-    return mask[0, 0] == 0
+TREE = Tree.from_paths([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
+CHAIN = Tree.chain(6)
 
 
-def expected(tree: Tree, prefix: int, upto: int) -> torch.Tensor:
-    out = torch.zeros(tree.size + 1, upto, dtype=torch.bool)
-    out[:, :prefix] = True
-    out[:, prefix : prefix + tree.size + 1] = tree.ancestors
+def seen_by_hand(tree: Tree, length: int, columns: int, window: int | None) -> Tensor:
+    """What each node attends to: committed columns, itself and its ancestors, within the window."""
+    out = torch.zeros(tree.size + 1, columns, dtype=torch.bool)
+    for node in range(tree.size + 1):
+        position = length + tree.depth_list[node]
+        for column in range(length):
+            out[node, column] = window is None or position - column < window
+        for ancestor in tree.path_nodes(node):
+            distance = tree.depth_list[node] - tree.depth_list[ancestor]
+            out[node, length + ancestor] = window is None or distance < window
     return out
 
 
-def test_nodes_attend_to_the_prefix_their_ancestors_and_themselves() -> None:
-    tree, cache = Tree.cartesian([2, 2]), TreeCache(1, 40)
-    block = additive_mask(tree.ancestors, torch.float32)
-    for cache.length in (0, 3, 13):
-        end = cache.length + tree.size + 1
-        assert torch.equal(seen(mask_with_prefix(cache, block)), expected(tree, cache.length, end))
-        fixed = mask_of_slots(cache, block, 32)
-        assert torch.equal(seen(fixed), expected(tree, cache.length, 32))
-        assert not fixed.is_contiguous()
+@pytest.mark.parametrize("window", [None, 1, 2, 3, 6])
+def test_nodes_attend_to_the_prefix_their_ancestors_and_themselves(window: int | None) -> None:
+    """With windows smaller and larger than the tree's depth, and prefixes shorter and longer than
+    the window.
+    """
+    lengths = torch.tensor([0, 1, 4, 11])
+    mask = NodeMasks(TREE.ancestors, TREE.depths, window, torch.float64).at(lengths, 24)
+    assert (mask.shape, mask.dtype) == ((4, 1, TREE.size + 1, 24), torch.float64)
+    assert mask.stride(2) % 8 == 0
+    assert set(mask.unique().tolist()) <= {0.0, float("-inf")}
+    for row, length in enumerate(lengths.tolist()):
+        assert torch.equal(mask[row, 0] == 0, seen_by_hand(TREE, length, 24, window))
+
+
+@pytest.mark.parametrize("window", [None, 2, 6])
+def test_rows_with_trees_of_their_own(window: int | None) -> None:
+    trees = RowTrees([TREE.parent_list, CHAIN.parent_list], torch.device("cpu"))
+    lengths = torch.tensor([3, 9])
+    mask = NodeMasks(trees.ancestors, trees.depths, window, torch.float32).at(lengths, 20)
+    for row, tree in enumerate((TREE, CHAIN)):
+        assert torch.equal(mask[row, 0] == 0, seen_by_hand(tree, int(lengths[row]), 20, window))
+
+
+@pytest.mark.parametrize("window", [None, 1, 3])
+def test_positions_of_a_path_attend_up_to_their_own_column(window: int | None) -> None:
+    columns = torch.tensor([[0, 1, 2], [5, 6, 7]])
+    mask = causal_mask(columns, 10, window, torch.bfloat16)
+    assert (mask.shape, mask.dtype) == ((2, 1, 3, 10), torch.bfloat16)
+    for row, own_columns in enumerate(columns.tolist()):
+        for i, own in enumerate(own_columns):
+            first = 0 if window is None else max(0, own - window + 1)
+            expected = [first <= column <= own for column in range(10)]
+            assert (mask[row, 0, i] == 0).tolist() == expected

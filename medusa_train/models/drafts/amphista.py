@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -12,14 +11,12 @@ from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
 from medusa_train.data.batch import shift_labels
 from medusa_train.models.backbone import Backbone
-from medusa_train.models.drafts.base import Proposal
+from medusa_train.models.drafts.base import DraftStep, Proposal
 from medusa_train.models.drafts.draft_layer import DraftLayer, layer_to_copy
-from medusa_train.models.drafts.layer_cache import LayerCache, UnreadRows
 from medusa_train.models.drafts.lm_heads import LMHeadsDraft, StackedLinears, count_lm_head
 from medusa_train.models.features import Features, TokenRows
 from medusa_train.models.hf_config import head_dim
-from medusa_train.trees.kv_cache import RowPaths, TreeCache
-from medusa_train.trees.tree import Tree
+from medusa_train.trees.slots import PromptCache
 
 
 class AmphistaDraft(LMHeadsDraft):
@@ -169,89 +166,45 @@ class AmphistaDraft(LMHeadsDraft):
     # Decoding. The layers read a position only once the token after it is known, so the last one
     # waits for the root.
 
-    def start(
-        self, feats: Features, tokens: Tensor, lengths: Sequence[int], cache: TreeCache
-    ) -> AmphistaState:
-        """Return the state of the prompts, which `propose` will read."""
-        caches = [LayerCache(cache.single_layer()) for _ in self.layers]
-        paths = RowPaths([range(length) for length in lengths], tokens.device)
-        return self._next(
-            AmphistaState(feats.hidden, tokens, paths, caches, stacked=self.stacked()),
-            feats,
-            tokens,
-            paths,
-        )
+    @property
+    def num_caches(self) -> int:
+        """One for each adaptation layer."""
+        return self.adaptation_layers
+
+    def prefill(self, feats: Features, tokens: Tensor, caches: Sequence[PromptCache]) -> None:
+        """Run the adaptation layers over the prompts, the last positions with any token after them."""
+        following = tokens.roll(-1, dims=1)
+
+        def extend(i: int, x: Tensor) -> Tensor:
+            return self._layer(i).extend(x, caches[i])
+
+        self.stages(feats.hidden, following, extend)
+
+    def read(self, step: DraftStep) -> list[Tensor]:
+        """Run the adaptation layers over the accepted path, followed by the roots; return h1 and h2
+        [B, d] of its last nodes.
+        """
+        accepted = step.accepted
+
+        def read_path(i: int, x: Tensor) -> Tensor:
+            return step.caches[i].read_path(self._layer(i), x, accepted.starts)
+
+        hidden = accepted.along_path(accepted.feats.hidden)  # [B, D + 1, d]
+        stages = self.stages(hidden, accepted.following(step.roots), read_path)
+        return [accepted.last(stage) for stage in stages]
+
+    def guess(self, step: DraftStep, states: list[Tensor]) -> Proposal:
+        """Place the top draft tokens of every head in the tree by rank."""
+        tree = step.tree
+        logits = self._head_logits(states, self.stacked(), tree.max_depth)  # [max_depth, B, V]
+        best = logits.topk(tree.width).indices.transpose(0, 1).flatten(1)  # [B, max_depth * width]
+        guesses = self.lm_head(1).tokens_of(best[:, tree.candidate_index])  # [B, n]
+        return Proposal(torch.cat([step.roots[:, None], guesses], dim=1), tree)
 
     def stacked(self) -> Stacked | None:
         """Return the weights of all heads as one tensor each; None if they are not stacked."""
         mlp, lm_head = self.mlps.stacked(), self.lm_heads.stacked()
         return None if mlp is None or lm_head is None else Stacked(mlp, lm_head)
-
-    def propose(self, state: AmphistaState, roots: Tensor, tree: Tree) -> Proposal:
-        """Place the top draft tokens of every head in the tree by rank."""
-        return self.propose_from(self._read(state, roots), state.stacked, roots, tree)
-
-    def propose_from(
-        self, stages: Sequence[Tensor], stacked: Stacked | None, roots: Tensor, tree: Tree
-    ) -> Proposal:
-        """Propose from h1 and h2 [B, d] of the last positions, see `propose`."""
-        logits = self._head_logits(stages, stacked, tree.max_depth)
-        best = logits.topk(tree.width).indices.transpose(0, 1).flatten(1)  # [B, max_depth * width]
-        guesses = self.lm_head(1).tokens_of(best[:, tree.candidate_index])
-        return Proposal(torch.cat([roots[:, None], guesses], dim=1), tree)
-
-    def advance(
-        self,
-        state: AmphistaState,
-        feats: Features,
-        proposal: Proposal,
-        paths: Sequence[Sequence[int]],
-    ) -> AmphistaState:
-        """Return the state of the accepted nodes, which the next `propose` will read."""
-        if not state.read:
-            self._read(state, proposal.tokens[:, 0])
-        return self._next(state, feats, proposal.tokens, paths)
-
-    def append_rows(
-        self, state: AmphistaState, other: AmphistaState, cache: TreeCache
-    ) -> AmphistaState:
-        """Return the states of both, in the caches of `state`.
-
-        Rows that join have one unread position.
-        """
-        return state.read_prompts(self._extend).append_rows(other.read_prompts(self._extend), cache)
-
-    def _extend(self, state: AmphistaState, paths: RowPaths) -> None:
-        """Run the layers over the unread positions and keep the first `len(paths[b])` of each row."""
-        self.stages(
-            state.hidden,
-            state.following,
-            lambda i, x: state.caches[i].append(self._layer(i), x, paths),
-        )
-
-    def _next(
-        self, state: AmphistaState, feats: Features, tokens: Tensor, paths: Sequence[Sequence[int]]
-    ) -> AmphistaState:
-        """The state at each row's nodes of [B, n + 1, d], with the token of the next node as the
-        following one.
-        """
-        if not self.adaptation_layers:
-            # without attention earlier positions have no effect
-            paths = [path[-1:] for path in paths]
-        return state.next(feats.hidden, tokens, paths)
-
-    def _read(self, state: AmphistaState, roots: Tensor) -> list[Tensor]:
-        """Run the layers over the unread positions, followed by `roots`; return h1 and h2 of the
-        last, [B, d].
-        """
-        following, last = state.with_roots(roots)
-        stages = self.stages(
-            state.hidden,
-            following,
-            lambda i, x: state.caches[i].append(self._layer(i), x, state.paths),
-        )
-        state.read = True
-        return [stage[torch.arange(len(roots), device=roots.device), last] for stage in stages]
 
     # The layers of the formulas above
 
@@ -328,13 +281,6 @@ class Stacked(NamedTuple):
 
     mlp: tuple[Tensor, Tensor | None]
     lm_heads: tuple[Tensor, Tensor | None]
-
-
-@dataclass
-class AmphistaState(UnreadRows):
-    """Committed positions of B rows that the adaptation layers have not read yet."""
-
-    stacked: Stacked | None = None
 
 
 class AutoEmbedding(nn.Module):

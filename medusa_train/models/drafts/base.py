@@ -6,15 +6,16 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from medusa_train.models.features import FINAL_STATES, Features, FeatureSpec, TokenRows
 from medusa_train.models.lm_head import LMHead
-from medusa_train.trees.kv_cache import RowPaths, TreeCache
+from medusa_train.trees.masks import causal_mask
 from medusa_train.trees.row_trees import LookaheadBranch, RowTrees, TreeAndBranch
+from medusa_train.trees.slots import NodeSlots, PromptCache, SlotCache, slot_cache
 from medusa_train.trees.tree import Tree
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ class Proposal:
         tree: the tree of all rows, or one tree per row, with its tensors on the device of `tokens`.
             A `Tree` may be smaller than the requested one.
         early: [B, n + 1, d], the nodes' states after `needs.early` layers of the backbone, if the
-            draft ran these itself and left keys and values pending in the backbone's cache:
+            draft ran these itself and wrote their keys and values to the backbone's slots:
             verification runs only the others.
         branch: further rows of the pass, which are not verified; the draft gets their logits
             (`Proposer.observe`). Not together with `early`.
@@ -72,22 +73,154 @@ class Limits(NamedTuple):
     depth: int
 
 
+@dataclass(frozen=True)
+class AcceptedPath:
+    """The accepted nodes of the last verified tree of B rows, what a draft reads next.
+
+    Paths differ in length, so all tensors along the path are padded at the end to D + 1 nodes.
+    A draft may read and store the padding: it stands after the accepted nodes, where it is masked
+    and later overwritten.
+
+    Attributes:
+        feats: of all nodes of that tree, [B, n + 1, d]. tokens: long [B, n + 1].
+        path: the accepted nodes, the root first, long [B, D + 1].
+        counts: their number, long [B]. starts: position of the root, long [B].
+    """
+
+    feats: Features
+    tokens: Tensor
+    path: Tensor
+    counts: Tensor
+    starts: Tensor
+
+    @property
+    def lengths(self) -> Tensor:
+        """Position of the next root, long [B]."""
+        return self.starts + self.counts
+
+    def along_path(self, values: Tensor) -> Tensor:
+        """Return the values [B, D + 1, ...] of the accepted nodes, of [B, n + 1, ...] of all."""
+        return values[self._rows[:, None], self.path]
+
+    def last(self, values: Tensor) -> Tensor:
+        """Return the values [B, ...] of the last accepted node, of [B, D + 1, ...] along the path."""
+        return values[self._rows, self.counts - 1]
+
+    def following(self, roots: Tensor) -> Tensor:
+        """Return the tokens after the accepted nodes, long [B, D + 1]; after the last one the next
+        root, long [B].
+        """
+        after = self.along_path(self.tokens).roll(-1, dims=1)
+        return after.index_put((self._rows, self.counts - 1), roots)
+
+    @property
+    def _rows(self) -> Tensor:
+        return torch.arange(len(self.path), device=self.path.device)
+
+
+class SlotLayer(Protocol):
+    """A layer of a draft whose keys and values stand in slots."""
+
+    window: int | None
+
+    def run_slots(
+        self, states: Tensor, positions: Tensor, mask: Tensor, cache: SlotCache
+    ) -> Tensor:
+        """Run q positions [B, q, ...] -> [B, q, d]; see `DraftLayer.run_slots`."""
+
+
+@dataclass(frozen=True)
+class DraftCache:
+    """The slots of one layer of a draft in one step: row b holds what the layer read, in the columns
+    of its positions.
+
+    Attributes:
+        storage: [1, 2, rows, kv_heads, columns, head_dim], columns > key_length.
+        key_length: columns that attention reads.
+        max_position: the largest position id that the model's tables cover.
+    """
+
+    storage: Tensor
+    key_length: int
+    max_position: int
+
+    def read_path(self, layer: SlotLayer, states: Tensor, starts: Tensor) -> Tensor:
+        """Run a layer over an accepted path, [B, D + 1, ...] -> [B, D + 1, d].
+
+        Args:
+            starts: position of the first node, long [B].
+        """
+        columns = starts[:, None] + torch.arange(states.shape[1], device=starts.device)  # [B, D+1]
+        mask = causal_mask(columns, self.key_length, layer.window, states.dtype)
+        return self.run(layer, states, columns, columns, mask)
+
+    def run(
+        self, layer: SlotLayer, states: Tensor, columns: Tensor, positions: Tensor, mask: Tensor
+    ) -> Tensor:
+        """Run a layer over q positions, [B, q, ...] -> [B, q, d].
+
+        Args:
+            columns: that their keys and values are written to, long [B, q].
+            positions: long [B, q]; those past the context are clamped, their nodes never accepted.
+            mask: additive [B, 1, q, key_length].
+        """
+        cache = slot_cache(self.storage, columns, self.key_length)
+        return layer.run_slots(states, positions.clamp(max=self.max_position), mask, cache)
+
+
+@dataclass(frozen=True)
+class DraftStep:
+    """What a draft gets in one decoding step of B rows.
+
+    Attributes:
+        accepted: the path that the last step accepted.
+        roots: the backbone's next tokens, long [B]. root_list: the same on the host.
+        caches: of the draft's own layers, `Proposer.num_caches` of them.
+        rows: what `Proposer.new_row` returned for each row.
+        tree: to be filled, with its tensors on the device of the roots; drafts that choose the
+            shape of their trees ignore it.
+        nodes: where the nodes of the tree stand in the backbone's slots, for drafts that run its
+            layers; None for drafts that choose the shape of their trees.
+        may_stop: whether the draft may look at its guesses to stop early. Steps that are replayed
+            do the same work every time, so there it may not.
+    """
+
+    accepted: AcceptedPath
+    roots: Tensor
+    root_list: Sequence[int]
+    caches: Sequence[DraftCache]
+    rows: Sequence[Any]
+    tree: Tree
+    nodes: NodeSlots | None
+    may_stop: bool
+
+
 class Proposer:
     """Guesses the tokens after the backbone's next token, in trees: what decoding needs of a draft.
 
+    In each step `read` takes the accepted path, and `guess` fills a tree below the next roots.
     Guesses depend on the text, the steps before and the draft, never on tokens that are drawn in
     the same step, so sampling stays lossless.
 
     Attributes:
         needs: states of the backbone that it reads.
         num_heads: K, the depth of the deepest tree that it can fill.
-        runs_backbone: whether `propose` runs layers of the backbone over its draft tokens, see
+        num_caches: layers of its own with keys and values.
+        fixed_shape: whether it fills the tree that it is given, with the same work every time, so
+            that steps can be replayed as CUDA graphs; else it chooses the shape of its trees.
+        runs_backbone: whether `guess` runs layers of the backbone over its draft tokens, see
             `Proposal.early`.
     """
 
     needs: FeatureSpec = FINAL_STATES
     num_heads: int
+    fixed_shape: bool = True
     runs_backbone: bool = False
+
+    @property
+    def num_caches(self) -> int:
+        """Layers of its own with keys and values."""
+        return 0
 
     @property
     def draft_vocab_size(self) -> int | None:
@@ -98,30 +231,40 @@ class Proposer:
         """Return the limits of proposals for `tree`; a size of 0 means plain decoding."""
         return Limits(tree.size, tree.max_depth)
 
-    @abstractmethod
-    def start(
-        self, feats: Features, tokens: Tensor, lengths: Sequence[int], cache: TreeCache
-    ) -> Any:
-        """Return the decoding state after the prefill of B prompts.
+    def prefill(self, feats: Features, tokens: Tensor, caches: Sequence[PromptCache]) -> None:
+        """Read B prompts; a draft without caches need not.
+
+        The last position of each is read again as the accepted path of the first step.
 
         Args:
-            feats: of the prompts, [B, T, d]. tokens: long [B, T].
-            lengths: of the prompts; later positions of a row are padding.
-            cache: the backbone's, with the prompts committed; a `BatchCache` for several rows. Its
-                capacity suffices for the draft's cache too. A draft that runs layers of the
-                backbone keeps a reference to it.
+            feats: of the prompts, [B, T, d]; shorter ones are padded behind. tokens: long [B, T].
+            caches: one for each layer of the draft. Its `length` positions precede the prompts.
         """
+
+    def new_row(self, prompt: Sequence[int]) -> Any:
+        """Return what the draft keeps of a row on the host, given its prompt; None: nothing."""
+        return None
+
+    def extend_row(self, row: Any, tokens: Sequence[int]) -> None:
+        """Add accepted tokens to a row that `new_row` returned, the root first."""
+
+    def read(self, step: DraftStep) -> Any:
+        """Read the accepted path; return what `guess` needs.
+
+        The padding of the path may be read too, see `AcceptedPath`.
+        """
+        return None
 
     @abstractmethod
-    def propose(self, state: Any, roots: Tensor, tree: Tree) -> Proposal:
-        """Guess the tokens of `tree` below `roots` (long [B], the backbone's next tokens).
-
-        Each state is proposed from at most once before `advance`.
+    def guess(self, step: DraftStep, states: Any) -> Proposal:
+        """Guess the tokens of `step.tree`, which is not empty, below the roots.
 
         Args:
-            tree: not empty, with its tensors on the device of `roots`; drafts that choose the shape
-                of their trees ignore it.
+            states: as `read` returned it.
         """
+
+    def skip_guess(self, step: DraftStep, states: Any) -> None:
+        """Take the place of `guess` where the roots alone are verified."""
 
     def no_early_exit(self) -> AbstractContextManager[None]:
         """Within this context proposals fill the whole tree however unlikely their guesses, as
@@ -129,43 +272,14 @@ class Proposer:
         """
         return nullcontext()
 
-    def observe(self, state: Any, proposal: Proposal, logits: Tensor) -> Any:
-        """Return the state after a pass with branch tokens, before `advance`; drafts without them
-        need not define it.
+    def observe(self, rows: Sequence[Any], proposal: Proposal, logits: Tensor) -> None:
+        """Read the backbone's logits at the branch tokens of a proposal; drafts without them need
+        not define it.
 
         Args:
-            proposal: the verified proposal. logits: at the outputs of its branch tokens, [B,
-                outputs, V].
+            rows: as `new_row` returned them. proposal: the verified proposal.
+            logits: at the outputs of its branch tokens, [B, outputs, V].
         """
-        return state
-
-    @abstractmethod
-    def advance(
-        self, state: Any, feats: Features, proposal: Proposal, paths: Sequence[Sequence[int]]
-    ) -> Any:
-        """Return the state after a verification pass.
-
-        Args:
-            feats: of the verified nodes, [B, n + 1, d].
-            proposal: the verified proposal; the roots alone if `propose` was not called.
-            paths: the accepted nodes per row, the root first; see `RowPaths`.
-        """
-
-    def select_rows(self, state: Any, rows: Sequence[int]) -> Any:
-        """Return the state of `rows` only, in that order; the other rows are finished."""
-        return state.select_rows(rows)
-
-    def append_rows(self, state: Any, other: Any, cache: TreeCache) -> Any:
-        """Return the state of the rows of `state`, followed by those of `other`.
-
-        Args:
-            state: of the running rows, between two steps; it is not used afterwards.
-            other: of the rows that join, as `start` returned it with a cache of theirs; it is not
-                used afterwards.
-            cache: the one that `state` was started with, to which the rows have been appended. Its
-                capacity suffices for the draft's cache too.
-        """
-        return state.append_rows(other, cache)
 
 
 class Draft(Proposer, nn.Module):
@@ -243,16 +357,6 @@ class Draft(Proposer, nn.Module):
     @abstractmethod
     def lm_head(self, k: int) -> LMHead:
         """Return the matrix and logit transform of head k = 1..K."""
-
-
-def at_last_nodes(values: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
-    """Return the values [B, ...] of each row at the last node of its path, of [B, n + 1, ...]."""
-    if len(paths) == 1:
-        return values[:, paths[0][-1]]
-    return values[
-        torch.arange(len(paths), device=values.device),
-        RowPaths.of(paths, values.device).nodes[:, -1],
-    ]
 
 
 def at_positions(values: Tensor, positions: Sequence[int]) -> Tensor:

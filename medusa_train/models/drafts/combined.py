@@ -5,24 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
 from medusa_train.errors import MedusaError
-from medusa_train.models.drafts.base import Limits, Proposal, Proposer
-from medusa_train.models.drafts.lookup import LookupDraft, LookupState, propose_trees
+from medusa_train.models.drafts.base import DraftStep, Limits, Proposal, Proposer
+from medusa_train.models.drafts.lookup import LookupDraft, propose_trees
 from medusa_train.models.features import Features
-from medusa_train.trees.kv_cache import TreeCache
 from medusa_train.trees.row_trees import TokenTree
+from medusa_train.trees.slots import PromptCache
 from medusa_train.trees.tree import Tree
-
-
-class MergedState(NamedTuple):
-    """The states of both drafts."""
-
-    heads: Any
-    lookup: LookupState
 
 
 class MergedDraft(Proposer):
@@ -50,6 +43,7 @@ class MergedDraft(Proposer):
         self.lookup = lookup
         self.needs = heads.needs
         self.num_heads = heads.num_heads
+        self.fixed_shape = False
 
     @property
     def draft_vocab_size(self) -> int | None:
@@ -61,65 +55,55 @@ class MergedDraft(Proposer):
         heads, added = self.heads.limits(tree), self.lookup.limits(tree)
         return Limits(heads.size + added.size, max(heads.depth, added.depth))
 
-    def start(
-        self, feats: Features, tokens: Tensor, lengths: Sequence[int], cache: TreeCache
-    ) -> MergedState:
-        """Start both drafts."""
-        return MergedState(
-            self.heads.start(feats, tokens, lengths, cache),
-            self.lookup.start(feats, tokens, lengths, cache),
-        )
+    @property
+    def num_caches(self) -> int:
+        """Those of the heads."""
+        return self.heads.num_caches
 
-    def propose(self, state: MergedState, roots: Tensor, tree: Tree) -> Proposal:
-        """Fill `tree` with the heads' draft tokens and add the others."""
-        if not self.heads.limits(tree).size:
-            return self.lookup.propose(state.lookup, roots, tree)
-        proposal = self.heads.propose(state.heads, roots, tree)
-        rows = proposal.tokens.tolist()
-        guesses = self.lookup.draft_trees(state.lookup, [row[0] for row in rows])
-        parents = [proposal.tree.row(i).parent_list for i in range(len(rows))]
+    def prefill(self, feats: Features, tokens: Tensor, caches: Sequence[PromptCache]) -> None:
+        """Let the heads read the prompts."""
+        self.heads.prefill(feats, tokens, caches)
+
+    def new_row(self, prompt: Sequence[int]) -> Any:
+        """Index a prompt for the lookup."""
+        return self.lookup.new_row(prompt)
+
+    def extend_row(self, row: Any, tokens: Sequence[int]) -> None:
+        """Append accepted tokens to a text."""
+        self.lookup.extend_row(row, tokens)
+
+    def read(self, step: DraftStep) -> Any:
+        """Let the heads read the accepted path."""
+        return self.heads.read(step)
+
+    def guess(self, step: DraftStep, states: Any) -> Proposal:
+        """Fill the tree with the heads' draft tokens and add the others."""
+        if not self.heads.limits(step.tree).size:
+            return self.lookup.guess(step, None)
+        proposal = self.heads.guess(step, states)
         trees = [
-            TokenTree(row[: len(one)], list(one)) for row, one in zip(rows, parents, strict=True)
+            TokenTree(tokens[: len(parents)], list(parents))
+            for tokens, parents in zip(
+                proposal.tokens.tolist(), self._parents(proposal), strict=True
+            )
         ]
-        for one, added in zip(trees, guesses, strict=True):
-            one.merge(added)
-        branch = self.lookup.lookahead_branch(state.lookup)
-        if all(one.size == proposal.tree.size for one in trees):
-            return proposal if branch is None else replace(proposal, branch=branch)
-        return propose_trees(trees, roots.device, branch)
+        for tree, added in zip(trees, self.lookup.draft_trees(step), strict=True):
+            tree.merge(added)
+        branch = self.lookup.lookahead_branch(step)
+        if any(tree.size != proposal.tree.size for tree in trees):
+            return propose_trees(trees, step.roots.device, branch)
+        return proposal if branch is None else replace(proposal, branch=branch)
+
+    @staticmethod
+    def _parents(proposal: Proposal) -> list[list[int]]:
+        return [proposal.tree.row(row).parent_list for row in range(len(proposal.tokens))]
 
     def no_early_exit(self) -> AbstractContextManager[None]:
         """Within this context the heads fill the whole tree."""
         return self.heads.no_early_exit()
 
-    def observe(self, state: MergedState, proposal: Proposal, logits: Tensor) -> MergedState:
+    def observe(self, rows: Sequence[Any], proposal: Proposal, logits: Tensor) -> None:
         """Pass the logits of the branch tokens on to the draft without training, which requested
         them.
         """
-        return state._replace(lookup=self.lookup.observe(state.lookup, proposal, logits))
-
-    def advance(
-        self,
-        state: MergedState,
-        feats: Features,
-        proposal: Proposal,
-        paths: Sequence[Sequence[int]],
-    ) -> MergedState:
-        """Advance both drafts, each by the whole accepted path."""
-        return MergedState(
-            self.heads.advance(state.heads, feats, proposal, paths),
-            self.lookup.advance(state.lookup, feats, proposal, paths),
-        )
-
-    def select_rows(self, state: MergedState, rows: Sequence[int]) -> MergedState:
-        """Return the states of `rows`."""
-        return MergedState(
-            self.heads.select_rows(state.heads, rows), self.lookup.select_rows(state.lookup, rows)
-        )
-
-    def append_rows(self, state: MergedState, other: MergedState, cache: TreeCache) -> MergedState:
-        """Return the states of both batches."""
-        return MergedState(
-            self.heads.append_rows(state.heads, other.heads, cache),
-            self.lookup.append_rows(state.lookup, other.lookup, cache),
-        )
+        self.lookup.observe(rows, proposal, logits)

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from medusa_train.errors import BackboneError
 from medusa_train.models.backbone import Backbone
-from medusa_train.models.compiled import SlotCache
 from medusa_train.models.document_attention import (
     document_bounds,
     register_document_attention,
@@ -23,8 +22,8 @@ from medusa_train.models.features import capture_inputs
 from medusa_train.models.hf_config import decoder_of, has_experts
 from medusa_train.models.partitioned import gathered
 from medusa_train.models.precision import autocast_dtype, exact_buffers
-from medusa_train.trees.kv_cache import TreeCache
 from medusa_train.trees.masks import apply_sliding_window, document_mask
+from medusa_train.trees.slots import PromptCache, SlotCache
 
 
 class DraftLayer(nn.Module):
@@ -146,19 +145,12 @@ class DraftLayer(nn.Module):
         offset = self.body.norm(probe).square().mean().sqrt()
         weight.fill_(float(states.float().square().mean().sqrt() - offset))
 
-    def extend(
-        self, states: Tensor, positions: Tensor, cache: TreeCache, mask: Tensor | None = None
-    ) -> Tensor:
-        """Decoding: run q further positions [B, q, d]; their keys and values stay pending in
-        `cache`.
-
-        Args:
-            positions: [B, q] position ids. cache: of one layer.
-            mask: additive [1 or B, 1, q, length + q], without sliding windows; by default causal.
+    def extend(self, states: Tensor, cache: PromptCache) -> Tensor:
+        """Decoding: read prompts, [B, q, d] -> [B, q, d], after the `cache.length` positions before
+        them.
         """
-        if mask is not None:
-            mask = apply_sliding_window(mask, positions, cache.length, self.window)
-        return self._run(states, positions, mask, cache)
+        positions = torch.arange(states.shape[1], device=states.device) + cache.length
+        return self._run(states, positions.expand(len(states), -1), None, cache)
 
     def run_slots(
         self, states: Tensor, positions: Tensor, mask: Tensor, cache: SlotCache
@@ -176,7 +168,7 @@ class DraftLayer(nn.Module):
         states: Tensor,
         positions: Tensor,
         mask: Tensor | None = None,
-        cache: TreeCache | SlotCache | None = None,
+        cache: PromptCache | SlotCache | None = None,
         bounds: dict[str, Any] | None = None,
     ) -> Tensor:
         self.body.config._attn_implementation = self._documents if bounds else self._attention

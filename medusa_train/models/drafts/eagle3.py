@@ -26,18 +26,16 @@ from medusa_train.config.drafts import default_layers
 from medusa_train.data.batch import IGNORE_INDEX, shift_labels
 from medusa_train.errors import BackboneError, MedusaError
 from medusa_train.models.backbone import Backbone
-from medusa_train.models.compiled import SlotCache
-from medusa_train.models.drafts.base import Limits, Proposal
-from medusa_train.models.drafts.layer_cache import LayerCache, UnreadRows
+from medusa_train.models.drafts.base import DraftStep, Limits, Proposal
 from medusa_train.models.drafts.lm_heads import LMHeadsDraft, count_lm_head
 from medusa_train.models.features import Features, FeatureSpec, TokenRows
 from medusa_train.models.hf_config import head_dim, key_value_heads
 from medusa_train.models.lm_head import LMHead
 from medusa_train.models.partitioned import gathered
 from medusa_train.models.precision import autocast_dtype, exact_buffers
-from medusa_train.trees.kv_cache import RowPaths, TreeCache
-from medusa_train.trees.masks import additive_mask, document_mask, mask_with_prefix
+from medusa_train.trees.masks import NodeMasks, additive_mask, causal_mask, document_mask
 from medusa_train.trees.row_trees import RowTrees
+from medusa_train.trees.slots import PromptCache, SlotCache
 from medusa_train.trees.tree import Tree
 
 #: Layers whose states are read.
@@ -286,66 +284,72 @@ class Eagle3Draft(LMHeadsDraft):
     # Decoding. The layer reads a position once the token after it is known, so the last one waits
     # for the root.
 
-    def start(
-        self, feats: Features, tokens: Tensor, lengths: Sequence[int], cache: TreeCache
-    ) -> UnreadRows:
-        """Return the state of the prompts, which `propose` will read."""
-        states = self.inputs(feats)
-        paths = RowPaths([range(length) for length in lengths], tokens.device)
-        return UnreadRows(states, tokens, paths, [LayerCache(cache.single_layer())]).next(
-            states, tokens, paths
-        )
+    @property
+    def num_caches(self) -> int:
+        """One, for the layer."""
+        return 1
 
-    def propose(self, state: UnreadRows, roots: Tensor, tree: Tree) -> Proposal:
+    @property
+    def fixed_shape(self) -> bool:  # type: ignore[override]
+        """Whether trees are given; dynamic ones have another shape in every step."""
+        return self.dynamic is None
+
+    def prefill(self, feats: Features, tokens: Tensor, caches: Sequence[PromptCache]) -> None:
+        """Run the layer over the prompts, the last positions with any token after them."""
+        following = tokens.roll(-1, dims=1)
+        self.midlayer.extend(self.join(following, self.inputs(feats)), caches[0])
+
+    def read(self, step: DraftStep) -> Tensor:
+        """Run the layer over the accepted path, followed by the roots; return a_1 [B, d] of its
+        last nodes.
+        """
+        accepted = step.accepted
+        assert accepted.feats.early is not None
+        early = accepted.along_path(accepted.feats.early)  # [B, D + 1, 3 d]
+        states = self.inputs(Features(early, early))  # [B, D + 1, d]
+        states = self.join(accepted.following(step.roots), states)  # [B, D + 1, 2 d]
+        return accepted.last(step.caches[0].read_path(self.midlayer, states, accepted.starts))
+
+    def guess(self, step: DraftStep, states: Tensor) -> Proposal:
         """Fill the tree level by level: the layer runs over all nodes of a level that have children
         at once.
         """
         if self.dynamic is not None:
-            return self._propose_dynamic(state, roots, self.dynamic)
-        inner = tree.by_level.inner[1:]  # the root is committed already
-        visible = tree.ancestors[inner][:, inner]
+            return self._guess_dynamic(step, states, self.dynamic)
+        cache = step.caches[0]
+        levels = step.tree.by_level
+        lengths = step.accepted.lengths[:, None]  # [B, 1]
+        # inner nodes without the position before the root and the root, which are committed
+        depths = levels.inner_nodes.depths[2:] - 2
+        mask = levels.inner_masks(2, None, states.dtype).at(lengths[:, 0], cache.key_length)
+        slots = lengths + torch.arange(len(depths), device=lengths.device)  # [B, inner - 1]
+        positions = lengths + depths
 
-        def run(states: Tensor, depth: int, first: int, last: int) -> Tensor:
-            return state.caches[0].run_level(
-                self.midlayer, states, depth, visible[first:last, :last]
-            )
-
-        proposal = self.fill(self._read(state, roots), roots, tree, run)
-        state.caches[0].drop_levels()
-        return proposal
-
-    def fill(
-        self,
-        states: Tensor,
-        roots: Tensor,
-        tree: Tree,
-        run: Callable[[Tensor, int, int, int], Tensor],
-    ) -> Proposal:
-        """Fill the tree below `roots`, given a_1 of their rows [B, d].
-
-        Args:
-            run: runs the layer over [B, m, 2 d] at the nodes first .. last - 1 of those inner nodes
-                that are not roots; called with these states, their depth, first, and last.
-        """
-        nodes = roots[:, None]  # [B, 1]
         x = self._carried(states[:, None])  # [B, 1, d], what each node's draft tokens come from
+        nodes = step.roots[:, None]  # [B, 1]: tokens of the level
         tokens = [nodes]
-        for depth, level in enumerate(tree.by_level.levels[:-1]):
-            # 1. run the layer over the nodes of this level that have children
+        for depth, level in enumerate(levels.levels[:-1]):
+            # 1. the layer reads the m nodes of this level that have children
             if depth:
                 if level.inner is not None:
-                    x = x[:, level.inner]  # [B, m, d]
-                    nodes = nodes[:, level.inner]  # [B, m]
-                x = run(self.join(nodes, x), depth, level.inner_first - 1, level.inner_last - 1)
-                x = self._carried(x)
-            # 2. draft their children; a soft cap would keep the order of logits
+                    x = x[:, level.inner]
+                    nodes = nodes[:, level.inner]
+                own = slice(level.inner_first - 1, level.inner_last - 1)
+                x = cache.run(
+                    self.midlayer,
+                    self.join(nodes, x),  # [B, m, 2 d]
+                    slots[:, own],
+                    positions[:, own],
+                    mask[:, :, own],
+                )
+                x = self._carried(x)  # [B, m, d]
+            # 2. its best guesses are the nodes of the next level; a soft cap would keep their order
             logits = self.lm_heads[0](self._read_by_lm_head(x))  # [B, m, N]
-            guesses = logits.topk(level.width).indices  # [B, m, width]
-            # 3. keep those that are in the tree, each with its parent's state
-            nodes = self.lm_head(1).tokens_of(guesses.flatten(1)[:, level.candidates])
-            x = x[:, level.parents]
+            best = logits.topk(level.width).indices.flatten(1)  # [B, m * width]
+            nodes = self.lm_head(1).tokens_of(best[:, level.candidates])  # [B, next]
+            x = x[:, level.parents]  # [B, next, d]
             tokens.append(nodes)
-        return Proposal(torch.cat(tokens, dim=1), tree)
+        return Proposal(torch.cat(tokens, dim=1), step.tree)
 
     def with_dynamic_trees(self, size: Limits) -> Eagle3Draft:
         """Return a draft with the same weights that chooses a tree of this size for each row and
@@ -371,7 +375,7 @@ class Eagle3Draft(LMHeadsDraft):
         nodes, depth = self.dynamic
         return Limits(max(nodes, (depth - 1) * min(EXPANDED, nodes)), depth)
 
-    def _propose_dynamic(self, state: UnreadRows, roots: Tensor, size: Limits) -> Proposal:
+    def _guess_dynamic(self, step: DraftStep, states: Tensor, size: Limits) -> Proposal:
         """Propose one tree per row (EAGLE-2, Expansion Phase and Reranking Phase).
 
         A node's value is the product of the draft's probabilities along its path. The most valuable
@@ -380,13 +384,13 @@ class Eagle3Draft(LMHeadsDraft):
         are a tree. It depends on the text alone, never on what is drawn in the same step, and has
         as many nodes in all rows. Its shape is read on the host: one synchronization.
         """
+        roots = step.roots
         rows = len(roots)  # B
         row = torch.arange(rows, device=roots.device)[:, None]  # [B, 1]
-        layer_cache = state.caches[0]
         head = self.lm_head(1)
 
         # 1. the root is the only node of level 0; `nodes` are those whose children come next
-        x = self._carried(self._read(state, roots)[:, None])  # [B, 1, d]
+        x = self._carried(states[:, None])  # [B, 1, d]
         nodes = roots[:, None]  # [B, 1]
         node_ids = torch.zeros_like(nodes)  # their numbers among all drafted nodes
         number = torch.promote_types(x.dtype, torch.float32)
@@ -399,8 +403,9 @@ class Eagle3Draft(LMHeadsDraft):
 
         # 2. expand level by level
         for depth in range(size.depth):
+            # the layer reads the expanded nodes
             if depth:
-                x = layer_cache.run_level(self.midlayer, self.join(nodes, x), depth, visible)
+                x = self._run_level(step, self.join(nodes, x), depth, visible)
                 x = self._carried(x)  # [B, m, d]
             raw = self.lm_heads[0](self._read_by_lm_head(x))
             logits = head.transform(raw).to(number)  # [B, m, N]
@@ -422,7 +427,6 @@ class Eagle3Draft(LMHeadsDraft):
             itself = torch.eye(k, dtype=torch.bool, device=roots.device).expand(rows, -1, -1)
             visible = torch.cat([visible[row, above], itself], dim=2)
             x = x[row, above]  # [B, k, d]
-        layer_cache.drop_levels()
 
         # 3. propose the most valuable nodes and the root, in the order in which they were drafted
         tokens = torch.cat(all_tokens, dim=1)  # [B, count]
@@ -433,35 +437,21 @@ class Eagle3Draft(LMHeadsDraft):
         trees = RowTrees([[-1, *parents_of_row[1:]] for parents_of_row in shape], roots.device)
         return Proposal(tokens.gather(1, chosen), trees)
 
-    def advance(
-        self, state: UnreadRows, feats: Features, proposal: Proposal, paths: Sequence[Sequence[int]]
-    ) -> UnreadRows:
-        """Return the state of the accepted nodes, which the next `propose` will read."""
-        if not state.read:
-            self._read(state, proposal.tokens[:, 0])
-        return state.next(self.inputs(feats), proposal.tokens, paths)
+    def _run_level(self, step: DraftStep, states: Tensor, depth: int, visible: Tensor) -> Tensor:
+        """Run the layer over k nodes of a dynamic tree, [B, k, 2 d] -> [B, k, d].
 
-    def append_rows(self, state: UnreadRows, other: UnreadRows, cache: TreeCache) -> UnreadRows:
-        """Return the states of both, in the cache of `state`.
-
-        Rows that join have one unread position.
+        Args:
+            visible: bool [B, k, p + k]: which of the p nodes of earlier levels, and of these, each
+                attends to.
         """
-        return state.read_prompts(self._extend).append_rows(other.read_prompts(self._extend), cache)
-
-    def _extend(self, state: UnreadRows, paths: RowPaths) -> None:
-        """Run the layer over the unread positions and keep the first `len(paths[b])` of each row."""
-        state.caches[0].append(self.midlayer, self.join(state.following, state.hidden), paths)
-
-    def _read(self, state: UnreadRows, roots: Tensor) -> Tensor:
-        """Run the layer over the unread positions, followed by `roots`; return a_1 of the last, [B,
-        d].
-        """
-        following, last = state.with_roots(roots)
-        states = state.caches[0].append(
-            self.midlayer, self.join(following, state.hidden), state.paths
-        )
-        state.read = True
-        return states[torch.arange(len(roots), device=roots.device), last]
+        k, read = visible.shape[1:]
+        cache = step.caches[0]
+        lengths = step.accepted.lengths[:, None]  # [B, 1]
+        columns = lengths + torch.arange(read - k, read, device=lengths.device)  # [B, k]
+        positions = lengths.expand(-1, k) + (depth - 1)
+        masks = NodeMasks(visible, lengths, None, states.dtype)
+        mask = masks.at(lengths[:, 0], cache.key_length)
+        return cache.run(self.midlayer, states, columns, positions, mask)
 
     def join(self, tokens: Tensor, states: Tensor) -> Tensor:
         """[E ; states], the layer's input, [B, q, 2 d]."""
@@ -516,7 +506,7 @@ class Eagle3Layer(nn.Module):
         self.post_attention_layernorm = LlamaRMSNorm(size, eps=eps)
         self.mlp = LlamaMLP(config)
         self.rotary_emb = LlamaRotaryEmbedding(config)
-        self.window = None  # as a `DraftLayer` without a sliding window
+        self.window: int | None = None  # as a `DraftLayer` without a sliding window
         for parameter in self.parameters():
             if parameter.dim() == 2:
                 nn.init.normal_(parameter, std=0.02)
@@ -560,16 +550,14 @@ class Eagle3Layer(nn.Module):
         out: Tensor = states + self.mlp(self.post_attention_layernorm(states))
         return out
 
-    def extend(
-        self, states: Tensor, positions: Tensor, cache: TreeCache, mask: Tensor | None = None
-    ) -> Tensor:
-        """Decoding: run q further positions [B, q, 2 d], embedding and state; see
-        `DraftLayer.extend`.
-        """
-        if mask is None and cache.length and states.shape[1] > 1:
-            q = states.shape[1]
-            mask = mask_with_prefix(cache, states.new_full((q, q), float("-inf")).triu(1))
-        return self._run_cached(states, positions.expand(len(states), -1), mask, cache)
+    def extend(self, states: Tensor, cache: PromptCache) -> Tensor:
+        """Decoding: read prompts, [B, q, 2 d] -> [B, q, d]; see `DraftLayer.extend`."""
+        columns = torch.arange(states.shape[1], device=states.device) + cache.length
+        columns = columns.expand(len(states), -1)  # [B, q]
+        end = cache.length + states.shape[1]
+        # without a mask attention is causal from the first key on
+        mask = causal_mask(columns, end, None, states.dtype) if cache.length else None
+        return self._run_cached(states, columns, mask, cache)
 
     def run_slots(
         self, states: Tensor, positions: Tensor, mask: Tensor, cache: SlotCache

@@ -5,7 +5,7 @@ level by level.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,14 +13,12 @@ from torch.nn.functional import rms_norm, silu
 
 from medusa_train.data.batch import IGNORE_INDEX, shift_labels
 from medusa_train.models.backbone import Backbone
-from medusa_train.models.drafts.base import Proposal, at_last_nodes
+from medusa_train.models.drafts.base import DraftStep, Proposal
 from medusa_train.models.drafts.draft_layer import DraftLayer, layer_to_copy
-from medusa_train.models.drafts.layer_cache import LayerCache, gather_paths
 from medusa_train.models.drafts.lm_heads import LMHeadsDraft, count_lm_head
 from medusa_train.models.drafts.medusa import ResBlock
 from medusa_train.models.features import Features, TokenRows
-from medusa_train.trees.kv_cache import RowPaths, TreeCache
-from medusa_train.trees.tree import Tree
+from medusa_train.trees.slots import PromptCache
 
 
 class HydraDraft(LMHeadsDraft):
@@ -143,80 +141,50 @@ class HydraDraft(LMHeadsDraft):
 
     # Decoding
 
-    def start(
-        self, feats: Features, tokens: Tensor, lengths: Sequence[int], cache: TreeCache
-    ) -> HydraState:
-        """Run the prefix layer over the prompts and return the state of the last position of each."""
-        prefix_cache = None if self.prefix is None else LayerCache(cache.single_layer())
-        return self._extend(feats.hidden, [range(length) for length in lengths], prefix_cache)
+    @property
+    def num_caches(self) -> int:
+        """One for the prefix layer, if there is one."""
+        return int(self.prefix is not None)
 
-    def propose(self, state: HydraState, roots: Tensor, tree: Tree) -> Proposal:
+    def prefill(self, feats: Features, tokens: Tensor, caches: Sequence[PromptCache]) -> None:
+        """Run the prefix layer over the prompts."""
+        if self.prefix is not None:
+            self.prefix.extend(feats.hidden, caches[0])
+
+    def read(self, step: DraftStep) -> Tensor:
+        """Run the prefix layer over the accepted path; return the states [B, d] of its last nodes."""
+        accepted = step.accepted
+        states = accepted.along_path(accepted.feats.hidden)  # [B, D + 1, d]
+        if self.prefix is not None:
+            states = step.caches[0].read_path(self.prefix, states, accepted.starts)
+        return accepted.last(states)
+
+    def guess(self, step: DraftStep, states: Tensor) -> Proposal:
         """Fill the tree level by level: head k at all nodes of depth k - 1 with children, in one
         product each.
 
         A head runs once for all children of a node. A node's input is its parent's plus one
         embedding, so inputs are gathered from the parents and grow by one embedding per level.
         """
-        x, nodes = state.hidden[:, None], roots[:, None]
+        tree = step.tree
+        x = states[:, None]  # [B, 1, d]: inputs of the nodes of a level
+        nodes = step.roots[:, None]  # [B, 1]: their tokens
         tokens = [nodes]
         for k, level in enumerate(tree.by_level.levels[:-1], start=1):
+            # 1. the m nodes of this level that have children
             if level.inner is not None:
-                x, nodes = x[:, level.inner], nodes[:, level.inner]
+                x = x[:, level.inner]
+                nodes = nodes[:, level.inner]
+            # 2. head k reads the state and the tokens of the path so far
             x = torch.cat([x, self._embed(nodes).to(x.dtype)], dim=-1)  # [B, m, (k + 1) d]
-            # soft cap and scale would keep their order
-            logits = self.lm_heads[k - 1](self.blocks[k - 1](x))
-            nodes = self.lm_head(k).tokens_of(
-                logits.topk(level.width).indices.flatten(1)[:, level.candidates]
-            )
-            x = x[:, level.parents]
+            # soft cap and scale would keep the order of the logits
+            logits = self.lm_heads[k - 1](self.blocks[k - 1](x))  # [B, m, V]
+            # 3. its best guesses are the nodes of the next level
+            best = logits.topk(level.width).indices.flatten(1)  # [B, m * width]
+            nodes = self.lm_head(k).tokens_of(best[:, level.candidates])  # [B, next]
+            x = x[:, level.parents]  # [B, next, (k + 1) d]
             tokens.append(nodes)
         return Proposal(torch.cat(tokens, dim=1), tree)
-
-    def advance(
-        self, state: HydraState, feats: Features, proposal: Proposal, paths: Sequence[Sequence[int]]
-    ) -> HydraState:
-        """Run the prefix layer over the accepted nodes only, so that its cache holds no rejected
-        ones.
-        """
-        if self.prefix is None:
-            return HydraState(at_last_nodes(feats.hidden, paths), None)
-        return self._extend(gather_paths(feats.hidden, paths), paths, state.cache)
-
-    def _extend(
-        self, states: Tensor, paths: Sequence[Sequence[int]], cache: LayerCache | None
-    ) -> HydraState:
-        """The state after the first of each row's new positions [B, q, d], as many as its path has
-        nodes.
-        """
-        paths = RowPaths.of(paths, states.device)
-        if self.prefix is not None and cache is not None:
-            states = cache.append(self.prefix, states, paths)
-        if len(paths) == 1:
-            return HydraState(states[:, len(paths[0]) - 1], cache)
-        return HydraState(
-            states[torch.arange(len(states), device=states.device), paths.counts - 1], cache
-        )
-
-
-class HydraState(NamedTuple):
-    """The states [B, d] that predict the next roots of B rows, and the prefix layer's cache if
-    there is one.
-    """
-
-    hidden: Tensor
-    cache: LayerCache | None
-
-    def select_rows(self, rows: Sequence[int]) -> HydraState:
-        """Return the states of `rows`."""
-        return HydraState(
-            self.hidden[list(rows)], None if self.cache is None else self.cache.select_rows(rows)
-        )
-
-    def append_rows(self, other: HydraState, cache: TreeCache) -> HydraState:
-        """Return the states of both, in the cache of these."""
-        if self.cache is not None and other.cache is not None:
-            self.cache.append_rows(other.cache, cache.capacity)
-        return HydraState(torch.cat([self.hidden, other.hidden]), self.cache)
 
 
 class _First(nn.Module):

@@ -6,14 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from medusa_train.models.backbone import Backbone
-from medusa_train.models.drafts.base import Draft, Proposal, at_last_nodes, at_positions
+from medusa_train.models.drafts.base import Draft, DraftStep, Proposal
 from medusa_train.models.drafts.draft_layer import (
     DraftLayer,
     init_from_layer,
@@ -24,8 +24,7 @@ from medusa_train.models.drafts.lm_heads import copy_lm_head, count_lm_head
 from medusa_train.models.features import Features, FeatureSpec, TokenRows
 from medusa_train.models.layer_split import LayerRunner
 from medusa_train.models.lm_head import LMHead
-from medusa_train.trees.kv_cache import BatchCache, TreeCache
-from medusa_train.trees.masks import additive_mask, apply_sliding_window, mask_with_prefix
+from medusa_train.trees.slots import PromptCache, compact, slot_cache
 from medusa_train.trees.tree import Level, Tree
 
 Run = Callable[[Tensor, int, int], Tensor]
@@ -173,49 +172,58 @@ class KangarooDraft(Draft):
     # Decoding. The adapter reads each position together with the one after it, so the last one
     # waits for the root.
 
-    def start(
-        self, feats: Features, tokens: Tensor, lengths: Sequence[int], cache: TreeCache
-    ) -> KangarooState:
-        """Run the adapter over the prompts but for their last positions."""
-        assert feats.early is not None
-        before = [length - 1 for length in lengths]
-        state = KangarooState(
-            cache, cache.single_layer(), at_positions(feats.early, before)[:, None]
-        )
-        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        self.adapter.extend(self.cast(feats.early), positions, state.adapter_cache)
-        state.adapter_cache.commit_rows(before)
-        return state
+    @property
+    def num_caches(self) -> int:
+        """One, for the adapter."""
+        return 1
 
-    def propose(self, state: KangarooState, roots: Tensor, tree: Tree) -> Proposal:
+    def prefill(self, feats: Features, tokens: Tensor, caches: Sequence[PromptCache]) -> None:
+        """Run the adapter over the prompts."""
+        assert feats.early is not None
+        self.adapter.extend(self.cast(feats.early), caches[0])
+
+    def read(self, step: DraftStep) -> Tensor:
+        """Keep the accepted inner nodes among the adapter's keys; return the early states [B, 1, d]
+        of the last accepted nodes, which the adapter has not read.
+        """
+        accepted = step.accepted
+        # accepted nodes move right behind the keys before their root
+        path = step.tree.by_level.inner_columns[accepted.path]  # [B, D + 1], among inner nodes
+        compact(step.caches[0].storage, accepted.starts, path)
+        assert accepted.feats.early is not None
+        return accepted.last(accepted.along_path(accepted.feats.early))[:, None]
+
+    def guess(self, step: DraftStep, states: Tensor) -> Proposal:
         """Fill the tree level by level: all nodes pass the first layers, those with children also
         the adapter.
         """
-        cache, adapter_cache, read = state.cache, state.adapter_cache, tree.by_level.inner_nodes
-        lengths, last = cache.row_lengths(roots.device), self._backbone.max_context - 1
-        # nodes past the context are never accepted
-        positions = (tree.depths[None] + lengths).clamp(max=last)
-        mask = None
-        if (
-            isinstance(cache, BatchCache)
-            or tree.max_depth < tree.size
-            or self._backbone.window is not None
-        ):
-            mask = mask_with_prefix(cache, additive_mask(tree.ancestors, self._backbone.dtype))
-        first_layers = self.split.inputs(positions, mask, cache.length)
-        positions = (read.depths[None] + (lengths - 1)).clamp(max=last)
-        mask = mask_with_prefix(adapter_cache, additive_mask(read.ancestors, self._dtype))
-        mask = apply_sliding_window(mask, positions, adapter_cache.length, self.adapter.window)
+        tree = step.tree
+        nodes = step.nodes
+        assert nodes is not None
+        levels = tree.by_level
+        # 1. where the adapter's positions stand: the last accepted node, then the inner nodes
+        read = levels.inner_nodes
+        starts = step.accepted.lengths[:, None] - 1  # [B, 1]
+        slots = starts + torch.arange(read.size + 1, device=starts.device)  # [B, 1 + inner]
+        masks = levels.inner_masks(0, self.adapter.window, self._dtype)
+        mask = masks.at(starts[:, 0], step.caches[0].key_length)
+        positions = (starts + read.depths).clamp(max=step.caches[0].max_position)
         adapter = self.runner.inputs(positions, mask)
-        state.columns = tree.by_level.columns
+        first_layers = self.split.inputs(nodes.positions, nodes.masks)
 
         def run_first(tokens: Tensor, first: int, last: int) -> Tensor:
-            return self.split.run_first(tokens, first_layers.slice(first, last), cache)
+            return self.split.run_first(
+                tokens, first_layers.slice(first, last), nodes.cache(first, last)
+            )
 
         def run_adapter(states: Tensor, first: int, last: int) -> Tensor:
-            return self.runner.run(states, range(1), adapter.slice(first, last), adapter_cache)
+            draft_cache = step.caches[0]
+            cache = slot_cache(draft_cache.storage, slots[:, first:last], draft_cache.key_length)
+            return self.runner.run(states, range(1), adapter.slice(first, last), cache)
 
-        return self.fill(state.last, roots, tree, run_first, run_adapter, self.threshold)
+        # 2. level by level
+        threshold = self.threshold if step.may_stop else 0.0
+        return self.fill(states, step.roots, tree, run_first, run_adapter, threshold)
 
     def fill(
         self,
@@ -236,31 +244,38 @@ class KangarooDraft(Draft):
             threshold: eta; 0 to fill the whole tree.
         """
         levels = tree.by_level
-        tokens, early, mass = (
-            [roots[:, None]],
-            list[Tensor](),
-            torch.ones(1, 1, device=roots.device),
-        )
+        tokens = [roots[:, None]]
+        early: list[Tensor] = []
+        mass = torch.ones(1, 1, device=roots.device)
         deepest = tree.max_depth
         for depth, level in enumerate(levels.levels):
+            # 1. the first layers run over all nodes of the level
             early.append(run_first(tokens[-1], level.first, level.last))
             if depth == deepest:
                 break
-            states, first, end = early[-1], level.inner_first + 1, level.inner_last + 1
+            # 2. the adapter over those with children, at the root also over the position before it
+            states = early[-1]
+            first = level.inner_first + 1
+            end = level.inner_last + 1
             if level.inner is not None:
                 states = states[:, level.inner]
             elif depth == 0:
-                states, first = torch.cat([last, states], dim=1), 0
+                states = torch.cat([last, states], dim=1)
+                first = 0
             states = run_adapter(self.cast(states), first, end)
-            logits = self.logits(
-                self.runner.body.norm(states[:, level.inner_first - level.inner_last :])
-            )
+            inner = states[:, level.inner_first - level.inner_last :]  # [B, m, d]
+            # 3. its guesses are the nodes of the next level
+            logits = self.logits(self.runner.body.norm(inner))  # [B, m, V]
             guesses, mass, share = self._guess(logits, level, mass, threshold)
             tokens.append(guesses)
             if share is not None and bool((share <= threshold).all()):
                 # these tokens are still verified, so their early states are needed
                 deepest = depth + 1
         return Proposal(torch.cat(tokens, dim=1), levels.truncate(deepest), torch.cat(early, dim=1))
+
+    def skip_guess(self, step: DraftStep, states: Tensor) -> None:
+        """Let the adapter read the last accepted nodes, which the next step takes as read."""
+        step.caches[0].read_path(self.adapter, self.cast(states), step.accepted.lengths - 1)
 
     def logits(self, states: Tensor) -> Tensor:
         """Return the draft's logits [..., V] of the adapter's states [..., d], in at least float32."""
@@ -300,28 +315,6 @@ class KangarooDraft(Draft):
         finally:
             self.threshold = threshold
 
-    def advance(
-        self,
-        state: KangarooState,
-        feats: Features,
-        proposal: Proposal,
-        paths: Sequence[Sequence[int]],
-    ) -> KangarooState:
-        """Commit what the adapter read of the accepted paths: all nodes but the last ones."""
-        early, cache = (
-            feats.early if proposal.early is None else proposal.early,
-            state.adapter_cache,
-        )
-        assert early is not None
-        # `propose` was not called, so the adapter has not read the position before the root
-        if proposal.early is None:
-            positions = torch.zeros_like(proposal.tokens) + cache.row_lengths(early.device)
-            mask = mask_with_prefix(cache, early.new_zeros(1, 1, dtype=self._dtype))
-            self.adapter.extend(self.cast(state.last), positions, cache, mask)
-        cache.keep_rows([[0, *(1 + state.columns[node] for node in path[:-1])] for path in paths])
-        state.last = at_last_nodes(early, paths)[:, None]
-        return state
-
     @property
     def _dtype(self) -> torch.dtype:
         return next(self.adapter.parameters()).dtype
@@ -329,37 +322,3 @@ class KangarooDraft(Draft):
     def cast(self, states: Tensor) -> Tensor:
         """Cast to the adapter's dtype, which in training may be more precise than the backbone's."""
         return states.to(self._dtype)
-
-
-@dataclass
-class KangarooState:
-    """The decoding state of B rows.
-
-    Attributes:
-        cache: the backbone's; the draft fills its first layers.
-        adapter_cache: the adapter's, of all committed positions but the last one.
-        last: early states of the last position, [B, 1, d].
-        columns: of the nodes of the last tree among those that the adapter read, see `TreeLevels`.
-    """
-
-    cache: TreeCache
-    adapter_cache: TreeCache
-    last: Tensor
-    columns: Sequence[int] = ()
-
-    def select_rows(self, rows: Sequence[int]) -> KangarooState:
-        """Keep `rows` only, in that order."""
-        assert isinstance(self.adapter_cache, BatchCache)
-        self.adapter_cache.select_rows(rows)
-        self.last = self.last[list(rows)]
-        return self
-
-    def append_rows(self, other: KangarooState, cache: TreeCache) -> KangarooState:
-        """Append rows whose prompts the adapter has just read; their keys and values are in `cache`
-        already.
-        """
-        assert isinstance(self.adapter_cache, BatchCache)
-        assert isinstance(other.adapter_cache, BatchCache)
-        self.adapter_cache.append_rows(other.adapter_cache, cache.capacity)
-        self.last = torch.cat([self.last, other.last])
-        return self

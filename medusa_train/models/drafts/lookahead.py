@@ -7,15 +7,13 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from medusa_train.models.drafts.base import Limits, Proposal
-from medusa_train.models.drafts.lookup import LookupDraft, LookupState, tree_of_continuations
-from medusa_train.models.features import Features
-from medusa_train.trees.kv_cache import TreeCache
+from medusa_train.models.drafts.base import DraftStep, Limits, Proposal
+from medusa_train.models.drafts.lookup import LookupDraft, tree_of_continuations
 from medusa_train.trees.row_trees import BranchLayout, LookaheadBranch, TokenTree
 from medusa_train.trees.tree import Tree
 
@@ -62,22 +60,15 @@ class LookaheadDraft(LookupDraft):
         """Return the limits of this draft's own trees together with the window."""
         return Limits(self.nodes + self._layout.size, max(self.num_heads, self._layout.max_depth))
 
-    def start(
-        self, feats: Features, tokens: Tensor, lengths: Sequence[int], cache: TreeCache
-    ) -> LookupState:
-        """Fill pools and windows from the prompts."""
-        if self._layout.depths.device != tokens.device:
-            self._layout = window_layout(self.window, self.ngram, tokens.device)
-        return super().start(feats, tokens, lengths, cache)
-
-    def lookahead_branch(self, state: LookupState) -> LookaheadBranch:
+    def lookahead_branch(self, step: DraftStep) -> LookaheadBranch:
         """Return the windows, level by level."""
-        windows = [[token for level in text.levels for token in level] for text in _texts(state)]
-        return LookaheadBranch(
-            torch.tensor(windows, device=self._layout.depths.device), self._layout
-        )
+        device = step.roots.device
+        if self._layout.depths.device != device:
+            self._layout = window_layout(self.window, self.ngram, device)
+        windows = [[token for level in text.levels for token in level] for text in step.rows]
+        return LookaheadBranch(torch.tensor(windows, device=device), self._layout)
 
-    def observe(self, state: LookupState, proposal: Proposal, logits: Tensor) -> LookupState:
+    def observe(self, rows: Sequence[Any], proposal: Proposal, logits: Tensor) -> None:
         """Move the windows on by the predicted tokens, and add the n-grams of their columns to the
         pools.
 
@@ -85,9 +76,8 @@ class LookaheadDraft(LookupDraft):
         """
         # in bfloat16 the argmax is slow on a CPU
         following = torch.cat([proposal.tokens[:, :1], logits.float().argmax(-1)], dim=1).tolist()
-        for text, (root, *tokens) in zip(_texts(state), following, strict=True):
+        for text, (root, *tokens) in zip(rows, following, strict=True):
             text.move_window(root, tokens)
-        return state
 
 
 class LookaheadText:
@@ -175,7 +165,3 @@ def window_layout(window: int, ngram: int, device: torch.device) -> BranchLayout
         parents += range(first, first + window)
         first = len(parents) - window
     return BranchLayout(parents, window, device)
-
-
-def _texts(state: LookupState) -> list[LookaheadText]:
-    return cast("list[LookaheadText]", state.texts)

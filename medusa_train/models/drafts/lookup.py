@@ -7,15 +7,12 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from medusa_train.data.datastore import Datastore
-from medusa_train.models.drafts.base import Limits, Proposal, Proposer
-from medusa_train.models.features import Features
-from medusa_train.trees.kv_cache import TreeCache
+from medusa_train.models.drafts.base import DraftStep, Limits, Proposal, Proposer
 from medusa_train.trees.row_trees import LookaheadBranch, RowTrees, TokenTree
 from medusa_train.trees.tree import Tree
 
@@ -36,25 +33,11 @@ class Text(Protocol):
         """
 
 
-class LookupState(NamedTuple):
-    """The texts of B rows, up to their next roots."""
-
-    texts: list[Text]
-
-    def select_rows(self, rows: Sequence[int]) -> LookupState:
-        """Return the texts of `rows`."""
-        return LookupState([self.texts[row] for row in rows])
-
-    def append_rows(self, other: LookupState, cache: TreeCache) -> LookupState:
-        """Return the texts of both."""
-        return LookupState([*self.texts, *other.texts])
-
-
 class LookupDraft(Proposer):
     """Looks up continuations of each row's text.
 
     One continuation forms a chain, several form a tree; the texts choose which of its nodes are
-    proposed. The `tree` argument of `propose` is ignored. If nothing is found, the step is a plain
+    proposed. The given tree is ignored. If nothing is found, the step is a plain
     one.
 
     Args:
@@ -64,6 +47,7 @@ class LookupDraft(Proposer):
 
     def __init__(self, max_tokens: int, nodes: int) -> None:
         self.num_heads = min(max_tokens, nodes)
+        self.fixed_shape = False
         self.nodes = nodes
         self._root_only = Tree.empty()
 
@@ -75,48 +59,36 @@ class LookupDraft(Proposer):
         """Return the limits of this draft's own trees."""
         return Limits(self.nodes, self.num_heads)
 
-    def start(
-        self, feats: Features, tokens: Tensor, lengths: Sequence[int], cache: TreeCache
-    ) -> LookupState:
-        """Index the prompts."""
-        if self._root_only.depths.device != tokens.device:
-            self._root_only = Tree.empty().to(tokens.device)
-        return LookupState(
-            [self.text(row[:length]) for row, length in zip(tokens.tolist(), lengths, strict=True)]
-        )
+    def new_row(self, prompt: Sequence[int]) -> Text:
+        """Index a prompt."""
+        return self.text(prompt)
 
-    def draft_trees(self, state: LookupState, roots: Sequence[int]) -> list[TokenTree]:
+    def extend_row(self, row: Text, tokens: Sequence[int]) -> None:
+        """Append accepted tokens to a text."""
+        row.extend(tokens)
+
+    def draft_trees(self, step: DraftStep) -> list[TokenTree]:
         """Return a tree of draft tokens below each row's root, possibly without any."""
         return [
-            one.draft_tree(root, self.num_heads, self.nodes)
-            for one, root in zip(state.texts, roots, strict=True)
+            text.draft_tree(root, self.num_heads, self.nodes)
+            for text, root in zip(step.rows, step.root_list, strict=True)
         ]
 
-    def lookahead_branch(self, state: LookupState) -> LookaheadBranch | None:
+    def lookahead_branch(self, step: DraftStep) -> LookaheadBranch | None:
         """Return the tokens that the draft runs through the backbone beside its tree; None if there
         are none.
         """
         return None
 
-    def propose(self, state: LookupState, roots: Tensor, tree: Tree) -> Proposal:
+    def guess(self, step: DraftStep, states: Any) -> Proposal:
         """Propose the continuations of each row's text."""
-        trees = self.draft_trees(state, roots.tolist())
-        branch = self.lookahead_branch(state)
-        if not any(one.size for one in trees):
-            return Proposal(roots[:, None], self._root_only, branch=branch)
-        return propose_trees(trees, roots.device, branch)
-
-    def advance(
-        self,
-        state: LookupState,
-        feats: Features,
-        proposal: Proposal,
-        paths: Sequence[Sequence[int]],
-    ) -> LookupState:
-        """Append the accepted tokens to the texts."""
-        for text, tokens, path in zip(state.texts, proposal.tokens.tolist(), paths, strict=True):
-            text.extend(tokens[node] for node in path)
-        return state
+        trees = self.draft_trees(step)
+        branch = self.lookahead_branch(step)
+        if any(tree.size for tree in trees):
+            return propose_trees(trees, step.roots.device, branch)
+        if self._root_only.depths.device != step.roots.device:
+            self._root_only = Tree.empty().to(step.roots.device)
+        return Proposal(step.roots[:, None], self._root_only, branch=branch)
 
 
 class PromptLookupDraft(LookupDraft):

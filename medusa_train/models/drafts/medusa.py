@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 
 from medusa_train.models.backbone import Backbone
-from medusa_train.models.drafts.base import Draft, Proposal, at_last_nodes, at_positions
+from medusa_train.models.drafts.base import Draft, DraftStep, Proposal
 from medusa_train.models.drafts.lm_heads import (
     MarkovBias,
     check_token_map,
@@ -22,8 +22,6 @@ from medusa_train.models.drafts.lm_heads import (
 )
 from medusa_train.models.features import Features, TokenRows
 from medusa_train.models.lm_head import CANDIDATES, LMHead
-from medusa_train.trees.kv_cache import TreeCache
-from medusa_train.trees.tree import Tree
 
 
 class MedusaDraft(Draft):
@@ -225,48 +223,37 @@ class MedusaDraft(Draft):
 
     # Decoding
 
-    def start(
-        self, feats: Features, tokens: Tensor, lengths: Sequence[int], cache: TreeCache
-    ) -> MedusaState:
-        """Return the state of the last position of each prompt."""
-        return MedusaState(
-            at_positions(feats.hidden, [length - 1 for length in lengths]), self.stacked()
-        )
+    def read(self, step: DraftStep) -> Tensor:
+        """Return the states [B, d] at the last accepted nodes."""
+        accepted = step.accepted
+        return accepted.last(accepted.along_path(accepted.feats.hidden))
 
-    def propose(self, state: MedusaState, roots: Tensor, tree: Tree) -> Proposal:
+    def guess(self, step: DraftStep, states: Tensor) -> Proposal:
         """Place the top guesses of every head in the tree by rank; with a Markov bias, each level
         by the one before.
         """
-        logits = self._raw_logits(state, tree.max_depth)
+        tree = step.tree
+        logits = self._raw_logits(states, tree.max_depth)  # [max_depth, B, V]
         if self.markov is not None:
             candidates = logits.topk(min(max(tree.width, CANDIDATES), logits.shape[-1]))
             tokens = self.markov.fill_tree(
-                candidates.values, candidates.indices, roots, tree, self.token_map
+                candidates.values, candidates.indices, step.roots, tree, self.token_map
             )
             return Proposal(tokens, tree)
         best = logits.topk(tree.width).indices.transpose(0, 1).flatten(1)  # [B, max_depth * width]
-        guesses = self._lm_head(1).tokens_of(best.index_select(1, tree.candidate_index))
-        return Proposal(torch.cat([roots[:, None], guesses], dim=1), tree)
-
-    def advance(
-        self,
-        state: MedusaState,
-        feats: Features,
-        proposal: Proposal,
-        paths: Sequence[Sequence[int]],
-    ) -> MedusaState:
-        """Return the states of the last accepted nodes."""
-        return state._replace(hidden=at_last_nodes(feats.hidden, paths))
+        guesses = self._lm_head(1).tokens_of(best.index_select(1, tree.candidate_index))  # [B, n]
+        return Proposal(torch.cat([step.roots[:, None], guesses], dim=1), tree)
 
     # Decoding with all heads in one product. Logits here omit soft cap and scale, which keep the
     # order of the guesses.
 
-    def _raw_logits(self, state: MedusaState, count: int) -> Tensor:
-        """Logits of heads 1..count, [count, B, V]."""
-        if state.stacked is not None:
-            return self._stacked_logits(state.hidden, state.stacked, count)
+    def _raw_logits(self, hidden: Tensor, count: int) -> Tensor:
+        """Logits of heads 1..count for states [B, d], [count, B, V]."""
+        stacked = self.stacked()
+        if stacked is not None:
+            return self._stacked_logits(hidden, stacked, count)
         # of prepacked blocks, or with ZeRO
-        states = [self.head_state(state.hidden, k) for k in range(1, count + 1)]
+        states = [self.head_state(hidden, k) for k in range(1, count + 1)]
         lm_heads: Sequence[Any] = list(self.lm_heads) or [self._lm_head(1).raw_logits] * count
         return torch.stack([lm_head(x) for lm_head, x in zip(lm_heads, states, strict=False)])
 
@@ -353,18 +340,3 @@ class Stacked(NamedTuple):
 
     blocks: list[tuple[Tensor, Tensor | None]]
     lm_heads: tuple[Tensor, Tensor | None] | None
-
-
-class MedusaState(NamedTuple):
-    """The states [B, d] that predict the next roots of B rows, and `MedusaDraft.stacked`."""
-
-    hidden: Tensor
-    stacked: Stacked | None
-
-    def select_rows(self, rows: Sequence[int]) -> MedusaState:
-        """Return the states of `rows`."""
-        return self._replace(hidden=self.hidden[list(rows)])
-
-    def append_rows(self, other: MedusaState, cache: TreeCache) -> MedusaState:
-        """Return the states of both."""
-        return self._replace(hidden=torch.cat([self.hidden, other.hidden]))

@@ -11,12 +11,11 @@ from torch.nn.functional import linear, softmax
 
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.amphista import AmphistaDraft
-from medusa_train.models.drafts.base import Proposal
 from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.models.features import Features, Rows
-from medusa_train.trees.kv_cache import BatchCache
 from medusa_train.trees.tree import Tree
 from tests.families import random_backbone
+from tests.models.drafts.steps import DraftRows
 
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3], [2, 7, 1, 8, 2, 8, 1, 8, 2, 8]])
 #: The draft, its alpha variant and its ablations.
@@ -224,9 +223,7 @@ def _pass(draft: AmphistaDraft, hidden: Tensor, text: Tensor, root: int) -> tupl
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("family", ["llama", "mistral-window", "qwen3"])
 def test_states_step_by_step_are_those_of_the_whole(family: str, rows: int, variant: str) -> None:
-    """Rows of different lengths accept different numbers of nodes; one step has no proposal, one
-    row finishes.
-    """
+    """Rows of different lengths accept different numbers of nodes; one row finishes."""
     backbone = random_backbone(family)
     draft = trained_like(backbone, **VARIANTS[variant])
     torch.manual_seed(2)
@@ -238,26 +235,25 @@ def test_states_step_by_step_are_those_of_the_whole(family: str, rows: int, vari
         whole.hidden, following, lambda i, x: draft.layers[i](x, batch.positions, batch.segments)
     )
     lengths = [9, 3, 1, 6][:rows]
-    cache = BatchCache(1, 64)
-    cache.lengths = lengths
     prompt = torch.where(torch.arange(9) < torch.tensor(lengths)[:, None], text[:, :9], 0)
-    state = draft.start(backbone.run(prompt), prompt, lengths, cache)
+    drafted = DraftRows(draft, backbone.run(prompt), prompt, lengths)
     position, active = list(lengths), list(range(rows))
     for step in range(8):
         roots = torch.stack([text[row, position[row]] for row in active])
-        if step != 3:
-            for stage, states in zip(expected, draft._read(state, roots), strict=True):
-                expected_stages = torch.stack([stage[row, position[row] - 1] for row in active])
-                assert torch.allclose(states, expected_stages, rtol=0, atol=1e-10)
+        read = drafted.read(roots, TREE)
+        for stage, states in zip(expected, read, strict=True):
+            expected_stages = torch.stack([stage[row, position[row] - 1] for row in active])
+            assert torch.allclose(states, expected_stages, rtol=0, atol=1e-10)
         passes = [_pass(draft, whole.hidden[row], text[row], position[row]) for row in active]
         states, tokens = (torch.stack(parts) for parts in zip(*passes, strict=True))
         accepted = [(step + 2 * row) % 4 for row in active]
         paths = [TRUTH[: count + 1] for count in accepted]
-        state = draft.advance(state, Features(states), Proposal(tokens, TREE), paths)
+        drafted.accept(Features(states), tokens, paths)
         for row, count in zip(active, accepted, strict=True):
             position[row] += count + 1
         if step == 4 and rows > 1:
-            state, active = draft.select_rows(state, [0, 3, 2]), [0, 3, 2]
+            active = [0, 3, 2]
+            drafted.select(active)
 
 
 @pytest.mark.parametrize("apart", [False, True])
@@ -278,12 +274,9 @@ def test_proposals_are_the_best_tokens_of_each_head(variant: str, bias: bool, ap
     assert (draft.lm_heads.stacked() is None) == apart
     prompts, roots = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3]], [42, 43, 44]
     padded = torch.tensor([prompt + [0] * (5 - len(prompt)) for prompt in prompts])
-    cache = BatchCache(1, 16)
-    cache.lengths = [5, 2, 3]
-    state = draft.start(backbone.run(padded), padded, cache.lengths, cache)
-    proposal = draft.propose(
-        state, torch.tensor(roots), Tree.from_paths([(0,), (2,), (0, 4), (2, 0), (0, 4, 1)])
-    )
+    rows = DraftRows(draft, backbone.run(padded), padded, [5, 2, 3])
+    tree = Tree.from_paths([(0,), (2,), (0, 4), (2, 0), (0, 4, 1)])
+    proposal = rows.propose(torch.tensor(roots), tree)
     for row, (prompt, root) in enumerate(zip(prompts, roots, strict=True)):
         states = _states(draft, backbone, torch.tensor([[*prompt, root]]))
         logits = (draft.lm_head(k).logits(states[k - 1][0, -2]) for k in (1, 2, 3))

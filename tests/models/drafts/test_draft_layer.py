@@ -1,6 +1,5 @@
 """Draft layers: initialisation from the backbone's layer, packed documents, caches, parameters."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from medusa_train.errors import BackboneError
 from medusa_train.models import document_attention
 from medusa_train.models.backbone import Backbone
+from medusa_train.models.drafts.base import AcceptedPath, DraftCache
 from medusa_train.models.drafts.draft_layer import DraftLayer, init_from_layer
 from medusa_train.models.drafts.kangaroo import KangarooDraft
-from medusa_train.models.drafts.layer_cache import LayerCache, gather_paths
-from medusa_train.models.features import Rows
+from medusa_train.models.features import Features, Rows
 from medusa_train.models.loading import keep_trainable_kernels, loading_options
-from medusa_train.trees.kv_cache import BatchCache, RowPaths, TreeCache
+from medusa_train.trees.slots import Slots
 from tests.families import FAMILIES, NoTokenizer, random_backbone
 
 
@@ -134,10 +133,6 @@ def alone(layer: DraftLayer, states: torch.Tensor) -> torch.Tensor:
         return layer(states[None], rows.positions, rows.segments)[0]
 
 
-def first_nodes(counts: Sequence[int]) -> RowPaths:
-    return RowPaths([range(count) for count in counts], torch.device("cpu"))
-
-
 @pytest.mark.parametrize("mlp_size", [None, 0, 5])
 @pytest.mark.parametrize("family", STEADY)
 def test_packed_documents_are_computed_as_if_alone(family: str, mlp_size: int | None) -> None:
@@ -196,57 +191,66 @@ def test_bounds_of_documents_give_the_states_and_gradients_of_a_mask(family: str
         torch.testing.assert_close(ours, masked, rtol=1e-8, atol=1e-8)
 
 
-def batch_layer_cache(rows: int, capacity: int) -> LayerCache:
-    backbone_cache = BatchCache(3, capacity)
-    backbone_cache.lengths = [5] * rows
-    return LayerCache(backbone_cache.single_layer())
+COLUMNS = 48
+
+
+def read_path(
+    layer: DraftLayer, slots: Slots, new: torch.Tensor, starts: list[int]
+) -> torch.Tensor:
+    cache = DraftCache(slots.storage(COLUMNS), COLUMNS, 127)
+    return cache.read_path(layer, new, torch.tensor(starts))
 
 
 @pytest.mark.parametrize("family", STEADY)
 def test_the_cache_holds_what_was_committed_and_nothing_else(family: str) -> None:
+    """The padding of prompts and paths is overwritten; rows end and join."""
     layer = random_layer(family)
     prompts = [torch.randn(length, 32, dtype=torch.float64) for length in LENGTHS]
     texts = list(prompts)
-    cache = batch_layer_cache(3, 40)
+    slots = Slots(1, COLUMNS, COLUMNS)
+    slots.make_room(3, COLUMNS)
     rows = [0, 1, 2]
     with torch.no_grad():
         padded = nn.utils.rnn.pad_sequence(prompts, batch_first=True, padding_value=7.0)
-        out = cache.append(layer, padded, first_nodes(LENGTHS))
+        out = layer.extend(padded, slots.prompts(0, 3))
+        for row, length in enumerate(LENGTHS):
+            expected = alone(layer, prompts[row])
+            assert torch.allclose(out[row, :length], expected, atol=TOLERANCE)
         for step, counts in enumerate([[1, 3, 2], [4, 1, 1], [2, 2], [1, 3, 2, 1]]):
             if step == 2:
                 rows = [0, 2]
-                cache = cache.select_rows(rows)
-            if (
-                step == 3
-                # rows join: one with a prompt, and one whose only position is read with the next ones
-            ):
-                joining = batch_layer_cache(2, 6)
+                slots.copy_row(2, 1, COLUMNS)
+            if step == 3:
+                # rows join: one with a prompt, and one whose only position is read with the next
+                # ones
                 texts += [
                     torch.randn(6, 32, dtype=torch.float64),
                     torch.empty(0, 32, dtype=torch.float64),
                 ]
                 padded = nn.utils.rnn.pad_sequence(texts[3:], batch_first=True, padding_value=7.0)
-                joining.append(layer, padded, first_nodes([6, 0]))
+                slots.make_room(4, COLUMNS)
+                layer.extend(padded, slots.prompts(2, 2))
                 rows = [0, 2, 3, 4]
-                cache = cache.append_rows(joining, 40)
             new = torch.randn(len(rows), max(counts), 32, dtype=torch.float64)
-            out = cache.append(layer, new, first_nodes(counts))
+            out = read_path(layer, slots, new, [len(texts[row]) for row in rows])
             for i, row in enumerate(rows):
+                start = len(texts[row])
                 texts[row] = torch.cat([texts[row], new[i, : counts[i]]])
-                assert torch.allclose(
-                    out[i, counts[i] - 1], alone(layer, texts[row])[-1], atol=TOLERANCE
-                )
+                expected = alone(layer, texts[row])[start:]
+                assert torch.allclose(out[i, : counts[i]], expected, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("family", STEADY)
 def test_a_single_row_needs_no_explicit_mask(family: str) -> None:
+    """A prompt is read in parts; what was not committed is overwritten."""
     layer = random_layer(family)
     text = torch.randn(20, 32, dtype=torch.float64)
     whole = alone(layer, text)
-    cache, done = LayerCache(TreeCache(1, 24)), 0
+    slots = Slots(1, COLUMNS, COLUMNS)
+    done = 0
     with torch.no_grad():
         for size, count in ((9, 9), (1, 1), (4, 4), (5, 2), (4, 4)):
-            out = cache.append(layer, text[None, done : done + size], first_nodes([count]))
+            out = layer.extend(text[None, done : done + size], slots.prompts(0, 1, done))
             assert torch.allclose(out[0, :count], whole[done : done + count], atol=TOLERANCE)
             done += count
 
@@ -296,11 +300,31 @@ def test_angles_stay_exact_in_half_precision(names: int) -> None:
     assert {p.dtype for p in layer.parameters()} == {torch.bfloat16}
 
 
+def accepted_path(states: torch.Tensor, paths: list[list[int]]) -> AcceptedPath:
+    """Paths of nodes whose tokens are their states, padded at the end."""
+    longest = max(map(len, paths))
+    return AcceptedPath(
+        Features(states),
+        states[..., 0],
+        path=torch.tensor([[*path, *[0] * (longest - len(path))] for path in paths]),
+        counts=torch.tensor([len(path) for path in paths]),
+        starts=torch.tensor([10, 20])[: len(paths)],
+    )
+
+
 def test_states_at_the_accepted_nodes() -> None:
     states = torch.arange(10).view(2, 5, 1)
-    assert gather_paths(states[:1], [[0, 1, 2]]).flatten().tolist() == [0, 1, 2]
-    assert gather_paths(states[:1], [[0, 2, 4]]).flatten().tolist() == [0, 2, 4]
-    assert gather_paths(states, [[0], [0, 3]])[..., 0].tolist() == [[0, 0], [5, 8]]
+    for path in ([0, 1, 2], [0, 2, 4]):
+        assert accepted_path(states[:1], [path]).along_path(states[:1]).flatten().tolist() == path
+    accepted = accepted_path(states, [[0], [0, 3]])
+    along = accepted.along_path(states)
+    assert along[0, 0] == 0
+    assert along[1, :, 0].tolist() == [5, 8]
+    assert accepted.last(along).flatten().tolist() == [0, 8]
+    following = accepted.following(torch.tensor([40, 41]))
+    assert following[0, 0] == 40
+    assert following[1].tolist() == [8, 41]
+    assert accepted.lengths.tolist() == [11, 22]
 
 
 def test_a_body_that_needs_more_than_its_config_is_refused() -> None:

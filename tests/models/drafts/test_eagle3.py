@@ -12,9 +12,9 @@ from medusa_train.config.drafts import default_layers
 from medusa_train.models.drafts import eagle3
 from medusa_train.models.drafts.eagle3 import Eagle3Draft
 from medusa_train.models.features import Rows
-from medusa_train.trees.kv_cache import BatchCache
 from medusa_train.trees.tree import Tree
 from tests.families import random_backbone
+from tests.models.drafts.steps import DraftRows
 
 TOKENS = torch.tensor([[3, 14, 15, 9, 26, 5, 35, 8], [7, 20, 30, 40, 2, 11, 12, 13]])
 
@@ -140,10 +140,8 @@ def test_trees_are_drafted_as_in_training(rows: int, variants: dict[str, bool]) 
     tree = Tree.from_paths(
         [(0,), (1,), (0, 0), (0, 2), (1, 1), (0, 2, 0), (0, 2, 1), (1, 1, 0), (0, 2, 1, 1)]
     )
-    cache = backbone.new_cache(40) if rows == 1 else BatchCache(backbone.num_layers, 40)
-    feats = backbone.run(prompts, cache=cache, need=draft.needs)
-    cache.commit_rows([6] * rows)
-    proposal = draft.propose(draft.start(feats, prompts, [6] * rows, cache), roots, tree)
+    feats = backbone.run(prompts, need=draft.needs)
+    proposal = DraftRows(draft, feats, prompts, [6] * rows).propose(roots, tree)
     for row in range(rows):
         guesses = dict(zip([(), *tree.paths], proposal.tokens[row].tolist(), strict=True))
         for path in tree.paths:

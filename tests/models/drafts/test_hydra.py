@@ -12,9 +12,9 @@ from medusa_train.losses.objective import Objective
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.hydra import HydraDraft
 from medusa_train.models.features import Features, Rows
-from medusa_train.trees.kv_cache import BatchCache
 from medusa_train.trees.tree import Tree
 from tests.families import FAMILIES, random_backbone
+from tests.models.drafts.steps import DraftRows
 
 TREE = Tree.from_paths([(0,), (1,), (3,), (0, 0), (0, 2), (3, 1), (0, 2, 0), (0, 2, 1), (3, 1, 4)])
 
@@ -139,12 +139,11 @@ def test_proposals_are_each_nodes_own_best_tokens(family: str, prefix_layer: boo
     prompts = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3]]
     padded = torch.tensor([prompt + [0] * (5 - len(prompt)) for prompt in prompts])
     texts = [backbone.run(torch.tensor([prompt])).hidden[0] for prompt in prompts]
-    cache = BatchCache(3, 40)
-    cache.lengths = [5, 2, 3]
+    roots = torch.tensor([42, 43, 44])
     with torch.no_grad():
-        state = draft.start(backbone.run(padded), padded, cache.lengths, cache)
+        rows = DraftRows(draft, backbone.run(padded), padded, [5, 2, 3])
         for paths in ([[0, 1, 5, 8], [0], [0, 3]], [[0]] * 3):
-            proposal = draft.propose(state, torch.tensor([42, 43, 44]), TREE)
+            proposal = rows.propose(roots, TREE)
             for row, text in enumerate(texts):
                 last = prefixed(draft, text)[-1]
                 nodes = proposal.tokens[row].tolist()
@@ -157,7 +156,8 @@ def test_proposals_are_each_nodes_own_best_tokens(family: str, prefix_layer: boo
             # of a verification pass
             states = torch.randn(3, TREE.size + 1, 32, dtype=torch.float64)
             texts = [torch.cat([text, states[row, paths[row]]]) for row, text in enumerate(texts)]
-            state = draft.advance(state, Features(states), proposal, paths)
-        state = draft.select_rows(state, [0, 2])
+            rows.accept(Features(states), proposal.tokens, paths)
+        rows.select([0, 2])
+        states = rows.read(roots[:2], TREE)
         for row, text in enumerate([texts[0], texts[2]]):
-            assert torch.allclose(state.hidden[row], prefixed(draft, text)[-1], atol=1e-6)
+            assert torch.allclose(states[row], prefixed(draft, text)[-1], atol=1e-6)

@@ -75,13 +75,13 @@ def widened(kind: str, draft: Draft, backbone: Backbone) -> Draft:
 def record_proposals(draft: Proposer, monkeypatch: pytest.MonkeyPatch) -> list[Proposal]:
     """All proposals from now on."""
     proposals: list[Proposal] = []
-    propose = draft.propose
+    guess = draft.guess
 
     def spy(*given: Any) -> Proposal:
-        proposals.append(propose(*given))
+        proposals.append(guess(*given))
         return proposals[-1]
 
-    monkeypatch.setattr(draft, "propose", spy)
+    monkeypatch.setattr(draft, "guess", spy)
     return proposals
 
 

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from medusa_train.models import lm_head as lm_head_module
 from medusa_train.models import prepack
 from medusa_train.models.drafts import medusa as medusa_module
-from medusa_train.models.drafts.medusa import MedusaDraft, MedusaState
+from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.models.features import Features, Rows
 from medusa_train.models.lm_head import LMHead
-from medusa_train.trees.kv_cache import TreeCache
 from medusa_train.trees.tree import Tree
 from tests.families import random_backbone
+from tests.models.drafts.steps import DraftRows
 from tests.models.test_prepack import needs_onednn
 
 D, V, KEPT = 16, 61, torch.tensor([40, 3, 9, 21, 60, 5, 33, 0, 17, 52, 11, 7, 28, 45, 2, 14])
@@ -34,9 +34,11 @@ def random_heads(
     return draft
 
 
-def start(draft: MedusaDraft, hidden: Tensor) -> MedusaState:
+def propose(draft: MedusaDraft, hidden: Tensor, roots: Tensor, tree: Tree) -> Tensor:
+    """Proposed tokens [B, n + 1] after the states [B, d]."""
     tokens = torch.zeros(len(hidden), 1, dtype=torch.long)
-    return draft.start(Features(hidden[:, None]), tokens, [1] * len(hidden), TreeCache(1, 8))
+    rows = DraftRows(draft, Features(hidden[:, None]), tokens, [1] * len(hidden))
+    return rows.propose(roots, tree).tokens
 
 
 def expected_tokens(
@@ -73,9 +75,12 @@ def test_each_level_is_ranked_by_its_parents_tokens(
     roots = torch.tensor([42, 7, 60])
     best = min(candidates, len(KEPT) if reduced else V)
     wanted = [expected_tokens(draft, hidden[row], int(roots[row]), TREE, best) for row in range(3)]
-    for state in (start(draft, hidden), start(draft, hidden)._replace(stacked=None)):
-        assert draft.propose(state, roots, TREE).tokens.tolist() == wanted
-    others = draft.propose(start(draft, hidden), torch.tensor([41, 8, 59]), TREE).tokens
+    assert draft.stacked() is not None
+    assert propose(draft, hidden, roots, TREE).tolist() == wanted
+    with monkeypatch.context() as apart:
+        apart.setattr(draft, "stacked", lambda: None)
+        assert propose(draft, hidden, roots, TREE).tolist() == wanted
+    others = propose(draft, hidden, torch.tensor([41, 8, 59]), TREE)
     assert others[:, 1:].tolist() != [row[1:] for row in wanted]  # guesses depend on the root
     # the ranks that traces and validation find are those of proposals
     states = torch.cat([draft.head_state(hidden, 1), draft.markov.embedding(roots)], dim=1)  # type: ignore[union-attr]
@@ -91,7 +96,7 @@ def test_a_tree_may_be_wider_than_the_candidates(monkeypatch: pytest.MonkeyPatch
     draft, hidden = random_heads(), torch.randn(1, D, dtype=torch.float64)
     tree = Tree.from_paths([(0,), (9,), (0, 0)])
     wanted = expected_tokens(draft, hidden[0], 5, tree, 10)
-    assert draft.propose(start(draft, hidden), torch.tensor([5]), tree).tokens.tolist() == [wanted]
+    assert propose(draft, hidden, torch.tensor([5]), tree).tolist() == [wanted]
 
 
 @needs_onednn
@@ -100,9 +105,9 @@ def test_prepacked_heads_propose_the_same(monkeypatch: pytest.MonkeyPatch) -> No
     draft = random_heads(lm_head=LMHead(torch.randn(V, D)), reduced=True, dtype=torch.float32)
     hidden, roots = torch.randn(2, D), torch.tensor([7, 9])
     with torch.inference_mode():
-        plain = draft.propose(start(draft, hidden), roots, TREE).tokens
+        plain = propose(draft, hidden, roots, TREE)
         assert prepack.prepack_linears(draft)
-        assert torch.equal(draft.propose(start(draft, hidden), roots, TREE).tokens, plain)
+        assert torch.equal(propose(draft, hidden, roots, TREE), plain)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
@@ -123,10 +128,7 @@ def test_untrained_it_changes_nothing_to_the_bit(family: str) -> None:
     for k, (mine, theirs) in enumerate(states, start=1):
         assert torch.equal(draft.lm_head(k).logits(mine), plain.lm_head(k).logits(theirs))
     roots = torch.tensor([42])
-    proposals = [
-        one.propose(one.start(feats, tokens, [8], backbone.new_cache(1)), roots, TREE).tokens
-        for one in (draft, plain)
-    ]
+    proposals = [propose(one, feats.hidden[:, -1], roots, TREE) for one in (draft, plain)]
     assert torch.equal(*proposals)
 
 

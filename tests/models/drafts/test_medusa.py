@@ -10,6 +10,7 @@ from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.models.features import Rows
 from medusa_train.trees.tree import Tree
 from tests.families import FAMILIES, random_backbone
+from tests.models.drafts.steps import DraftRows
 
 
 @pytest.mark.parametrize("layers", [0, 1, 2])
@@ -73,11 +74,7 @@ def _check_proposals(backbone: Backbone, draft: MedusaDraft) -> None:
     padded = torch.tensor([prompt + [0] * (5 - len(prompt)) for prompt in prompts])
     feats = backbone.run(padded)
     tree = Tree.from_paths([(0,), (2,), (0, 4), (2, 0), (0, 4, 1)])
-    made = draft.propose(
-        draft.start(feats, padded, [5, 2, 3], backbone.new_cache(1)),
-        torch.tensor([42, 43, 44]),
-        tree,
-    )
+    made = DraftRows(draft, feats, padded, [5, 2, 3]).propose(torch.tensor([42, 43, 44]), tree)
     for row, prompt in enumerate(prompts):
         best = [
             draft.head_logits(feats.hidden[row, len(prompt) - 1], k).argsort(descending=True)

@@ -1,10 +1,9 @@
-"""Capture steps on fixed memory as CUDA graphs and replay them: one launch for all kernels of a
-step.
+"""How a decoding step runs: eagerly with exact sizes, in compiled passes, or as a CUDA graph.
 
-A decoding step over a few tokens launches hundreds of small kernels, which takes longer than they
-run. A graph replays them with the shapes and addresses that they were captured with, so a step
-reads its inputs from fixed buffers, leaves its results in fixed buffers, and never waits for the
-device.
+A step over a few tokens launches hundreds of small kernels, which on a GPU takes longer than they
+run. A CUDA graph replays them with one launch, with the shapes and addresses that they were
+captured with. So its steps read their inputs from fixed buffers, leave their results in fixed
+buffers, never wait for the device, and have few sizes: all padding of decoding is here.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from medusa_train.models.backbone import Backbone
+from medusa_train.models.compiled import round_up_to_block
 from medusa_train.models.hf_config import has_experts
 from medusa_train.models.precision import is_out_of_memory
 
@@ -39,14 +39,76 @@ class _AsItIs(NamedTuple):
     replay: Step
 
 
+class EagerRunner:
+    """Runs steps with exact sizes; where passes are compiled, with the sizes of their programs.
+
+    Attributes:
+        is_fixed: whether shapes and addresses of a step may not depend on lengths and paths.
+    """
+
+    is_fixed = False
+
+    def __init__(self, backbone: Backbone, *, fixed_shape: bool) -> None:
+        self._backbone = backbone
+        self._fixed_shape = fixed_shape
+
+    def num_rows(self, active: int, allocated: int) -> int:
+        """Return how many rows a pass over `active` of the allocated rows has.
+
+        Compiled programs take a single row only in memory for one.
+        """
+        if self._backbone.compiled is None or not self._fixed_shape:
+            return active
+        return min(max(active, 2), allocated)
+
+    def path_length(self, longest: int, deepest: int) -> int:
+        """Return to how many nodes accepted paths are padded: the longest of them, of at most
+        `deepest`.
+        """
+        return longest
+
+    def key_length(self, positions: int, block: int) -> int:
+        """Return how many columns attention reads where `positions` are needed; `block` is for
+        steps of fixed shape.
+        """
+        return positions if self._backbone.compiled is None else round_up_to_block(positions)
+
+
 class StepRunner:
-    """Runs steps as they are."""
+    """Runs steps of fixed shape as they are, without capturing them.
+
+    Steps run over 2, 4, 8, ... of the allocated rows and read whole blocks of columns, so that few
+    graphs are captured. Rows that are not active read their first position, and what they write is
+    ignored.
+    """
+
+    is_fixed = True
+
+    def num_rows(self, active: int, allocated: int) -> int:
+        """Return how many rows a pass over `active` of the allocated rows has: a power of two.
+
+        A pass over a single row needs memory for a single row, which compiled programs expect.
+        """
+        return min(power_of_two(max(active, 2)), allocated)
+
+    def path_length(self, longest: int, deepest: int) -> int:
+        """Return to how many nodes accepted paths are padded: the deepest path of the tree."""
+        return deepest
+
+    def key_length(self, positions: int, block: int) -> int:
+        """Return how many columns attention reads where `positions` are needed: whole blocks."""
+        return -(-positions // block) * block
 
     def run(self, graphs: dict[Hashable, Replayable], key: Hashable, step: Step) -> None:
         """Run `step`, whose shapes and addresses `key` stands for; `graphs` were captured so far
         for its buffers.
         """
         step()
+
+
+def power_of_two(count: int) -> int:
+    """Return the smallest power of two that is at least `count`."""
+    return 1 << (count - 1).bit_length()
 
 
 class GraphRunner(StepRunner):

@@ -1,3 +1,0 @@
-"""Decoding steps on fixed memory, which CUDA graphs capture and replay; on a CPU nothing here is
-needed.
-"""

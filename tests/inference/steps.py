@@ -1,0 +1,57 @@
+"""What a draft proposes after some prompts, as the decoding step asks for it."""
+
+from collections.abc import Sequence
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from medusa_train.inference.step import Steps
+from medusa_train.models.backbone import Backbone
+from medusa_train.models.drafts.base import DraftStep, Proposal, Proposer
+from medusa_train.trees.slots import Slots
+from medusa_train.trees.tree import Tree
+
+
+def small_blocks(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+    """Let slots grow by few columns, so that answers cross several borders."""
+
+    def new_slots(backbone: Backbone, capacity: int = 0) -> Slots:
+        return Slots(backbone.num_layers, max(capacity, 120), block)
+
+    monkeypatch.setattr(Backbone, "new_slots", new_slots)
+
+
+@torch.inference_mode()
+def begun(
+    backbone: Backbone, draft: Proposer | None, tree: Tree, prompts: Sequence[list[int]]
+) -> Steps:
+    """Return the steps of rows with these prompts, which the draft has read."""
+    steps = Steps(backbone, draft, tree.to(backbone.device), backbone.new_slots())
+    steps.make_room(len(prompts), max(map(len, prompts)) + 64)
+    steps.prefill(prompts)
+    steps.start_draft()
+    return steps
+
+
+@torch.inference_mode()
+def proposal_after(
+    backbone: Backbone,
+    draft: Proposer,
+    tree: Tree,
+    prompts: Sequence[list[int]],
+    roots: Sequence[int],
+) -> Proposal:
+    """Return what the draft proposes below `roots`, the next tokens after the prompts."""
+    steps = begun(backbone, draft, tree, prompts)
+    proposals: list[Proposal] = []
+    guess = draft.guess
+
+    def noted(step: DraftStep, states: Any) -> Proposal:
+        proposals.append(guess(step, states))
+        return proposals[-1]
+
+    with patch.object(draft, "guess", noted):
+        steps.step(roots)
+    return proposals[0]

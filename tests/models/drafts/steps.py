@@ -1,0 +1,94 @@
+"""Decoding steps of a draft over given states, without a backbone."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from medusa_train.models.drafts.base import (
+    AcceptedPath,
+    DraftCache,
+    DraftStep,
+    Proposal,
+    Proposer,
+    at_positions,
+)
+from medusa_train.models.features import Features
+from medusa_train.trees.slots import Slots
+from medusa_train.trees.tree import Tree
+
+COLUMNS = 64
+
+
+class DraftRows:
+    """Rows whose prompts a draft has read, as `inference.step.Steps` keeps them.
+
+    Args:
+        feats: of the prompts, [B, T, d], padded behind. tokens: long [B, T].
+        lengths: of the prompts.
+    """
+
+    @torch.no_grad()
+    def __init__(
+        self, draft: Proposer, feats: Features, tokens: Tensor, lengths: Sequence[int]
+    ) -> None:
+        self.draft = draft
+        rows = len(lengths)
+        self.slots = [Slots(1, COLUMNS, COLUMNS) for _ in range(draft.num_caches)]
+        for slots in self.slots:
+            slots.make_room(rows, COLUMNS)
+        draft.prefill(feats, tokens, [slots.prompts(0, rows) for slots in self.slots])
+        last = [length - 1 for length in lengths]
+        early = None if feats.early is None else at_positions(feats.early, last)[:, None]
+        self.accepted = AcceptedPath(
+            Features(at_positions(feats.hidden, last)[:, None], early),
+            at_positions(tokens, last)[:, None],
+            path=torch.zeros(rows, 1, dtype=torch.long),
+            counts=torch.ones(rows, dtype=torch.long),
+            starts=torch.tensor(last),
+        )
+
+    @torch.no_grad()
+    def read(self, roots: Tensor, tree: Tree) -> Any:
+        """Return what the draft reads of the accepted paths."""
+        return self.draft.read(self.step(roots, tree))
+
+    def step(self, roots: Tensor, tree: Tree) -> DraftStep:
+        """Return what the draft gets in the next step."""
+        caches = [DraftCache(slots.storage(COLUMNS), COLUMNS, 1000) for slots in self.slots]
+        return DraftStep(self.accepted, roots, roots.tolist(), caches, [], tree, None, True)
+
+    @torch.no_grad()
+    def propose(self, roots: Tensor, tree: Tree) -> Proposal:
+        """Return what the draft proposes below `roots`."""
+        step = self.step(roots, tree)
+        return self.draft.guess(step, self.draft.read(step))
+
+    def accept(self, feats: Features, tokens: Tensor, paths: Sequence[Sequence[int]]) -> None:
+        """Accept nodes of the verified tree; shorter paths are padded as in decoding."""
+        longest = max(map(len, paths))
+        padded = [[*path, *[0] * (longest - len(path))] for path in paths]
+        self.accepted = AcceptedPath(
+            feats,
+            tokens,
+            path=torch.tensor(padded),
+            counts=torch.tensor([len(path) for path in paths]),
+            starts=self.accepted.lengths,
+        )
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep these rows only, see `Steps.select_rows`."""
+        for slots in self.slots:
+            for row, source in enumerate(rows):
+                slots.copy_row(source, row, COLUMNS)
+        before = self.accepted
+        index = torch.tensor(rows)
+        early = None if before.feats.early is None else before.feats.early[index]
+        self.accepted = AcceptedPath(
+            Features(before.feats.hidden[index], early),
+            before.tokens[index],
+            path=before.path[index],
+            counts=before.counts[index],
+            starts=before.starts[index],
+        )
