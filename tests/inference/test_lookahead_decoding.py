@@ -168,13 +168,13 @@ def test_branch_tokens_are_neither_accepted_nor_kept() -> None:
     steps = begun(backbone, draft, Tree.empty(), [PROMPTS[0]])
     root = 30
     committed = len(PROMPTS[0])
-    for _ in range(8):
+    for _ in range(24):
         with torch.inference_mode():
             (accepted,) = steps.step([root])
         assert steps.committed == committed
         committed += len(accepted.path)
         root = accepted.tokens[-1]
-    assert committed > len(PROMPTS[0]) + 8
+    assert committed > len(PROMPTS[0]) + 24  # some guesses were accepted
 
 
 class WarmDraft(LookaheadDraft):

@@ -76,7 +76,7 @@ def test_without_memory_for_the_tree_the_heads_are_kept(
     def prefill(*args):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    monkeypatch.setattr("medusa_train.inference.generate.DecodingSession.prefill", prefill)
+    monkeypatch.setattr("medusa_train.inference.step.Steps.prefill", prefill)
     assert train(make_config(calibration_tokens=120, max_steps=1), console) == 0
     out = tmp_path / "run"
     assert (out / "heads" / "medusa_lm_head.safetensors").exists()
