@@ -4,17 +4,22 @@ auto`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from medusa_train.checkpoint.load_model import compile_backbone, load_base_model
 from medusa_train.checkpoint.resolve import ModelPaths
+from medusa_train.checkpoint.run_directory import DECISIONS, writing
 from medusa_train.data.conversation import Message
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import BackboneError
 from medusa_train.inference.batch import BatchDecoder
 from medusa_train.inference.runners import use_cuda_graphs
+from medusa_train.io import replace_text
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.compiled import has_compiler
 from medusa_train.models.loading import resolve_backbone
@@ -22,6 +27,7 @@ from medusa_train.models.precision import (
     WeightMemory,
     catch_out_of_memory,
     default_device,
+    device_name,
     emulates_bf16,
     release_memory,
 )
@@ -29,11 +35,12 @@ from medusa_train.models.prepack import prepack_linears
 from medusa_train.progress import RunProgress
 
 PHASE = "choosing the dtype"
+DTYPES = ("float32", "bfloat16", "float16")
 PROBE_TOKENS = 33  # one from the prefill, 32 plain steps
 PROBE_ROUNDS = 3  # of which the fastest counts: another process may use the machine meanwhile
 #: Another dtype than the checkpoint's must be so many times faster: a small difference is noise,
 # and a tree that was fitted in the checkpoint's dtype stays.
-CLEARLY_FASTER = 1.1
+CLEARLY_FASTER = 1.2
 
 #: Share of a plain step that compilation is assumed to save, on a GPU beside CUDA graphs (0.10 at
 # 7B shape on an H100). The saving depends on the model and the machine, and is only known once
@@ -45,7 +52,85 @@ LAYER_SECONDS = 5.0
 FACTOR = 2.0  # by which the saving must exceed the cost
 
 
+# What was decided before?
+
+
+class Decisions:
+    """What was chosen by a timing, kept in a run directory, so that it does not change with the
+    noise of a later one.
+
+    Args:
+        directories: where to look for decisions, the first one first; new ones are written to the
+            last.
+    """
+
+    def __init__(self, *directories: Path) -> None:
+        self._files = [directory / DECISIONS for directory in directories]
+
+    def find(self, kind: str, conditions: Mapping[str, Any]) -> tuple[Any, Path] | None:
+        """Return what was decided under equal conditions, and the file that says so."""
+        for file in self._files:
+            for one in _read_decisions(file):
+                if one["kind"] == kind and one["conditions"] == conditions:
+                    return one["value"], file
+        return None
+
+    def keep(self, kind: str, conditions: Mapping[str, Any], value: object) -> None:
+        """Write a decision in place of earlier ones of its kind under equal conditions."""
+        file = self._files[-1]
+        others = [
+            one
+            for one in _read_decisions(file)
+            if one["kind"] != kind or one["conditions"] != conditions
+        ]
+        decision = {"kind": kind, "conditions": dict(conditions), "value": value}
+        with writing(file.parent):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            replace_text(file, json.dumps([*others, decision], indent=1) + "\n")
+
+
+def _read_decisions(file: Path) -> list[dict[str, Any]]:
+    """Read the decisions of a file; none where it is missing or damaged: they are made again."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    if not isinstance(found, list):
+        return []
+    keys = {"kind", "conditions", "value"}
+    return [one for one in found if isinstance(one, dict) and set(one) == keys]
+
+
+def _conditions(paths: ModelPaths) -> dict[str, Any]:
+    """Return on what the speed of a dtype depends."""
+    device = default_device()
+    return {
+        "base_model": paths.base_model,
+        "backbone": paths.backbone_form,
+        "device": device_name(device),
+        "threads": torch.get_num_threads() if device.type == "cpu" else None,
+    }
+
+
 # Which dtype?
+
+
+def decide_dtype(
+    question: str, paths: ModelPaths, decisions: Decisions, progress: RunProgress
+) -> str:
+    """Return the dtype that was chosen for this run on such a machine, or choose it, see
+    `choose_dtype`.
+    """
+    conditions = _conditions(paths)
+    earlier = decisions.find("dtype", conditions)
+    if earlier is not None and earlier[0] in DTYPES:
+        progress.print(
+            f"dtype: {earlier[0]}, as chosen before ({earlier[1]}; dtype=NAME sets another)"
+        )
+        return str(earlier[0])
+    dtype = choose_dtype(question, paths, progress)
+    decisions.keep("dtype", conditions, dtype)
+    return dtype
 
 
 def choose_dtype(question: str, paths: ModelPaths, progress: RunProgress) -> str:
@@ -84,7 +169,7 @@ def choose_dtype(question: str, paths: ModelPaths, progress: RunProgress) -> str
     reason = (
         "the fastest for plain decoding here"
         if best == fastest
-        else "kept, since no other is 10 % faster"
+        else "kept, since no other is 20 % faster"
     )
     measured = ", ".join(f"{dtype} {1000 * value:.2f} ms" for dtype, value in seconds.items())
     progress.print(f"dtype: {best}, {reason} ({measured} per step)")
@@ -128,8 +213,11 @@ def compile_if_repaid(
     *,
     rows: int = 1,
     trees: bool = True,
-) -> None:
+) -> bool | None:
     """Compile the decoding passes if that saves time; reports the decision and the reason.
+
+    Returns:
+        Whether passes are compiled, as decided by timing; None where they cannot be.
 
     On a GPU, where the saving is least certain, plain steps are timed again afterwards, and
     programs that are not faster are dropped.
@@ -140,7 +228,7 @@ def compile_if_repaid(
     """
     if (obstacle := compile_obstacle(backbone)) is not None:
         report(f"compile: no, {obstacle}")
-        return
+        return None
     step = plain_step_seconds(backbone, prompt, rows)
     on_gpu = backbone.device.type == "cuda"
     saved = (GPU_SAVING if on_gpu else SAVING) * steps * step
@@ -152,15 +240,15 @@ def compile_if_repaid(
         f" {FACTOR:g} times the {cost:.0f} s it takes"
     )
     if not is_repaid:
-        return
+        return False
     compile_or_report(backbone, paths, report, rows=rows, trees=trees)
-    if (
-        on_gpu
-        and backbone.compiled is not None
-        and (compiled := plain_step_seconds(backbone, prompt, rows)) >= step
-    ):
+    if backbone.compiled is None:
+        return None
+    if on_gpu and (compiled := plain_step_seconds(backbone, prompt, rows)) >= step:
         backbone.compiled = None
         report(f"compile: dropped, steps take {1000 * compiled:.1f} ms with compiled passes")
+        return False
+    return True
 
 
 def compile_obstacle(backbone: Backbone) -> str | None:

@@ -39,6 +39,8 @@ MODEL = "model"
 TREE = "tree.json"
 TREE_TRACES = "tree_traces.npz"
 CHECKPOINTS = "checkpoints"
+#: What evaluations chose by timing steps: dtype and compilation.
+DECISIONS = "decoding.json"
 #: Results of a run, deleted only by overwrite_output_dir.
 RESULTS = (HEADS, ADAPTER, MODEL, "eval", "export")
 #: Everything that a run writes; nothing else in its directory is ever deleted.
@@ -50,6 +52,7 @@ RUN_FILES = (
     MODEL,
     TREE,
     TREE_TRACES,
+    DECISIONS,
     CHECKPOINTS,
     "eval",
     "export",

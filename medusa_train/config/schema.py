@@ -703,7 +703,8 @@ class EvalConfig(Config):
     max_new_tokens: Int = key(256, "maximum length of an answer in tokens", ge=1)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
         "auto",
-        "data type; auto: the checkpoint's, unless plain decoding is 10 % faster in another one",
+        "data type; auto: the checkpoint's, unless plain decoding is 20 % faster in another one;"
+        " decided once per run directory",
     )
     compile: BoolOrAuto = key(
         False,

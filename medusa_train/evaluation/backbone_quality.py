@@ -63,7 +63,7 @@ def measure_backbone_quality(paths: ModelPaths, dtype: str = "float32") -> dict[
     chat = ChatEncoder(tokenizer, paths.chat_template, paths.chat_template_kwargs)
     if (validation := validation_conversations(cfg, chat)) is None:
         return None
-    conversations, is_held_out = validation
+    conversations, is_held_out, _ = validation
     before, after = load_versions(paths, cfg.base_model, dtype)
     quality = compare_backbones(before, after, _batches(conversations))
     return {
@@ -92,12 +92,13 @@ def run_config(paths: ModelPaths) -> TrainConfig | None:
 
 
 def validation_conversations(
-    cfg: TrainConfig, chat: ChatEncoder
-) -> tuple[EncodedDataset, bool] | None:
-    """Return a run's validation split (else its training split) with the assistant's turns
-    supervised.
+    cfg: TrainConfig, chat: ChatEncoder, least: int = 1
+) -> tuple[EncodedDataset, bool, int] | None:
+    """Return a run's validation split, or its training split where fewer than `least` conversations
+    are held out, with the assistant's turns supervised.
 
-    With whether it was held out of training; None if the data are gone.
+    With whether it was held out of training, and how many conversations are; None if the data are
+    gone.
     """
     try:
         answers_only = {"train_on_inputs": False, "roles_to_train": ["assistant"]}
@@ -113,7 +114,9 @@ def validation_conversations(
         )
     except MedusaError:
         return None
-    return (validation, True) if len(validation) else (train, False)
+    held_out_count = len({example.key for example in validation})
+    is_enough = held_out_count >= least
+    return validation if is_enough else train, is_enough, held_out_count
 
 
 def _batches(conversations: EncodedDataset) -> Iterator[Batch]:

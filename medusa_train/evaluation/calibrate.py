@@ -11,7 +11,7 @@ from pathlib import Path
 from medusa_train.checkpoint.load_model import LoadedModel, dynamic_size, load_with_draft
 from medusa_train.checkpoint.resolve import ModelPaths, names_tree_file
 from medusa_train.checkpoint.run_directory import TREE, TREE_TRACES
-from medusa_train.choose_decoding import choose_dtype
+from medusa_train.choose_decoding import Decisions, decide_dtype
 from medusa_train.config.paths import expand_user
 from medusa_train.config.schema import EvalConfig
 from medusa_train.data.tokenize import ChatEncoder
@@ -21,7 +21,13 @@ from medusa_train.evaluation.questions import Bench
 from medusa_train.inference.decoding_settings import DecodingSettings
 from medusa_train.pages.page import Table, number
 from medusa_train.progress import RunProgress
-from medusa_train.tree_search.choose import TreeChoice, answer_prompts, choose_tree
+from medusa_train.tree_search.choose import (
+    MIN_CONVERSATIONS,
+    TreeChoice,
+    answer_prompts,
+    choose_tree,
+    timing_budget,
+)
 from medusa_train.tree_search.traces import (
     Prompts,
     load_traces,
@@ -63,7 +69,7 @@ def calibrate(
     dtype = (
         cfg.dtype
         if cfg.dtype != "auto"
-        else choose_dtype(bench.questions[0].turns[0], paths, progress)
+        else decide_dtype(bench.questions[0].turns[0], paths, decisions_of(cfg, paths), progress)
     )
     if cfg.compile is not True and chooses_compilation(cfg, paths):
         reason = (
@@ -144,7 +150,7 @@ def refit_tree(
             if (found := validation_prompts(paths, chat, cfg.seed, budget)) is None:
                 progress.print(
                     f"{reason}; using it as it is, since the run's data to fit it again are not"
-                    " available"
+                    " available, or too few"
                 )
                 return None
             progress.print(f"{reason}: fitting it again")
@@ -152,7 +158,14 @@ def refit_tree(
             traced = answer_prompts(
                 model.backbone, model.draft, found[0], budget, progress, cfg.max_new_tokens
             )
-        choice = choose_tree(model.backbone, model.draft, traced, progress, quick=kept is not None)
+        choice = choose_tree(
+            model.backbone,
+            model.draft,
+            traced,
+            progress,
+            quick=kept is not None,
+            seconds=timing_budget(progress.total_seconds),
+        )
     except MedusaError as error:
         progress.print(f"using the tree as it is: {error}")
         return None
@@ -164,6 +177,13 @@ def refit_tree(
 
 def _results_of(cfg: EvalConfig, paths: ModelPaths) -> Path:
     return expand_user(cfg.output_dir) if cfg.output_dir else paths.home
+
+
+def decisions_of(cfg: EvalConfig, paths: ModelPaths) -> Decisions:
+    """Return what evaluations chose by timing for this model: in its directory, or in
+    `output_dir`.
+    """
+    return Decisions(paths.home, _results_of(cfg, paths))
 
 
 def resumed_tree(cfg: EvalConfig, paths: ModelPaths) -> ModelPaths:
@@ -205,18 +225,24 @@ def chooses_compilation(cfg: EvalConfig, paths: ModelPaths) -> bool:
 def validation_prompts(
     paths: ModelPaths, chat: ChatEncoder, seed: int, token_budget: int
 ) -> tuple[list[Prompts], str] | None:
-    """Return the prompts of the run's validation conversations, in random order, and their name;
-    None without data.
+    """Return the prompts of the run's validation conversations, in random order, and their name.
+
+    Where the run holds fewer out than a tree is fitted to, they are those of its training set; None
+    where these are as few, or without data.
     """
     cfg = run_config(paths)
-    if cfg is None or (data := validation_conversations(cfg, chat)) is None:
+    data = None if cfg is None else validation_conversations(cfg, chat, MIN_CONVERSATIONS)
+    if data is None:
+        return None
+    conversations = prompts_by_conversation(data[0], token_budget, seed)
+    if len({example.key for example in data[0]}) < MIN_CONVERSATIONS:
         return None
     source = (
         "validation prompts of the run"
         if data[1]
-        else "training prompts of the run, which holds none out"
+        else f"training prompts of the run, which holds {data[2] or 'none'} out"
     )
-    return prompts_by_conversation(data[0], token_budget, seed), source
+    return conversations, source
 
 
 def _sizes_table(choice: TreeChoice) -> Table:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -17,9 +18,9 @@ from medusa_train.checkpoint.load_model import LoadedModel
 from medusa_train.checkpoint.resolve import FIXED, NO_TREE, ModelPaths, names_tree_file
 from medusa_train.checkpoint.run_directory import only_writer
 from medusa_train.choose_decoding import (
-    choose_dtype,
     compile_if_repaid,
     compile_or_report,
+    decide_dtype,
     plain_step_rounds,
 )
 from medusa_train.config.drafts import LookupChoice
@@ -36,6 +37,7 @@ from medusa_train.evaluation.answer_scores import (
 from medusa_train.evaluation.backbone_quality import measure_backbone_quality
 from medusa_train.evaluation.calibrate import (
     chooses_compilation,
+    decisions_of,
     load_model,
     refit_tree,
     resumed_tree,
@@ -60,7 +62,7 @@ from medusa_train.evaluation.report import Report, model_id, terminal_report, wr
 from medusa_train.evaluation.run_metadata import collect_metadata, measurement_settings
 from medusa_train.evaluation.timed_decoders import extra_baselines
 from medusa_train.evaluation.timing import SpeedTest
-from medusa_train.inference.decoding_settings import DecodingMode
+from medusa_train.inference.decoding_settings import DecodingMode, DecodingSettings
 from medusa_train.inference.detokenize import token_pieces
 from medusa_train.models.precision import (
     WeightMemory,
@@ -215,7 +217,8 @@ def _load_and_time(
     log = open_log(directory / "turns.jsonl", cfg, bench, paths, progress)
     dtype = log.header.get("dtype", cfg.dtype)
     if dtype == "auto":
-        dtype = choose_dtype(bench.questions[0].turns[0], paths, progress)
+        question = bench.questions[0].turns[0]
+        dtype = decide_dtype(question, paths, decisions_of(cfg, paths), progress)
     most_tokens = cfg.max_new_tokens * sum(len(question.turns) for question in bench.questions)
     with catch_out_of_memory() as caught:
         model = load_model(
@@ -288,17 +291,36 @@ def _choose_compile(
                 compile_or_report(backbone, paths, progress.print, rows=rows, trees=trees)
         return
     turns = sum(len(question.turns) for question in bench.questions)
+    steps = cfg.max_new_tokens * -(-turns // rows)
+    decisions = decisions_of(cfg, paths)
+    conditions = {
+        **dataclasses.asdict(DecodingSettings.of(backbone)),
+        "steps": steps,
+        "rows": rows,
+        "trees": trees,
+    }
+    if (decided := decisions.find("compile", conditions)) is not None:
+        progress.print(
+            f"compile: {'yes' if decided[0] else 'no'}, as chosen before for as many steps"
+            f" ({decided[1]}; compile=true or false sets it)"
+        )
+        if decided[0]:
+            with progress.phase("compiling the decoding passes", ticking=True):
+                compile_or_report(backbone, paths, progress.print, rows=rows, trees=trees)
+        return
     chat = ChatEncoder(backbone.tokenizer, paths.chat_template, paths.chat_template_kwargs)
     with progress.phase("choosing whether to compile"):  # not ticking: steps are timed
-        compile_if_repaid(
+        is_compiled = compile_if_repaid(
             backbone,
             paths,
-            cfg.max_new_tokens * -(-turns // rows),
+            steps,
             chat.prompt(bench.questions[0].opening),
             progress.print,
             rows=rows,
             trees=trees,
         )
+    if is_compiled is not None:
+        decisions.keep("compile", conditions, is_compiled)
 
 
 def open_log(

@@ -25,6 +25,7 @@ from medusa_train.models.hf_config import context_length, rope_switch
 from medusa_train.models.loading import load_tokenizer, unneeded_special_tokens
 from medusa_train.training.distributed import SINGLE_PROCESS, World
 from medusa_train.training.preflight import check_run
+from medusa_train.tree_search.choose import MIN_CONVERSATIONS
 
 #: Axolotl's default for `type: sharegpt`.
 SHAREGPT_TEMPLATE = "vicuna_v1.1"
@@ -36,10 +37,11 @@ class TrainingData:
 
     Attributes:
         train, validation: supervised tokens as configured (`roles_to_train`, `train_on_inputs`).
-        prompts: conversations to choose the tree on: the validation set, or the training set
-            without one, with only the assistant's tokens supervised.
+        prompts: conversations to choose the tree on: the validation set, or the training set where
+            that has fewer than a tree is fitted to, with only the assistant's tokens supervised.
         sequence_len: as configured, or the model's context length if that is less.
         chat_template: as configured, or the default that was used; None: the tokenizer's.
+        prompts_held_out: whether `prompts` are of the validation set.
     """
 
     train: EncodedDataset
@@ -47,6 +49,7 @@ class TrainingData:
     prompts: EncodedDataset
     sequence_len: int
     chat_template: str | None = None
+    prompts_held_out: bool = True
 
 
 def load_data(
@@ -139,8 +142,12 @@ def _load_data(
         held_out = None if cfg.test_datasets else {example.key for example in validation}
         prompts = load_datasets(cfg.model_copy(update=answers_only), encoder, on_progress, held_out)
     _check_tokens([*train, *validation], config.get_text_config().vocab_size, tokenizer)
-    answers = prompts[1] if len(validation) else prompts[0]
-    return TrainingData(train, validation, answers, cfg.sequence_len, encoder.template_name)
+    held_out_chats = len({example.key for example in prompts[1]})
+    is_enough = held_out_chats >= MIN_CONVERSATIONS
+    answers = prompts[1] if is_enough else prompts[0]
+    return TrainingData(
+        train, validation, answers, cfg.sequence_len, encoder.template_name, is_enough
+    )
 
 
 def _fit_sequence_len(cfg: TrainConfig, text_config: Any, console: Console) -> TrainConfig:

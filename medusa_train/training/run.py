@@ -19,8 +19,10 @@ from medusa_train.config.paths import PROJECT_ROOT, resolve_path
 from medusa_train.config.schema import TrainConfig
 from medusa_train.errors import CheckpointError, MedusaError, signal_exit_code
 from medusa_train.inference.runners import use_cuda_graphs
+from medusa_train.io import describe_size
+from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft
-from medusa_train.models.precision import is_out_of_memory
+from medusa_train.models.precision import WeightMemory, free_memory, is_out_of_memory
 from medusa_train.models.prepack import prepack_linears
 from medusa_train.progress import RunProgress, duration
 from medusa_train.training.backbone_recipe import BackboneRecipe
@@ -30,7 +32,13 @@ from medusa_train.training.setup import build_trainer
 from medusa_train.training.signals import StopRequest
 from medusa_train.training.trainer import Outcome, Trainer
 from medusa_train.training.validation import NODES, ValidationResult
-from medusa_train.tree_search.choose import TreeChoice, answer_prompts, choose_tree
+from medusa_train.tree_search.choose import (
+    MIN_CONVERSATIONS,
+    TreeChoice,
+    answer_prompts,
+    choose_tree,
+    timing_budget,
+)
 from medusa_train.tree_search.traces import Prompts, digest_files, prompts_by_conversation
 
 #: A terminal sends Ctrl-C to all processes and a launcher then forwards SIGTERM: with several
@@ -126,6 +134,12 @@ def _finish(
         os.utime(out / TREE)  # or it would be older than the heads, which were just saved again
         progress.print(f"{out / TREE} is kept; medusa-eval --calibrate chooses the tree again")
     elif cfg.calibration_tokens and not trainer.strategy.partitioned:
+        if validation is not None and not data.prompts_held_out:
+            progress.print(
+                f"fewer than {MIN_CONVERSATIONS} chats are held out: fitting the tree to prompts of"
+                " the training set",
+                style="yellow",
+            )
         prompts = prompts_by_conversation(data.prompts, cfg.calibration_tokens, cfg.seed)
         choice = choose_and_save_tree(
             trainer.recipe, draft, prompts, cfg.calibration_tokens, out, progress
@@ -251,33 +265,29 @@ def choose_and_save_tree(
 ) -> TreeChoice | None:
     """Choose the tree on greedy answers to prompts, and write it with their traces.
 
-    An adapter is merged first, as for decoding, unless the backbone is quantized: dequantized it
-    may not fit.
+    An adapter is merged first, as for decoding; a quantized backbone is dequantized for that.
 
     Returns:
         None after printing the reason if no tree could be chosen. The heads are usable without one.
     """
+    again = shlex.join(["medusa-eval", "--calibrate", "--model", str(out)])
     recipe.train(False)
     draft.eval()
-    for name, parameter in recipe.parameters.items():
-        if ".modules_to_save." in name:  # trained in float32; decoding has no autocast
-            parameter.data = parameter.data.to(recipe.backbone.dtype)
-    if recipe.adapter is not None and not getattr(recipe.backbone.model, "is_quantized", False):
-        recipe.adapter.merge()
-    with progress.phase("prepacking weights for decoding", ticking=True):  # as medusa-eval does
-        prepack_linears(recipe.backbone.model)
-        use_cuda_graphs(recipe.backbone)
-        prepack_linears(draft)
     try:
-        traced = answer_prompts(recipe.backbone, draft, conversations, token_budget, progress)
-        choice = choose_tree(recipe.backbone, draft, traced, progress)
+        backbone = _backbone_that_decodes(recipe)
+        with progress.phase("prepacking weights for decoding", ticking=True):  # as medusa-eval does
+            prepack_linears(backbone.model)
+            use_cuda_graphs(backbone)
+            prepack_linears(draft)
+        traced = answer_prompts(backbone, draft, conversations, token_budget, progress)
+        seconds = timing_budget(progress.total_seconds)
+        choice = choose_tree(backbone, draft, traced, progress, seconds=seconds)
     except MedusaError as error:
-        progress.print(f"no tree was chosen: {error}", style="yellow")
+        progress.print(f"no tree was chosen: {error}. To choose it: {again}", style="yellow")
         return None
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        again = shlex.join(["medusa-eval", "--calibrate", "--model", str(out)])
         progress.print(
             f"no tree was chosen: not enough memory beside training. To choose it: {again}",
             style="yellow",
@@ -285,6 +295,35 @@ def choose_and_save_tree(
         return None
     choice.save(out, traced, resolve_model(str(out), None, None))
     return choice
+
+
+def _backbone_that_decodes(recipe: BackboneRecipe) -> Backbone:
+    """Return the trained backbone in the form in which `load_with_draft` loads it: latencies and
+    the best tree depend on it.
+
+    Raises:
+        MedusaError: it is quantized with an adapter, and does not fit into memory dequantized.
+    """
+    backbone = recipe.backbone
+    for name, parameter in recipe.parameters.items():
+        if ".modules_to_save." in name:  # trained in float32; decoding has no autocast
+            parameter.data = parameter.data.to(backbone.dtype)
+    if recipe.adapter is None:
+        return backbone
+    if not getattr(backbone.model, "is_quantized", False):
+        recipe.adapter.merge()
+        return backbone
+    dtype = recipe.precision.dtype
+    packed = WeightMemory.of(backbone.model, backbone.device).quantized
+    needed = 2 * packed * dtype.itemsize  # NF4 packs two weights into a byte
+    free = free_memory(backbone.device)
+    if free is not None and needed > free:
+        raise MedusaError(
+            "decoding merges the adapter into dequantized weights, which take"
+            f" {describe_size(needed)} beside training, and {describe_size(free)} are free"
+        )
+    recipe.adapter.merge()
+    return backbone.to_dtype(dtype)
 
 
 # Closing tables

@@ -74,6 +74,12 @@ TIMED_TOKENS = 48  # that the timed steps of a round give at most
 MIN_CONVERSATIONS = 3
 #: Relative differences in tokens per second below this are measurement noise.
 NOISE = 0.02
+#: How often trees are timed side by side at most, until the one that is chosen was among them.
+SIDE_BY_SIDE = 3
+#: Timing trees may take this share of the seconds that the run took before, but these in any case.
+TIMING_SHARE, LEAST_TIMING_SECONDS = 0.25, 20.0
+#: Trees that a thorough choice times, about: those of `SIZES`, then the best with its rivals.
+THOROUGH_TREES = 24
 
 
 class Effort(NamedTuple):
@@ -91,10 +97,11 @@ class TreeChoice:
     """The chosen tree and everything that it was chosen from.
 
     Attributes:
-        best: the chosen tree, of which the steps' latency is on the scale of `sizes`; empty for
+        best: one of `sizes`, the smallest within `NOISE` of the most tokens per second; empty for
             plain decoding, if no tree is clearly faster.
-        sizes: trees by ascending size, fitted to all traces and rated on conversations that they
-            were not fitted to; latencies are measured, or interpolated.
+        sizes: the fastest tree of each size, ascending, fitted to all traces and rated on
+            conversations that they were not fitted to. Latencies are those of trees that were timed
+            side by side last; of others scaled to them, or interpolated.
         accuracy: top-1 to top-10 accuracy per head, [K][10].
         about: number of conversations, answers and tokens that this is based on.
         settings: with which the steps were timed.
@@ -115,7 +122,7 @@ class TreeChoice:
         return (
             f"{nodes} node{'' if nodes == 1 else 's'}, {best.tokens_per_step:.2f} tokens per step"
             f" (simulated on {self.about['tokens']:,} greedy tokens, each with a tree that was"
-            f" fitted to others), {step}"
+            f" fitted to others), {step}; the smallest within {NOISE:.0%} of the fastest"
         )
 
     def save(self, directory: Path, traced: TracedAnswers, paths: ModelPaths) -> Path:
@@ -176,15 +183,19 @@ def choose_tree(
     progress: RunProgress,
     *,
     quick: bool = False,
+    seconds: float | None = None,
 ) -> TreeChoice:
     """Fit trees, time their steps, and choose the one with the most expected tokens per second.
 
     The trees of `SIZES` are timed first. Then the best of them, shallower trees of about its size
-    and plain decoding are timed side by side, and one of them is chosen, see
+    and plain decoding are timed side by side, and one is chosen by the table of both, see
     `smallest_of_the_fastest`. Every rate is cross-validated: a conversation is decoded with trees
     that were fitted to others.
 
-    With `quick` fewer steps of fewer trees are timed.
+    Args:
+        quick: time fewer steps of fewer trees.
+        seconds: that timing may take. Where a thorough choice would take longer it is quick, and
+            its rounds end when these have passed. None: without a limit.
 
     Raises:
         MedusaError: there are fewer than `MIN_CONVERSATIONS` conversations.
@@ -196,13 +207,30 @@ def choose_tree(
             f" {len(conversations)}"
         )
     traces = traced.traces
-    longest = min(
-        QUICK_PROMPT if quick else len(traced.prompt), backbone.max_context - TIMED_TOKENS
-    )
-    prompt, effort = traced.prompt[-max(longest, 1) :], QUICK if quick else THOROUGH
+    longest = max(1, backbone.max_context - TIMED_TOKENS)
+    prompt = traced.prompt[-longest:]
+    started = time.perf_counter()
+    if seconds is not None and not quick:
+        needed = _thorough_seconds(backbone, draft, prompt, progress)
+        quick = needed > seconds
+        if quick:
+            progress.print(
+                f"timing fewer steps of fewer trees: all would take about {needed:.0f} s,"
+                f" {seconds:.0f} s are left for it after this run; medusa-eval --calibrate times all"
+            )
+    if quick:
+        prompt = prompt[-QUICK_PROMPT:]
     time_trees = partial(
-        time_steps, backbone, draft, prompt=prompt, progress=progress, effort=effort
+        time_steps,
+        backbone,
+        draft,
+        prompt=prompt,
+        progress=progress,
+        effort=QUICK if quick else THOROUGH,
+        deadline=None if seconds is None else started + seconds,
     )
+
+    # 1. Time a tree of each size.
     with progress.phase("fitting trees", ticking=True):
         rated = _rated_trees(conversations, traces)
     steps = time_trees([tree for tree, _ in rated if not quick or tree.size in QUICK_SIZES])
@@ -211,30 +239,75 @@ def choose_tree(
         tree.size: TreeCandidate(tree, rate, interpolate(latency, tree.size))
         for tree, rate in rated
     }
-    near = sizes_to_time_again(
-        list(by_size),
-        smallest_of_the_fastest(by_size.values()).tree.size,
-        () if quick else LEVEL_SIZES,
-    )
-    with progress.phase("fitting trees", ticking=True):
-        rivals = [(by_size[nodes].tree, by_size[nodes].tokens_per_step) for nodes in near]
-        rivals += _shallower(conversations, traces, [by_size[nodes].tree for nodes in near])
-    again = time_trees([tree for tree, _ in rivals])
-    chosen = smallest_of_the_fastest(
-        [TreeCandidate(tree, rate, again[tree]) for tree, rate in rivals]
-    )
-    # both rounds timed the deep tree of that size, so drift between them cancels out
-    nodes = chosen.tree.size
-    best = replace(
-        chosen, step_ms=by_size[nodes].step_ms * chosen.step_ms / again[by_size[nodes].tree]
-    )
+
+    # 2. Time the best of them side by side with their rivals, and choose by what is shown.
+    table = dict(by_size)
+    best = smallest_of_the_fastest(table.values())
+    levels: Sequence[int] = () if quick else LEVEL_SIZES
+    for _ in range(SIDE_BY_SIDE):
+        near = sizes_to_time_again(list(by_size), best.tree.size, levels)
+        with progress.phase("fitting trees", ticking=True):
+            rivals = [(by_size[nodes].tree, by_size[nodes].tokens_per_step) for nodes in near]
+            rivals += _shallower(conversations, traces, [by_size[nodes].tree for nodes in near])
+        again = time_trees([tree for tree, _ in rivals])
+        timed = [TreeCandidate(tree, rate, again[tree]) for tree, rate in rivals]
+        table = merge_timings(by_size, timed)
+        best = smallest_of_the_fastest(table.values())
+        if best.tree.size in near:
+            break
+        levels = near
     return TreeChoice(
         best,
-        [best if size == nodes else one for size, one in by_size.items()],
+        list(table.values()),
         head_accuracy(traces),
         {"conversations": len(conversations), "answers": len(traces), "tokens": traced.tokens},
         DecodingSettings.of(backbone),
     )
+
+
+def timing_budget(run_seconds: float) -> float:
+    """Return the seconds that timing trees may take after a run of `run_seconds`."""
+    return max(LEAST_TIMING_SECONDS, TIMING_SHARE * run_seconds)
+
+
+def _thorough_seconds(
+    backbone: Backbone, draft: Draft, prompt: list[int], progress: RunProgress
+) -> float:
+    """Estimate the seconds of a thorough choice from two plain continuations of `prompt`."""
+    started = time.perf_counter()
+    effort = Effort(1, THOROUGH.steps)
+    time_steps(backbone, draft, [Tree.empty()], prompt, progress, effort)
+    continuation = (time.perf_counter() - started) / 2
+    return continuation * THOROUGH_TREES * (THOROUGH.rounds + 1)
+
+
+def merge_timings(
+    first: Mapping[int, TreeCandidate], again: Sequence[TreeCandidate]
+) -> dict[int, TreeCandidate]:
+    """Return the fastest tree of each size on the scale of the second timing.
+
+    The machine's speed may have changed between the two: trees that were not timed again take as
+    much longer as those that were, by the median.
+
+    Args:
+        first: by ascending size. again: trees that were timed again, with their rivals.
+    """
+    repeated = {one.tree: one for one in again}
+    ratios = [
+        repeated[one.tree].step_ms / one.step_ms
+        for one in first.values()
+        if one.tree in repeated and one.tree.size
+    ]
+    drift = statistics.median(ratios) if ratios else 1.0
+    fastest: dict[int, TreeCandidate] = {}
+    for one in again:
+        other = fastest.get(one.tree.size)
+        if other is None or one.tokens_per_s > other.tokens_per_s:
+            fastest[one.tree.size] = one
+    return {
+        size: fastest.get(size, replace(one, step_ms=drift * one.step_ms))
+        for size, one in first.items()
+    }
 
 
 # Which trees are timed?
@@ -308,8 +381,11 @@ def time_steps(
     prompt: list[int],
     progress: RunProgress,
     effort: Effort,
+    deadline: float | None = None,
 ) -> dict[Tree, float]:
     """Return the median milliseconds of a decoding step with each of `trees`.
+
+    After `deadline`, on the clock of `time.perf_counter`, no further round begins but the first.
 
     Trees take turns in rounds, so that drift affects all alike, and share one cache, so that a
     large backbone needs memory for one only. A draft's early exit is off: it makes steps faster,
@@ -331,6 +407,8 @@ def time_steps(
     # not ticking: no thread beside the decoder
     with progress.phase("timing steps", (effort.rounds + 1) * len(trees), "continuations") as phase:
         for round_ in range(effort.rounds + 1):
+            if round_ > 1 and deadline is not None and time.perf_counter() > deadline:
+                break
             for tree, decoder in decoders.items():
                 with draft.no_early_exit():
                     step_ms = _later_step_ms(decoder, prompt, effort.steps if round_ else 1)

@@ -113,7 +113,7 @@ def test_run_files_lists_everything_that_a_run_writes(tmp_path: Path) -> None:
     """So that overwriting leaves nothing of it, and nothing else goes."""
     for name in (*RUN_FILES, "notes.txt"):
         (tmp_path / name).mkdir()
-    files = {"config.yaml", "metrics.jsonl", "tree.json", "tree_traces.npz"}
+    files = {"config.yaml", "metrics.jsonl", "tree.json", "tree_traces.npz", "decoding.json"}
     results = {"heads", "adapter", "model", "checkpoints", "eval", "export", "stage_one"}
     assert set(RUN_FILES) == files | results | {"tensorboard", "wandb"}
     prepare_output_dir(tmp_path, 0)

@@ -112,6 +112,25 @@ def test_a_run_is_calibrated_on_its_validation_split(tmp_path: Path, questions: 
     )
 
 
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize(
+    ("share", "chats", "source"),
+    [
+        (0.09, 12, "training prompts of the run, which holds 1 out"),
+        (0.5, 2, "questions of bench"),  # the training set has no three chats, either
+    ],
+)
+def test_a_tree_is_not_fitted_to_one_held_out_chat(
+    tmp_path: Path, questions: Path, share: float, chats: int, source: str
+) -> None:
+    directory = write_run_with_data(tmp_path)
+    data = tmp_path / "chats.jsonl"
+    data.write_text("".join(data.read_text().splitlines(keepends=True)[:chats]))
+    config = directory / "config.yaml"
+    config.write_text(config.read_text().replace("val_set_size: 0.5", f"val_set_size: {share}"))
+    assert source in run(directory, questions, tmp_path / "other")[1]
+
+
 def refit(
     directory: Path, dtype: str = "float32", **keys: object
 ) -> tuple[tuple[LoadedModel, ModelPaths] | None, str]:

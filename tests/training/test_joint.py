@@ -15,6 +15,7 @@ from medusa_train.inference.decoding_settings import DecodingSettings
 from medusa_train.models.features import capture_inputs
 from medusa_train.models.precision import Precision
 from medusa_train.training.backbone_recipe import build_backbone_recipe
+from medusa_train.tree_search.traces import load_traces, weights_key
 from tests.families import random_backbone
 from tests.training.conftest import LORA, metrics, train
 
@@ -162,10 +163,8 @@ def test_only_the_freed_layers_learn(make_config, console, tmp_path, backbone_di
     assert torch.equal(subject.backbone.output_embeddings.weight, after["lm_head.weight"])
 
 
-def test_the_tree_records_the_form_that_it_was_fitted_to(make_config, console, tmp_path):
-    """With QLoRA that is not the form that decodes, which is merged: medusa-eval fits the tree
-    again.
-    """
+def test_the_tree_is_fitted_to_the_form_that_decodes(make_config, console, tmp_path):
+    """QLoRA decodes merged into dequantized weights, so the first evaluation keeps the tree."""
     pytest.importorskip("bitsandbytes")
     # trained in float32, decoded in bfloat16
     whole = {"lora_modules_to_save": ["lm_head"], "bf16": True}
@@ -173,10 +172,26 @@ def test_the_tree_records_the_form_that_it_was_fitted_to(make_config, console, t
     assert train(make_config(**quantized, max_steps=2, calibration_tokens=80), console) == 0
     fitted = DecodingSettings.load(tmp_path / "run" / "tree.json")
     assert fitted is not None
-    assert (fitted.quantization, fitted.merged) == ("nf4", False)
-    subject = load_with_draft(resolve_model(str(tmp_path / "run"), None, None), fitted.dtype)
+    assert (fitted.quantization, fitted.merged) == (None, True)
+    paths = resolve_model(str(tmp_path / "run"), None, None)
+    subject = load_with_draft(paths, fitted.dtype)
     decoding = DecodingSettings.of(subject.backbone)
-    assert decoding.differences(fitted) == ["quantization nf4, now none", "merged no, now yes"]
+    assert decoding.differences(fitted) == []
+    kept = load_traces(tmp_path / "run" / "tree_traces.npz", weights_key(paths, decoding))
+    assert kept is not None
+
+
+def test_without_memory_for_the_merged_weights_the_command_is_named(
+    make_config, console, tmp_path, monkeypatch
+):
+    pytest.importorskip("bitsandbytes")
+    monkeypatch.setattr("medusa_train.training.run.free_memory", lambda device: 10)
+    quantized = {**LORA, "adapter": "qlora", "load_in_4bit": True}
+    assert train(make_config(**quantized, max_steps=1, calibration_tokens=80), console) == 0
+    assert not (tmp_path / "run" / "tree.json").exists()
+    shown = " ".join(console.file.getvalue().split())
+    assert "no tree was chosen: decoding merges the adapter into dequantized weights" in shown
+    assert "medusa-eval --calibrate --model" in shown
 
 
 def test_a_tied_embedding_is_trained_as_lm_head_alone(make_config):

@@ -85,6 +85,22 @@ def test_answers_that_fit_alone_do_not_move_the_split(make_config, console, tmp_
     assert {example.key for example in validation_conversations(cfg, encoder)[0]} == prompts
 
 
+@pytest.mark.parametrize(("share", "held_out"), [(0.0125, 1), (0.05, 4), (0.0, 0)])
+def test_a_tree_is_not_fitted_to_one_or_two_chats(make_config, console, tmp_path, share, held_out):
+    path = tmp_path / "chats.jsonl"
+    chats = [
+        [{"role": "user", "content": f"Say {n}."}, {"role": "assistant", "content": f"Well, {n}."}]
+        for n in range(80)
+    ]
+    path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    datasets = [{"path": str(path), "type": "messages"}]
+    cfg = make_config(datasets=datasets, sequence_len=64, val_set_size=share)
+    data = load_data(cfg, console)
+    assert len(data.validation) == held_out
+    assert data.prompts_held_out == (held_out >= 3)
+    assert len(data.prompts) == (held_out if held_out >= 3 else 80 - held_out)
+
+
 @pytest.mark.parametrize(
     ("rows", "packed", "longest"), [(1, False, 700), (2, False, 600), (1, True, 600)]
 )
