@@ -49,7 +49,9 @@ def make_trainer(case: dict[str, Any], out: Path, world: World) -> Trainer:
     cfg = TrainConfig(**case["keys"], output_dir=str(out / "run")).resolved()
     build_heads, load_backbone, quiet = setup.build_heads, setup.load_backbone, Console(quiet=True)
 
-    def optimizer(name: str, groups: Any, device: Any) -> tuple[torch.optim.Optimizer, None]:
+    def optimizer(
+        name: str, groups: Any, device: Any, **settings: Any
+    ) -> tuple[torch.optim.Optimizer, None]:
         if case["optimizer"] == "sgd":
             return torch.optim.SGD(groups, momentum=0.9), None
         for group in groups:
