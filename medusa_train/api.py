@@ -5,6 +5,7 @@ Imports torch only once the paths are resolved: a wrong path is refused at once.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,6 +76,8 @@ def load(
         trust_remote_code=trust_remote_code,
         lookup=lookup,
     )
+    if (note := paths.remote_code_note) is not None:
+        warnings.warn(note, stacklevel=2)
     return open_model(paths, dtype, compiled=compile)
 
 

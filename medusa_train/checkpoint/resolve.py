@@ -59,6 +59,8 @@ class ModelPaths:
         chat_template: name of the chat template, where the run or the user names one.
         adapter: LoRA adapter of a joint run, merged into the backbone for decoding.
         quantization: how the backbone was loaded in training.
+        trust_remote_code: whether the user allowed Python code of the backbone's repository.
+        asks_for_remote_code: the run's config.yaml sets it and the user did not; it has no effect.
         special_tokens: tokens with a role that the tokenizer's own files do not give them.
         lookup: a draft without training, alone (`heads is None`) or added to the heads.
         tree_mode: "fixed"; "dynamic" or, with nodes and depth, "dynamic:32x5": the draft chooses
@@ -74,11 +76,25 @@ class ModelPaths:
     adapter: Path | None = None
     quantization: Quantization | None = None
     trust_remote_code: bool = False
+    asks_for_remote_code: bool = False
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     lookup: LookupChoice | None = None
     tree_mode: str = FIXED
     threshold: float | None = None
+
+    @property
+    def remote_code_note(self) -> str | None:
+        """What to tell the user of a run that was trained with a repository's Python code, which
+        only the user can allow; None for other models.
+        """
+        if not self.asks_for_remote_code:
+            return None
+        return (
+            f"{self.home / CONFIG}: trust_remote_code: true has no effect, since a run cannot allow"
+            f" code. To run the Python code of {self.base_model}, as in training, read it and set"
+            " trust_remote_code=true yourself"
+        )
 
     @property
     def has_draft(self) -> bool:
@@ -182,8 +198,8 @@ def resolve_model(
 ) -> ModelPaths:
     """Resolve a run, a directory of heads, a backbone alone, or the newest run to paths.
 
-    Options that are not given (None, False) come from the run's config.yaml where there is one. A
-    run's `trust_remote_code` applies to its own backbone only, not to another `base_model`.
+    Options that are not given (None) come from the run's config.yaml where there is one, except
+    `trust_remote_code`: a run comes from anywhere, so that only the user allows code.
 
     Args:
         model: run directory or directory of heads; None: the newest run under runs/, or no heads if
@@ -217,7 +233,8 @@ def resolve_model(
             paths.chat_template_kwargs if chat_template_kwargs is None else chat_template_kwargs
         ),
         special_tokens=paths.special_tokens if special_tokens is None else special_tokens,
-        trust_remote_code=trust_remote_code or (paths.trust_remote_code and base_model is None),
+        trust_remote_code=trust_remote_code,
+        asks_for_remote_code=paths.asks_for_remote_code and not trust_remote_code,
     )
 
 
@@ -385,7 +402,7 @@ def _resolve_run(run: Path, base_model: str | None, tree: Path | None) -> ModelP
             else None
         ),
         quantization=quantization,
-        trust_remote_code=config.get("trust_remote_code") is True,
+        asks_for_remote_code=base_model is None and config.get("trust_remote_code") is True,
         chat_template_kwargs=template_kwargs if isinstance(template_kwargs, dict) else {},
         special_tokens=special_tokens if isinstance(special_tokens, dict) else {},
     )

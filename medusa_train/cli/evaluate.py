@@ -164,7 +164,7 @@ def _resolve_paths(cfg: EvalConfig) -> ModelPaths:
     assistant = cfg.assistant_model
     if assistant is not None and resolve_path(assistant) is None and looks_like_path(assistant):
         raise BackboneError(f"assistant_model {assistant}: no such directory")
-    return resolve_model(
+    paths = resolve_model(
         cfg.model,
         cfg.base_model,
         cfg.tree,
@@ -175,6 +175,9 @@ def _resolve_paths(cfg: EvalConfig) -> ModelPaths:
         lookup=None if cfg.server_url else cfg.lookup_choice,
         threshold=None if cfg.uses_server else cfg.threshold,
     )
+    if (note := paths.remote_code_note) is not None:
+        error_console().print(f"note: {note}")
+    return paths
 
 
 def _measure_servers(cfg: EvalConfig, bench: Bench, progress: RunProgress) -> None:

@@ -76,7 +76,15 @@ def export(
     from medusa_train.checkpoint.resolve import names_no_backbone, resolve_model
 
     base_model = cfg.base_model if cfg.run is not None and names_no_backbone(cfg.run) else None
-    paths = resolve_model(cfg.run, base_model, None, needs_backbone=False)
+    paths = resolve_model(
+        cfg.run,
+        base_model,
+        None,
+        trust_remote_code=cfg.trust_remote_code,
+        needs_backbone=False,
+    )
+    if (note := paths.remote_code_note) is not None:
+        error_console().print(f"note: {note}")
     # it has moved
     if cfg.base_model and looks_like_path(paths.base_model) and not Path(paths.base_model).is_dir():
         paths = replace(paths, base_model=str(resolve_path(cfg.base_model) or cfg.base_model))
@@ -117,14 +125,18 @@ def _read_config(arguments: list[str], flags: dict[str, str | None]) -> ExportCo
     return read_arguments(ExportConfig, rest, flags={"run": run, **flags})
 
 
-def export_after_training(run: str, targets: Iterable[ExportTarget], console: Console) -> None:
+def export_after_training(
+    run: str, targets: Iterable[ExportTarget], console: Console, *, trust_remote_code: bool = False
+) -> None:
     """Export to every target of a training configuration, "merged" first so that exported heads
     name that backbone.
     """
     from medusa_train.checkpoint.resolve import resolve_model
     from medusa_train.export.write import export_run
 
-    paths = resolve_model(run, None, None, needs_backbone=False)
+    paths = resolve_model(
+        run, None, None, trust_remote_code=trust_remote_code, needs_backbone=False
+    )
     for to in sorted(targets, key=lambda to: to != "merged"):
         _print_export(export_run(paths, to), run, console)
 

@@ -118,7 +118,9 @@ def selfdistill(
     if merge:
         return _merge(cfg, selected, out, console)
     if cfg.engine == "local":
-        resolve_model_paths(cfg)  # reports a wrong path or template before torch is imported
+        # reports a wrong path or template before torch is imported
+        if (note := resolve_model_paths(cfg).remote_code_note) is not None:
+            error_console().print(f"note: {note}")
         if cfg.chat_template is not None:
             get_template(cfg.chat_template)
     if dry_run:

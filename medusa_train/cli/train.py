@@ -159,7 +159,9 @@ def train(
     if code == 0 and cfg.export:
         from medusa_train.cli.export import export_after_training
 
-        export_after_training(cfg.output_dir, cfg.export, results)
+        export_after_training(
+            cfg.output_dir, cfg.export, results, trust_remote_code=cfg.trust_remote_code
+        )
     if process is not None:
         exit_now(code)
     return code

@@ -31,6 +31,9 @@ from medusa_train.errors import ConfigError
 
 C = TypeVar("C", bound=Config)
 
+#: The key that a run's own config.yaml cannot set.
+TRUST = "trust_remote_code"
+
 #: pydantic's error type -> (limit in its context, message).
 _LIMITS = {
     "greater_than_equal": ("ge", "must be {:g} or more"),
@@ -69,6 +72,8 @@ def load_config(
             _set_value(source, (name,), value, cls.option_of(name).split()[0])
     given = {override.partition("=")[0].strip() for override in overrides}
     given |= {name for name, value in (flags or {}).items() if value is not None}
+    if TRUST in given and TRUST in source.replaced:
+        source.replaced.remove(TRUST)
     _drop_replaced(source, given, cls)
     cfg, problems = _validate(cls, source)
     lines = _problem_lines(problems, source)
@@ -118,6 +123,12 @@ def _read(path: Path) -> YamlSource:
     ):
         # a run's own file names its directory, wherever it is read from
         source.values["output_dir"] = str(run)
+        # a run may come from anywhere: only the user's own command or YAML allows its code
+        for values in (source.values, source.values.get(STAGE_ONE)):
+            if isinstance(values, dict):
+                trusted = values.pop(TRUST, None)
+                if trusted and TRUST not in source.replaced:
+                    source.replaced.append(TRUST)
     stage = source.values.get(STAGE_ONE)
     values, key = (stage, "config") if isinstance(stage, dict) else (source.values, STAGE_ONE)
     name = values.get(key)

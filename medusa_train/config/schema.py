@@ -984,6 +984,7 @@ class ExportConfig(Config):
         None, "directory to write; default: export/TO in the run directory"
     )
     base_model: Text | None = key(None, "backbone to name in config.json; default: the run's")
+    trust_remote_code: Bool = key(False, "allow Python code from the backbone's repository")
     license: Text | None = key(None, "license in the model card; default: the base model's")
     push_to_hub: Text | None = key(None, "hub repository (OWNER/NAME) to upload the export to")
     private: Bool = key(True, "create the repository of push_to_hub as private")

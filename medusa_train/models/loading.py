@@ -4,6 +4,7 @@ on demand.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from pickle import UnpicklingError
@@ -36,6 +37,9 @@ from medusa_train.models.precision import default_device, parse_dtype
 #: Roles of tokens that no model reads: padding is masked, and what a vocabulary lacks, as
 #: `special_tokens` may name it, cannot occur in a text.
 _NOT_READ = ("pad_token", "unk_token")
+#: How transformers names the repository of the code, where that is not the model's. For code of a
+#: config, transformers 5.16 gives the bare name in place of the sentence.
+_CODE_OF_ANOTHER = re.compile(r"(?:custom code contained in|\A) ?(\S+) (?:which|You can inspect)")
 
 
 def load_backbone(
@@ -82,6 +86,7 @@ def load_backbone(
             **loading_options(quantization, dtype, device),
         )
     except (OSError, ValueError, ImportError) as error:
+        _refuse_remote_code(error, source)
         reason = describe_hub_error(error, name, "model") or error
         raise BackboneError(f"base_model {name}: loading failed: {reason}") from error
     except (SafetensorError, UnpicklingError, EOFError, RuntimeError) as error:
@@ -126,6 +131,7 @@ def load_tokenizer(
             resolved, trust_remote_code=trust_remote_code, **options
         )
     except (OSError, ValueError, ImportError) as error:
+        _refuse_remote_code(error, resolved)
         raise BackboneError(f"base_model {resolved}: cannot load its tokenizer: {error}") from error
     _set_special_tokens(tokenizer, special_tokens or {}, resolved)
     return tokenizer
@@ -217,6 +223,7 @@ def resolve_backbone(name: str, *, trust_remote_code: bool = False) -> tuple[str
             source, trust_remote_code=trust_remote_code, local_files_only=hub_is_unreachable()
         )
     except (OSError, ValueError) as error:
+        _refuse_remote_code(error, source)
         if local is not None:
             raise BackboneError(f"base_model {name}: cannot read config.json: {error}") from error
         # not refused before: the hub may have models of an owner with a local directory
@@ -242,6 +249,21 @@ def resolve_backbone(name: str, *, trust_remote_code: bool = False) -> tuple[str
         ) from error
     check_architecture(config, name)
     return source, config
+
+
+def _refuse_remote_code(error: Exception, name: str) -> None:
+    """Raise BackboneError if `error` is transformers' refusal to run a repository's Python code;
+    return otherwise.
+    """
+    if "`trust_remote_code=True`" not in str(error):
+        return
+    elsewhere = _CODE_OF_ANOTHER.search(str(error))
+    repository = name if elsewhere is None else f"{elsewhere[1]}, which {name} names"
+    raise BackboneError(
+        f"base_model {name}: needs Python code of the repository {repository}. Read that code, and"
+        " allow it by trust_remote_code=true on the command line, trust_remote_code: true in your"
+        " YAML, or load(..., trust_remote_code=True); a run directory's config.yaml cannot allow it"
+    ) from error
 
 
 def quantization_of(model: Any) -> str | None:

@@ -142,7 +142,13 @@ def _finish(
             )
         prompts = prompts_by_conversation(data.prompts, cfg.calibration_tokens, cfg.seed)
         choice = choose_and_save_tree(
-            trainer.recipe, draft, prompts, cfg.calibration_tokens, out, progress
+            trainer.recipe,
+            draft,
+            prompts,
+            cfg.calibration_tokens,
+            out,
+            progress,
+            trust_remote_code=cfg.trust_remote_code,
         )
     if (table := heads_table(validation, choice)) is not None:
         results.print(table)
@@ -182,7 +188,11 @@ def resume_command(trainer: Trainer) -> str:
     local = int(known or (processes if on_one else 0))
     num_gpus = ["--num-gpus", str(processes)] if processes > 1 and local == processes else []
     config = (trainer.whole_run or trainer.output_dir) / CONFIG
-    return shlex.join(["medusa-train", str(config), "resume_from_checkpoint=auto", *num_gpus])
+    # the run's own file cannot allow it
+    trust = ["trust_remote_code=true"] if trainer.trust_remote_code else []
+    return shlex.join(
+        ["medusa-train", str(config), "resume_from_checkpoint=auto", *trust, *num_gpus]
+    )
 
 
 @contextmanager
@@ -262,6 +272,8 @@ def choose_and_save_tree(
     token_budget: int,
     out: Path,
     progress: RunProgress,
+    *,
+    trust_remote_code: bool = False,
 ) -> TreeChoice | None:
     """Choose the tree on greedy answers to prompts, and write it with their traces.
 
@@ -293,7 +305,8 @@ def choose_and_save_tree(
             style="yellow",
         )
         return None
-    choice.save(out, traced, resolve_model(str(out), None, None))
+    paths = resolve_model(str(out), None, None, trust_remote_code=trust_remote_code)
+    choice.save(out, traced, paths)
     return choice
 
 

@@ -115,6 +115,7 @@ def build_trainer(
         used |= {"lora_r": lora.r, "lora_alpha": lora.lora_alpha, "lora_dropout": lora.lora_dropout}
     loggers = _open_loggers(cfg.model_copy(update=used), state, plan, progress, world)
     return Trainer(
+        trust_remote_code=cfg.trust_remote_code,
         recipe=recipe,
         draft=draft,
         objective=_build_objective(cfg, draft, recipe.joint),

@@ -107,6 +107,8 @@ class Trainer:
         max_nonfinite_steps: maximum number of NaN/Inf steps to skip before aborting.
         world, progress: the processes, and what is shown.
         whole_run: run directory of the two-stage run whose stage one this is.
+        trust_remote_code: whether the user allowed the repository's code, for the command that
+            resumes.
     """
 
     recipe: BackboneRecipe
@@ -127,6 +129,7 @@ class Trainer:
     world: World = SINGLE_PROCESS
     progress: RunProgress = field(default_factory=lambda: RunProgress(Console(quiet=True)))
     whole_run: Path | None = None
+    trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
         self._resumable_best = self.state.best_step

@@ -63,12 +63,22 @@ def test_a_run_gives_backbone_heads_tree_and_template(tmp_path: Path) -> None:
     assert resolve_model(str(run / "heads"), None, None) == paths
 
 
-def test_a_run_may_trust_its_own_backbones_code_and_no_other(tmp_path: Path) -> None:
+def test_a_run_never_allows_code_and_says_so(tmp_path: Path) -> None:
     run = str(fake_run(tmp_path / "run", trust_remote_code=True))
-    assert resolve_model(run, None, None).trust_remote_code
-    assert not resolve_model(run, "other/model", None).trust_remote_code
-    assert resolve_model(run, "other/model", None, trust_remote_code=True).trust_remote_code
-    assert not resolve_model(str(fake_run(tmp_path / "plain")), None, None).trust_remote_code
+    paths = resolve_model(run, None, None)
+    assert not paths.trust_remote_code
+    note = paths.remote_code_note or ""
+    assert "config.yaml" in note
+    assert "some/model" in note
+    assert "trust_remote_code=true" in note
+    allowed = resolve_model(run, None, None, trust_remote_code=True)
+    assert allowed.trust_remote_code
+    assert allowed.remote_code_note is None
+    other = resolve_model(run, "other/model", None)
+    assert not other.trust_remote_code
+    assert other.remote_code_note is None
+    plain = resolve_model(str(fake_run(tmp_path / "plain")), None, None)
+    assert plain.remote_code_note is None
 
 
 @pytest.mark.parametrize(

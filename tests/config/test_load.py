@@ -300,3 +300,21 @@ def test_an_override_replaces_the_other_form_of_its_key(
     cfg = load_config(TrainConfig, write(tmp_path, f"{GOOD}{written}\n"), [override])
     assert not getattr(cfg, dropped)
     assert cfg.ignored == (dropped,)
+
+
+_SOME_DATA = ["datasets=[{path: d.jsonl}]"]
+
+
+def test_a_runs_own_file_cannot_allow_code_but_its_user_can(tmp_path: Path) -> None:
+    (tmp_path / "own.yaml").write_text("base_model: m\ntrust_remote_code: true\n")
+    assert load_config(TrainConfig, tmp_path / "own.yaml", _SOME_DATA).trust_remote_code
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").touch()
+    (run / "config.yaml").write_text("base_model: m\ntrust_remote_code: true\n")
+    refused = load_config(TrainConfig, run / "config.yaml", _SOME_DATA)
+    assert not refused.trust_remote_code
+    assert "trust_remote_code" in refused.ignored
+    allowed = load_config(TrainConfig, run / "config.yaml", [*_SOME_DATA, "trust_remote_code=true"])
+    assert allowed.trust_remote_code
+    assert "trust_remote_code" not in allowed.ignored

@@ -1,5 +1,6 @@
 """Files of a model that were not copied or downloaded completely."""
 
+import json
 import shutil
 from pathlib import Path
 from unittest.mock import Mock
@@ -11,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from medusa_train.errors import BackboneError, CheckpointError
 from medusa_train.models import loading
-from medusa_train.models.loading import load_backbone, loading_options
+from medusa_train.models.loading import load_backbone, loading_options, resolve_backbone
 from medusa_train.models.lora import Adapter, LoraSpec
 from tests.evaluation.tiny_model import write_backbone
 from tests.families import random_backbone
@@ -144,3 +145,16 @@ def test_every_loaded_model_is_probed(whole: Path, monkeypatch: pytest.MonkeyPat
     )
     with pytest.raises(BackboneError, match="probed"):
         load_backbone(str(whole))
+
+
+def test_code_of_a_repository_needs_the_user_and_the_message_names_it(tmp_path: Path) -> None:
+    ran = tmp_path / "ran"
+    (tmp_path / "evil.py").write_text(f"open({str(ran)!r}, 'w')\nclass Evil: pass\n")
+    for reference, named in (("evil.Evil", str(tmp_path)), ("own/er--evil.Evil", "own/er")):
+        config = {"model_type": "evil", "auto_map": {"AutoConfig": reference}}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(BackboneError) as error:
+            resolve_backbone(str(tmp_path))
+        assert f"Python code of the repository {named}" in str(error.value)
+        assert "trust_remote_code=true" in str(error.value)
+        assert not ran.exists()
