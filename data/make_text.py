@@ -1,18 +1,18 @@
-"""Generate SmolLM2's training text with medusa-selfdistill, and select the part that is shipped.
+"""Generate a model's training text with medusa-selfdistill, and select the part that is shipped.
 
-    python data/smollm2/make_text.py --out runs/smollm2_text            # days on two cores; continues after any stop
-    python data/smollm2/make_text.py --out runs/smollm2_text --select   # of what is there: text.jsonl.gz and others
+    python data/make_text.py smollm2 --out runs/smollm2_text            # days on two cores; continues after any stop
+    python data/make_text.py smollm2 --out runs/smollm2_text --select   # of what is there: text.jsonl.gz and others
 
-`make smollm2-text` does the first. text.yaml lists the runs. Written to --out:
+`make smollm2-text` and `make qwen-text` do the first. NAME/text.yaml lists the runs. Written to --out:
 
 - a file of each run, as medusa-selfdistill writes it. Looping answers are dropped, those cut by the
   limit are kept.
 - text.jsonl.gz: all conversations without near-duplicates, in random order.
-- smollm2.jsonl.gz: the first of these, as many as --tokens says: data/selfdistill/smollm2.jsonl.gz.
-  Its second part, smollm2_more.jsonl.gz, has answers of later runs (templates from the 3,000th on,
+- NAME.jsonl.gz: the first of these, as many as --tokens says: data/selfdistill/NAME.jsonl.gz.
+  smollm2_more.jsonl.gz, a second part, has answers of later runs (templates from the 3,000th on,
   further questions of the model).
-- smollm2_validation.jsonl.gz: answers to the validation prompts:
-  data/selfdistill/smollm2_validation.jsonl.gz.
+- NAME_validation.jsonl.gz: answers to the validation prompts:
+  data/selfdistill/NAME_validation.jsonl.gz.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ from typing import Any
 import yaml
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
-MODEL = "models/smollm2-135m-instruct"
+ROOT = HERE.parent
 PROMPT_COUNT = 18000  # of templates; at least what text.yaml answers
 FOLLOW_UP = 3  # every third of the model's own questions has a second turn
 MIN_CHARS = 20  # of a question
@@ -63,17 +62,20 @@ def write_lines(path: Path, records: Iterable[Record]) -> None:
 # Which prompts does a run answer?
 
 
-def read_prompts(plan: Record, out: Path) -> dict[str, list[Record]]:
-    """Return the prompts of each kind, the model's own questions as far as they are written."""
+def read_prompts(plan: Record, out: Path, name: str = "smollm2") -> dict[str, list[Record]]:
+    """Return the prompts of each kind for the model of folder `name`, the model's own questions as
+    far as they are written.
+    """
     templates = out / "templates.jsonl"
     if not templates.exists():
-        script = [sys.executable, str(HERE / "make_prompts.py"), "--count", str(PROMPT_COUNT)]
+        count = str(plan.get("templates", PROMPT_COUNT))
+        script = [sys.executable, str(HERE / "make_prompts.py"), name, "--count", count]
         subprocess.run([*script, "--output", str(templates)], check=True)
-    by_hand = (HERE / "validation_prompts.txt").read_text(encoding="utf-8").splitlines()[1:]
+    by_hand = (HERE / name / "validation_prompts.txt").read_text(encoding="utf-8").splitlines()[1:]
     validation = [
         conversation(f"validation-{n:03d}", line.split(" | ")) for n, line in enumerate(by_hand)
     ]
-    phrases = yaml.safe_load((HERE / "prompts.yaml").read_text(encoding="utf-8"))
+    phrases = yaml.safe_load((HERE / name / "prompts.yaml").read_text(encoding="utf-8"))
     plain = [turn for turn in phrases["follow_ups"] if "{" not in turn]
     questions = own_questions(read_lines(out / "questions.jsonl"), plain)
     held_out = plan["validation"]["questions"]
@@ -117,7 +119,7 @@ def generate(plan: Record, out: Path, arguments: argparse.Namespace) -> None:
         if "questions" in run:
             options = plan["questions"]
             mode = ["--mode", "questions", "--limit", str(run["questions"])]
-            distill(out / "questions.jsonl", arguments, options, *mode)
+            distill(out / "questions.jsonl", plan["model"], arguments, options, *mode)
             continue
         kind = run["prompts"]
         options = {
@@ -125,7 +127,7 @@ def generate(plan: Record, out: Path, arguments: argparse.Namespace) -> None:
             "temperature": plan["validation"]["temperature"],
             **run,
         }
-        prompts = read_prompts(plan, out)[kind]
+        prompts = read_prompts(plan, out, arguments.name)[kind]
         if kind == "validation":
             name = kind
         else:
@@ -140,6 +142,7 @@ def generate(plan: Record, out: Path, arguments: argparse.Namespace) -> None:
         write_lines(out / f"{name}.prompts.jsonl", prompts)
         distill(
             out / f"{name}.jsonl",
+            plan["model"],
             arguments,
             options,
             "--prompts",
@@ -148,7 +151,9 @@ def generate(plan: Record, out: Path, arguments: argparse.Namespace) -> None:
         )
 
 
-def distill(output: Path, arguments: argparse.Namespace, options: Record, *more: str) -> None:
+def distill(
+    output: Path, model: str, arguments: argparse.Namespace, options: Record, *more: str
+) -> None:
     """Call medusa-selfdistill in the directory of `output`; end this command with its exit code if
     it fails.
     """
@@ -164,7 +169,7 @@ def distill(output: Path, arguments: argparse.Namespace, options: Record, *more:
         "-m",
         "medusa_train.cli.selfdistill",
         "--model",
-        MODEL,
+        str(ROOT / model),
         "--output",
         output.name,
     ]
@@ -215,7 +220,7 @@ def supervised_tokens(record: Record) -> int:
     return sum(record["token_counts"]["completion"]) + record["finish_reasons"].count("stop")
 
 
-def write_selection(out: Path, tokens: int) -> None:
+def write_selection(out: Path, tokens: int, name: str = "smollm2") -> None:
     """Write the whole text, the shipped part and the validation text of what is generated so far."""
     validation = read_lines(out / "validation.jsonl")
     records = [
@@ -233,8 +238,8 @@ def write_selection(out: Path, tokens: int) -> None:
             break
         part.append(record)
         counted += supervised_tokens(record)
-    for name, chosen in {"text": text, "smollm2": part, "smollm2_validation": validation}.items():
-        path = out / f"{name}.jsonl.gz"
+    for file, chosen in {"text": text, name: part, f"{name}_validation": validation}.items():
+        path = out / f"{file}.jsonl.gz"
         write_lines(path, map(shipped, chosen))
         total = sum(map(supervised_tokens, chosen))
         print(
@@ -251,6 +256,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("name", choices=["smollm2", "qwen_coder"], help="folder of text.yaml")
     parser.add_argument("--out", type=Path, required=True, help="directory of the text")
     parser.add_argument(
         "--select", action="store_true", help="generate nothing, select from what is there"
@@ -264,10 +270,10 @@ def main() -> None:
     arguments = parser.parse_args()
     out = arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    plan = yaml.safe_load((HERE / "text.yaml").read_text(encoding="utf-8"))
+    plan = yaml.safe_load((HERE / arguments.name / "text.yaml").read_text(encoding="utf-8"))
     if not arguments.select:
         generate(plan, out, arguments)
-    write_selection(out, arguments.tokens)
+    write_selection(out, arguments.tokens, arguments.name)
 
 
 if __name__ == "__main__":

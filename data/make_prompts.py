@@ -1,6 +1,7 @@
-"""Write conversations (user turns only) to prompt SmolLM2 with, composed from prompts.yaml.
+"""Write conversations (user turns only) to prompt a model with, composed from its prompts.yaml.
 
-    python data/smollm2/make_prompts.py --count 6000 --output runs/smollm2_prompts.jsonl
+    python data/make_prompts.py smollm2 --count 6000 --output runs/smollm2_prompts.jsonl
+    python data/make_prompts.py qwen_coder --output runs/qwen_coder_prompts.jsonl
 
 Every third conversation of a category has a follow-up turn. No first turn occurs twice, and none is
 in the bench. The same seed gives the same file on every Python.
@@ -21,7 +22,8 @@ from typing import Any
 import yaml
 
 HERE = Path(__file__).resolve().parent
-BENCH = HERE.parent / "bench" / "smollm2" / "question.jsonl"
+ROOT = HERE.parent
+FENCE = "```"  # around code
 SLOT = re.compile(r"\{([a-z]+)(\d?)\}")
 NUMBER = re.compile(r"\{n:(\d+):(\d+)\}")
 FOLLOW_UP = 3  # every third conversation of a category has a second turn
@@ -43,14 +45,23 @@ def fill(template: str, slots: dict[str, list[str]], chosen: dict[str, str], rng
     while SLOT.search(text):  # entries may have slots themselves
         text = SLOT.sub(entry, text)
     text = NUMBER.sub(lambda match: str(rng.randint(int(match[1]), int(match[2]))), text)
+    parts = text.split(FENCE)
+    parts[::2] = [correct_prose(prose) for prose in parts[::2]]
+    return FENCE.join(parts).strip()
+
+
+def correct_prose(text: str) -> str:
+    """Write "an" before a vowel and a capital at the beginning of a sentence; not for code."""
     text = re.sub(r"\b([Aa]) (?=[aeio])(?!one\b)", r"\1n ", text)
     return re.sub(r"(^|[.?!] )([a-z])", lambda match: match[1] + match[2].upper(), text)
 
 
 def make_prompts(
-    count: int, seed: int, phrases: dict[str, Any], excluded: set[str]
+    count: int, seed: int, phrases: dict[str, Any], excluded: set[str], name: str = "smollm2"
 ) -> list[dict[str, Any]]:
-    """Return `count` conversations in ShareGPT form; the categories take turns."""
+    """Return `count` conversations in ShareGPT form, with `name` in their ids; the categories take
+    turns.
+    """
     categories = list(phrases["categories"])
     records: list[dict[str, Any]] = []
     seen = set(excluded)
@@ -74,29 +85,32 @@ def make_prompts(
         if (number // len(categories)) % FOLLOW_UP == FOLLOW_UP - 1:
             turns.append(fill(rng.choice(phrases["follow_ups"]), phrases["slots"], chosen, rng))
         human = [{"from": "human", "value": text} for text in turns]
-        records.append(
-            {"id": f"smollm2-{number:05d}", "category": category, "conversations": human}
-        )
+        records.append({"id": f"{name}-{number:05d}", "category": category, "conversations": human})
     return records
+
+
+def read_bench(path: Path) -> set[str]:
+    """Return the user's turns of a question file."""
+    turns: set[str] = set()
+    for line in path.read_text(encoding="utf-8").splitlines():
+        turns.update(json.loads(line)["turns"])
+    return turns
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("name", choices=["smollm2", "qwen_coder"], help="folder of prompts.yaml")
     parser.add_argument(
         "--count", type=int, default=6000, help="number of conversations (default 6000)"
     )
     parser.add_argument("--seed", type=int, default=0, help="random seed (default 0)")
     parser.add_argument("--output", type=Path, required=True)
     arguments = parser.parse_args()
-    phrases = yaml.safe_load((HERE / "prompts.yaml").read_text(encoding="utf-8"))
-    bench = {
-        turn
-        for line in BENCH.read_text(encoding="utf-8").splitlines()
-        for turn in json.loads(line)["turns"]
-    }
-    records = make_prompts(arguments.count, arguments.seed, phrases, bench)
+    phrases = yaml.safe_load((HERE / arguments.name / "prompts.yaml").read_text(encoding="utf-8"))
+    bench = read_bench(ROOT / phrases["bench"])
+    records = make_prompts(arguments.count, arguments.seed, phrases, bench, arguments.name)
     lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     arguments.output.write_text("".join(lines), encoding="utf-8")
