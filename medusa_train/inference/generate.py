@@ -17,6 +17,7 @@ from medusa_train.inference.accept import Accepted, Rule
 from medusa_train.inference.step import Steps, proposal_limits
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Proposer
+from medusa_train.models.hf_config import length_dependent_rope
 from medusa_train.trees.slots import Slots
 from medusa_train.trees.tree import Tree
 
@@ -69,6 +70,8 @@ class Decoder:
             trees themselves.
         slots: memory for keys and values; by default the decoder allocates its own and reuses it
             between answers. Decoders that answer in turns may share it.
+        continues: read only what is new of a prompt that begins with the text of the last answer,
+            as the turns of a chat do. Off by default: measured answers all begin from nothing.
 
     Raises:
         MedusaError: the tree is deeper than the draft has heads, or wider than its vocabulary.
@@ -80,12 +83,17 @@ class Decoder:
         draft: Proposer | None = None,
         tree: Tree | None = None,
         slots: Slots | None = None,
+        continues: bool = False,
     ) -> None:
         self.backbone = backbone
         self.draft = draft
         self.tree = check_tree(backbone, draft, tree)
+        # keys of a shorter text would have other angles
+        self._continues = continues and length_dependent_rope(backbone.config) is None
         self._slots = slots
         self._steps: Steps | None = None
+        # what the slots hold: prompt and answer, without the last token
+        self._text: list[int] = []
         # started so far; tells an abandoned stream that its memory is in use again
         self._answers = 0
 
@@ -141,10 +149,10 @@ class Decoder:
         # torch's decorator would need torch to close an abandoned stream, at the interpreter's end
         # too
         with torch.inference_mode():
-            steps = self._begin(len(prompt) + limit)
+            steps, known = self._begin(prompt, limit)
             self._answers += 1
             answer = self._answers
-            (root,) = steps.prefill([prompt], rule, generators)
+            (root,) = steps.prefill([prompt], rule, generators, known)
         yield Step([root], 0)
 
         text = list(prompt)  # whose last token precedes the root
@@ -154,30 +162,50 @@ class Decoder:
                 raise MedusaError(
                     "another answer was started on this decoder; it holds one at a time"
                 )
+            self._text = []  # in a step that fails or is interrupted, slots hold parts of two texts
             with torch.inference_mode():
                 if count == 1:
                     steps.start_draft()
                 path, tokens = step_single(self.backbone, steps, text, root, rule, generators)
             text += tokens[:-1]
+            self._text = text
             new = truncate_at_stop(tokens[1:], stops, limit - count)
             count += len(new)
             root = new[-1]
             yield Step(new, min(len(path) - 1, len(new)))
 
-    def _begin(self, positions: int) -> Steps:
-        """Return steps without rows, with room for a row of `positions` positions and its tree.
+    def _begin(self, prompt: list[int], limit: int) -> tuple[Steps, int]:
+        """Return steps without rows, with room for the prompt, `limit` tokens and their tree, and
+        how many positions of the prompt their slots hold.
 
         Memory of an earlier answer is used again if it is large enough.
         """
-        capacity = positions + proposal_limits(self.draft, self.tree).size + 1
+        capacity = len(prompt) + limit + proposal_limits(self.draft, self.tree).size + 1
         if self._slots is None or self._slots.capacity < capacity:
             self._slots = self.backbone.new_slots(capacity)
         if self._steps is None or self._steps.slots is not self._slots:
             self._steps = Steps(self.backbone, self.draft, self.tree, self._slots)
-        self._steps.reset()
+        known = self._known_positions(prompt, self._steps.committed)
+        self._text = []
+        self._steps.reset(known)
         if not self._steps.is_replayed:  # graphs are captured for buffers that double
             self._steps.make_room(1, capacity)
-        return self._steps
+        return self._steps, known
+
+    def _known_positions(self, prompt: list[int], committed: int) -> int:
+        """Return how many positions of a prompt the slots hold from the last answer.
+
+        The last of the common tokens is read again: what a draft keeps of a position depends on the
+        token after it, too.
+        """
+        if not self._continues:
+            return 0
+        common = 0
+        for token, held in zip(prompt, self._text, strict=False):
+            if token != held:
+                break
+            common += 1
+        return max(0, min(common - 1, committed))
 
     @torch.inference_mode()
     def capture(self, positions: int) -> None:
@@ -185,6 +213,7 @@ class Decoder:
         prompt's included.
         """
         if self._steps is not None:
+            self._text = []
             self._steps.reset()
             self._steps.capture(1, positions + self.tree.size + 1)
 

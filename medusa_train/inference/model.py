@@ -117,7 +117,8 @@ class Model:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         self.backbone = backbone
-        self._decoder = Decoder(backbone, draft, tree)
+        # turns of a chat: the text so far is not read again
+        self._decoder = Decoder(backbone, draft, tree, continues=True)
         self._template = chat_template
         self._template_kwargs = chat_template_kwargs
         self._chat: ChatEncoder | None = None

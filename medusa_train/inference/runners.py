@@ -17,7 +17,7 @@ import torch
 
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.compiled import round_up_to_block
-from medusa_train.models.hf_config import has_experts
+from medusa_train.models.hf_config import has_experts, length_dependent_rope
 from medusa_train.models.precision import is_out_of_memory
 
 _log = logging.getLogger(__name__)
@@ -221,8 +221,7 @@ def graph_obstacle(model: Any) -> str | None:
     None: it can.
     """
     config = model.config.get_text_config()
-    rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
-    if rope_type in ("dynamic", "longrope"):
+    if (rope_type := length_dependent_rope(config)) is not None:
         return f"changes its rotary angles with the length ({rope_type})"
     if has_experts(config):
         return "routes tokens to experts"

@@ -113,6 +113,7 @@ class Steps:
         self._graphs: dict[Hashable, Replayable] = {}
         num_caches = 0 if self._draft is None else self._draft.num_caches
         self._draft_slots = [slots.like(1) for _ in range(num_caches)]
+        self._resets = slots.resets
         self._root = Tree.empty().to(backbone.device)
         # computed here: it copies from the host, which is not possible in a CUDA graph
         _ = self._tree.by_level
@@ -153,14 +154,21 @@ class Steps:
 
     # Rows join and leave
 
-    def reset(self) -> None:
-        """Drop all rows, and keep the memory."""
+    def reset(self, known: int = 0) -> None:
+        """Drop all rows, and keep the memory.
+
+        Args:
+            known: positions of the first row, at most `committed`, that a `prefill` continues.
+        """
         self._starts = []
         self._paths = []
         self._rows = []
         self._prompts = None
+        if known:
+            return
         for slots in self._all_slots:
             slots.reset()
+        self._resets = self.slots.resets
 
     def make_room(self, rows: int, positions: int) -> None:
         """Allocate memory for `rows` active rows of up to `positions` positions, and move what
@@ -259,8 +267,11 @@ class Steps:
 
     @property
     def committed(self) -> int:
-        """Positions of the first row that its slots and the draft's hold for good."""
-        return self._starts[0] if self._starts else 0
+        """Positions of the first row that its slots and the draft's hold for good; 0 after other
+        steps used the same slots.
+        """
+        is_ours = self.slots.resets == self._resets
+        return self._starts[0] if self._starts and is_ours else 0
 
     # A step
 

@@ -108,6 +108,19 @@ def rope_switch(config: Any) -> int | None:
     )
 
 
+def length_dependent_rope(config: Any) -> str | None:
+    """Return the rope type of a model whose rotary angles change with the length of the text; None
+    for other models.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    # models with windows name the parameters of each layer type
+    by_layer_type = [value for value in rope.values() if isinstance(value, dict)]
+    for parameters in [rope, *by_layer_type]:
+        if parameters.get("rope_type") in ("dynamic", "longrope"):
+            return str(parameters["rope_type"])
+    return None
+
+
 def has_experts(config: Any) -> bool:
     """Return whether the model is a mixture of experts, where rounding may route a token to another
     expert.

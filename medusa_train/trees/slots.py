@@ -43,12 +43,15 @@ class Slots:
 
     Attributes:
         rows: allocated rows.
+        resets: how often all was dropped so far. Those who share the slots see by it whether what
+            they wrote is still there.
     """
 
     def __init__(self, num_layers: int, capacity: int, block: int = KEY_BLOCK) -> None:
         self.capacity = -(-capacity // block) * block
         self.block = block
         self.rows = 1
+        self.resets = 0
         self._num_layers = num_layers
         self._reserved = 0
         self._storage: Tensor | None = None
@@ -103,6 +106,7 @@ class Slots:
 
     def reset(self) -> None:
         """Return to the first buffer; what is stored no longer counts."""
+        self.resets += 1
         self._reserved = 0
         if self._buffers:
             self._storage = self._buffers[min(self._buffers)]
