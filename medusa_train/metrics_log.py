@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 
 from rich.console import Console
 
+from medusa_train.console_streams import failed_streams
 from medusa_train.io import JsonLinesFile, complete_lines, replace_bytes, write_failure
 from medusa_train.progress import RunProgress
 
@@ -76,6 +77,7 @@ class MetricsFile(MetricLogger):
     """Appends records to `metrics.jsonl`, one JSON object per line, each written at once.
 
     Lines that cannot be written (disk full) are kept and written, in order, with the next record.
+    Where stdout or stderr cannot be written, one record of kind "console" says so.
 
     `truncate_log` removes the lines that a run resumed after `step` will write again.
     """
@@ -92,17 +94,32 @@ class MetricsFile(MetricLogger):
         self._file = JsonLinesFile(path)
         self._warn = warn
         self._warned = False
+        self._step = step
+        self._told_of_console = False
 
     def log(self, record: Record) -> None:
         """Write one line."""
-        self._try(lambda: self._file.append({**record, "time": round(time.time(), 3)}))
+        self._step = record["step"]
+        self._append(record)
+        self._tell_of_console()
 
     def close(self) -> None:
         """Write what is pending and close the file."""
+        self._tell_of_console()
         self._try(self._file.flush)
         if lost := self._file.pending_lines:
             self._warn(f"{self._file.path}: the last {lost} lines could not be written")
         self._file.close()
+
+    def _append(self, record: Record) -> None:
+        self._try(lambda: self._file.append({**record, "time": round(time.time(), 3)}))
+
+    def _tell_of_console(self) -> None:
+        """Say once that the console cannot be written: nobody else can."""
+        failures = failed_streams()
+        if failures and not self._told_of_console:
+            self._told_of_console = True
+            self._append({"kind": "console", "step": self._step, "failed": failures})
 
     def _try(self, write: Callable[[], None]) -> None:
         try:

@@ -25,6 +25,7 @@ from rich.console import Console
 
 from medusa_train.config.load import load_config
 from medusa_train.config.types import Config
+from medusa_train.console_streams import console_streams, failed_streams
 from medusa_train.errors import ConfigError, MedusaError, Terminated, signal_exit_code
 from medusa_train.io import installed_version
 
@@ -49,18 +50,9 @@ _QUIET = {
 }
 
 
-class _ErrorConsole(Console):
-    """Falls silent where nobody reads it any more: Ctrl-C ends `| tee` too, and the run has to be
-    saved.
-    """
-
-    def on_broken_pipe(self) -> None:
-        self.quiet = True
-
-
 def error_console() -> Console:
     """Return a console on stderr, for errors, notes and progress."""
-    return _ErrorConsole(markup=False, emoji=False, stderr=True, highlight=False, soft_wrap=True)
+    return Console(markup=False, emoji=False, stderr=True, highlight=False, soft_wrap=True)
 
 
 def output_console(**options: Any) -> Console:
@@ -145,29 +137,28 @@ def run_command(command: Callable[P, int | None]) -> Callable[P, None]:
     """Decorate a command so that its result is the exit code, and errors of users end it with a
     message and a code.
 
-    Other exceptions are bugs and propagate. The signature is kept for typer.
+    Other exceptions are bugs and propagate. What cannot be printed is dropped (`console_streams`),
+    and named at the end where the other stream can be written. The signature is kept for typer.
     """
 
     @functools.wraps(command)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> None:
         if os.name == "nt":
             sys.exit("error: Windows is not supported; use WSL (Linux in Windows)")
-        quiet_libraries()
         if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
             # a name that the terminal's encoding lacks is no error
             sys.stdout.reconfigure(errors="replace")
-        try:
-            code = command(*args, **kwargs) or 0
-        except BrokenPipeError:
-            # the reader of stdout has exited (`medusa-eval ... | head`)
-            sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (the interpreter flushes it at exit)
-            code = 1
-        except (Exception, KeyboardInterrupt) as error:
-            explained = _explain(error)
-            if explained is None or _debugging():
-                raise
-            code, message = explained
-            print_error(message)
+        with console_streams():
+            quiet_libraries()
+            try:
+                code = command(*args, **kwargs) or 0
+            except (Exception, KeyboardInterrupt) as error:
+                explained = _explain(error)
+                if explained is None or _debugging():
+                    raise
+                code, message = explained
+                print_error(message)
+            report_failed_streams()
         if code:
             sys.exit(code)
 
@@ -197,6 +188,18 @@ def print_error(message: str) -> None:
     console = error_console()
     console.print("error: ", style="bold red", end="")
     console.print(message)
+
+
+def report_failed_streams() -> None:
+    """Name a stream that could not be written, on the other one; of a closed pipe
+    (`medusa-eval ... | head`) say nothing.
+    """
+    sys.stdout.flush()
+    for failure in failed_streams():
+        if failure.endswith(os.strerror(errno.EPIPE)):
+            continue
+        other = error_console() if failure.startswith("stdout") else output_console()
+        other.print(f"{failure}; what was printed there is incomplete", soft_wrap=True)
 
 
 def quiet_libraries() -> None:

@@ -17,7 +17,7 @@ from typing import NoReturn
 from rich.console import Console
 
 from medusa_train.checkpoint.run_directory import check_inputs, check_output_dir
-from medusa_train.cli.common import print_error, split_arguments
+from medusa_train.cli.common import print_error, report_failed_streams, split_arguments
 from medusa_train.config.load import load_config
 from medusa_train.config.schema import TrainConfig
 from medusa_train.errors import ConfigError, MedusaError
@@ -236,6 +236,7 @@ def exit_now(code: int) -> NoReturn:
     the launcher kills processes that are still cleaning up when the first one has exited after an
     interruption, and reports a failure.
     """
+    report_failed_streams()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

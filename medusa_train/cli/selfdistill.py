@@ -18,6 +18,7 @@ from medusa_train.cli.common import (
     with_keys,
 )
 from medusa_train.config.schema import SelfDistillConfig
+from medusa_train.console_streams import printed_all
 from medusa_train.errors import DataError
 from medusa_train.progress import RunProgress
 
@@ -241,7 +242,7 @@ def _preview(cfg: SelfDistillConfig, prompts: list[Prompt], console: Console) ->
     for title, text in preview(cfg, prompts):
         console.rule(title, align="left")
         console.print(text)
-    return 0
+    return printed_all()
 
 
 if __name__ == "__main__":

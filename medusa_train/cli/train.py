@@ -20,6 +20,7 @@ from medusa_train.cli.launch import check_and_launch, exit_now, run_worker, trai
 from medusa_train.config.docs import TITLE, format_config, schema_text
 from medusa_train.config.load import stage_one_config
 from medusa_train.config.schema import TrainConfig
+from medusa_train.console_streams import printed_all
 from medusa_train.training.process_info import process_info_from_env
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich")
@@ -114,11 +115,12 @@ def train(
     """Load the configuration, check the inputs, and train."""
     if schema:
         print(schema_text(TrainConfig, TITLE), end="")
-        return 0
+        return printed_all()
     if doctor:
         from medusa_train.cli.doctor import doctor as examine
 
-        return examine((lambda: read_arguments(TrainConfig, arguments)) if arguments else None)
+        code = examine((lambda: read_arguments(TrainConfig, arguments)) if arguments else None)
+        return code or printed_all()
     flags["resume_from_checkpoint"] = resume
     process, only_print = process_info_from_env(), inspect or print_config
     if process is not None and process.rank > 0:
@@ -132,7 +134,7 @@ def train(
         print(format_config(cfg), end="")
         if (first := stage_one_config(cfg)) is not None:
             print(f"\n# stage one:\n{indent(format_config(first), '# ')}", end="")
-        return 0
+        return printed_all()
     console = error_console()
     path, _ = split_arguments(arguments or [])
     for line in headline(cfg, str(path) if path else "command line"):
@@ -149,7 +151,7 @@ def train(
     if inspect:
         from medusa_train.training.inspect import inspect_run
 
-        return inspect_run(cfg, console, results)
+        return inspect_run(cfg, console, results) or printed_all()
     if process is not None:
         code = train_distributed(process, cfg, console, results)
     else:

@@ -216,6 +216,24 @@ def test_two_processes_by_one_command(config_file, tmp_path):
 
 @pytest.mark.slow
 @needs_compiler
+def test_two_processes_train_on_where_nothing_can_be_printed(config_file, tmp_path):
+    command = [sys.executable, "-m", "medusa_train.cli.train", str(config_file), "--num-gpus", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with open("/dev/full", "w") as full:
+        run = subprocess.run(
+            command, cwd=PROJECT_ROOT, env=environment, stdout=full, stderr=full, timeout=900
+        )
+    assert run.returncode == 0
+    assert (tmp_path / "run" / "heads" / "medusa_lm_head.safetensors").exists()
+    records = metrics(tmp_path / "run")
+    assert [record["step"] for record in records if record["kind"] == "train"] == [1, 2, 3]
+    assert [record["failed"] for record in records if record["kind"] == "console"] == [
+        ["stderr: No space left on device"]
+    ]
+
+
+@pytest.mark.slow
+@needs_compiler
 def test_sigterm_to_the_command_saves_in_all_processes(config_file, tmp_path):
     run = start(
         config_file, "--num-gpus", 2, "max_steps=100000", "num_epochs=1", "save_steps=100000"
