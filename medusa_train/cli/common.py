@@ -28,11 +28,11 @@ from medusa_train.config.types import Config
 from medusa_train.console_streams import console_streams, failed_streams
 from medusa_train.errors import ConfigError, MedusaError, Terminated, signal_exit_code
 from medusa_train.io import installed_version
+from medusa_train.training.signals import signals_as_interrupts
 
 P = ParamSpec("P")
 C = TypeVar("C", bound=Config)
 
-EXIT_INTERRUPTED = 130
 #: Width of tables where the output is not a terminal.
 PIPE_WIDTH = 120
 
@@ -148,7 +148,7 @@ def run_command(command: Callable[P, int | None]) -> Callable[P, None]:
         if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
             # a name that the terminal's encoding lacks is no error
             sys.stdout.reconfigure(errors="replace")
-        with console_streams():
+        with console_streams(), signals_as_interrupts():
             quiet_libraries()
             try:
                 code = command(*args, **kwargs) or 0

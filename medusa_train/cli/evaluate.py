@@ -30,6 +30,7 @@ from medusa_train.config.paths import expand_user, looks_like_path, resolve_path
 from medusa_train.config.schema import EvalConfig
 from medusa_train.errors import BackboneError, ConfigError
 from medusa_train.progress import RunProgress
+from medusa_train.training.signals import signals_by_default
 
 if TYPE_CHECKING:
     from medusa_train.evaluation.questions import Bench
@@ -197,11 +198,8 @@ def _measure_servers(cfg: EvalConfig, bench: Bench, progress: RunProgress) -> No
     progress.print(f"medusa-eval: {what}{versus}; {asked}; concurrency {counts}")
     with progress.phase("importing torch and transformers", ticking=True):
         from medusa_train.server_bench.run import measure_servers
-        from medusa_train.training.signals import sigterm_as_interrupt
     command = shlex.join(["medusa-eval", *sys.argv[1:]])
-    # servers are stopped at SIGTERM and when the terminal is closed, too
-    with sigterm_as_interrupt():
-        _print_paths(progress.console, measure_servers(cfg, bench, paths, command, progress))
+    _print_paths(progress.console, measure_servers(cfg, bench, paths, command, progress))
 
 
 def _chat(cfg: EvalConfig, paths: ModelPaths, console: Console) -> None:
@@ -221,7 +219,8 @@ def _chat(cfg: EvalConfig, paths: ModelPaths, console: Console) -> None:
     model = open_model(paths, cfg.dtype, compiled=cfg.compile is True)
     if (ends := model.backbone.stop_tokens.describe(model.backbone.tokenizer)) is not None:
         console.print(ends, markup=False, highlight=False)
-    Chat(model, console, cfg.max_new_tokens, **options).run()
+    with signals_by_default():
+        Chat(model, console, cfg.max_new_tokens, **options).run()
 
 
 def _compare(names: list[str], bench: str | None, output_dir: str | None) -> None:

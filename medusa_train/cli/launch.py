@@ -22,7 +22,7 @@ from medusa_train.config.load import load_config
 from medusa_train.config.schema import TrainConfig
 from medusa_train.errors import ConfigError, MedusaError
 from medusa_train.training.process_info import ProcessInfo, free_port
-from medusa_train.training.signals import leave_terminal, stop_signals
+from medusa_train.training.signals import StopSignals, leave_terminal, stop_signals
 
 #: Exit codes of medusa-train; any other code of the launcher means failure.
 _EXIT_CODES = (0, 1, 2, 130, 143)
@@ -115,20 +115,23 @@ def _first_visible(visible: str, count: int) -> str:
 
 @contextlib.contextmanager
 def _forward_signals(process: subprocess.Popen[bytes], *, remote: bool) -> Iterator[list[int]]:
-    """Forward Ctrl-C, SIGTERM and SIGHUP to the training processes; the launcher would kill them
-    instead.
+    """Forward Ctrl-C, SIGTERM and SIGHUP to the training processes, which tell a repetition from a
+    request of its own; the launcher would kill them instead.
     """
     received: list[int] = []
+    signals = StopSignals()
 
     def forward(number: int, frame: FrameType | None) -> None:
         received.append(number)
+        repeats = signals.repeats(number)
         if number == signal.SIGHUP:
             leave_terminal()
         training = [] if remote else _training_processes(process.pid)
         for pid in training:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
-        if not training:  # on other machines, or not started yet: the launcher ends them
+        # on other machines, not started yet, or ended: the launcher ends what there is
+        if not training and not repeats:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGTERM)  # at Ctrl-C it would print a stack trace
 

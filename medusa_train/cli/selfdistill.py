@@ -9,7 +9,6 @@ import typer
 from rich.console import Console
 
 from medusa_train.cli.common import (
-    EXIT_INTERRUPTED,
     error_console,
     join_lines,
     output_console,
@@ -19,13 +18,12 @@ from medusa_train.cli.common import (
 )
 from medusa_train.config.schema import SelfDistillConfig
 from medusa_train.console_streams import printed_all
-from medusa_train.errors import DataError
+from medusa_train.errors import DataError, signal_exit_code
 from medusa_train.progress import RunProgress
 
 if TYPE_CHECKING:
     from medusa_train.selfdistill.output import OutputWriter
     from medusa_train.selfdistill.prompts import Prompt, Shard
-    from medusa_train.selfdistill.run import RunStats
 
 EMBEDDED_MODEL = "data/tiny"
 
@@ -49,7 +47,7 @@ command again resumes an interrupted run.
 
   medusa-selfdistill --mode questions --limit 3000 --model models/mine --output data/questions.jsonl
 
-Exit codes: 0 success, 1 failure, 2 configuration error, 130 interrupted.
+Exit codes: 0 success, 1 failure, 2 configuration error, 130 interrupted, 143 terminated.
 """
 
 
@@ -163,10 +161,11 @@ def _generate(
         if all(prompt.id in writer.done for prompt in prompts):  # before a model is loaded
             console.print(f"{target} is complete, nothing to do")
             return 0
-        stats = _run(cfg, prompts, dtype, writer, console)
-    if stats is None:
-        error_console().print(f"interrupted; run the same command again to resume {target}")
-        return EXIT_INTERRUPTED
+        try:
+            _run(cfg, prompts, dtype, writer, console)
+        except KeyboardInterrupt as interrupt:
+            error_console().print(f"interrupted; run the same command again to resume {target}")
+            return signal_exit_code(interrupt)
     if part is None and not target.is_file():
         raise DataError(
             f"{target}: no answer was kept, so nothing was written; see the dropped turns above"
@@ -183,8 +182,8 @@ def _run(
     dtype: str | None,
     writer: OutputWriter,
     console: Console,
-) -> RunStats | None:
-    """Answer `prompts` with a progress bar and print the statistics; None if the user interrupts."""
+) -> None:
+    """Answer `prompts` with a progress bar and print the statistics."""
     from medusa_train.selfdistill.engines import open_engine
     from medusa_train.selfdistill.run import build_mode, distill, record_metadata, summary
 
@@ -205,14 +204,11 @@ def _run(
                 metadata=record_metadata(cfg, dtype),
                 on_progress=lambda stats: phase.update(stats.finished, stats.line()),
             )
-    except KeyboardInterrupt:
-        return None
     finally:
         engine.close()
     console.print(summary(stats, engine.stats()))
     if (warning := stats.looping_warning(cfg.drop_looping)) is not None:
         console.print(warning, style="yellow")
-    return stats
 
 
 def _merge(cfg: SelfDistillConfig, prompts: list[Prompt], out: Path, console: Console) -> int:

@@ -41,10 +41,6 @@ from medusa_train.tree_search.choose import (
 )
 from medusa_train.tree_search.traces import Prompts, digest_files, prompts_by_conversation
 
-#: A terminal sends Ctrl-C to all processes and a launcher then forwards SIGTERM: with several
-# processes a second signal within this many seconds is taken for the first one.
-ECHO_SECONDS = 10.0
-
 
 def train(
     cfg: TrainConfig,
@@ -81,11 +77,7 @@ def _train_and_finish(
 ) -> int:
     console, world, state = progress.console, trainer.world, trainer.state
     seconds_before, first = state.seconds, state.step  # of the run that is resumed
-    echo = ECHO_SECONDS if world.size > 1 else 0.0
-    with (
-        trainer.loggers,
-        StopRequest(lambda line: console.print(line, style="yellow"), echo) as stop,
-    ):
+    with trainer.loggers, StopRequest(lambda line: console.print(line, style="yellow")) as stop:
         outcome = trainer.run(stop)
     progress.seconds["training"] = state.seconds - seconds_before
     if outcome is Outcome.INTERRUPTED:

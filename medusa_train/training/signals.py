@@ -1,18 +1,23 @@
-"""Turn Ctrl-C, SIGTERM and a closed terminal into a request to stop after the current step."""
+"""Turn Ctrl-C, SIGTERM and a closed terminal into one request to stop, however often it is sent."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import signal
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
 from medusa_train.errors import Terminated
+
+#: A second signal within this many seconds means the first one: supervisors signal a process and
+# its group, and a terminal signals what a launcher signals, too.
+REPEAT_SECONDS = 5.0
 
 
 def stop_signals() -> list[signal.Signals]:
@@ -33,20 +38,99 @@ def leave_terminal() -> None:
     os.close(nowhere)
 
 
-@contextlib.contextmanager
-def sigterm_as_interrupt() -> Iterator[None]:
-    """Make SIGTERM raise Terminated, as Ctrl-C raises KeyboardInterrupt, within the `with` block.
+class StopSignals:
+    """Tells a request to stop from a repetition of it.
 
-    SIGHUP, sent when a terminal is closed, does the same unless it is ignored (`nohup`). Does
-    nothing outside the main thread, where Python allows no signal handlers.
+    The second signal within `REPEAT_SECONDS` means the first. Only a third, or a second much later,
+    is a request of its own. SIGHUP, which a closed terminal sends once or twice, is never more than
+    the first.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._first = 0.0
+
+    def __bool__(self) -> bool:
+        """Return whether a signal has arrived."""
+        return self._count > 0
+
+    def repeats(self, number: int) -> bool:
+        """Count a signal; return whether it only repeats the first one."""
+        if number == signal.SIGHUP and self._count:
+            return True
+        self._count += 1
+        if self._count == 1:
+            self._first = time.monotonic()
+            return False
+        return self._count == 2 and time.monotonic() - self._first < REPEAT_SECONDS
+
+
+class _Handler:
+    """A signal handler; all that are nested in each other count the same signals."""
+
+    def __init__(self, handle: Callable[[int], None]) -> None:
+        outer = signal.getsignal(signal.SIGTERM)
+        self.signals = outer.signals if isinstance(outer, _Handler) else StopSignals()
+        self._handle = handle
+        self._before: dict[int, Any] = {}
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            leave_terminal()
+        if not self.signals.repeats(number):
+            self._handle(number)
+
+    def install(self, numbers: Sequence[int]) -> None:
+        """Handle the signals `numbers`; outside the main thread Python allows no handlers."""
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self) for number in numbers}
+
+    def remove(self) -> None:
+        """Put the handlers of before back."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+
+@contextlib.contextmanager
+def signals_as_interrupts() -> Iterator[None]:
+    """Make SIGTERM raise Terminated, as Ctrl-C raises KeyboardInterrupt, within the `with` block,
+    and repetitions of both raise nothing, so that what handles the first one can end.
+
+    SIGHUP, sent when a terminal is closed, is as SIGTERM unless it is ignored (`nohup`) or handled.
+    After a signal, further ones are ignored while the interpreter ends. Does nothing outside the
+    main thread, where Python allows no signal handlers.
+    """
+
+    def interrupt(number: int) -> None:
+        raise KeyboardInterrupt if number == signal.SIGINT else Terminated
+
+    handler = _Handler(interrupt)
     numbers = [signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        numbers.append(signal.SIGINT)
+    hangup = signal.getsignal(signal.SIGHUP)
+    if hangup == signal.SIG_DFL or isinstance(hangup, _Handler):
         numbers.append(signal.SIGHUP)
-    before = {number: signal.signal(number, _terminate) for number in numbers}
+    handler.install(numbers)
+    try:
+        yield
+    finally:
+        handler.remove()
+        if handler.signals:
+            atexit.register(_ignore_signals)
+
+
+@contextlib.contextmanager
+def signals_by_default() -> Iterator[None]:
+    """Let every Ctrl-C raise KeyboardInterrupt and SIGTERM end the process, within the `with` block:
+    in a chat each Ctrl-C stops another answer.
+    """
+    before = {
+        signal.SIGINT: signal.signal(signal.SIGINT, signal.default_int_handler),
+        signal.SIGTERM: signal.signal(signal.SIGTERM, signal.SIG_DFL),
+        signal.SIGHUP: signal.signal(signal.SIGHUP, signal.SIG_DFL),
+    }
     try:
         yield
     finally:
@@ -54,29 +138,22 @@ def sigterm_as_interrupt() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _terminate(number: int, frame: FrameType | None) -> None:
-    if number == signal.SIGHUP:
-        leave_terminal()
-    raise Terminated
+def _ignore_signals() -> None:
+    """Let nothing change the exit code that was decided."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
 
 
 class StopRequest:
-    """Record the first SIGINT or SIGTERM within the `with` block; the second raises
-    KeyboardInterrupt or Terminated.
-
-    SIGHUP, which a closed terminal sends once or twice, counts as SIGTERM, but never as a second
-    signal. Does nothing outside the main thread, where Python allows no signal handlers.
+    """Remember the first SIGINT or SIGTERM within the `with` block; one that does not repeat it
+    (`StopSignals`) raises KeyboardInterrupt or Terminated. SIGHUP counts as SIGTERM.
     """
 
-    def __init__(self, notify: Callable[[str], None], echo: float = 0.0) -> None:
-        """Call `notify` with one line at the first signal; ignore further ones within `echo`
-        seconds as duplicates.
-        """
-        self._echo = echo
-        self._since = 0.0
+    def __init__(self, notify: Callable[[str], None]) -> None:
+        """Call `notify` with one line at the first signal."""
         self.signal: int | None = None
         self._notify = notify
-        self._previous: dict[int, Any] = {}
+        self._handler: _Handler | None = None
 
     def __bool__(self) -> bool:
         """Return whether a signal has arrived."""
@@ -88,28 +165,23 @@ class StopRequest:
         return 128 + (self.signal or 0)
 
     def __enter__(self) -> StopRequest:
-        if threading.current_thread() is threading.main_thread():
-            self._previous = {
-                number: signal.signal(number, self._handle) for number in stop_signals()
-            }
+        self._handler = _Handler(self._handle)
+        self._handler.install(stop_signals())
         return self
 
     def __exit__(self, *error: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        self._previous = {}
+        if self._handler is not None:
+            self._handler.remove()
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int) -> None:
         if number == signal.SIGHUP:
-            leave_terminal()
-            number = signal.SIGTERM if self.signal is None else number
-        if self.signal is not None and (
-            number == signal.SIGHUP or time.monotonic() - self._since < self._echo
-        ):
-            return
+            number = signal.SIGTERM
         if self.signal is not None:
             raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
-        self.signal, self._since = number, time.monotonic()
+        self.signal = number
         # printing fails if the signal interrupted a write to the same stream
         with contextlib.suppress(RuntimeError):
-            self._notify("stopping after this step, then saving (again: stop now without saving)")
+            self._notify(
+                "stopping after this step, then saving (a third signal, or a second one after"
+                f" {REPEAT_SECONDS:.0f} s: stop now without saving)"
+            )

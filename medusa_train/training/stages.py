@@ -37,7 +37,7 @@ from medusa_train.training.load_data import TrainingData, load_data
 from medusa_train.training.preflight import check_run
 from medusa_train.training.run import train
 from medusa_train.training.setup import make_plan
-from medusa_train.training.signals import sigterm_as_interrupt
+from medusa_train.training.signals import signals_as_interrupts
 
 #: Keys that `load_data` reads: stages with equal values share the data.
 _DATA_KEYS = (
@@ -80,7 +80,7 @@ def train_stages(
         KeyboardInterrupt: Ctrl-C, or SIGTERM as Terminated, before there was anything to save.
     """
     first, progress = stage_one_config(cfg), RunProgress(console)
-    with sigterm_as_interrupt(), ExitStack() as lock:
+    with signals_as_interrupts(), ExitStack() as lock:
         world.run_on_main(lambda: check_output_dir(cfg))
         world.run_on_main(lambda: lock.enter_context(only_writer(cfg.run_dir)))
         resumes = first is not None and cfg.resume_from_checkpoint is not None

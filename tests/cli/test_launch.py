@@ -244,6 +244,8 @@ def test_sigterm_to_the_command_saves_in_all_processes(config_file, tmp_path):
             break
         time.sleep(0.1)
     run.send_signal(signal.SIGTERM)
+    time.sleep(0.2)  # as by a supervisor that signals the process and its group
+    run.send_signal(signal.SIGTERM)
     _, said = run.communicate(timeout=900)
     assert run.returncode == 143, said
     assert "saved. To resume:" in said

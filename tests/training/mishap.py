@@ -11,6 +11,7 @@ import os
 import resource
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
@@ -45,6 +46,14 @@ def fill_the_disk() -> None:
 def terminate() -> None:
     """As a batch system does before it kills."""
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+def terminate_twice() -> None:
+    """As supervisors do that signal the process and its group: SIGTERM, and in a moment SIGINT."""
+    second = threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGINT))
+    second.daemon = True
+    second.start()
+    terminate()
 
 
 @dataclass(frozen=True)

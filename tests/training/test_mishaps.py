@@ -11,7 +11,15 @@ import pytest
 from medusa_train.checkpoint.store import CheckpointStore
 from medusa_train.config.schema import TrainConfig
 from tests.training.conftest import LORA, figures, metrics
-from tests.training.mishap import Mishap, command, fill_the_disk, forks, medusa_train, terminate
+from tests.training.mishap import (
+    Mishap,
+    command,
+    fill_the_disk,
+    forks,
+    medusa_train,
+    terminate,
+    terminate_twice,
+)
 
 pytestmark = forks
 
@@ -145,7 +153,9 @@ def test_a_full_disk_leaves_the_checkpoints_before_it_usable(
 def test_sigterm_in_every_phase_tells_how_to_resume(
     cfg: TrainConfig, whole: Path, tmp_path: Path
 ) -> None:
-    """Before training it only ends, with 143 and no trace; later with everything saved."""
+    """Before training it only ends, with 143 and no trace; later with everything saved, although a
+    second signal follows.
+    """
     run = tmp_path / "run"
     for place, call, saved, words in (
         ("medusa_train.training.load_data:load_datasets", 1, [], "error: terminated\n"),
@@ -162,7 +172,7 @@ def test_sigterm_in_every_phase_tells_how_to_resume(
             f"{run / 'heads'} is saved, tree.json is not",
         ),
     ):
-        code, text = medusa_train(command(cfg, RESUME), Mishap(place, call, terminate))
+        code, text = medusa_train(command(cfg, RESUME), Mishap(place, call, terminate_twice))
         assert code == 128 + signal.SIGTERM, text
         assert "Traceback" not in text
         assert words in text, text

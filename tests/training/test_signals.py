@@ -6,7 +6,8 @@ import sys
 import pytest
 
 from medusa_train.errors import Terminated
-from medusa_train.training.signals import StopRequest, sigterm_as_interrupt
+from medusa_train.training import signals
+from medusa_train.training.signals import StopRequest, signals_as_interrupts, signals_by_default
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -25,11 +26,47 @@ def test_the_first_signal_is_remembered_and_told_once(number, code):
 @pytest.mark.parametrize(
     ("number", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)]
 )
-def test_the_second_stops_at_once(number, raised):
+def test_a_second_one_much_later_stops_at_once(number, raised, monkeypatch):
+    monkeypatch.setattr(signals, "REPEAT_SECONDS", 0.0)
     with pytest.raises(KeyboardInterrupt) as caught, StopRequest(lambda line: None):  # noqa: PT012
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), number)
     assert caught.type is raised
+
+
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_one_at_once_means_the_first_and_a_third_stops(first, second):
+    """Supervisors signal a process and its group."""
+    with StopRequest(lambda line: None) as stop:
+        os.kill(os.getpid(), first)
+        os.kill(os.getpid(), second)
+        assert stop.exit_code == 128 + first
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), second)
+
+
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_what_handles_the_first_one_is_not_interrupted_by_a_repetition(second):
+    handled = []
+    with pytest.raises(Terminated), signals_as_interrupts():  # noqa: PT012
+        try:
+            with signals_as_interrupts():
+                os.kill(os.getpid(), signal.SIGTERM)
+        except Terminated:
+            os.kill(os.getpid(), second)
+            handled.append(second)
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)
+    assert handled == [second]
+
+
+def test_every_ctrl_c_counts_in_a_chat():
+    with signals_as_interrupts(), signals_by_default():
+        for _ in range(3):
+            with pytest.raises(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGINT)
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 def test_a_closed_terminal_lets_the_step_end_and_is_no_second_signal():
@@ -38,6 +75,7 @@ def test_a_closed_terminal_lets_the_step_end_and_is_no_second_signal():
         os.kill(os.getpid(), signal.SIGHUP)
         assert stop.exit_code == 143
         os.kill(os.getpid(), signal.SIGHUP)  # from the shell, and again from the kernel
+        os.kill(os.getpid(), signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
 
@@ -56,10 +94,11 @@ def test_nothing_fails_that_prints_to_a_closed_terminal():
 
 def test_sigterm_is_as_ctrl_c_before_and_after_the_training():
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(Terminated), sigterm_as_interrupt():  # noqa: PT012
+    with pytest.raises(Terminated), signals_as_interrupts():  # noqa: PT012
         with StopRequest(lambda line: None) as stop:
             os.kill(os.getpid(), signal.SIGTERM)
         assert stop
+        os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) == before
 
@@ -68,13 +107,13 @@ def test_a_closed_terminal_is_as_ctrl_c_except_under_nohup():
     before = signal.getsignal(signal.SIGHUP)
     try:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        with sigterm_as_interrupt():
+        with signals_as_interrupts():
             os.kill(os.getpid(), signal.SIGHUP)
         signal.signal(signal.SIGHUP, lambda number, frame: None)
-        with sigterm_as_interrupt():
+        with signals_as_interrupts():
             os.kill(os.getpid(), signal.SIGHUP)
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
-        with sigterm_as_interrupt():
+        with signals_as_interrupts():
             # else the next line would end the tests
             assert signal.getsignal(signal.SIGHUP) != signal.SIG_DFL
             with pytest.raises(Terminated):
