@@ -70,7 +70,7 @@ class _Handler:
 
     def __init__(self, handle: Callable[[int], None]) -> None:
         outer = signal.getsignal(signal.SIGTERM)
-        self.signals = outer.signals if isinstance(outer, _Handler) else StopSignals()
+        self.signals: StopSignals = outer.signals if isinstance(outer, _Handler) else StopSignals()
         self._handle = handle
         self._before: dict[int, Any] = {}
 
