@@ -56,6 +56,8 @@ class DraftConfig(BaseModel):
         merges: whether the guesses of drafts without training can be added to its own.
         dynamic_trees: whether it can choose a tree of its own in every step.
         lr_multiplier: default of `medusa_lr_multiplier`; only Medusa's paper has one.
+        masks_packed_rows: whether packed rows take an attention mask in training, for memory
+            estimates.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -69,6 +71,7 @@ class DraftConfig(BaseModel):
     dynamic_trees: ClassVar[bool] = False
     layers_key: ClassVar[str] = ""  # of `early_layers`
     lr_multiplier: ClassVar[float] = 1.0
+    masks_packed_rows: ClassVar[bool] = False
 
     num_heads: Int
 
@@ -90,6 +93,20 @@ class DraftConfig(BaseModel):
     @property
     def layer_passes(self) -> int:
         """Passes through decoder layers of its own, whose activations a training step keeps."""
+        return 0
+
+    @property
+    def output_matrices(self) -> int:
+        """Number of matrices that give logits; 1 where all depths are drafted by the same one."""
+        return self.num_heads
+
+    @property
+    def repeats(self) -> int:
+        """How often a training step runs all its weights but `weights_used_once`."""
+        return 1
+
+    def weights_used_once(self, hidden_size: int) -> int:
+        """Return how many weights a training step runs once, where it repeats the others."""
         return 0
 
     def early_layers(self, num_layers: int) -> tuple[int, ...]:
@@ -316,6 +333,11 @@ class KangarooConfig(DraftConfig):
         True, "false: train an lm_head of the draft's own (the same table: Kangaroo + Head)"
     )
 
+    @property
+    def output_matrices(self) -> int:
+        """One, for all depths."""
+        return 1
+
     def early_layers(self, num_layers: int) -> tuple[int, ...]:
         """Return the exit layer."""
         return (self.exit_layer,)
@@ -348,6 +370,7 @@ class Eagle3Config(DraftConfig):
     title = "EAGLE-3"
     layers_key = "eagle3.layers"
     dynamic_trees = True
+    masks_packed_rows = True
     exports = ("vllm", "sglang", "speculators")
     training_keys = frozenset({"decay_coefficient", "soft_targets"})
 
@@ -386,6 +409,20 @@ class Eagle3Config(DraftConfig):
     def layer_passes(self) -> int:
         """One in each step of the training-time test."""
         return min(self.train_steps, self.num_heads)
+
+    @property
+    def output_matrices(self) -> int:
+        """One, for all depths."""
+        return 1
+
+    @property
+    def repeats(self) -> int:
+        """Once in each step of the training-time test."""
+        return self.layer_passes
+
+    def weights_used_once(self, hidden_size: int) -> int:
+        """Return the weights of `fc`, which joins the states of the three layers."""
+        return 3 * hidden_size**2
 
     def early_layers(self, num_layers: int) -> tuple[int, ...]:
         """Return the three layers whose states are read."""

@@ -167,18 +167,17 @@ class Estimate:
         """Estimate the operations of an epoch in the draft; `attention` is what a layer's takes per
         token.
         """
-        section, hidden = self._section, self._text.hidden_size
+        section = self._section
+        hidden = self._text.hidden_size
+        shared = section.shared_lm_heads
         rank = self._settings.get("markov_rank", 0)
-        shared, outputs = (
-            section.shared_lm_heads,
-            {"eagle3": 1, "kangaroo": 1}.get(self._cfg.draft, section.num_heads),
-        )
         # the embeddings of a Markov bias are looked up
         weights = self._count_heads(markov_rank=0) if rank else self._heads
-        weights -= (outputs - shared) * self._draft_vocab * hidden
-        if self._cfg.draft == "eagle3":  # its layer and lm_head run once a step, and `fc` once
-            outputs = section.layer_passes
-            weights = outputs * weights - (outputs - 1) * 3 * hidden**2
+        # matrices that give logits are counted apart, by the positions that need logits
+        weights -= (section.output_matrices - shared) * self._draft_vocab * hidden
+        once = section.weights_used_once(hidden)
+        weights = section.repeats * (weights - once) + once
+        outputs = section.repeats * section.output_matrices
         # of Amphista, over the vectors of all heads
         if blocks := self._settings.get("auto_blocks"):
             weights += (
@@ -284,7 +283,7 @@ class Estimate:
         capped = getattr(text, "attn_logit_softcapping", None) is not None
         mask = (
             rows * width * width * item
-            if cfg.sample_packing and (capped or cfg.draft == "eagle3")
+            if cfg.sample_packing and (capped or self._section.masks_packed_rows)
             else 0
         )
         # of a quantized matrix a product takes a copy in the compute dtype

@@ -1,0 +1,99 @@
+"""A sixth draft, as somebody would add it: a decoder layer with a cache of its own, and heads whose
+guesses depend on the path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from medusa_train.data.batch import IGNORE_INDEX, shift_labels
+from medusa_train.models.backbone import Backbone
+from medusa_train.models.drafts.base import DraftStep, Proposal
+from medusa_train.models.drafts.draft_layer import DraftLayer, layer_to_copy
+from medusa_train.models.drafts.lm_heads import LMHeadsDraft, count_lm_head
+from medusa_train.models.features import Features, TokenRows
+from medusa_train.trees.slots import PromptCache
+
+
+class SixthDraft(LMHeadsDraft):
+    """K heads over a decoder layer; each adds the embedding of the token before its own.
+
+        g = Layer(h)                        over all positions so far
+        p_k = softmax(W2_k (g_t + P_k E(x_{t+k})))
+
+    Args:
+        backbone: the model whose embeddings, lm_head and layer class are used.
+        num_heads: K. vocab_size, token_map: for a reduced vocabulary. dtype: of the parameters.
+    """
+
+    setting_names = ("num_heads",)
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        num_heads: int = 3,
+        *,
+        vocab_size: int | None = None,
+        token_map: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        dtype = dtype or backbone.dtype
+        size = backbone.hidden_size
+        self.num_heads = num_heads
+        self.embedding = backbone.embedding()
+        self.layer = DraftLayer(backbone, dtype=dtype)
+        self.paths = nn.ModuleList(
+            nn.Linear(size, size, bias=False, dtype=dtype) for _ in range(num_heads)
+        )
+        self.lm_heads = nn.ModuleList(
+            self.new_lm_heads(backbone, num_heads, vocab_size, token_map, dtype)
+        )
+        self.to(backbone.device)
+
+    @classmethod
+    def count_parameters(cls, model: Any, *, num_heads: int, vocab_size: int | None = None) -> int:
+        """A `d x d` matrix and an lm_head per head; the layer with its norm."""
+        d = model.get_output_embeddings().weight.shape[1]
+        layer = sum(p.numel() for p in layer_to_copy(model).parameters()) + d
+        return num_heads * (d * d + count_lm_head(model, vocab_size)) + layer
+
+    def head_states(self, feats: Features, batch: TokenRows) -> Iterator[Tensor]:
+        """Yield the states [B, T, d] of each head, with the data's tokens as the path."""
+        states = self.layer(feats.hidden, batch.positions, batch.segments)
+        for k, path in enumerate(self.paths, start=1):
+            tokens = shift_labels(batch.tokens, k - 1, batch.segments)
+            known = tokens.masked_fill(tokens == IGNORE_INDEX, 0)
+            yield states + path(self.embedding(known).to(states.dtype))
+
+    @property
+    def num_caches(self) -> int:
+        """One, of the layer."""
+        return 1
+
+    def prefill(self, feats: Features, tokens: Tensor, caches: Sequence[PromptCache]) -> None:
+        """Run the layer over the prompts."""
+        self.layer.extend(feats.hidden, caches[0])
+
+    def read(self, step: DraftStep) -> Tensor:
+        """Run the layer over the accepted path; return the states [B, d] of its last nodes."""
+        accepted = step.accepted
+        states = accepted.along_path(accepted.feats.hidden)  # [B, D + 1, d]
+        return accepted.last(step.caches[0].read_path(self.layer, states, accepted.starts))
+
+    def guess(self, step: DraftStep, states: Tensor) -> Proposal:
+        """Fill the tree level by level."""
+        nodes = step.roots[:, None]  # [B, 1]: tokens of the level
+        tokens = [nodes]
+        for k, level in enumerate(step.tree.by_level.levels[:-1], start=1):
+            if level.inner is not None:
+                nodes = nodes[:, level.inner]  # [B, m]
+            x = states[:, None] + self.paths[k - 1](self.embedding(nodes).to(states.dtype))
+            best = self.lm_heads[k - 1](x).topk(level.width).indices.flatten(1)  # [B, m * width]
+            nodes = self.lm_head(k).tokens_of(best[:, level.candidates])  # [B, next]
+            tokens.append(nodes)
+        return Proposal(torch.cat(tokens, dim=1), step.tree)
