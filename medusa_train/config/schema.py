@@ -895,7 +895,8 @@ class SelfDistillConfig(Config):
         True, "drop answers that reached max_new_tokens, and the turns after them"
     )
     drop_looping: Bool = key(
-        True, "drop answers that repeat eight words three times, and the turns after them"
+        True,
+        "drop answers that repeat eight words (in code: lines) three times, and the turns after them",
     )
     seed: Int = key(42, "random seed of sampling", ge=0)
 

@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 Role = Literal["system", "user", "assistant"]
 #: The tags before and after the reasoning part of an answer.
@@ -21,6 +21,8 @@ SURROGATES = re.compile("[\ud800-\udfff]")
 # Words, runs of other symbols (a ruled line is one), and single characters in scripts without
 # spaces.
 _WORDS = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|\w+|[^\w\s]+")
+_FENCE = "```"  # around code in Markdown
+_LOOP_LINES = 40  # the longest block of lines that is looked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,12 +139,33 @@ def is_looping(text: str | Sequence[Hashable]) -> bool:
     included.
 
     N-grams of a text without any letter count from four times as often: ruled tables and lists of
-    zeros are no loops.
+    zeros are no loops. So do n-grams within fenced code, where tests and records share their form;
+    there a loop is also a block of lines that stands three times in a row.
     """
-    tokens = _WORDS.findall(text) if isinstance(text, str) else text
-    ngrams = Counter(zip(*(tokens[start:] for start in range(8)), strict=False))
-    if max(ngrams.values(), default=0) < 3 or not isinstance(text, str):
-        return max(ngrams.values(), default=0) >= 3
-    return any(
-        n >= (3 if any(map(str.isalpha, "".join(ngram))) else 12) for ngram, n in ngrams.items()
-    )
+    if not isinstance(text, str):
+        return max(_ngrams(text).values(), default=0) >= 3
+    parts = text.split(_FENCE)
+    code = parts[1::2]  # an open fence reaches to the end
+    for ngram, count in _ngrams(_WORDS.findall(" ".join(parts[::2]))).items():
+        if count >= (3 if any(map(str.isalpha, "".join(ngram))) else 12):
+            return True
+    return any(_code_is_looping(block) for block in code)
+
+
+def _code_is_looping(code: str) -> bool:
+    """Return whether fenced code repeats a block of lines three times in a row, or an 8-gram 12
+    times.
+    """
+    lines = [line.strip() for line in code.splitlines() if line.strip()]
+    for size in range(1, min(_LOOP_LINES, len(lines) // 3) + 1):
+        for start in range(len(lines) - 3 * size + 1):
+            block = lines[start : start + size]
+            has_letters = any(map(str.isalpha, "".join(block)))
+            if has_letters and lines[start + size : start + 3 * size] == block * 2:
+                return True
+    return max(_ngrams(_WORDS.findall(code)).values(), default=0) >= 12
+
+
+def _ngrams(tokens: Sequence[Hashable]) -> Counter[tuple[Any, ...]]:
+    """Count the 8-grams of tokens."""
+    return Counter(zip(*(tokens[start:] for start in range(8)), strict=False))

@@ -38,6 +38,11 @@ def test_content_key_tells_contents_apart_and_nothing_else() -> None:
 SENTENCE = "one two three four five six seven eight "
 
 
+TESTS = (
+    "```python\n" + "".join(f"self.assertEqual(add({n}, 1), {n + 1})\n" for n in range(9)) + "```"
+)
+
+
 @pytest.mark.parametrize(
     ("text", "looping"),
     [
@@ -56,6 +61,15 @@ SENTENCE = "one two three four five six seven eight "
         ("0 " * 19, True),
         ("\u54c8" * 12, True),
         ("", False),
+        (SENTENCE * 2 + "```\n" + SENTENCE + "\n```", False),
+        (TESTS, False),
+        (TESTS.replace("```", "").replace("add", "add(a, b"), True),
+        ("```\nwhile True:\n    step()\n" + "print(1)\n" * 2 + "```", False),
+        ("```\nwhile True:\n    step()\n" + "print(1)\n" * 3 + "```", True),
+        ("```sql\n" + "SELECT a\nFROM b;\n\n" * 3, True),  # an open fence
+        ("```\n" + "}\n" * 5 + "```", False),
+        ("```\n" + "if a and b or c and d: " * 12 + "```", True),
+        ("```\nx\n```\n" + SENTENCE + "```\ny\n```\n" + SENTENCE + SENTENCE, True),
         (list(range(8)) * 3, True),  # tokens
         (list(range(8)) * 2 + list(range(7)), False),
         ([7] * 10, True),
