@@ -38,6 +38,7 @@ from medusa_train.checkpoint.serialize import (
     read_pickled_tensors,
     read_tensors,
     write_json,
+    write_pickled_tensors,
     write_tensors,
 )
 from medusa_train.checkpoint.server_layouts import from_eagle3, from_vllm
@@ -248,13 +249,9 @@ def write_weights(
     try:
         replace_file(directory / name, lambda path: write_tensors(path, tensors))
         if pickled is not None:
-            plain = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
-            replace_file(directory / pickled, lambda path: torch.save(plain, path))
+            replace_file(directory / pickled, lambda path: write_pickled_tensors(path, tensors))
         replace_file(directory / HEADS_CONFIG, lambda path: write_json(path, config))
-    except (
-        *WRITE_ERRORS,
-        RuntimeError,
-    ) as error:  # torch.save's zip writer raises RuntimeError on a full disk
+    except WRITE_ERRORS as error:
         size = sum(tensor.nbytes for tensor in tensors.values())
         raise CheckpointError(write_failure("the heads", directory, error, size)) from error
 

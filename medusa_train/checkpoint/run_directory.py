@@ -96,7 +96,8 @@ def check_output_dir(cfg: TrainConfig) -> None:
     check_writable(out)
     resume = cfg.resume_from_checkpoint
     checkpoint = named_checkpoint(resume, out)
-    files = [name for name in RUN_FILES if os.path.exists(out / name)]
+    _check_links(out)
+    files = [name for name in RUN_FILES if _is_used(out / name)]
     if (
         cfg.overwrite_output_dir
         and cfg.initial_run is not None
@@ -105,11 +106,12 @@ def check_output_dir(cfg: TrainConfig) -> None:
         raise ConfigError(
             "overwrite_output_dir: would delete the heads of lora_model_dir; set another output_dir"
         )
-    base, own = resolve_path(cfg.base_model), [(out / name).resolve() for name in files]
+    base = resolve_path(cfg.base_model)
+    deleted = [(out / name).resolve() for name in files]
     if (
         cfg.overwrite_output_dir
         and base is not None
-        and any(map(base.resolve().is_relative_to, own))
+        and any(map(base.resolve().is_relative_to, deleted))
     ):
         raise ConfigError(
             "overwrite_output_dir: would delete the backbone, base_model; set another output_dir"
@@ -123,6 +125,12 @@ def check_output_dir(cfg: TrainConfig) -> None:
             f"overwrite_output_dir: {out} holds {', '.join(files)}, but no run; set another"
             " output_dir"
         )
+    linked = [name for name in files if name != CHECKPOINTS and _is_elsewhere(out / name)]
+    if cfg.overwrite_output_dir and linked:
+        raise ConfigError(
+            f"overwrite_output_dir: {out / linked[0]} is a link or a mount point, whose content is"
+            " not deleted; empty it, or set another output_dir"
+        )
     if not files or cfg.overwrite_output_dir:
         return
     if resume is None:
@@ -134,7 +142,9 @@ def check_output_dir(cfg: TrainConfig) -> None:
         )
     if checkpoint is None and not any(out.glob(f"{CHECKPOINTS}/*step-*")):
         check_nothing_is_lost(out)
-    if checkpoint is not None and not checkpoint.resolve().is_relative_to(out.resolve()):
+    # checkpoints may be a link to another disk
+    own = (out.resolve(), (out / CHECKPOINTS).resolve())
+    if checkpoint is not None and not any(map(checkpoint.resolve().is_relative_to, own)):
         raise ConfigError(
             f"output_dir: {out} already holds a run, and {resume} is a checkpoint of another run; "
             "set output_dir to that run's directory, or to a new one"
@@ -188,7 +198,7 @@ def check_nothing_is_lost(out: Path) -> Path | None:
     """Check that resuming without any checkpoint, which is None, would not overwrite the results of
     an earlier run.
     """
-    if results := [f"{name}/" for name in RESULTS if (out / name).exists()]:
+    if results := [f"{name}/" for name in RESULTS if _is_used(out / name)]:
         raise CheckpointError(
             f"resume_from_checkpoint: no checkpoint to resume from: {out} holds"
             f" {', '.join(results)} but no complete checkpoint. Replace resume_from_checkpoint by"
@@ -203,7 +213,8 @@ def prepare_output_dir(out: Path, step: int, initial_run: Path | None = None) ->
 
     A new run deletes the files of the run that it overwrites, but not `initial_run`, from which it
     starts; a resumed one deletes checkpoints of later steps and those that were not written
-    completely. Other files are kept.
+    completely. Other files are kept, and so are links to directories and mount points: of linked
+    `checkpoints` only checkpoints are deleted.
     """
     with writing(out):
         out.mkdir(parents=True, exist_ok=True)
@@ -211,11 +222,45 @@ def prepare_output_dir(out: Path, step: int, initial_run: Path | None = None) ->
         files = [
             out / name for name in RUN_FILES if not start.is_relative_to((out / name).resolve())
         ]
-        for path in files if step == 0 else _stale_checkpoints(out, step):
+        if step > 0 or _is_elsewhere(out / CHECKPOINTS):
+            for path in _stale_checkpoints(out, step):
+                shutil.rmtree(path)
+        if step > 0:
+            return
+        for path in files:
+            if _is_elsewhere(path):
+                continue
             if path.is_dir():
                 shutil.rmtree(path)
             else:
                 path.unlink(missing_ok=True)
+
+
+def _is_used(path: Path) -> bool:
+    """Return whether a file of a run exists; a link to an empty directory was made for a run."""
+    if _is_elsewhere(path):
+        return any(path.iterdir())
+    return os.path.exists(path)  # False for a name that no file can have
+
+
+def _is_elsewhere(path: Path) -> bool:
+    """Return whether a directory lies on another disk, by a link or a mount: it is filled, never
+    replaced.
+    """
+    return os.path.isdir(path) and (os.path.islink(path) or os.path.ismount(path))
+
+
+def _check_links(out: Path) -> None:
+    """Check that parts of a run that are links lead to something that can be written."""
+    for name in RUN_FILES:
+        path = out / name
+        if os.path.islink(path) and not path.exists():
+            raise ConfigError(
+                f"output_dir: {path} links to {path.readlink()}, which does not exist; create that"
+                " directory, or remove the link"
+            )
+        if _is_elsewhere(path):
+            check_writable(path)
 
 
 def write_config(cfg: TrainConfig, out: Path) -> None:
@@ -311,7 +356,10 @@ def _stale_checkpoints(out: Path, step: int) -> list[Path]:
         for path in (*checkpoints.glob("step-*"), *checkpoints.glob("best-*"))
     }
     later = [path for path, number in numbers.items() if number.isdigit() and int(number) > step]
-    return [*later, *checkpoints.glob(".tmp-*-*")]
+    unfinished = [*checkpoints.glob(".tmp-*-*")]
+    if step == 0:
+        unfinished += checkpoints.glob(".old-*-*")
+    return [*later, *unfinished]
 
 
 def _list_checkpoints(out: Path) -> str:

@@ -57,6 +57,22 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> int:
     return value
 
 
+def write_pickled_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write a `.pt` file of named tensors, for programs that read nothing else."""
+    plain = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+    try:
+        with path.open("wb") as file:
+            torch.save(plain, file)
+    except RuntimeError as error:
+        # torch's zip writer hides a full disk behind "unexpected pos"
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, OSError):
+            cause = cause.__context__
+        if cause is None:
+            raise
+        raise cause from error
+
+
 def write_json(path: Path, value: Any) -> int:
     """Write JSON, NaN and Infinity in Python's notation, and flush it to disk; return the CRC-32 of
     its bytes.

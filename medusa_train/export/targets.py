@@ -141,9 +141,9 @@ def load_trained_backbone(paths: ModelPaths) -> Backbone:
     return backbone
 
 
-def write_merged(paths: ModelPaths, target: Path) -> str:
-    """Write the trained backbone, adapter merged, and its tokenizer atomically; return what was
-    written, in words.
+def write_merged(paths: ModelPaths, target: Path, card: str | None = None) -> str:
+    """Write the trained backbone, adapter merged, its tokenizer and its card atomically; return what
+    was written, in words.
     """
     target = target.resolve()  # "." has no name
     temporary = target.with_name(f".{target.name}.tmp")
@@ -159,6 +159,8 @@ def write_merged(paths: ModelPaths, target: Path) -> str:
             _set_special_tokens(temporary, paths.special_tokens)
         if paths.chat_template is not None:  # the one that the run was trained with
             _set_chat_template(temporary, get_template(paths.chat_template).source)
+        if card is not None:
+            replace_text(temporary / "README.md", card)
         _make_readable(temporary)
         if target.exists():
             shutil.rmtree(target)

@@ -4,7 +4,9 @@ upload it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -57,6 +59,8 @@ BIAS_IGNORED = (
 
 CARD = "README.md"
 CHOICES = "medusa_choices.json"
+#: Marks a directory whose export is not complete.
+UNFINISHED = ".unfinished-export"
 
 
 @dataclass
@@ -90,6 +94,20 @@ def export_run(
     exported = Exported(target or paths.home / "export" / to)
     if target is not None:
         _check_target(paths, to, target)
+    with _repeatable(exported.target):
+        _write(paths, to, exported, base_model, licence)
+    return exported
+
+
+def _write(
+    paths: ModelPaths,
+    to: ExportTarget,
+    exported: Exported,
+    base_model: str | None,
+    licence: str | None,
+) -> None:
+    """Write the files of an export, and add facts and warnings to `exported`."""
+    assert paths.heads is not None
     if heads_kind(paths.heads) == "eagle3":
         base = base_model or _backbone_name(paths)
         exported.facts += write_eagle3(paths, paths.heads, to, exported.target, base, licence)
@@ -97,14 +115,18 @@ def export_run(
             exported.warnings.append(BIAS_IGNORED)
         if base_model is None:
             exported.warnings += stop_warnings(paths)
-        return exported
+        return
     if to in ("sglang", "speculators"):
         raise CheckpointError(
             f"{paths.heads}: {to} reads EAGLE-3 drafts only; export --to vllm, tgi or transformers"
         )
     heads = replace(read_heads(paths.heads), base_model=base_model or _backbone_name(paths))
     _check_layout(paths, heads, to)
-    _WRITERS[to](paths, heads, exported)
+    card = model_card(paths, heads, to, licence)
+    if to == MERGED:
+        _write_merged(paths, exported, card)
+    else:
+        _WRITERS[to](paths, heads, exported)
     exported.warnings += warnings_for(to, heads)
     if to != MERGED:
         exported.facts.insert(0, describe(heads))
@@ -112,14 +134,50 @@ def export_run(
             exported.warnings += backbone_warnings(paths)
             if to != "transformers":  # whose code reads them
                 exported.warnings += stop_warnings(paths)
-    card = model_card(paths, heads, to, licence)
-    try:
         replace_text(exported.target / CARD, card)
-        if to != MERGED and paths.tree is not None:
+        if paths.tree is not None:
             replace_text(exported.target / TREE, paths.tree.read_text(encoding="utf-8"))
-    except WRITE_ERRORS as error:
-        raise CheckpointError(write_failure(CARD, exported.target, error)) from error
-    return exported
+
+
+@contextmanager
+def _repeatable(target: Path) -> Iterator[None]:
+    """Let an export be repeated that fails or is killed within the block.
+
+    A directory that was new or empty is empty again after a failure. A file marks it until the
+    export is complete: after a kill it tells the unfinished export from files of others.
+
+    Raises:
+        CheckpointError: a write failed; the message names the directory and the free space.
+    """
+    mark = target / UNFINISHED
+    was_absent = not target.exists()
+    is_new = was_absent or not any(target.iterdir())
+    try:
+        if is_new:
+            target.mkdir(parents=True, exist_ok=True)
+            mark.touch()
+        for unfinished in target.glob(".*.tmp"):  # of a process that was killed
+            unfinished.unlink()
+        yield
+        mark.unlink(missing_ok=True)
+    except BaseException as error:
+        if is_new:
+            _empty(target)
+        if was_absent:
+            with suppress(OSError):
+                target.rmdir()
+        if isinstance(error, WRITE_ERRORS):
+            raise CheckpointError(write_failure("the export", target, error)) from error
+        raise
+
+
+def _empty(directory: Path) -> None:
+    """Delete what is in a directory, not itself: it may be a link."""
+    for path in directory.iterdir() if directory.is_dir() else ():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def _check_target(paths: ModelPaths, to: ExportTarget, target: Path) -> None:
@@ -131,14 +189,11 @@ def _check_target(paths: ModelPaths, to: ExportTarget, target: Path) -> None:
         for path in (paths.home, paths.heads, Path(paths.base_model))
         if path is not None
     ]
+    is_new = not target.exists() or not any(target.iterdir()) or (target / UNFINISHED).is_file()
     if to == MERGED:  # replaces the whole directory
-        foreign = target.exists() and any(target.iterdir()) and not holds_merged(target)
+        foreign = not is_new and not holds_merged(target)
     else:
-        foreign = (
-            target.is_dir()
-            and any(target.iterdir())
-            and find_heads(target).layout in (None, "model")
-        )
+        foreign = not is_new and find_heads(target).layout in (None, "model")
         # another run's
         foreign = foreign or (target.name == HEADS and (target.parent / CONFIG).is_file())
         weights = VLLM_WEIGHTS if to in ("vllm", "sglang", "speculators") else SAFETENSORS
@@ -339,14 +394,14 @@ def _write_transformers(paths: ModelPaths, heads: HeadTensors, exported: Exporte
     write_heads(heads, exported.target, config={"stop_token_ids": list(added)} if added else None)
 
 
-def _write_merged(paths: ModelPaths, heads: HeadTensors, exported: Exported) -> None:
+def _write_merged(paths: ModelPaths, exported: Exported, card: str) -> None:
     is_full = paths.heads is not None and find_heads(paths.heads).layout == "model"
     if not paths.trained_backbone and not is_full:
         raise CheckpointError(
             f"{paths.home}: this run did not train the backbone, so there is nothing to merge: use"
             f" {paths.base_model}"
         )
-    exported.facts.append(write_merged(paths, exported.target))
+    exported.facts.append(write_merged(paths, exported.target, card))
 
 
 _WRITERS: dict[ExportTarget, Callable[[ModelPaths, HeadTensors, Exported], object]] = {
@@ -356,7 +411,6 @@ _WRITERS: dict[ExportTarget, Callable[[ModelPaths, HeadTensors, Exported], objec
     "vllm": _write_vllm,
     "trtllm": _write_tensorrt,
     "transformers": _write_transformers,
-    "merged": _write_merged,
 }
 
 

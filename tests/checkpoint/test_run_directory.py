@@ -118,3 +118,43 @@ def test_run_files_lists_everything_that_a_run_writes(tmp_path: Path) -> None:
     assert set(RUN_FILES) == files | results | {"tensorboard", "wandb"}
     prepare_output_dir(tmp_path, 0)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.parametrize("filled", ["", "checkpoints", "eval"])
+def test_parts_of_a_run_may_be_links_to_another_disk(tmp_path: Path, filled: str) -> None:
+    run, disk = tmp_path / "run", tmp_path / "disk"
+    run.mkdir()
+    for name in ("checkpoints", "eval", "heads", "export"):
+        (disk / name).mkdir(parents=True)
+        (run / name).symlink_to(disk / name)
+    if not filled:
+        check_output_dir(config(run))
+        check_output_dir(config(run, resume_from_checkpoint="auto"))
+        prepare_output_dir(run, 0)
+    elif filled == "checkpoints":
+        for name in ("step-4", "best-4", ".tmp-step-8", "step-12", "others"):
+            (disk / filled / name).mkdir()
+            (disk / filled / name / "manifest.json").touch()
+        step = str(run / "checkpoints" / "step-4")
+        check_output_dir(config(run, resume_from_checkpoint=step))
+        check_output_dir(config(run, resume_from_checkpoint=str(disk / filled / "step-4")))
+        prepare_output_dir(run, 4)
+        left = ["best-4", "others", "step-4"]
+        assert sorted(path.name for path in (disk / filled).iterdir()) == left
+        check_output_dir(config(run, overwrite_output_dir=True))
+        prepare_output_dir(run, 0)
+        assert [path.name for path in (disk / filled).iterdir()] == ["others"]
+    else:
+        (disk / filled / "report.json").touch()
+        (run / "config.yaml").touch()
+        with pytest.raises(ConfigError, match="already holds a run"):
+            check_output_dir(config(run))
+        with pytest.raises(ConfigError, match="eval is a link or a mount point, whose content"):
+            check_output_dir(config(run, overwrite_output_dir=True))
+    assert all((run / name).is_symlink() for name in ("checkpoints", "eval", "heads", "export"))
+
+
+def test_a_link_that_leads_nowhere_is_named(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").symlink_to(tmp_path / "disk")
+    with pytest.raises(ConfigError, match=r"checkpoints links to .*disk, which does not exist"):
+        check_output_dir(config(tmp_path))

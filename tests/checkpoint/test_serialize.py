@@ -19,9 +19,11 @@ from medusa_train.checkpoint.serialize import (
     read_tensors,
     split_tensors,
     write_json,
+    write_pickled_tensors,
     write_tensors,
 )
 from medusa_train.errors import CheckpointError
+from tests.full_disk import full_disk
 
 
 def same(left: Any, right: Any) -> bool:
@@ -141,3 +143,8 @@ def test_files_are_read_by_safetensors_and_their_checksum_is_right(tmp_path: Pat
         assert set(loaded) == set(tensors)
         assert all(same(loaded[name], tensor) for name, tensor in tensors.items())
     assert write_json(tmp_path / "y.json", {"a": [1, "ü"]}) == checksum(tmp_path / "y.json")
+
+
+def test_a_full_disk_is_named_by_the_zip_writer_of_torch_too(tmp_path: Path) -> None:
+    with full_disk(60_000), pytest.raises(OSError, match="File too large"):
+        write_pickled_tensors(tmp_path / "heads.pt", {"a": torch.zeros(100_000)})

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from medusa_train import io
 from medusa_train.checkpoint.heads import load_draft, read_heads
 from medusa_train.checkpoint.load_model import load_with_draft
 from medusa_train.checkpoint.reference_layout import HeadTensors
@@ -21,6 +22,7 @@ from medusa_train.inference.generate import Decoder
 from medusa_train.models.loading import load_backbone
 from medusa_train.trees.tree import Tree
 from tests.checkpoint.vllm_rules import loader_problems
+from tests.full_disk import full_disk
 
 HEADS_TARGETS: list[ExportTarget] = ["reference", "tgi", "vllm", "trtllm", "transformers"]
 PROMPT = [1, 40, 50, 60, 70]
@@ -256,3 +258,52 @@ def test_a_local_base_model_is_detected(
     assert local_base_model(tmp_path) is None  # a merged backbone names none
     (tmp_path / "config.json").write_text(json.dumps({"base_model_name_or_path": base}))
     assert local_base_model(tmp_path) == expected
+
+
+TARGETS: list[ExportTarget] = [*HEADS_TARGETS, "reference-v2", "merged"]
+
+
+@pytest.mark.parametrize("to", TARGETS)
+def test_a_full_disk_gives_a_message_and_a_repeat_works(
+    make_run: Callable[..., Path], to: ExportTarget, tmp_path: Path
+) -> None:
+    run = make_run(shared=True, adapter=to == "merged")
+    target = tmp_path / "disk" / "mine"
+    paths = resolve_model(str(run), None, None)
+    with full_disk(60_000), pytest.raises(CheckpointError) as caught:
+        export_run(paths, to, target)
+    assert str(caught.value).startswith(f"could not write the {'merged' if to == 'merged' else ''}")
+    assert "File too large" in str(caught.value)
+    assert not target.exists()
+    export_run(paths, to, target)
+    assert not [path for path in target.iterdir() if path.name.startswith(".")]
+    export_run(paths, to, target)
+
+
+@pytest.mark.parametrize("to", TARGETS)
+def test_an_export_that_was_killed_is_repeated(
+    make_run: Callable[..., Path],
+    to: ExportTarget,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After its first file was written."""
+    run = make_run(shared=True, adapter=to == "merged")
+    paths = resolve_model(str(run), None, None)
+    target = tmp_path / "mine"
+    with monkeypatch.context() as patched:
+        patched.setattr("medusa_train.export.write._empty", lambda directory: None)
+        sync, synced = io.sync, []
+
+        def killed(path: Path) -> None:
+            if synced:
+                raise KeyboardInterrupt
+            synced.append(path)
+            sync(path)
+
+        patched.setattr(io, "sync", killed)
+        with pytest.raises(KeyboardInterrupt):
+            export_run(paths, to, target)
+    (target / ".weights.abcd.tmp").touch()
+    export_run(paths, to, target)
+    assert not [path for path in target.iterdir() if path.name.startswith(".")]

@@ -18,7 +18,7 @@ from medusa_train.training.distributed import World
 from medusa_train.training.stages import train_stages
 from medusa_train.training.trainer import NonFiniteLossError, Trainer
 from medusa_train.tree_search.traces import load_traces, weights_key
-from tests.training.conftest import metrics, train
+from tests.training.conftest import LORA, metrics, train
 
 
 def losses(run):
@@ -337,3 +337,19 @@ def test_a_finished_run_is_finished_again_without_training(make_config, console,
             train(make_config(resume_from_checkpoint="auto", calibration_tokens=80), console) == 0
         )
         assert tree.read_text() != text
+
+
+def test_every_part_of_a_run_may_lie_on_another_disk(make_config, console, tmp_path):
+    parts = ("checkpoints", "heads", "adapter", "eval", "export")
+    for part in parts:
+        (tmp_path / "disk" / part).mkdir(parents=True)
+        (tmp_path / "run").mkdir(exist_ok=True)
+        (tmp_path / "run" / part).symlink_to(tmp_path / "disk" / part)
+    assert train(make_config(**LORA, save_steps=3), console) == 0
+    step = str(tmp_path / "run" / "checkpoints" / "step-3")
+    assert train(make_config(**LORA, save_steps=3, resume_from_checkpoint=step), console) == 0
+    assert train(make_config(**LORA, resume_from_checkpoint="auto"), console) == 0
+    assert CheckpointStore(tmp_path / "run").steps() == [3, 6]
+    assert all((tmp_path / "run" / part).is_symlink() for part in parts)
+    assert (tmp_path / "disk" / "heads" / "medusa_lm_head.safetensors").is_file()
+    assert (tmp_path / "disk" / "adapter" / "adapter_model.safetensors").is_file()
