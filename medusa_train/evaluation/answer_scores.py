@@ -64,9 +64,9 @@ def require_code_execution(allowed: bool, questions: Sequence[Question]) -> None
     if not outcome.passed:
         raise ConfigError(
             "allow_code_execution: the code that the model writes cannot be isolated on this"
-            f" machine: {outcome.detail}.\nRun medusa-eval in a container without network (docker"
-            " run --network none ...), on a Linux machine that permits user namespaces, or with"
-            " another bench."
+            f" machine: {outcome.detail}.\nElse run medusa-eval as another user than root in a"
+            " container without network (docker run --user 1000 --network none ...), on a Linux"
+            " machine that permits user namespaces, or with another bench."
         )
 
 
