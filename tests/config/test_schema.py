@@ -236,6 +236,7 @@ def test_a_bench_of_programming_problems_needs_permission_to_run_code() -> None:
     assert load_config(
         EvalConfig, None, ["bench=humaneval", "allow_code_execution=true"]
     ).allow_code_execution
+    assert not load_config(EvalConfig, None, ["bench=humaneval", "score=false"]).score
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.checkpoint.run_directory import only_writer
 from medusa_train.config.schema import EvalConfig
 from medusa_train.errors import BackboneError, CheckpointError, ConfigError
-from medusa_train.evaluation import calibrate
+from medusa_train.evaluation import answer_scores, calibrate
 from medusa_train.evaluation import run as module
 from medusa_train.evaluation.questions import load_bench
 from medusa_train.evaluation.records import TurnRecord
@@ -310,6 +310,23 @@ def test_code_is_not_run_without_permission(
     )
     with pytest.raises(ConfigError, match="allow_code_execution=true"):
         run(bench, run_dir, tmp_path / "out")
+
+
+def test_code_that_is_not_scored_is_not_run(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = {
+        "task_id": "a/0",
+        "prompt": "def f():\n",
+        "entry_point": "f",
+        "test": "def check(f): f()",
+    }
+    bench = tmp_path / "code.jsonl"
+    bench.write_text(json.dumps(problem), encoding="utf-8")
+    monkeypatch.setattr(answer_scores, "run_program", lambda *_: pytest.fail("run nevertheless"))
+    report, _ = run(bench, run_dir, tmp_path / "out", score=False)
+    assert report["overall"]["speedup"] > 0
+    assert not report["overall"].get("scores")
 
 
 def test_a_sampled_run_reports_its_mode_and_compares_no_answers(
