@@ -171,15 +171,28 @@ class CheckpointStore:
         path = self.root / f"best-{step}"
         return path if (path / MANIFEST).is_file() else self.at(step)
 
-    def load(self, path: Path | str) -> dict[str, Any]:
-        """Load the state that `save` was given, with tensors on the CPU."""
+    def load(
+        self, path: Path | str, *, verify: bool = True, parts: Collection[str] | None = None
+    ) -> dict[str, Any]:
+        """Load the state that `save` was given, with tensors on the CPU.
+
+        Tensors are mapped: what is not used of them is not read.
+
+        Args:
+            verify: read every file and compare it with its checksum; else only sizes are compared,
+                for a process beside one that does it.
+            parts: load these parts of the state only; None: all.
+
+        Raises:
+            CheckpointError: there is no checkpoint, or it is damaged.
+        """
         path = Path(path)
         if not (path / MANIFEST).is_file():
             raise CheckpointError(
                 f"{path}: not a checkpoint (no {MANIFEST} in it){self._others(path)}"
             )
         try:
-            return _read(path)
+            return _read(path, verify, parts)
         except CheckpointError as error:
             raise CheckpointError(f"{error}{self._others(path)}") from error
 
@@ -271,21 +284,23 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def _read(path: Path) -> dict[str, Any]:
-    manifest = _read_manifest(path / MANIFEST)
-    for name, expected in manifest["files"].items():
-        _verify(path / name, expected)
-    parts = read_json(path / STATE)
+def _read(path: Path, verify: bool, parts: Collection[str] | None) -> dict[str, Any]:
+    files = _read_manifest(path / MANIFEST)["files"]
+    _verify(path / STATE, files[STATE])
     state = {}
-    for name, value in parts.items():
+    for name, value in read_json(path / STATE).items():
+        if parts is not None and name not in parts:
+            continue
+        tensors: dict[str, Tensor] = {}
         file = f"{name}.safetensors"
-        state[name] = join_tensors(
-            read_tensors(path / file) if file in manifest["files"] else {}, value
-        )
+        if file in files:
+            _verify(path / file, files[file], checksums=verify)
+            tensors = read_tensors(path / file)
+        state[name] = join_tensors(tensors, value)
     return state
 
 
-def _verify(path: Path, expected: Mapping[str, int]) -> None:
+def _verify(path: Path, expected: Mapping[str, int], *, checksums: bool = True) -> None:
     if not path.is_file():
         raise CheckpointError(f"{path}: missing; the checkpoint is incomplete")
     size = path.stat().st_size
@@ -293,5 +308,5 @@ def _verify(path: Path, expected: Mapping[str, int]) -> None:
         raise CheckpointError(
             f"{path}: truncated or changed, {size} bytes instead of {expected['bytes']}"
         )
-    if checksum(path) != expected["crc32"]:
+    if checksums and checksum(path) != expected["crc32"]:
         raise CheckpointError(f"{path}: damaged: checksum mismatch")

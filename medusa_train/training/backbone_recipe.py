@@ -24,8 +24,9 @@ from medusa_train.models.features import FINAL_STATES, Features, FeatureSpec
 from medusa_train.models.hf_config import decoder_of
 from medusa_train.models.lm_head import LMHead
 from medusa_train.models.lora import Adapter, LoraSpec
-from medusa_train.models.partitioned import full_shape, gathered, to_float32
+from medusa_train.models.partitioned import full_shape, gathered, is_partitioned, to_float32
 from medusa_train.models.precision import Precision, exact_buffers
+from medusa_train.training.distributed import SINGLE_PROCESS, World
 from medusa_train.training.hidden_states import HiddenStateCache
 
 ADAPTER_FILE = "adapter_config.json"
@@ -98,8 +99,11 @@ class BackboneRecipe:
         whole_model = self.joint and self.adapter is None
         return list(self.backbone.model.parameters() if whole_model else self.parameters.values())
 
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Load the trained parameters, whole, by name; ValueError if names or shapes differ."""
+    def load_state_dict(self, state: dict[str, Tensor], world: World = SINGLE_PROCESS) -> None:
+        """Load the trained parameters, whole, by name; ValueError if names or shapes differ.
+
+        Of parameters that are partitioned, only rank 0 reads the values.
+        """
         if set(state) != set(self.parameters):
             raise ValueError(
                 f"{len(set(state) ^ set(self.parameters))} trained parameters of the backbone"
@@ -111,8 +115,10 @@ class BackboneRecipe:
                     raise ValueError(
                         f"{name}: shape {list(shape)}, saved shape {list(state[name].shape)}"
                     )
+                read = world.is_main or not is_partitioned(parameter)
                 with gathered([parameter], modify=True):
-                    parameter.copy_(state[name])
+                    if read:
+                        parameter.copy_(state[name])
 
     def save_trained(self, out: Path) -> None:
         """Write adapter/ for LoRA, or model/ (the whole backbone) if its layers were trained."""

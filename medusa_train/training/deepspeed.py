@@ -293,12 +293,11 @@ class DeepSpeedStrategy(Strategy):
         if self._stage < 3:
             self._deepspeed.utils.safe_set_full_optimizer_state(parameter, value, key)
             return
-        size = parameter.ds_tensor.numel()  # equal in all processes: the last partition is padded
-        padded = torch.zeros(size * self._world.size, dtype=value.dtype)
-        padded[: value.numel()] = value.flatten()
-        self._deepspeed.utils.safe_set_local_optimizer_state(
-            parameter, padded[size * self._world.rank :][:size], key
-        )
+        # of equal size in all processes: the last one is padded
+        part = torch.zeros(parameter.ds_tensor.numel(), dtype=value.dtype)
+        own = value.flatten()[len(part) * self._world.rank :][: len(part)]
+        part[: len(own)] = own
+        self._deepspeed.utils.safe_set_local_optimizer_state(parameter, part, key)
 
 
 def _is_elementwise(value: Any) -> bool:

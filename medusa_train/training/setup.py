@@ -61,6 +61,7 @@ from medusa_train.training.process_info import ProcessInfo, free_port
 from medusa_train.training.snapshot import (
     LoadedCheckpoint,
     TrainState,
+    load_snapshot,
     restore_state,
     restore_weights,
     rng_states,
@@ -93,7 +94,7 @@ def build_trainer(
     checkpoint = _find_checkpoint(cfg, store, world, console)
     if checkpoint is not None:  # before the strategy partitions or copies the weights
         with world.failing_together():
-            restore_weights(checkpoint, draft, recipe)
+            restore_weights(checkpoint, draft, recipe, world)
     strategy = build_strategy(cfg, draft, recipe, plan, world, console)
     if not world.is_main:
         # other dropout masks per process, now that weights are equal
@@ -340,10 +341,8 @@ def _find_checkpoint(
     if path is None:
         console.print(f"resume_from_checkpoint: no checkpoint in {store.root}, starting a new run")
         return None
-    with world.failing_together():
-        return LoadedCheckpoint(
-            path, store.load(path), changed_weight_keys(cfg, path.parent.parent)
-        )
+    snapshot = load_snapshot(store, path, world)
+    return LoadedCheckpoint(path, snapshot, changed_weight_keys(cfg, path.parent.parent))
 
 
 def _resume(

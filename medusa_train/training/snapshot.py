@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from medusa_train.checkpoint.store import CheckpointStore
 from medusa_train.errors import CheckpointError
 from medusa_train.models.drafts.base import Draft
-from medusa_train.models.partitioned import gathered, whole_copies
+from medusa_train.models.partitioned import gathered, is_partitioned, whole_copies
 from medusa_train.training.backbone_recipe import BackboneRecipe
 from medusa_train.training.distributed import SINGLE_PROCESS, World
 from medusa_train.training.optimizer_step import Strategy
@@ -124,12 +125,41 @@ class LoadedCheckpoint:
     changed: Sequence[str] = ()
 
 
-def restore_weights(checkpoint: LoadedCheckpoint, draft: Draft, recipe: BackboneRecipe) -> None:
-    """Load the trained weights of a checkpoint; CheckpointError if it does not fit this run."""
+def load_snapshot(
+    store: CheckpointStore, path: Path, world: World, parts: Collection[str] | None = None
+) -> dict[str, Any]:
+    """Load a checkpoint in every process: rank 0 reads all of it, to compare checksums; the others
+    read what they restore.
+
+    Args:
+        parts: as for `CheckpointStore.load`.
+    """
+    snapshot: dict[str, Any] = {}
+    with world.failing_together():
+        if world.is_main:
+            snapshot = store.load(path, parts=parts)
+    with world.failing_together():
+        if not world.is_main:
+            snapshot = store.load(path, verify=False, parts=parts)
+    return snapshot
+
+
+def restore_weights(
+    checkpoint: LoadedCheckpoint,
+    draft: Draft,
+    recipe: BackboneRecipe,
+    world: World = SINGLE_PROCESS,
+) -> None:
+    """Load the trained weights of a checkpoint; CheckpointError if it does not fit this run.
+
+    Of weights that are partitioned, only rank 0 reads the values.
+    """
+    reads = world.is_main or not any(map(is_partitioned, draft.parameters()))
     with _matching(checkpoint):
         with gathered(draft.parameters(), modify=True):
-            draft.load_state_dict(checkpoint.snapshot["draft"])
-        recipe.load_state_dict(checkpoint.snapshot.get("student", {}))
+            if reads:
+                draft.load_state_dict(checkpoint.snapshot["draft"])
+        recipe.load_state_dict(checkpoint.snapshot.get("student", {}), world)
 
 
 def restore_state(

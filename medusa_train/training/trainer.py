@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from medusa_train.checkpoint.store import CheckpointStore
+from medusa_train.checkpoint.store import WEIGHTS, CheckpointStore
 from medusa_train.data.batch import Batch
 from medusa_train.data.dataset import BatchLoader
 from medusa_train.errors import MedusaError
@@ -32,6 +32,7 @@ from medusa_train.training.signals import StopRequest
 from medusa_train.training.snapshot import (
     LoadedCheckpoint,
     TrainState,
+    load_snapshot,
     restore_weights,
     take_snapshot,
     take_weights,
@@ -268,9 +269,9 @@ class Trainer:
         path = self.world.run_on_main(lambda: self.store.best(self.state.best_step))
         if path is None:
             return self.state.step
-        with self.world.failing_together():
-            snapshot = self.store.load(path)
-        restore_weights(LoadedCheckpoint(path, snapshot), self.draft, self.recipe)
+        snapshot = load_snapshot(self.store, path, self.world, WEIGHTS)
+        checkpoint = LoadedCheckpoint(path, snapshot)
+        restore_weights(checkpoint, self.draft, self.recipe, self.world)
         self.last_validation = None
         return self.state.best_step
 

@@ -278,3 +278,26 @@ def test_sigkill_at_any_moment_leaves_a_complete_checkpoint(tmp_path: Path) -> N
         assert step >= last
         assert torch.equal(loaded["draft"]["w"], torch.full((200_000,), float(step)))
         shutil.rmtree(tmp_path / "checkpoints")
+
+
+def test_a_process_beside_one_that_verifies_reads_only_what_it_uses(tmp_path: Path) -> None:
+    def resident() -> int:
+        (line,) = [
+            line for line in Path("/proc/self/status").read_text().split("\n") if "VmRSS" in line
+        ]
+        return int(line.split()[1]) << 10
+
+    size = 64 << 20
+    store = CheckpointStore(tmp_path)
+    path = store.save(1, {"engine": {"m": torch.ones(size // 4)}, "draft": {"w": torch.ones(4)}})
+    before = resident()
+    loaded = store.load(path, verify=False)
+    assert resident() - before < size // 8
+    assert loaded["engine"]["m"][-3:].sum() == 3  # a page of it
+    assert resident() - before < size // 8
+    assert set(store.load(path, parts={"draft", "student"})) == {"draft"}
+    damaged = path / "engine.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match="truncated"):
+        store.load(path, verify=False)
+    assert store.load(path, parts={"draft"})["draft"]["w"].sum() == 4

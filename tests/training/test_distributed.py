@@ -359,6 +359,13 @@ def test_resumed_is_uninterrupted_to_the_bit_with_dropout_on(two, strategy):
     assert_equal_runs(
         two / f"{strategy}-whole" / "run", two / f"{strategy}-parts" / "run", [1, 2, 3, 4]
     )
+    # one process reads the whole checkpoint, to compare checksums; the others what they restore
+    first, second = (
+        json.loads((two / f"{strategy}-rest" / f"verified-{rank}.json").read_text())
+        for rank in (0, 1)
+    )
+    assert {"draft.safetensors", "student.safetensors", "engine.safetensors"} <= set(first)
+    assert set(second) == {"state.json"}
 
 
 @pytest.mark.slow

@@ -3,18 +3,26 @@
 import json
 import math
 import random
+import socket
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 
+from medusa_train.checkpoint import store as store_module
 from medusa_train.checkpoint.store import CheckpointStore
+from medusa_train.training.deepspeed import DeepSpeedStrategy
+from medusa_train.training.distributed import init_distributed
+from medusa_train.training.process_info import ProcessInfo
 from medusa_train.training.setup import seed_all
-from medusa_train.training.snapshot import TrainState, rng_state, set_rng_state
+from medusa_train.training.snapshot import TrainState, load_snapshot, rng_state, set_rng_state
 from medusa_train.training.step_metrics import Window
 from medusa_train.training.trainer import Plan
+from tests.training.mishap import forks, start, wait
 
 
 def test_round_trip_through_json_keeps_every_bit():
@@ -108,3 +116,64 @@ def test_an_epoch_that_ends_with_a_step_is_not_missed_by_rounding(micro, accumul
         if step * accumulation // micro > (step - 1) * accumulation // micro
     ]
     assert due(plan.evaluates, 99) == ends
+
+
+def load_in_process(info: ProcessInfo, run: Path) -> None:
+    """Load the checkpoint of `run` as one of several processes; write which files it read whole."""
+    world = init_distributed(info)
+    store = CheckpointStore(run)
+    checksum, verified = store_module.checksum, []
+
+    def recorded(path: Path) -> int:
+        verified.append(path.name)
+        return checksum(path)
+
+    with patch.object(store_module, "checksum", recorded):
+        snapshot = load_snapshot(store, run / "checkpoints" / "step-1", world)
+    assert snapshot["engine"]["m"].sum() == 8
+    (run / f"verified-{info.rank}.json").write_text(json.dumps(sorted(verified)))
+    world.destroy()
+
+
+@forks
+def test_one_process_of_two_reads_the_whole_checkpoint(tmp_path: Path) -> None:
+    CheckpointStore(tmp_path).save(
+        1, {"engine": {"m": torch.ones(8)}, "draft": {"w": torch.ones(4)}}
+    )
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    started = [
+        start(
+            tmp_path / f"log-{rank}",
+            load_in_process,
+            ProcessInfo(rank, 2, rank, "127.0.0.1", port),
+            tmp_path,
+        )
+        for rank in (0, 1)
+    ]
+    codes = [wait(process) for process in started]
+    assert codes == [0, 0], (tmp_path / "log-0").read_text() + (tmp_path / "log-1").read_text()
+    read = [json.loads((tmp_path / f"verified-{rank}.json").read_text()) for rank in (0, 1)]
+    assert read == [["draft.safetensors", "engine.safetensors", "state.json"], ["state.json"]]
+
+
+@pytest.mark.parametrize("numel", [12, 11, 7, 5])
+def test_every_process_takes_its_part_of_an_optimizer_state_under_zero_3(numel: int) -> None:
+    """The last part is padded with zeros, however short the state is."""
+    set_to: list[torch.Tensor] = []
+    setter = SimpleNamespace(
+        safe_set_local_optimizer_state=lambda p, value, key: set_to.append(value)
+    )
+    part = torch.zeros(4)
+    parameter = SimpleNamespace(shape=(0,), ds_shape=torch.Size([numel]), ds_tensor=part)
+    value = torch.arange(1.0, numel + 1)
+    for rank in range(3):
+        fake = SimpleNamespace(
+            _stage=3,
+            _world=SimpleNamespace(rank=rank, size=3),
+            _deepspeed=SimpleNamespace(utils=setter),
+        )
+        DeepSpeedStrategy._set_optimizer_state(fake, parameter, "exp_avg", value)  # type: ignore[arg-type]
+    whole = torch.cat(set_to)
+    assert whole.tolist() == [*value.tolist(), *[0.0] * (12 - numel)]

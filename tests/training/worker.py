@@ -23,6 +23,7 @@ from rich.console import Console
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
+from medusa_train.checkpoint import store
 from medusa_train.config.schema import TrainConfig
 from medusa_train.models.partitioned import full_shape, is_partitioned
 from medusa_train.progress import RunProgress
@@ -154,6 +155,12 @@ def whole_run(case: dict[str, Any], out: Path, world: World = SINGLE_PROCESS) ->
     cfg = TrainConfig(**case["keys"]).resolved()
     out.mkdir(parents=True, exist_ok=True)
     step, compare, free = Trainer.train_step, Trainer.compute_loss, stages.release_memory
+    checksum, verified = store.checksum, []
+
+    def recorded(path: Path) -> int:
+        verified.append(path.name)
+        return checksum(path)
+
     before = {id(thing) for thing in gc.get_objects() if issubclass(type(thing), PreTrainedModel)}
 
     def freed() -> None:
@@ -184,12 +191,15 @@ def whole_run(case: dict[str, Any], out: Path, world: World = SINGLE_PROCESS) ->
         file=(out / f"console-{world.rank}").open("w"), width=200, quiet=not world.is_main
     )
     stages.release_memory = freed
+    store.checksum = recorded
     try:
         code = stages.train_stages(cfg, console, console, world)
     finally:
         stages.release_memory = free
+        store.checksum = checksum
         Trainer.train_step, Trainer.compute_loss = step, compare  # type: ignore[method-assign]
     (out / f"code-{world.rank}").write_text(str(code))
+    (out / f"verified-{world.rank}.json").write_text(json.dumps(verified))
 
 
 def dies(case: dict[str, Any], out: Path, world: World = SINGLE_PROCESS) -> None:
