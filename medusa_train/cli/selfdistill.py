@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,7 +19,7 @@ from medusa_train.cli.common import (
 )
 from medusa_train.config.schema import SelfDistillConfig
 from medusa_train.console_streams import printed_all
-from medusa_train.errors import DataError, signal_exit_code
+from medusa_train.errors import signal_exit_code
 from medusa_train.progress import RunProgress
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ def selfdistill(
             get_template(cfg.chat_template)
     if dry_run:
         return _preview(cfg, selected, console)
-    return _generate(cfg, selected, out, part, console)
+    return _generate(cfg, selected, out, part, console, is_chosen_part=shard is not None)
 
 
 def headline(cfg: SelfDistillConfig, out: Path) -> str:
@@ -143,9 +144,23 @@ def headline(cfg: SelfDistillConfig, out: Path) -> str:
 
 
 def _generate(
-    cfg: SelfDistillConfig, prompts: list[Prompt], out: Path, part: Shard | None, console: Console
+    cfg: SelfDistillConfig,
+    prompts: list[Prompt],
+    out: Path,
+    part: Shard | None,
+    console: Console,
+    *,
+    is_chosen_part: bool,
 ) -> int:
-    """Answer the prompts of this process that are not in the output yet."""
+    """Answer the prompts of this process that are not in the output yet.
+
+    Args:
+        is_chosen_part: whether the user named the part, not a launcher of several processes.
+
+    Raises:
+        DataError: the output has no conversation.
+    """
+    from medusa_train.selfdistill.drop_report import most_dropped, nothing_kept
     from medusa_train.selfdistill.engines import resolve_dtype
     from medusa_train.selfdistill.output import OutputWriter, shard_output
     from medusa_train.selfdistill.run import output_settings
@@ -158,18 +173,29 @@ def _generate(
         if writer.done:
             writer.check_prompts(prompts)
             console.print(f"{target}: resuming after {len(writer.done)} conversations")
-        if all(prompt.id in writer.done for prompt in prompts):  # before a model is loaded
-            console.print(f"{target} is complete, nothing to do")
-            return 0
-        try:
-            _run(cfg, prompts, dtype, writer, console)
-        except KeyboardInterrupt as interrupt:
-            error_console().print(f"interrupted; run the same command again to resume {target}")
-            return signal_exit_code(interrupt)
-    if part is None and not target.is_file():
-        raise DataError(
-            f"{target}: no answer was kept, so nothing was written; see the dropped turns above"
-        )
+        is_complete = all(prompt.id in writer.done for prompt in prompts)
+        if not is_complete:
+            try:
+                _run(cfg, prompts, dtype, writer, console)
+            except KeyboardInterrupt as interrupt:
+                error_console().print(f"interrupted; run the same command again to resume {target}")
+                return signal_exit_code(interrupt)
+    reasons = Counter(writer.drop_reasons.values())
+    if not writer.kept and prompts:
+        error = nothing_kept(target, reasons, cfg)
+        if part is None or is_chosen_part:
+            raise error
+        # a launcher would end the other processes
+        error_console().print(f"warning: {error}")
+        return 0
+    if (warning := most_dropped(target, writer.kept, reasons, cfg)) is not None:
+        error_console().print(warning, style="yellow")
+    if is_complete:
+        console.print(f"{target} is complete, nothing to do")
+        return 0
+    asked_again = sum(prompt.id not in writer.done for prompt in prompts)
+    if asked_again:
+        console.print(f"the same command asks {asked_again:,} prompts again, which the server lost")
     console.print(f"output: {target}")
     if part is not None:
         console.print(f"run the same command with --merge to merge all {part.count} shards")
@@ -212,17 +238,23 @@ def _run(
 
 
 def _merge(cfg: SelfDistillConfig, prompts: list[Prompt], out: Path, console: Console) -> int:
-    """Merge the outputs of all shards into `out`."""
+    """Merge the outputs of all shards into `out`; raises DataError if they have no conversation."""
+    from medusa_train.selfdistill.drop_report import most_dropped, nothing_kept
     from medusa_train.selfdistill.engines import resolve_dtype
-    from medusa_train.selfdistill.output import merge
+    from medusa_train.selfdistill.output import dropped_path, merge
     from medusa_train.selfdistill.run import output_settings
 
     dtype = None if cfg.dtype == "auto" else resolve_dtype(cfg)
     merged = merge(out, output_settings(cfg, dtype), [prompt.id for prompt in prompts])
+    if not merged.conversations:
+        shards = out.with_name(f"{out.stem}.shard-*{out.suffix}")
+        raise nothing_kept(out, merged.dropped, cfg, dropped_path(shards))
     console.print(
-        f"{out}: {merged.conversations:,} conversations of {merged.parts} files, {merged.dropped:,}"
-        " dropped"
+        f"{out}: {merged.conversations:,} conversations of {merged.parts} files,"
+        f" {merged.dropped.total():,} dropped"
     )
+    if (warning := most_dropped(out, merged.conversations, merged.dropped, cfg)) is not None:
+        error_console().print(warning, style="yellow")
     if merged.missing:
         error_console().print(
             f"{merged.missing:,} prompts are not answered yet: run it without --merge"

@@ -62,6 +62,15 @@ class Engine(Protocol):
 DropReason = Literal["length", "context", "refused", "failed", "empty", "looping", "repeated"]
 
 
+def is_asked_again(reason: str, *, from_server: bool) -> bool:
+    """Return whether the next run asks a prompt again that was dropped for `reason`.
+
+    A model answers it in the same way again, and a chat template rejects it again. A server that
+    refused it, or sent an empty answer, may have been set up wrongly.
+    """
+    return reason == "failed" or (from_server and reason in ("refused", "empty"))
+
+
 @dataclass(frozen=True)
 class DropRules:
     """Which answers to drop: truncated (`drop_truncated`) and looping (`drop_looping`) ones.

@@ -2,13 +2,14 @@
 
 Beside `NAME.jsonl` are `NAME.settings.json`, the settings that it was generated with, and
 `NAME.dropped.jsonl`, the ids of conversations without any kept answer, which a resumed run does not
-try again.
+try again. Prompts that a server lost are in no file, so that it does.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 from medusa_train.data.record_files import settings_path
 from medusa_train.errors import ConfigError, DataError
 from medusa_train.io import JsonLinesFile, complete_lines, replace_bytes, replace_text
+from medusa_train.selfdistill.answers import is_asked_again
 from medusa_train.selfdistill.prompts import Prompt, Shard
 
 FSYNC_EVERY = 16  # lines; a crash of the machine, not of the process, can lose that many
@@ -34,38 +36,65 @@ def _read_lines(path: Path) -> Iterator[tuple[str, bytes]]:
             ) from None
 
 
+def _read_dropped(path: Path, *, from_server: bool) -> Iterator[tuple[str, str, bytes]]:
+    """Yield id, reason and line of every dropped conversation that is not asked again.
+
+    Files of earlier versions also list those that a server lost.
+    """
+    for name, line in _read_lines(path):
+        reason = _drop_reason(json.loads(line))
+        if not is_asked_again(reason, from_server=from_server):
+            yield name, reason, line
+
+
+def _drop_reason(record: Mapping[str, Any]) -> str:
+    dropped = record.get("dropped")
+    return str(dropped.get("reason")) if isinstance(dropped, Mapping) else "unknown"
+
+
+def _is_from_server(settings: Mapping[str, Any]) -> bool:
+    return settings.get("engine") == "openai"
+
+
 class OutputWriter:
     """Appends conversations to an output file, and tracks those of earlier runs with the same
     `settings`.
 
     Attributes:
         done: ids of the finished conversations, dropped ones included.
+        kept: number of conversations in the file.
+        drop_reasons: why the others of `done`, and those that `drop` left to the next run, were
+            dropped; by id.
         lines, dropped: the two files, locked against other processes.
     """
 
     def __init__(self, output: Path, settings: Mapping[str, Any]) -> None:
         self.output = output
+        self.kept = 0
+        self.drop_reasons: dict[str, str] = {}
+        self._from_server = _is_from_server(settings)
         _check_settings(output, settings)  # before opening, which truncates an incomplete last line
-        self.lines = JsonLinesFile(output, exclusive=True, fsync_every=FSYNC_EVERY)
-        try:
+        with ExitStack() as opened:
+            self.lines = self._open(output, opened)
             # check again under the lock
             if not _check_settings(output, settings):
                 write_settings(output, settings)
-            self.dropped = JsonLinesFile(
-                dropped_path(output), exclusive=True, fsync_every=FSYNC_EVERY
-            )
-            try:
-                self.done = {
-                    name
-                    for file in (self.lines, self.dropped)
-                    for name, _ in _read_lines(file.path)
-                }
-            except BaseException:
-                self.dropped.close()
-                raise
-        except BaseException:
-            self.lines.close()
-            raise
+            self.dropped = self._open(dropped_path(output), opened)
+            self.done = self._read_done()
+            opened.pop_all()
+
+    def _open(self, path: Path, opened: ExitStack) -> JsonLinesFile:
+        return opened.enter_context(JsonLinesFile(path, exclusive=True, fsync_every=FSYNC_EVERY))
+
+    def _read_done(self) -> set[str]:
+        """Read the ids of both files, and count what is in them."""
+        done = {name for name, _ in _read_lines(self.lines.path)}
+        self.kept = len(done)
+        for name, reason, _ in _read_dropped(self.dropped.path, from_server=self._from_server):
+            if name not in done:
+                self.drop_reasons[name] = reason
+        done.update(self.drop_reasons)
+        return done
 
     def check_prompts(self, prompts: Iterable[Prompt]) -> None:
         """Raise ConfigError if the file has a conversation with the id of one of `prompts` and
@@ -88,12 +117,18 @@ class OutputWriter:
     def write(self, record: Mapping[str, Any]) -> None:
         """Append a conversation; `record["id"]` must be new."""
         self._mark(record)
+        self.kept += 1
         self.lines.append(record)
 
     def drop(self, record: Mapping[str, Any]) -> None:
-        """Append the id of a conversation without any kept answer."""
-        self._mark(record)
-        self.dropped.append(record)
+        """Append the id of a conversation without any kept answer, unless the next run is to ask it
+        again.
+        """
+        reason = _drop_reason(record)
+        self.drop_reasons[str(record["id"])] = reason
+        if not is_asked_again(reason, from_server=self._from_server):
+            self._mark(record)
+            self.dropped.append(record)
 
     def _mark(self, record: Mapping[str, Any]) -> None:
         name = str(record["id"])
@@ -107,11 +142,11 @@ class OutputWriter:
     def __exit__(self, *error: object) -> None:
         self.lines.close()
         self.dropped.close()
-        if not self.done:  # nothing was generated
-            settings_path(self.output).unlink(missing_ok=True)
         for file in (self.lines, self.dropped):
             if file.path.stat().st_size == 0:
                 file.path.unlink()
+        if not has_conversations(self.output):
+            settings_path(self.output).unlink(missing_ok=True)
 
 
 def dropped_path(output: Path) -> Path:
@@ -181,7 +216,7 @@ class MergeResult(NamedTuple):
 
     parts: int  # files
     conversations: int
-    dropped: int  # conversations without a kept answer
+    dropped: Counter[str]  # conversations without a kept answer, by reason
     missing: int  # unanswered prompts
 
 
@@ -198,7 +233,7 @@ def merge(output: Path, settings: Mapping[str, Any], seed_ids: Sequence[str]) ->
 
     Duplicates are written once. Shards are kept, so that they can be resumed and merged again; a
     run without a shard generates what is missing. Without a dtype in `settings` it is that of the
-    first part: other machines may merge.
+    first part: other machines may merge. Without any conversation nothing is written.
     """
     parts = [*_shards_of(output), *([output] if has_conversations(output) else [])]
     if not parts:
@@ -207,18 +242,28 @@ def merge(output: Path, settings: Mapping[str, Any], seed_ids: Sequence[str]) ->
         )
     dtype = settings.get("dtype") or (_read_settings(parts[0]) or {}).get("dtype")
     settings = {**settings, **({"dtype": dtype} if dtype else {})}
+    from_server = _is_from_server(settings)
     with ExitStack() as stack:
         writers = [stack.enter_context(OutputWriter(part, settings)) for part in parts]
-        written = _merged(writer.lines.path for writer in writers)
-        dropped = _merged(writer.dropped.path for writer in writers)
-        lines = [written[name] for name in _ordered(written, seed_ids)]
-        notes = [dropped[name] for name in _ordered(dropped, seed_ids) if name not in written]
-        write_settings(output, settings)
-        if notes or dropped_path(output).exists():
-            replace_bytes(dropped_path(output), notes)
-        replace_bytes(output, lines)
+        written: dict[str, bytes] = {}  # lines by id; of duplicates, the first
+        for writer in writers:
+            for name, line in _read_lines(writer.lines.path):
+                written.setdefault(name, line)
+        dropped: dict[str, bytes] = {}
+        reasons: Counter[str] = Counter()
+        for writer in writers:
+            for name, reason, line in _read_dropped(writer.dropped.path, from_server=from_server):
+                if name not in written and name not in dropped:
+                    dropped[name] = line
+                    reasons[reason] += 1
+        if written:
+            notes = [dropped[name] for name in _ordered(dropped, seed_ids)]
+            write_settings(output, settings)
+            if notes or dropped_path(output).exists():
+                replace_bytes(dropped_path(output), notes)
+            replace_bytes(output, [written[name] for name in _ordered(written, seed_ids)])
     missing = sum(name not in written and name not in dropped for name in seed_ids)
-    return MergeResult(len(parts), len(lines), len(notes), missing)
+    return MergeResult(len(parts), len(written), reasons, missing)
 
 
 def _shards_of(output: Path) -> list[Path]:
@@ -235,15 +280,6 @@ def _shards_of(output: Path) -> list[Path]:
         path.with_name(path.name.removesuffix(".settings.json") + output.suffix)
         for path in settings
     ]
-
-
-def _merged(files: Iterable[Path]) -> dict[str, bytes]:
-    """Return the lines of all files by id; of duplicates, the first."""
-    lines: dict[str, bytes] = {}
-    for path in files:
-        for name, line in _read_lines(path):
-            lines.setdefault(name, line)
-    return lines
 
 
 def _ordered(names: Mapping[str, Any], seed_ids: Sequence[str]) -> list[str]:

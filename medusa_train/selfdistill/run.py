@@ -250,17 +250,13 @@ def distill(
 
 
 def write_chat(chat: GeneratedChat, writer: OutputWriter, metadata: dict[str, Any]) -> None:
-    """Append a conversation to the output, or its id to the dropped ones if nothing in it is kept.
-
-    One of which an answer failed is in neither, so that a further run tries it again.
-    """
+    """Append a conversation to the output, or report it as dropped if nothing in it is kept."""
     identity = {"id": chat.prompt.id, "seed_id": chat.prompt.id}
     dropped = (
         {"dropped": {"reason": chat.dropped, "turns": chat.dropped_turns}} if chat.dropped else {}
     )
     if chat.is_empty:
-        if chat.dropped != "failed":
-            writer.drop({**identity, **dropped})
+        writer.drop({**identity, **dropped})
         return
     metadata = dict(metadata)
     counts = {"prompt": chat.prompt_tokens, "completion": chat.completion_tokens}
@@ -362,8 +358,6 @@ def summary(stats: RunStats, engine_stats: Mapping[str, str]) -> Table:
     rows = {name: f"{count:,}" for name, count in counts.items() if count or name in always}
     if stats.dropped["length"]:
         rows["to keep such answers"] = "raise max_new_tokens, or set drop_truncated: false"
-    if stats.dropped["failed"]:
-        rows["to try failed ones again"] = "run the same command"
     rows |= {"tokens generated": f"{stats.tokens:,}", "time": duration(stats.seconds)}
     rows |= {"tokens per second": stats.rate, **engine_stats}
     table = Table("name", title="self-distillation", title_justify="left", show_header=False)

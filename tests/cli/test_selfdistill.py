@@ -85,11 +85,78 @@ def test_seeds_are_answered_and_a_second_run_goes_on(at_work: Path) -> None:
     assert "seed: 42 in the file, 1 now" in result.output
     assert "chat_template: None in the file, 'zephyr' now" in result.output
 
-    result = runner.invoke(
-        app, [*flags, "--output", "nothing.jsonl", "drop_truncated=true", "max_new_tokens=1"]
-    )
-    assert result.exit_code == 1
-    assert "nothing.jsonl: no answer was kept" in result.output
+
+@pytest.mark.parametrize("part", [[], ["--shard", "1/1"]])
+def test_a_run_that_kept_nothing_fails_each_time_it_is_started(
+    at_work: Path, part: list[str]
+) -> None:
+    output = f"nothing{len(part)}.jsonl"
+    flags = ["--seed", "mine.jsonl", "--model", "backbone", *SHORT, "--output", output]
+    words = [*flags, "drop_truncated=true", "max_new_tokens=1"]
+    dropped = "nothing0" if not part else "nothing2.shard-1-of-1"
+    for _ in range(2):
+        result = runner.invoke(app, [*words, *part])
+        assert result.exit_code == 1
+        assert "no answer was kept, so there is no file" in result.output
+        assert "4 length: set max_new_tokens above 1, or drop_truncated=false" in result.output
+        assert f"{dropped}.dropped.jsonl lists those" in result.output
+        assert "complete" not in result.output
+    if part:
+        merged = runner.invoke(app, [*words, "--merge"])
+        assert merged.exit_code == 1
+        assert "no answer was kept" in merged.output
+        assert "nothing2.shard-*.dropped.jsonl lists" in merged.output
+        assert not (at_work / output).exists()
+
+
+def test_a_launcher_s_process_that_kept_nothing_does_not_end_the_others(
+    at_work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    words = ["--seed", "mine.jsonl", "--model", "backbone", *SHORT, "--output", "part.jsonl"]
+    result = runner.invoke(app, [*words, "drop_truncated=true", "max_new_tokens=1"])
+    assert result.exit_code == 0
+    assert "warning: part.shard-2-of-2.jsonl: no answer was kept" in result.stderr
+
+
+def test_prompts_that_a_server_lost_are_counted_and_asked_again(at_work: Path) -> None:
+    good = '{"choices": [{"message": {"content": "yes"}, "finish_reason": "stop"}]}'
+    blank = '{"choices": [{"message": {"content": " "}, "finish_reason": "stop"}]}'
+
+    def script(number: int, body: dict) -> Reply:
+        if body["messages"][0]["content"] == "question 0":
+            return 200, {}, good.encode()
+        if body["messages"][0]["content"] == "question 1":
+            return error(400, "no such role")
+        return 200, {}, blank.encode()
+
+    words = ["--seed", "mine.jsonl", "--model", "m", "--output", "lost.jsonl", "concurrency=1"]
+    with serving(script) as server:
+        result = succeed([*words, "--server-url", server.url])
+    output = " ".join(result.output.split())
+    assert "warning: 3 of 4 prompts have no kept answer" in output
+    assert "2 empty: the server sent no text" in output
+    assert "1 refused: the server rejected them" in output
+    assert "the same command asks 3 prompts again" in output
+    assert ".dropped.jsonl" not in output
+    with serving(lambda n, body: (200, {}, good.encode())) as server:
+        output = succeed([*words, "--server-url", server.url]).output
+    assert len(server.bodies) == 5  # the prompts s1 and s3 have two turns
+    assert "warning" not in output
+    assert len(read(at_work / "lost.jsonl")) == 4
+
+
+def test_a_server_that_sends_only_empty_answers_fails_the_run(at_work: Path) -> None:
+    blank = b'{"choices": [{"message": {"content": null}, "finish_reason": "stop"}]}'
+    words = ["--seed", "mine.jsonl", "--model", "m", "--output", "blank.jsonl"]
+    for _ in range(2):
+        with serving(lambda n, body: (200, {}, blank)) as server:
+            result = runner.invoke(app, [*words, "--server-url", server.url])
+        assert len(server.bodies) == 4
+        assert result.exit_code == 1
+        assert "4 empty: the server sent no text" in result.output
+    assert not list(at_work.glob("blank*"))
 
 
 def test_models_in_directories_of_the_same_name_are_told_apart(

@@ -38,7 +38,7 @@ def ask(text: str, seed: int = 1) -> Request:
 
 
 def run(out: Path, seeds: list[Prompt], answering: OpenAIEngine) -> RunStats:
-    with OutputWriter(out, {"model": "served"}) as writer:
+    with OutputWriter(out, {"model": "served", "engine": "openai"}) as writer:
         try:
             return distill(
                 seeds,
@@ -167,6 +167,9 @@ def test_chats_that_are_refused_or_too_long_are_dropped_and_the_others_go_on(
         stats = run(tmp_path / "out.jsonl", seeds(6), engine(server.url, concurrency=concurrency))
     assert sorted(ids(tmp_path / "out.jsonl")) == ["s1", "s2", "s5"]
     assert dict(stats.dropped) == {"refused": 2, "context": 1}
+    with serving() as server:
+        stats = run(tmp_path / "out.jsonl", seeds(6), engine(server.url))
+    assert (stats.earlier, stats.written) == (4, 2)
 
 
 def test_an_answer_that_failed_is_asked_for_again_by_the_next_run(tmp_path: Path) -> None:

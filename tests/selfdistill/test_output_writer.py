@@ -110,3 +110,28 @@ def test_other_prompts_with_the_ids_of_those_answered_are_refused(tmp_path: Path
         )
         with pytest.raises(ConfigError, match="81 asks 'one', and now 'two'"):
             writer.check_prompts([Prompt("81", ("two",))])
+
+
+def dropped(name: str, reason: str) -> dict:
+    return {"id": name, "dropped": {"reason": reason, "turns": 1}}
+
+
+def test_prompts_that_a_server_lost_are_asked_again(tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    lost = ["refused", "failed", "empty"]
+    with OutputWriter(out, {**SETTINGS, "engine": "openai"}) as writer:
+        for reason in lost:
+            writer.drop(dropped(reason, reason))
+        assert writer.done == set()
+        assert len(writer.drop_reasons) == 3
+    assert list(tmp_path.iterdir()) == []
+    # as earlier versions noted them
+    with OutputWriter(out, SETTINGS) as writer:
+        for reason in ["length", *lost]:
+            writer.drop(dropped(reason, reason))
+        assert writer.done == {"length", "refused", "empty"}  # of the model in this process
+    settings = {**SETTINGS, "engine": "openai"}
+    out.with_suffix(".settings.json").write_text(json.dumps(settings))
+    with OutputWriter(out, settings) as writer:
+        assert writer.done == {"length"}
+        assert writer.drop_reasons == {"length": "length"}

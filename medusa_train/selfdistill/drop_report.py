@@ -1,0 +1,82 @@
+"""What a user is told about prompts without any kept answer: how many, why, and what to do."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+from medusa_train.config.schema import SelfDistillConfig
+from medusa_train.errors import DataError
+from medusa_train.selfdistill.answers import is_asked_again
+from medusa_train.selfdistill.output import dropped_path
+
+MOST = 0.5  # share of the prompts, above which dropping them is worth a warning
+
+
+def most_dropped(
+    output: Path, kept: int, reasons: Counter[str], cfg: SelfDistillConfig
+) -> str | None:
+    """Return a warning if most prompts of `output` have no kept answer; else None.
+
+    Args:
+        kept: number of conversations in the file.
+        reasons: number of the other prompts by the reason for which they were dropped.
+    """
+    count = reasons.total()
+    if count <= MOST * (count + kept):
+        return None
+    head = f"warning: {count:,} of {count + kept:,} prompts have no kept answer"
+    return _report(head, reasons, cfg, dropped_path(output))
+
+
+def nothing_kept(
+    output: Path, reasons: Counter[str], cfg: SelfDistillConfig, listed: Path | None = None
+) -> DataError:
+    """Return the error for an output without a single conversation; see `most_dropped`.
+
+    Args:
+        listed: the file that lists the dropped prompts; default: the one beside `output`.
+    """
+    head = f"{output}: no answer was kept, so there is no file"
+    return DataError(_report(head, reasons, cfg, listed or dropped_path(output)))
+
+
+def _report(head: str, reasons: Counter[str], cfg: SelfDistillConfig, listed: Path) -> str:
+    """Return `head`, a line per reason, the most frequent first, and where the prompts are listed."""
+    lines = [f"{head}:" if reasons else head]
+    for reason, count in reasons.most_common():
+        lines.append(f"  {count:,} {reason}: {_remedy(reason, cfg)}")
+    from_server = cfg.engine == "openai"
+    if not all(is_asked_again(reason, from_server=from_server) for reason in reasons):
+        lines.append(
+            f"{listed} lists those that are not asked again. With other settings, choose another"
+            " output=FILE.jsonl"
+        )
+    return "\n".join(lines)
+
+
+def _remedy(reason: str, cfg: SelfDistillConfig) -> str:
+    """Return what to do about prompts that were dropped for `reason`."""
+    if cfg.engine == "openai":
+        again = "then run the same command, which asks them again"
+        remedies = {
+            "refused": f"the server rejected them; see its log, {again}",
+            "failed": f"the server did not answer in time; see its log, {again}",
+            "empty": f"the server sent no text; check its chat template and model, {again}",
+        }
+        if reason in remedies:
+            return remedies[reason]
+    if reason == "length":
+        return f"set max_new_tokens above {cfg.max_new_tokens}, or drop_truncated=false"
+    if reason == "context":
+        return "the model's context is full; choose shorter prompts by max_chars or max_turns"
+    if reason == "looping":
+        return (
+            f"temperature is {cfg.temperature:g}, and at 0.3 to 0.7 fewer answers repeat themselves;"
+            " or set drop_looping=false"
+        )
+    if reason == "refused":
+        return "the chat template rejects these chats; choose another by chat_template"
+    if reason == "empty":
+        return "the model ends at once; look at its prompts with --dry-run, and set chat_template"
+    return "see docs/selfdistill.md"
