@@ -7,17 +7,38 @@ from __future__ import annotations
 import datetime
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
-from jinja2 import TemplateError, TemplateSyntaxError
+from jinja2 import Environment, TemplateError, TemplateSyntaxError
+from jinja2.meta import find_undeclared_variables
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from medusa_train.data.conversation import REASONING_TAGS, Message, ReasoningTags, Role
 from medusa_train.errors import ConfigError
 
 Span = tuple[int, int]
+
+#: Variables that rendering itself sets: a chat cannot set them.
+RENDERING = frozenset(
+    {
+        "messages",
+        "conversations",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+        "return_assistant_tokens_mask",
+        "raise_exception",
+        "strftime_now",
+        "namespace",
+        "range",
+        "dict",
+        "lipsum",
+        "cycler",
+        "joiner",
+    }
+)
 
 #: Written by templates that print today's date (`strftime_now`); the one that Llama 3 falls back
 # to.
@@ -90,6 +111,15 @@ class ChatTemplate:
         except (TemplateError, TypeError, ValueError, AttributeError) as error:
             raise ChatTemplateError(f"the chat template rejects the chat: {error}") from None
         return str(texts[0])
+
+    def with_variables(self, variables: Mapping[str, Any]) -> ChatTemplate:
+        """Return the template with the variables of a chat, which replace those in `kwargs`."""
+        return replace(self, kwargs={**self.kwargs, **variables})
+
+    @property
+    def variables(self) -> frozenset[str]:
+        """The variables that the template reads, apart from those that rendering sets."""
+        return _free_variables(self.source) - RENDERING - set(self.special_tokens)
 
     def describe_unused_kwargs(self) -> str | None:
         """Name the variables in `kwargs` that the template does not have, such as mistyped ones;
@@ -247,6 +277,18 @@ class ChatTemplate:
         closing = self.reasoning_tags[1]
         is_open = bool(self.opened_reasoning(prompt)) and closing not in content
         return f"\n{closing}\n\n{content}" if is_open else content
+
+
+@lru_cache(maxsize=8)
+def _free_variables(source: str) -> frozenset[str]:
+    """Return the names that a template reads and does not set; none if it is not valid."""
+    # tags of transformers that jinja2 alone does not know
+    plain = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", source)
+    try:
+        tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain)
+    except TemplateSyntaxError:
+        return frozenset()
+    return frozenset(find_undeclared_variables(tree))
 
 
 @lru_cache(maxsize=8)

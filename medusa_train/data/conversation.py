@@ -31,14 +31,14 @@ class Message:
 
     `token_ids` are the tokens of a generated answer whose content tokenizes otherwise, without the
     end token. `is_cut`: a generated answer reached the length limit, so that it has no end token.
-    `is_target`: the answer is trained.
+    `is_target`: whether the message is trained; None where its role decides.
     """
 
     role: Role
     content: str
     token_ids: tuple[int, ...] | None = None
     is_cut: bool = False
-    is_target: bool = True
+    is_target: bool | None = None
 
     def as_dict(self) -> dict[str, str]:
         """Return the message in the format of chat templates, `{"role", "content"}`."""
@@ -57,26 +57,32 @@ class Conversation:
         id: the record's id, or a digest of its content.
         messages: the messages in order.
         source: where it was read, as `file:line`, for error messages.
+        variables: further variables of the chat template, such as `tools`, as JSON text, so that
+            chats can be compared and hashed.
     """
 
     id: str
     messages: tuple[Message, ...]
     source: str
+    variables: str = ""
 
     @property
     def content_key(self) -> str:
-        """SHA-256 of roles and contents: equal for equal chats, whatever their id and source."""
+        """SHA-256 of roles, contents and variables: equal for equal chats, whatever their id and
+        source.
+        """
         digest = hashlib.sha256()
         for message in self.messages:
             for part in (message.role, message.content):
                 data = part.encode("utf-8")
                 digest.update(len(data).to_bytes(8, "big"))
                 digest.update(data)
+        digest.update(self.variables.encode("utf-8"))
         return digest.hexdigest()
 
     def first(self, count: int) -> Conversation:
         """Return the chat truncated to its first `count` messages."""
-        return Conversation(self.id, self.messages[:count], self.source)
+        return Conversation(self.id, self.messages[:count], self.source, self.variables)
 
 
 def problem_with(messages: tuple[Message, ...]) -> str | None:

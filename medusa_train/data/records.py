@@ -6,11 +6,14 @@ Training reads whole chats (`parse_record`), self-distillation their user turns 
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from medusa_train.data.chat_template import RENDERING
 from medusa_train.data.conversation import (
     REASONING_TAGS,
     Conversation,
@@ -45,6 +48,24 @@ _PROMPT_FORMATS = {**_CHAT_FORMATS, "alpaca": ("instruction",), "mt_bench": ("tu
 #: The keys under which servers return the reasoning part of an answer.
 REASONING_KEYS = ("reasoning_content", "reasoning")
 _PROMPT_ROLES: tuple[Role, ...] = ("user", "system")
+#: The keys of a turn that say whether it is trained, as Axolotl names them.
+_TRAIN_KEYS = ("train", "training")
+#: What self-distillation writes beside a chat and an id; a record with the first is its output.
+_OF_SELF_DISTILLATION = (
+    "finish_reasons",
+    "seed_id",
+    "model",
+    "sampling",
+    "temperature",
+    "token_counts",
+    "mode",
+    "dropped",
+)
+#: Columns that hold variables of the chat template.
+TOOLS = "tools"
+TEMPLATE_KWARGS = "chat_template_kwargs"
+#: Unread columns and keys of which a note names so many.
+MAX_UNREAD = 12
 _JSON_TYPES: dict[type, str] = {
     bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "a list", dict: "an object",
 }  # fmt: skip
@@ -54,21 +75,63 @@ class RecordError(ValueError):
     """A record that is not a valid chat; the message says why, without its `file:line`."""
 
 
+@dataclass
+class Unread:
+    """What records carry beside their chats, which nothing reads: names with the number of records,
+    and of turns, that have them.
+    """
+
+    columns: Counter[str] = field(default_factory=Counter)
+    turn_keys: Counter[str] = field(default_factory=Counter)
+
+    def count_columns(self, record: Mapping[str, Any], read: Collection[str]) -> None:
+        """Count the columns of a record beside those that are read.
+
+        Null is as good as missing: tables have it in the columns of other records.
+        """
+        self.columns.update(_unread_keys(record, read))
+
+    def update(self, other: Unread) -> None:
+        """Add what `other` counted."""
+        self.columns.update(other.columns)
+        self.turn_keys.update(other.turn_keys)
+
+    def describe(self, name: str) -> list[str]:
+        """Return a sentence on the data called `name`; none if all was read."""
+        parts = []
+        if self.columns:
+            parts.append(f"columns {_counted(self.columns)}")
+        if self.turn_keys:
+            parts.append(f"keys of turns {_counted(self.turn_keys)}")
+        return [f"{name}: not read: {'; '.join(parts)}"] if parts else []
+
+
+def _counted(names: Counter[str]) -> str:
+    """List names with their counts, the most frequent first."""
+    ordered = sorted(names.items(), key=lambda item: (-item[1], item[0]))
+    shown = [f"{name} ({count:,})" for name, count in ordered[:MAX_UNREAD]]
+    if len(ordered) > MAX_UNREAD:
+        shown.append(f"and {len(ordered) - MAX_UNREAD} more")
+    return ", ".join(shown)
+
+
 @dataclass(frozen=True, slots=True)
 class ReadResult:
     """Conversations in file order, `file:line: reason` for each invalid record that was skipped,
-    and notes on files without records.
+    notes on files without records, and what the records carry that is not read.
     """
 
     conversations: list[Conversation] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    unread: Unread = field(default_factory=Unread)
 
     def extend(self, other: ReadResult) -> None:
         """Append what `other` has."""
         self.conversations.extend(other.conversations)
         self.skipped.extend(other.skipped)
         self.notes.extend(other.notes)
+        self.unread.update(other.unread)
 
 
 def read_conversations(
@@ -96,26 +159,32 @@ def parse_records(
     name: str,
     skip_bad: bool,
     tags: ReasoningTags = REASONING_TAGS,
+    variables: Collection[str] = (),
 ) -> ReadResult:
     """Parse the records of a file or split called `name`; raises as `read_conversations`, for all
-    records at once.
+    records at once. `variables` as in `parse_record`.
 
     With `skip_bad` all records may be invalid; `with_some` raises then, and for a file without
     records, which is noted.
     """
     conversations: list[Conversation] = []
     problems: list[str] = []
+    unread = Unread()
     for raw in records:
         try:
             if raw.error is not None:
                 raise RecordError(raw.error)
-            conversations.append(parse_record(raw.value, type, source=raw.source, tags=tags))
+            conversation = parse_record(
+                raw.value, type, source=raw.source, tags=tags, variables=variables, unread=unread
+            )
         except RecordError as error:
             problems.append(f"{raw.source}: {error}")
+            continue
+        conversations.append(conversation)
     if problems and not skip_bad:
         raise DataError(describe_problems(problems, name))
     notes = [] if conversations or problems else [f"{name}: no records"]
-    return ReadResult(conversations, problems, notes)
+    return ReadResult(conversations, problems, notes, unread)
 
 
 def with_some(result: ReadResult, name: str) -> ReadResult:
@@ -145,7 +214,13 @@ def first_problems(problems: Sequence[str]) -> list[str]:
 
 
 def parse_record(
-    record: object, type: str = "auto", *, source: str = "", tags: ReasoningTags = REASONING_TAGS
+    record: object,
+    type: str = "auto",
+    *,
+    source: str = "",
+    tags: ReasoningTags = REASONING_TAGS,
+    variables: Collection[str] = (),
+    unread: Unread | None = None,
 ) -> Conversation:
     """Parse one record into a conversation.
 
@@ -154,19 +229,26 @@ def parse_record(
             `{"messages": [{"role", "content"}]}` or alpaca `{"instruction", "input", "output"}`.
             Turns may have their reasoning apart, as `reasoning_content`, which `tags` join with the
             content. Output of self-distillation may have `token_ids` beside an answer's content,
-            and `finish_reasons`. Answers of `weight` 0 are no targets.
+            and `finish_reasons`. `train` or `training` of a turn say whether it is trained, and
+            turns of `weight` 0 are not.
         type: which of the three, or "auto" to detect it by the keys.
         source: `file:line`, stored in the conversation.
+        variables: of the chat template. Columns of these names, and the entries of
+            `chat_template_kwargs`, become variables of the chat.
+        unread: counts the columns and the keys of turns that are not read.
 
     Raises:
         RecordError: the record is not a valid chat.
     """
     record, type = _detect_format(record, type, _CHAT_FORMATS)
-    messages = (
-        _alpaca_chat(record)
-        if type == "alpaca"
-        else _parse_turns(record, *_turn_keys(record, type), tags)
-    )
+    found = Unread()
+    if type == "alpaca":
+        messages = _alpaca_chat(record)
+        read = {"instruction", "input", "output", "history"}
+    else:
+        keys = _turn_keys(record, type)
+        messages = _parse_turns(record, *keys, tags, unread=found)
+        read = {keys[0]}
     if type == "sharegpt" and messages[0].role == "assistant":
         messages = messages[1:]  # continues a longer chat; FastChat's `preprocess` skips it as well
     if type != "alpaca" and not (messages and messages[0].role == "system"):
@@ -176,28 +258,105 @@ def parse_record(
         messages = messages[1:]
     if problem := problem_with(messages):
         raise RecordError(problem)
-    conversation = Conversation("", messages, source)
+    template_variables = _variables_of(record, variables)
+    if unread is not None:
+        read |= {"id", "system", *_bookkeeping(record)} | template_variables.columns
+        found.count_columns(record, read)
+        unread.update(found)
+    conversation = Conversation("", messages, source, template_variables.text)
     record_id = record.get("id")
     is_usable = isinstance(record_id, (str, int)) and str(record_id)
-    return Conversation(
-        str(record_id) if is_usable else conversation.content_key[:16], messages, source
-    )
+    return replace(conversation, id=str(record_id) if is_usable else conversation.content_key[:16])
 
 
-def parse_user_turns(record: object, type: str = "auto") -> tuple[list[str], str | None]:
+@dataclass(frozen=True)
+class _Variables:
+    """Variables of a chat as JSON text, '' for none, and the columns that they were read from."""
+
+    text: str
+    columns: set[str]
+
+
+def _variables_of(record: Mapping[str, Any], names: Collection[str]) -> _Variables:
+    """Return what a record says of the chat template's variables `names`.
+
+    `tools` may be JSON text, as in tables. Values of null are as good as missing.
+    """
+    values: dict[str, Any] = {}
+    columns: set[str] = set()
+    for name in names:
+        if record.get(name) is not None and name not in ("system", "messages"):
+            values[name] = record[name]
+            columns.add(name)
+    further = record.get(TEMPLATE_KWARGS)
+    if further is not None:
+        if not isinstance(further, Mapping):
+            raise RecordError(f"'{TEMPLATE_KWARGS}' must be an object, it is {_json_type(further)}")
+        taken = sorted(set(further) & RENDERING)
+        if taken:
+            raise RecordError(f"'{TEMPLATE_KWARGS}': {', '.join(taken)}: set by rendering itself")
+        unknown = sorted(set(further) - set(names))
+        if unknown:
+            raise RecordError(
+                f"'{TEMPLATE_KWARGS}': not in the chat template: {', '.join(unknown)}"
+            )
+        # columns of tables have null in the others' entries
+        values |= {name: value for name, value in further.items() if value is not None}
+        columns.add(TEMPLATE_KWARGS)
+    if TOOLS in values:
+        values[TOOLS] = _tools(values[TOOLS])
+        if not values[TOOLS]:
+            del values[TOOLS]
+    if not values:
+        return _Variables("", columns)
+    try:
+        return _Variables(json.dumps(values, sort_keys=True), columns)
+    except (TypeError, ValueError) as error:
+        raise RecordError(f"variables of the chat template: {error}") from None
+
+
+def _tools(value: object) -> list[Any]:
+    """Return a list of tools, of JSON text too."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value) if value.strip() else []
+        except ValueError as error:
+            raise RecordError(f"'{TOOLS}' is not valid JSON: {error}") from None
+    if not isinstance(value, (list, tuple)) or not all(isinstance(t, Mapping) for t in value):
+        raise RecordError(f"'{TOOLS}' must be a list of objects")
+    return list(value)
+
+
+def _bookkeeping(record: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the keys that self-distillation writes beside a chat, if it wrote the record."""
+    is_ours = record.get(_OF_SELF_DISTILLATION[0]) is not None
+    return _OF_SELF_DISTILLATION if is_ours else ()
+
+
+def _unread_keys(values: Mapping[str, Any], read: Collection[str]) -> list[str]:
+    """Return the keys beside those that are read whose values are not null."""
+    return [str(key) for key, value in values.items() if key not in read and value is not None]
+
+
+def parse_user_turns(
+    record: object, type: str = "auto", unread: Unread | None = None
+) -> tuple[list[str], str | None]:
     """Return the user's messages of one record, and its system message or None.
 
     Assistant messages are ignored, so that prompts without answers and chats in any order are
     accepted. Besides the formats of `parse_record`, "auto" accepts MT-Bench's `{"turns": [text,
     ...]}`. Blank messages are dropped; the last system message counts; lone surrogates become
-    question marks.
+    question marks. `unread` counts the columns, and the keys of the user's turns, that are not
+    read.
 
     Raises:
         RecordError: the record has none of these formats, or its turns are not text.
     """
     record, type = _detect_format(record, type, _PROMPT_FORMATS)
+    found = Unread()
     if type == "alpaca":
         messages = [*_system_of(record), Message("user", _alpaca_prompt(record))]
+        read = {"instruction", "input", "output", "history"}
     elif type == "mt_bench":
         turns = [{"role": "user", "content": text} for text in _as_list(record, "turns")]
         messages = [
@@ -205,9 +364,18 @@ def parse_user_turns(record: object, type: str = "auto") -> tuple[list[str], str
                 {"turns": turns}, "turns", "role", "content", REASONING_TAGS, _PROMPT_ROLES
             )
         ]
+        read = {"turns"}
     else:
-        read = _parse_turns(record, *_turn_keys(record, type), REASONING_TAGS, _PROMPT_ROLES)
-        messages = [*_system_of(record), *read]
+        keys = _turn_keys(record, type)
+        messages = [
+            *_system_of(record),
+            *_parse_turns(record, *keys, REASONING_TAGS, _PROMPT_ROLES, found),
+        ]
+        read = {keys[0]}
+    if unread is not None:
+        read |= {"id", "question_id", "system", *_bookkeeping(record)}
+        found.count_columns(record, read)
+        unread.update(found)
     texts = [
         (message.role, message.content.encode("utf-8", "replace").decode()) for message in messages
     ]
@@ -307,9 +475,10 @@ def _parse_turns(
     content_key: str,
     tags: ReasoningTags,
     roles: Collection[Role] | None = None,
+    unread: Unread | None = None,
 ) -> tuple[Message, ...]:
     """Parse the list of turns under `key`; with `roles`, other turns are skipped unparsed, and
-    there may be none.
+    there may be none. `unread` counts the keys of turns that are not read.
     """
     turns = _as_list(record, key)
     if not turns and roles is None:
@@ -322,7 +491,8 @@ def _parse_turns(
         role = _ROLES.get(name) if isinstance(name, str) else None
         if roles is not None and role not in roles:
             continue
-        if name in _TOOL_ROLES or turn.get("tool_calls"):
+        calls = turn.get("tool_calls") or turn.get("function_call")
+        if name in _TOOL_ROLES or calls:
             raise RecordError(f"turn {number} is a tool call or its result, which is not supported")
         if role is None:
             raise RecordError(
@@ -330,13 +500,40 @@ def _parse_turns(
                 f" {', '.join(_ROLES)}"
             )
         content = _content(turn.get(content_key), number, content_key)
-        ids = _token_ids(turn.get("token_ids"), number) if role == "assistant" else None
-        text, is_target = (
-            join_reasoning(reasoning_part(turn), content, tags),
-            turn.get("weight") != 0,
-        )
-        messages.append(Message(role, text, ids, is_target=is_target))
+        read = {role_key, content_key, "weight", "tool_calls", "function_call"}
+        read |= {*_TRAIN_KEYS, *REASONING_KEYS}
+        ids = None
+        if role == "assistant":
+            ids = _token_ids(turn.get("token_ids"), number)
+            read.add("token_ids")
+        text = join_reasoning(reasoning_part(turn), content, tags)
+        messages.append(Message(role, text, ids, is_target=_is_target(turn, number)))
+        if unread is not None:
+            unread.turn_keys.update(_unread_keys(turn, read))
     return _with_finish_reasons(messages, record.get("finish_reasons"))
+
+
+def _is_target(turn: Mapping[str, Any], number: int) -> bool | None:
+    """Return whether a turn says that it is trained; None where it says nothing.
+
+    `train` or `training` as in Axolotl; `weight` 0 or 1 as in OpenAI's fine-tuning, where 1 is the
+    default.
+    """
+    if turn.get("train_detail") is not None or turn.get("training_detail") is not None:
+        raise RecordError(f"turn {number}: training of parts of a turn is not supported")
+    for key in _TRAIN_KEYS:
+        switch = turn.get(key)
+        if switch is None:
+            continue
+        if not isinstance(switch, bool):
+            raise RecordError(f"turn {number}: '{key}' must be true or false, it is {switch!r}")
+        return switch
+    weight = turn.get("weight")
+    if weight is None:
+        return None
+    if isinstance(weight, bool) or weight not in (0, 1):
+        raise RecordError(f"turn {number}: 'weight' must be 0 or 1, it is {weight!r}")
+    return None if weight == 1 else False
 
 
 def _token_ids(ids: object, number: int) -> tuple[int, ...] | None:

@@ -67,7 +67,8 @@ class ChatEncoder:
         template: a name of `TEMPLATES`, a Jinja file, or None for the tokenizer's own template.
         template_kwargs: further variables of the template (`chat_template_kwargs`).
         roles: whose words are supervised. The assistant's include the token that ends an answer.
-        train_on_inputs: supervise every token, whoever wrote it.
+        train_on_inputs: supervise every token, whoever wrote it. A message's own switch, see
+            `Message.is_target`, decides before both.
     """
 
     def __init__(
@@ -120,11 +121,14 @@ class ChatEncoder:
         the length limit has no end token to learn.
         """
         messages = conversation.messages
+        template = self.template
+        if conversation.variables:
+            template = template.with_variables(json.loads(conversation.variables))
         rows: list[EncodedRow] = []
         try:
             first = 0
-            for group in _with_common_prefix(self.template.answers(messages)):
-                rows += self._encode_rows(group, messages, first)
+            for group in _with_common_prefix(template.answers(messages)):
+                rows += self._encode_rows(group, messages, first, template)
                 first = group[-1].index + 1
         except ChatTemplateError as error:
             raise DataError(f"{conversation.source or conversation.id}: {error}") from None
@@ -167,7 +171,11 @@ class ChatEncoder:
         return int(self.tokenizer.convert_tokens_to_ids(token))
 
     def _encode_rows(
-        self, answers: list[RenderedAnswer], messages: Sequence[Message], first: int
+        self,
+        answers: list[RenderedAnswer],
+        messages: Sequence[Message],
+        first: int,
+        template: ChatTemplate,
     ) -> list[EncodedRow]:
         """Tokenize answers whose texts are prefixes of each other; messages before `first` are
         trained elsewhere.
@@ -186,7 +194,7 @@ class ChatEncoder:
             return [
                 row
                 for answer, start in zip(answers, starts, strict=False)
-                for row in self._encode_rows([answer], messages, start)
+                for row in self._encode_rows([answer], messages, start, template)
             ]
         generated = self._generated_tokens(last, messages[last.index].content)
         if counts is None or generated is not None:
@@ -197,11 +205,11 @@ class ChatEncoder:
             ids = ids + (self.tokenize_continuation(last.text) if generated is None else generated)
             counts.append(len(ids))
         supervised = [False] * len(ids)
-        if others := self._spans_of_others(last, messages, first):
+        others = self._spans_of_others(last, messages, first, template)
+        if others:
             supervised[: counts[-2]] = _overlaps(offsets[: counts[-2]], others)
-        if "assistant" in self.roles or self.train_on_inputs:
-            for answer, start, end in zip(answers, counts[::2], counts[1::2], strict=True):
-                supervised[start:end] = [messages[answer.index].is_target] * (end - start)
+        for answer, start, end in zip(answers, counts[::2], counts[1::2], strict=True):
+            supervised[start:end] = [self._is_trained(messages[answer.index])] * (end - start)
         ends = [(answer.index + 1, end) for answer, end in zip(answers, counts[1::2], strict=True)]
         return [EncodedRow(ids, supervised, ends)]
 
@@ -231,24 +239,38 @@ class ChatEncoder:
             self._tails[tail] = self._tokenize(tail)[0]
         return self._tails[tail] == ids[start:count]
 
+    def _is_trained(self, message: Message) -> bool:
+        """Return whether a message is trained: by its own switch, else by its role."""
+        if message.is_target is not None:
+            return message.is_target
+        return self.train_on_inputs or message.role in self.roles
+
     def _spans_of_others(
-        self, last: RenderedAnswer, messages: Sequence[Message], first: int
+        self, last: RenderedAnswer, messages: Sequence[Message], first: int, template: ChatTemplate
     ) -> list[Span]:
         """Return the supervised spans in the prompt of the last answer, apart from the answers in
         it.
         """
         history = messages[: last.index]
+        new = {
+            index: message
+            for index, message in enumerate(history)
+            if index >= first and message.role != "assistant"
+        }
         if self.train_on_inputs:
-            start = self.template.content_spans(history, ["user"])[first][0] if first else 0
-            return [(start, len(last.prompt))]
-        others = self.roles - {"assistant"}
-        if not others:
+            # what the template writes between the contents is trained, too
+            start = template.content_spans(history, ["user"])[first][0] if first else 0
+            switched_off = {i for i, message in new.items() if not self._is_trained(message)}
+            if not switched_off:
+                return [(start, len(last.prompt))]
+            spans = template.content_spans(history, {new[index].role for index in switched_off})
+            omitted = [spans[index] for index in sorted(switched_off)]
+            return _between(start, omitted, len(last.prompt))
+        trained = {index for index, message in new.items() if self._is_trained(message)}
+        if not trained:
             return []
-        return [
-            span
-            for index, span in self.template.content_spans(history, others).items()
-            if index >= first
-        ]
+        spans = template.content_spans(history, {new[index].role for index in trained})
+        return [spans[index] for index in sorted(trained)]
 
     def _tokenize(self, text: str) -> tuple[list[int], list[Span]]:
         encoding = self.tokenizer(
@@ -346,6 +368,15 @@ def _tokens_before(borders: Sequence[int], offsets: Sequence[Span], text: str) -
                 count += 1
         counts.append(count)
     return counts
+
+
+def _between(start: int, omitted: Sequence[Span], end: int) -> list[Span]:
+    """Return what `omitted` spans (sorted, disjoint) leave of the characters [start, end)."""
+    left = []
+    for first, last in omitted:
+        left.append((start, first))
+        start = last
+    return [*left, (start, end)]
 
 
 def _overlaps(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:

@@ -66,12 +66,18 @@ class DatasetReader:
     def read(self) -> ReadResult:
         """Read all conversations, of which there must be one; files without records are noted."""
         result = ReadResult()
-        tags = self.encoder.template.reasoning_tags
+        template = self.encoder.template
         for name, records in self.source.parts():
             part = parse_records(
-                records, self.config.type, name=name, skip_bad=self.skip_bad, tags=tags
+                records,
+                self.config.type,
+                name=name,
+                skip_bad=self.skip_bad,
+                tags=template.reasoning_tags,
+                variables=template.variables,
             )
             result.extend(part)
+        result.notes.extend(result.unread.describe(self.config.path))
         return with_some(result, self.source.name)
 
 

@@ -23,7 +23,7 @@ from typing import Any
 from medusa_train.config.paths import PROJECT_ROOT, resolve_path, user_cache_dir
 from medusa_train.data.conversation import SURROGATES, Message
 from medusa_train.data.record_files import RawRecord, read_file
-from medusa_train.data.records import first_problems, parse_user_turns
+from medusa_train.data.records import Unread, first_problems, parse_user_turns
 from medusa_train.data.sources import PublicDataset
 from medusa_train.errors import DataError
 from medusa_train.hub import FetchError, check_length, fetch_dataset_file, hub_is_unreachable
@@ -31,6 +31,10 @@ from medusa_train.io import replace_file
 
 BENCH_DIR_VARIABLE = "MEDUSA_BENCH_DIR"
 FETCH_TIMEOUT = 15  # seconds
+#: What is read of a record in each format; HumanEval's solutions are known to be there.
+_HUMANEVAL_KEYS = ("task_id", "prompt", "entry_point", "test", "canonical_solution")
+_GSM8K_KEYS = ("question", "answer")
+_MT_BENCH_KEYS = ("question_id", "prompt_id", "turns", "prompt", "category", "reference", "system")
 #: HumanEval's prompts are the beginning of a file; a chat model needs an instruction.
 HUMANEVAL_INSTRUCTION = (
     "Complete this Python function. Answer with the whole function in a ```python block.\n\n"
@@ -126,12 +130,20 @@ FILES = (
 
 
 def load_bench(name_or_file: str, note: Callable[[str], None] = lambda line: None) -> Bench:
-    """Find and read a bench, by name or file (see `find_bench`); `note` is called with a line
-    before a download.
+    """Find and read a bench, by name or file (see `find_bench`).
+
+    `note` is called with a line before a download, and with one on what a file has that is not
+    read.
     """
     path = find_bench(name_or_file, note)
     is_file = name_or_file not in NAMED_BENCHES and resolve_path(name_or_file) == path
-    return Bench(_name_of_file(path) if is_file else name_or_file, path, read_questions(path))
+    unread = Unread()
+    questions = read_questions(path, unread)
+    if not is_file:  # what public benches carry beside their questions is known
+        return Bench(name_or_file, path, questions)
+    for line in unread.describe(str(path)):
+        note(line)
+    return Bench(_name_of_file(path), path, questions)
 
 
 def find_bench(name_or_file: str, note: Callable[[str], None] = lambda line: None) -> Path:
@@ -245,16 +257,16 @@ def _name_of_file(path: Path) -> str:
     return re.sub(r"(\.jsonl|\.json|\.parquet)?(\.gz)?$", "", path.name)
 
 
-def read_questions(path: Path) -> tuple[Question, ...]:
+def read_questions(path: Path, unread: Unread | None = None) -> tuple[Question, ...]:
     """Read a question file; DataError if it has no questions, or invalid lines, of which it names
-    the first.
+    the first. `unread` counts what is not read.
     """
     questions: list[Question] = []
     problems: list[str] = []
     first_seen: dict[int | str, str] = {}
     for record in read_file(path):
         try:
-            question = _parse(record)
+            question = _parse(record, unread if unread is not None else Unread())
             earlier = first_seen.setdefault(question.question_id, record.source)
             if earlier != record.source:
                 raise ValueError(
@@ -275,7 +287,7 @@ def read_questions(path: Path) -> tuple[Question, ...]:
     return tuple(questions)
 
 
-def _parse(raw: RawRecord) -> Question:
+def _parse(raw: RawRecord, unread: Unread) -> Question:
     """Parse a record of any of the formats; raises ValueError with the reason."""
     if raw.error is not None:
         raise ValueError(raw.error)
@@ -283,11 +295,13 @@ def _parse(raw: RawRecord) -> Question:
     if not isinstance(record, dict):
         raise ValueError(f"a JSON object is expected, found {type(record).__name__}")
     if isinstance(record.get("task_id"), str) and isinstance(record.get("prompt"), str):
+        unread.count_columns(record, _HUMANEVAL_KEYS)
         return _parse_humaneval(record, source)
     if isinstance(record.get("question"), str) and isinstance(record.get("answer"), str):
+        unread.count_columns(record, _GSM8K_KEYS)
         return _parse_gsm8k(record, source, raw.number)
     if "turns" not in record and ("messages" in record or "conversations" in record):
-        said, system = parse_user_turns(record)
+        said, system = parse_user_turns(record, unread=unread)
         if not said:
             raise ValueError("the chat has no message of the user")
         return Question(raw.number, "general", tuple(said), source, system=system)
@@ -324,6 +338,7 @@ def _parse(raw: RawRecord) -> Question:
     category += " (category)" if category == "overall" else ""  # the reports' name for all of them
     system = record.get("system")
     system = system if isinstance(system, str) and system.strip() else None
+    unread.count_columns(record, _MT_BENCH_KEYS)
     return Question(question_id, category, tuple(turns), source, texts, system=system)
 
 

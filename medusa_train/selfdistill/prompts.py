@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
-from medusa_train.data.records import describe_problems, parse_user_turns
+from medusa_train.data.records import Unread, describe_problems, parse_user_turns
 from medusa_train.data.sources import PUBLIC_DATASETS, HubSplit, LocalFiles
 from medusa_train.errors import ConfigError, DataError
 
@@ -32,12 +32,16 @@ class Prompt:
 
 
 def read_prompts(
-    source: Path | LocalFiles | HubSplit, type: str = "auto", *, skipped: list[str] | None = None
+    source: Path | LocalFiles | HubSplit,
+    type: str = "auto",
+    *,
+    skipped: list[str] | None = None,
+    unread: Unread | None = None,
 ) -> list[Prompt]:
     """Read prompts in any format of `parse_user_turns`. Records without a user message are skipped.
 
     A repeated id gets a number (`id~2`). Invalid records raise DataError, unless a list `skipped`
-    receives their `file:line: reason`.
+    receives their `file:line: reason`. `unread` counts what the records carry that is not read.
     """
     if isinstance(source, Path):
         source = LocalFiles((source,))
@@ -48,7 +52,7 @@ def read_prompts(
         try:
             if record.error is not None:
                 raise ValueError(record.error)
-            turns, system = parse_user_turns(record.value, type)
+            turns, system = parse_user_turns(record.value, type, unread)
         except ValueError as error:
             problems.append(f"{record.source}: {error}")
             continue

@@ -17,7 +17,7 @@ from rich.table import Table
 from medusa_train.config.paths import expand_user, public_name
 from medusa_train.config.schema import SelfDistillConfig
 from medusa_train.data.conversation import NOTABLE_LOOPING
-from medusa_train.data.records import first_problems
+from medusa_train.data.records import Unread, first_problems
 from medusa_train.data.sources import open_prompts
 from medusa_train.errors import DataError
 from medusa_train.progress import LoadingProgress, RunProgress, duration
@@ -73,8 +73,9 @@ def load_prompts(
     invalid: list[str] | None = [] if cfg.skip_bad_records else None
     with LoadingProgress(progress) as shown:
         source = open_prompts(cfg.seed_dataset, cfg.split, shown.update)
-        prompts = read_prompts(source, cfg.type, skipped=invalid)
-    for note in source.notes:
+        unread = Unread()
+        prompts = read_prompts(source, cfg.type, skipped=invalid, unread=unread)
+    for note in (*source.notes, *unread.describe(cfg.seed_dataset)):
         progress.print(note)
     selection = Selection(
         cfg.max_turns, cfg.min_chars, cfg.max_chars, cfg.sample, cfg.sample_seed, cfg.limit

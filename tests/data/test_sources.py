@@ -30,7 +30,9 @@ SHAREGPT_REPO, SHAREGPT_FILE = (
 
 
 def read_source(source: DatasetConfig, *, skip_bad: bool = False) -> ReadResult:
-    encoder: Any = SimpleNamespace(template=SimpleNamespace(reasoning_tags=REASONING_TAGS))
+    encoder: Any = SimpleNamespace(
+        template=SimpleNamespace(reasoning_tags=REASONING_TAGS, variables=())
+    )
     return DatasetReader(source, open_source(source), encoder, skip_bad).read()
 
 

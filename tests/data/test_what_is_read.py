@@ -1,0 +1,245 @@
+"""Columns and keys of turns: used, refused, or counted by name; switches and template variables."""
+
+import json
+import random
+import string
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from medusa_train.config.schema import DatasetConfig
+from medusa_train.data.records import (
+    MAX_UNREAD,
+    ReadResult,
+    RecordError,
+    Unread,
+    parse_record,
+    parse_user_turns,
+)
+from medusa_train.data.sources import open_source
+from medusa_train.data.tokenize import ChatEncoder
+from medusa_train.data.tokenize_datasets import DatasetReader
+from medusa_train.evaluation.questions import load_bench
+from medusa_train.selfdistill.prompts import read_prompts
+from tests.data.test_tokenize_chat import masked
+
+Make = Callable[..., Any]
+
+TURNS = [{"role": "user", "content": "Q1"}, {"role": "assistant", "content": "A1"}]
+WITH_TOOLS = (
+    "{% if tools %}{{ '<tools>' }}{% for tool in tools %}{{ tool.name }}{% endfor %}{% endif %}"
+    "{% if mode is defined %}{{ '(' + mode + ')' }}{% endif %}"
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def random_names(count: int, seed: int = 0) -> list[str]:
+    source = random.Random(seed)
+    return ["".join(source.choices(string.ascii_lowercase, k=9)) for _ in range(count)]
+
+
+def write(path: Path, records: Sequence[object]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def read(path: Path, encoder: ChatEncoder) -> ReadResult:
+    config = DatasetConfig(path=str(path))
+    return DatasetReader(config, open_source(config), encoder, skip_bad=False).read()
+
+
+def chats_with(names: Sequence[str]) -> list[dict[str, Any]]:
+    """Three chats: the first name is a column of all, the second of one, the third a key of a
+    turn; nulls do not count.
+    """
+    everywhere, once, of_turn = names
+    records: list[dict[str, Any]] = []
+    for number in range(3):
+        turns = [dict(turn) for turn in TURNS]
+        if number:
+            turns[0][of_turn] = "x"
+        records.append(
+            {"id": number, "messages": turns, everywhere: 1, once: None if number else "x"}
+        )
+    return records
+
+
+def test_every_column_and_key_of_turns_is_counted_by_name(
+    tmp_path: Path, make_tokenizer: Make
+) -> None:
+    names = random_names(3)
+    path = write(tmp_path / "chats.jsonl", chats_with(names))
+    counted = (
+        f"{path}: not read: columns {names[0]} (3), {names[1]} (1); keys of turns {names[2]} (2)"
+    )
+    assert read(path, ChatEncoder(make_tokenizer())).notes == [counted]
+    unread = Unread()
+    read_prompts(path, unread=unread)
+    assert unread.describe(str(path)) == [counted]
+    lines: list[str] = []
+    load_bench(str(path), lines.append)
+    assert lines == [counted]
+
+
+@pytest.mark.parametrize(
+    ("record", "unread"),
+    [
+        ({"messages": TURNS, "id": 1, "system": "S"}, []),
+        ({"conversations": [{"from": "human", "value": "Q", "x": 1}], "y": 2}, ["x", "y"]),
+        ({"instruction": "Q", "input": "", "output": "A", "topic": "t"}, ["topic"]),
+        # what self-distillation writes is known; columns of these names in other records are not
+        (
+            {"messages": TURNS, "seed_id": "a", "token_counts": {}, "finish_reasons": ["stop"]},
+            [],
+        ),
+        ({"messages": TURNS, "model": "m", "seed_id": "a"}, ["model", "seed_id"]),
+        ({"messages": TURNS, "tools": [{"name": "f"}]}, ["tools"]),  # not in this template
+    ],
+)
+def test_what_is_known_of_each_format(record: dict[str, Any], unread: list[str]) -> None:
+    found = Unread()
+    parse_record(record, unread=found)
+    assert sorted([*found.columns, *found.turn_keys]) == unread
+    in_prompts = Unread()
+    parse_user_turns(record, unread=in_prompts)
+    assert in_prompts == found
+
+
+def test_many_columns_are_counted_in_one_line() -> None:
+    found = Unread()
+    found.columns.update(random_names(MAX_UNREAD + 5))
+    (line,) = found.describe("data")
+    assert line.endswith("and 5 more")
+    assert line.count("(1)") == MAX_UNREAD
+
+
+# Switches
+
+
+def turn(role: str, content: str, **keys: object) -> dict[str, object]:
+    return {"role": role, "content": content, **keys}
+
+
+@pytest.mark.parametrize(
+    ("keys", "roles", "everything", "expected"),
+    [
+        ([{}, {}, {}, {}], ["assistant"], False, "Q1 [A1] Q2 [A2]"),
+        ([{}, {"train": False}, {}, {}], ["assistant"], False, "Q1 A1 Q2 [A2]"),
+        ([{}, {"training": False}, {}, {"train": True}], ["assistant"], False, "Q1 A1 Q2 [A2]"),
+        ([{"train": True}, {}, {}, {}], ["assistant"], False, "[Q1] [A1] Q2 [A2]"),
+        ([{}, {"weight": 0}, {}, {"weight": 1}], ["assistant"], False, "Q1 A1 Q2 [A2]"),
+        ([{"weight": 0}, {}, {}, {}], ["user", "assistant"], False, "Q1 [A1] [Q2] [A2]"),
+        ([{"weight": 1}, {}, {}, {}], ["assistant"], False, "Q1 [A1] Q2 [A2]"),
+        ([{}, {}, {}, {"train": True}], ["user"], False, "[Q1] A1 [Q2] [A2]"),
+        ([{}, {}, {"train": False}, {}], ["assistant"], True, "[Q1] [A1] Q2 [A2]"),
+        ([{}, {"train": False}, {}, {}], ["assistant"], True, "[Q1] A1 [Q2] [A2]"),
+    ],
+)
+def test_switches_of_turns_decide_before_roles(
+    keys: list[dict[str, object]],
+    roles: list[str],
+    everything: bool,
+    expected: str,
+    make_tokenizer: Make,
+) -> None:
+    contents = ["Q1", "A1", "Q2", "A2"]
+    record = {
+        "messages": [
+            turn("assistant" if number % 2 else "user", content, **keys[number])
+            for number, content in enumerate(contents)
+        ]
+    }
+    encoder = ChatEncoder(make_tokenizer(), roles=roles, train_on_inputs=everything)  # type: ignore[arg-type]
+    (row,) = encoder.encode(parse_record(record))
+    text = encoder.tokenizer.decode(row.ids)
+    shown = []
+    for content in contents:
+        # tokens of single bytes: one token per character, apart from special tokens
+        start = len(encoder.tokenizer(text[: text.index(content)])["input_ids"])
+        part = row.supervised[start : start + len(content)]
+        assert len(set(part)) == 1
+        shown.append(f"[{content}]" if part[0] else content)
+    assert " ".join(shown) == expected
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"weight": 0.5}, "'weight' must be 0 or 1, it is 0.5"),
+        ({"weight": True}, "'weight' must be 0 or 1"),
+        ({"train": "no"}, "'train' must be true or false, it is 'no'"),
+        ({"train_detail": [{"begin": 0}]}, "training of parts of a turn is not supported"),
+        ({"function_call": {"name": "f"}}, "turn 2 is a tool call"),
+    ],
+)
+def test_switches_that_cannot_be_honored_are_refused(keys: dict[str, Any], message: str) -> None:
+    record = {"messages": [TURNS[0], turn("assistant", "A", **keys)]}
+    with pytest.raises(RecordError, match=message):
+        parse_record(record)
+
+
+# Variables of the template
+
+
+@pytest.mark.parametrize(
+    ("columns", "start"),
+    [
+        ({"tools": [{"name": "f"}, {"name": "g"}]}, "<tools>fg"),
+        ({"tools": json.dumps([{"name": "f"}])}, "<tools>f"),
+        ({"tools": "[]"}, ""),
+        ({"tools": None}, ""),
+        ({"mode": "fast"}, "(fast)"),
+        ({"chat_template_kwargs": {"mode": "fast"}}, "(fast)"),
+        ({"mode": "slow", "chat_template_kwargs": {"mode": "fast", "tools": None}}, "(fast)"),
+    ],
+)
+def test_variables_are_rendered_as_in_decoding(
+    columns: dict[str, Any], start: str, make_tokenizer: Make, tmp_path: Path
+) -> None:
+    encoder = ChatEncoder(make_tokenizer(WITH_TOOLS))
+    path = write(tmp_path / "chats.jsonl", [{"messages": TURNS, **columns}])
+    result = read(path, encoder)
+    assert result.notes == []
+    (chat,) = result.conversations
+    assert masked(encoder, chat) == f"{start}<|user|>Q1</s><|assistant|>[[A1</s>]]"
+    variables = json.loads(chat.variables or "{}")
+    decoding = ChatEncoder(make_tokenizer(WITH_TOOLS), template_kwargs=variables)
+    (row,) = encoder.encode(chat)
+    prompt = decoding.prompt(chat.messages[:1])
+    assert row.ids[: len(prompt)] == prompt
+
+
+def test_chats_with_other_tools_are_other_chats() -> None:
+    records = [{"messages": TURNS, "tools": [{"name": name}]} for name in "fg"]
+    chats = [parse_record(record, variables=["tools"]) for record in records]
+    assert chats[0].content_key != chats[1].content_key
+    assert chats[0].first(1).variables == chats[0].variables
+    assert parse_record(records[0]).content_key == parse_record({"messages": TURNS}).content_key
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"tools": "{"}, "'tools' is not valid JSON"),
+        ({"tools": "f"}, "'tools' is not valid JSON"),
+        ({"tools": ["f"]}, "'tools' must be a list of objects"),
+        ({"chat_template_kwargs": {"messages": []}}, "messages: set by rendering itself"),
+        ({"chat_template_kwargs": {"mdoe": 1}}, "not in the chat template: mdoe"),
+        ({"chat_template_kwargs": "x"}, "'chat_template_kwargs' must be an object"),
+    ],
+)
+def test_variables_that_cannot_be_rendered_are_refused(
+    columns: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(RecordError, match=message):
+        parse_record({"messages": TURNS, **columns}, variables=["tools", "mode"])
+
+
+def test_the_variables_of_a_template_are_those_that_it_reads(make_tokenizer: Make) -> None:
+    assert ChatEncoder(make_tokenizer(WITH_TOOLS)).template.variables == {"tools", "mode"}
+    assert ChatEncoder(make_tokenizer()).template.variables == set()
+    for name in ("chatml", "llama-3", "vicuna_v1.1"):
+        assert "messages" not in ChatEncoder(make_tokenizer(), name).template.variables
