@@ -15,6 +15,7 @@ from medusa_train.cli.common import (
     output_console,
     read_arguments,
     run_command,
+    split_arguments,
     with_keys,
 )
 from medusa_train.config.schema import SelfDistillConfig
@@ -96,7 +97,10 @@ def selfdistill(
     ] = 0,  # passed by DeepSpeed's launcher
 ) -> int:
     """Load the configuration and the prompts, then generate, merge or preview."""
+    from medusa_train.selfdistill.commands import refuse_training_config
+
     flags["server_url"] = server_url or None
+    refuse_training_config(split_arguments(arguments or [])[0])
     cfg = read_arguments(SelfDistillConfig, arguments or [], flags=flags)
 
     from medusa_train.data.builtin_templates import get_template
@@ -160,6 +164,7 @@ def _generate(
     Raises:
         DataError: the output has no conversation.
     """
+    from medusa_train.selfdistill.commands import next_command
     from medusa_train.selfdistill.drop_report import most_dropped, nothing_kept
     from medusa_train.selfdistill.engines import resolve_dtype
     from medusa_train.selfdistill.output import OutputWriter, shard_output
@@ -192,14 +197,20 @@ def _generate(
         error_console().print(warning, style="yellow")
     if is_complete:
         console.print(f"{target} is complete, nothing to do")
-        return 0
     asked_again = sum(prompt.id not in writer.done for prompt in prompts)
     if asked_again:
         console.print(f"the same command asks {asked_again:,} prompts again, which the server lost")
     console.print(f"output: {target}")
-    if part is not None:
-        console.print(f"run the same command with --merge to merge all {part.count} shards")
+    if part is None:
+        print_next(next_command(cfg, target), console)
+    else:
+        print_next(f"run the same command with --merge to merge all {part.count} shards", console)
     return 0
+
+
+def print_next(command: str, console: Console) -> None:
+    """Print what to do next, as a line that can be copied."""
+    console.print(f"next: {command}", style="bold")
 
 
 def _run(
@@ -239,6 +250,7 @@ def _run(
 
 def _merge(cfg: SelfDistillConfig, prompts: list[Prompt], out: Path, console: Console) -> int:
     """Merge the outputs of all shards into `out`; raises DataError if they have no conversation."""
+    from medusa_train.selfdistill.commands import next_command
     from medusa_train.selfdistill.drop_report import most_dropped, nothing_kept
     from medusa_train.selfdistill.engines import resolve_dtype
     from medusa_train.selfdistill.output import dropped_path, merge
@@ -259,6 +271,7 @@ def _merge(cfg: SelfDistillConfig, prompts: list[Prompt], out: Path, console: Co
         error_console().print(
             f"{merged.missing:,} prompts are not answered yet: run it without --merge"
         )
+    print_next(next_command(cfg, out), console)
     return 0
 
 

@@ -537,6 +537,19 @@ SELFDISTILL_CONSTRAINTS: tuple[Constraint, ...] = (
         "requests need a model name; set base_model to the name that the server uses",
     ),
     Constraint(
+        ("seed_dataset", "base_model", "heads", "engine", "server_url", "mode"),
+        lambda cfg: (
+            cfg.base_model is None
+            and cfg.heads is None
+            and not _uses_server(cfg)
+            and cfg.mode != "questions"
+            and cfg.seed_dataset != "tiny"
+        ),
+        "needs the model that is to answer: add --model NAME, its directory or hub name"
+        " (base_model: NAME in a YAML). Without it the test model data/tiny answers its own prompts,"
+        " `tiny`",
+    ),
+    Constraint(
         ("mode", "engine", "server_url"),
         lambda cfg: _uses_server(cfg) and cfg.mode != "replay",
         "a chat server generates assistant turns only; selftalk and questions require engine:"

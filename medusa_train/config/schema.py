@@ -912,7 +912,7 @@ class SelfDistillConfig(Config):
     base_model: Text | None = key(
         None,
         "model: a Hugging Face directory, a hub name or a run; on a server, its name there;"
-        " default: data/tiny",
+        " default, for the prompts `tiny` and mode questions only: data/tiny",
     )
     trust_remote_code: Bool = key(False, "allow Python code from the model's repository")
     chat_template: Text | None = key(

@@ -1,18 +1,24 @@
 import json
 import os
 import random
+import shlex
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+import yaml
 from click.testing import Result
 from typer.testing import CliRunner
 
 from medusa_train.cli.selfdistill import app
+from medusa_train.config.load import load_config
+from medusa_train.config.schema import SelfDistillConfig, TrainConfig
 from medusa_train.data import sources
+from medusa_train.errors import DataError
 from medusa_train.hub import FetchError
+from medusa_train.selfdistill import run as distill_run
 from tests.evaluation.tiny_model import write_backbone, write_run
 from tests.fake_server import Reply, error, serving
 
@@ -200,27 +206,96 @@ def test_a_yaml_gives_the_keys_and_no_machine_path_is_written(at_work: Path) -> 
     )
 
 
-def test_without_a_model_the_embedded_backbone_is_named_and_a_missing_set_says_where_to_put_it(
+def test_a_missing_data_set_says_where_to_put_it(
     at_work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*arguments: object) -> None:
         raise FetchError("no network")
 
     monkeypatch.setattr(sources, "fetch_dataset_file", refuse)
-    result = runner.invoke(app, ["--seed", "sharegpt"])
+    result = runner.invoke(app, ["--seed", "sharegpt", "--model", "backbone"])
     assert result.exit_code == 1
-    assert (
-        "data/tiny (the embedded tiny backbone), prompts sharegpt" in result.output.splitlines()[0]
-    )
     assert "put it at data/seeds/sharegpt.json" in " ".join(result.output.split())
     assert not (at_work / "runs" / "selfdistill" / "sharegpt.jsonl").exists()
+
+
+def test_only_its_own_prompts_are_answered_by_the_test_model(at_work: Path) -> None:
+    result = succeed(["--prompts", "tiny", "--dry-run"])
+    assert "data/tiny (the embedded tiny backbone), prompts tiny" in result.output.splitlines()[0]
+    for words in (["--prompts", "sharegpt"], ["--seed", "mine.jsonl", "--mode", "selftalk"]):
+        result = runner.invoke(app, words)
+        assert result.exit_code == 2
+        assert "needs the model that is to answer: add --model NAME" in result.output
+        assert "medusa-selfdistill: model" not in result.output
+
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_training_yaml_gets_the_command_that_makes_its_data(
+    at_work: Path, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = runner.invoke(app, [str(path)])
+    assert result.exit_code == 2
+    head, *commands = result.output.splitlines()
+    assert "is a configuration of medusa-train. To make data for it:" in head
+    assert commands
+    read = []
+
+    def stop(cfg: SelfDistillConfig, progress: object) -> None:
+        read.append(cfg)
+        raise DataError("the command is valid")
+
+    monkeypatch.setattr(distill_run, "load_prompts", stop)
+    model = yaml.safe_load(path.read_text(encoding="utf-8"))["base_model"]
+    for command in commands:
+        name, *words = shlex.split(command)
+        assert name == "medusa-selfdistill"
+        assert "the command is valid" in runner.invoke(app, words).output
+        assert read.pop().base_model == model
+
+
+def test_commands_for_a_training_yaml_are_built_from_its_keys(at_work: Path) -> None:
+    (at_work / "train.yaml").write_text(
+        "# medusa-selfdistill --prompts x --model other\n"
+        "base_model: my models/a\nchat_template_kwargs: {enable_thinking: false}\n"
+        "datasets:\n  - path: a b.jsonl\n    conversation: zephyr\n  - {path: u, split: test}\n"
+    )
+    lines = runner.invoke(app, ["train.yaml", "limit=1"]).output.splitlines()
+    shared = """'chat_template_kwargs={"enable_thinking": false}'"""
+    assert lines[1:] == [
+        "  medusa-selfdistill --prompts 'a b.jsonl' --model 'my models/a' --chat-template zephyr"
+        f" --output data/selfdistill/train_1.jsonl {shared}",
+        "  medusa-selfdistill --prompts u --model 'my models/a'"
+        f" --output data/selfdistill/train_2.jsonl split=test {shared}",
+    ]
+
+
+def test_the_last_line_is_the_command_that_uses_the_output(at_work: Path) -> None:
+    write_run(at_work / "whole", at_work / "backbone")
+    words = ["--seed", "mine.jsonl", *SHORT, "limit=1", "--chat-template", "zephyr"]
+    for model in (["--model", "backbone"], ["--model", "whole"], ["heads=whole"]):
+        output = f"for{len(model)}{model[-1][-5:]}.jsonl"
+        for _ in range(2):
+            last = succeed([*words, *model, "--output", output]).stdout.splitlines()[-1]
+            command = f"'datasets=[{{path: {output}}}]' chat_template=zephyr"
+            assert last.startswith("next: medusa-train base_model=")
+            assert last.endswith(f"backbone {command}")
+        arguments = shlex.split(last.removeprefix("next: "))
+        assert load_config(TrainConfig, None, arguments[1:]).datasets[0].path == output
+    questions = ["--mode", "questions", "--limit", "1", "dtype=float32", "drop_truncated=false"]
+    questions += ["max_new_tokens=8", "--model", "backbone", "--output", "asked one.jsonl"]
+    assert succeed(questions).stdout.splitlines()[-1] == (
+        "next: medusa-selfdistill --prompts 'asked one.jsonl' --model backbone"
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
         (["temprature=1"], 2, "did you mean temperature"),
-        (["--seed", "mine.jsonl", "--shard", "3/2"], 2, "expected i/n"),
+        (["--seed", "mine.jsonl", "--shard", "3/2", "--model", "backbone"], 2, "expected i/n"),
         (["--seed", "mine.jsonl", "engine=openai"], 2, "set server_url, for example"),
         (
             ["--seed", "mine.jsonl", "--server-url", "http://127.0.0.1:1/v1"],
@@ -245,12 +320,21 @@ def test_without_a_model_the_embedded_backbone_is_named_and_a_missing_set_says_w
             "has no effect with mode: questions",
         ),
         (
-            ["--seed", "mine.jsonl", "--merge", "--output", "none.jsonl", "dtype=float32"],
+            [
+                "--seed",
+                "mine.jsonl",
+                "--merge",
+                "--output",
+                "none.jsonl",
+                "dtype=float32",
+                "--model",
+                "backbone",
+            ],
             1,
             "nothing to merge",
         ),
         (
-            ["--seed", "absent.jsonl"],
+            ["--seed", "absent.jsonl", "--model", "backbone"],
             1,
             "absent.jsonl: no such file, and no public data set of that name",
         ),

@@ -1,0 +1,108 @@
+"""Commands that a user is told to run: the one that answers the prompts of a training
+configuration, and the one that comes after a run.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from medusa_train.config.paths import resolve_path
+from medusa_train.config.schema import SelfDistillConfig
+from medusa_train.config.yaml_lines import read_yaml_file
+from medusa_train.errors import ConfigError
+from medusa_train.selfdistill.engines import resolve_model_paths
+
+COMMAND = "medusa-selfdistill"
+
+#: Keys that training and self-distillation share, beside the model and the data.
+_SHARED_KEYS = ("chat_template_kwargs", "special_tokens", "trust_remote_code")
+
+
+def refuse_training_config(path: Path | None) -> None:
+    """Raise ConfigError, with the command that makes its data, if `path` is a YAML of medusa-train."""
+    file = None if path is None else resolve_path(path)
+    if file is None or not file.is_file():
+        return  # `load_config` says what is wrong
+    values = read_yaml_file(file, str(path)).values
+    if "datasets" not in values or "base_model" not in values:
+        return
+    written = _commands_in_comments(file.read_text(encoding="utf-8"), str(values["base_model"]))
+    commands = written or list(_commands_for(values, file.stem))
+    raise ConfigError(
+        "\n  ".join([f"{path} is a configuration of medusa-train. To make data for it:", *commands])
+    )
+
+
+def _commands_in_comments(text: str, model: str) -> list[str]:
+    """Return the self-distillation commands in a YAML's comments that name its model."""
+    comments = "\n".join(re.findall(r"^#(.*)$", text, re.MULTILINE))
+    joined = re.sub(r"\\\n\s*", "", comments)
+    lines = [line.strip() for line in joined.split("\n")]
+    return [line for line in lines if line.startswith(f"{COMMAND} ") and model in line]
+
+
+def _commands_for(values: Mapping[str, Any], name: str) -> Iterator[str]:
+    """Yield a command for each data set of a training configuration that is called `name`."""
+    datasets = values["datasets"]
+    sections = datasets if isinstance(datasets, list) else [datasets]
+    for number, section in enumerate(sections, start=1):
+        dataset = section if isinstance(section, dict) else {"path": section}
+        output = name if len(sections) == 1 else f"{name}_{number}"
+        words = ["--prompts", str(dataset.get("path", "PROMPTS.jsonl"))]
+        words += ["--model", str(values["base_model"])]
+        template = dataset.get("conversation") or values.get("chat_template")
+        if template and template != "tokenizer_default":
+            words += ["--chat-template", str(template)]
+        words += ["--output", f"data/selfdistill/{output}.jsonl"]
+        if dataset.get("split"):
+            words.append(f"split={dataset['split']}")
+        words += _overrides({key: values.get(key) for key in _SHARED_KEYS})
+        yield shlex.join([COMMAND, *words])
+
+
+def next_command(cfg: SelfDistillConfig, output: Path) -> str:
+    """Return the command that uses `output`: training, or after mode questions a second run."""
+    shared = _overrides({key: getattr(cfg, key) for key in _SHARED_KEYS})
+    template = cfg.chat_template
+    if cfg.mode == "questions":
+        words = [COMMAND, "--prompts", str(output), "--model", str(cfg.base_model or cfg.heads)]
+        if template is not None:
+            words += ["--chat-template", template]
+        return shlex.join([*words, *shared])
+    export, model = _trainable_model(cfg)
+    words = [
+        "medusa-train",
+        f"base_model={model}",
+        f"datasets=[{{path: {_yaml_text(str(output))}}}]",
+    ]
+    if template is not None:
+        words.append(f"chat_template={template}")
+    return export + shlex.join([*words, *shared])
+
+
+def _trainable_model(cfg: SelfDistillConfig) -> tuple[str, str]:
+    """Return the backbone to train on, and the command that exports it first, or nothing."""
+    if cfg.engine == "openai":
+        return "", str(cfg.base_model)
+    paths = resolve_model_paths(cfg)
+    if paths.adapter is None:
+        return "", paths.base_model
+    run = paths.home
+    return (
+        f"{shlex.join(['medusa-export', str(run), '--to', 'merged'])} && ",
+        f"{run}/export/merged",
+    )
+
+
+def _yaml_text(text: str) -> str:
+    return text if re.fullmatch(r"[\w./~-]+", text) else json.dumps(text, ensure_ascii=False)
+
+
+def _overrides(values: Mapping[str, Any]) -> list[str]:
+    """Return `key=value` for each key that has a value."""
+    return [f"{key}={json.dumps(value)}" for key, value in values.items() if value]
