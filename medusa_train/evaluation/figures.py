@@ -27,10 +27,12 @@ from medusa_train.trees.tree import Tree
 Figures = dict[str, Any]
 Interval = tuple[float, float]
 
-RESAMPLES, PAIRED_RESAMPLES = 2000, 10_000
+RESAMPLES = 2000
+PAIRED_RESAMPLES = 10_000
 SEED = 20
-#: Least number of batches, or of a server's blocks, from which the spread of times can be told.
-LEAST_BATCHES, LEAST_BLOCKS = 5, 3
+#: Least numbers of batches, and of a server's blocks, from which the spread of times can be told.
+LEAST_BATCHES = 5
+LEAST_BLOCKS = 3
 
 
 def by_category(records: Sequence[TurnRecord]) -> dict[str, Figures]:
@@ -43,25 +45,38 @@ def by_category(records: Sequence[TurnRecord]) -> dict[str, Figures]:
 
 def summarize(records: Sequence[TurnRecord]) -> Figures:
     """Compute all figures of one group of answers (a category, or the whole bench)."""
-    tree = [record.tree for record in records if record.tree is not None]
-    traces = [record.trace for record in records if record.trace is not None]
-    without_loops = [record for record in records if not is_looping(record.answer.tokens)]
-    rates = {name: _rates(sums) for name, sums in _sums(records).items()}
-    ratios, intervals = _ratios(_sums(records)), speed_intervals(records)
-    first_token = sum(answer.prefill_seconds * answer.rows for answer in tree) / max(len(tree), 1)
-    baselines = {
-        name: {
-            "tokens_per_s": _number(rates[name].tokens_per_s),
-            "tokens_per_step": _number(rates[name].tokens_per_step),
+    # 1. rates of each decoder, and the tree's ratios to the others
+    sums = _sums(records)
+    rates = {name: _rates(part) for name, part in sums.items()}
+    ratios = _ratios(sums)
+    intervals = speed_intervals(records)
+    baselines = {}
+    for name, measured in rates.items():
+        if name == "tree":
+            continue
+        equal = [record.baselines[name].tokens == record.plain.tokens for record in records]
+        baselines[name] = {
+            "tokens_per_s": _number(measured.tokens_per_s),
+            "tokens_per_step": _number(measured.tokens_per_step),
             "speedup": _number(ratios.get(f"over_{name}")),
             "speedup_interval": intervals.get(f"over_{name}"),
-            "equal_to_plain": sum(
-                record.baselines[name].tokens == record.plain.tokens for record in records
-            ),
+            "equal_to_plain": sum(equal),
         }
-        for name in rates
-        if name != "tree"
-    }
+    generate = rates.get("generate")
+
+    # 2. what the tree's answers and traces tell about the draft
+    tree_answers = [record.tree for record in records if record.tree is not None]
+    traces = [record.trace for record in records if record.trace is not None]
+    first_token_seconds = None
+    if tree_answers:
+        # the time of a batch's prefill is divided among its rows, but each waits for all of it
+        waits = [answer.prefill_seconds * answer.rows for answer in tree_answers]
+        first_token_seconds = sum(waits) / len(waits)
+
+    # 3. the same speedup without answers that loop, which are easy to draft
+    without_loops = [record for record in records if not is_looping(record.answer.tokens)]
+    ratios_without_loops = _ratios(_sums(without_loops))
+
     return {
         "acceleration_rate": _number(ratios.get("acceleration_rate")),
         "overhead": _number(ratios.get("overhead")),
@@ -70,24 +85,22 @@ def summarize(records: Sequence[TurnRecord]) -> Figures:
         "speedup_over_fastest": _number(ratios.get("speedup_over_fastest")),
         "tokens_per_s": _number(ratios.get("tokens_per_s")),
         "baseline_tokens_per_s": _number(rates["plain"].tokens_per_s),
-        "generate_tokens_per_s": (
-            _number(rates["generate"].tokens_per_s) if "generate" in rates else None
-        ),
+        "generate_tokens_per_s": None if generate is None else _number(generate.tokens_per_s),
         "answers": len(records),
         "equal_answers": _count(records, "float32", Verdict.EQUAL),
         "tie_answers": _count(records, "float32", Verdict.TIE),
         "equal_answers_bf16": _count(records, "bfloat16", Verdict.EQUAL),
         "scores": summarize_scores(records),
         "looping_answers": len(records) - len(without_loops),
-        "speedup_without_loops": _number(_ratios(_sums(without_loops)).get("speedup")),
-        "time_to_first_token_s": first_token or None,
-        "accepted_lengths": accepted_lengths(tree),
-        "ctar": ctar(tree),
+        "speedup_without_loops": _number(ratios_without_loops.get("speedup")),
+        "time_to_first_token_s": first_token_seconds or None,
+        "accepted_lengths": accepted_lengths(tree_answers),
+        "ctar": ctar(tree_answers),
         "chain_rates": chain_rates(traces),
         "head_accuracy": head_accuracy(traces) if traces else None,
         "baselines": baselines,
         "intervals": {
-            name: interval for name, interval in intervals.items() if not name.startswith("over_")
+            name: bounds for name, bounds in intervals.items() if not name.startswith("over_")
         },
     }
 
@@ -108,40 +121,39 @@ class Rates(NamedTuple):
 
 
 def _rates(sums: Tensor) -> Rates:
-    """Compute rates [...] from the sums [..., 6] of a decoder."""
+    """Compute rates [...] from the sums [..., 6] of a decoder, in the order of `_addends`."""
     tokens, seconds, step_tokens, steps, decode_seconds, passes = sums.unbind(-1)
     return Rates(tokens / seconds, step_tokens / steps, decode_seconds / passes)
 
 
-def _sums(records: Sequence[TurnRecord]) -> dict[str, Tensor]:
-    """Return by decoder the sums [6] of tokens and seconds; and of the decoding steps' tokens,
-    steps, seconds, passes.
-
-    "tree" is absent without one.
+def _addends(answer: TimedAnswer) -> list[float]:
+    """Return what is summed of an answer: its tokens and seconds; and of its decoding steps alone,
+    without the prefill, tokens, steps, seconds and passes.
     """
-    answers: dict[str, list[TimedAnswer]] = {}
+    tokens = len(answer.tokens)
+    step_tokens = tokens - answer.prefill_tokens
+    return [
+        tokens,
+        answer.seconds,
+        step_tokens,
+        answer.steps,
+        answer.decode_seconds,
+        answer.passes,
+    ]
+
+
+def _sums(records: Sequence[TurnRecord]) -> dict[str, Tensor]:
+    """Return the sums [6] of `_addends` over all answers of each decoder; "tree" is absent without
+    one.
+    """
+    addends: dict[str, list[list[float]]] = {}
     for record in records:
-        for name, answer in {
-            **({} if record.tree is None else {"tree": record.tree}),
-            **record.baselines,
-        }.items():
-            answers.setdefault(name, []).append(answer)
-    rows = {
-        name: [
-            [
-                len(a.tokens),
-                a.seconds,
-                len(a.tokens) - a.prefill_tokens,
-                a.steps,
-                a.decode_seconds,
-                a.passes,
-            ]
-            for a in made
-        ]
-        for name, made in answers.items()
-    }
+        if record.tree is not None:
+            addends.setdefault("tree", []).append(_addends(record.tree))
+        for name, answer in record.baselines.items():
+            addends.setdefault(name, []).append(_addends(answer))
     return {
-        name: torch.tensor(values, dtype=torch.float64).sum(dim=0) for name, values in rows.items()
+        name: torch.tensor(rows, dtype=torch.float64).sum(dim=0) for name, rows in addends.items()
     }
 
 
@@ -154,30 +166,30 @@ def _ratios(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if "tree" not in sums:
         return {}
     rates = {name: _rates(part) for name, part in sums.items()}
-    tree, plain, generate = rates["tree"], rates["plain"], rates.get("generate")
-    over_generate = None if generate is None else tree.tokens_per_s / generate.tokens_per_s
-    fastest = (
-        plain.tokens_per_s
-        if generate is None
-        else torch.maximum(plain.tokens_per_s, generate.tokens_per_s)
-    )
-    return {
+    tree = rates.pop("tree")
+    plain = rates["plain"]
+    ratios = {
         "acceleration_rate": tree.tokens_per_step,
         "overhead": tree.pass_seconds / plain.pass_seconds,
         "speedup": tree.tokens_per_s / plain.tokens_per_s,
-        **({} if over_generate is None else {"speedup_over_generate": over_generate}),
-        "speedup_over_fastest": tree.tokens_per_s / fastest,
-        "tokens_per_s": tree.tokens_per_s,
-        **{
-            f"over_{name}": tree.tokens_per_s / one.tokens_per_s
-            for name, one in rates.items()
-            if name != "tree"
-        },
     }
+    fastest = plain.tokens_per_s
+    if "generate" in rates:
+        generate = rates["generate"]
+        ratios["speedup_over_generate"] = tree.tokens_per_s / generate.tokens_per_s
+        fastest = torch.maximum(fastest, generate.tokens_per_s)
+    ratios["speedup_over_fastest"] = tree.tokens_per_s / fastest
+    ratios["tokens_per_s"] = tree.tokens_per_s
+    for name, baseline in rates.items():
+        ratios[f"over_{name}"] = tree.tokens_per_s / baseline.tokens_per_s
+    return ratios
 
 
 def _number(value: Tensor | None) -> float | None:
-    return None if value is None or not torch.isfinite(value) else float(value)
+    """Return a figure of the report; None for one that was not measured."""
+    if value is None or not torch.isfinite(value):
+        return None
+    return float(value)
 
 
 def first_difference(first: Sequence[int], second: Sequence[int]) -> int | None:
@@ -193,8 +205,12 @@ def first_difference(first: Sequence[int], second: Sequence[int]) -> int | None:
 
 def accepted_lengths(answers: Sequence[TimedAnswer]) -> list[int]:
     """Count the steps that accepted 0, 1, 2, ... draft tokens, up to the longest."""
-    counts = Counter(length for answer in answers for length in answer.accepted)
-    return [counts[length] for length in range(max(counts) + 1)] if counts else []
+    counts: Counter[int] = Counter()
+    for answer in answers:
+        counts.update(answer.accepted)
+    if not counts:
+        return []
+    return [counts[length] for length in range(max(counts) + 1)]
 
 
 def ctar(answers: Sequence[TimedAnswer]) -> list[float]:
@@ -219,7 +235,9 @@ def chain_rates(traces: Sequence[Trace]) -> list[float]:
 def _count(records: Iterable[TurnRecord], dtype: str, verdict: Verdict) -> int | None:
     """Count the answers with `verdict`; None if the dtype was not run."""
     verdicts = [record.exact[dtype] for record in records if dtype in record.exact]
-    return sum(one is verdict for one in verdicts) if verdicts else None
+    if not verdicts:
+        return None
+    return verdicts.count(verdict)
 
 
 # Intervals
@@ -233,15 +251,16 @@ def interval(samples: Tensor, share: float = 0.95) -> Interval | None:
     if len(finite) < 0.9 * len(samples):
         return None
     tail = (1 - share) / 2
-    low, high = torch.quantile(finite, torch.tensor([tail, 1 - tail], dtype=finite.dtype)).tolist()
+    shares = torch.tensor([tail, 1 - tail], dtype=finite.dtype)
+    low, high = torch.quantile(finite, shares).tolist()
     return low, high
 
 
 def resample(rows: Tensor, resamples: int = RESAMPLES, seed: int = SEED) -> Tensor:
     """Draw R samples of n rows with replacement from `rows` [n, C]; return their sums [R, C]."""
     generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randint(len(rows), (resamples, len(rows)), generator=generator)
-    counts = torch.zeros(resamples, len(rows), dtype=rows.dtype)
+    drawn = torch.randint(len(rows), (resamples, len(rows)), generator=generator)  # [R, n]
+    counts = torch.zeros(resamples, len(rows), dtype=rows.dtype)  # how often each row was drawn
     counts.scatter_add_(1, drawn, torch.ones_like(counts))
     return counts @ rows
 
@@ -259,37 +278,44 @@ def speed_intervals(records: Sequence[TurnRecord]) -> dict[str, Interval | None]
         questions.setdefault(record.question_id, []).append(record)
     if len(questions) < 2 or records[0].tree is None:
         return {}
-    result = _bootstrap(questions.values())
-    if any(record.plain.rows > 1 for record in records):
-        batches: dict[float, list[TurnRecord]] = {}
-        for turns in questions.values():
-            # each has an equal share of its batch's time
-            batches.setdefault(turns[0].plain.seconds, []).extend(turns)
-        timed = _bootstrap(batches.values()) if len(batches) >= LEAST_BATCHES else {}
-        result = {**timed, "acceleration_rate": result["acceleration_rate"]}
-    return result
+    by_question = _bootstrap(questions.values())
+    if all(record.plain.rows == 1 for record in records):
+        return by_question
+
+    batches: dict[float, list[TurnRecord]] = {}
+    for turns in questions.values():
+        # the questions of a batch have equal shares of its time, to the last bit
+        batches.setdefault(turns[0].plain.seconds, []).extend(turns)
+    by_batch = _bootstrap(batches.values()) if len(batches) >= LEAST_BATCHES else {}
+    return {**by_batch, "acceleration_rate": by_question["acceleration_rate"]}
 
 
 def _bootstrap(units: Iterable[Sequence[TurnRecord]]) -> dict[str, Interval | None]:
+    """Resample whole units of records; return the interval of every ratio."""
     sums = [_sums(records) for records in units]
-    rows = torch.cat([torch.stack([one[name] for one in sums]) for name in sums[0]], dim=1)
-    drawn = dict(zip(sums[0], resample(rows).split(6, dim=1), strict=True))
-    return {name: interval(samples) for name, samples in _ratios(drawn).items()}
+    names = list(sums[0])
+    columns = [torch.stack([unit[name] for unit in sums]) for name in names]  # [units, 6] each
+    drawn = resample(torch.cat(columns, dim=1))  # [R, 6 * decoders]
+    by_name = dict(zip(names, drawn.split(6, dim=1), strict=True))
+    return {name: interval(samples) for name, samples in _ratios(by_name).items()}
 
 
 class Counts(NamedTuple):
-    """Totals of a question's answers: tokens (without the prefill's) and decoding steps, or tokens
-    and seconds.
+    """Totals of a question's answers, whose quotient is a rate.
+
+    Attributes:
+        tokens: all of them per second, or those of decoding steps alone per step.
+        cost: seconds, or decoding steps.
     """
 
     tokens: int
-    steps: float
+    cost: float
 
 
 def compare_rates(
     first: Mapping[str, Counts], second: Mapping[str, Counts], resamples: int = PAIRED_RESAMPLES
 ) -> tuple[float, Interval]:
-    """Return the ratio of the second run's rate (tokens over steps) to the first one's, with its 95
+    """Return the ratio of the second run's rate (tokens over cost) to the first one's, with its 95
     % interval.
 
     A paired percentile bootstrap over questions: one that is easy to draft is easy for both runs,
@@ -306,19 +332,25 @@ def compare_rates(
             f"only one of the two runs answered {', '.join(unpaired)}: measure both on the same"
             " questions"
         )
-    names = [
-        question for question in sorted(first) if first[question].steps and second[question].steps
-    ]
-    if len(names) < 2:
+    pairs = [(first[name], second[name]) for name in sorted(first)]
+    pairs = [(one, other) for one, other in pairs if one.cost and other.cost]
+    if len(pairs) < 2:
         raise DataError("comparing two runs needs two or more questions")
-    rows = torch.tensor([[*first[name], *second[name]] for name in names], dtype=torch.float64)
-
-    def ratio(sums: Tensor) -> Tensor:
-        return (sums[..., 2] / sums[..., 3]) / (sums[..., 0] / sums[..., 1])
-
-    bounds = interval(ratio(resample(rows, resamples)))
+    rows = _pair_rows(pairs)
+    bounds = interval(_ratio_of_rates(resample(rows, resamples)))
     assert bounds is not None  # every question has steps
-    return float(ratio(rows.sum(dim=0))), bounds
+    return float(_ratio_of_rates(rows.sum(dim=0))), bounds
+
+
+def _pair_rows(pairs: Iterable[tuple[Counts, Counts]]) -> Tensor:
+    """Return [pairs, 4]: tokens and cost of the first run, then those of the second."""
+    return torch.tensor([[*one, *other] for one, other in pairs], dtype=torch.float64)
+
+
+def _ratio_of_rates(sums: Tensor) -> Tensor:
+    """Return the second run's rate over the first one's [...], from sums [..., 4] of pairs."""
+    tokens, cost, other_tokens, other_cost = sums.unbind(-1)
+    return (other_tokens / other_cost) / (tokens / cost)
 
 
 def block_interval(first: Sequence[Counts], second: Sequence[Counts]) -> Interval | None:
@@ -332,15 +364,14 @@ def block_interval(first: Sequence[Counts], second: Sequence[Counts]) -> Interva
     count = len(first)
     if count < LEAST_BLOCKS:
         return None
-    rows = torch.tensor(
-        [[*one, *other] for one, other in zip(first, second, strict=True)], dtype=torch.float64
-    )
+    rows = _pair_rows(zip(first, second, strict=True))
     whole = rows.sum(dim=0)
-    sums = torch.cat([whole[None], whole - rows])
-    logs = (sums[:, 2] / sums[:, 3] / (sums[:, 0] / sums[:, 1])).log()
-    error = ((count - 1) * logs[1:].var(correction=0)).sqrt()
-    low, high = (logs[0] + sign * student_quantile(count - 1) * error for sign in (-1, 1))
-    return float(low.exp()), float(high.exp())
+    log_ratio = _ratio_of_rates(whole).log()
+    # the jackknife: the same without each block in turn
+    without_one = _ratio_of_rates(whole - rows).log()  # [blocks]
+    error = ((count - 1) * without_one.var(correction=0)).sqrt()
+    margin = student_quantile(count - 1) * error
+    return float((log_ratio - margin).exp()), float((log_ratio + margin).exp())
 
 
 def student_quantile(freedom: int) -> float:

@@ -136,7 +136,7 @@ def compare_cells(heads: Cell, plain: Cell, *, greedy: bool) -> dict[str, Any] |
 
 def _rate(blocks: Mapping[int, Counts]) -> float:
     """Return tokens per second; 0 without answers."""
-    seconds = sum(counts.steps for counts in blocks.values())
+    seconds = sum(counts.cost for counts in blocks.values())
     return sum(counts.tokens for counts in blocks.values()) / seconds if seconds else 0.0
 
 
