@@ -40,10 +40,12 @@ T = TypeVar("T")
 
 
 class _Asked(NamedTuple):
+    """A turn that all decoders answer."""
+
     question: Question
-    turn: int
+    turn: int  # 1-based
     prompt: list[int]
-    opened: str
+    opened: str  # the beginning of a reasoning part that the template opened
 
 
 class SpeedTest:
@@ -72,17 +74,17 @@ class SpeedTest:
         if mode.batch_size > 1 and not BatchDecoder(model.backbone).can_batch:
             raise BackboneError("longrope models can't decode in batches; set batch_size: 1")
         self._decoders: dict[str, TimedDecoder] = {
-            PLAIN: LoopDecoder(self._new_decoder(), mode, mode.baseline_rule),
-            **({GENERATE: GenerateDecoder(model.backbone, mode)} if generate else {}),
-            **(extra or {}),
+            PLAIN: LoopDecoder(self._new_decoder(), mode, mode.baseline_rule)
         }
-        proposers = {
-            name: (one.proposer, one.tree) for name, one in reference_decoders(model).items()
-        }
+        if generate:
+            self._decoders[GENERATE] = GenerateDecoder(model.backbone, mode)
+        self._decoders.update(extra or {})
+        for name, reference in reference_decoders(model).items():
+            decoder = self._new_decoder(reference.proposer, reference.tree)
+            self._decoders[name] = LoopDecoder(decoder, mode, mode.rule)
         if model.proposer is not None:
-            proposers[TREE] = (model.proposer, model.tree)
-        for name, (proposer, tree) in proposers.items():
-            self._decoders[name] = LoopDecoder(self._new_decoder(proposer, tree), mode, mode.rule)
+            decoder = self._new_decoder(model.proposer, model.tree)
+            self._decoders[TREE] = LoopDecoder(decoder, mode, mode.rule)
 
     def _new_decoder(
         self, proposer: Proposer | None = None, tree: Tree | None = None
@@ -126,15 +128,14 @@ class SpeedTest:
             messages = question.opening
             for turn in question.turns[1:]:
                 messages += [Message("assistant", "."), Message("user", turn)]
-            longest = max(
-                longest,
-                len(self._chat.prompt(messages)) + len(question.turns) * self._max_new_tokens,
-            )
+            answers = len(question.turns) * self._max_new_tokens
+            longest = max(longest, len(self._chat.prompt(messages)) + answers)
         longest += KEY_BLOCK  # an answer may have more tokens where it is part of the next prompt
+        positions = min(longest, self._backbone.max_context)
         loops = [one for one in self._decoders.values() if isinstance(one, LoopDecoder)]
         # the largest first, since they share memory
-        for decoder in sorted(loops, key=lambda one: -one.tree_size):
-            decoder.capture(self._batch_size, min(longest, self._backbone.max_context))
+        for decoder in sorted(loops, key=lambda loop: -loop.tree_size):
+            decoder.capture(self._batch_size, positions)
 
     def run(
         self,
@@ -162,29 +163,33 @@ class SpeedTest:
         remaining = [index for index, turns in enumerate(measured) if not turns]
         rotation = sum(isinstance(turn, TurnRecord) for turns in measured for turn in turns)
         for wave in _waves(remaining, self._batch_size):
+            # the conversation so far of each question of the batch that still fits
             histories = {index: questions[index].opening[:-1] for index in wave}
-            for turn in range(1, 1 + max(len(questions[index].turns) for index in wave)):
+            last_turn = max(len(questions[index].turns) for index in wave)
+            for turn in range(1, last_turn + 1):
+                # 1. ask the next message of each; what no longer fits is skipped to its end
                 asked: dict[int, _Asked] = {}
-                for index in [index for index in histories if turn <= len(questions[index].turns)]:
-                    question, history = questions[index], histories[index]
+                for index, history in list(histories.items()):
+                    question = questions[index]
+                    if turn > len(question.turns):
+                        continue
                     history.append(Message("user", question.turns[turn - 1]))
                     prompt = self._chat.prompt(history)
                     if self._fits(prompt):
-                        asked[index] = _Asked(
-                            question, turn, prompt, self._chat.opened_reasoning(history)
-                        )
+                        opened = self._chat.opened_reasoning(history)
+                        asked[index] = _Asked(question, turn, prompt, opened)
                         continue
                     del histories[index]
                     for later in range(turn, len(question.turns) + 1):
-                        measured[index].append(
-                            SkippedTurn(question.question_id, later, len(prompt))
-                        )
-                        on_turn(measured[index][-1])
+                        skipped_turn = SkippedTurn(question.question_id, later, len(prompt))
+                        measured[index].append(skipped_turn)
+                        on_turn(skipped_turn)
                 if not asked:
                     continue
-                for index, record in zip(
-                    asked, self._measure(list(asked.values()), rotation, on_answer), strict=True
-                ):
+                # 2. every decoder answers all of them
+                answered = self._measure(list(asked.values()), rotation, on_answer)
+                # 3. the plain answer goes on the conversation
+                for index, record in zip(asked, answered, strict=True):
                     measured[index].append(record)
                     on_turn(record)
                     histories[index].append(Message("assistant", record.history))
@@ -209,38 +214,44 @@ class SpeedTest:
         """Let every decoder answer the same prompts, in an order that starts at `rotation`."""
         names = self.names
         first = rotation % len(names)
+        prompts = [one.prompt for one in asked]
         timed: dict[str, list[TimedAnswer]] = {}
         for name in names[first:] + names[:first]:
-            timed[name] = self._decoders[name].answer(
-                [one.prompt for one in asked], self._max_new_tokens
-            )
+            timed[name] = self._decoders[name].answer(prompts, self._max_new_tokens)
             for answer in timed[name]:
                 on_answer(answer)
         return [
-            TurnRecord(
-                one.question.question_id,
-                one.question.category,
-                one.turn,
-                tuple(one.prompt),
-                timed[TREE][row] if TREE in timed else None,
-                timed[PLAIN][row],
-                timed[GENERATE][row] if GENERATE in timed else None,
-                text=one.opened + self._text(timed.get(TREE, timed[PLAIN])[row].tokens),
-                history=self._text(timed[PLAIN][row].tokens),
-                opened=one.opened,
-                others={
-                    name: rows[row]
-                    for name, rows in timed.items()
-                    if name not in (TREE, PLAIN, GENERATE)
-                },
-                asked=one.question.turns[one.turn - 1],
-            )
+            self._record(one, {name: answers[row] for name, answers in timed.items()})
             for row, one in enumerate(asked)
         ]
 
+    def _record(self, asked: _Asked, answers: dict[str, TimedAnswer]) -> TurnRecord:
+        """Return the record of one turn from the answer of each decoder."""
+        others = {
+            name: answer for name, answer in answers.items() if name not in (TREE, PLAIN, GENERATE)
+        }
+        plain = answers[PLAIN]
+        shown = answers.get(TREE, plain)
+        return TurnRecord(
+            question_id=asked.question.question_id,
+            category=asked.question.category,
+            turn=asked.turn,
+            prompt_ids=tuple(asked.prompt),
+            tree=answers.get(TREE),
+            plain=plain,
+            generate=answers.get(GENERATE),
+            text=asked.opened + self._text(shown.tokens),
+            history=self._text(plain.tokens),
+            opened=asked.opened,
+            others=others,
+            asked=asked.question.turns[asked.turn - 1],
+        )
+
     def _text(self, tokens: Sequence[int]) -> str:
-        ended = bool(tokens) and tokens[-1] in self._backbone.eos_ids
-        return answer_text(self._backbone.tokenizer, tokens[:-1] if ended else tokens).strip()
+        """Return the text of an answer, without the token that ended it."""
+        if tokens and tokens[-1] in self._backbone.eos_ids:
+            tokens = tokens[:-1]
+        return answer_text(self._backbone.tokenizer, tokens).strip()
 
 
 def _waves(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
