@@ -26,7 +26,8 @@ from medusa_train.evaluation.questions import FunctionTest, Question, parse_numb
 from medusa_train.evaluation.records import Score, TurnRecord
 from medusa_train.inference.detokenize import answer_text
 
-EXACT_MATCH, PASS_AT_1 = "exact match", "pass@1"
+EXACT_MATCH = "exact match"
+PASS_AT_1 = "pass@1"
 
 #: A number, with commas between thousands or without. Its minus follows neither a number nor a
 # word: "10-5" has none.
@@ -87,18 +88,18 @@ def score_answers(
         target = expected.get(record.question_id)
         if target is None:
             continue
-        scores: dict[tuple[int, ...], Score] = {}
-        found: dict[str, Score] = {}
+        by_tokens: dict[tuple[int, ...], Score] = {}
+        by_decoder: dict[str, Score] = {}
         for name, answer in (("tree", record.tree), ("plain", record.plain)):
             if answer is None:
                 continue
-            if answer.tokens not in scores:
+            if answer.tokens not in by_tokens:
                 # Not record.text, which is stripped: a continuation begins with its indentation.
-                text = answer_text(tokenizer, answer.tokens)
-                scores[answer.tokens] = score_text(target, without_reasoning(record.opened + text))
-            found[name] = scores[answer.tokens]
+                text = record.opened + answer_text(tokenizer, answer.tokens)
+                by_tokens[answer.tokens] = score_text(target, without_reasoning(text))
+            by_decoder[name] = by_tokens[answer.tokens]
         # together: the report of an interrupted evaluation needs both or none
-        record.scores |= found
+        record.scores |= by_decoder
         on_answer()
 
 
@@ -106,55 +107,64 @@ def score_text(expected: Decimal | FunctionTest, text: str) -> Score:
     """Score one answer."""
     if isinstance(expected, FunctionTest):
         outcome = run_program(build_program(expected, text))
-        return Score(
-            PASS_AT_1,
-            outcome.passed,
-            outcome.status + (f": {outcome.detail}" if outcome.detail else ""),
-        )
+        detail = outcome.status
+        if outcome.detail:
+            detail += f": {outcome.detail}"
+        return Score(PASS_AT_1, outcome.passed, detail)
     number = extract_number(text)
-    return Score(EXACT_MATCH, number == expected, "no number" if number is None else f"{number:f}")
+    if number is None:
+        return Score(EXACT_MATCH, False, "no number")
+    return Score(EXACT_MATCH, number == expected, f"{number:f}")
 
 
 def extract_number(text: str) -> Decimal | None:
     """Return the result of an answer; None if it holds no number."""
     for latex, plain in _LATEX:
         text = text.replace(latex, plain)
-    boxed = [match for box in _BOXED.findall(text) for match in _NUMBER.findall(box)[-1:]]
-    found = _NO_HEADING.findall(text) or boxed or _RESULT.findall(text) or _NUMBER.findall(text)
+    in_boxes: list[tuple[str, str]] = []
+    for box in _BOXED.findall(text):
+        in_boxes += _NUMBER.findall(box)[-1:]
+    found = _NO_HEADING.findall(text) or in_boxes or _RESULT.findall(text) or _NUMBER.findall(text)
     if not found:
         return None
     minus, digits = found[-1]
     number = parse_number(digits)
-    return -number if minus and number is not None else number
+    if minus and number is not None:
+        return -number
+    return number
 
 
 def build_program(test: FunctionTest, text: str) -> str:
     """Return a program that raises an exception unless the function in an answer passes its test."""
     function = extract_function(test, text)
-    # stands at the beginning of a program, so before the prompt's imports
-    future = _FUTURE.findall(function)
-    return "\n".join(
-        [*future, _FUTURE.sub("", function), "", test.test, "", f"check({test.entry_point})", ""]
-    )
+    # these must stand at the beginning of a program, so before the prompt's imports
+    future_imports = _FUTURE.findall(function)
+    rest = _FUTURE.sub("", function)
+    call = f"check({test.entry_point})"
+    return "\n".join([*future_imports, rest, "", test.test, "", call, ""])
 
 
 def extract_function(test: FunctionTest, text: str) -> str:
     """Return the code of an answer, with the imports and helper functions of its prompt."""
     header = re.compile(rf"^(async )?def {test.entry_point}\b", re.MULTILINE)
-    blocks = _PYTHON_BLOCK.findall(text) or _BLOCK.findall(text)
-    # a block of a list item is indented, and so is a body alone
-    level = [textwrap.dedent(block) for block in blocks]
-    blocks = [
-        one if header.search(one) else block for one, block in zip(level, blocks, strict=True)
-    ]
-    code = next((block for block in blocks if header.search(block)), blocks[0] if blocks else text)
+    # 1. the block that defines the function, else the first block, else the whole text
+    blocks = []
+    for block in _PYTHON_BLOCK.findall(text) or _BLOCK.findall(text):
+        # a block of a list item is indented, and so is a body alone, which stays so
+        level = textwrap.dedent(block)
+        blocks.append(level if header.search(level) else block)
+    defining = [block for block in blocks if header.search(block)]
+    code = next(iter([*defining, *blocks]), text)
+    # 2. without a definition it is the function's body
     start = header.search(code)
-    if start is None:  # the body alone
+    if start is None:
         return test.prompt + (code if blocks else _cut_at_margin(code))
+    # 3. else it follows the prompt's imports and helper functions
     if not blocks:
         code = _without_prose(code, start.start())
     stated = header.search(test.prompt)
-    return (test.prompt[: stated.start()] if stated else "") + code
+    before = "" if stated is None else test.prompt[: stated.start()]
+    return before + code
 
 
 def _cut_at_margin(text: str) -> str:
@@ -170,12 +180,12 @@ def _without_prose(text: str, start: int) -> str:
     """Return the definitions around position `start` of a text, without the sentences before and
     after them.
     """
-    lines, first = text.split("\n"), text.count("\n", 0, start)
+    lines = text.split("\n")
 
     def is_code(line: str) -> bool:
         return not line[:1].strip() or _TOP_LEVEL.match(line) is not None
 
-    last = first
+    first = last = text.count("\n", 0, start)  # the line at `start`
     while first > 0 and is_code(lines[first - 1]):
         first -= 1
     while last + 1 < len(lines) and is_code(lines[last + 1]):
@@ -213,27 +223,24 @@ def rouge_means(
 
     Words are compared by their stems, ASCII letters and digits alone. None without such an answer.
     """
-    references = {
-        (one.question_id, turn): text
-        for one in questions
-        for turn, text in enumerate(one.reference, 1)
-    }
+    references: dict[tuple[int | str, int], str] = {}
+    for question in questions:
+        for turn, reference in enumerate(question.reference, start=1):
+            references[question.question_id, turn] = reference
     scored: dict[str, list[Any]] = {}
     for record in records:
-        reference = references.get((record.question_id, record.turn))
+        reference = references.get((record.question_id, record.turn), "")
         for name, answer in (("tree", record.tree), ("plain", record.plain)):
-            if reference and answer is not None:
-                text = answer_text(tokenizer, answer.tokens)
-                scored.setdefault(name, []).append(
-                    scorer.score(reference, without_reasoning(record.opened + text))
-                )
+            if not reference or answer is None:
+                continue
+            text = without_reasoning(record.opened + answer_text(tokenizer, answer.tokens))
+            scored.setdefault(name, []).append(scorer.score(reference, text))
     if not scored:
         return None
-    means = {
-        name: {k: 100 * fmean(one[k].fmeasure for one in ours) for k in ROUGE}
-        for name, ours in scored.items()
-    }
-    return {"answers": len(scored["plain"]), **means}
+    means: dict[str, Any] = {"answers": len(scored["plain"])}
+    for name, found in scored.items():
+        means[name] = {kind: 100 * fmean(one[kind].fmeasure for one in found) for kind in ROUGE}
+    return means
 
 
 def summarize_scores(records: Sequence[TurnRecord]) -> dict[str, Any] | None:
@@ -251,13 +258,14 @@ def summarize_scores(records: Sequence[TurnRecord]) -> dict[str, Any] | None:
         "answers": len(scored),
     }
     for name in ("tree", "plain"):
-        if all(name in scores for scores in scored):
-            correct = sum(scores[name].correct for scores in scored)
-            summary[name] = {
-                "correct": correct,
-                "rate": correct / len(scored),
-                "interval": wilson_interval(correct, len(scored)),
-            }
+        if any(name not in scores for scores in scored):
+            continue
+        correct = sum(scores[name].correct for scores in scored)
+        summary[name] = {
+            "correct": correct,
+            "rate": correct / len(scored),
+            "interval": wilson_interval(correct, len(scored)),
+        }
     if "tree" in summary:
         summary["differing"] = sum(
             scores["tree"].correct != scores["plain"].correct for scores in scored
@@ -271,7 +279,7 @@ def wilson_interval(successes: int, trials: int) -> tuple[float, float]:
     """
     z = 1.959964
     share = successes / trials
-    centre = share + z * z / (2 * trials)
+    center = share + z * z / (2 * trials)
     spread = z * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))
     scale = 1 + z * z / trials
-    return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)
+    return max(0.0, (center - spread) / scale), min(1.0, (center + spread) / scale)

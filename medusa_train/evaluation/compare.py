@@ -22,14 +22,21 @@ from medusa_train.pages.page import Section, Table, number, render_page, write_f
 
 #: Keys of `meta` that must be equal for speeds to be comparable, with their labels.
 CONDITIONS = {
-    **{key: key for key in ("bench", "max_new_tokens", "chat_template", "dtype")},
-    **{"base_model": "model", "bench_file": "question file", "questions": "number of questions"},
+    "bench": "bench",
+    "max_new_tokens": "max_new_tokens",
+    "chat_template": "chat_template",
+    "dtype": "dtype",
+    "base_model": "model",
+    "bench_file": "question file",
+    "questions": "number of questions",
     "chat_template_kwargs": "variables of the chat template (chat_template_kwargs)",
-    **{"compiled": "compile", "cuda_graphs": "CUDA graphs"},
+    "compiled": "compile",
+    "cuda_graphs": "CUDA graphs",
     "packed": "weight prepacking",
     "attention": "attention implementation",
     "backbone": "form of the backbone (quantization, adapter)",
-    **{key: f"version of {key}" for key in ("torch", "transformers")},
+    "torch": "version of torch",
+    "transformers": "version of transformers",
     "device": "device",
     "threads": "number of threads",
 }
@@ -69,11 +76,13 @@ def load_reports(names: Sequence[str], bench: str | None) -> list[Evaluated]:
             "Name reports of one mode, as RUN/eval/BENCH or by --bench."
         )
     benches = [report["meta"]["bench"] for report in reports]
-    shown = [f" ({bench})" if len(set(benches)) > 1 else "" for bench in benches]
-    return [
-        Evaluated(name.rstrip("/") + bench, one)
-        for name, bench, one in zip(names, shown, reports, strict=True)
-    ]
+    evaluated = []
+    for name, bench_of_report, report in zip(names, benches, reports, strict=True):
+        title = name.rstrip("/")
+        if len(set(benches)) > 1:
+            title += f" ({bench_of_report})"
+        evaluated.append(Evaluated(title, report))
+    return evaluated
 
 
 def _find(name: str, bench: str | None) -> Path:
@@ -117,12 +126,14 @@ def _without_empty_tree(report: dict[str, Any]) -> dict[str, Any]:
     if not _lacks_tree(report["meta"]):
         return report
 
-    def without(figures: Mapping[str, Any]) -> dict[str, Any]:
-        nothing = dict.fromkeys(TREE_FIGURES)
-        return {**figures, **nothing, "intervals": {}}
-
-    categories = {name: without(one) for name, one in report["categories"].items()}
-    return {**report, "overall": without(report["overall"]), "categories": categories}
+    nothing: dict[str, Any] = {**dict.fromkeys(TREE_FIGURES), "intervals": {}}
+    return {
+        **report,
+        "overall": {**report["overall"], **nothing},
+        "categories": {
+            name: {**figures, **nothing} for name, figures in report["categories"].items()
+        },
+    }
 
 
 def differences(evaluated: Sequence[Evaluated]) -> list[str]:
@@ -135,21 +146,22 @@ def differences(evaluated: Sequence[Evaluated]) -> list[str]:
         if len(set(values)) > 1:
             lines.append(f"different {label}: {', '.join(values)}")
     judges = [one.report["judge"]["model"] for one in evaluated if one.report.get("judge")]
-    return [*lines, *([f"different judge: {', '.join(judges)}"] if len(set(judges)) > 1 else [])]
+    if len(set(judges)) > 1:
+        lines.append(f"different judge: {', '.join(judges)}")
+    return lines
 
 
 def runs_table(evaluated: Sequence[Evaluated]) -> Table:
     """Return one row of figures per evaluation; older reports lack some."""
-    metas, figures = (
-        [one.report["meta"] for one in evaluated],
-        [one.report["overall"] for one in evaluated],
-    )
+    metas = [one.report["meta"] for one in evaluated]
+    overall = [one.report["overall"] for one in evaluated]
 
     def column(key: str, digits: int = 2, suffix: str = "") -> list[str]:
-        return [
-            number(one.get(key), digits, suffix, one.get("intervals", {}).get(key))
-            for one in figures
-        ]
+        cells = []
+        for figures in overall:
+            bounds = figures.get("intervals", {}).get(key)
+            cells.append(number(figures.get(key), digits, suffix, bounds))
+        return cells
 
     grades = [(one.report.get("judge") or {}).get("score") for one in evaluated]
     columns = {
@@ -161,10 +173,10 @@ def runs_table(evaluated: Sequence[Evaluated]) -> Table:
         "speedup": column("speedup", suffix="x"),
         "over generate": column("speedup_over_generate", suffix="x"),
         "tokens /s": column("tokens_per_s", 0),
-        "equal fp32": [equal_cell(one) for one in figures],
-        "loops": [f"{one['looping_answers']}/{one['answers']}" for one in figures],
+        "equal fp32": [equal_cell(figures) for figures in overall],
+        "loops": [f"{figures['looping_answers']}/{figures['answers']}" for figures in overall],
         "grade": [number(grade) for grade in grades],
-        "correct": [_correct(one.get("scores")) for one in figures],
+        "correct": [_correct(figures.get("scores")) for figures in overall],
     }
     return Table.of_columns(columns)
 
@@ -187,21 +199,24 @@ def _correct(scores: Mapping[str, Any] | None) -> str:
 
 def categories_table(evaluated: Sequence[Evaluated]) -> Table:
     """Return one row of speedups for each category of any evaluation."""
-    reports = [one.report["categories"] for one in evaluated]
-    rows = [
-        [category, *(number(report.get(category, {}).get("speedup"), 2, "x") for report in reports)]
-        for category in dict.fromkeys(category for report in reports for category in report)
-    ]
+    names: dict[str, None] = {}  # in the order in which they first appear
+    for one in evaluated:
+        names.update(dict.fromkeys(one.report["categories"]))
+    rows = []
+    for name in names:
+        figures = [one.report["categories"].get(name, {}) for one in evaluated]
+        rows.append([name, *(number(found.get("speedup"), 2, "x") for found in figures)])
     return Table(["speedup", *(one.name for one in evaluated)], rows)
 
 
 def show(evaluated: Sequence[Evaluated]) -> Group:
     """Return both tables for the terminal, and the conditions that differ."""
     runs = runs_table(evaluated)
-    # a run per column: it has many
-    titles, *rows = (list(row) for row in zip(runs.titles, *runs.rows, strict=True))
-    tables = [table.terminal() for table in (Table(titles, rows), categories_table(evaluated))]
-    return Group(*tables, *(Text(line, style="yellow") for line in differences(evaluated)))
+    # a run per column, since a run has many figures
+    turned = [list(row) for row in zip(runs.titles, *runs.rows, strict=True)]
+    tables = [Table(turned[0], turned[1:]), categories_table(evaluated)]
+    warnings = [Text(line, style="yellow") for line in differences(evaluated)]
+    return Group(*(table.terminal() for table in tables), *warnings)
 
 
 def write(evaluated: Sequence[Evaluated], directory: Path) -> list[Path]:

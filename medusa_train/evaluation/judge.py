@@ -2,8 +2,7 @@
 FastChat's file formats.
 
 The prompts are worded differently from FastChat's, so scores are close to published MT-Bench scores
-but not the same
-measurement: compare only runs that one judge graded with these prompts.
+but not the same measurement: compare only runs that one judge graded with these prompts.
 """
 
 from __future__ import annotations
@@ -86,50 +85,53 @@ def grade(
         (`graded`), with a reply that has none (`without_grade`), and without a reply (`failed`, and
         the `reason` of the last).
     """
-    prompts = dict(
-        zip([(r.question_id, r.turn) for r in records], _prompts(records, questions), strict=True)
-    )
+    # 1. the judgements that are there already
+    prompts = _prompts(records, questions)
     texts = {key: json.dumps(prompt) for key, prompt in prompts.items()}
-    lines: dict[Key, dict[str, Any]] = {}
+    judgements: dict[Key, dict[str, Any]] = {}
     for line in _read(path):
         key = (line["question_id"], line["turn"])
-        if line["judge"] == [judge.model, PROMPT_NAME] and texts.get(key) == line["user_prompt"]:
-            lines[key] = line
+        same_judge = line["judge"] == [judge.model, PROMPT_NAME]
+        if same_judge and texts.get(key) == line["user_prompt"]:
+            judgements[key] = line
 
+    # 2. ask for the others
     def ask(key: Key) -> tuple[Key, str | RequestRejected]:
         try:
             return key, judge.ask(prompts[key])
         except RequestRejected as rejected:
             return key, rejected
 
+    missing = [key for key in prompts if key not in judgements]
     reason = ""
     with JsonLinesFile(path) as file:
         try:
-            for key, reply in run_concurrently(
-                ask, [key for key in prompts if key not in lines], concurrency
-            ):
+            for key, reply in run_concurrently(ask, missing, concurrency):
                 on_done()
                 if isinstance(reply, str):
-                    lines[key] = _judgement(key, model_id, judge.model, texts[key], reply)
-                    file.append(lines[key])
+                    judgement = _judgement(key, model_id, judge.model, texts[key], reply)
+                    file.append(judgement)
+                    judgements[key] = judgement
                 else:
                     reason = str(reply)
         except ServerError as error:
             reason = str(error)
+
+    # 3. means, and what failed
     categories = {record.question_id: record.category for record in records}
-    judged = [lines[key] for key in prompts if key in lines]
-    failed = len(prompts) - len(judged)
-    return {
-        **_means(judged, categories, judge.model),
-        "failed": failed,
-        **({"reason": reason} if failed else {}),
-    }
+    judged = [judgements[key] for key in prompts if key in judgements]
+    result = _means(judged, categories, judge.model)
+    result["failed"] = len(prompts) - len(judged)
+    if result["failed"]:
+        result["reason"] = reason
+    return result
 
 
 def _means(
-    lines: Sequence[Mapping[str, Any]], categories: Mapping[int | str, str], judge: str
+    judged: Sequence[Mapping[str, Any]], categories: Mapping[int | str, str], judge: str
 ) -> dict[str, Any]:
-    graded = [line for line in lines if line["score"] != NO_SCORE]
+    """Return mean grades overall, per turn and per category, and how many answers have one."""
+    graded = [line for line in judged if line["score"] != NO_SCORE]
     by_turn: dict[str, list[float]] = {}
     by_category: dict[str, list[float]] = {}
     for line in sorted(graded, key=lambda line: line["turn"]):
@@ -139,29 +141,35 @@ def _means(
     return {
         "model": judge,
         "prompt": PROMPT_NAME,
-        "score": fmean(line["score"] for line in graded) if graded else None,
+        "score": None if not graded else fmean(line["score"] for line in graded),
         "turns": {name: fmean(scores) for name, scores in by_turn.items()},
         "categories": {name: fmean(scores) for name, scores in by_category.items()},
         "graded": len(graded),
-        "without_grade": len(lines) - len(graded),
+        "without_grade": len(judged) - len(graded),
     }
 
 
 def parse_grade(reply: str) -> float:
     """Return the last grade from 1 to 10 in a reply; -1 if there is none."""
-    grades = [float(match) for match in _GRADE.findall(without_reasoning(reply))]
-    return next((value for value in reversed(grades) if 1 <= value <= 10), NO_SCORE)
+    for match in reversed(_GRADE.findall(without_reasoning(reply))):
+        grade_given = float(match)
+        if 1 <= grade_given <= 10:
+            return grade_given
+    return NO_SCORE
 
 
 def _prompts(
     records: Sequence[TurnRecord], questions: Sequence[Question]
-) -> list[list[dict[str, str]]]:
+) -> dict[Key, list[dict[str, str]]]:
+    """Build the judge's prompt for every turn."""
     by_id = {question.question_id: question for question in questions}
     earlier: dict[int | str, list[TurnRecord]] = {}
-    prompts = []
+    prompts = {}
     for record in records:
         before = earlier.setdefault(record.question_id, [])
-        prompts.append(_prompt(by_id[record.question_id], before, record))
+        prompts[record.question_id, record.turn] = _prompt(
+            by_id[record.question_id], before, record
+        )
         before.append(record)
     return prompts
 
@@ -178,29 +186,28 @@ def _prompt(
     task = _TASK.format(
         which="last" if before else "only", reference=_BY_REFERENCE if any(references) else ""
     )
-    parts = [f"### System message\n{question.system}"] if question.system is not None else []
-    for number, turn in enumerate([*before, record]):
-        parts.append(f"### User, message {number + 1}\n{question.turns[turn.turn - 1]}")
-        if number < len(references) and references[number]:
-            parts.append(f"### Reference answer {number + 1}\n{references[number]}")
+    parts = []
+    if question.system is not None:
+        parts.append(f"### System message\n{question.system}")
+    for number, turn in enumerate([*before, record], start=1):
+        parts.append(f"### User, message {number}\n{question.turns[turn.turn - 1]}")
+        if number <= len(references) and references[number - 1]:
+            parts.append(f"### Reference answer {number}\n{references[number - 1]}")
         answer = turn.text if turn is record else turn.opened + turn.history
-        parts.append(f"### Assistant, answer {number + 1}\n{without_reasoning(answer)}")
+        parts.append(f"### Assistant, answer {number}\n{without_reasoning(answer)}")
     return [{"role": "system", "content": task}, {"role": "user", "content": "\n\n".join(parts)}]
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
     """Read the judgements of an earlier run; incomplete and unrelated lines are skipped."""
+    if not path.is_file():
+        return []
     judgements = []
-    for _, line in complete_lines(path) if path.is_file() else ():
+    for _, line in complete_lines(path):
         try:
             record = json.loads(line)
-            (
-                record["question_id"],
-                record["turn"],
-                record["judge"],
-                record["user_prompt"],
-                record["score"],
-            )
+            for key in ("question_id", "turn", "judge", "user_prompt", "score"):
+                record[key]
         except (ValueError, KeyError, TypeError):
             continue
         judgements.append(record)
@@ -232,8 +239,8 @@ def _step_lengths(answer: TimedAnswer) -> list[int]:
     """
     lengths = [accepted + 1 for accepted in answer.accepted]
     if lengths:
-        # the first token comes from the prefill
-        lengths[-1] -= sum(lengths) + 1 - len(answer.tokens)
+        total = 1 + sum(lengths)  # the first token comes from the prefill
+        lengths[-1] -= total - len(answer.tokens)
     return lengths
 
 
@@ -249,17 +256,26 @@ def model_answers(records: Sequence[TurnRecord], model_id: str) -> list[dict[str
     lines = []
     for question_id, turns in questions.items():
         texts = [turn.text for turn in turns]
-        answer_id = hashlib.sha256(json.dumps([model_id, question_id, texts]).encode()).hexdigest()[
-            :22
-        ]
+        content = json.dumps([model_id, question_id, texts])
+        accept_lengths: list[int] = []
+        for turn in turns:
+            accept_lengths += _step_lengths(turn.answer)
         choice = {
             "index": 0,
             "turns": texts,
             "decoding_steps": [turn.answer.steps for turn in turns],
             "new_tokens": [len(turn.answer.tokens) for turn in turns],
             "wall_time": [turn.answer.seconds for turn in turns],
-            "accept_lengths": [length for turn in turns for length in _step_lengths(turn.answer)],
+            "accept_lengths": accept_lengths,
         }
-        line = {"question_id": question_id, "category": turns[0].category, "answer_id": answer_id}
-        lines.append({**line, "model_id": model_id, "choices": [choice], "tstamp": time.time()})
+        lines.append(
+            {
+                "question_id": question_id,
+                "category": turns[0].category,
+                "answer_id": hashlib.sha256(content.encode()).hexdigest()[:22],
+                "model_id": model_id,
+                "choices": [choice],
+                "tstamp": time.time(),
+            }
+        )
     return lines

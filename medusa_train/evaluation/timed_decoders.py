@@ -26,17 +26,16 @@ from medusa_train.models.drafts.base import Proposer
 from medusa_train.models.loading import load_backbone
 from medusa_train.trees.tree import Tree
 
-PLAIN, TREE, GENERATE, PROMPT_LOOKUP, ASSISTED = (
-    "plain",
-    "tree",
-    "generate",
-    "prompt_lookup",
-    "assisted",
-)
+PLAIN = "plain"
+TREE = "tree"
+GENERATE = "generate"
+PROMPT_LOOKUP = "prompt_lookup"
+ASSISTED = "assisted"
 #: Measured beside dynamic trees.
 FIXED_TREE = "fixed_tree"
 #: Measured beside a merged draft: each of its parts.
-HEADS_ALONE, LOOKUP_ALONE = "heads_alone", "lookup_alone"
+HEADS_ALONE = "heads_alone"
+LOOKUP_ALONE = "lookup_alone"
 
 #: Tokens that prompt-lookup decoding copies at most per step, its authors' default.
 LOOKUP_TOKENS = 10
@@ -68,32 +67,41 @@ class LoopDecoder:
 
     def answer(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[TimedAnswer]:
         """Generate up to `max_new_tokens` tokens for each prompt, the first eos included."""
-        generators, decoder, passes = (
-            self._mode.generators(prompts, self._rule),
-            self._decoder,
-            None,
-        )
+        decoder = self._decoder
+        generators = self._mode.generators(prompts, self._rule)
         started = time.perf_counter()
+        # 1. decode; a batch reports its passes, a single row's are its steps
+        passes = None
         if isinstance(decoder, Decoder):
-            (prompt,), generator = prompts, None if generators is None else generators[0]
-            outputs = [
-                decoder.generate(list(prompt), max_new_tokens, rule=self._rule, generator=generator)
-            ]
+            (prompt,) = prompts
+            generator = None if generators is None else generators[0]
+            output = decoder.generate(
+                list(prompt), max_new_tokens, rule=self._rule, generator=generator
+            )
+            outputs = [output]
         else:
-            rows, before = [list(prompt) for prompt in prompts], decoder.passes
+            rows = [list(prompt) for prompt in prompts]
+            passes_before = decoder.passes
             outputs = decoder.generate_batch(
                 rows, max_new_tokens, rule=self._rule, generators=generators
             )
-            passes = decoder.passes - before
+            passes = decoder.passes - passes_before
+
+        # 2. divide the time among the rows; decoding begins once all prompts are read
         count = len(outputs)
         seconds = (time.perf_counter() - started) / count
-        # decoding begins once all prompts are read
-        prefill = max(one.prefill_seconds for one in outputs) / count
+        prefill = max(output.prefill_seconds for output in outputs) / count
         return [
             TimedAnswer(
-                tuple(one.tokens), seconds, prefill, one.steps, tuple(one.accepted), count, passes
+                tokens=tuple(output.tokens),
+                seconds=seconds,
+                prefill_seconds=prefill,
+                steps=output.steps,
+                accepted=tuple(output.accepted),
+                rows=count,
+                batch_passes=passes,
             )
-            for one in outputs
+            for output in outputs
         ]
 
     @property
@@ -155,10 +163,13 @@ class GenerateDecoder:
             torch.manual_seed(self._mode.seed_of(prompts[0]))
         passes = PassLog() if self._options else None
         started = time.perf_counter()
-        longest, pad = max(map(len, prompts)), self._backbone.model.generation_config.pad_token_id
+        # 1. pad the prompts on the left
+        pad = self._backbone.model.generation_config.pad_token_id
+        longest = max(map(len, prompts))
         padded = [[pad] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
         mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
         device = self._backbone.device
+        # 2. generate
         with torch.inference_mode():
             output = self._backbone.model.generate(
                 torch.tensor(padded, device=device),
@@ -167,27 +178,41 @@ class GenerateDecoder:
                 streamer=passes,
                 **self._options,
             )
-        rows = [self._until_eos(tokens) for tokens in output[:, longest:].tolist()]
-        seconds = (time.perf_counter() - started) / len(rows)
+        # 3. divide the time among the rows
+        answers = [self._until_eos(tokens) for tokens in output[:, longest:].tolist()]
+        seconds = (time.perf_counter() - started) / len(answers)
         if passes is None or not passes.sizes:
-            return [TimedAnswer(tokens, seconds, rows=len(rows)) for tokens in rows]
-        (tokens,) = rows
-        steps, first = len(passes.sizes) - 1, min(passes.sizes[0], len(tokens))
-        return [TimedAnswer(tokens, seconds, steps=steps, prefill_tokens=first)]
+            return [TimedAnswer(tokens, seconds, rows=len(answers)) for tokens in answers]
+        (tokens,) = answers  # drafts are verified for a single row only
+        return [
+            TimedAnswer(
+                tokens,
+                seconds,
+                steps=len(passes.sizes) - 1,
+                prefill_tokens=min(passes.sizes[0], len(tokens)),
+            )
+        ]
 
     def _until_eos(self, tokens: Sequence[int]) -> tuple[int, ...]:
         """Cut the padding after a row's end."""
-        ends = [i for i, token in enumerate(tokens) if token in self._backbone.eos_ids]
-        return tuple(tokens[: ends[0] + 1] if ends else tokens)
+        for index, token in enumerate(tokens):
+            if token in self._backbone.eos_ids:
+                return tuple(tokens[: index + 1])
+        return tuple(tokens)
 
 
 def _bare_config(backbone: Backbone, mode: DecodingMode) -> GenerationConfig:
-    eos = list(backbone.eos_ids) or None
+    """Return a generation config with the mode's sampling and nothing of the checkpoint's."""
+    eos = list(backbone.eos_ids)
     pad = backbone.tokenizer.pad_token_id
     if pad is None:
         pad = eos[0] if eos else 0
     return GenerationConfig(
-        num_beams=1, use_cache=True, eos_token_id=eos, pad_token_id=pad, **mode.generate_options
+        num_beams=1,
+        use_cache=True,
+        eos_token_id=eos or None,
+        pad_token_id=pad,
+        **mode.generate_options,
     )
 
 
@@ -208,19 +233,16 @@ def reference_decoders(model: LoadedModel) -> dict[str, Reference]:
     if model.tree is None or model.fixed_proposer is None:
         return references
     loop = "the same decoding loop with"
+    size = model.tree.size
     if model.dynamic is not None:
-        what = f"{loop} the same tree of {model.tree.size} nodes in every step"
-        references[FIXED_TREE] = Reference(model.fixed_proposer, model.tree, what)
+        description = f"{loop} the same tree of {size} nodes in every step"
+        references[FIXED_TREE] = Reference(model.fixed_proposer, model.tree, description)
     if model.heads is not None and model.lookup is not None:
-        trees_of = (
-            "dynamic trees" if model.dynamic is not None else f"a tree of {model.tree.size} nodes"
-        )
-        references[HEADS_ALONE] = Reference(
-            model.heads, model.tree, f"{loop} the heads alone, {trees_of}"
-        )
-        references[LOOKUP_ALONE] = Reference(
-            model.lookup, None, f"{loop} the draft without training alone"
-        )
+        trees = f"a tree of {size} nodes" if model.dynamic is None else "dynamic trees"
+        description = f"{loop} the heads alone, {trees}"
+        references[HEADS_ALONE] = Reference(model.heads, model.tree, description)
+        description = f"{loop} the draft without training alone"
+        references[LOOKUP_ALONE] = Reference(model.lookup, None, description)
     return references
 
 
@@ -275,9 +297,9 @@ def _load_assistant(name: str, backbone: Backbone, mode: DecodingMode) -> torch.
 
 def describe_baseline(name: str, assistant_model: str | None, mode: DecodingMode = GREEDY) -> str:
     """Describe a baseline of transformers for the report."""
-    how = (
-        "greedy" if mode.baseline_rule is None else f"sampling at temperature {mode.temperature:g}"
-    )
+    how = "greedy"
+    if mode.baseline_rule is not None:
+        how = f"sampling at temperature {mode.temperature:g}"
     descriptions = {
         GENERATE: f"generate, {how}, with its own cache",
         PROMPT_LOOKUP: (
