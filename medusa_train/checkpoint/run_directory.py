@@ -25,8 +25,7 @@ from medusa_train.config.schema import (
     DatasetConfig,
     TrainConfig,
 )
-from medusa_train.config.types import STAGE_ONE
-from medusa_train.data.builtin_templates import TEMPLATE_SUFFIX
+from medusa_train.config.types import STAGE_ONE, TEMPLATE_SUFFIX
 from medusa_train.data.sources import BUILDERS, is_data_file_name
 from medusa_train.errors import CheckpointError, ConfigError, MedusaError
 from medusa_train.io import WRITE_ERRORS, existing_parent, locked, replace_text, write_failure

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
+from pydantic_core import PydanticCustomError
 
 from medusa_train.config.constraints import (
     EVAL_CONSTRAINTS,
@@ -42,6 +43,7 @@ from medusa_train.config.types import (
     STAGE_ONE,
     Bool,
     BoolOrAuto,
+    ChatTemplateName,
     Config,
     Constraint,
     ExportTarget,
@@ -50,9 +52,11 @@ from medusa_train.config.types import (
     Int,
     Interval,
     IntList,
+    PropertyMappings,
     Quantization,
     ReasoningTags,
     Resume,
+    RoleNames,
     Schedule,
     SpecialTokens,
     TemplateKwargs,
@@ -195,17 +199,6 @@ class DatasetConfig(BaseModel):
     #: Keys of Axolotl's datasets, with what to do instead.
     axolotl_hints: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(
-            (
-                "field_messages",
-                "message_property_mappings",
-                "message_field_role",
-                "message_field_content",
-                "roles",
-            ),
-            "is not needed: chats are recognized by their own keys (role and content, or from and"
-            " value); remove it",
-        ),
-        **dict.fromkeys(
             ("train_on_eos", "train_on_eot"), "the end of every answer is trained; remove it"
         ),
         "roles_to_train": "applies to all datasets: set it beside `datasets`",
@@ -224,7 +217,21 @@ class DatasetConfig(BaseModel):
     ] = key(
         "auto", "format of the records; auto, and Axolotl's chat_template: detected from their keys"
     )
-    conversation: Text | None = key(
+    field_messages: Text | None = key(
+        None, "column that holds the turns; default: messages or conversations, whichever is there"
+    )
+    message_property_mappings: PropertyMappings | None = key(
+        None, "keys of a turn, if others than usual: {role: speaker, content: text}"
+    )
+    message_field_role: Text | None = key(None, "the same for the role alone")
+    message_field_content: Text | None = key(None, "the same for the content alone")
+    message_field_training: Text | None = key(
+        None, "key of a turn that says whether it is trained; default: train or training"
+    )
+    roles: RoleNames | None = key(
+        None, "names of roles in the data, besides the usual ones: {user: [customer]}"
+    )
+    conversation: ChatTemplateName = key(
         None, "chat template of this dataset (vicuna_v1.1, zephyr, ...), or a .jinja file"
     )
     split: Text | None = key(
@@ -241,6 +248,49 @@ class DatasetConfig(BaseModel):
     ds_type: Literal["json", "parquet"] | None = key(
         None, "format of the files, checked; default: follows from their names"
     )
+
+    @model_validator(mode="after")
+    def _check_fields(self) -> DatasetConfig:
+        """Refuse two names for the same part of a turn, and names of turns that alpaca lacks."""
+        mapped = self.message_property_mappings or {}
+        problem = None
+        if "role" in mapped and self.message_field_role is not None:
+            problem = "message_field_role and message_property_mappings both name the role"
+        elif "content" in mapped and self.message_field_content is not None:
+            problem = "message_field_content and message_property_mappings both name the content"
+        elif self.type == "alpaca" and self.has_fields:
+            problem = (
+                "alpaca has no turns: remove field_messages, message_property_mappings,"
+                " message_field_* and roles"
+            )
+        if problem is not None:
+            raise PydanticCustomError("config_type", "{text}", {"text": problem})
+        return self
+
+    @property
+    def has_fields(self) -> bool:
+        """Whether a key says how turns are written."""
+        return any(
+            value is not None
+            for value in (
+                self.field_messages,
+                self.message_property_mappings,
+                self.message_field_role,
+                self.message_field_content,
+                self.message_field_training,
+                self.roles,
+            )
+        )
+
+    @property
+    def role_key(self) -> str | None:
+        """Key of a turn's role, where the configuration names it."""
+        return self.message_field_role or (self.message_property_mappings or {}).get("role")
+
+    @property
+    def content_key(self) -> str | None:
+        """Key of a turn's content, where the configuration names it."""
+        return self.message_field_content or (self.message_property_mappings or {}).get("content")
 
 
 #: Keys that say the same in two ways, or exclude each other.
@@ -406,7 +456,7 @@ class TrainConfig(Config):
     sample_packing: Bool = key(
         False, "pack several conversations into one row of sequence_len tokens"
     )
-    chat_template: Text | None = key(
+    chat_template: ChatTemplateName = key(
         None,
         "name of the chat template, or a .jinja file; "
         "default: the datasets' `conversation` if all are equal, else the tokenizer's",
@@ -668,7 +718,7 @@ class EvalConfig(Config):
         " the model's name on the server, default: the only one that it lists",
     )
     trust_remote_code: Bool = key(False, "allow Python code from the backbone's repository")
-    chat_template: Text | None = key(
+    chat_template: ChatTemplateName = key(
         None, "chat template, or a .jinja file; default: the run's, else the tokenizer's"
     )
     chat_template_kwargs: TemplateKwargs | None = key(
@@ -915,7 +965,7 @@ class SelfDistillConfig(Config):
         " default, for the prompts `tiny` and mode questions only: data/tiny",
     )
     trust_remote_code: Bool = key(False, "allow Python code from the model's repository")
-    chat_template: Text | None = key(
+    chat_template: ChatTemplateName = key(
         None, "name of the chat template, or a .jinja file; default: the tokenizer's"
     )
     chat_template_kwargs: TemplateKwargs | None = key(

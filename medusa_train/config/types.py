@@ -6,6 +6,7 @@ second. Each type raises `PydanticCustomError`, whose text is shown to the user 
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -190,6 +191,73 @@ def _as_special_tokens(value: object) -> object:
     return value
 
 
+#: The chat templates that this package has.
+CHAT_TEMPLATES = ("vicuna_v1.1", "zephyr", "chatml", "llama-2", "llama-3", "mistral")
+TEMPLATE_SUFFIX = ".jinja"  # of a file with a chat template
+
+
+def _as_chat_template(value: object) -> object:
+    """Validate the name of a chat template; Axolotl's `tokenizer_default` is None."""
+    if value is None or value == "tokenizer_default":
+        return None
+    name = _as_text(value)
+    if name in CHAT_TEMPLATES or str(name).endswith(TEMPLATE_SUFFIX):
+        return name
+    near = difflib.get_close_matches(str(name), CHAT_TEMPLATES, n=1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    text = (
+        f"chat template {format_value(value)} is unknown; {hint}choose"
+        f" {', '.join(CHAT_TEMPLATES)}, a {TEMPLATE_SUFFIX} file, or leave it out for the"
+        " tokenizer's own"
+    )
+    raise PydanticCustomError("config_type", "{text}", {"text": text})
+
+
+#: Axolotl's names of the parts of a turn that `message_property_mappings` may map.
+_PROPERTIES = ("role", "content")
+#: The roles to which `roles` may map names.
+_TARGET_ROLES = ("system", "user", "assistant", "tool")
+
+
+def _as_property_mappings(value: object) -> object:
+    """Validate Axolotl's `message_property_mappings`: keys of a turn by what they hold."""
+    if not isinstance(value, dict):
+        raise _type_error("a mapping such as {role: from, content: value}", value)
+    for name, source in value.items():
+        problem = None
+        if name not in _PROPERTIES:
+            problem = f"unknown; choose {' and '.join(_PROPERTIES)}"
+        elif not isinstance(source, str) or not source:
+            problem = f"expected the name of a key, got {format_value(source)}"
+        if problem is not None:
+            raise PydanticCustomError("config_type", "{text}", {"text": f"{name}: {problem}"})
+    return value
+
+
+def _as_roles(value: object) -> object:
+    """Validate Axolotl's `roles`: names in the data by role, each name once."""
+    if not isinstance(value, dict):
+        raise _type_error("a mapping such as {user: [human], assistant: [gpt]}", value)
+    seen: dict[str, str] = {}
+    roles: dict[str, list[str]] = {}
+    for role, names in value.items():
+        listed = names if isinstance(names, list) else [names]
+        problem = None
+        if role not in _TARGET_ROLES:
+            problem = f"unknown; choose {', '.join(_TARGET_ROLES)}"
+        elif not all(isinstance(name, str) and name for name in listed):
+            problem = f"expected names of roles, got {format_value(names)}"
+        else:
+            twice = [name for name in listed if name in seen]
+            if twice:
+                problem = f"{twice[0]} is listed as {seen[twice[0]]}, too"
+        if problem is not None:
+            raise PydanticCustomError("config_type", "{text}", {"text": f"{role}: {problem}"})
+        seen.update(dict.fromkeys(listed, role))
+        roles[role] = listed
+    return roles
+
+
 def _as_reasoning_tags(value: object) -> object:
     if (
         isinstance(value, (list, tuple))
@@ -253,6 +321,20 @@ TextOrMapping = Annotated[
 TemplateKwargs = Annotated[dict[str, Any], BeforeValidator(_as_template_kwargs)]
 #: Tokens of the vocabulary by the role that they get, as in Axolotl.
 SpecialTokens = Annotated[dict[str, str], BeforeValidator(_as_special_tokens)]
+#: Name of a chat template, or a .jinja file; None: the tokenizer's own.
+ChatTemplateName = Annotated[
+    str | None,
+    BeforeValidator(_as_chat_template),
+    WithJsonSchema({"type": ["string", "null"]}),
+]
+#: Keys of a turn by what they hold, as in Axolotl.
+PropertyMappings = Annotated[dict[str, str], BeforeValidator(_as_property_mappings)]
+#: Names in the data by role, as in Axolotl.
+RoleNames = Annotated[
+    dict[str, list[str]],
+    BeforeValidator(_as_roles),
+    WithJsonSchema({"type": "object", "additionalProperties": _one_or_more({"type": "string"})}),
+]
 #: The tags before and after the reasoning part of an answer.
 ReasoningTags = Annotated[
     tuple[str, str],

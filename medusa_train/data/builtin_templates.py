@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from medusa_train.config.paths import resolve_path
+from medusa_train.config.types import TEMPLATE_SUFFIX
 from medusa_train.errors import ConfigError
-
-TEMPLATE_SUFFIX = ".jinja"
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from medusa_train.config.schema import DatasetConfig
 from medusa_train.data.chat_template import RENDERING
 from medusa_train.data.conversation import (
     REASONING_TAGS,
@@ -69,6 +70,38 @@ MAX_UNREAD = 12
 _JSON_TYPES: dict[type, str] = {
     bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "a list", dict: "an object",
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RecordFields:
+    """How the turns of a data set are written, where they are not as usual.
+
+    Attributes:
+        messages: column of the turns. role, content: keys of a turn. training: key of a turn that
+            says whether it is trained.
+        roles: names of roles in the data, with what they mean; "tool" for tool calls and results.
+    """
+
+    messages: str | None = None
+    role: str | None = None
+    content: str | None = None
+    training: str | None = None
+    roles: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def of_dataset(cls, config: DatasetConfig) -> RecordFields:
+        """Return what an entry of `datasets` says."""
+        roles = [(name, role) for role, names in (config.roles or {}).items() for name in names]
+        return cls(
+            config.field_messages,
+            config.role_key,
+            config.content_key,
+            config.message_field_training,
+            tuple(roles),
+        )
+
+
+_USUAL = RecordFields()
 
 
 class RecordError(ValueError):
@@ -160,9 +193,10 @@ def parse_records(
     skip_bad: bool,
     tags: ReasoningTags = REASONING_TAGS,
     variables: Collection[str] = (),
+    fields: RecordFields = _USUAL,
 ) -> ReadResult:
     """Parse the records of a file or split called `name`; raises as `read_conversations`, for all
-    records at once. `variables` as in `parse_record`.
+    records at once. `variables` and `fields` as in `parse_record`.
 
     With `skip_bad` all records may be invalid; `with_some` raises then, and for a file without
     records, which is noted.
@@ -175,7 +209,13 @@ def parse_records(
             if raw.error is not None:
                 raise RecordError(raw.error)
             conversation = parse_record(
-                raw.value, type, source=raw.source, tags=tags, variables=variables, unread=unread
+                raw.value,
+                type,
+                source=raw.source,
+                tags=tags,
+                variables=variables,
+                fields=fields,
+                unread=unread,
             )
         except RecordError as error:
             problems.append(f"{raw.source}: {error}")
@@ -220,6 +260,7 @@ def parse_record(
     source: str = "",
     tags: ReasoningTags = REASONING_TAGS,
     variables: Collection[str] = (),
+    fields: RecordFields = _USUAL,
     unread: Unread | None = None,
 ) -> Conversation:
     """Parse one record into a conversation.
@@ -235,19 +276,24 @@ def parse_record(
         source: `file:line`, stored in the conversation.
         variables: of the chat template. Columns of these names, and the entries of
             `chat_template_kwargs`, become variables of the chat.
+        fields: how turns are written, where they are not as usual.
         unread: counts the columns and the keys of turns that are not read.
 
     Raises:
         RecordError: the record is not a valid chat.
     """
-    record, type = _detect_format(record, type, _CHAT_FORMATS)
+    formats = _CHAT_FORMATS
+    if fields.messages is not None:
+        formats = {"messages": (fields.messages,)}
+        type = "auto"
+    record, type = _detect_format(record, type, formats)
     found = Unread()
     if type == "alpaca":
         messages = _alpaca_chat(record)
         read = {"instruction", "input", "output", "history"}
     else:
-        keys = _turn_keys(record, type)
-        messages = _parse_turns(record, *keys, tags, unread=found)
+        keys = _turn_keys(record, type, fields)
+        messages = _parse_turns(record, *keys, tags, unread=found, fields=fields)
         read = {keys[0]}
     if type == "sharegpt" and messages[0].role == "assistant":
         messages = messages[1:]  # continues a longer chat; FastChat's `preprocess` skips it as well
@@ -402,6 +448,8 @@ def _detect_format(
     """Return the record, which has to be an object, and its format: `type`, or the one that has its
     keys.
     """
+    if _is_list_of_turns(record):  # as create_data.py of the Medusa repository writes them
+        record = {"messages": record}
     if not isinstance(record, Mapping):
         raise RecordError(f"a record must be a JSON object, this is {_json_type(record)}")
     # tables have null in the other's columns
@@ -417,17 +465,31 @@ def _detect_format(
     raise RecordError(f"unknown record format, expected the keys {expected}; its keys: {present}")
 
 
-def _turn_keys(record: Mapping[str, Any], type: str) -> tuple[str, str, str]:
+def _is_list_of_turns(record: object) -> bool:
+    """Return whether a record is a chat without anything around it."""
+    return (
+        isinstance(record, list)
+        and bool(record)
+        and all(isinstance(turn, Mapping) and ("role" in turn or "from" in turn) for turn in record)
+    )
+
+
+def _turn_keys(
+    record: Mapping[str, Any], type: str, fields: RecordFields = _USUAL
+) -> tuple[str, str, str]:
     """Return the keys of the turns, of a role and of a text; a format's turns may have the keys of
     the other.
     """
-    keys = _TURN_KEYS[type]
-    turns = record.get(keys[0])
+    column, role, content = _TURN_KEYS[type]
+    column = fields.messages or column
+    turns = record.get(column)
     if isinstance(turns, list) and turns and isinstance(turns[0], Mapping):
-        keys = next(
-            ((keys[0], *one[1:]) for one in _TURN_KEYS.values() if one[1] in turns[0]), keys
-        )
-    return keys
+        for _, other_role, other_content in _TURN_KEYS.values():
+            if other_role in turns[0]:
+                role = other_role
+                content = other_content
+                break
+    return column, fields.role or role, fields.content or content
 
 
 def _system_of(record: Mapping[str, Any]) -> tuple[Message, ...]:
@@ -476,6 +538,7 @@ def _parse_turns(
     tags: ReasoningTags,
     roles: Collection[Role] | None = None,
     unread: Unread | None = None,
+    fields: RecordFields = _USUAL,
 ) -> tuple[Message, ...]:
     """Parse the list of turns under `key`; with `roles`, other turns are skipped unparsed, and
     there may be none. `unread` counts the keys of turns that are not read.
@@ -483,45 +546,48 @@ def _parse_turns(
     turns = _as_list(record, key)
     if not turns and roles is None:
         raise RecordError(f"'{key}' is an empty list")
+    named = dict(fields.roles)
+    train_keys = _TRAIN_KEYS if fields.training is None else (fields.training,)
     messages = []
     for number, turn in enumerate(turns, start=1):
         if not isinstance(turn, Mapping):
             raise RecordError(f"turn {number} must be an object, it is {_json_type(turn)}")
         name = turn.get(role_key)
-        role = _ROLES.get(name) if isinstance(name, str) else None
+        meaning = named.get(name, name) if isinstance(name, str) else None
+        role = _ROLES.get(meaning) if meaning is not None else None
         if roles is not None and role not in roles:
             continue
         calls = turn.get("tool_calls") or turn.get("function_call")
-        if name in _TOOL_ROLES or calls:
+        if meaning in _TOOL_ROLES or calls:
             raise RecordError(f"turn {number} is a tool call or its result, which is not supported")
         if role is None:
             raise RecordError(
                 f"turn {number}: unknown '{role_key}': {name!r}, expected one of"
-                f" {', '.join(_ROLES)}"
+                f" {', '.join([*_ROLES, *named])}; `roles` of the data set gives other names"
             )
         content = _content(turn.get(content_key), number, content_key)
         read = {role_key, content_key, "weight", "tool_calls", "function_call"}
-        read |= {*_TRAIN_KEYS, *REASONING_KEYS}
+        read |= {*train_keys, *REASONING_KEYS}
         ids = None
         if role == "assistant":
             ids = _token_ids(turn.get("token_ids"), number)
             read.add("token_ids")
         text = join_reasoning(reasoning_part(turn), content, tags)
-        messages.append(Message(role, text, ids, is_target=_is_target(turn, number)))
+        messages.append(Message(role, text, ids, is_target=_is_target(turn, number, train_keys)))
         if unread is not None:
             unread.turn_keys.update(_unread_keys(turn, read))
     return _with_finish_reasons(messages, record.get("finish_reasons"))
 
 
-def _is_target(turn: Mapping[str, Any], number: int) -> bool | None:
+def _is_target(turn: Mapping[str, Any], number: int, keys: Sequence[str]) -> bool | None:
     """Return whether a turn says that it is trained; None where it says nothing.
 
-    `train` or `training` as in Axolotl; `weight` 0 or 1 as in OpenAI's fine-tuning, where 1 is the
+    `keys` are true or false, as in Axolotl; `weight` 0 or 1 as in OpenAI's fine-tuning, where 1 is the
     default.
     """
     if turn.get("train_detail") is not None or turn.get("training_detail") is not None:
         raise RecordError(f"turn {number}: training of parts of a turn is not supported")
-    for key in _TRAIN_KEYS:
+    for key in keys:
         switch = turn.get(key)
         if switch is None:
             continue

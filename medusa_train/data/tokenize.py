@@ -315,7 +315,14 @@ def _template_source(tokenizer: Any, name: str | None) -> str:
                 "the tokenizer has no chat template; set chat_template to one of"
                 f" {', '.join(TEMPLATES)}"
             )
-        return str(tokenizer.get_chat_template())
+        try:
+            return str(tokenizer.get_chat_template())
+        except ValueError:  # several templates by name, none of which is the default
+            names = ", ".join(sorted(tokenizer.chat_template))
+            raise DataError(
+                f"the tokenizer has chat templates of several names ({names}) and none is the"
+                " default; save the one to use as a .jinja file and set chat_template to it"
+            ) from None
     template = get_template(name)
     if template.answer_end == "":
         return template.source

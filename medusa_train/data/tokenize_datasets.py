@@ -18,7 +18,7 @@ import threading
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from importlib import metadata
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -34,7 +34,13 @@ from medusa_train.data.examples import (
     EncodedExamples,
     encode_examples,
 )
-from medusa_train.data.records import ReadResult, describe_problems, parse_records, with_some
+from medusa_train.data.records import (
+    ReadResult,
+    RecordFields,
+    describe_problems,
+    parse_records,
+    with_some,
+)
 from medusa_train.data.sources import HubSplit, LocalFiles, OnProgress, open_source
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import DataError
@@ -75,6 +81,7 @@ class DatasetReader:
                 skip_bad=self.skip_bad,
                 tags=template.reasoning_tags,
                 variables=template.variables,
+                fields=RecordFields.of_dataset(self.config),
             )
             result.extend(part)
         result.notes.extend(result.unread.describe(self.config.path))
@@ -165,7 +172,13 @@ def cache_key(readers: Sequence[DatasetReader], max_length: int) -> str:
     inputs = {
         "sequence_len": max_length,
         "sources": [
-            [r.config.type, r.skip_bad, r.source.fingerprint(), r.encoder.fingerprint()]
+            [
+                r.config.type,
+                astuple(RecordFields.of_dataset(r.config)),
+                r.skip_bad,
+                r.source.fingerprint(),
+                r.encoder.fingerprint(),
+            ]
             for r in readers
         ],
         "code": [

@@ -9,7 +9,7 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -77,9 +77,11 @@ def short_name(seed_dataset: str) -> str:
     return seed_dataset if seed_dataset in PUBLIC_DATASETS else Path(seed_dataset).stem
 
 
-def _record_id(record: dict[str, object], turns: list[str], system: str | None) -> str:
+def _record_id(record: object, turns: list[str], system: str | None) -> str:
     """Return the record's id, or a digest of its text."""
-    record_id = record.get("id", record.get("question_id"))
+    record_id = None
+    if isinstance(record, Mapping):
+        record_id = record.get("id", record.get("question_id"))
     if isinstance(record_id, (str, int)) and record_id != "":
         return str(record_id)
     return hashlib.sha256(json.dumps([system, *turns]).encode()).hexdigest()[:16]

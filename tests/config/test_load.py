@@ -4,6 +4,8 @@ import pytest
 
 from medusa_train.config.load import dump_config, load_config
 from medusa_train.config.schema import IGNORED_AXOLOTL_KEYS, EvalConfig, TrainConfig
+from medusa_train.config.types import CHAT_TEMPLATES
+from medusa_train.data.builtin_templates import TEMPLATES
 from medusa_train.errors import ConfigError
 
 GOOD = "base_model: data/tiny\ndatasets:\n  - path: a.jsonl\n"
@@ -58,9 +60,64 @@ def test_nested_mistakes_have_lines_and_nearest_keys(tmp_path: Path) -> None:
     ]
     recent = write(
         tmp_path,
-        GOOD + "datasets: [{path: a, type: chat_template, field_messages: m}]\nplugins: [x]\n",
+        "base_model: m\ndatasets: [{path: a, type: chat_template, train_on_eos: turn}]\n",
     )
-    assert "field_messages: is not needed: chats are recognized" in problems(recent)[-1]
+    assert "train_on_eos: the end of every answer is trained" in problems(recent)[-1]
+
+
+AXOLOTL = """\
+base_model: m
+chat_template: tokenizer_default
+datasets:
+  - path: a
+    type: chat_template
+    field_messages: chat
+    message_property_mappings: {role: speaker, content: text}
+    roles:
+      user: [customer, human]
+      assistant: agent
+"""
+
+
+def test_field_mappings_of_axolotl_are_read(tmp_path: Path) -> None:
+    cfg = load_config(TrainConfig, write(tmp_path, AXOLOTL))
+    (dataset,) = cfg.datasets
+    assert cfg.chat_template is None
+    assert (dataset.field_messages, dataset.role_key, dataset.content_key) == (
+        "chat",
+        "speaker",
+        "text",
+    )
+    assert dataset.roles == {"user": ["customer", "human"], "assistant": ["agent"]}
+    again = write(tmp_path, dump_config(cfg))
+    assert load_config(TrainConfig, again).datasets == cfg.datasets
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("message_property_mappings: {rol: a}", "rol: unknown; choose role and content"),
+        ("message_property_mappings: {role: 3}", "role: expected the name of a key, got 3"),
+        ("roles: {bot: [gpt]}", "bot: unknown; choose system, user, assistant, tool"),
+        ("roles: {user: [a], assistant: [a]}", "a is listed as user, too"),
+        ("roles: [user]", "a mapping such as {user: [human], assistant: [gpt]}"),
+        ("conversation: chatlm", "unknown; did you mean chatml?"),
+        ("type: alpaca\n    field_messages: m", "alpaca has no turns"),
+        (
+            "message_field_role: a\n    message_property_mappings: {role: b}",
+            "both name the role",
+        ),
+    ],
+)
+def test_wrong_field_mappings_are_named(line: str, problem: str, tmp_path: Path) -> None:
+    path = write(tmp_path, f"base_model: m\ndatasets:\n  - path: a\n    {line}\n")
+    (found,) = problems(path)
+    assert problem in found
+    assert found.startswith("x.yaml:")
+
+
+def test_the_names_of_chat_templates_are_those_that_there_are() -> None:
+    assert set(CHAT_TEMPLATES) == set(TEMPLATES)
 
 
 def test_a_run_s_own_file_names_its_directory(tmp_path: Path) -> None:
@@ -239,7 +296,7 @@ def test_a_missing_file_names_its_neighbours(
 def test_a_dump_reads_back_as_the_same_configuration(tmp_path: Path) -> None:
     text = (
         GOOD + "learning_rate: 3e-5\nbf16: true\neval_steps: 0.25\nresume_from_checkpoint:"
-        " true\nadapter: lora\nchat_template: 'ünïcode: #1'\ndeepspeed: {zero: {stage: 2}}\n"
+        " true\nadapter: lora\nchat_template: 'ünïcode: #1.jinja'\ndeepspeed: {zero: {stage: 2}}\n"
     )
     cfg = load_config(TrainConfig, write(tmp_path, text))
     again = load_config(TrainConfig, write(tmp_path, dump_config(cfg)))

@@ -14,13 +14,15 @@ from medusa_train.data.records import (
     MAX_UNREAD,
     ReadResult,
     RecordError,
+    RecordFields,
     Unread,
     parse_record,
     parse_user_turns,
 )
 from medusa_train.data.sources import open_source
 from medusa_train.data.tokenize import ChatEncoder
-from medusa_train.data.tokenize_datasets import DatasetReader
+from medusa_train.data.tokenize_datasets import DatasetReader, cache_key
+from medusa_train.errors import DataError
 from medusa_train.evaluation.questions import load_bench
 from medusa_train.selfdistill.prompts import read_prompts
 from tests.data.test_tokenize_chat import masked
@@ -243,3 +245,66 @@ def test_the_variables_of_a_template_are_those_that_it_reads(make_tokenizer: Mak
     assert ChatEncoder(make_tokenizer()).template.variables == set()
     for name in ("chatml", "llama-3", "vicuna_v1.1"):
         assert "messages" not in ChatEncoder(make_tokenizer(), name).template.variables
+
+
+# Other names, as Axolotl's field mappings say
+
+
+def test_turns_under_other_names_are_read(tmp_path: Path, make_tokenizer: Make) -> None:
+    record = {
+        "chat": [
+            {"speaker": "customer", "text": "Q1", "keep": False, "role": "x"},
+            {"speaker": "agent", "text": "A1", "keep": True},
+        ],
+        "messages": "not these",
+    }
+    path = write(tmp_path / "chats.jsonl", [record])
+    config = DatasetConfig(
+        path=str(path),
+        field_messages="chat",
+        message_property_mappings={"role": "speaker", "content": "text"},
+        message_field_training="keep",
+        roles={"user": ["customer"], "assistant": ["agent"]},
+    )
+    encoder = ChatEncoder(make_tokenizer())
+    reader = DatasetReader(config, open_source(config), encoder, skip_bad=False)
+    result = reader.read()
+    assert result.notes == [f"{path}: not read: columns messages (1); keys of turns role (1)"]
+    assert masked(encoder, result.conversations[0]) == "<s><user>Q1</s><|assistant|>[[A1</s>]]"
+    plain = DatasetReader(
+        DatasetConfig(path=str(path)), open_source(config), encoder, skip_bad=False
+    )
+    assert cache_key([reader], 64) != cache_key([plain], 64)
+    with pytest.raises(DataError, match="'messages' must be a list of turns"):
+        plain.read()
+
+
+def test_a_single_part_may_have_another_name() -> None:
+    fields = RecordFields(content="text")
+    record = {"conversations": [{"from": "human", "text": "Q"}]}
+    assert parse_record(record, fields=fields).messages[0].content == "Q"
+    fields = RecordFields(messages="chat", roles=(("caller", "tool"),))
+    with pytest.raises(RecordError, match="turn 1 is a tool call"):
+        parse_record({"chat": [{"role": "caller", "content": "Q"}]}, fields=fields)
+    with pytest.raises(RecordError, match="expected the keys 'chat'"):
+        parse_record({"messages": TURNS}, fields=fields)
+
+
+def test_a_chat_without_anything_around_it_is_read(tmp_path: Path, make_tokenizer: Make) -> None:
+    """As create_data.py of the Medusa repository writes them: a list of lists of turns."""
+    path = tmp_path / "chats.json"
+    path.write_text(json.dumps([TURNS, TURNS[:1]]))
+    result = read(path, ChatEncoder(make_tokenizer()))
+    assert [len(chat.messages) for chat in result.conversations] == [2, 1]
+    assert [prompt.turns for prompt in read_prompts(path)] == [("Q1",), ("Q1",)]
+    with pytest.raises(RecordError, match="this is a list"):
+        parse_record([1, 2])
+
+
+def test_templates_by_name_without_a_default_are_named(make_tokenizer: Make) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = {"rag": "{{ messages }}", "tool_use": "{{ messages }}"}
+    with pytest.raises(DataError, match=r"several names \(rag, tool_use\) and none"):
+        ChatEncoder(tokenizer)
+    tokenizer.chat_template["default"] = make_tokenizer().chat_template
+    assert ChatEncoder(tokenizer).template.source == make_tokenizer().chat_template
