@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import re
 import zlib
@@ -53,6 +54,7 @@ from medusa_train.evaluation.questions import Bench
 from medusa_train.evaluation.records import (
     MeasurementLog,
     SkippedTurn,
+    TimedAnswer,
     Turn,
     TurnRecord,
     completed_turns,
@@ -109,150 +111,310 @@ def evaluate(
     mode = DecodingMode.from_config(cfg)
     name = mode.directory_name(bench.name, *_drafting(cfg, paths))
     directory = expand_user(cfg.output_dir) if cfg.output_dir else paths.home / "eval" / name
+    evaluation = Evaluation(cfg, bench, paths, mode, directory, progress)
     # two would time each other, and delete each other's log
     with only_writer(directory, "working"):
-        return _evaluate_into(directory, cfg, bench, paths, mode, command, progress)
+        return evaluation.run(command)
 
 
-def _evaluate_into(
-    directory: Path,
-    cfg: EvalConfig,
-    bench: Bench,
-    paths: ModelPaths,
-    mode: DecodingMode,
-    command: str,
-    progress: RunProgress,
-) -> tuple[Report, list[Path]]:
-    load_before = load_average()  # before this evaluation adds to it
-    scorer = rouge_scorer(bench.questions) if cfg.rouge else None
-    judge = _judge(cfg, progress)
-    torch.manual_seed(cfg.seed)
-    model, paths, log, dtype, records, skipped, plain_steps = _load_and_time(
-        cfg, bench, paths, directory, mode, progress
-    )
+@dataclasses.dataclass
+class Timed:
+    """The timed part of an evaluation.
 
-    meta = collect_metadata(cfg, bench, model, paths, dtype, records, skipped, command)
-    meta["machine_load"] = MachineLoad(
-        os.cpu_count() or 1,
-        torch.get_num_threads(),
-        load_before,
-        load_average(),
-        spread(plain_steps),
-    ).as_json()
-    meta["resumed_turns"] = sum(
-        len(turns) for turns in completed_turns(log.entries, bench.questions).values()
-    )
-    extra: dict[str, Any] = (
-        {} if (calibration := _calibration(paths)) is None else {"calibration": calibration}
-    )
-    tree = model.tree if model.dynamic is None else None  # no tree to draw if each step has its own
-
-    def write() -> tuple[Report, list[Path]]:
-        """Write the report with the parts of `meta` and `extra` that have been measured so far."""
-        meta["seconds"] = round(progress.total_seconds, 1)
-        meta["phases"] = {name: round(seconds, 1) for name, seconds in progress.seconds.items()}
-        report = Report.from_records(records, meta, tree, extra)
-        return report, write_report(report, records, skipped, directory)
-
-    write()
-    try:
-        is_scored = any(question.expected is not None for question in bench.questions)
-        if cfg.score and is_scored:
-            with progress.phase(
-                "scoring the answers", len(records), "turns", ticking=True
-            ) as phase:
-                score_answers(records, bench.questions, model.backbone.tokenizer, phase.advance)
-            write()
-        if scorer is not None:
-            extra["rouge"] = rouge_means(records, bench.questions, model.backbone.tokenizer, scorer)
-            write()
-        compares = model.proposer is not None and mode.acceptance == "greedy"
-        memory = WeightMemory.of(model.backbone.model, model.backbone.device)
-        if compares and dtype in EQUALITY_DTYPES:
-            with _comparing(records, dtype, meta["exactness"]):
-                compare_timed_answers(records, model.backbone, dtype)
-            write()
-        del model  # a large backbone fits into memory once, not once per dtype
-        for other in EQUALITY_DTYPES if compares and cfg.exactness else ():
-            if other != dtype:
-                _compare_again(cfg, records, paths, other, memory, meta["exactness"], progress)
-        if paths.trained_backbone:
-            extra["joint"] = _backbone_quality(paths, progress)
-        graded = (
-            None
-            if judge is None
-            else _grade(judge, cfg, bench, records, model_id(meta), directory, progress)
-        )
-        extra["judge"] = graded
-    except KeyboardInterrupt:
-        progress.console.print(terminal_report(write()[0]))
-        progress.print(f"interrupted after the timed part; its results are in {directory}")
-        raise
-    report, written = write()
-    log.remove()
-    _print_results(report, skipped, progress)
-    return report, written
-
-
-def _load_and_time(
-    cfg: EvalConfig,
-    bench: Bench,
-    paths: ModelPaths,
-    directory: Path,
-    mode: DecodingMode,
-    progress: RunProgress,
-) -> tuple[
-    LoadedModel,
-    ModelPaths,
-    MeasurementLog[Turn],
-    str,
-    list[TurnRecord],
-    list[SkippedTurn],
-    list[float],
-]:
-    """Load the model, choose what is not set (dtype, compilation, tree), time the bench and trace
-    the answers.
-
-    The last value are the seconds of equal plain steps, before the bench and after it.
+    Attributes:
+        records, skipped: the turns that were measured, and those that did not fit the context.
+        dtype: in which they were.
+        log: their file; removed when the report is complete.
+        plain_steps: seconds of equal plain steps, before the bench and after it.
     """
-    paths = resumed_tree(cfg, paths)
-    log = open_log(directory / "turns.jsonl", cfg, bench, paths, progress)
-    dtype = log.header.get("dtype", cfg.dtype)
-    if dtype == "auto":
-        question = bench.questions[0].turns[0]
-        dtype = decide_dtype(question, paths, decisions_of(cfg, paths), progress)
-    most_tokens = cfg.max_new_tokens * sum(len(question.turns) for question in bench.questions)
-    with catch_out_of_memory() as caught:
-        model = load_model(
-            paths, dtype, progress, compiled=cfg.compile is True, rows=cfg.batch_size
-        )
-        if (ends := model.backbone.stop_tokens.describe(model.backbone.tokenizer)) is not None:
-            progress.print(ends)
-        if chooses_compilation(cfg, paths):
-            _choose_compile(cfg, bench, model, paths, log.header.get("compiled"), progress)
-        if (refitted := refit_tree(cfg, model, paths, most_tokens, progress)) is not None:
-            model, paths = refitted
-            log = open_log(directory / "turns.jsonl", cfg, bench, paths, progress)
-        plain_steps = _repeat_plain_steps(cfg, bench, model, paths)
-        records, skipped = time_bench(cfg, bench, model, paths, dtype, log, mode, progress)
-        plain_steps += _repeat_plain_steps(cfg, bench, model, paths)
-    if caught:
-        raise BackboneError(
-            f"base_model {paths.base_model}: not enough memory to decode with it in {dtype}.\nSet"
-            " another dtype, a lower --max-new-tokens or a smaller --tree, or measure on a larger"
-            " device."
-        )
-    trace_records(records, model, progress)
-    return model, paths, log, dtype, records, skipped, plain_steps
+
+    records: list[TurnRecord]
+    skipped: list[SkippedTurn]
+    dtype: str
+    log: MeasurementLog[Turn]
+    plain_steps: list[float]
 
 
-def _repeat_plain_steps(
-    cfg: EvalConfig, bench: Bench, model: LoadedModel, paths: ModelPaths
-) -> list[float]:
-    """Return the seconds of equal plain steps: on a quiet machine they hardly differ."""
-    chat = ChatEncoder(model.backbone.tokenizer, paths.chat_template, paths.chat_template_kwargs)
-    prompt = chat.prompt(bench.questions[0].opening)
-    return plain_step_rounds(model.backbone, prompt, cfg.batch_size, SPREAD_TOKENS)
+@dataclasses.dataclass
+class Evaluation:
+    """One evaluation.
+
+    Attributes:
+        paths: of the model; names another tree once one was fitted again.
+        mode: how tokens are chosen, and in batches of how many rows.
+        directory: of the report.
+    """
+
+    cfg: EvalConfig
+    bench: Bench
+    paths: ModelPaths
+    mode: DecodingMode
+    directory: Path
+    progress: RunProgress
+
+    def run(self, command: str) -> tuple[Report, list[Path]]:
+        """Evaluate; `command` is what the user typed."""
+        cfg, bench, progress = self.cfg, self.bench, self.progress
+        # 1. what can fail before a model is loaded
+        load_before = load_average()  # before this evaluation adds to it
+        scorer = rouge_scorer(bench.questions) if cfg.rouge else None
+        judge = _judge(cfg, progress)
+        torch.manual_seed(cfg.seed)
+
+        # 2. load the model and time the bench
+        model, timed = self._load_and_time()
+        records = timed.records
+        meta = collect_metadata(
+            cfg, bench, model, self.paths, timed.dtype, records, timed.skipped, command
+        )
+        meta["machine_load"] = MachineLoad(
+            cores=os.cpu_count() or 1,
+            threads=torch.get_num_threads(),
+            load_before=load_before,
+            load_after=load_average(),
+            plain_step_spread=spread(timed.plain_steps),
+        ).as_json()
+        resumed = completed_turns(timed.log.entries, bench.questions)
+        meta["resumed_turns"] = sum(len(turns) for turns in resumed.values())
+
+        # 3. write the report, and again after every further part
+        extra: dict[str, Any] = {}
+        calibration = _calibration(self.paths)
+        if calibration is not None:
+            extra["calibration"] = calibration
+        # no tree to draw if each step has its own
+        tree = model.tree if model.dynamic is None else None
+
+        def write() -> tuple[Report, list[Path]]:
+            """Write the report with the parts of `meta` and `extra` that are measured so far."""
+            meta["seconds"] = round(progress.total_seconds, 1)
+            meta["phases"] = {name: round(seconds, 1) for name, seconds in progress.seconds.items()}
+            report = Report.from_records(records, meta, tree, extra)
+            return report, write_report(report, records, timed.skipped, self.directory)
+
+        write()
+        try:
+            # 4. what needs the tokenizer or the timed model
+            tokenizer = model.backbone.tokenizer
+            is_scored = any(question.expected is not None for question in bench.questions)
+            if cfg.score and is_scored:
+                with progress.phase(
+                    "scoring the answers", len(records), "turns", ticking=True
+                ) as phase:
+                    score_answers(records, bench.questions, tokenizer, phase.advance)
+                write()
+            if scorer is not None:
+                extra["rouge"] = rouge_means(records, bench.questions, tokenizer, scorer)
+                write()
+            compares = model.proposer is not None and self.mode.acceptance == "greedy"
+            memory = WeightMemory.of(model.backbone.model, model.backbone.device)
+            if compares and timed.dtype in EQUALITY_DTYPES:
+                with _comparing(records, timed.dtype, meta["exactness"]):
+                    compare_timed_answers(records, model.backbone, timed.dtype)
+                write()
+
+            # 5. what needs other models; a large backbone fits into memory once
+            del model
+            if compares and cfg.exactness:
+                for other in EQUALITY_DTYPES:
+                    if other != timed.dtype:
+                        self._compare_again(records, other, memory, meta["exactness"])
+            if self.paths.trained_backbone:
+                extra["joint"] = _backbone_quality(self.paths, progress)
+            extra["judge"] = None
+            if judge is not None:
+                extra["judge"] = self._grade(judge, records, model_id(meta))
+        except KeyboardInterrupt:
+            progress.console.print(terminal_report(write()[0]))
+            progress.print(f"interrupted after the timed part; its results are in {self.directory}")
+            raise
+        report, written = write()
+        timed.log.remove()
+        _print_results(report, timed.skipped, progress)
+        return report, written
+
+    def _load_and_time(self) -> tuple[LoadedModel, Timed]:
+        """Load the model, choose what is not set (dtype, compilation, tree), time the bench and
+        trace the answers.
+        """
+        cfg, bench, progress = self.cfg, self.bench, self.progress
+        # 1. what an interrupted evaluation decided
+        self.paths = resumed_tree(cfg, self.paths)
+        log = self._open_log()
+        dtype = log.header.get("dtype", cfg.dtype)
+        if dtype == "auto":
+            question = bench.questions[0].turns[0]
+            decisions = decisions_of(cfg, self.paths)
+            dtype = decide_dtype(question, self.paths, decisions, progress)
+        with catch_out_of_memory() as caught:
+            # 2. load
+            model = load_model(
+                self.paths, dtype, progress, compiled=cfg.compile is True, rows=cfg.batch_size
+            )
+            ends = model.backbone.stop_tokens.describe(model.backbone.tokenizer)
+            if ends is not None:
+                progress.print(ends)
+            # 3. compilation and tree
+            if chooses_compilation(cfg, self.paths):
+                earlier = log.header.get("compiled")
+                _choose_compile(cfg, bench, model, self.paths, earlier, progress)
+            most_tokens = cfg.max_new_tokens * sum(len(one.turns) for one in bench.questions)
+            refitted = refit_tree(cfg, model, self.paths, most_tokens, progress)
+            if refitted is not None:
+                model, self.paths = refitted
+                log = self._open_log()
+            # 4. time
+            plain_steps = self._repeat_plain_steps(model)
+            records, skipped = self._time_bench(model, dtype, log)
+            plain_steps += self._repeat_plain_steps(model)
+        if caught:
+            raise BackboneError(
+                f"base_model {self.paths.base_model}: not enough memory to decode with it in"
+                f" {dtype}.\nSet another dtype, a lower --max-new-tokens or a smaller --tree, or"
+                " measure on a larger device."
+            )
+        # 5. trace
+        trace_records(records, model, progress)
+        return model, Timed(records, skipped, dtype, log, plain_steps)
+
+    def _open_log(self) -> MeasurementLog[Turn]:
+        """Open the log of measured turns, and say whether an interrupted evaluation is resumed."""
+        settings = measurement_settings(self.cfg, self.bench, self.paths)
+        log = turn_log(self.directory / "turns.jsonl", settings)
+        resumption = log.resumption("evaluation", "turns", len(log.entries))
+        if resumption is not None:
+            self.progress.print(resumption)
+        return log
+
+    def _chat_encoder(self, model: LoadedModel) -> ChatEncoder:
+        return ChatEncoder(
+            model.backbone.tokenizer, self.paths.chat_template, self.paths.chat_template_kwargs
+        )
+
+    def _repeat_plain_steps(self, model: LoadedModel) -> list[float]:
+        """Return the seconds of equal plain steps: on a quiet machine they hardly differ."""
+        prompt = self._chat_encoder(model).prompt(self.bench.questions[0].opening)
+        return plain_step_rounds(model.backbone, prompt, self.cfg.batch_size, SPREAD_TOKENS)
+
+    def _time_bench(
+        self, model: LoadedModel, dtype: str, log: MeasurementLog[Turn]
+    ) -> tuple[list[TurnRecord], list[SkippedTurn]]:
+        """Time every decoder on every turn of the bench, and log each turn; return the measured and
+        the skipped ones.
+        """
+        cfg, questions, progress = self.cfg, self.bench.questions, self.progress
+        # 1. the decoders
+        compared = self.paths.tree_mode != NO_TREE
+        extra = extra_baselines(
+            model.backbone,
+            cfg.assistant_model if compared else None,
+            prompt_lookup=cfg.prompt_lookup and compared,
+            note=progress.print,
+            mode=self.mode,
+        )
+        chat = self._chat_encoder(model)
+        note = chat.template.describe_unused_kwargs()
+        if note:
+            progress.print(f"note: {note}", style="yellow")
+        test = SpeedTest(
+            model,
+            chat,
+            cfg.max_new_tokens,
+            extra,
+            self.mode,
+            generate=cfg.generate and compared,
+        )
+
+        # 2. warm-up
+        warm_up = questions[: cfg.warmup]
+        count = len(warm_up) * len(test.names)
+        with progress.phase("warm-up", count, "answers", ticking=True) as phase:
+            test.warm_up(warm_up, phase.advance)
+        if model.backbone.step_runner is not None:
+            with progress.phase("capturing steps of all lengths", ticking=True):
+                with catch_out_of_memory() as full:
+                    test.capture(questions)
+                if full:  # most answers are shorter than the longest that may be given
+                    progress.print(
+                        "not enough memory to capture the longest answers' steps beforehand: they"
+                        " are captured when needed"
+                    )
+
+        # 3. time what an interrupted evaluation did not
+        completed = completed_turns(log.entries, questions)
+        kept = [turn for turns in completed.values() for turn in turns]
+        log.start(kept, dtype=dtype, compiled=model.backbone.compiled is not None)
+        left = [one for one in questions if one.question_id not in completed]
+        count = sum(len(question.turns) for question in left) * len(test.names)
+
+        def on_turn(turn: TurnRecord | SkippedTurn) -> None:
+            log.append(turn)
+            if isinstance(turn, SkippedTurn):
+                timing.advance(len(test.names))
+
+        def on_answer(answer: TimedAnswer) -> None:
+            timing.advance(tokens=len(answer.tokens))
+
+        try:
+            # Not ticking: no thread may run beside the decoders.
+            with progress.phase(f"timing in {dtype}", count, "answers") as timing:
+                return test.run(questions, on_turn, completed, on_answer)
+        except KeyboardInterrupt:
+            progress.print(f"the turns measured so far are in {log.path}; the same command resumes")
+            raise
+        finally:
+            log.close()
+
+    def _compare_again(
+        self,
+        records: Sequence[TurnRecord],
+        dtype: str,
+        memory: WeightMemory,
+        outcomes: dict[str, str],
+    ) -> None:
+        """Generate every answer again in `dtype`, with the tree and plainly, and compare the two."""
+        if dtype == "bfloat16" and emulates_bf16(memory.device):
+            outcomes[dtype] = EMULATED
+            return
+        release_memory()
+        if not memory.fit(dtype):
+            outcomes[dtype] = NO_MEMORY
+            return
+        with _comparing(records, dtype, outcomes):
+            model = load_model(self.paths, dtype, self.progress)
+            with self.progress.phase(
+                f"output equality in {dtype}", len(records), "turns", ticking=True
+            ) as phase:
+                compare_regenerated_answers(
+                    records,
+                    model,
+                    dtype,
+                    self.cfg.max_new_tokens,
+                    lambda tokens: phase.advance(tokens=tokens),
+                    batch_size=self.cfg.batch_size,
+                )
+
+    def _grade(
+        self, judge: Judge, records: Sequence[TurnRecord], model_name: str
+    ) -> dict[str, Any]:
+        """Have the judge grade the answers."""
+        name = re.sub(r"[^\w.-]+", "_", judge.model)
+        path = self.directory / "model_judgment" / f"{name}_single.jsonl"
+        try:
+            with self.progress.phase(
+                f"grading by {judge.model}", len(records), "turns", ticking=True
+            ) as phase:
+                return grade(
+                    records,
+                    self.bench.questions,
+                    model_name,
+                    judge,
+                    path,
+                    self.cfg.judge_concurrency,
+                    phase.advance,
+                )
+        finally:
+            judge.server.close()
 
 
 def _drafting(cfg: EvalConfig, paths: ModelPaths) -> Iterator[str]:
@@ -285,15 +447,23 @@ def _choose_compile(
     It assumes one answer of full length per turn, for plain decoding and the tree together: most
     answers of both end earlier, and a tree needs fewer steps.
     """
-    backbone, rows, trees = model.backbone, cfg.batch_size, model.proposer is not None
+    backbone = model.backbone
+    rows = cfg.batch_size
+    trees = model.proposer is not None
+
+    def compile_now() -> None:
+        with progress.phase("compiling the decoding passes", ticking=True):
+            compile_or_report(backbone, paths, progress.print, rows=rows, trees=trees)
+
+    # 1. as in the interrupted evaluation
     if earlier is not None:
         progress.print(f"compile: {'yes' if earlier else 'no'}, as in the interrupted evaluation")
         if earlier:
-            with progress.phase("compiling the decoding passes", ticking=True):
-                compile_or_report(backbone, paths, progress.print, rows=rows, trees=trees)
+            compile_now()
         return
+    # 2. as chosen before under the same conditions
     turns = sum(len(question.turns) for question in bench.questions)
-    steps = cfg.max_new_tokens * -(-turns // rows)
+    steps = cfg.max_new_tokens * math.ceil(turns / rows)
     decisions = decisions_of(cfg, paths)
     conditions = {
         **dataclasses.asdict(DecodingSettings.of(backbone)),
@@ -301,107 +471,25 @@ def _choose_compile(
         "rows": rows,
         "trees": trees,
     }
-    if (decided := decisions.find("compile", conditions)) is not None:
+    decided = decisions.find("compile", conditions)
+    if decided is not None:
+        choice, when = decided
         progress.print(
-            f"compile: {'yes' if decided[0] else 'no'}, as chosen before for as many steps"
-            f" ({decided[1]}; compile=true or false sets it)"
+            f"compile: {'yes' if choice else 'no'}, as chosen before for as many steps"
+            f" ({when}; compile=true or false sets it)"
         )
-        if decided[0]:
-            with progress.phase("compiling the decoding passes", ticking=True):
-                compile_or_report(backbone, paths, progress.print, rows=rows, trees=trees)
+        if choice:
+            compile_now()
         return
+    # 3. by timing steps
     chat = ChatEncoder(backbone.tokenizer, paths.chat_template, paths.chat_template_kwargs)
+    prompt = chat.prompt(bench.questions[0].opening)
     with progress.phase("choosing whether to compile"):  # not ticking: steps are timed
         is_compiled = compile_if_repaid(
-            backbone,
-            paths,
-            steps,
-            chat.prompt(bench.questions[0].opening),
-            progress.print,
-            rows=rows,
-            trees=trees,
+            backbone, paths, steps, prompt, progress.print, rows=rows, trees=trees
         )
     if is_compiled is not None:
         decisions.keep("compile", conditions, is_compiled)
-
-
-def open_log(
-    path: Path, cfg: EvalConfig, bench: Bench, paths: ModelPaths, progress: RunProgress
-) -> MeasurementLog[Turn]:
-    """Open the log of measured turns, and say whether an interrupted evaluation is resumed."""
-    log = turn_log(path, measurement_settings(cfg, bench, paths))
-    if (line := log.resumption("evaluation", "turns", len(log.entries))) is not None:
-        progress.print(line)
-    return log
-
-
-def time_bench(
-    cfg: EvalConfig,
-    bench: Bench,
-    model: LoadedModel,
-    paths: ModelPaths,
-    dtype: str,
-    log: MeasurementLog[Turn],
-    mode: DecodingMode,
-    progress: RunProgress,
-) -> tuple[list[TurnRecord], list[SkippedTurn]]:
-    """Time every decoder on every turn of the bench, and log each turn; returns the measured and
-    the skipped ones.
-    """
-    completed = completed_turns(log.entries, bench.questions)
-    compared = paths.tree_mode != NO_TREE
-    extra = extra_baselines(
-        model.backbone,
-        cfg.assistant_model if compared else None,
-        prompt_lookup=cfg.prompt_lookup and compared,
-        note=progress.print,
-        mode=mode,
-    )
-    chat = ChatEncoder(model.backbone.tokenizer, paths.chat_template, paths.chat_template_kwargs)
-    if note := chat.template.describe_unused_kwargs():
-        progress.print(f"note: {note}", style="yellow")
-    test = SpeedTest(
-        model, chat, cfg.max_new_tokens, extra, mode, generate=cfg.generate and compared
-    )
-    warm_up = bench.questions[: cfg.warmup]
-    with progress.phase(
-        "warm-up", len(warm_up) * len(test.names), "answers", ticking=True
-    ) as phase:
-        test.warm_up(warm_up, phase.advance)
-    if model.backbone.step_runner is not None:
-        with progress.phase("capturing steps of all lengths", ticking=True):
-            with catch_out_of_memory() as full:
-                test.capture(bench.questions)
-            if full:  # most answers are shorter than the longest that may be given
-                progress.print(
-                    "not enough memory to capture the longest answers' steps beforehand: they are"
-                    " captured when needed"
-                )
-    kept = [turn for turns in completed.values() for turn in turns]
-    log.start(kept, dtype=dtype, compiled=model.backbone.compiled is not None)
-    turns = sum(
-        len(question.turns) for question in bench.questions if question.question_id not in completed
-    )
-
-    def on_turn(turn: TurnRecord | SkippedTurn) -> None:
-        log.append(turn)
-        if isinstance(turn, SkippedTurn):
-            timing.advance(len(test.names))
-
-    try:
-        # Not ticking: no thread may run beside the decoders.
-        with progress.phase(f"timing in {dtype}", turns * len(test.names), "answers") as timing:
-            return test.run(
-                bench.questions,
-                on_turn,
-                completed,
-                lambda one: timing.advance(tokens=len(one.tokens)),
-            )
-    except KeyboardInterrupt:
-        progress.print(f"the turns measured so far are in {log.path}; the same command resumes")
-        raise
-    finally:
-        log.close()
 
 
 def trace_records(records: Sequence[TurnRecord], model: LoadedModel, progress: RunProgress) -> None:
@@ -455,38 +543,6 @@ def _comparing(
                 record.exact.pop(dtype, None)
 
 
-def _compare_again(
-    cfg: EvalConfig,
-    records: Sequence[TurnRecord],
-    paths: ModelPaths,
-    dtype: str,
-    memory: WeightMemory,
-    outcomes: dict[str, str],
-    progress: RunProgress,
-) -> None:
-    """Generate every answer again in `dtype`, with the tree and plainly, and compare the two."""
-    if dtype == "bfloat16" and emulates_bf16(memory.device):
-        outcomes[dtype] = EMULATED
-        return
-    release_memory()
-    if not memory.fit(dtype):
-        outcomes[dtype] = NO_MEMORY
-        return
-    with _comparing(records, dtype, outcomes):
-        model = load_model(paths, dtype, progress)
-        with progress.phase(
-            f"output equality in {dtype}", len(records), "turns", ticking=True
-        ) as phase:
-            compare_regenerated_answers(
-                records,
-                model,
-                dtype,
-                cfg.max_new_tokens,
-                lambda tokens: phase.advance(tokens=tokens),
-                batch_size=cfg.batch_size,
-            )
-
-
 def _backbone_quality(paths: ModelPaths, progress: RunProgress) -> dict[str, Any] | None:
     """Return `measure_backbone_quality`, or None if memory runs out or the original backbone is
     gone.
@@ -517,29 +573,6 @@ def _judge(cfg: EvalConfig, progress: RunProgress) -> Judge | None:
         note=progress.print,
     )
     return Judge(client, cfg.judge_model)
-
-
-def _grade(
-    judge: Judge,
-    cfg: EvalConfig,
-    bench: Bench,
-    records: Sequence[TurnRecord],
-    model: str,
-    directory: Path,
-    progress: RunProgress,
-) -> dict[str, Any]:
-    """Have the judge grade the answers."""
-    name = re.sub(r"[^\w.-]+", "_", judge.model)
-    path = directory / "model_judgment" / f"{name}_single.jsonl"
-    try:
-        with progress.phase(
-            f"grading by {judge.model}", len(records), "turns", ticking=True
-        ) as phase:
-            return grade(
-                records, bench.questions, model, judge, path, cfg.judge_concurrency, phase.advance
-            )
-    finally:
-        judge.server.close()
 
 
 def _print_results(report: Report, skipped: Sequence[SkippedTurn], progress: RunProgress) -> None:
