@@ -53,7 +53,8 @@ def measure_backbone_quality(paths: ModelPaths, dtype: str = "float32") -> dict[
 
     None if the run did not train its backbone, or its data are gone.
     """
-    if (cfg := run_config(paths)) is None or not paths.trained_backbone:
+    cfg = run_config(paths)
+    if cfg is None or not paths.trained_backbone:
         return None
     tokenizer = load_tokenizer(
         paths.base_model,
@@ -61,16 +62,18 @@ def measure_backbone_quality(paths: ModelPaths, dtype: str = "float32") -> dict[
         special_tokens=paths.special_tokens,
     )
     chat = ChatEncoder(tokenizer, paths.chat_template, paths.chat_template_kwargs)
-    if (validation := validation_conversations(cfg, chat)) is None:
+    validation = validation_conversations(cfg, chat)
+    if validation is None:
         return None
     conversations, is_held_out, _ = validation
+    text = "held-out conversations"
+    if not is_held_out:
+        text = "training conversations (nothing was held out)"
     before, after = load_versions(paths, cfg.base_model, dtype)
     quality = compare_backbones(before, after, _batches(conversations))
     return {
         "tokens": quality.tokens,
-        "text": "held-out conversations"
-        if is_held_out
-        else "training conversations (nothing was held out)",
+        "text": text,
         "perplexity_before": math.exp(quality.loss_before),
         "perplexity_after": math.exp(quality.loss_after),
         "kl": quality.kl,
@@ -100,23 +103,22 @@ def validation_conversations(
     With whether it was held out of training, and how many conversations are; None if the data are
     gone.
     """
+    answers_only = cfg.model_copy(
+        update={"train_on_inputs": False, "roles_to_train": ["assistant"]}
+    )
+    # other turns change what is kept of a conversation, and so may the split, as in `load_data`
+    differs = cfg.train_on_inputs or cfg.roles_to_train != ["assistant"]
+    held_out = None
     try:
-        answers_only = {"train_on_inputs": False, "roles_to_train": ["assistant"]}
-        # and so may the split, as in `load_data`
-        differs = cfg.train_on_inputs or cfg.roles_to_train != ["assistant"]
-        held_out = (
-            {one.key for one in load_datasets(cfg, chat)[1]}
-            if differs and not cfg.test_datasets
-            else None
-        )
-        train, validation = load_datasets(
-            cfg.model_copy(update=answers_only), chat, held_out=held_out
-        )
+        if differs and not cfg.test_datasets:
+            held_out = {example.key for example in load_datasets(cfg, chat)[1]}
+        train, validation = load_datasets(answers_only, chat, held_out=held_out)
     except MedusaError:
         return None
     held_out_count = len({example.key for example in validation})
-    is_enough = held_out_count >= least
-    return validation if is_enough else train, is_enough, held_out_count
+    if held_out_count < least:
+        return train, False, held_out_count
+    return validation, True, held_out_count
 
 
 def _batches(conversations: EncodedDataset) -> Iterator[Batch]:
@@ -142,9 +144,11 @@ def load_versions(
     """
 
     def load(name: str) -> Backbone:
-        quantization, trusted = paths.quantization, paths.trust_remote_code
         return load_backbone(
-            name, dtype=dtype, quantization=quantization, trust_remote_code=trusted
+            name,
+            dtype=dtype,
+            quantization=paths.quantization,
+            trust_remote_code=paths.trust_remote_code,
         )
 
     trained = load(paths.base_model)
@@ -157,18 +161,16 @@ def load_versions(
                 return after(batch)
 
         return before, after
-    same = (
-        Path(paths.base_model).resolve() == Path(original).resolve() or paths.base_model == original
-    )
-    return (after if same else _version(load(original))), after
+    if paths.base_model == original or Path(paths.base_model).resolve() == Path(original).resolve():
+        return after, after
+    return _version(load(original)), after
 
 
 def _version(backbone: Backbone) -> Version:
     def version(batch: Batch) -> tuple[Tensor, LMHead]:
         moved = batch.to(backbone.device)
-        return backbone.run(
-            moved.tokens, positions=moved.positions, segments=moved.segments
-        ).hidden, backbone.lm_head()
+        run = backbone.run(moved.tokens, positions=moved.positions, segments=moved.segments)
+        return run.hidden, backbone.lm_head()
 
     return version
 
@@ -180,15 +182,20 @@ def compare_backbones(before: Version, after: Version, batches: Iterable[Batch])
     Only supervised tokens count, each predicted from the position before it in its document. Logits
     are computed in chunks, never for a whole batch.
     """
-    tokens, losses, kl = 0, [0.0, 0.0], 0.0
+    tokens = 0
+    loss_before = loss_after = kl = 0.0
     for batch in batches:
-        targets = shift_labels(batch.labels, 0, batch.segments).flatten()
+        targets = shift_labels(batch.labels, 0, batch.segments).flatten()  # [B * T]
         tokens += int((targets != IGNORE_INDEX).sum())
-        (old, old_head), (new, new_head) = before(batch), after(batch)
-        old, new, targets = old.flatten(0, 1), new.flatten(0, 1), targets.to(old.device)
-        sums = linear_loss(new, new_head, targets, Teacher(old, old_head, divergence=True))
-        losses[0] += float(linear_loss(old, old_head, targets).ce_sum)
-        losses[1] += float(sums.ce_sum)
+        old, old_head = before(batch)  # [B, T, d]
+        new, new_head = after(batch)
+        old = old.flatten(0, 1)
+        new = new.flatten(0, 1)
+        targets = targets.to(old.device)
+        teacher = Teacher(old, old_head, divergence=True)
+        sums = linear_loss(new, new_head, targets, teacher)
+        loss_before += float(linear_loss(old, old_head, targets).ce_sum)
+        loss_after += float(sums.ce_sum)
         kl += float(sums.kl_sum)
     count = max(tokens, 1)
-    return Quality(tokens, losses[0] / count, losses[1] / count, kl / count)
+    return Quality(tokens, loss_before / count, loss_after / count, kl / count)

@@ -21,9 +21,8 @@ class Verdict(str, enum.Enum):
     """Result of comparing the tree's answer with the plain one, token for token."""
 
     EQUAL = "equal"
-    TIE = (  # where they first differ, both tokens' logits lie within the tie margin of the best
-        "tie"
-    )
+    # where they first differ, both tokens' logits lie within the tie margin of the best
+    TIE = "tie"
     DIFFERENT = "different"
 
 
@@ -64,7 +63,9 @@ class TimedAnswer:
         """Decoding passes that `decode_seconds` paid for: a share of the batch's, so that sums
         count each pass once.
         """
-        return self.steps if self.batch_passes is None else self.batch_passes / self.rows
+        if self.batch_passes is None:
+            return self.steps
+        return self.batch_passes / self.rows
 
 
 @dataclass
@@ -98,11 +99,10 @@ class TurnRecord:
     @property
     def baselines(self) -> dict[str, TimedAnswer]:
         """The baselines by name: the loop with the empty tree, and decoders of transformers."""
-        return {
-            "plain": self.plain,
-            **({} if self.generate is None else {"generate": self.generate}),
-            **self.others,
-        }
+        baselines = {"plain": self.plain}
+        if self.generate is not None:
+            baselines["generate"] = self.generate
+        return {**baselines, **self.others}
 
 
 @dataclass(frozen=True)
@@ -149,25 +149,28 @@ class MeasurementLog(Generic[Entry]):
         self.entries: list[Entry] = []
         self.differing: list[str] = []
         self._settings: dict[str, Any] = json.loads(json_line(settings))
+        self._parse = parse
         self._as_json = as_json
         self._file: JsonLinesFile | None = None
+        self._read()
+
+    def _read(self) -> None:
+        """Read an existing file; one that cannot be read counts as none."""
         try:
-            first, *lines = [line for _, line in complete_lines(path)]
+            first, *lines = [line for _, line in complete_lines(self.path)]
             header = json.loads(first)
             stored = header["settings"]
-            self.differing = [
-                key
-                for key in {**stored, **self._settings}
-                if stored.get(key) != self._settings.get(key)
-            ]
+            keys = {**stored, **self._settings}
+            self.differing = [key for key in keys if stored.get(key) != self._settings.get(key)]
         except (OSError, ValueError, LookupError, TypeError):
             return
         if self.differing:
             return
         with contextlib.suppress(ValueError, KeyError, TypeError):
             for line in lines:
-                self.entries.append(parse(json.loads(line)))
-        self.header = header if self.entries else {}
+                self.entries.append(self._parse(json.loads(line)))
+        if self.entries:
+            self.header = header
 
     def resumption(self, what: str, units: str, count: int) -> str | None:
         """Say whether an interrupted measurement, of which `count` units are there, is resumed;
@@ -179,19 +182,18 @@ class MeasurementLog(Generic[Entry]):
                 f"the interrupted {what} in {self.path.parent} had a different {names}: starting"
                 " over"
             )
-        over = f"(delete {self.path} to start over)"
+        if not count:
+            return None
         return (
-            f"resuming an interrupted {what}: {count} {units} are measured {over}"
-            if count
-            else None
+            f"resuming an interrupted {what}: {count} {units} are measured (delete {self.path} to"
+            " start over)"
         )
 
     def start(self, kept: Iterable[Entry], **header: Any) -> None:
         """Replace the file by a header and the `kept` entries, and open it for appending."""
-        replace_bytes(
-            self.path,
-            map(json_line, [{"settings": self._settings, **header}, *map(self._as_json, kept)]),
-        )
+        lines = [{"settings": self._settings, **header}]
+        lines += [self._as_json(entry) for entry in kept]
+        replace_bytes(self.path, [json_line(line) for line in lines])
         self._file = JsonLinesFile(self.path)
 
     def append(self, entry: Entry) -> None:
@@ -231,16 +233,19 @@ def completed_turns(
 
 
 def _as_json(turn: Turn) -> dict[str, Any]:
+    """Return what is logged of a turn."""
     return {name: value for name, value in asdict(turn).items() if name not in _DERIVED}
 
 
 def _parse_turn(record: dict[str, Any]) -> Turn:
+    """Return the turn that `_as_json` was given; raises as `MeasurementLog` wants it."""
     if "prompt_tokens" in record:
         return SkippedTurn(**record)
-    answers = {
-        name: _ANSWER.validate_python(record[name]) for name in ("tree", "plain", "generate")
+    values = dict(record)
+    for name in ("tree", "plain", "generate"):
+        values[name] = _ANSWER.validate_python(record[name])
+    values["others"] = {
+        name: _ANSWER.validate_python(answer) for name, answer in record["others"].items()
     }
-    others = {name: _ANSWER.validate_python(answer) for name, answer in record["others"].items()}
-    return TurnRecord(
-        **{**record, **answers, "others": others, "prompt_ids": tuple(record["prompt_ids"])}
-    )
+    values["prompt_ids"] = tuple(record["prompt_ids"])
+    return TurnRecord(**values)

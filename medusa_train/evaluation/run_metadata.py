@@ -48,14 +48,7 @@ def collect_metadata(
 
     Output equality is still open.
     """
-    draft, mode = model.draft, DecodingMode.from_config(cfg)
-    tree = model.tree if model.dynamic is None else None
-    greedy = mode.acceptance == "greedy"
-    extra_baselines, references = records[0].others, reference_decoders(model)
-    proposer = model.proposer
-    fixed_shape = proposer is not None and proposer.fixed_shape
-    is_replayed = model.backbone.step_runner is not None and fixed_shape
-    pairs = [(one.plain.tokens, one.generate.tokens) for one in records if one.generate is not None]
+    mode = DecodingMode.from_config(cfg)
     return {
         "model": None if paths.name is None else public_name(paths.name),
         "base_model": public_name(paths.base_model),
@@ -68,47 +61,9 @@ def collect_metadata(
         "chat_template_kwargs": dict(paths.chat_template_kwargs) or None,
         "stop_tokens": list(model.backbone.eos_ids),
         "decoding": mode.as_json,
-        "backbone": paths.backbone_form,
-        "dtype": dtype,
-        "packed": is_prepacked(model.backbone.model),
-        "attention": model.backbone.attention,
-        "compiled": model.backbone.compiled is not None,
-        "cuda_graphs": getattr(
-            model.backbone.step_runner, "works", model.backbone.step_runner is not None
-        ),
-        "draft": None if paths.lookup is None else paths.lookup.describe(),
-        "datastore": model.lookup.datastore.describe()
-        if isinstance(model.lookup, RestDraft)
-        else None,
-        "heads": None if draft is None else draft.num_heads,
-        "weights": None
-        if paths.heads is None
-        else digest_files(find_heads(paths.heads).files)[:16],
-        "early_stop": 0.0 if is_replayed or draft is None else draft.threshold,
-        "tree_nodes": "dynamic"
-        if model.dynamic is not None
-        else None
-        if tree is None
-        else tree.size,
-        "tree_depth": None if tree is None else tree.max_depth,
-        "dynamic_trees": None if model.dynamic is None else model.dynamic._asdict(),
-        "tree_file": None if paths.tree is None else public_name(str(paths.tree)),
-        "baselines": {
-            "baseline_tokens_per_s": "the same decoding loop with the empty tree",
-            **({"generate_tokens_per_s": describe_baseline(GENERATE, None, mode)} if pairs else {}),
-            **{name: one.description for name, one in references.items()},
-            **{
-                name: describe_baseline(name, cfg.assistant_model, mode)
-                for name in extra_baselines
-                if name not in references
-            },
-        },
-        "plain_equal_generate": sum(first_difference(*pair) is None for pair in pairs)
-        if greedy and pairs
-        else None,
-        "exactness": None
-        if model.proposer is None or not greedy
-        else dict.fromkeys(EQUALITY_DTYPES, "not compared"),
+        **_describe_backbone(model, paths, dtype),
+        **_describe_draft(model, paths),
+        **_describe_baselines(cfg, model, records, mode),
         "device": device_name(model.backbone.device),
         "threads": torch.get_num_threads(),
         "medusa_train": installed_version("medusa-train"),
@@ -117,6 +72,74 @@ def collect_metadata(
         "python": platform.python_version(),
         "command": command,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def _describe_backbone(model: LoadedModel, paths: ModelPaths, dtype: str) -> dict[str, Any]:
+    """Return how the backbone's passes are computed."""
+    backbone = model.backbone
+    runner = backbone.step_runner
+    return {
+        "backbone": paths.backbone_form,
+        "dtype": dtype,
+        "packed": is_prepacked(backbone.model),
+        "attention": backbone.attention,
+        "compiled": backbone.compiled is not None,
+        "cuda_graphs": getattr(runner, "works", runner is not None),
+    }
+
+
+def _describe_draft(model: LoadedModel, paths: ModelPaths) -> dict[str, Any]:
+    """Return what drafts, and its tree."""
+    draft, lookup = model.draft, model.lookup
+    tree = model.tree if model.dynamic is None else None
+    tree_nodes: int | str | None = None if tree is None else tree.size
+    if model.dynamic is not None:
+        tree_nodes = "dynamic"
+    weights = None
+    if paths.heads is not None:
+        weights = digest_files(find_heads(paths.heads).files)[:16]
+    # a graph that is replayed always fills its whole tree
+    fixed_shape = model.proposer is not None and model.proposer.fixed_shape
+    is_replayed = model.backbone.step_runner is not None and fixed_shape
+    return {
+        "draft": None if paths.lookup is None else paths.lookup.describe(),
+        "datastore": lookup.datastore.describe() if isinstance(lookup, RestDraft) else None,
+        "heads": None if draft is None else draft.num_heads,
+        "weights": weights,
+        "early_stop": 0.0 if is_replayed or draft is None else draft.threshold,
+        "tree_nodes": tree_nodes,
+        "tree_depth": None if tree is None else tree.max_depth,
+        "dynamic_trees": None if model.dynamic is None else model.dynamic._asdict(),
+        "tree_file": None if paths.tree is None else public_name(str(paths.tree)),
+    }
+
+
+def _describe_baselines(
+    cfg: EvalConfig, model: LoadedModel, records: Sequence[TurnRecord], mode: DecodingMode
+) -> dict[str, Any]:
+    """Return what the tree is compared with, and how answers are."""
+    greedy = mode.acceptance == "greedy"
+    references = reference_decoders(model)
+    pairs = [(one.plain.tokens, one.generate.tokens) for one in records if one.generate is not None]
+    baselines = {"baseline_tokens_per_s": "the same decoding loop with the empty tree"}
+    if pairs:
+        baselines["generate_tokens_per_s"] = describe_baseline(GENERATE, None, mode)
+    for name, reference in references.items():
+        baselines[name] = reference.description
+    for name in records[0].others:
+        if name not in references:
+            baselines[name] = describe_baseline(name, cfg.assistant_model, mode)
+    plain_equal_generate = None
+    if greedy and pairs:
+        plain_equal_generate = sum(first_difference(*pair) is None for pair in pairs)
+    exactness = None
+    if greedy and model.proposer is not None:
+        exactness = dict.fromkeys(EQUALITY_DTYPES, "not compared")
+    return {
+        "baselines": baselines,
+        "plain_equal_generate": plain_equal_generate,
+        "exactness": exactness,
     }
 
 
@@ -152,9 +175,10 @@ def measurement_settings(cfg: EvalConfig, bench: Bench, paths: ModelPaths) -> di
 
 def bench_settings(bench: Bench) -> dict[str, Any]:
     """Return what identifies the questions of a bench."""
-    asked = [
-        [q.question_id, *(one.content for one in q.opening), *q.turns[1:]] for q in bench.questions
-    ]
+    asked = []
+    for question in bench.questions:
+        opening = [message.content for message in question.opening]
+        asked.append([question.question_id, *opening, *question.turns[1:]])
     return {
         "bench": bench.name,
         "questions": hashlib.sha256(json.dumps(asked).encode()).hexdigest(),
@@ -165,22 +189,19 @@ def model_settings(paths: ModelPaths) -> dict[str, Any]:
     """Return what identifies the weights of a model, its chat template, which may be a file, and
     where its answers end.
     """
-    folders = [
-        folder
-        for folder in (paths.heads, paths.adapter, Path(paths.base_model))
-        if folder is not None
-    ]
-    weights = [
-        file
-        for folder in folders
-        for kind in ("*.pt", "*.safetensors")
-        for file in sorted(folder.glob(kind))
-    ]
+    files = []
+    for folder in (paths.heads, paths.adapter, Path(paths.base_model)):
+        if folder is not None:
+            files += [*sorted(folder.glob("*.pt")), *sorted(folder.glob("*.safetensors"))]
+    weights = []
+    for file in files:
+        status = file.stat()
+        weights.append([file.name, status.st_size, status.st_mtime_ns])
     return {
         "model": paths.name,
         "base_model": paths.base_model,
         "chat_template": paths.chat_template and get_template(paths.chat_template).source,
-        "weights": [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in weights],
+        "weights": weights,
         "special_tokens": dict(paths.special_tokens) or None,
         "stop_tokens": list(added_stop_tokens(paths)) or None,
     }
