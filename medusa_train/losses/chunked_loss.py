@@ -1,10 +1,20 @@
 """The loss of one predictor and its gradients, computed a chunk of rows at a time.
 
-A chunk is one matrix product; softmax and loss run over blocks of it that fit the caches, and write
-the gradient over the logits in the products' dtype, so float32 logits exist for one block only.
+    hidden [N, d] -- rows with a target --> states [C, d] of a chunk
+        |  1. one product W h
+    products [C, V]
+        |  2. block by block: log-softmax [b, V] -> sums of the loss -> gradient, in the products' place
+    gradient [C, V]
+        |  3. two products
+    gradients over W [V, d] and over states [C, d]
+
+A block of logits fits the caches, and only blocks are float32: chunks are in the products' dtype.
 
 Every target is a distribution: the label, a teacher's prediction, or a mixture. The loss is a
 cross-entropy up to a constant, and its gradient with respect to the logits is softmax minus target.
+
+Letters: N rows of states, M of them with a target, C of a chunk, b of a block; V tokens, d the width of
+states, r of a low-rank part (LoRA, or a bias of the token before).
 """
 
 from __future__ import annotations
@@ -21,7 +31,8 @@ from medusa_train.models.lm_head import LMHead
 _CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
 #: Chunks of a GPU grow up to so many bytes, and to this fraction of the memory that no process has
 # taken.
-_MAX_CHUNK_BYTES, _FREE_SHARE = 2 << 30, 1 / 8
+_MAX_CHUNK_BYTES = 2 << 30
+_FREE_SHARE = 1 / 8
 _MIN_ROWS = 512
 _BLOCK_BYTES = {"cpu": 2 << 20, "cuda": 64 << 20}
 
@@ -82,7 +93,7 @@ NO_GRADIENTS = Gradients()
 
 
 class ChunkedLoss:
-    """Sums over the supervised rows of one call, and the gradients of their loss.
+    """Sums over supervised rows, and the gradients of their loss.
 
     Attributes:
         correct: long scalar, rows whose argmax is the label. ce, kl: cross-entropy against the
@@ -93,116 +104,121 @@ class ChunkedLoss:
     def __init__(
         self,
         inputs: LossInputs,
-        hidden: Tensor,
-        z: Tensor | None,
+        device: torch.device,
         grads: Gradients = NO_GRADIENTS,
         scale: float = 1.0,
     ) -> None:
-        """Compute the sums from states [N, d] and z [M, r], and add `scale` times the loss's
-        gradients to `grads`.
+        """Prepare buffers for states on `device`; `scale` times the loss's gradients will be added
+        to `grads`.
         """
         self.inputs = inputs
-        self.student = student = Projection(inputs.lm_head, inputs.autocast)
-        self.teacher: _TeacherRows | None = None
-        if inputs.teacher is not None:
-            self.teacher = _TeacherRows(inputs.teacher, inputs, student)
-        self.grads, self.scale = grads, scale
+        self.grads = grads
+        self.scale = scale
+        self.any_grad = any(grad is not None for grad in grads)
+        student = Projection(inputs.lm_head, inputs.autocast)
+        self.student = student
         # sums over rows may exceed float16's range whatever the loss scale, unless they are scaled
         # before
-        half = student.weight.dtype == torch.float16
-        self.scale_before, self.scale_after = (scale, 1.0) if half else (1.0, scale)
-        self.any_grad = any(grad is not None for grad in grads)
-        self.correct = inputs.labels.new_zeros(())
-        self.ce, self.kl, self.entropy = (
-            student.weight.new_zeros((), dtype=student.dtype) for _ in range(3)
-        )
+        is_half = student.weight.dtype == torch.float16
+        self.scale_before = scale if is_half else 1.0
+        self.scale_after = 1.0 if is_half else scale
 
-        vocab, device = student.weight.shape[0], hidden.device.type
-        chunk = inputs.chunk or chunk_rows(
-            vocab, device, student.buffer_dtype.itemsize, free_bytes(hidden.device)
+        self.correct = inputs.labels.new_zeros(())
+        self.ce = student.weight.new_zeros((), dtype=student.dtype)
+        self.kl = torch.zeros_like(self.ce)
+        self.entropy = torch.zeros_like(self.ce)
+
+        vocab = student.weight.shape[0]
+        self.chunk = inputs.chunk or chunk_rows(
+            vocab, device.type, student.buffer_dtype.itemsize, free_bytes(device)
         )
-        self.block = block_rows(vocab, device)
-        rows = min(chunk, inputs.rows.shape[0])
-        self.buffer = student.weight.new_empty(rows, vocab, dtype=student.buffer_dtype)
-        self.theirs: Tensor | None = None
-        if self.teacher is not None:
-            self.theirs = student.weight.new_empty(
-                rows, vocab, dtype=self.teacher.matrix.buffer_dtype
-            )
-        for start in range(0, inputs.rows.shape[0], chunk):
-            self._add_chunk(hidden, z, slice(start, start + chunk))
+        self.block = block_rows(vocab, device.type)
+        rows = min(self.chunk, inputs.rows.shape[0])
+        # [C, V]: W h of a chunk, and later the gradient over it
+        self.products = student.weight.new_empty(rows, vocab, dtype=student.buffer_dtype)
+        self.teacher: _TeacherRows | None = None
+        if inputs.teacher is not None:
+            self.teacher = _TeacherRows(inputs.teacher, inputs, student, rows)
+
+    def add_rows(self, hidden: Tensor, z: Tensor | None) -> None:
+        """Add all supervised rows, of states [N, d] and low-rank z [M, r]."""
+        count = self.inputs.rows.shape[0]  # M
+        for start in range(0, count, self.chunk):
+            self._add_chunk(hidden, z, slice(start, min(start + self.chunk, count)))
 
     def loss(self) -> Tensor:
         """Return the loss from the sums so far."""
-        if (teacher := self.teacher) is None:
+        if self.teacher is None:
             return self.ce.clone()
-        soft = self.kl if teacher.divergence else self.kl + self.entropy
-        return teacher.teacher_weight * soft + (1.0 - teacher.teacher_weight) * self.ce
+        soft = self.kl if self.teacher.divergence else self.kl + self.entropy
+        weight = self.teacher.teacher_weight
+        return weight * soft + (1.0 - weight) * self.ce
 
     def _add_chunk(self, hidden: Tensor, z: Tensor | None, part: slice) -> None:
-        """Add the supervised rows in `part`."""
-        student, rows = self.student, self.inputs.rows[part]
-        states = hidden[rows].to(student.weight.dtype)
-        logits = self.buffer[: len(rows)]
-        student.product(states, logits)
-        if self.teacher is not None and self.theirs is not None:
-            self.teacher.product(part, self.theirs[: len(rows)])
-        for first in range(0, len(rows), self.block):
-            self._add_block(z, slice(first, min(first + self.block, len(rows))), part.start)
+        """Add the supervised rows in `part`, C of M."""
+        # 1. the products of the whole chunk
+        rows = self.inputs.rows[part]  # [C] indices among N
+        count = len(rows)
+        states = hidden[rows].to(self.student.weight.dtype)  # [C, d]
+        products = self.products[:count]  # [C, V]
+        self.student.product(states, products)
+        if self.teacher is not None:
+            self.teacher.product(part)
+        # 2. loss, and the gradient over the logits in the products' place, block by block
+        for first in range(0, count, self.block):
+            self._add_block(z, slice(first, min(first + self.block, count)), part.start)
+        # 3. from there to weights and states
         if self.any_grad:
-            self._add_grads(logits, states, None if z is None else z[part], rows, part)
+            self._add_grads(products, states, None if z is None else z[part], rows, part)
 
     def _add_block(self, z: Tensor | None, block: slice, start: int) -> None:
-        """Add a block of the chunk that starts at `start`; overwrite its raw logits with their
-        gradient.
+        """Add the rows `block`, b of the chunk that starts at `start`; their products become the
+        gradient over them.
         """
-        student = self.student
-        part = slice(start + block.start, start + block.stop)
-        product, index = self.buffer[block], self.inputs.labels[part].unsqueeze(1)
+        student, teacher = self.student, self.teacher
+        part = slice(start + block.start, start + block.stop)  # among the supervised rows
+        product = self.products[block]  # [b, V]
+        labels = self.inputs.labels[part].unsqueeze(1)  # [b, 1]
+
+        # 1. the student's log-probabilities
         logits = student.raw_logits(product, None if z is None else z[part])  # [b, V]
-        # scale and soft cap are monotonic
-        self.correct += (logits.argmax(dim=1, keepdim=True) == index).sum()
-        log_probs = log_softmax(student.transform_(logits), dim=1)
-        self.ce -= log_probs.gather(1, index).sum()
-        theirs = None
-        if self.teacher is not None and self.theirs is not None:
-            theirs = self.teacher.log_probs(self.theirs[block], part).to(student.dtype)
-        grad = self._add_sums(log_probs, index, theirs)
+        # scale and soft cap, which follow, are monotonic
+        self.correct += (logits.argmax(dim=1, keepdim=True) == labels).sum()
+        log_probs = log_softmax(student.transform_(logits), dim=1)  # [b, V]
+
+        # 2. against the labels
+        self.ce -= log_probs.gather(1, labels).sum()
+
+        # 3. against the teacher's distribution
+        label_weight = 1.0
+        soft_target = None
+        if teacher is not None:
+            teacher_log_probs = teacher.log_probs(block, part).to(student.dtype)  # [b, V]
+            teacher_probs = teacher_log_probs.exp()  # [b, V]
+            if not teacher.divergence:
+                self.entropy -= (teacher_probs * teacher_log_probs).sum()
+            # sum differences of logarithms: a difference of two cross-entropies would cancel for
+            # small KL
+            self.kl += teacher_log_probs.sub_(log_probs).mul_(teacher_probs).sum()
+            soft_target = teacher_probs.mul_(teacher.teacher_weight)
+            label_weight = 1.0 - teacher.teacher_weight
         if not self.any_grad:
             return
+
+        # 4. the gradient over the logits: softmax minus target
+        grad = log_probs.exp_()  # [b, V]
+        if soft_target is not None:
+            grad -= soft_target
+        if label_weight:
+            grad.scatter_add_(1, labels, grad.new_full((1, 1), -label_weight).expand_as(labels))
+
+        # 5. the gradient over the raw logits, before scale and soft cap
         student.transform_grad_(grad, logits)
         if self.grads.bias is not None:
             self.grads.bias.add_(grad.sum(dim=0), alpha=self.scale)
         if self.scale_before != 1.0:
             grad.mul_(self.scale_before)
         product.copy_(grad)
-
-    def _add_sums(self, log_probs: Tensor, index: Tensor, theirs: Tensor | None) -> Tensor:
-        """Add KL and entropy of a block; return its gradient over the logits, softmax minus target.
-
-        `log_probs` [b, V] and the teacher's, `theirs`, are overwritten; `index` [b, 1] are the
-        labels.
-        """
-        soft, label_weight = None, 1.0
-        if self.teacher is not None and theirs is not None:
-            probs = theirs.exp()
-            if not self.teacher.divergence:
-                self.entropy -= (probs * theirs).sum()
-            # sum differences of logarithms: a difference of two cross-entropies would cancel for
-            # small KL
-            self.kl += theirs.sub_(log_probs).mul_(probs).sum()
-            soft, label_weight = (
-                probs.mul_(self.teacher.teacher_weight),
-                1.0 - self.teacher.teacher_weight,
-            )
-        if not self.any_grad:
-            return log_probs
-        grad = log_probs.exp_()
-        if soft is not None:
-            grad -= soft
-        if label_weight:
-            grad.scatter_add_(1, index, grad.new_full((1, 1), -label_weight).expand_as(index))
-        return grad
 
     def _add_grads(
         self, grad: Tensor, states: Tensor, z: Tensor | None, rows: Tensor, part: slice
@@ -211,18 +227,20 @@ class ChunkedLoss:
         hidden states.
         """
         student, grads = self.student, self.grads
+        # 1. through the low-rank part, up [V, r] z [C, r]
         if student.up is not None and z is not None:
             narrow = grad.to(student.up.dtype)
             if grads.z is not None:
-                grads.z[part] = (narrow @ student.up).to(grads.z.dtype).mul_(self.scale_after)
+                grad_z = (narrow @ student.up).to(grads.z.dtype)  # [C, r]
+                grads.z[part] = grad_z.mul_(self.scale_after)
             if grads.up is not None:
                 _add_product(grads.up, narrow, z.to(narrow.dtype), self.scale_after)
             del narrow
+        # 2. through W h
         grad = grad.to(student.weight.dtype)
         if grads.hidden is not None:
-            grads.hidden.index_copy_(
-                0, rows, (grad @ student.weight).to(grads.hidden.dtype).mul_(self.scale_after)
-            )
+            grad_states = (grad @ student.weight).to(grads.hidden.dtype)  # [C, d]
+            grads.hidden.index_copy_(0, rows, grad_states.mul_(self.scale_after))
         if grads.weight is not None:
             _add_product(grads.weight, grad, states, self.scale_after)
 
@@ -241,26 +259,36 @@ def _add_product(total: Tensor, grad: Tensor, states: Tensor, scale: float) -> N
 class _TeacherRows:
     """The teacher's log-probabilities for the student's supervised rows [M]."""
 
-    def __init__(self, teacher: Teacher, inputs: LossInputs, student: Projection) -> None:
+    def __init__(
+        self, teacher: Teacher, inputs: LossInputs, student: Projection, chunk: int
+    ) -> None:
+        """Prepare a buffer for the products of `chunk` rows."""
+        self.teacher_weight = teacher.teacher_weight
+        self.divergence = teacher.divergence
         self.rows = inputs.rows + teacher.shift
         self.hidden = teacher.hidden.detach()
-        self.matrix = Projection(teacher.lm_head, inputs.autocast, shared=student)
-        self.teacher_weight, self.divergence = teacher.teacher_weight, teacher.divergence
-        self.z: Tensor | None = None
+        self.projection = Projection(teacher.lm_head, inputs.autocast, shared=student)
+        weight = self.projection.weight
+        # [C, V]: W h of a chunk
+        self.products = weight.new_empty(chunk, weight.shape[0], dtype=self.projection.buffer_dtype)
+        self.z: Tensor | None = None  # [M, r]
         low_rank = teacher.lm_head.low_rank
-        if low_rank is not None:
-            a = low_rank.a.detach().to(product_dtype(low_rank.a, inputs.autocast))
-            # without dropout
+        if low_rank is not None:  # without dropout
+            a = low_rank.a.detach().to(product_dtype(low_rank.a, inputs.autocast))  # [r, d]
             self.z = (self.hidden[self.rows].to(a.dtype) @ a.t()) * low_rank.scaling
 
-    def product(self, part: slice, out: Tensor) -> None:
-        """Write W h of a chunk of supervised rows into `out` [C, V]."""
-        self.matrix.product(self.hidden[self.rows[part]].to(self.matrix.weight.dtype), out)
+    def product(self, part: slice) -> None:
+        """Compute W h of a chunk of supervised rows."""
+        states = self.hidden[self.rows[part]].to(self.projection.weight.dtype)  # [C, d']
+        self.projection.product(states, self.products[: len(states)])
 
-    def log_probs(self, product: Tensor, part: slice) -> Tensor:
-        """Return log-probabilities [b, V] of a block from its W h, which may be overwritten."""
-        logits = self.matrix.raw_logits(product, None if self.z is None else self.z[part])
-        return log_softmax(self.matrix.transform_(logits), dim=1)
+    def log_probs(self, block: slice, part: slice) -> Tensor:
+        """Return log-probabilities [b, V] of the rows `block` of the chunk, `part` of all; their
+        products may be overwritten.
+        """
+        z = None if self.z is None else self.z[part]
+        logits = self.projection.raw_logits(self.products[block], z)
+        return log_softmax(self.projection.transform_(logits), dim=1)
 
 
 def chunk_rows(vocab: int, device: str, itemsize: int = 4, free: int = 0) -> int:

@@ -111,7 +111,8 @@ def _loss_and_gradients(
         with torch.no_grad():
             trained = [tensor is not None and tensor.requires_grad for tensor in tensors]
             grads = _zero_gradients(tensors, trained, in_place=True)
-            sums = ChunkedLoss(inputs, hidden, z, grads, scale)
+            sums = ChunkedLoss(inputs, hidden.device, grads, scale)
+            sums.add_rows(hidden, z)
         rest = [
             (tensor, grad.to(tensor.dtype))
             for tensor, grad in zip(tensors, grads, strict=True)
@@ -162,7 +163,8 @@ class _LinearLoss(torch.autograd.Function):
         inputs: LossInputs,
     ) -> tuple[Tensor, ...]:
         with torch.autocast(hidden.device.type, enabled=False):  # all casts are explicit
-            sums = ChunkedLoss(inputs, hidden, z)
+            sums = ChunkedLoss(inputs, hidden.device)
+            sums.add_rows(hidden, z)
         ctx.inputs = inputs
         ctx.save_for_backward(hidden, weight, bias, z, up)
         ctx.mark_non_differentiable(sums.correct, sums.ce, sums.kl)
@@ -175,7 +177,9 @@ class _LinearLoss(torch.autograd.Function):
         grads = _zero_gradients(tensors, ctx.needs_input_grad[: len(tensors)])
         # the factor (1 / number of targets, loss scaling) comes before casting: sums may exceed
         # float16's range
-        ChunkedLoss(ctx.inputs, tensors[0], tensors[3], grads, float(grad_loss))
+        hidden, z = tensors[0], tensors[3]
+        sums = ChunkedLoss(ctx.inputs, hidden.device, grads, float(grad_loss))
+        sums.add_rows(hidden, z)
         cast = [
             None if tensor is None or grad is None else grad.to(tensor.dtype)
             for tensor, grad in zip(tensors, grads, strict=True)
