@@ -44,10 +44,11 @@ def document_bounds(segments: Tensor) -> dict[str, Any]:
     Returns:
         Cumulative lengths, int32 [documents + 1], and the maximum length, for queries and for keys.
     """
-    starts = torch.ones_like(segments, dtype=torch.bool)
+    starts = torch.ones_like(segments, dtype=torch.bool)  # [B, T] first position of a document
     starts[:, 1:] = segments[:, 1:] != segments[:, :-1]
-    rows = starts.flatten().nonzero().squeeze(1)
-    bounds = torch.cat([rows, rows.new_full((1,), segments.numel())]).to(torch.int32)
+    firsts = starts.flatten().nonzero().squeeze(1)  # [documents] their places in the joined rows
+    end = firsts.new_full((1,), segments.numel())
+    bounds = torch.cat([firsts, end]).to(torch.int32)  # [documents + 1]
     longest = int(bounds.diff().max())
     return {
         "cu_seq_lens_q": bounds,
@@ -68,10 +69,12 @@ def separates_documents(run: Callable[[Tensor, Tensor, Tensor], Tensor], inputs:
     """
     segments = torch.tensor([[0, 0, 0, 1, 1], [0, 0, 0, 1, 1]], device=inputs.device)
     positions = torch.tensor([[0, 1, 2, 0, 1]], device=inputs.device).expand(2, -1)
+    # each row gets the first document of the other one
     changed = inputs.clone()
     changed[segments == 0] = inputs.flip(0)[segments == 0]
-    before, after = (run(rows, positions, segments)[segments == 1] for rows in (inputs, changed))
-    return torch.equal(before, after)
+    before = run(inputs, positions, segments)
+    after = run(changed, positions, segments)
+    return torch.equal(before[segments == 1], after[segments == 1])
 
 
 # The implementations that can be chosen
@@ -93,7 +96,9 @@ def flash_obstacle(
         return f"flash-attn does not support {str(dtype).removeprefix('torch.')}"
     if capped:
         return "this model soft-caps its attention scores"
-    return None if supported else "this architecture does not support flash attention"
+    if not supported:
+        return "this architecture does not support flash attention"
+    return None
 
 
 def register_document_attention() -> str:
@@ -116,11 +121,10 @@ def _varlen_attn() -> Callable[..., Any] | None:
     except ImportError:
         return None
     kernel: Callable[..., Any] = varlen_attn  # without `return_aux` it returns a tensor alone
-    return (
-        kernel
-        if {"scale", "window_size", "enable_gqa"} <= set(inspect.signature(kernel).parameters)
-        else None
-    )
+    parameters = inspect.signature(kernel).parameters
+    if not {"scale", "window_size", "enable_gqa"} <= set(parameters):
+        return None
+    return kernel
 
 
 def uses_varlen_kernel(
@@ -158,29 +162,33 @@ def document_attention_forward(
         ValueError: the model needs something that this does not compute, or has a sliding window
             and neither bounds nor a mask.
     """
+    # 1. without bounds there is one document per row
     if cu_seq_lens_q is None or max_length_q is None:
         if attention_mask is None and sliding_window is not None and key.shape[2] > sliding_window:
             raise ValueError("a sliding window needs the bounds of documents or a mask")
         return folded_head_forward(
             module, query, key, value, attention_mask, dropout, scaling, **kwargs
         )
-    if used := [
-        name
-        for name in ("position_bias", "softcap", "cache", "s_aux")
-        if kwargs.get(name) is not None
-    ]:
-        raise ValueError(f"attention by document does not support {', '.join(used)}")
-    rows, heads, length, _ = query.shape
-    # rotary embeddings leave queries and keys in float32
+    names = ("position_bias", "softcap", "cache", "s_aux")
+    unsupported = [name for name in names if kwargs.get(name) is not None]
+    if unsupported:
+        raise ValueError(f"attention by document does not support {', '.join(unsupported)}")
+
+    # 2. rotary embeddings leave queries and keys in float32
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    # rows joined end to end: [H, B * T, d]
-    joined = [states.transpose(0, 1).flatten(1, 2) for states in (query, key, value)]
-    if uses_varlen_kernel(query.device, query.dtype, query.shape[3], dropout):
+
+    # 3. join the rows end to end
+    rows, heads, length, head_dim = query.shape
+    joined = [states.transpose(0, 1).flatten(1, 2) for states in (query, key, value)]  # [H, B*T, d]
+
+    # 4. attend within each document
+    if uses_varlen_kernel(query.device, query.dtype, head_dim, dropout):
         out = _by_kernel(joined, cu_seq_lens_q, max_length_q, sliding_window, scaling)
     else:
-        out = _one_by_one(joined, cu_seq_lens_q.diff().tolist(), sliding_window, scaling, dropout)
+        lengths = cu_seq_lens_q.diff().tolist()
+        out = _one_by_one(joined, lengths, sliding_window, scaling, dropout)
     return out.view(rows, length, heads, value.shape[3]), None
 
 
@@ -193,15 +201,21 @@ def _by_kernel(
     """
     kernel = _varlen_attn()
     assert kernel is not None
-    query, key, value = (states.transpose(0, 1) for states in joined)
+    query, key, value = (states.transpose(0, 1) for states in joined)  # [B * T, H, d]
     # the kernel counts the positions before a query, a window in transformers the query as well
     before = -1 if window is None else window - 1
-    options = {
-        "scale": scaling,
-        "window_size": (before, 0),
-        "enable_gqa": query.shape[1] != key.shape[1],
-    }
-    out: Tensor = kernel(query, key, value, bounds, bounds, longest, longest, **options)
+    out: Tensor = kernel(
+        query,
+        key,
+        value,
+        bounds,
+        bounds,
+        longest,
+        longest,
+        scale=scaling,
+        window_size=(before, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
     return out
 
 
@@ -214,15 +228,15 @@ def _one_by_one(
 ) -> Tensor:
     """Compute each document with a call of its own, -> [B * T, H, d]."""
     # split, not slices: the gradient of a slice is as long as the whole row
-    documents = zip(*(states.split(lengths, dim=1) for states in joined), strict=True)
+    queries, keys, values = (states.split(lengths, dim=1) for states in joined)
     outputs = []
-    for query, key, value in documents:
-        states = query[None], key[None], value[None]
+    for query, key, value in zip(queries, keys, values, strict=True):  # [H, L, d] of one document
+        document = (query[None], key[None], value[None])
         if window is None or query.shape[1] <= window:
-            out = _causal(*states, scaling, dropout)
+            out = _causal(*document, scaling, dropout)
         else:
-            out = _windowed(*states, window, scaling, dropout)
-        outputs.append(out[0].transpose(0, 1))
+            out = _windowed(*document, window, scaling, dropout)
+        outputs.append(out[0].transpose(0, 1))  # [L, H, d]
     return torch.cat(outputs)
 
 
@@ -233,7 +247,8 @@ def _causal(
     groups = query.shape[1] // key.shape[1]
     if groups > 1 and query.device.type == "cuda" and query.dtype not in _HALF:
         # torch's only kernel for GPUs that takes groups in float32 stores all scores (never run)
-        key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+        key = repeat_kv(key, groups)
+        value = repeat_kv(value, groups)
     return scaled_dot_product_attention(
         query,
         key,
@@ -259,13 +274,24 @@ def _windowed(
     """
     length = query.shape[2]
     size = min(_WINDOW_QUERIES, length)
-    rows = torch.arange(size, device=query.device)[:, None]
-    columns = torch.arange(window - 1 + size, device=query.device)[None]
-    visible = (rows <= columns) & (columns < rows + window)
+    # the mask of a block, whose keys begin `window - 1` positions before its queries
+    queries = torch.arange(size, device=query.device)[:, None]
+    keys = torch.arange(window - 1 + size, device=query.device)[None]
+    visible = (queries <= keys) & (keys < queries + window)  # [size, window - 1 + size]
     outputs = []
     for start in range(0, length, size):
-        end, first = min(start + size, length), max(0, start - window + 1)
-        mask = visible[: end - start, first - start + window - 1 : end - start + window - 1]
-        block = query[:, :, start:end], key[:, :, first:end], value[:, :, first:end]
-        outputs.append(folded_head_attention(*block, mask[None, None], scaling, dropout))
+        end = min(start + size, length)
+        first_key = max(0, start - window + 1)
+        # cut the columns before the document, and what follows its end
+        origin = start - window + 1
+        mask = visible[: end - start, first_key - origin : end - origin]
+        out = folded_head_attention(
+            query[:, :, start:end],
+            key[:, :, first_key:end],
+            value[:, :, first_key:end],
+            mask[None, None],
+            scaling,
+            dropout,
+        )  # [1, H, end - start, d]
+        outputs.append(out)
     return torch.cat(outputs, dim=2)
