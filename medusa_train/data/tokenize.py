@@ -7,7 +7,7 @@ import json
 import re
 from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any
 
@@ -23,6 +23,9 @@ from medusa_train.data.conversation import (
 from medusa_train.errors import DataError
 
 _MAX_TAILS = 64
+#: Stands before a control token in the content of a message, which is plain text there. A private
+#: use character, which neither templates nor text contain.
+_PLAIN = "\ue002"
 ASSISTANT: tuple[Role, ...] = ("assistant",)
 
 
@@ -91,6 +94,7 @@ class ChatEncoder:
                 " offsets"
             )
         added = tokenizer.get_added_vocab()
+        self._control = _control_tokens(tokenizer, reasoning_tags)
         # tokens of the last headers of prompts, for `_is_prompt`
         self._tails: dict[str, list[int]] = {}
         self._added_tokens = {number: token for token, number in added.items()}
@@ -111,7 +115,7 @@ class ChatEncoder:
 
     def encode(self, conversation: Conversation) -> list[EncodedRow]:
         """Tokenize a chat into rows that end with an answer. Special tokens come from the template
-        only.
+        only: in contents their text is tokenized as any other.
 
         Answers share a row where the prompt of each begins with the tokens of the previous prompt
         and answer. There are several rows if the template changes earlier turns, the tokenizer
@@ -120,7 +124,7 @@ class ChatEncoder:
         and each other message (see `roles`) in the first row that has it. An answer that reached
         the length limit has no end token to learn.
         """
-        messages = conversation.messages
+        messages = self._with_plain_contents(conversation.messages)
         template = self.template
         if conversation.variables:
             template = template.with_variables(json.loads(conversation.variables))
@@ -150,8 +154,9 @@ class ChatEncoder:
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Return the token ids of a chat followed by the generation prompt."""
+        plain = self._with_plain_contents(messages)
         try:
-            return self._tokenize(self.template.render(messages, prompt=True))[0]
+            return self._tokenize(self.template.render(plain, prompt=True))[0]
         except ChatTemplateError as error:
             raise DataError(str(error)) from None
 
@@ -272,11 +277,67 @@ class ChatEncoder:
         spans = template.content_spans(history, {new[index].role for index in trained})
         return [spans[index] for index in sorted(trained)]
 
+    def _with_plain_contents(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """Mark control tokens in contents, such as `<|im_end|>` in a text on chat templates: there
+        they are plain text.
+        """
+        if not any(self._control.search(message.content) for message in messages):
+            return messages
+        return [
+            replace(message, content=self._control.sub(_PLAIN + r"\g<0>", message.content))
+            for message in messages
+        ]
+
     def _tokenize(self, text: str) -> tuple[list[int], list[Span]]:
+        """Return tokens, and for each its characters [start, end) in `text`."""
+        if _PLAIN not in text:
+            return self._tokenize_piece(text)
+        ids: list[int] = []
+        offsets: list[Span] = []
+        position = 0
+        first, *marked = text.split(_PLAIN)
+        pieces = [(first, False)]
+        for part in marked:
+            found = self._control.match(part)
+            end = found.end() if found is not None else 0
+            # the mark itself belongs to no token
+            pieces += [(_PLAIN, False), (part[:end], True), (part[end:], False)]
+        for piece, is_plain in pieces:
+            if piece and piece != _PLAIN:
+                new_ids, new_offsets = self._tokenize_piece(piece, is_plain, follows=position > 0)
+                ids += new_ids
+                offsets += [(position + start, position + stop) for start, stop in new_offsets]
+            position += len(piece)
+        return ids, offsets
+
+    def _tokenize_piece(
+        self, text: str, is_plain: bool = False, follows: bool = False
+    ) -> tuple[list[int], list[Span]]:
+        """Tokenize a text without marks.
+
+        Args:
+            is_plain: control tokens are split into the tokens of their text.
+            follows: other text comes before. It is tokenized after a line break then, where these
+                do not merge: some tokenizers put a space before the first word of a text.
+        """
+        options = {"split_special_tokens": True} if is_plain else {}
         encoding = self.tokenizer(
-            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+            "\n" + text if follows else text,
+            add_special_tokens=False,
+            return_offsets_mapping=True,
+            verbose=False,
+            **options,
         )
-        return list(encoding["input_ids"]), encoding["offset_mapping"]
+        ids = list(encoding["input_ids"])
+        offsets = encoding["offset_mapping"]
+        if not follows:
+            return ids, offsets
+        before = self._tokenize_piece("\n")[0]
+        if ids[: len(before)] != before:
+            return self._tokenize_piece(text, is_plain)
+        return ids[len(before) :], [
+            (max(start - 1, 0), end - 1) for start, end in offsets[len(before) :]
+        ]
 
     def _generated_tokens(self, answer: RenderedAnswer, content: str) -> list[int] | None:
         """Return the tokens that the answer was generated as, unless this tokenizer reads another
@@ -291,7 +352,11 @@ class ChatEncoder:
         special = re.compile("|".join(map(re.escape, self.tokenizer.all_special_tokens)) or "(?!)")
         texts = [
             special.sub("", t).strip()
-            for t in (text, content, answer.text.removesuffix(answer.end))
+            for t in (
+                text,
+                content.replace(_PLAIN, ""),
+                answer.text.removesuffix(answer.end).replace(_PLAIN, ""),
+            )
         ]
         if texts[0] not in texts[1:]:
             return None  # generated by a model with another tokenizer, or edited
@@ -304,8 +369,20 @@ class ChatEncoder:
         It is tokenized after a line break where these do not merge: some tokenizers put a space
         before the first word of a text.
         """
-        before, ids = self._tokenize("\n")[0], self._tokenize("\n" + text)[0]
+        before = self._tokenize("\n")[0]
+        ids = self._tokenize("\n" + text)[0]
         return ids[len(before) :] if ids[: len(before)] == before else self._tokenize(text)[0]
+
+
+def _control_tokens(tokenizer: Any, reasoning_tags: ReasoningTags) -> re.Pattern[str]:
+    """Return a pattern of the tokenizer's special tokens; the tags of the reasoning, which are part
+    of answers, are none.
+    """
+    tokens = {str(token) for token in tokenizer.all_special_tokens}
+    tokens |= {str(t) for t in tokenizer.added_tokens_decoder.values() if t.special}
+    # white space is text, too
+    names = sorted(filter(str.strip, tokens - set(reasoning_tags)), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, names)) or "(?!)")
 
 
 def _template_source(tokenizer: Any, name: str | None) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,6 @@ from medusa_train.config.paths import resolve_path
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.conversation import NOTABLE_LOOPING, Message
 from medusa_train.data.dataset import EncodedDataset, load_datasets
-from medusa_train.data.examples import Example
 from medusa_train.data.record_files import settings_path
 from medusa_train.data.sources import OnProgress
 from medusa_train.data.tokenize import ChatEncoder
@@ -141,7 +141,17 @@ def _load_data(
         answers_only = {"train_on_inputs": False, "roles_to_train": ["assistant"]}
         held_out = None if cfg.test_datasets else {example.key for example in validation}
         prompts = load_datasets(cfg.model_copy(update=answers_only), encoder, on_progress, held_out)
-    _check_tokens([*train, *validation], config.get_text_config().vocab_size, tokenizer)
+    vocab_size = config.get_text_config().vocab_size
+    dropped = _drop_unknown_tokens([train, validation], vocab_size, tokenizer, cfg)
+    if prompts[0] is not train:
+        _drop_unknown_tokens(prompts, vocab_size, tokenizer, cfg)
+    if dropped:
+        console.print(
+            f"data: {len(dropped)} conversations skipped: a token has no embedding; the first:"
+            f" {dropped[0]}",
+            highlight=False,
+            markup=False,
+        )
     held_out_chats = len({example.key for example in prompts[1]})
     is_enough = held_out_chats >= MIN_CONVERSATIONS
     answers = prompts[1] if is_enough else prompts[0]
@@ -171,17 +181,36 @@ def _fit_sequence_len(cfg: TrainConfig, text_config: Any, console: Console) -> T
     return cfg
 
 
-def _check_tokens(examples: Iterable[Example], vocab_size: int, tokenizer: Any) -> None:
-    """Refuse tokens for which the backbone has no embedding, such as those that were added to the
-    tokenizer alone.
+def _drop_unknown_tokens(
+    parts: Sequence[EncodedDataset], vocab_size: int, tokenizer: Any, cfg: TrainConfig
+) -> list[str]:
+    """Drop conversations with a token for which the backbone has no embedding, such as one that was
+    added to the tokenizer alone; return why, for each of them.
+
+    Raises:
+        DataError: there are such tokens, and `skip_bad_records` is off, or nothing else is left.
     """
-    for example in examples:
-        if (token := int(example.tokens.max())) >= vocab_size:
-            raise DataError(
-                f"{example.source}: token {token} ({tokenizer.convert_ids_to_tokens(token)}) has no"
-                f" embedding, since the model has {vocab_size:,}: resize its embeddings, or set"
-                " another chat_template"
-            )
+    problems: dict[str, str] = {}  # by source: a conversation may have several rows
+    for example in itertools.chain.from_iterable(parts):
+        token = int(example.tokens.max())
+        if token >= vocab_size:
+            name = tokenizer.convert_ids_to_tokens(token)
+            problems[example.source] = f"{example.source}: token {token} ({name})"
+    if not problems:
+        return []
+    found = list(problems.values())
+    remedy = (
+        f"has no embedding, since the model has {vocab_size:,}: resize its embeddings, or set"
+        " another chat_template"
+    )
+    more = f" (and {len(found) - 1} more conversations)" if len(found) > 1 else ""
+    if not cfg.skip_bad_records:
+        raise DataError(f"{found[0]} {remedy}{more}")
+    for part in parts:
+        part.examples[:] = [row for row in part.examples if row.source not in problems]
+    if not parts[0].examples:
+        raise DataError(f"no conversation to train on is left: {found[0]} {remedy}{more}")
+    return found
 
 
 def chat_encoder(cfg: TrainConfig, tokenizer: Any) -> ChatEncoder:

@@ -245,6 +245,30 @@ def test_tokens_without_an_embedding_are_named(make_config, console, backbone_di
         load_data(make_config(base_model=str(where), chat_template="chatml"), console)
 
 
+def test_records_with_such_tokens_are_dropped_where_bad_ones_are_skipped(
+    make_config, console, backbone_dir, tmp_path
+):
+    where = Path(shutil.copytree(backbone_dir, tmp_path / "added"))
+    tokenizer = AutoTokenizer.from_pretrained(where)
+    tokenizer.add_tokens(["zzz"])
+    tokenizer.save_pretrained(where)
+    texts = ["w1 w2", "w3 zzz", "w4", "w5 w6", "w7 zzz zzz"]
+    chats = [
+        {"messages": [{"role": "user", "content": "w1"}, {"role": "assistant", "content": text}]}
+        for text in texts
+    ]
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    keys = {"base_model": str(where), "datasets": [{"path": str(path)}], "val_set_size": 0.3}
+    with pytest.raises(DataError, match=r"\(zzz\) has no embedding.*and 1 more conversations"):
+        load_data(make_config(**keys), console)
+    data = load_data(make_config(**keys, skip_bad_records=True), console)
+    assert len(data.train) + len(data.validation) == 3
+    shown = console.file.getvalue()
+    assert "2 conversations skipped: a token has no embedding; the first:" in shown
+    assert f"{path}:2: token 300 (zzz)" in shown or f"{path}:5: token 300 (zzz)" in shown
+
+
 def test_more_unfrozen_layers_than_the_backbone_has_are_refused(make_config, console):
     with pytest.raises(ConfigError, match="medusa_num_unfreeze_layers: 3 exceeds the 2 layers"):
         load_data(make_config(recipe="medusa2", medusa_num_unfreeze_layers=3), console)
