@@ -44,7 +44,8 @@ def load_model(
     """Load backbone, heads and tree for decoding `rows` rows in `dtype`; says so where there is no
     tree.json.
     """
-    with progress.phase(f"loading {'and compiling ' if compiled else ''}in {dtype}", ticking=True):
+    what = "loading and compiling" if compiled else "loading"
+    with progress.phase(f"{what} in {dtype}", ticking=True):
         model = load_with_draft(paths, dtype, compiled=compiled, rows=rows)
     if model.tree is not None and paths.tree is None:
         again = shlex.join(["medusa-eval", "--calibrate", "--model", str(paths.home)])
@@ -66,30 +67,33 @@ def calibrate(
     """
     if paths.heads is None:
         raise CheckpointError("--calibrate chooses a tree for heads; name them with --model")
-    dtype = (
-        cfg.dtype
-        if cfg.dtype != "auto"
-        else decide_dtype(bench.questions[0].turns[0], paths, decisions_of(cfg, paths), progress)
-    )
+    # 1. load the model as benches decode it, but uncompiled unless asked for
+    dtype: str = cfg.dtype
+    if dtype == "auto":
+        question = bench.questions[0].turns[0]
+        dtype = decide_dtype(question, paths, decisions_of(cfg, paths), progress)
     if cfg.compile is not True and chooses_compilation(cfg, paths):
-        reason = (
-            "compile: auto is for benches"
-            if cfg.compile == "auto"
-            else f"{paths.tree} was fitted to compiled steps"
-        )
+        reason = f"{paths.tree} was fitted to compiled steps"
+        if cfg.compile == "auto":
+            reason = "compile: auto is for benches"
         progress.print(f"{reason}: calibrating uncompiled; compile=true fits to compiled steps")
     model = load_model(paths, dtype, progress, compiled=cfg.compile is True)
-    if (ends := model.backbone.stop_tokens.describe(model.backbone.tokenizer)) is not None:
-        progress.print(ends)
-    chat = ChatEncoder(model.backbone.tokenizer, paths.chat_template, paths.chat_template_kwargs)
-    of_bench = [[chat.prompt(question.opening)] for question in bench.questions]
-    of_run = validation_prompts(paths, chat, cfg.seed, cfg.calibration_tokens)
-    conversations, source = of_run or (
-        of_bench,
-        f"questions of bench {bench.name}: evaluate on another one",
-    )
     assert model.draft is not None
+    ends = model.backbone.stop_tokens.describe(model.backbone.tokenizer)
+    if ends is not None:
+        progress.print(ends)
+
+    # 2. prompts of the run, else those of the bench
+    chat = ChatEncoder(model.backbone.tokenizer, paths.chat_template, paths.chat_template_kwargs)
     budget = cfg.calibration_tokens
+    found = validation_prompts(paths, chat, cfg.seed, budget)
+    if found is not None:
+        conversations, source = found
+    else:
+        conversations = [[chat.prompt(question.opening)] for question in bench.questions]
+        source = f"questions of bench {bench.name}: evaluate on another one"
+
+    # 3. answer them, and choose
     progress.print(f"calibrating on {budget:,} greedy tokens, {source}")
     traced = answer_prompts(
         model.backbone, model.draft, conversations, budget, progress, cfg.max_new_tokens
@@ -111,16 +115,18 @@ def refit_tree(
     answers again.
 
     A tree that the user named, or whose settings are unknown, is used as it is. So is any tree if
-    the run's data are
-    gone: a tree fitted to the questions of the bench would be measured on what it was fitted to.
+    the run's data are gone: a tree fitted to the questions of the bench would be measured on what
+    it was fitted to.
 
     Returns:
         The model with the new tree, and the paths with its file; None if the tree stays.
     """
     if model.draft is None or paths.tree is None:
         return None
+    # 1. does the tree fit these settings?
     settings = DecodingSettings.of(model.backbone)
-    if (fitted := DecodingSettings.load(paths.tree)) is None:
+    fitted = DecodingSettings.load(paths.tree)
+    if fitted is None:
         progress.print(
             f"{paths.tree}: does not say for which dtype and device it was fitted; using it as"
             " it is"
@@ -129,17 +135,21 @@ def refit_tree(
     if not settings.compiled and (cfg.batch_size > 1 or chooses_compilation(cfg, paths)):
         # passes of batches are compiled, or none are only this time
         fitted = replace(fitted, compiled=False)
-    if not (differences := settings.differences(fitted)):
+    differences = settings.differences(fitted)
+    if not differences:
         return None
     reason = f"{paths.tree} was fitted with other settings ({', '.join(differences)})"
     if names_tree_file(cfg.tree):
         progress.print(f"{reason}; using it as named by tree")
         return None
-    kept = traced = load_traces(paths.tree.parent / TREE_TRACES, weights_key(paths, settings))
+
+    # 2. choose it again: from kept traces if the weights are the same, else from new answers
+    kept = load_traces(paths.tree.parent / TREE_TRACES, weights_key(paths, settings))
     try:
-        if traced is not None:
+        if kept is not None:
+            traced = kept
             progress.print(
-                f"{reason}: choosing it again from the {traced.tokens:,} kept tokens, timing steps"
+                f"{reason}: choosing it again from the {kept.tokens:,} kept tokens, timing steps"
                 " only"
             )
         else:
@@ -147,16 +157,18 @@ def refit_tree(
                 model.backbone.tokenizer, paths.chat_template, paths.chat_template_kwargs
             )
             budget = refit_tokens(cfg, bench_tokens)
-            if (found := validation_prompts(paths, chat, cfg.seed, budget)) is None:
+            found = validation_prompts(paths, chat, cfg.seed, budget)
+            if found is None:
                 progress.print(
                     f"{reason}; using it as it is, since the run's data to fit it again are not"
                     " available, or too few"
                 )
                 return None
+            conversations, source = found
             progress.print(f"{reason}: fitting it again")
-            progress.print(f"calibrating on {budget:,} greedy tokens, {found[1]}")
+            progress.print(f"calibrating on {budget:,} greedy tokens, {source}")
             traced = answer_prompts(
-                model.backbone, model.draft, found[0], budget, progress, cfg.max_new_tokens
+                model.backbone, model.draft, conversations, budget, progress, cfg.max_new_tokens
             )
         choice = choose_tree(
             model.backbone,
@@ -169,6 +181,8 @@ def refit_tree(
     except MedusaError as error:
         progress.print(f"using the tree as it is: {error}")
         return None
+
+    # 3. save it, and decode with it
     progress.print(f"chosen: {choice.describe()}")
     paths = replace(paths, tree=choice.save(_results_of(cfg, paths), traced, paths))
     tree = choice.best.tree
@@ -196,11 +210,12 @@ def resumed_tree(cfg: EvalConfig, paths: ModelPaths) -> ModelPaths:
     if tree.stat().st_mtime < paths.tree.stat().st_mtime:  # the run's was chosen again since
         return paths
     settings = DecodingSettings.load(tree)
-    fits = (
-        settings is not None
-        and load_traces(tree.with_name(TREE_TRACES), weights_key(paths, settings)) is not None
-    )
-    return replace(paths, tree=tree) if fits else paths
+    if settings is None:
+        return paths
+    traces = load_traces(tree.with_name(TREE_TRACES), weights_key(paths, settings))
+    if traces is None:  # it was fitted to other heads
+        return paths
+    return replace(paths, tree=tree)
 
 
 def refit_tokens(cfg: EvalConfig, bench_tokens: int) -> int:
@@ -231,17 +246,18 @@ def validation_prompts(
     where these are as few, or without data.
     """
     cfg = run_config(paths)
-    data = None if cfg is None else validation_conversations(cfg, chat, MIN_CONVERSATIONS)
+    if cfg is None:
+        return None
+    data = validation_conversations(cfg, chat, MIN_CONVERSATIONS)
     if data is None:
         return None
-    conversations = prompts_by_conversation(data[0], token_budget, seed)
-    if len({example.key for example in data[0]}) < MIN_CONVERSATIONS:
+    dataset, is_held_out, held_out_count = data
+    conversations = prompts_by_conversation(dataset, token_budget, seed)
+    if len({example.key for example in dataset}) < MIN_CONVERSATIONS:
         return None
-    source = (
-        "validation prompts of the run"
-        if data[1]
-        else f"training prompts of the run, which holds {data[2] or 'none'} out"
-    )
+    source = "validation prompts of the run"
+    if not is_held_out:
+        source = f"training prompts of the run, which holds {held_out_count or 'none'} out"
     return conversations, source
 
 

@@ -51,11 +51,9 @@ def compare_regenerated_answers(
     for start in range(0, len(records), batch_size):
         batch = records[start : start + batch_size]
         prompts = [list(record.prompt_ids) for record in batch]
-        answers = [
-            decoder.generate_batch(prompts, max_new_tokens)
-            for decoder in (tree_decoder, plain_decoder)
-        ]
-        for record, tree, plain in zip(batch, *answers, strict=True):
+        trees = tree_decoder.generate_batch(prompts, max_new_tokens)
+        plains = plain_decoder.generate_batch(prompts, max_new_tokens)
+        for record, tree, plain in zip(batch, trees, plains, strict=True):
             record.exact[dtype] = compare_answers(
                 model.backbone,
                 record.prompt_ids,
@@ -85,7 +83,8 @@ def compare_answers(
         return Verdict.EQUAL
     if not ties or position >= min(len(tree), len(plain)):
         return Verdict.DIFFERENT
-    gaps = logit_gaps(backbone, prompt_ids, plain[:position], (tree[position], plain[position]))
+    candidates = (tree[position], plain[position])
+    gaps = logit_gaps(backbone, prompt_ids, plain[:position], candidates)
     return Verdict.TIE if max(gaps) <= TIE_MARGIN else Verdict.DIFFERENT
 
 
@@ -94,6 +93,7 @@ def logit_gaps(
     backbone: Backbone, prompt_ids: Sequence[int], answer: Sequence[int], candidates: Sequence[int]
 ) -> list[float]:
     """Return, per candidate token after prompt and answer, the best logit minus the candidate's."""
-    tokens = torch.tensor([[*prompt_ids, *answer]], device=backbone.device)
-    logits = backbone.logits(backbone.run(tokens).hidden[:, -1]).float()[0]
+    tokens = torch.tensor([[*prompt_ids, *answer]], device=backbone.device)  # [1, T]
+    last = backbone.run(tokens).hidden[:, -1]  # [1, d]
+    logits = backbone.logits(last).float()[0]  # [V]
     return [float(logits.max() - logits[candidate]) for candidate in candidates]

@@ -19,7 +19,7 @@ from medusa_train.evaluation.records import SkippedTurn, TurnRecord
 from medusa_train.evaluation.report_page import html_page, sections_of
 from medusa_train.inference.decoding_settings import describe_mode, mode_of
 from medusa_train.pages.page import Table, markdown_page, number, write_files
-from medusa_train.tree_search.fit import node_acceptance
+from medusa_train.tree_search.fit import Trace, node_acceptance
 from medusa_train.trees.tree import Tree
 
 
@@ -50,18 +50,26 @@ class Report:
     ) -> Report:
         """Compute the figures of `records`."""
         parts: dict[str, Any] = {"judge": None}
-        traces = [record.trace for record in records if record.trace is not None]
-        if tree is not None and tree.size and (shares := node_acceptance(traces, tree)) is not None:
-            parts["tree"] = {
-                "medusa_choices": [list(path) for path in tree.paths],
-                "accepted": shares,
-            }
-        return cls(meta, summarize(records), by_category(records), {**parts, **(extra or {})})
+        if tree is not None and tree.size:
+            traces = [record.trace for record in records if record.trace is not None]
+            shares = node_acceptance(traces, tree)
+            if shares is not None:
+                parts["tree"] = {
+                    "medusa_choices": [list(path) for path in tree.paths],
+                    "accepted": shares,
+                }
+        parts.update(extra or {})
+        return cls(meta, summarize(records), by_category(records), parts)
 
     def as_json(self) -> dict[str, Any]:
         """Return the content of report.json; `baselines` also stand at the top level."""
-        parts = {"meta": self.meta, "overall": self.overall, "categories": self.categories}
-        return {**parts, "baselines": self.overall["baselines"], **self.extra}
+        return {
+            "meta": self.meta,
+            "overall": self.overall,
+            "categories": self.categories,
+            "baselines": self.overall["baselines"],
+            **self.extra,
+        }
 
     @property
     def has_tree(self) -> bool:
@@ -78,34 +86,45 @@ def write_report(
     With heads also ranks.jsonl, from which decoding with other trees can be simulated, see
     `Trace.ranks`.
     """
+    # 1. one line per turn
     answers = [_answer_line(record) for record in records]
-    answers += [
-        {
-            "question_id": turn.question_id,
-            "turn": turn.turn,
-            "prompt_tokens": turn.prompt_tokens,
-            "skipped": True,
-        }
-        for turn in skipped
-    ]
-    ranks = [
-        {"question_id": record.question_id, "turn": record.turn, "ranks": trace.ranks}
-        | ({"confidence": trace.confidence} if trace.confidence else {})
-        for record in records
-        if (trace := record.trace) is not None
-    ]
-    name = model_id(report.meta)
+    for turn in skipped:
+        answers.append(
+            {
+                "question_id": turn.question_id,
+                "turn": turn.turn,
+                "prompt_tokens": turn.prompt_tokens,
+                "skipped": True,
+            }
+        )
+    ranks = [_ranks_line(record, record.trace) for record in records if record.trace is not None]
+
+    # 2. the pages
+    content = report.as_json()
     tables = [figures_table(report), decoders_table(report)]
-    sections = sections_of(report.as_json(), answers, tables, summary_of(report))
-    contents = {
-        "report.json": report.as_json(),
+    sections = sections_of(content, answers, tables, summary_of(report))
+    files = {
+        "report.json": content,
         "report.md": markdown_page(title_of(report), sections),
-        "report.html": html_page(report.as_json(), sections),
+        "report.html": html_page(content, sections),
         "answers.jsonl": answers,
-        **({"ranks.jsonl": ranks} if ranks else {}),
-        f"model_answer/{name}.jsonl": model_answers(records, name),
     }
-    return write_files(directory, contents)
+    if ranks:
+        files["ranks.jsonl"] = ranks
+    name = model_id(report.meta)
+    files[f"model_answer/{name}.jsonl"] = model_answers(records, name)
+    return write_files(directory, files)
+
+
+def _ranks_line(record: TurnRecord, trace: Trace) -> dict[str, Any]:
+    line: dict[str, Any] = {
+        "question_id": record.question_id,
+        "turn": record.turn,
+        "ranks": trace.ranks,
+    }
+    if trace.confidence:
+        line["confidence"] = trace.confidence
+    return line
 
 
 def model_id(meta: Mapping[str, Any]) -> str:
@@ -115,6 +134,9 @@ def model_id(meta: Mapping[str, Any]) -> str:
 
 def _answer_line(record: TurnRecord) -> dict[str, Any]:
     answer = record.answer
+    seconds = {"tree": None if record.tree is None else record.tree.seconds}
+    for name, baseline in record.baselines.items():
+        seconds[name] = baseline.seconds
     return {
         "question_id": record.question_id,
         "category": record.category,
@@ -127,10 +149,7 @@ def _answer_line(record: TurnRecord) -> dict[str, Any]:
         "steps": answer.steps,
         "accepted": list(answer.accepted),
         "loops": is_looping(answer.tokens),
-        "seconds": {
-            "tree": None if record.tree is None else record.tree.seconds,
-            **{name: baseline.seconds for name, baseline in record.baselines.items()},
-        },
+        "seconds": seconds,
         "exact": {dtype: verdict.value for dtype, verdict in record.exact.items()},
         "scores": {name: asdict(score) for name, score in record.scores.items()},
     }
@@ -143,8 +162,11 @@ def terminal_report(report: Report) -> Group:
     tables = [figures_table(report, columns=TERMINAL_COLUMNS)]
     if set(report.overall["baselines"]) - {"plain", "generate"}:
         tables.append(decoders_table(report))
-    shown = [table.terminal(padding=0) for table in tables]
-    return Group(Text(title_of(report), style="bold"), *shown, Text("\n".join(summary_of(report))))
+    return Group(
+        Text(title_of(report), style="bold"),
+        *(table.terminal(padding=0) for table in tables),
+        Text("\n".join(summary_of(report))),
+    )
 
 
 # Tables
@@ -169,7 +191,10 @@ def _correct_cell(figures: Figures) -> str:
         return "-"
     plain = scores["plain"]["correct"]
     correct = scores.get("tree", scores["plain"])["correct"]
-    return f"{correct}/{scores['answers']}" + (f" (plain {plain})" if plain != correct else "")
+    cell = f"{correct}/{scores['answers']}"
+    if plain != correct:
+        cell += f" (plain {plain})"
+    return cell
 
 
 def _figure(key: str, digits: int = 2, suffix: str = "") -> Callable[[Figures], str]:
@@ -207,25 +232,28 @@ def figures_table(report: Report, columns: Sequence[str] = tuple(COLUMNS)) -> Ta
 def decoders_table(report: Report) -> Table:
     """Return the tree and all baselines on the whole bench."""
     overall = report.overall
-    decoders = {name.replace("_", " "): figures for name, figures in overall["baselines"].items()}
+    decoders: dict[str, Figures] = {}
     if report.has_tree:
-        rates = {
+        decoders["tree"] = {
             "tokens_per_s": overall["tokens_per_s"],
             "tokens_per_step": overall["acceleration_rate"],
+            "speedup": None,
+            "speedup_interval": None,
         }
-        decoders = {"tree": {**rates, "speedup": None, "speedup_interval": None}, **decoders}
-    figures = decoders.values()
+    for name, figures in overall["baselines"].items():
+        decoders[name.replace("_", " ")] = figures
+    rows = decoders.values()
     columns = {
         "decoder": list(decoders),
-        "tokens/s": [number(one["tokens_per_s"], 0) for one in figures],
-        "tokens per step": [number(one["tokens_per_step"]) for one in figures],
+        "tokens/s": [number(figures["tokens_per_s"], 0) for figures in rows],
+        "tokens per step": [number(figures["tokens_per_step"]) for figures in rows],
         "tree's speedup over it": [
-            number(one["speedup"], 2, "x", one["speedup_interval"]) for one in figures
+            number(figures["speedup"], 2, "x", figures["speedup_interval"]) for figures in rows
         ],
     }
     if mode_of(report.meta)["acceptance"] == "greedy":  # other answers are samples
         columns["answers equal to plain ones"] = [
-            number(one.get("equal_to_plain"), 0) for one in figures
+            number(figures.get("equal_to_plain"), 0) for figures in rows
         ]
     return Table.of_columns(columns)
 
@@ -235,9 +263,12 @@ def decoders_table(report: Report) -> Table:
 
 def title_of(report: Report) -> str:
     """Return bench, model and dtype as a title, and the mode if it is not the default."""
-    meta, mode = report.meta, describe_mode(mode_of(report.meta))
+    meta = report.meta
     title = f"{meta['bench']}: {meta['model'] or meta['base_model']} in {meta['dtype']}"
-    return title if mode == describe_mode(mode_of({})) else f"{title}, {mode}"
+    mode = describe_mode(mode_of(meta))
+    if mode == describe_mode(mode_of({})):
+        return title
+    return f"{title}, {mode}"
 
 
 def summary_of(report: Report) -> list[str]:
@@ -291,14 +322,13 @@ def _machine_notes(report: Report) -> list[str]:
 def _draft(meta: Mapping[str, Any]) -> str:
     """Say what proposed the guesses."""
     parts = []
-    if (dynamic := meta.get("dynamic_trees")) is not None:
-        parts.append(
-            f"dynamic trees of {_count(dynamic['size'], 'node')}, up to {dynamic['depth']} deep"
-        )
+    dynamic = meta.get("dynamic_trees")
+    if dynamic is not None:
+        nodes = _count(dynamic["size"], "node")
+        parts.append(f"dynamic trees of {nodes}, up to {dynamic['depth']} deep")
     elif meta["heads"] is not None:
-        parts.append(
-            f"tree of {_count(meta['tree_nodes'], 'node')}, {_count(meta['heads'], 'head')}"
-        )
+        nodes = _count(meta["tree_nodes"], "node")
+        parts.append(f"tree of {nodes}, {_count(meta['heads'], 'head')}")
     if meta.get("draft") is not None:
         parts.append(f"draft {meta['draft']}")
     return ", ".join(parts)
@@ -310,14 +340,17 @@ def _output_note(report: Report) -> str:
     acceptance = mode_of(report.meta)["acceptance"]
     if acceptance != "greedy":
         return f"Output: {_OUTPUT[acceptance]} Speed was measured in {report.meta['dtype']}."
-    equal, ties, count = overall["equal_answers"], overall["tie_answers"] or 0, overall["answers"]
+    count = overall["answers"]
+    equal = overall["equal_answers"]
+    ties = overall["tie_answers"] or 0
     if equal is None:
         float32 = f"float32: {_not_compared(outcomes.get('float32'))}"
     else:
         float32 = f"float32: {equal} of {count} answers equal plain decoding's token for token"
         if ties:
             float32 += f", {ties} first differ at a tie (logits within 1e-4)"
-        if different := count - equal - ties:
+        different = count - equal - ties
+        if different:
             float32 += f", {different} differ without a tie"
     equal = overall["equal_answers_bf16"]
     if equal is None:
@@ -344,11 +377,9 @@ _OUTPUT = {
 
 
 def _not_compared(outcome: str | None) -> str:
-    return (
-        f"not compared ({outcome})"
-        if outcome not in (None, "not compared", "compared")
-        else "not compared"
-    )
+    if outcome in (None, "not compared", "compared"):
+        return "not compared"
+    return f"not compared ({outcome})"
 
 
 def _quality(report: Report) -> str:
@@ -356,21 +387,14 @@ def _quality(report: Report) -> str:
     changed it.
     """
     parts = []
-    if (scores := report.overall["scores"]) is not None:
+    scores = report.overall["scores"]
+    if scores is not None:
         parts.append(_scores_text(scores))
-    if (rouge := report.extra.get("rouge")) is not None:
-        means = {
-            name: "/".join(f"{rouge[name][kind]:.2f}" for kind in ROUGE)
-            for name in rouge
-            if name != "answers"
-        }
-        plain = f", plain decoding {means['plain']}" if "tree" in means else ""
-        count = _count(rouge["answers"], "answer")
-        parts.append(
-            f"ROUGE-1/2/L {means.get('tree', means['plain'])}{plain} (F1 in % of {count} with a"
-            " reference)"
-        )
-    if (joint := report.extra.get("joint")) is not None:
+    rouge = report.extra.get("rouge")
+    if rouge is not None:
+        parts.append(_rouge_text(rouge))
+    joint = report.extra.get("joint")
+    if joint is not None:
         change = joint["perplexity_after"] / joint["perplexity_before"] - 1
         parts.append(
             f"perplexity {joint['perplexity_after']:.3f} after joint training,"
@@ -378,26 +402,44 @@ def _quality(report: Report) -> str:
             " per token"
         )
     judged = report.extra.get("judge")
-    if judged is None:
-        if scores is None and rouge is None:
-            parts.append("not judged")
-    elif judged["score"] is None:
-        parts.append(
-            f"{judged['model']} graded no answer"
-            f" ({judged.get('reason', 'no grade in its replies')})"
-        )
-    else:
-        missing = judged["without_grade"] + judged["failed"]
-        graded = f"{judged['graded']} answers" + (f", {missing} without a grade" if missing else "")
-        parts.append(f"{judged['score']:.2f} of 10 by {judged['model']} ({graded})")
+    if judged is not None:
+        parts.append(_grades_text(judged))
+    elif scores is None and rouge is None:
+        parts.append("not judged")
     return f"Quality: {'; '.join(parts)}."
+
+
+def _rouge_text(rouge: Mapping[str, Any]) -> str:
+    """Say how close the answers are to the references."""
+
+    def means(name: str) -> str:
+        return "/".join(f"{rouge[name][kind]:.2f}" for kind in ROUGE)
+
+    count = _count(rouge["answers"], "answer")
+    shown = means("plain")
+    if "tree" in rouge:
+        shown = f"{means('tree')}, plain decoding {means('plain')}"
+    return f"ROUGE-1/2/L {shown} (F1 in % of {count} with a reference)"
+
+
+def _grades_text(judged: Mapping[str, Any]) -> str:
+    """Say how a judge graded the answers."""
+    if judged["score"] is None:
+        reason = judged.get("reason", "no grade in its replies")
+        return f"{judged['model']} graded no answer ({reason})"
+    graded = f"{judged['graded']} answers"
+    missing = judged["without_grade"] + judged["failed"]
+    if missing:
+        graded += f", {missing} without a grade"
+    return f"{judged['score']:.2f} of 10 by {judged['model']} ({graded})"
 
 
 def _scores_text(scores: Mapping[str, Any]) -> str:
     """Say how many answers are correct, and whether plain decoding's scores are the same."""
 
     def rate(name: str) -> str:
-        score, (low, high) = scores[name], scores[name]["interval"]
+        score = scores[name]
+        low, high = score["interval"]
         share = f"{score['rate']:.1%}, 95 % interval {low:.1%} to {high:.1%}"
         return f"{score['correct']} of {scores['answers']} ({share})"
 

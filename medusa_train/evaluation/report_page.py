@@ -1,4 +1,4 @@
-"""Render report.html: tiles, charts, tables and coloured answers of one evaluation."""
+"""Render report.html: tiles, charts, tables and colored answers of one evaluation."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ def sections_of(
         Section(lines=summary),
         Section("Speed", figures=_speed_figures(report), tables=tables, remarks=[TERMS]),
         Section(
-            "Draft", figures=_draft_figures(report), remarks=further_figures(report["overall"])
+            "Draft",
+            figures=_draft_figures(report),
+            remarks=further_figures(report["overall"]),
         ),
         answers_section(answers),
         Section("Run", facts=meta_rows(report["meta"])),
@@ -55,25 +57,24 @@ def html_page(report: Json, sections: Sequence[Section]) -> str:
         f" {meta['threads']}; questions: {meta['questions']}, at most {meta['max_new_tokens']} new"
         f" tokens per answer; {meta['date']}"
     )
-    return render_page(
-        f"{meta['bench']}: {meta['model'] or meta['base_model']}", setting, sections, _tiles(report)
-    )
+    title = f"{meta['bench']}: {meta['model'] or meta['base_model']}"
+    return render_page(title, setting, sections, _tiles(report))
 
 
 def _tiles(report: Json) -> list[tuple[str, str]]:
     overall = report["overall"]
-    first_token = overall["time_to_first_token_s"]
-    speedup = number(
-        overall["speedup_over_fastest"], 2, "x", overall["intervals"].get("speedup_over_fastest")
-    )
+    interval = overall["intervals"].get("speedup_over_fastest")
+    first_token_ms = None
+    if overall["time_to_first_token_s"] is not None:
+        first_token_ms = 1000 * overall["time_to_first_token_s"]
     tiles = {
-        f"speedup over {faster_baseline(overall)}": speedup,
+        f"speedup over {faster_baseline(overall)}": number(
+            overall["speedup_over_fastest"], 2, "x", interval
+        ),
         "tokens per step on this bench": number(overall["acceleration_rate"]),
         "tokens per second": number(overall["tokens_per_s"], 0),
         "tokens per second, plain decoding": number(overall["baseline_tokens_per_s"], 0),
-        "time to first token": number(
-            None if first_token is None else 1000 * first_token, 1, " ms"
-        ),
+        "time to first token": number(first_token_ms, 1, " ms"),
     }
     return [(figure, label) for label, figure in tiles.items() if figure != "-"]
 
@@ -89,20 +90,19 @@ def faster_baseline(overall: Json) -> str:
 
 
 def _speed_figures(report: Json) -> list[Figure]:
-    overall, figures = report["overall"], []
+    overall = report["overall"]
+    figures = []
     if overall["speedup"] is not None:
         figures.append(speedup_figure({"": report}))
-    rates = {"tree": overall["tokens_per_s"]}
-    rates |= {
-        name.replace("_", " "): baseline["tokens_per_s"]
-        for name, baseline in overall["baselines"].items()
-    }
-    bounds = {"tree": overall["intervals"].get("tokens_per_s")}
-    groups = [
-        (name, [Bar(rate, bounds.get(name), int(name == "tree"))])
-        for name, rate in rates.items()
-        if rate
-    ]
+    # one bar per decoder
+    groups = []
+    if overall["tokens_per_s"]:
+        bounds = overall["intervals"].get("tokens_per_s")
+        groups.append(("tree", [Bar(overall["tokens_per_s"], bounds, 1)]))
+    for name, baseline in overall["baselines"].items():
+        if baseline["tokens_per_s"]:
+            bar = Bar(baseline["tokens_per_s"], None, 0)
+            groups.append((name.replace("_", " "), [bar]))
     drawing = bars(groups, "tokens per second", digits=0, width=480)
     caption = (
         "Total tokens over total time, prefill included. The decoders took turns on every prompt or"
@@ -115,20 +115,19 @@ def speedup_figure(reports: Mapping[str, Json]) -> Figure:
     """Draw the speedups per category and overall of one run, or of several beside each other."""
     shown = [{**report["categories"], "overall": report["overall"]} for report in reports.values()]
     several = len(shown) > 1
+    categories: dict[str, None] = {}  # in the order in which they first appear, overall last
+    for by_category in shown:
+        categories.update(dict.fromkeys(by_category))
+    del categories["overall"]
     groups = []
-    for category in [
-        *dict.fromkeys(name for one in shown for name in one if name != "overall"),
-        "overall",
-    ]:
-        found = [one.get(category, {}) for one in shown]
-        colours = range(len(shown)) if several else [int(category == "overall")]
-        measured = [
-            (figures.get("speedup"), figures.get("intervals", {}).get("speedup"))
-            for figures in found
-        ]
-        groups.append(
-            (category, [Bar(*one, colour) for one, colour in zip(measured, colours, strict=True)])
-        )
+    for category in [*categories, "overall"]:
+        group = []
+        for index, by_category in enumerate(shown):
+            figures = by_category.get(category, {})
+            bounds = figures.get("intervals", {}).get("speedup")
+            color = index if several else int(category == "overall")
+            group.append(Bar(figures.get("speedup"), bounds, color))
+        groups.append((category, group))
     drawing = bars(
         groups, "speedup per category", unit="x", reference=1.0, width=760 if several else 560
     )
@@ -136,34 +135,43 @@ def speedup_figure(reports: Mapping[str, Json]) -> Figure:
 
 
 def _draft_figures(report: Json) -> list[Figure]:
-    overall, figures = report["overall"], []
-    if lengths := overall["accepted_lengths"]:
+    overall = report["overall"]
+    figures = []
+
+    lengths = overall["accepted_lengths"]
+    if lengths:
         steps = sum(lengths)
         groups = [(str(length), [Bar(100 * count / steps)]) for length, count in enumerate(lengths)]
         drawing = bars(groups, "accepted draft tokens per step", unit=" %", digits=0, width=400)
         caption = f"Share of the {steps:,} decoding steps by number of accepted draft tokens."
         figures.append(Figure("Accepted length", drawing, caption))
-    if table := overall["head_accuracy"]:
-        heads = [
-            Curve(f"head {k}", list(enumerate(row, start=1)))
-            for k, row in enumerate(table, start=1)
-        ]
+
+    accuracies = overall["head_accuracy"]
+    if accuracies:
+        heads = []
+        for k, row in enumerate(accuracies, start=1):
+            heads.append(Curve(f"head {k}", list(enumerate(row, start=1))))
         drawing = curves(heads, "head accuracy", "k", y_text=percent)
         caption = (
             "Top-k accuracy: share of positions where the answer's token is among the head's k most"
             " probable."
         )
         figures.append(Figure("Head accuracy", drawing, caption))
-    if calibration := report.get("calibration"):
+
+    calibration = report.get("calibration")
+    if calibration:
         figures += size_figures(calibration["sizes"], calibration.get("nodes"))
-    if tree := report.get("tree"):
+
+    tree = report.get("tree")
+    if tree:
         caption = (
             f"{len(tree['medusa_choices'])} nodes. Below each node: the share of steps in which it"
             " was accepted."
         )
         if report["meta"].get("early_stop"):
             caption += " Simulated without the draft's early exit."
-        if chains := overall["chain_rates"]:
+        chains = overall["chain_rates"]
+        if chains:
             caption += (
                 f" The chain of top-1 guesses alone would give {chains[-1]:.2f} tokens per step"
                 " (simulated)."
@@ -176,18 +184,21 @@ def _draft_figures(report: Json) -> list[Figure]:
 def further_figures(overall: Json) -> list[str]:
     """List the figures of the whole bench that have no column."""
     lines = []
-    if rates := overall["chain_rates"]:
+    rates = overall["chain_rates"]
+    if rates:
         values = ", ".join(f"{k}: {rate:.2f}" for k, rate in enumerate(rates, start=1))
         lines.append(
             "tokens per step with the chain of the first k heads' top-1 guesses (simulated), k ="
             f" {values}"
         )
-    if shares := overall["ctar"]:
+    shares = overall["ctar"]
+    if shares:
         values = ", ".join(f"{w}: {share:.1%}" for w, share in enumerate(shares, start=1))
         lines.append(f"CTAR(w), steps that accepted at least w draft tokens: {values}")
-    if table := overall["head_accuracy"]:
+    accuracies = overall["head_accuracy"]
+    if accuracies:
         values = ", ".join(
-            f"head {k}: {row[0]:.1%} / {row[4]:.1%}" for k, row in enumerate(table, start=1)
+            f"head {k}: {row[0]:.1%} / {row[4]:.1%}" for k, row in enumerate(accuracies, start=1)
         )
         lines.append(f"top-1 / top-5 accuracy on the answers: {values}")
     return lines
@@ -197,29 +208,27 @@ def size_figures(sizes: Sequence[Json], chosen: int | None) -> list[Figure]:
     """Draw simulated tokens per step and tokens per second over the number of nodes; the chosen
     size ringed.
     """
-    ring = "Simulated on answers that the tree was not fitted to. The ring marks the chosen size."
-    figures = []
-    for title, key, caption in (
-        (
+    ringed = [] if chosen is None else [chosen]
+
+    def drawn(title: str, key: str, caption: str) -> Figure:
+        points = [(size["nodes"], size[key]) for size in sizes]
+        curve = Curve("tree", points, ringed)
+        drawing = curves([curve], title.lower(), "nodes", from_zero=False)
+        return Figure(title, drawing, caption)
+
+    return [
+        drawn(
             "Tokens per step over tree size",
             "tokens_per_step",
-            f"From the tree's calibration. {ring}",
+            "From the tree's calibration. Simulated on answers that the tree was not fitted to. The"
+            " ring marks the chosen size.",
         ),
-        (
+        drawn(
             "Speed over tree size",
             "tokens_per_s",
             "Those tokens per step over the measured step latency, no prefill.",
         ),
-    ):
-        curve = Curve(
-            "tree",
-            [(size["nodes"], size[key]) for size in sizes],
-            [] if chosen is None else [chosen],
-        )
-        figures.append(
-            Figure(title, curves([curve], title.lower(), "nodes", from_zero=False), caption)
-        )
-    return figures
+    ]
 
 
 def answers_section(answers: Sequence[Json]) -> Section:
@@ -228,28 +237,33 @@ def answers_section(answers: Sequence[Json]) -> Section:
     """
     answered = [answer for answer in answers if not answer.get("skipped")]
     categories: dict[str, list[Json]] = {}
+    heads = 0
     for answer in answered:
         categories.setdefault(answer["category"], []).append(_shown_answer(answer))
-    heads = max((max(answer["accepted"], default=0) for answer in answered), default=0)
-    lines = ["Accepted tokens by their place in the draft of their step:"] if heads else []
-    if answered and not heads:
-        lines = ["No draft token was accepted in these answers."]
+        heads = max(heads, *answer["accepted"], 0)
+    lines = []
+    if heads:
+        lines.append("Accepted tokens by their place in the draft of their step:")
+    elif answered:
+        lines.append("No draft token was accepted in these answers.")
+    remarks = []
     skipped = len(answers) - len(answered)
+    if skipped:
+        remarks.append(
+            f"{skipped} turns were skipped: prompt and answer do not fit the model's context."
+        )
     return Section(
         "Answers",
         lines=lines,
         legend=[f"token {place}" for place in range(1, heads + 1)],
         answers=[AnswerGroup(category, members) for category, members in categories.items()],
-        remarks=(
-            [f"{skipped} turns were skipped: prompt and answer do not fit the model's context."]
-            if skipped
-            else []
-        ),
+        remarks=remarks,
     )
 
 
 def _shown_answer(answer: Json) -> Json:
-    tokens, steps = answer["tokens"], answer["steps"]
+    tokens = answer["tokens"]
+    steps = answer["steps"]
     details = [f"turn {answer['turn']}", f"{tokens} tokens"]
     if steps:
         details += [f"{steps} steps", f"{(tokens - 1) / steps:.2f} tokens per step"]
@@ -260,7 +274,7 @@ def _shown_answer(answer: Json) -> Json:
         "summary": f"question {answer['question_id']}",
         "details": ", ".join(details),
         "asked": answer.get("asked"),
-        "runs": coloured_runs(answer),
+        "runs": colored_runs(answer),
     }
 
 
@@ -272,24 +286,26 @@ def _score_details(scores: Json) -> list[str]:
     def verdict(score: Json) -> str:
         return "correct" if score["correct"] else f"wrong ({score['detail']})"
 
-    plain, reported = scores["plain"], scores.get("tree", scores["plain"])
-    return [verdict(reported)] + (
-        [f"plain: {verdict(plain)}"] if plain["correct"] != reported["correct"] else []
-    )
+    plain = scores["plain"]
+    reported = scores.get("tree", plain)
+    details = [verdict(reported)]
+    if plain["correct"] != reported["correct"]:
+        details.append(f"plain: {verdict(plain)}")
+    return details
 
 
-def coloured_runs(answer: Json) -> list[tuple[int, str]]:
+def colored_runs(answer: Json) -> list[tuple[int, str]]:
     """Return the text of an answer in runs of tokens by one head, each after the head's number (0:
     backbone).
     """
     pieces = answer.get("pieces")
     if not pieces:
         return [(0, answer["text"])]
-    by_head = zip(proposing_heads(len(pieces), answer["accepted"]), pieces, strict=True)
-    return [
-        (head, "".join(piece for _, piece in run))
-        for head, run in groupby(by_head, key=lambda pair: pair[0])
-    ]
+    heads = proposing_heads(len(pieces), answer["accepted"])
+    runs: list[tuple[int, str]] = []
+    for head, pairs in groupby(zip(heads, pieces, strict=True), key=lambda pair: pair[0]):
+        runs.append((head, "".join(piece for _, piece in pairs)))
+    return runs
 
 
 def proposing_heads(tokens: int, accepted: Sequence[int]) -> list[int]:

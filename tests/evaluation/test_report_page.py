@@ -9,7 +9,7 @@ from medusa_train.evaluation.records import Score, TimedAnswer, TurnRecord
 from medusa_train.evaluation.report import Report, decoders_table, figures_table, summary_of
 from medusa_train.evaluation.report_page import (
     answers_section,
-    coloured_runs,
+    colored_runs,
     html_page,
     proposing_heads,
     sections_of,
@@ -115,8 +115,8 @@ def test_accepted_tokens_are_coloured_by_their_head_and_text_is_escaped() -> Non
     one = answer(record(1, "math"))
     # prefill a | step 1: head 1 <, head 2 i>, backbone b | step 2: backbone & | step 3: head 1
     # space, backbone c
-    assert coloured_runs(one) == [(0, "a"), (1, "<"), (2, "i>"), (0, "b &"), (1, " "), (0, "c")]
-    assert coloured_runs({"pieces": [], "text": "<x>", "accepted": []}) == [(0, "<x>")]
+    assert colored_runs(one) == [(0, "a"), (1, "<"), (2, "i>"), (0, "b &"), (1, " "), (0, "c")]
+    assert colored_runs({"pieces": [], "text": "<x>", "accepted": []}) == [(0, "<x>")]
     shown = (
         "<div class=answer>a<i class=h1>&lt;</i><i class=h2>i&gt;</i>b &amp;<i class=h1>"
         " </i>c</div>"
