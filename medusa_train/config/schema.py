@@ -671,6 +671,28 @@ class TrainConfig(Config):
         }
         return MedusaConfig(**flat)
 
+    def describe_loss(self) -> str:
+        """Describe the loss in one phrase: the heads' alone, or that of joint training."""
+        heads = self.draft_config.heads_loss.describe()
+        if self.recipe != "medusa2":
+            return heads
+        if self.medusa_self_distillation:
+            model = "KL divergence to the backbone without its adapter"
+        else:
+            model = "cross-entropy of the backbone against the tokens of the data"
+            rho = self.medusa_distillation_regularization
+            if rho:
+                model += f", {rho:.0%} of the target from the backbone without its adapter"
+        schedule, _, share = self.medusa_scheduler.partition("_")
+        coefficient = f"{self.medusa_heads_coefficient:g}"
+        if schedule == "constant":
+            lambda0 = f"lambda0 = {coefficient}"
+        else:
+            shape = {"linear": "linearly", "sine": "along a sine"}[schedule]
+            until = f" over {float(share):.0%} of the run" if share else ""
+            lambda0 = f"lambda0, which rises {shape}{until} to {coefficient},"
+        return f"{model}; plus {lambda0} times the heads' {heads}"
+
     @property
     def heads_learning_rate(self) -> float:
         """Peak learning rate of the draft: `learning_rate` x `medusa_lr_multiplier`."""

@@ -34,6 +34,7 @@ class Example:
             same side of the split; the same for all rows of a conversation. id, source: of the
             record.
         row: index among the rows of its conversation.
+        dataset: index of its data set, in the order of the configuration.
     """
 
     tokens: Tensor
@@ -42,6 +43,7 @@ class Example:
     id: str
     source: str
     row: int = 0
+    dataset: int = 0
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
@@ -206,7 +208,10 @@ class EncodedExamples:
         file.
         """
         examples = self.examples
-        names = [[example.key, example.id, example.source, example.row] for example in examples]
+        names = [
+            [example.key, example.id, example.source, example.row, example.dataset]
+            for example in examples
+        ]
         info = {
             "examples": names,
             "counts": self.report.counts,

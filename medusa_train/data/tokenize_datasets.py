@@ -18,7 +18,7 @@ import threading
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from importlib import metadata
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -148,7 +148,7 @@ def encode_datasets(
 ) -> EncodedExamples:
     """Read and tokenize every data set; see `encode_conversations`."""
     encoded = EncodedExamples(DataReport(max_length))
-    for reader in readers:
+    for number, reader in enumerate(readers):
         result = reader.read()
         encoded.report.skipped += result.skipped
         encoded.report.read_notes += result.notes
@@ -157,6 +157,7 @@ def encode_datasets(
         )
         if part.report.skipped and not reader.skip_bad:
             raise DataError(describe_problems(part.report.skipped, reader.config.path))
+        part.examples = [replace(example, dataset=number) for example in part.examples]
         encoded.extend(part)
     return encoded
 

@@ -116,17 +116,27 @@ def inspect_run(cfg: TrainConfig, console: Console, results: Console) -> int:
 
 
 def _samples(train: EncodedDataset, tokenizer: Any) -> Iterator[RenderableType]:
-    shown = train.examples[:SAMPLES]
-    # a later row shows what the template makes of earlier turns
-    if not any(example.row for example in shown):
-        shown = [*shown, *islice((example for example in train.examples if example.row), 1)]
-    for example in shown:
+    for example in _chosen(train.examples):
         supervised = int(example.supervised.sum())
         row = f", row {example.row + 1}" if example.row else ""
         yield Text(
             f"{example.source}{row}: {len(example):,} tokens, {supervised:,} supervised", "bold"
         )
         yield Padding(masked_text(example, tokenizer), (0, 0, 1, 2))
+
+
+def _chosen(examples: Sequence[Example]) -> list[Example]:
+    """Choose examples to show: the first of each data set, and one that is a later row."""
+    numbers = sorted({example.dataset for example in examples})
+    each = max(1, SAMPLES // len(numbers))
+    shown: list[Example] = []
+    for number in numbers:
+        of_this = (example for example in examples if example.dataset == number)
+        shown += islice(of_this, each)
+    # a later row shows what the template makes of earlier turns
+    if not any(example.row for example in shown):
+        shown += islice((example for example in examples if example.row), 1)
+    return shown
 
 
 def masked_text(example: Example, tokenizer: Any, limit: int = MAX_TOKENS) -> Text:
@@ -166,6 +176,8 @@ def _data_table(stage: _Stage, tokenizer: Any) -> Table:
     )
     lengths = [len(example) for example in train.examples]
     table.add_row("training", _describe_tokens(train))
+    for line in _describe_datasets(cfg, train):
+        table.add_row("", line)
     table.add_row(
         "lengths", f"{min(lengths):,} to {max(lengths):,} tokens, median {median(lengths):,.0f}"
     )
@@ -182,7 +194,7 @@ def _data_table(stage: _Stage, tokenizer: Any) -> Table:
         table.add_row(
             "vocabulary", describe_vocabulary(token_map, train, validation, stage.vocab_size)
         )
-    table.add_row("loss", cfg.draft_config.heads_loss.describe())
+    table.add_row("loss", cfg.describe_loss())
     table.add_row("rows", _describe_rows(train, loader))
     batch = f"{cfg.micro_batch_size} x {cfg.gradient_accumulation_steps}"
     table.add_row(
@@ -193,6 +205,16 @@ def _data_table(stage: _Stage, tokenizer: Any) -> Table:
     if cfg.cache_hidden_states:
         table.add_row("hidden states", _describe_hidden_states(stage))
     return table
+
+
+def _describe_datasets(cfg: TrainConfig, train: EncodedDataset) -> Iterator[str]:
+    """Describe each of several data sets in a line; what is held out is not counted."""
+    if len(cfg.datasets) < 2:
+        return
+    for number, entry in enumerate(cfg.datasets):
+        examples = [example for example in train.examples if example.dataset == number]
+        part = EncodedDataset(examples, train.report)
+        yield f"{entry.path}: {_describe_tokens(part) if examples else 'nothing'}"
 
 
 def _describe_tokens(dataset: EncodedDataset) -> str:

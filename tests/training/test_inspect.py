@@ -76,6 +76,48 @@ def test_samples_counts_steps_and_memory_without_weights(make_config, weightless
     assert f"{3 * (32 * 32 + 32 + 300 * 32) * 4 / 2**10:.1f} KiB" in rows["heads"]
 
 
+def test_samples_and_counts_are_of_every_data_set(make_config, weightless, console, tmp_path):
+    paths = []
+    for number, count in enumerate((5, 2)):
+        paths.append(tmp_path / f"part{number}.jsonl")
+        turns = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
+        lines = [
+            json.dumps({"messages": [*turns, {"role": "user", "content": f"w{i}"}, turns[1]]})
+            for i in range(count)
+        ]
+        paths[-1].write_text("\n".join(lines) + "\n")
+    cfg = make_config(
+        base_model=weightless, datasets=[{"path": str(path)} for path in paths], val_set_size=0
+    )
+    text = page(cfg, console)
+    for path, count in zip(paths, (5, 2), strict=True):
+        assert f"{path}:1: " in text  # a sample
+        assert re.search(rf"{re.escape(str(path))}: {count} conversations, [\d,]+ tokens", text)
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        (
+            {"medusa_self_distillation": True, "adapter": "lora", "medusa_scheduler": "sine_0.5"},
+            "KL divergence to the backbone without its adapter; plus lambda0, which rises along a"
+            " sine over 50% of the run to 0.3, times the heads' cross-entropy",
+        ),
+        (
+            {"medusa_scheduler": "linear"},
+            "cross-entropy of the backbone against the tokens of the data; plus lambda0, which"
+            " rises linearly to 0.3, times the heads' cross-entropy",
+        ),
+        ({}, "tokens of the data; plus lambda0 = 0.3 times the heads' cross-entropy"),
+    ],
+)
+def test_the_loss_of_joint_training_is_described(keys, expected, make_config):
+    cfg = make_config(recipe="medusa2", medusa_heads_coefficient=0.3, **keys)
+    assert expected in cfg.describe_loss()
+    alone = make_config(recipe="medusa1").describe_loss()
+    assert alone.startswith("cross-entropy against the tokens of the data")
+
+
 def test_the_size_of_cached_hidden_states_is_shown(make_config, weightless, console, tmp_path):
     cached = {"cache_hidden_states": True, "dataset_prepared_path": str(tmp_path / "prepared")}
     text = page(make_config(base_model=weightless, bf16=False, **cached), console)
