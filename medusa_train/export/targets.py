@@ -30,7 +30,7 @@ from medusa_train.export.card import card
 from medusa_train.hub import hub_is_unreachable
 from medusa_train.io import WRITE_ERRORS, replace_text, write_failure
 from medusa_train.models.backbone import Backbone
-from medusa_train.models.drafts.eagle3 import layer_config
+from medusa_train.models.drafts.eagle3_layer import layer_config
 from medusa_train.models.loading import load_backbone, model_directory, resolve_backbone
 from medusa_train.models.lora import Adapter
 from medusa_train.trees.tree import Tree

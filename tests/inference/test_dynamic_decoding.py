@@ -10,7 +10,7 @@ import torch
 from medusa_train.errors import MedusaError
 from medusa_train.inference.batch import BatchDecoder
 from medusa_train.models.backbone import Backbone
-from medusa_train.models.drafts import eagle3
+from medusa_train.models.drafts import dynamic_trees
 from medusa_train.models.drafts.base import Limits, Proposal, Proposer
 from medusa_train.models.drafts.combined import MergedDraft
 from medusa_train.models.drafts.eagle3 import Eagle3Draft
@@ -68,7 +68,7 @@ def test_nodes_are_those_of_an_enumeration_of_all_paths(
     family: str, reduced: bool, size: Limits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """gemma2 caps its logits, which changes probabilities and not ranks."""
-    monkeypatch.setattr(eagle3, "EXPANDED", 3)
+    monkeypatch.setattr(dynamic_trees, "EXPANDED", 3)
     backbone = random_backbone(family)
     draft = dynamic_draft(backbone, size)
     if reduced:

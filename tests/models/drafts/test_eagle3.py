@@ -9,7 +9,7 @@ from torch.nn.functional import silu
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from medusa_train.config.drafts import default_layers
-from medusa_train.models.drafts import eagle3
+from medusa_train.models.drafts import eagle3_attention
 from medusa_train.models.drafts.eagle3 import Eagle3Draft
 from medusa_train.models.features import Rows
 from medusa_train.trees.tree import Tree
@@ -96,7 +96,7 @@ def reference(draft: Eagle3Draft, early: Tensor, tokens: Tensor, steps: int) -> 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention in several blocks, of which the last is shorter."""
-    monkeypatch.setattr(eagle3, "_BLOCK", 3)
+    monkeypatch.setattr(eagle3_attention, "BLOCK", 3)
 
 
 VARIANTS = {"norm_before_fc": True, "fc_norm": True, "norm_output": True}
