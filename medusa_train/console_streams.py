@@ -1,4 +1,6 @@
-"""stdout and stderr of a command: a failing terminal, pipe or log file never ends its work."""
+"""stdout and stderr of a command: no key is printed, and a failing terminal, pipe or log file never
+ends its work.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +8,15 @@ import errno
 import io
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO, cast
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+from rich.text import Text
+
+from medusa_train.masking import mask
 
 #: Errors of a write after which a later one can succeed: a full disk, a quota, a limit of size, a
 # reader that is slow. After any other the stream is gone: EIO of a terminal, EPIPE of a pipe.
@@ -33,8 +41,9 @@ class ConsoleStream(io.TextIOBase):
         self._gone = False
 
     def write(self, text: str) -> int:
-        """Write `text`, or drop it where the stream fails."""
-        self._try(lambda: self._stream.write(text))
+        """Write `text` with keys masked, or drop it where the stream fails."""
+        shown = mask(text)
+        self._try(lambda: self._stream.write(shown))
         return len(text)
 
     def flush(self) -> None:
@@ -91,6 +100,22 @@ class ConsoleStream(io.TextIOBase):
         with suppress(OSError):  # no file descriptor
             os.dup2(nowhere, self.fileno())
         os.close(nowhere)
+
+
+class MaskingConsole(Console):
+    """A console that masks keys before it wraps and colors texts: the stream would not find them."""
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        """Render anything that can be printed; strings and `Text` are masked."""
+        if isinstance(renderable, Text) and mask(renderable.plain) != renderable.plain:
+            renderable = Text(mask(renderable.plain), style=renderable.style, end=renderable.end)
+        return super().render(renderable, options)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Convert a string to `Text`, masked."""
+        return super().render_str(mask(text), **options)
 
 
 @contextmanager

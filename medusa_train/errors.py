@@ -9,11 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from medusa_train.masking import mask
+
 
 class MedusaError(Exception):
-    """Base class of errors that users can fix; `str(error)` is the complete message."""
+    """Base class of errors that users can fix; `str(error)` is the complete message, keys masked."""
 
     exit_code = 1
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(mask(message))
 
 
 class ConfigError(MedusaError):
@@ -22,9 +27,8 @@ class ConfigError(MedusaError):
     exit_code = 2
 
     def __init__(self, problems: str | Sequence[str]) -> None:
-        self.problems: tuple[str, ...] = (
-            (problems,) if isinstance(problems, str) else tuple(problems)
-        )
+        given = [problems] if isinstance(problems, str) else problems
+        self.problems = tuple(mask(problem) for problem in given)
         lines = [
             f"{len(self.problems)} problems in the configuration:",
             *(f"  {one}" for one in self.problems),

@@ -22,6 +22,7 @@ from typing import Any, BinaryIO
 from safetensors import SafetensorError
 
 from medusa_train.errors import DataError, MedusaError
+from medusa_train.masking import mask_keys
 
 WRITE_ERRORS = (OSError, SafetensorError)
 """Exceptions that writing raises when the disk is full; safetensors defines its own."""
@@ -78,8 +79,17 @@ def replace_bytes(path: Path, chunks: Iterable[bytes]) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replace `path` by `text` in UTF-8, atomically (see `replace_file`)."""
-    replace_bytes(path, [text.encode()])
+    """Replace `path` by `text` in UTF-8, keys masked, atomically (see `replace_file`)."""
+    replace_bytes(path, [mask_keys(text).encode()])
+
+
+def mask_file(path: Path) -> None:
+    """Mask the keys in a file that another program wrote."""
+    content = path.read_bytes()
+    text = content.decode("utf-8", "surrogateescape")
+    masked = mask_keys(text).encode("utf-8", "surrogateescape")
+    if masked != content:
+        replace_bytes(path, [masked])
 
 
 def sync(path: Path) -> None:
@@ -170,11 +180,13 @@ class JsonLinesFile:
 
 
 def json_line(record: Mapping[str, Any]) -> bytes:
-    """Encode `record` as one line of JSON Lines, with its newline; lone surrogates are escaped."""
+    """Encode `record` as one line of JSON Lines, with its newline; keys are masked, lone surrogates
+    escaped.
+    """
     try:
-        return (json.dumps(record, ensure_ascii=False) + "\n").encode()
+        return (mask_keys(json.dumps(record, ensure_ascii=False)) + "\n").encode()
     except UnicodeEncodeError:
-        return (json.dumps(record) + "\n").encode()
+        return (mask_keys(json.dumps(record)) + "\n").encode()
 
 
 def complete_lines(path: Path, start: int = 0) -> Iterator[tuple[int, bytes]]:

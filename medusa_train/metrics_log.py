@@ -22,6 +22,7 @@ from rich.console import Console
 
 from medusa_train.console_streams import failed_streams
 from medusa_train.io import JsonLinesFile, complete_lines, replace_bytes, write_failure
+from medusa_train.masking import excerpt
 from medusa_train.progress import RunProgress
 
 Record = Mapping[str, Any]
@@ -259,7 +260,7 @@ class Dashboard(MetricLogger):
         try:
             return action()
         except Exception as error:  # no failure of a dashboard may end the run
-            reason = " ".join(str(error).split())[:200] or type(error).__name__
+            reason = excerpt(str(error), 200) or type(error).__name__
             line = f"{self._name}: {reason}; continuing without {self._name}"
             self._console.print(line, style="yellow", markup=False)
             self._functions = None

@@ -15,9 +15,11 @@ import logging
 import os
 import re
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import TracebackType
 from typing import Annotated, Any, Literal, ParamSpec, TypeVar, get_args, get_origin
 
 import typer
@@ -25,9 +27,10 @@ from rich.console import Console
 
 from medusa_train.config.load import load_config
 from medusa_train.config.types import Config
-from medusa_train.console_streams import console_streams, failed_streams
+from medusa_train.console_streams import MaskingConsole, console_streams, failed_streams
 from medusa_train.errors import ConfigError, MedusaError, Terminated, signal_exit_code
 from medusa_train.io import installed_version
+from medusa_train.masking import forget_and_read_environment, mask
 from medusa_train.training.signals import signals_as_interrupts
 
 P = ParamSpec("P")
@@ -52,14 +55,14 @@ _QUIET = {
 
 def error_console() -> Console:
     """Return a console on stderr, for errors, notes and progress."""
-    return Console(markup=False, emoji=False, stderr=True, highlight=False, soft_wrap=True)
+    return MaskingConsole(markup=False, emoji=False, stderr=True, highlight=False, soft_wrap=True)
 
 
 def output_console(**options: Any) -> Console:
     """Return a console that prints names and paths as they are: `[x]` is no markup, and `:x:` no
     emoji.
     """
-    return Console(markup=False, emoji=False, **options)
+    return MaskingConsole(markup=False, emoji=False, **options)
 
 
 def table_console() -> Console:
@@ -137,8 +140,9 @@ def run_command(command: Callable[P, int | None]) -> Callable[P, None]:
     """Decorate a command so that its result is the exit code, and errors of users end it with a
     message and a code.
 
-    Other exceptions are bugs and propagate. What cannot be printed is dropped (`console_streams`),
-    and named at the end where the other stream can be written. The signature is kept for typer.
+    Other exceptions are bugs and propagate; their traceback is printed with keys masked. What
+    cannot be printed is dropped (`console_streams`), and named at the end where the other stream
+    can be written. The signature is kept for typer.
     """
 
     @functools.wraps(command)
@@ -148,6 +152,7 @@ def run_command(command: Callable[P, int | None]) -> Callable[P, None]:
         if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
             # a name that the terminal's encoding lacks is no error
             sys.stdout.reconfigure(errors="replace")
+        forget_and_read_environment()
         with console_streams(), signals_as_interrupts():
             quiet_libraries()
             try:
@@ -155,6 +160,7 @@ def run_command(command: Callable[P, int | None]) -> Callable[P, None]:
             except (Exception, KeyboardInterrupt) as error:
                 explained = _explain(error)
                 if explained is None or _debugging():
+                    sys.excepthook = _print_masked_traceback
                     raise
                 code, message = explained
                 print_error(message)
@@ -163,6 +169,15 @@ def run_command(command: Callable[P, int | None]) -> Callable[P, None]:
             sys.exit(code)
 
     return wrapper
+
+
+def _print_masked_traceback(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Print an exception that ends the process, as the interpreter does; typer's own printer would
+    show it unmasked.
+    """
+    sys.stderr.write(mask("".join(traceback.format_exception(kind, error, trace))))
 
 
 def _explain(error: BaseException) -> tuple[int, str] | None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from medusa_train.config.schema import TrainConfig
 from medusa_train.io import installed_version
+from medusa_train.masking import excerpt
 
 if TYPE_CHECKING:
     import torch
@@ -143,7 +144,7 @@ def _ask(question: Callable[[], str]) -> str:
     try:
         return question()
     except Exception as error:
-        return f"failed: {type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
+        return f"failed: {type(error).__name__}: {excerpt(str(error).strip().partition(chr(10))[0], 200)}"
 
 
 def _output(*command: str) -> str:

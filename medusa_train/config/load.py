@@ -28,6 +28,7 @@ from medusa_train.config.yaml_lines import (
     read_yaml_file,
 )
 from medusa_train.errors import ConfigError
+from medusa_train.masking import remember_written
 
 C = TypeVar("C", bound=Config)
 
@@ -117,6 +118,7 @@ def _read(path: Path) -> YamlSource:
             f"{path}: is a directory, not a YAML file (medusa-eval takes a run by --model){nearby}"
         )
     source = read_yaml_file(resolved, str(path))
+    remember_written(source.values)
     run = resolved.parent
     if resolved.name == "config.yaml" and any(
         (run / name).exists() for name in ("metrics.jsonl", STAGE_ONE)
@@ -174,6 +176,7 @@ def _apply_override(source: YamlSource, override: str) -> None:
 
 def _set_value(source: YamlSource, path: KeyPath, value: object, location: str) -> None:
     """Set the value at `path`, creating missing mappings, and record `location` for it."""
+    remember_written(value, str(path[-1]))
     target: Any = source.values
     if path[0] == STAGE_ONE and len(path) > 1 and isinstance(target.get(STAGE_ONE), str):
         target[STAGE_ONE] = {"config": target[STAGE_ONE]}

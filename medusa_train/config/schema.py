@@ -41,6 +41,8 @@ from medusa_train.config.drafts import (
 from medusa_train.config.paths import expand_user, resolve_path
 from medusa_train.config.types import (
     STAGE_ONE,
+    Address,
+    Addresses,
     Bool,
     BoolOrAuto,
     ChatTemplateName,
@@ -63,6 +65,7 @@ from medusa_train.config.types import (
     Text,
     TextList,
     TextOrMapping,
+    VariableName,
     format_value,
     key,
 )
@@ -826,7 +829,7 @@ class EvalConfig(Config):
         "small model with the same tokenizer; also measure transformers' assisted generation"
         " with it",
     )
-    judge_base_url: Text | None = key(
+    judge_base_url: Address | None = key(
         None, "URL of an OpenAI-compatible server that grades with judge_model"
     )
     judge_model: Text | None = key(None, "name of the judge model; default: answers are not judged")
@@ -849,8 +852,10 @@ class EvalConfig(Config):
     seed: Int = key(42, "random seed", ge=0)
 
     # Servers
-    server_url: Text | None = key(None, "OpenAI-compatible server to measure, http://HOST:PORT/v1")
-    against: Text | None = key(
+    server_url: Address | None = key(
+        None, "OpenAI-compatible server to measure, http://HOST:PORT/v1"
+    )
+    against: Address | None = key(
         None, "server of the same model without heads; it and server_url are measured in turns"
     )
     serve: Bool = key(
@@ -884,7 +889,7 @@ class EvalConfig(Config):
     retry_seconds: Float = key(
         120.0, "failed requests are retried for up to this many seconds", ge=0
     )
-    api_key_env: Text = key(
+    api_key_env: VariableName = key(
         "OPENAI_API_KEY", "environment variable that holds the API key of the servers"
     )
 
@@ -1016,7 +1021,7 @@ class SelfDistillConfig(Config):
     heads: Text | None = key(
         None, "run or directory of heads to decode with; its backbone is the default model"
     )
-    server_url: TextList | None = key(
+    server_url: Addresses | None = key(
         None,
         "URL of the server, http://HOST:PORT/v1, or a list of servers with the same model",
         min_length=1,
@@ -1028,7 +1033,7 @@ class SelfDistillConfig(Config):
     retry_seconds: Float = key(
         900.0, "failed requests are retried for up to this many seconds", ge=0
     )
-    api_key_env: Text = key("OPENAI_API_KEY", "environment variable that holds the API key")
+    api_key_env: VariableName = key("OPENAI_API_KEY", "environment variable that holds the API key")
     output: Text | None = key(
         None, "JSONL file to write; default: runs/selfdistill/SEED_DATASET.jsonl"
     )

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from medusa_train.config.paths import expand_variables
 from medusa_train.errors import ConfigError
+from medusa_train.masking import mask, remember, remember_address
 
 #: The key that describes a first stage, and the name of its directory in the run directory.
 STAGE_ONE = "stage_one"
@@ -54,7 +57,7 @@ def format_value(value: object) -> str:
         return f"{value:g}"
     if isinstance(value, int) and abs(value) >= 1 << 63:
         return "a number of many digits"
-    text = repr(value) if isinstance(value, str) else str(value)
+    text = mask(repr(value) if isinstance(value, str) else str(value))
     return text if len(text) <= 60 else text[:57] + "..."
 
 
@@ -62,7 +65,11 @@ def _type_error(expected: str, value: object) -> PydanticCustomError:
     text = f"expected {expected}, got {format_value(value)}"
     if isinstance(value, bool):
         text += " (YAML reads yes, no, on and off as true and false)"
-    # pydantic would read braces in the text as placeholders, so it is passed through the context
+    return _refusal(text)
+
+
+def _refusal(text: str) -> PydanticCustomError:
+    """Return an error whose text is shown as it is: pydantic would read braces as placeholders."""
     return PydanticCustomError("config_type", "{text}", {"text": text})
 
 
@@ -108,9 +115,11 @@ def _as_text(value: object) -> object:
                 "config_type", "is empty; leave the key out, or give it a value"
             )
         try:
-            return expand_variables(value)
+            text = expand_variables(value)
         except ConfigError as error:
-            raise PydanticCustomError("config_type", "{text}", {"text": str(error)}) from None
+            raise _refusal(str(error)) from None
+        _refuse_password(text)
+        return text
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     raise _type_error("text (put it in quotes)", value)
@@ -119,8 +128,73 @@ def _as_text(value: object) -> object:
 def _as_plain_text(value: object) -> object:
     """Validate text that is taken as it is written."""
     if isinstance(value, str) and value.strip():
+        _refuse_password(value)
         return value
     return _as_text(value)
+
+
+def _refuse_password(text: str) -> None:
+    """Refuse a web address with a user name or a password, which would appear in messages and
+    files.
+    """
+    if re.match(r"[a-z][\w+.-]*://[^/]*@", text, re.IGNORECASE):
+        remember_address(text)
+        raise _refusal(
+            f"{mask(text)} contains a user name or a password, which would appear in messages; keys"
+            " of servers are read from environment variables"
+        )
+
+
+def _as_address(value: object) -> object:
+    """Validate the address of a server."""
+    text = _as_text(value)
+    assert isinstance(text, str)
+    problem = address_problem(text)
+    if problem is not None:
+        raise _refusal(problem)
+    return text
+
+
+def address_problem(url: str) -> str | None:
+    """Return what is wrong with the address of an OpenAI-compatible server; None if nothing is.
+
+    Whatever could be a key in it is masked from now on.
+    """
+    example = "expected an address such as http://localhost:8000/v1"
+    try:
+        parts = urlsplit(url)
+        _ = parts.port  # raises ValueError above 65535
+    except ValueError as error:
+        has_password = "@" in url
+        remember_address(url)
+        reason = "" if has_password else f"{error}; "  # it may show a part of the password
+        return f"{mask(url)}: {reason}{example}"
+    if parts.username or parts.password or parts.query or parts.fragment:
+        remember_address(url)
+        for pair in f"{parts.query}&{parts.fragment}".split("&"):
+            remember(pair.rpartition("=")[2])
+        return (
+            f"{mask(url)} contains a password or a query, which would appear in messages; set the"
+            " environment variable OPENAI_API_KEY (api_key_env names another) to the API key"
+        )
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        remember_address(url if "://" in url else f"http://{url}")
+        return f"{mask(url)}: {example}"
+    return None
+
+
+def _as_variable_name(value: object) -> object:
+    """Validate the name of an environment variable; a key in its place is not shown."""
+    text = _as_text(value)
+    assert isinstance(text, str)
+    is_name = re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", text) is not None
+    if is_name and (text in os.environ or text.upper() == text):
+        return text
+    remember(text)
+    raise _refusal(
+        "expected the name of an environment variable that holds the key, such as OPENAI_API_KEY,"
+        " not the key itself"
+    )
 
 
 def _as_bool_or_auto(value: object) -> object:
@@ -160,11 +234,11 @@ def _as_template_kwargs(value: object) -> object:
         raise _type_error("a mapping such as {enable_thinking: false}", value)
     if reserved := sorted(_RENDERING.intersection(value)):
         text = f"{', '.join(reserved)}: set by the renderer itself; remove it"
-        raise PydanticCustomError("config_type", "{text}", {"text": text})
+        raise _refusal(text)
     for name in value:
         if not name.isidentifier():
             text = f"{format_value(name)} is not the name of a variable"
-            raise PydanticCustomError("config_type", "{text}", {"text": text})
+            raise _refusal(text)
     return value
 
 
@@ -293,6 +367,12 @@ Float = Annotated[float, BeforeValidator(_as_float)]
 Int = Annotated[int, BeforeValidator(_as_int)]
 Bool = Annotated[bool, BeforeValidator(_as_bool)]
 Text = Annotated[str, BeforeValidator(_as_text), WithJsonSchema({"type": ["string", "integer"]})]
+#: Address of an OpenAI-compatible server.
+Address = Annotated[str, BeforeValidator(_as_address), WithJsonSchema({"type": "string"})]
+#: Name of an environment variable that holds a key.
+VariableName = Annotated[
+    str, BeforeValidator(_as_variable_name), WithJsonSchema({"type": "string"})
+]
 #: true, false or "auto" (true if the device supports it well).
 BoolOrAuto = Annotated[bool | Literal["auto"], BeforeValidator(_as_bool_or_auto)]
 #: None (a new run), "latest" or a path.
@@ -307,6 +387,9 @@ Interval = Annotated[int | float, BeforeValidator(_as_interval)]
 _PlainText = Annotated[str, BeforeValidator(_as_plain_text)]
 TextList = Annotated[
     list[_PlainText], BeforeValidator(_as_list), WithJsonSchema(_one_or_more({"type": "string"}))
+]
+Addresses = Annotated[
+    list[Address], BeforeValidator(_as_list), WithJsonSchema(_one_or_more({"type": "string"}))
 ]
 #: Positive integers; a single one is a list of one.
 IntList = Annotated[

@@ -12,6 +12,7 @@ from typing import Any
 from medusa_train.data.conversation import REASONING_TAGS, Message, ReasoningTags, join_reasoning
 from medusa_train.data.records import reasoning_part
 from medusa_train.errors import ServerError
+from medusa_train.masking import excerpt
 from medusa_train.selfdistill.answers import Answer, AnswerFinishReason, Request
 from medusa_train.servers.client import OpenAIClient
 from medusa_train.servers.connection import RequestRejected
@@ -199,6 +200,6 @@ def _reason(finish: object) -> AnswerFinishReason:
         return _REASONS[finish]
     known = ", ".join(_REASONS)
     raise ServerError(
-        f"the server ended an answer for an unknown reason, finish_reason {str(finish)[:60]!r}"
+        f"the server ended an answer for an unknown reason, finish_reason {excerpt(str(finish), 60)!r}"
         f" (known: {known}); is it an OpenAI-compatible chat server?"
     )

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from medusa_train.data.record_files import settings_path
 from medusa_train.errors import ConfigError, DataError
 from medusa_train.io import JsonLinesFile, complete_lines, replace_bytes, replace_text
+from medusa_train.masking import excerpt
 from medusa_train.selfdistill.answers import is_asked_again
 from medusa_train.selfdistill.prompts import Prompt, Shard
 
@@ -110,7 +111,7 @@ class OutputWriter:
             if said and asked.get(name, said[0]) != said[0]:
                 raise ConfigError(
                     f"output {self.output}: it answers other prompts with the same ids; {name} asks"
-                    f" {said[0][:60]!r}, and now {asked[name][:60]!r}. Choose another"
+                    f" {excerpt(said[0], 60)!r}, and now {excerpt(asked[name], 60)!r}. Choose another"
                     " output=FILE.jsonl"
                 )
 

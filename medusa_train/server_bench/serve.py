@@ -29,7 +29,8 @@ from medusa_train.data.builtin_templates import get_template
 from medusa_train.errors import ConfigError, ServerError
 from medusa_train.export.targets import write_merged
 from medusa_train.export.write import export_run
-from medusa_train.io import replace_text
+from medusa_train.io import mask_file, replace_text
+from medusa_train.masking import excerpt, mask
 from medusa_train.progress import RunProgress
 from medusa_train.server_bench.measure import PLAIN, Target
 from medusa_train.training.process_info import free_port
@@ -184,7 +185,7 @@ class VLLMServer:
         ]
         errors = _ROOT_ERROR.findall(text)
         if errors:
-            lines.append(f"Its first error: {errors[0].strip()[:300]}")
+            lines.append(f"Its first error: {excerpt(errors[0], 300)}")
         if _OUT_OF_MEMORY.search(text):
             lines.append(
                 "It ran out of memory: lower --max-model-len or --max-num-seqs through serve_args,"
@@ -209,6 +210,7 @@ class VLLMServer:
             self._signal(signal.SIGKILL)
             self._process.wait()
             self._stopped = True
+            mask_file(self.log)
 
     def _signal(self, number: int) -> None:
         # no process of the group is left
@@ -218,7 +220,7 @@ class VLLMServer:
     def _tail(self) -> str:
         """The last lines of the log, without empty ones and nanobind's reports of leaked objects."""
         log = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
-        lines = [line[:300] for line in log if line.strip() and not _LEAK_REPORT.search(line)]
+        lines = [mask(line)[:300] for line in log if line.strip() and not _LEAK_REPORT.search(line)]
         return "\n".join(f"  {line}" for line in lines[-TAIL_LINES:]) or "  (empty)"
 
 

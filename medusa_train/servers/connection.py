@@ -1,8 +1,8 @@
 """A connection to an OpenAI-compatible server: send a request once, classify its response, keep
 within the context.
 
-The API key is read from the environment and sent in the Authorization header; it never appears in
-messages or files.
+The API key is read from the environment and sent in the Authorization header; masking.py keeps it out
+of messages and files. What a server says is shortened by `excerpt`, which masks first.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from medusa_train.config.types import address_problem
 from medusa_train.errors import ConfigError, ServerError
+from medusa_train.masking import excerpt, mask, remember
 
 _TOO_LONG = re.compile(
     r"context[ _](?:length|window|size)|too long|too many"
@@ -155,7 +157,9 @@ def read_completion(
                 message["content"] += content
                 message["reasoning_content"] += reasoning
             except (AttributeError, TypeError):
-                raise StreamError(f"a part of the stream is no text message: {data[:80]}") from None
+                raise StreamError(
+                    f"a part of the stream is no text message: {excerpt(data, 80)}"
+                ) from None
             if first_token is None and (content or reasoning):
                 first_token = now
             finish_reason = choice.get("finish_reason") or finish_reason
@@ -209,11 +213,11 @@ def _parse(data: str) -> dict[str, Any]:
         error = chunk.get("error")
     except (ValueError, AttributeError):
         raise StreamError(
-            f"the stream holds something else than JSON objects: {data[:80]}"
+            f"the stream holds something else than JSON objects: {excerpt(data, 80)}"
         ) from None
     if error is not None:
         text = error.get("message", error) if isinstance(error, dict) else error
-        raise StreamError(f"error within the stream: {' '.join(str(text).split())[:300]}")
+        raise StreamError(f"error within the stream: {excerpt(str(text), 300)}")
     return dict(chunk)
 
 
@@ -283,15 +287,11 @@ class ServerConnection:
     """
 
     def __init__(self, url: str, key_variable: str, timeout: float, connections: int) -> None:
-        self.url = _normalize_url(url, key_variable)
+        self.url = _normalize_url(url)
         self.context: int | None = None
         self._can_tokenize = True
         self._key_variable = key_variable
-        self._key = os.environ.get(key_variable, "").strip()
-        if not self._key.isascii():
-            raise ConfigError(
-                f"{key_variable}: the API key contains a character that is not ASCII; copy it again"
-            )
+        self._key = _read_key(key_variable)
         self._models_lock = threading.Lock()
         self._models_read = False
         self._timeout = timeout
@@ -328,9 +328,9 @@ class ServerConnection:
                         raise
                 body["max_tokens"] = room
         except (httpx.ReadTimeout, httpx.DecodingError) as error:
-            return Fault(f"{type(error).__name__}: {error}", "failed")
+            return Fault(mask(f"{type(error).__name__}: {error}"), "failed")
         except (httpx.TransportError, RuntimeError) as error:  # RuntimeError: the client was closed
-            return Fault(f"{type(error).__name__}: {error}", "unreachable")
+            return Fault(mask(f"{type(error).__name__}: {error}"), "unreachable")
 
     def close(self) -> None:
         """Close the connections; streams that are being read end with a fault."""
@@ -464,28 +464,32 @@ class ServerConnection:
         return ""
 
     def _reason(self, response: httpx.Response) -> str:
-        """Format status and message on one line, with the API key masked."""
-        text = " ".join(error_message(response).split())[:300]
-        if self._key:
-            text = text.replace(self._key, "***")
-        return f"{response.status_code} {response.reason_phrase}: {text}"
+        """Format status and message on one line."""
+        phrase = excerpt(response.reason_phrase, 80)
+        return f"{response.status_code} {phrase}: {excerpt(error_message(response), 300)}"
 
 
-def _normalize_url(url: str, key_variable: str) -> str:
-    try:
-        parts = urlsplit(url)
-        _ = parts.port  # raises ValueError above 65535
-    except ValueError as error:
-        raise ConfigError(
-            f"server {url}: {error}; expected an address such as http://localhost:8000/v1"
-        ) from None
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError(f"server {url}: expected an address such as http://localhost:8000/v1")
-    if parts.password or parts.username or parts.query:
-        raise ConfigError(
-            "server_url: must not contain a password or a query, which would appear in messages; "
-            f"set the environment variable {key_variable} to the API key"
-        )
+def _read_key(variable: str) -> str:
+    """Return the API key of an environment variable, masked from now on; empty if it is not set.
+
+    Raises:
+        ConfigError: it cannot be sent in a header; the message does not show it.
+    """
+    key = os.environ.get(variable, "").strip()
+    remember(key)
+    if not key.isascii():
+        problem = "a character that is not ASCII"
+    elif len(key.split()) > 1 or not key.isprintable():
+        problem = "white space or a control character"
+    else:
+        return key
+    raise ConfigError(f"{variable}: the API key contains {problem}; copy it again")
+
+
+def _normalize_url(url: str) -> str:
+    problem = address_problem(url)
+    if problem is not None:
+        raise ConfigError(f"server {problem}")
     return url.rstrip("/").removesuffix("/chat/completions")
 
 

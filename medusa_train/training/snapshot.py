@@ -17,6 +17,7 @@ import torch
 
 from medusa_train.checkpoint.store import CheckpointStore
 from medusa_train.errors import CheckpointError
+from medusa_train.masking import excerpt
 from medusa_train.models.drafts.base import Draft
 from medusa_train.models.partitioned import gathered, is_partitioned, whole_copies
 from medusa_train.training.backbone_recipe import BackboneRecipe
@@ -196,7 +197,7 @@ def _matching(checkpoint: LoadedCheckpoint) -> Iterator[None]:
                 " resume, set them back; to train with the new ones, set output_dir to a new"
                 " directory and remove resume_from_checkpoint."
             ) from error
-        reason = " ".join(str(error).split())[:300]
+        reason = excerpt(str(error), 300)
         raise CheckpointError(
             f"{checkpoint.path}: does not fit this run ({reason}).\nTo resume, keep the base_model,"
             " draft, heads (medusa_num_heads, medusa_num_layers, medusa_vocab_size,"
