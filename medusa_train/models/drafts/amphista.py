@@ -1,4 +1,4 @@
-"""Amphista: K heads over two adaptation layers and a bidirectional block, which draft in one pass."""
+"""Amphista: K heads that read the token just chosen and attend to each other, in one pass."""
 
 from __future__ import annotations
 
@@ -20,17 +20,21 @@ from medusa_train.trees.slots import PromptCache
 
 
 class AmphistaDraft(LMHeadsDraft):
-    """K heads over two adaptation layers and a bidirectional block (Amphista, Methodology; arXiv
+    """Medusa's heads, which see the token just chosen and each other (Amphista, Methodology; arXiv
     2406.13170).
 
-        h1 = Layer1(fc1[h ; e])    h2 = Layer2(fc2[h1 ; e])      h: the backbone's state at t, e: of the token at t + 1
-        heads 1 .. K/2 (rounded down): h1    the others: h2      Eq. 1
-        v_k = h_i + SiLU(W1_k h_i + b1_k)                        Eq. 2
+    Two decoder layers prepare what the heads read: the first K/2 heads (rounded down) read the
+    first layer, the others the second. Before their output matrices the heads attend to each other.
+
+        h1 = Layer1(fc1[h ; e])    h2 = Layer2(fc2[h1 ; e])      Eq. 1; h: the backbone's state at t,
+                                                                 e: the embedding of the token at t + 1
+        v_k = h_i + SiLU(W1_k h_i + b1_k)                        Eq. 2; h_i: h1 or h2
         [u_1 .. u_K] = AutoEmbedding([v_1 .. v_K])               Eq. 3 to 5
-        p_k = softmax(W2_k u_k)                                  Eq. 6
+        p_k = softmax(W2_k u_k)                                  Eq. 6; guesses the token at t + k + 1
 
     The token at t + 1 is the one that the backbone just chose: in decoding the root of the tree, in
-    training the data's token. No head reads a later one, so all K heads draft in one pass.
+    training the data's token. No head reads a later one, so in training all positions and in
+    decoding all K heads are computed in one pass.
 
     Choices that the paper does not specify:
 
@@ -51,8 +55,9 @@ class AmphistaDraft(LMHeadsDraft):
         adaptation_layers: 2; with 1 all heads read h1; with 0 there is no decoder layer, and they
             read fc[h ; e].
         sampled_token: False omits e and fc: the layers read h and h1.
-        normalize_embeddings: False leaves e as it is. vocab_size, token_map: N, for heads over the
-        tokens of `token_map` (long [N]); by default all tokens.
+        normalize_embeddings: False leaves e as it is.
+        vocab_size, token_map: N, for heads over the tokens of `token_map` (long [N]); by default
+            all tokens.
         dtype: dtype of the parameters; by default the backbone's.
     """
 
@@ -88,33 +93,34 @@ class AmphistaDraft(LMHeadsDraft):
         self.sampled_token = sampled_token
         self.normalize_embeddings = normalize_embeddings
         dtype = dtype or backbone.dtype
+        size = backbone.hidden_size  # d
         self.embedding = backbone.embedding()
-        size = backbone.hidden_size
-        stages = max(adaptation_layers, 1) if sampled_token else 0
+        # fc and the adaptation layers
+        num_fc = max(adaptation_layers, 1) if sampled_token else 0
         self.fc = nn.ModuleList(
-            nn.Linear(2 * size, size, bias=False, dtype=dtype) for _ in range(stages)
+            nn.Linear(2 * size, size, bias=False, dtype=dtype) for _ in range(num_fc)
         )
         self.layers = nn.ModuleList(
             DraftLayer(backbone, final_norm=False, dtype=dtype) for _ in range(adaptation_layers)
         )
+        # the heads: W1, the block between them, W2
         self.mlps = StackedLinears(nn.Linear(size, size, dtype=dtype) for _ in range(num_heads))
         self.auto: AutoEmbedding | None = None
         if auto_blocks:
-            heads = backbone.config.num_attention_heads
+            config = backbone.config
             self.auto = AutoEmbedding(
-                auto_blocks, num_heads, size, heads, head_dim(backbone.config), dtype
+                auto_blocks, num_heads, size, config.num_attention_heads, head_dim(config), dtype
             )
             if not position_encoding:
                 self.auto.positions = None
-        self.lm_heads = StackedLinears(
-            self.new_lm_heads(backbone, num_heads, vocab_size, token_map, dtype)
-        )
+        lm_heads = self.new_lm_heads(backbone, num_heads, vocab_size, token_map, dtype)
+        self.lm_heads = StackedLinears(lm_heads)
         self._init_identity()
         self.to(backbone.device)
 
     @torch.no_grad()
     def _init_identity(self) -> None:
-        """Initialise so that the heads' states are the backbone's."""
+        """Initialize so that the heads' states are the backbone's."""
         for fc in self.fc:
             assert isinstance(fc, nn.Linear)
             nn.init.eye_(fc.weight)  # [I, 0]
@@ -142,26 +148,39 @@ class AmphistaDraft(LMHeadsDraft):
         """
         d = model.get_output_embeddings().weight.shape[1]
         heads = num_heads * (d * d + d + count_lm_head(model, vocab_size))
-        layer = (
-            sum(p.numel() for p in layer_to_copy(model).parameters()) if adaptation_layers else 0
-        )
-        fcs = max(adaptation_layers, 1) * 2 * d * d if sampled_token else 0
+        layers = 0
+        if adaptation_layers:
+            layer = layer_to_copy(model)
+            layers = adaptation_layers * sum(p.numel() for p in layer.parameters())
+        fcs = 0
+        if sampled_token:
+            fcs = max(adaptation_layers, 1) * 2 * d * d
+        positions = 0
+        if auto_blocks and position_encoding:
+            positions = num_heads * d
         config = model.config.get_text_config()
         attention = 4 * d * config.num_attention_heads * head_dim(config)
-        positions = num_heads * d if auto_blocks and position_encoding else 0
-        return heads + adaptation_layers * layer + fcs + positions + auto_blocks * (attention + d)
+        blocks = auto_blocks * (attention + d)  # with a norm
+        return heads + layers + fcs + positions + blocks
 
     # Training
 
     def head_states(self, feats: Features, batch: TokenRows) -> Iterator[Tensor]:
         """Yield for k = 1..K the states [B, T, d] that `lm_head(k)` reads."""
-        # a document's last position has no next token, but no target either, so any token will do
-        # there
-        following = shift_labels(batch.tokens, 0, batch.segments).clamp(min=0)
-        stages = self.stages(
-            feats.hidden, following, lambda i, x: self._layer(i)(x, batch.positions, batch.segments)
-        )
-        yield from self._mix(self._head_vectors(stages)).unbind(-2)
+        # 1. the token at t + 1; a document's last position has none, but no target either, so any
+        # token will do there
+        following = shift_labels(batch.tokens, 0, batch.segments).clamp(min=0)  # [B, T]
+
+        # 2. h1 and h2 of all positions
+        def run_layer(i: int, x: Tensor) -> Tensor:
+            out: Tensor = self.layers[i](x, batch.positions, batch.segments)
+            return out
+
+        stages = self.stages(feats.hidden, following, run_layer)  # [B, T, d] each
+
+        # 3. the heads
+        vectors = self._head_vectors(stages)  # [B, T, K, d]
+        yield from self._mix(vectors).unbind(-2)
 
     # Decoding. The layers read a position only once the token after it is known, so the last one
     # waits for the root.
@@ -173,65 +192,78 @@ class AmphistaDraft(LMHeadsDraft):
 
     def prefill(self, feats: Features, tokens: Tensor, caches: Sequence[PromptCache]) -> None:
         """Run the adaptation layers over the prompts, the last positions with any token after them."""
-        following = tokens.roll(-1, dims=1)
+        following = tokens.roll(-1, dims=1)  # [B, T]
 
-        def extend(i: int, x: Tensor) -> Tensor:
-            return self._layer(i).extend(x, caches[i])
+        def run_layer(i: int, x: Tensor) -> Tensor:
+            layer: Any = self.layers[i]
+            out: Tensor = layer.extend(x, caches[i])
+            return out
 
-        self.stages(feats.hidden, following, extend)
+        self.stages(feats.hidden, following, run_layer)
 
     def read(self, step: DraftStep) -> list[Tensor]:
         """Run the adaptation layers over the accepted path, followed by the roots; return h1 and h2
         [B, d] of its last nodes.
         """
         accepted = step.accepted
-
-        def read_path(i: int, x: Tensor) -> Tensor:
-            return step.caches[i].read_path(self._layer(i), x, accepted.starts)
-
         hidden = accepted.along_path(accepted.feats.hidden)  # [B, D + 1, d]
-        stages = self.stages(hidden, accepted.following(step.roots), read_path)
+        following = accepted.following(step.roots)  # [B, D + 1]
+
+        def run_layer(i: int, x: Tensor) -> Tensor:
+            layer: Any = self.layers[i]
+            return step.caches[i].read_path(layer, x, accepted.starts)
+
+        stages = self.stages(hidden, following, run_layer)  # [B, D + 1, d] each
         return [accepted.last(stage) for stage in stages]
 
     def guess(self, step: DraftStep, states: list[Tensor]) -> Proposal:
         """Place the top draft tokens of every head in the tree by rank."""
         tree = step.tree
-        logits = self._head_logits(states, self.stacked(), tree.max_depth)  # [max_depth, B, V]
-        best = logits.topk(tree.width).indices.transpose(0, 1).flatten(1)  # [B, max_depth * width]
-        guesses = self.lm_head(1).tokens_of(best[:, tree.candidate_index])  # [B, n]
-        return Proposal(torch.cat([step.roots[:, None], guesses], dim=1), tree)
+        # 1. the best tokens of the heads that the tree has levels for
+        logits = self._head_logits(states, tree.max_depth)  # [max_depth, B, V]
+        best = logits.topk(tree.width).indices  # [max_depth, B, width]
+        table = best.transpose(0, 1).flatten(1)  # [B, max_depth * width]
+        # 2. those that the tree has
+        guesses = self.lm_head(1).tokens_of(table[:, tree.candidate_index])  # [B, n]
+        tokens = torch.cat([step.roots[:, None], guesses], dim=1)  # [B, n + 1]
+        return Proposal(tokens, tree)
 
     def stacked(self) -> Stacked | None:
         """Return the weights of all heads as one tensor each; None if they are not stacked."""
-        mlp, lm_head = self.mlps.stacked(), self.lm_heads.stacked()
-        return None if mlp is None or lm_head is None else Stacked(mlp, lm_head)
+        mlp = self.mlps.stacked()
+        lm_heads = self.lm_heads.stacked()
+        if mlp is None or lm_heads is None:
+            return None
+        return Stacked(mlp, lm_heads)
 
     # The layers of the formulas above
 
     def stages(
-        self, hidden: Tensor, following: Tensor, layer: Callable[[int, Tensor], Tensor]
+        self, hidden: Tensor, following: Tensor, run_layer: Callable[[int, Tensor], Tensor]
     ) -> list[Tensor]:
         """Return h1 and h2 (Eq. 1), [B, T, d] each; a single one where there is no second layer.
 
         Args:
             hidden: [B, T, d]. following: long [B, T], the token after each position.
-            layer: runs adaptation layer i, from 0, over [B, T, d].
+            run_layer: runs adaptation layer i, from 0, over [B, T, d].
         """
         dtype = self.lm_heads.get_parameter("0.weight").dtype
-        x, stages = hidden.to(dtype), []
+        x = hidden.to(dtype)
+        # 1. e
         if self.sampled_token:
-            e = self.embedding(following).to(dtype)
-            e = rms_norm(e, e.shape[-1:], eps=1e-12) if self.normalize_embeddings else e
+            e = self.embedding(following).to(dtype)  # [B, T, d]
+            if self.normalize_embeddings:
+                e = rms_norm(e, e.shape[-1:], eps=1e-12)
+        # 2. each stage reads the one before it, and e again
+        stages: list[Tensor] = []
         for i in range(max(self.adaptation_layers, len(self.fc))):
             if self.sampled_token:
-                x = self.fc[i](torch.cat([x, e], dim=-1)).to(dtype)
+                both = torch.cat([x, e], dim=-1)  # [B, T, 2 d]
+                x = self.fc[i](both).to(dtype)  # [B, T, d]
             if self.adaptation_layers:
-                x = layer(i, x)
+                x = run_layer(i, x)  # [B, T, d]
             stages.append(x)
         return stages or [x]
-
-    def _layer(self, i: int) -> Any:
-        return self.layers[i]
 
     def _stage_of_heads(self, stages: Sequence[Tensor]) -> list[Tensor]:
         """What each head reads: h1 or h2."""
@@ -240,36 +272,46 @@ class AmphistaDraft(LMHeadsDraft):
 
     def _head_vectors(self, stages: Sequence[Tensor]) -> Tensor:
         """v_1 .. v_K (Eq. 2), [..., K, d], of stages [..., d]."""
-        heads = zip(self._stage_of_heads(stages), self.mlps, strict=True)
-        return torch.stack([x + silu(mlp(x)) for x, mlp in heads], dim=-2)
+        vectors = []
+        for x, mlp in zip(self._stage_of_heads(stages), self.mlps, strict=True):
+            vectors.append(x + silu(mlp(x)))
+        return torch.stack(vectors, dim=-2)
 
     def _stacked_head_vectors(self, stages: Sequence[Tensor], stacked: Stacked) -> Tensor:
         """The same in one product, [B, K, d] of stages [B, d]."""
-        weights, biases = stacked.mlp
+        weights, biases = stacked.mlp  # [K, d, d], [K, d]
         assert biases is not None
-        x = torch.stack(self._stage_of_heads(stages))
-        return (x + silu(torch.baddbmm(biases[:, None], x, weights.transpose(1, 2)))).transpose(
-            0, 1
-        )
+        x = torch.stack(self._stage_of_heads(stages))  # [K, B, d]
+        branch = torch.baddbmm(biases[:, None], x, weights.transpose(1, 2))  # [K, B, d]
+        vectors = x + silu(branch)
+        return vectors.transpose(0, 1)
 
     def _mix(self, vectors: Tensor) -> Tensor:
         """u_1 .. u_K (Eq. 3 to 5), [..., K, d] -> [..., K, d]."""
-        return vectors if self.auto is None else self.auto(vectors)
+        if self.auto is None:
+            return vectors
+        mixed: Tensor = self.auto(vectors)
+        return mixed
 
-    def _head_logits(self, stages: Sequence[Tensor], stacked: Stacked | None, count: int) -> Tensor:
-        """Logits of heads 1..count without soft cap and scale, which keep their order: [count, B,
-        V] of [B, d].
+    def _head_logits(self, stages: Sequence[Tensor], count: int) -> Tensor:
+        """Logits of heads 1..count (Eq. 6) of stages [B, d], [count, B, V].
+
+        Without soft cap and scale, which keep their order. All heads are needed for the first ones,
+        since they attend to each other.
         """
+        stacked = self.stacked()
         if stacked is None:
-            heads = self._mix(self._head_vectors(stages)).unbind(-2)
-            return torch.stack([self.lm_heads[k](heads[k]) for k in range(count)])
-        states = self._mix(self._stacked_head_vectors(stages, stacked)).transpose(0, 1)  # [K, B, d]
-        weights, biases = stacked.lm_heads
-        logits = torch.bmm(states[:count], weights[:count].transpose(1, 2))
-        return logits if biases is None else logits + biases[:count, None]
+            states = self._mix(self._head_vectors(stages)).unbind(-2)  # K times [B, d]
+            return torch.stack([self.lm_heads[k](states[k]) for k in range(count)])
+        mixed = self._mix(self._stacked_head_vectors(stages, stacked)).transpose(0, 1)  # [K, B, d]
+        weights, biases = stacked.lm_heads  # [K, V, d], [K, V]
+        logits = torch.bmm(mixed[:count], weights[:count].transpose(1, 2))  # [count, B, V]
+        if biases is not None:
+            logits = logits + biases[:count, None]
+        return logits
 
 
-#: Output projections of attention and MLP in a decoder layer. Initialised to 0, so that a new
+#: Output projections of attention and MLP in a decoder layer. Initialized to 0, so that a new
 # layer adds nothing.
 OUTPUT_PROJECTIONS = ("o_proj", "down_proj", "output_linear", "c_proj")
 
@@ -288,7 +330,7 @@ class AutoEmbedding(nn.Module):
     Auto-embedding, Eq. 4 and 5).
 
     Positions are initially 0, so that vectors pass unchanged; the paper does not specify their
-    initialisation.
+    initialization.
     """
 
     def __init__(
@@ -311,7 +353,10 @@ class AutoEmbedding(nn.Module):
 
     def forward(self, vectors: Tensor) -> Tensor:
         """[..., K, d] -> [..., K, d]."""
-        x = (vectors if self.positions is None else vectors + self.positions).flatten(0, -3)
+        x = vectors
+        if self.positions is not None:
+            x = x + self.positions  # of the heads, [K, d]
+        x = x.flatten(0, -3)  # [N, K, d], N positions of text
         for block in self.blocks:
             x = block(x)
         return x.unflatten(0, vectors.shape[:-2])
@@ -338,10 +383,12 @@ class HeadAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[N, K, d] -> [N, K, d]."""
-        # [N, K, 3, heads, head_dim]
-        qkv = self.qkv(self.norm(x)).unflatten(-1, (3, self.num_attention_heads, -1))
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        return x + self.out(_attention(q, k, v).transpose(1, 2).flatten(2))
+        qkv = self.qkv(self.norm(x))  # [N, K, 3 * heads * head_dim]
+        qkv = qkv.unflatten(-1, (3, self.num_attention_heads, -1))
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # [N, heads, K, head_dim] each
+        attended = _attention(q, k, v).transpose(1, 2).flatten(2)  # [N, K, heads * head_dim]
+        out: Tensor = x + self.out(attended)
+        return out
 
 
 #: Largest batch of a CUDA attention kernel: the limit of the second and third dimension of a CUDA
@@ -353,7 +400,8 @@ def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attention of [N, heads, K, head_dim], in chunks that CUDA kernels accept."""
     if len(q) <= MAX_CUDA_BATCH:
         return scaled_dot_product_attention(q, k, v)
-    chunks = zip(
-        q.split(MAX_CUDA_BATCH), k.split(MAX_CUDA_BATCH), v.split(MAX_CUDA_BATCH), strict=True
-    )
+    q_chunks = q.split(MAX_CUDA_BATCH)
+    k_chunks = k.split(MAX_CUDA_BATCH)
+    v_chunks = v.split(MAX_CUDA_BATCH)
+    chunks = zip(q_chunks, k_chunks, v_chunks, strict=True)
     return torch.cat([scaled_dot_product_attention(*chunk) for chunk in chunks])

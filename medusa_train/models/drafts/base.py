@@ -315,7 +315,7 @@ class Draft(Proposer, nn.Module):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """JSON-serialisable keyword arguments of `from_backbone` that recreate this draft, except
+        """JSON-serializable keyword arguments of `from_backbone` that recreate this draft, except
         `token_map`.
         """
         return {name: getattr(self, name) for name in self.setting_names}

@@ -1,4 +1,4 @@
-"""A trainable decoder layer of the backbone's class, initialised from one of its; attention or MLP
+"""A trainable decoder layer of the backbone's class, initialized from one of its; attention or MLP
 may be absent.
 """
 
@@ -27,7 +27,7 @@ from medusa_train.trees.slots import PromptCache, SlotCache
 
 
 class DraftLayer(nn.Module):
-    """A randomly initialised causal decoder layer of the backbone's kind: Hydra's prefix layer,
+    """A randomly initialized causal decoder layer of the backbone's kind: Hydra's prefix layer,
     Amphista's stages.
 
     It is a stock transformers decoder with a single layer, run on states in place of embeddings, so
@@ -134,7 +134,7 @@ class DraftLayer(nn.Module):
 
     @torch.no_grad()
     def match_rms(self, states: Tensor) -> None:
-        """Initialise the final norm's weight so that its output has the root mean square of
+        """Initialize the final norm's weight so that its output has the root mean square of
         `states` [..., d].
         """
         weight = getattr(self.body.norm, "weight", None)
@@ -265,9 +265,9 @@ def _remove(body: Any, name: str, replacement: nn.Module, hidden_size: int) -> N
     body.zero_grad()
 
 
-# Initialisation from a layer of the backbone
+# Initialization from a layer of the backbone
 
-#: A parameter to initialise and the source weight of the same name.
+#: A parameter to initialize and the source weight of the same name.
 Pair = tuple[nn.Parameter, Tensor]
 
 
@@ -277,8 +277,8 @@ def init_from_layer(layer: nn.Module, source: nn.Module) -> None:
     or removed.
 
     A narrower MLP keeps the units with the largest input and output weights. A wider MLP, a mixture
-    of experts, and modules that `source` lacks keep their initialisation. Quantised weights are
-    dequantised.
+    of experts, and modules that `source` lacks keep their initialization. Quantized weights are
+    dequantized.
     """
     with gathered(source.parameters()):
         _copy_weights(layer, source)

@@ -1,6 +1,4 @@
-"""Hydra heads: sequentially dependent, each reads the state and the path of draft tokens so far,
-level by level.
-"""
+"""Hydra: heads that read the path of draft tokens before the one they guess, level by level."""
 
 from __future__ import annotations
 
@@ -24,9 +22,20 @@ from medusa_train.trees.slots import PromptCache
 class HydraDraft(LMHeadsDraft):
     """K sequentially dependent heads (Hydra, Hydra Heads; arXiv 2402.05109).
 
-        x_k = [h_t ; E(x_{t+1}) ; ... ; E(x_{t+k})]      x_{t+1}: the backbone's token, then the path of draft tokens
-        v_k = Block_n(... Block_2(P_k x_k + SiLU(W_k x_k)))
+    Medusa's heads guess each from the state alone. Here head k also reads the tokens between the
+    state and the one it guesses, so it knows which path it continues:
+
+        head 1 reads   h_t  E(x_{t+1})                        guesses x_{t+2}
+        head 2 reads   h_t  E(x_{t+1})  E(x_{t+2})            guesses x_{t+3}
+        head k reads   h_t  E(x_{t+1})  ..  E(x_{t+k})        guesses x_{t+k+1}
+
+        x_k = [h_t ; E(x_{t+1}) ; .. ; E(x_{t+k})]            (k + 1) d numbers
+        v_k = Block_n(.. Block_2(P_k x_k + SiLU(W_k x_k)))    the blocks are Medusa's
         p_k = softmax(W2_k v_k)
+
+    In decoding, x_{t+1} is the root and the others are the path of draft tokens below it: head k
+    runs at every node of depth k - 1 that has children. In training they are the data's tokens, and
+    all positions are computed at once.
 
     E is the backbone's frozen input embedding, scaled to a root mean square of 1. With a prefix
     layer (Hydra++) a decoder layer of the backbone's kind, with a cache and a final norm, runs over
@@ -38,8 +47,8 @@ class HydraDraft(LMHeadsDraft):
       slowly (`normalize_embeddings=False`: as it is).
     - Initially P = [I, 0, ..., 0], W = 0, biases are 0 and W2 = a copy of lm_head, so that without
       a prefix layer untrained heads give the backbone's next-token logits. (The reference
-      initialises P and all biases randomly, and uses one block object for layers 2 .. n.)
-    - The prefix layer is initialised randomly as in the paper, but its norm to the size of the
+      initializes P and all biases randomly, and uses one block object for layers 2 .. n.)
+    - The prefix layer is initialized randomly as in the paper, but its norm to the size of the
       backbone's states, so that the heads read something close to h from the first step on.
     - Dropout acts on what each SiLU branch adds.
 
@@ -47,8 +56,9 @@ class HydraDraft(LMHeadsDraft):
         backbone: the model whose embeddings, lm_head and layer class are used; its weights are not
             changed.
         num_heads: K. num_layers: blocks per head, the first one included.
-        prefix_layer: Hydra++. normalize_embeddings: scale E. dropout: in training. vocab_size,
-        token_map: N, for heads over the tokens of `token_map` (long [N]); by default all tokens.
+        prefix_layer: Hydra++. normalize_embeddings: scale E. dropout: in training.
+        vocab_size, token_map: N, for heads over the tokens of `token_map` (long [N]); by default
+            all tokens.
         dtype: dtype of the parameters; by default the backbone's.
     """
 
@@ -69,7 +79,7 @@ class HydraDraft(LMHeadsDraft):
     ) -> None:
         super().__init__()
         dtype = dtype or backbone.dtype
-        size = backbone.hidden_size
+        size = backbone.hidden_size  # d
         self.num_heads = num_heads
         self.num_layers = num_layers
         self.prefix_layer = prefix_layer
@@ -77,16 +87,13 @@ class HydraDraft(LMHeadsDraft):
         self.dropout = dropout
         self.embedding = backbone.embedding()
         self.prefix = DraftLayer(backbone, dtype=dtype) if prefix_layer else None
-        self.blocks = nn.ModuleList(
-            nn.Sequential(
-                _First(size, k + 1, dropout, dtype),
-                *(ResBlock(size, dtype, dropout) for _ in range(num_layers - 1)),
-            )
-            for k in range(1, num_heads + 1)
-        )
-        self.lm_heads = nn.ModuleList(
-            self.new_lm_heads(backbone, num_heads, vocab_size, token_map, dtype)
-        )
+        self.blocks = nn.ModuleList()
+        for k in range(1, num_heads + 1):
+            first = _FirstBlock(size, k + 1, dropout, dtype)
+            others = [ResBlock(size, dtype, dropout) for _ in range(num_layers - 1)]
+            self.blocks.append(nn.Sequential(first, *others))
+        lm_heads = self.new_lm_heads(backbone, num_heads, vocab_size, token_map, dtype)
+        self.lm_heads = nn.ModuleList(lm_heads)
         if self.prefix is not None:
             probe = torch.arange(min(64, backbone.vocab_size), device=backbone.device)[None]
             with torch.no_grad():
@@ -108,12 +115,14 @@ class HydraDraft(LMHeadsDraft):
         with its norm.
         """
         d = model.get_output_embeddings().weight.shape[1]
-        per_head = count_lm_head(model, vocab_size) + (num_layers - 1) * (d * d + d)
         first_blocks = sum(2 * d * ((k + 1) * d + 1) for k in range(1, num_heads + 1))
-        prefix = (
-            sum(p.numel() for p in layer_to_copy(model).parameters()) + d if prefix_layer else 0
-        )
-        return num_heads * per_head + first_blocks + prefix
+        other_blocks = num_heads * (num_layers - 1) * (d * d + d)
+        lm_heads = num_heads * count_lm_head(model, vocab_size)
+        prefix = 0
+        if prefix_layer:
+            layer = layer_to_copy(model)
+            prefix = sum(p.numel() for p in layer.parameters()) + d
+        return first_blocks + other_blocks + lm_heads + prefix
 
     # Training
 
@@ -121,23 +130,26 @@ class HydraDraft(LMHeadsDraft):
         """Yield for k = 1..K the states [B, T, d] that `lm_head(k)` reads, with the data's tokens
         as the path.
         """
-        x = feats.hidden
+        # 1. h
+        x = feats.hidden  # [B, T, d]
         if self.prefix is not None:
             x = self.prefix(x, batch.positions, batch.segments)
         for k, blocks in enumerate(self.blocks, start=1):
-            x = torch.cat([x, self._embed_ahead(batch, k).to(x.dtype)], dim=-1)
+            # 2. E of the data's token x_{t+k} at each t; 0 past the end of the document
+            tokens = shift_labels(batch.tokens, k - 1, batch.segments)  # [B, T]
+            past_end = tokens == IGNORE_INDEX
+            e = self._embed(tokens.masked_fill(past_end, 0))  # [B, T, d]
+            e = e.masked_fill(past_end[..., None], 0.0)
+            # 3. head k reads what head k - 1 read, and e
+            x = torch.cat([x, e.to(x.dtype)], dim=-1)  # [B, T, (k + 1) d]
             yield blocks(x)
 
-    def _embed_ahead(self, batch: TokenRows, k: int) -> Tensor:
-        """E(x_{t+k}) at each t, [B, T, d]; 0 past the end of the document."""
-        tokens = shift_labels(batch.tokens, k - 1, batch.segments)
-        past_end = tokens == IGNORE_INDEX
-        return self._embed(tokens.masked_fill(past_end, 0)).masked_fill(past_end[..., None], 0.0)
-
     def _embed(self, tokens: Tensor) -> Tensor:
-        """E, at a root mean square of 1 unless `normalize_embeddings` is off."""
+        """E, at a root mean square of 1 unless `normalize_embeddings` is off, [...] -> [..., d]."""
         e: Tensor = self.embedding(tokens)
-        return rms_norm(e, e.shape[-1:], eps=1e-12) if self.normalize_embeddings else e
+        if self.normalize_embeddings:
+            e = rms_norm(e, e.shape[-1:], eps=1e-12)
+        return e
 
     # Decoding
 
@@ -175,10 +187,12 @@ class HydraDraft(LMHeadsDraft):
             if level.inner is not None:
                 x = x[:, level.inner]
                 nodes = nodes[:, level.inner]
-            # 2. head k reads the state and the tokens of the path so far
-            x = torch.cat([x, self._embed(nodes).to(x.dtype)], dim=-1)  # [B, m, (k + 1) d]
-            # soft cap and scale would keep the order of the logits
-            logits = self.lm_heads[k - 1](self.blocks[k - 1](x))  # [B, m, V]
+            # 2. head k reads the state and the tokens of the path so far; soft cap and scale would
+            # keep the order of its logits
+            e = self._embed(nodes).to(x.dtype)  # [B, m, d]
+            x = torch.cat([x, e], dim=-1)  # [B, m, (k + 1) d]
+            head_states = self.blocks[k - 1](x)  # [B, m, d]
+            logits = self.lm_heads[k - 1](head_states)  # [B, m, V]
             # 3. its best guesses are the nodes of the next level
             best = logits.topk(level.width).indices.flatten(1)  # [B, m * width]
             nodes = self.lm_head(k).tokens_of(best[:, level.candidates])  # [B, next]
@@ -187,7 +201,7 @@ class HydraDraft(LMHeadsDraft):
         return Proposal(torch.cat(tokens, dim=1), tree)
 
 
-class _First(nn.Module):
+class _FirstBlock(nn.Module):
     """`P x + SiLU(W x)`, (k + 1) d -> d, with biases; initially P = [I, 0, ..., 0] and all else is
     0.
 
@@ -205,5 +219,6 @@ class _First(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., (k + 1) d] -> [..., d]."""
-        projected, branch = self.linear(x).chunk(2, dim=-1)
+        both = self.linear(x)  # [..., 2 d]
+        projected, branch = both.chunk(2, dim=-1)  # P x, W x
         return projected + self.dropout(silu(branch))

@@ -1,10 +1,8 @@
-"""Kangaroo: the backbone's first layers and a small adapter draft token after token
-(self-speculative decoding).
-"""
+"""Kangaroo: the backbone's first layers and a small adapter draft token by token."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -25,25 +23,31 @@ from medusa_train.models.features import Features, FeatureSpec, TokenRows
 from medusa_train.models.layer_split import LayerRunner
 from medusa_train.models.lm_head import LMHead
 from medusa_train.trees.slots import PromptCache, compact, slot_cache
-from medusa_train.trees.tree import Level, Tree
-
-Run = Callable[[Tensor, int, int], Tensor]
+from medusa_train.trees.tree import Level
 
 
 class KangarooDraft(Draft):
-    """The early-exit model `lm_head . A . M[:l]` of the backbone M (Kangaroo, Early Exiting as
-    Self-Drafting Model).
+    """The backbone drafts for itself: it stops after a few layers, and a small adapter does the rest
+    (Kangaroo, Early Exiting as Self-Drafting Model; arXiv 2404.18911).
+
+        drafting        tokens -- layers 1 .. l -- adapter A -- lm_head -- guesses
+                                       |
+                                     early, with keys and values in the backbone's cache
+                                       |
+        verification                   `-- layers l + 1 .. -- norm -- lm_head -- the answer
 
     The adapter A is a norm, causal attention with a residual, and a final norm; lm_head is the
     backbone's. The paper's other architectures are built, too (Kangaroo, The Architecture of the
-    Adapter Module). A is initialised from layer l, which it replaces, and from the backbone's final
+    Adapter Module). A is initialized from layer l, which it replaces, and from the backbone's final
     norm. (The paper does not say how; on the tiny backbone random weights need more than twice the
-    tokens.) At position t the adapter predicts the token t + 1, as the backbone does, so one
-    adapter drafts to any depth. In `Draft`, head k at position t predicts the token t + k + 1; here
-    that is the adapter's output at position t + k.
+    tokens.)
 
-    Drafting runs the first l layers once for every token and leaves their keys and values in the
-    backbone's cache; verification continues from these states (`Proposal.early`).
+    *Training*: at position t the adapter predicts the token t + 1, as the backbone does, so one
+    adapter drafts to any depth, and one prediction per position trains it. In `Draft`, head k at
+    position t predicts the token t + k + 1; here that is the adapter's output at position t + k.
+
+    *Decoding* runs the first l layers once for every draft token and leaves their keys and values in
+    the backbone's cache; verification continues from these states (`Proposal.early`).
 
     Drafting stops early where the current draft tokens carry no more than the share eta of the
     draft's probability (Kangaroo, Dynamic Drafting Steps with Early-Exiting): in a chain, the
@@ -96,24 +100,28 @@ class KangarooDraft(Draft):
         self.exit_layer = exit_layer
         self.num_heads = num_heads
         self.threshold = threshold
-        self.mlp_size, self.attention, self.share_lm_head = mlp_size, attention, share_lm_head
+        self.mlp_size = mlp_size
+        self.attention = attention
+        self.share_lm_head = share_lm_head
         self.needs = FeatureSpec(early=(exit_layer,))
         self.shared = backbone.lm_head()
         self.own_lm_head: nn.Linear | None = None
         if not share_lm_head:
-            (rows, size), dtype = self.shared.weight.shape, dtype or backbone.dtype
-            bias = self.shared.bias is not None
-            self.own_lm_head = nn.Linear(size, rows, bias=bias, dtype=dtype, device=backbone.device)
+            num_tokens, size = self.shared.weight.shape
+            has_bias = self.shared.bias is not None
+            dtype = dtype or backbone.dtype
+            self.own_lm_head = nn.Linear(
+                size, num_tokens, bias=has_bias, dtype=dtype, device=backbone.device
+            )
             copy_lm_head([self.own_lm_head], self.shared)
         self.adapter = DraftLayer(backbone, mlp_size=mlp_size, attention=attention, dtype=dtype)
         self._backbone = backbone
         self.split = backbone.split_at(exit_layer)
-        init_from_layer(self.adapter.body.layers[0], backbone.layer(exit_layer))
-        init_from_layer(self.adapter.body.norm, backbone.body.norm)
         body: Any = self.adapter.body
-        self.runner = LayerRunner(
-            body, (getattr(body.config, "layer_types", None) or ["full_attention"])[:1]
-        )
+        init_from_layer(body.layers[0], backbone.layer(exit_layer))
+        init_from_layer(body.norm, backbone.body.norm)
+        layer_types = getattr(body.config, "layer_types", None) or ["full_attention"]
+        self.runner = LayerRunner(body, layer_types[:1])
 
     @classmethod
     def count_parameters(
@@ -129,15 +137,17 @@ class KangarooDraft(Draft):
         each; an lm_head.
         """
         layer: Any = layer_to_copy(model)
-        width = model.get_output_embeddings().weight.shape[1]
-        total: int = width + (0 if share_lm_head else count_lm_head(model, None))
+        d = model.get_output_embeddings().weight.shape[1]
+        total: int = d  # the final norm
         if attention:
-            total += sum(parameter.numel() for parameter in layer.self_attn.parameters()) + width
+            total += sum(parameter.numel() for parameter in layer.self_attn.parameters()) + d
         if mlp_size:
             config = model.config.get_text_config()
             mlp, size = mlp_of(layer, config)
             elements = sum(parameter.numel() for parameter in getattr(layer, mlp).parameters())
-            total += elements * mlp_size // getattr(config, size) + width
+            total += elements * mlp_size // getattr(config, size) + d
+        if not share_lm_head:
+            total += count_lm_head(model, None)
         return total
 
     # Training
@@ -165,9 +175,9 @@ class KangarooDraft(Draft):
     def lm_head(self, k: int) -> LMHead:
         """Return the backbone's lm_head, or the draft's own."""
         own = self.own_lm_head
-        return (
-            self.shared if own is None else replace(self.shared, weight=own.weight, bias=own.bias)
-        )
+        if own is None:
+            return self.shared
+        return replace(self.shared, weight=own.weight, bias=own.bias)
 
     # Decoding. The adapter reads each position together with the one after it, so the last one
     # waits for the root.
@@ -187,89 +197,76 @@ class KangarooDraft(Draft):
         of the last accepted nodes, which the adapter has not read.
         """
         accepted = step.accepted
-        # accepted nodes move right behind the keys before their root
+        # 1. the adapter has read the inner nodes while it drafted; the accepted ones move right
+        # behind the keys before their root
         path = step.tree.by_level.inner_columns[accepted.path]  # [B, D + 1], among inner nodes
         compact(step.caches[0].storage, accepted.starts, path)
+        # 2. where the next draft begins
         assert accepted.feats.early is not None
-        return accepted.last(accepted.along_path(accepted.feats.early))[:, None]
+        early = accepted.along_path(accepted.feats.early)  # [B, D + 1, d]
+        return accepted.last(early)[:, None]  # [B, 1, d]
 
     def guess(self, step: DraftStep, states: Tensor) -> Proposal:
         """Fill the tree level by level: all nodes pass the first layers, those with children also
         the adapter.
-        """
-        tree = step.tree
-        nodes = step.nodes
-        assert nodes is not None
-        levels = tree.by_level
-        # 1. where the adapter's positions stand: the last accepted node, then the inner nodes
-        read = levels.inner_nodes
-        starts = step.accepted.lengths[:, None] - 1  # [B, 1]
-        slots = starts + torch.arange(read.size + 1, device=starts.device)  # [B, 1 + inner]
-        masks = levels.inner_masks(0, self.adapter.window, self._dtype)
-        mask = masks.at(starts[:, 0], step.caches[0].key_length)
-        positions = (starts + read.depths).clamp(max=step.caches[0].max_position)
-        adapter = self.runner.inputs(positions, mask)
-        first_layers = self.split.inputs(nodes.positions, nodes.masks)
-
-        def run_first(tokens: Tensor, first: int, last: int) -> Tensor:
-            return self.split.run_first(
-                tokens, first_layers.slice(first, last), nodes.cache(first, last)
-            )
-
-        def run_adapter(states: Tensor, first: int, last: int) -> Tensor:
-            draft_cache = step.caches[0]
-            cache = slot_cache(draft_cache.storage, slots[:, first:last], draft_cache.key_length)
-            return self.runner.run(states, range(1), adapter.slice(first, last), cache)
-
-        # 2. level by level
-        threshold = self.threshold if step.may_stop else 0.0
-        return self.fill(states, step.roots, tree, run_first, run_adapter, threshold)
-
-    def fill(
-        self,
-        last: Tensor,
-        roots: Tensor,
-        tree: Tree,
-        run_first: Run,
-        run_adapter: Run,
-        threshold: float = 0.0,
-    ) -> Proposal:
-        """Fill the tree below `roots`, given the early states [B, 1, d] of the positions before
-        them.
 
         Args:
-            run_first: runs the first layers over tokens, the nodes first .. last - 1.
-            run_adapter: runs the adapter over states, the positions first .. last - 1 of
-                `TreeLevels.inner_nodes`.
-            threshold: eta; 0 to fill the whole tree.
+            states: early states of the last accepted nodes, [B, 1, d].
         """
+        tree = step.tree
         levels = tree.by_level
-        tokens = [roots[:, None]]
-        early: list[Tensor] = []
-        mass = torch.ones(1, 1, device=roots.device)
+        nodes = step.nodes
+        assert nodes is not None
+        cache = step.caches[0]
+        threshold = self.threshold if step.may_stop else 0.0
+
+        # 1. positions and masks, for all nodes in the first layers; in the adapter for the last
+        # accepted node, the root, and the other nodes with children
+        first_layers = self.split.inputs(nodes.positions, nodes.masks)
+        inner_nodes = levels.inner_nodes
+        starts = step.accepted.lengths[:, None] - 1  # [B, 1], of the last accepted nodes
+        columns = starts + torch.arange(
+            inner_nodes.size + 1, device=starts.device
+        )  # [B, 1 + inner]
+        positions = (starts + inner_nodes.depths).clamp(max=cache.max_position)
+        masks = levels.inner_masks(0, self.adapter.window, self._dtype)
+        mask = masks.at(starts[:, 0], cache.key_length)  # [B, 1, 1 + inner, key_length]
+        adapter = self.runner.inputs(positions, mask)
+
+        tokens = [step.roots[:, None]]  # of each level, [B, n]
+        early: list[Tensor] = []  # of each level, [B, n, d]
+        mass = torch.ones(1, 1, device=step.roots.device)
         deepest = tree.max_depth
         for depth, level in enumerate(levels.levels):
-            # 1. the first layers run over all nodes of the level
-            early.append(run_first(tokens[-1], level.first, level.last))
+            # 2. the first layers run over all n nodes of the level
+            x = self.split.run_first(
+                tokens[-1],
+                first_layers.slice(level.first, level.last),
+                nodes.cache(level.first, level.last),
+            )  # [B, n, d]
+            early.append(x)
             if depth == deepest:
                 break
-            # 2. the adapter over those with children, at the root also over the position before it
-            states = early[-1]
+            # 3. the adapter over the m nodes with children, and before the root over the last
+            # accepted node
+            m = level.inner_last - level.inner_first
             first = level.inner_first + 1
-            end = level.inner_last + 1
-            if level.inner is not None:
-                states = states[:, level.inner]
-            elif depth == 0:
-                states = torch.cat([last, states], dim=1)
+            last = level.inner_last + 1
+            if depth == 0:
+                x = torch.cat([states, x], dim=1)  # [B, 2, d]
                 first = 0
-            states = run_adapter(self.cast(states), first, end)
-            inner = states[:, level.inner_first - level.inner_last :]  # [B, m, d]
-            # 3. its guesses are the nodes of the next level
-            logits = self.logits(self.runner.body.norm(inner))  # [B, m, V]
+            elif level.inner is not None:
+                x = x[:, level.inner]  # [B, m, d]
+            slots = slot_cache(cache.storage, columns[:, first:last], cache.key_length)
+            x = self.runner.run(self.cast(x), range(1), adapter.slice(first, last), slots)
+            x = x[:, -m:]  # [B, m, d]
+            # 4. its guesses are the nodes of the next level
+            logits = self.logits(self.runner.body.norm(x))  # [B, m, V]
             guesses, mass, share = self._guess(logits, level, mass, threshold)
             tokens.append(guesses)
+            # 5. stop where no row is confident; these tokens are still verified, so that the first
+            # layers must run over them
             if share is not None and bool((share <= threshold).all()):
-                # these tokens are still verified, so their early states are needed
                 deepest = depth + 1
         return Proposal(torch.cat(tokens, dim=1), levels.truncate(deepest), torch.cat(early, dim=1))
 
@@ -283,33 +280,45 @@ class KangarooDraft(Draft):
             logits = self._backbone.logits(states.to(self._backbone.dtype))
         else:
             logits = self.shared.transform(self.own_lm_head(states))
-        return logits if logits.dtype == torch.float64 else logits.float()
+        if logits.dtype != torch.float64:
+            logits = logits.float()
+        return logits
 
     def _guess(
         self, logits: Tensor, level: Level, mass: Tensor, threshold: float
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Tokens [B, next] of the next level by rank, the probability of their paths, and their
-        share of this level's.
+        """Tokens [B, next] of the next level by rank, the probability of their paths, and its sum,
+        [B].
 
         Args:
-            logits: [B, m, V] at the inner nodes.
+            logits: [B, m, V] at the m nodes of this level that have children.
             mass: [B, nodes], probability of this level's paths under the draft, up to a factor.
+            threshold: 0: the probabilities are not needed, and the sum is None.
         """
-        best, tokens = (
-            logits.max(-1, keepdim=True) if level.width == 1 else logits.topk(level.width)
-        )
-        tokens = tokens.flatten(1)[:, level.candidates]
+        # 1. the best tokens at each node; those that the tree has
+        if level.width == 1:
+            best, tokens = logits.max(-1, keepdim=True)  # [B, m, 1]
+        else:
+            best, tokens = logits.topk(level.width)  # [B, m, width]
+        tokens = tokens.flatten(1)[:, level.candidates]  # [B, next]
         if not threshold:
             return tokens, mass, None
-        p = (best - logits.logsumexp(-1, keepdim=True)).exp().flatten(1)[:, level.candidates]
-        inner_mass = mass if level.inner is None else mass[:, level.inner]
-        next_mass = (inner_mass / inner_mass.sum(1, keepdim=True))[:, level.parents] * p
+        # 2. the probability of each token after its parent
+        log_probs = best - logits.logsumexp(-1, keepdim=True)  # [B, m, width]
+        p = log_probs.exp().flatten(1)[:, level.candidates]  # [B, next]
+        # 3. and of its path, relative to all paths that have a next token
+        inner_mass = mass
+        if level.inner is not None:
+            inner_mass = mass[:, level.inner]  # [B, m]
+        parent_share = inner_mass / inner_mass.sum(1, keepdim=True)  # [B, m]
+        next_mass = parent_share[:, level.parents] * p  # [B, next]
         return tokens, next_mass, next_mass.sum(1)
 
     @contextmanager
     def no_early_exit(self) -> Iterator[None]:
         """Within this context drafting never stops early."""
-        threshold, self.threshold = self.threshold, 0.0
+        threshold = self.threshold
+        self.threshold = 0.0
         try:
             yield
         finally:

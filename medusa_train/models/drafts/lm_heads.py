@@ -43,18 +43,20 @@ class LMHeadsDraft(Draft):
         dtype: torch.dtype,
     ) -> list[nn.Linear]:
         """Set the vocabulary and the logit transform; return `count` copies of lm_head, or of its
-        rows `token_map`.
+        part for the tokens of `token_map`.
         """
         check_token_map(vocab_size, token_map)
-        self.register_buffer("token_map", None if token_map is None else token_map.long())
         lm_head = backbone.lm_head()
-        self.softcap, self.scale = lm_head.softcap, lm_head.scale
-        if token_map is not None:
+        self.softcap = lm_head.softcap
+        self.scale = lm_head.scale
+        if token_map is None:
+            self.register_buffer("token_map", None)
+        else:
+            self.register_buffer("token_map", token_map.long())
             lm_head = lm_head.restrict_to(token_map)
-        rows, size = lm_head.weight.shape
-        linears = [
-            nn.Linear(size, rows, bias=lm_head.bias is not None, dtype=dtype) for _ in range(count)
-        ]
+        num_tokens, size = lm_head.weight.shape
+        has_bias = lm_head.bias is not None
+        linears = [nn.Linear(size, num_tokens, bias=has_bias, dtype=dtype) for _ in range(count)]
         copy_lm_head(linears, lm_head)
         return linears
 
@@ -77,7 +79,8 @@ class LMHeadsDraft(Draft):
 
 def check_token_map(vocab_size: int | None, token_map: Tensor | None) -> None:
     """Raise ValueError unless `token_map` has `vocab_size` tokens, or both are None."""
-    if vocab_size != (None if token_map is None else len(token_map)):
+    length = None if token_map is None else len(token_map)
+    if vocab_size != length:
         raise ValueError(f"heads over {vocab_size} tokens need a token_map of that length")
 
 
@@ -92,10 +95,11 @@ def copy_lm_head(linears: Iterable[nn.Module], lm_head: LMHead) -> None:
 
 
 def count_lm_head(model: Any, vocab_size: int | None) -> int:
-    """Count the parameters of a copy of a model's lm_head, or of `vocab_size` rows of it."""
+    """Count the parameters of a copy of a model's lm_head, or of its part for `vocab_size` tokens."""
     lm_head = model.get_output_embeddings()
-    rows: int = lm_head.weight.shape[0]
-    return sum(p.numel() for p in lm_head.parameters()) // rows * (vocab_size or rows)
+    all_tokens: int = lm_head.weight.shape[0]
+    per_token = sum(p.numel() for p in lm_head.parameters()) // all_tokens  # d, and 1 for a bias
+    return per_token * (vocab_size or all_tokens)
 
 
 class StackedLinears(nn.ModuleList):
@@ -137,10 +141,14 @@ def stacked_linears(linears: Sequence[nn.Module]) -> tuple[Tensor, Tensor | None
     if any(type(linear) is not nn.Linear for linear in linears):
         return None
     weight = stacked_view([linear.get_parameter("weight") for linear in linears])
-    if weight is None or linears[0].bias is None:
-        return None if weight is None else (weight, None)
+    if weight is None:
+        return None
+    if linears[0].bias is None:
+        return weight, None
     bias = stacked_view([linear.get_parameter("bias") for linear in linears])
-    return None if bias is None else (weight, bias)
+    if bias is None:
+        return None
+    return weight, bias
 
 
 def stack_in_place(parameters: Sequence[nn.Parameter]) -> None:
@@ -153,7 +161,7 @@ def stack_in_place(parameters: Sequence[nn.Parameter]) -> None:
     if not parameters or stacked_view(parameters) is not None:
         return
     with torch.no_grad():
-        storage = parameters[0].new_empty((len(parameters), *parameters[0].shape))
+        storage = parameters[0].new_empty((len(parameters), *parameters[0].shape))  # [K, ...]
         for target, parameter in zip(storage, parameters, strict=True):
             parameter.data = target.copy_(parameter)
 
@@ -164,10 +172,11 @@ def stacked_view(parameters: Sequence[nn.Parameter]) -> Tensor | None:
     They stop being adjacent when they are moved, for example into ZeRO's flat buffers.
     """
     first = parameters[0]
-    origin = first.untyped_storage().data_ptr()
+    memory = first.untyped_storage().data_ptr()
+    # 1. parameter i begins i times its size behind the first one, in the same memory
     for i, parameter in enumerate(parameters):
         adjacent = (
-            parameter.untyped_storage().data_ptr() == origin
+            parameter.untyped_storage().data_ptr() == memory
             and parameter.storage_offset() == first.storage_offset() + i * first.numel()
             and parameter.shape == first.shape
             and parameter.dtype == first.dtype
@@ -175,18 +184,22 @@ def stacked_view(parameters: Sequence[nn.Parameter]) -> Tensor | None:
         )
         if not adjacent:
             return None
-    return first.detach().as_strided(
-        (len(parameters), *first.shape), (first.numel(), *first.stride()), first.storage_offset()
-    )
+    # 2. one tensor over all of them
+    shape = (len(parameters), *first.shape)
+    strides = (first.numel(), *first.stride())
+    return first.detach().as_strided(shape, strides, first.storage_offset())
 
 
-#: Standard deviation of the random embeddings E: the rows of R grow from their products with the
-# loss's gradients.
+#: Standard deviation of the random embeddings E: R, which begins as 0, grows from their products with
+#: the loss's gradients.
 INITIAL_SPREAD = 0.02
 
 
 class MarkovBias(nn.Module):
-    """The logits of all heads get `R E[x]`, x being the token before the predicted one.
+    """A bias on the logits of all heads, `R E[x]`, that depends on the token x before the predicted
+    one.
+
+        logits of head k = W2_k (..) + R E[x]       E: V x r, R: N x r, the same for all heads
 
     Parallel heads guess each token without knowing the others. With this bias a guess depends on
     the token before it, as with the Markov head of DSpark (https://arxiv.org/abs/2607.05147). At
@@ -196,8 +209,9 @@ class MarkovBias(nn.Module):
     Initially E is random and R is 0, so the untrained bias is 0.
 
     Args:
-        vocab_size: V, tokens that may come before. draft_vocab_size: N, tokens that heads predict.
-            rank: r.
+        vocab_size: V, tokens that may come before.
+        draft_vocab_size: N, tokens that heads predict.
+        rank: r.
     """
 
     def __init__(
@@ -216,8 +230,9 @@ class MarkovBias(nn.Module):
 
         Past the end of a document, where head k has no target, another token takes its place.
         """
-        tokens = shift_labels(batch.tokens, k - 1, batch.segments).clamp(min=0)
-        return torch.cat([states, self.embedding(tokens).to(states.dtype)], dim=-1)
+        tokens = shift_labels(batch.tokens, k - 1, batch.segments).clamp(min=0)  # [B, T]
+        embedded = self.embedding(tokens).to(states.dtype)  # [B, T, r]
+        return torch.cat([states, embedded], dim=-1)
 
     def fill_tree(
         self, scores: Tensor, rows: Tensor, roots: Tensor, tree: Tree, token_map: Tensor | None
@@ -228,21 +243,24 @@ class MarkovBias(nn.Module):
         Args:
             scores: [depth, B, c], raw logits of each head's best tokens without the bias, the
                 greatest first.
-            rows: long [depth, B, c], the rows of these tokens in R.
-            roots: long [B]. token_map: long [N], token ids of R's rows, for a reduced vocabulary.
+            rows: long [depth, B, c], where R has these tokens.
+            roots: long [B]. token_map: long [N], the token ids of R, for a reduced vocabulary.
 
         Returns:
             Tokens in the tree's node order, long [B, n + 1].
         """
-        nodes = roots[:, None]
+        nodes = roots[:, None]  # [B, 1] tokens of a level
         tokens = [nodes]
         for k, level in enumerate(tree.by_level.levels[:-1], start=1):
+            # 1. the m nodes of this level that have children
             if level.inner is not None:
                 nodes = nodes[:, level.inner]
-            best = rank_candidates(
-                scores[k - 1], rows[k - 1], self.output.weight, self.embedding(nodes)
-            )
-            nodes = best[..., : level.width].flatten(1)[:, level.candidates]
+            # 2. head k's candidates, ranked with the bias of each node's token
+            embedded = self.embedding(nodes)  # [B, m, r]
+            best = rank_candidates(scores[k - 1], rows[k - 1], self.output.weight, embedded)
+            # 3. the best are the nodes of the next level
+            table = best[..., : level.width].flatten(1)  # [B, m * width]
+            nodes = table[:, level.candidates]  # [B, next]
             if token_map is not None:
                 nodes = token_map[nodes]
             tokens.append(nodes)

@@ -1,8 +1,8 @@
-"""Medusa heads: K residual blocks with an output matrix each, all reading the same hidden state."""
+"""Medusa: K heads that read the same hidden state, each guessing one token further ahead."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -25,22 +25,36 @@ from medusa_train.models.lm_head import CANDIDATES, LMHead
 
 
 class MedusaDraft(Draft):
-    """K Medusa heads, `p_k = softmax(W2_k (SiLU(W1_k h + b1_k) + h))` (Medusa, Medusa Heads, Eq.
-    1).
+    """K Medusa heads (Medusa, Medusa Heads, Eq. 1; arXiv 2401.10774).
+
+    Each head is a residual block and an output matrix on the backbone's hidden state. The backbone
+    predicts the token at t + 1, head k the one k further on; no head knows what the others guess:
+
+        h_t -- lm_head -------------------- x_{t+1}, the root of the tree
+         |---- block 1 -- W2_1 ------------ x_{t+2}
+         |---- block 2 -- W2_2 ------------ x_{t+3}
+         `---- block K -- W2_K ------------ x_{t+K+1}
+
+        p_k = softmax(W2_k (SiLU(W1_k h_t + b1_k) + h_t))
+
+    In training the heads run one after the other over all positions of a batch. In decoding they
+    run together over the last accepted positions, in one product for each of W1 and W2; the best
+    guesses of each head fill a level of the tree, by rank.
 
     Initially W1 = 0, b1 = 0 and W2 = a copy of lm_head (the paper's text swaps the two), so an
     untrained head gives the backbone's next-token logits exactly. No weights are shared between
     heads or blocks.
 
-    Args: hidden_size, vocab_size: d and V of the backbone. num_heads: K. num_layers: residual
-        blocks per head.
+    Args:
+        hidden_size, vocab_size: d and V of the backbone.
+        num_heads: K. num_layers: residual blocks per head.
         bias: whether the output matrices have a bias, as the backbone's lm_head does.
         softcap, scale: the backbone's logit transform, see `LMHead`.
         shared: the backbone's lm_head, for heads without a matrix each (about 11 % of the
             parameters at the size of a 7B model). The heads read it, but neither train nor save it.
         token_map: long [N], for heads over a reduced vocabulary: logit i belongs to the token
-            token_map[i], and other tokens are never drafted. With `shared` the rows are copied
-            once.
+            token_map[i], and other tokens are never drafted. With `shared` these entries of lm_head
+            are copied once.
         markov_rank: r of a bias that depends on the token before, see `MarkovBias`; 0: none.
     """
 
@@ -72,18 +86,18 @@ class MedusaDraft(Draft):
         self.register_buffer("token_map", None if token_map is None else token_map.long())
         self._full_shared = shared
         self.shared = self._reduced_shared()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(*(ResBlock(hidden_size, dtype) for _ in range(num_layers)))
-            for _ in range(num_heads)
-        )
-        rows = self.draft_vocab_size or vocab_size
+        self.blocks = nn.ModuleList()
+        for _ in range(num_heads):
+            layers = [ResBlock(hidden_size, dtype) for _ in range(num_layers)]
+            self.blocks.append(nn.Sequential(*layers))
+        num_tokens = self.draft_vocab_size or vocab_size  # N or V
+        num_lm_heads = 0 if shared else num_heads
         self.lm_heads = nn.ModuleList(
-            nn.Linear(hidden_size, rows, bias=bias, dtype=dtype)
-            for _ in range(0 if shared else num_heads)
+            nn.Linear(hidden_size, num_tokens, bias=bias, dtype=dtype) for _ in range(num_lm_heads)
         )
         self.markov: MarkovBias | None = None
         if markov_rank:
-            self.markov = MarkovBias(vocab_size, rows, markov_rank, dtype)
+            self.markov = MarkovBias(vocab_size, num_tokens, markov_rank, dtype)
         self._stack()
 
     # Construction
@@ -105,8 +119,8 @@ class MedusaDraft(Draft):
         dtype.
 
         Args:
-            vocab_size: N, for heads over the tokens of `token_map` (long [N]); they start as these
-                rows of lm_head.
+            vocab_size: N, for heads over the tokens of `token_map` (long [N]); they start with
+                lm_head's vectors of these tokens.
         """
         check_token_map(vocab_size, token_map)
         lm_head = backbone.lm_head()
@@ -136,7 +150,7 @@ class MedusaDraft(Draft):
             "num_layers": self.num_layers,
             "share_lm_head": self.shared is not None,
             "vocab_size": self.draft_vocab_size,
-            "markov_rank": 0 if self.markov is None else self.markov.rank,
+            "markov_rank": self.markov.rank if self.markov is not None else 0,
         }
 
     @classmethod
@@ -150,13 +164,16 @@ class MedusaDraft(Draft):
         vocab_size: int | None = None,
         markov_rank: int = 0,
     ) -> int:
-        """`d x d` and a bias per block; a copy of lm_head, or of N rows, per head; r x (V + N) for
-        the Markov bias.
+        """`d x d` and a bias per block; a copy of lm_head, or of its part for N tokens, per head;
+        r x (V + N) for the Markov bias.
         """
-        rows, hidden = model.get_output_embeddings().weight.shape
-        output = 0 if share_lm_head else count_lm_head(model, vocab_size)
-        markov = markov_rank * (rows + (vocab_size or rows))
-        return num_heads * (num_layers * (hidden * hidden + hidden) + output) + markov
+        tokens, d = model.get_output_embeddings().weight.shape
+        blocks = num_heads * num_layers * (d * d + d)
+        lm_heads = 0
+        if not share_lm_head:
+            lm_heads = num_heads * count_lm_head(model, vocab_size)
+        markov = markov_rank * (tokens + (vocab_size or tokens))
+        return blocks + lm_heads + markov
 
     @property
     def draft_vocab_size(self) -> int | None:
@@ -167,18 +184,16 @@ class MedusaDraft(Draft):
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
         """Load weights and the vocabulary that they belong to."""
-        before = None if self.token_map is None else self.token_map.clone()
+        if self.token_map is None:
+            return super().load_state_dict(state_dict, strict, assign)
+        before = self.token_map.clone()
         result = super().load_state_dict(state_dict, strict, assign)
-        if (
-            before is not None
-            and self.token_map is not None
-            and not torch.equal(before, self.token_map)
-        ):
+        if not torch.equal(before, self.token_map):
             self.shared = self._reduced_shared()
         return result
 
     def _reduced_shared(self) -> LMHead | None:
-        """The lm_head that shared heads use: the backbone's, or a copy of its rows of a reduced
+        """The lm_head that shared heads use: the backbone's, or a copy of its part for a reduced
         vocabulary.
         """
         if self._full_shared is None or self.token_map is None:
@@ -193,8 +208,10 @@ class MedusaDraft(Draft):
         T, d + r].
         """
         for k in range(1, self.num_heads + 1):
-            states = self.head_state(feats.hidden, k)
-            yield states if self.markov is None else self.markov.append_to(states, batch, k)
+            states = self.head_state(feats.hidden, k)  # [B, T, d]
+            if self.markov is not None:
+                states = self.markov.append_to(states, batch, k)  # [B, T, d + r]
+            yield states
 
     def head_state(self, states: Tensor, k: int) -> Tensor:
         """Return head k's states [..., d] for the backbone's [..., d], k = 1..K."""
@@ -205,7 +222,9 @@ class MedusaDraft(Draft):
         bias.
         """
         head = self._lm_head(k)
-        return head if self.markov is None else replace(head, token_bias=self.markov.output.weight)
+        if self.markov is not None:
+            head = replace(head, token_bias=self.markov.output.weight)
+        return head
 
     def _lm_head(self, k: int) -> LMHead:
         """Head k's matrix without the Markov bias."""
@@ -233,16 +252,23 @@ class MedusaDraft(Draft):
         by the one before.
         """
         tree = step.tree
+        # 1. logits of the heads that the tree has levels for
         logits = self._raw_logits(states, tree.max_depth)  # [max_depth, B, V]
+        # 2. with a Markov bias, the best tokens are ranked again at each node
         if self.markov is not None:
-            candidates = logits.topk(min(max(tree.width, CANDIDATES), logits.shape[-1]))
+            count = min(max(tree.width, CANDIDATES), logits.shape[-1])
+            candidates = logits.topk(count)  # [max_depth, B, count]
             tokens = self.markov.fill_tree(
                 candidates.values, candidates.indices, step.roots, tree, self.token_map
             )
             return Proposal(tokens, tree)
-        best = logits.topk(tree.width).indices.transpose(0, 1).flatten(1)  # [B, max_depth * width]
-        guesses = self._lm_head(1).tokens_of(best.index_select(1, tree.candidate_index))  # [B, n]
-        return Proposal(torch.cat([step.roots[:, None], guesses], dim=1), tree)
+        # 3. without, each node takes the token of its rank at its head
+        best = logits.topk(tree.width).indices  # [max_depth, B, width]
+        table = best.transpose(0, 1).flatten(1)  # [B, max_depth * width]
+        ranked = table.index_select(1, tree.candidate_index)  # [B, n]
+        guesses = self._lm_head(1).tokens_of(ranked)
+        tokens = torch.cat([step.roots[:, None], guesses], dim=1)  # [B, n + 1]
+        return Proposal(tokens, tree)
 
     # Decoding with all heads in one product. Logits here omit soft cap and scale, which keep the
     # order of the guesses.
@@ -252,10 +278,15 @@ class MedusaDraft(Draft):
         stacked = self.stacked()
         if stacked is not None:
             return self._stacked_logits(hidden, stacked, count)
-        # of prepacked blocks, or with ZeRO
-        states = [self.head_state(hidden, k) for k in range(1, count + 1)]
-        lm_heads: Sequence[Any] = list(self.lm_heads) or [self._lm_head(1).raw_logits] * count
-        return torch.stack([lm_head(x) for lm_head, x in zip(lm_heads, states, strict=False)])
+        # prepacked blocks, or parameters that ZeRO partitions: one head after the other
+        logits = []
+        for k in range(1, count + 1):
+            state = self.head_state(hidden, k)  # [B, d]
+            if self.shared is None:
+                logits.append(self.lm_heads[k - 1](state))
+            else:
+                logits.append(self.shared.raw_logits(state))
+        return torch.stack(logits)
 
     def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> MedusaDraft:
         super()._apply(fn, recurse)  # moves parameters one by one
@@ -270,46 +301,51 @@ class MedusaDraft(Draft):
         """Return the weights of all heads as one tensor each, without a copy; None if they are not
         stacked.
         """
-        groups = [stacked_linears(linears) for linears in self._parallel_linears()]
-        stacked = [group for group in groups if group is not None]
-        if len(stacked) < len(groups):
-            return None
-        return Stacked(stacked[: self.num_layers], stacked[-1] if self.shared is None else None)
+        groups = []
+        for linears in self._parallel_linears():
+            stacked = stacked_linears(linears)
+            if stacked is None:
+                return None
+            groups.append(stacked)
+        if self.shared is not None:
+            return Stacked(groups, None)
+        return Stacked(groups[:-1], groups[-1])
 
     def _parallel_linears(self) -> list[list[nn.Module]]:
         """The linear layers that are the same in all heads: per block those of heads 1..K, then
         their W2 if any.
         """
-        groups = [
-            [block.get_submodule(f"{j}.linear") for block in self.blocks]
-            for j in range(self.num_layers)
-        ]
-        return [*groups, list(self.lm_heads)] if self.lm_heads else groups
+        groups = []
+        for j in range(self.num_layers):
+            groups.append([block.get_submodule(f"{j}.linear") for block in self.blocks])
+        if self.lm_heads:
+            groups.append(list(self.lm_heads))
+        return groups
 
     def _stacked_logits(self, states: Tensor, stacked: Stacked, count: int) -> Tensor:
         """Logits of heads 1..count, [count, B, V], for states [B, d]: one product per layer."""
-        x = states.expand(count, *states.shape)
-        for j, (weights, biases) in enumerate(stacked.blocks):
+        # 1. the residual blocks
+        x = states.expand(count, *states.shape)  # [count, B, d]
+        for j, (weights, biases) in enumerate(stacked.blocks):  # [K, d, d], [K, d]
             assert biases is not None
-            weight, bias = weights[:count], biases[:count]
-            if (
-                j == 0
-                # all heads read the same states, so their first blocks are one matrix of count * d rows
-            ):
-                branch = (
-                    linear(states, weight.flatten(0, 1), bias.flatten())
-                    .unflatten(1, (count, -1))
-                    .transpose(0, 1)
-                )
+            weight = weights[:count]
+            bias = biases[:count]
+            if j == 0:
+                # all heads read the same states, so their first blocks are one matrix
+                branch = linear(states, weight.flatten(0, 1), bias.flatten())  # [B, count * d]
+                branch = branch.unflatten(1, (count, -1)).transpose(0, 1)  # [count, B, d]
             else:
-                branch = torch.baddbmm(bias[:, None], x, weight.transpose(1, 2))
+                branch = torch.baddbmm(bias[:, None], x, weight.transpose(1, 2))  # [count, B, d]
             x = x + silu(branch)
+        # 2. the output matrices
         if stacked.lm_heads is None:
             assert self.shared is not None
             return self.shared.raw_logits(x)
-        weights, head_biases = stacked.lm_heads
-        logits = torch.bmm(x, weights[:count].transpose(1, 2))
-        return logits if head_biases is None else logits + head_biases[:count, None]
+        weights, head_biases = stacked.lm_heads  # [K, V, d], [K, V]
+        logits = torch.bmm(x, weights[:count].transpose(1, 2))  # [count, B, V]
+        if head_biases is not None:
+            logits = logits + head_biases[:count, None]
+        return logits
 
 
 class ResBlock(nn.Module):
