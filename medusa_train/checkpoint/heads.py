@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from medusa_train import checksums
 from medusa_train.checkpoint.reference_layout import (
     LM_HEAD_0,
     TOKEN_MAP,
@@ -48,6 +49,7 @@ from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts import DRAFTS, draft_name
 from medusa_train.models.drafts.base import Draft
 from medusa_train.models.drafts.medusa import MedusaDraft
+from medusa_train.models.finite import describe_not_finite
 
 VLLM_WEIGHTS = "model.safetensors"
 #: Entries of config.json that are no settings of a draft.
@@ -247,13 +249,18 @@ def write_weights(
     `pickled`, too.
     """
     try:
-        replace_file(directory / name, lambda path: write_tensors(path, tensors))
+        replace_file(directory / name, lambda path: _write_with_checksum(path, tensors))
         if pickled is not None:
             replace_file(directory / pickled, lambda path: write_pickled_tensors(path, tensors))
         replace_file(directory / HEADS_CONFIG, lambda path: write_json(path, config))
     except WRITE_ERRORS as error:
         size = sum(tensor.nbytes for tensor in tensors.values())
         raise CheckpointError(write_failure("the heads", directory, error, size)) from error
+
+
+def _write_with_checksum(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    write_tensors(path, tensors, metadata={checksums.NAME: checksums.EMPTY})
+    checksums.write_checksum(path)
 
 
 def read_heads(directory: Path | str) -> HeadTensors:
@@ -302,12 +309,20 @@ def _read_files(found: HeadFiles) -> tuple[dict[str, Tensor], Any]:
     tensors: dict[str, Tensor] = {}
     for path in files:
         if path.suffix == ".safetensors":
+            if layout != "model":  # where heads are a small part of a large model
+                checksums.check(path, expected_here=layout in ("draft", "reference"))
             tensors |= read_tensors(path, prefixes)
         else:
             pickled = read_pickled_tensors(path)
             tensors |= {
                 name: tensor for name, tensor in pickled.items() if name.startswith(prefixes)
             }
+    problem = describe_not_finite(tensors.items())
+    if problem is not None:
+        raise CheckpointError(
+            f"{directory}: {problem}: the file is damaged, or training failed; use an earlier"
+            " checkpoint, or train again"
+        )
     if layout == "eagle3":
         base_model = config.get("base_model_name_or_path")
         tensors, settings = from_eagle3(tensors, config, str(directory))

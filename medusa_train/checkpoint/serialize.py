@@ -25,7 +25,9 @@ _DTYPE_NAMES = {
 }  # fmt: skip
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> int:
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> int:
     """Write a safetensors file and flush it to disk; return the CRC-32 of its bytes.
 
     Tensors may be on any device, be views, or share storage: each name gets its values. They are
@@ -34,7 +36,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> int:
     """
     # the widest dtypes first keep every tensor aligned, since the header is padded to 8 bytes
     ordered = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     end = 0
     for name in ordered:
         tensor, begin = tensors[name], end

@@ -29,18 +29,19 @@ STAGE_ONE = "stage_one"
 SCHEDULES = r"^(constant|linear|sine|sine_(0?\.[0-9]*[1-9][0-9]*|1(\.0*)?))$"
 
 
-#: What the rendering of a chat sets: arguments of a template that no configuration may set.
-_RENDERING = frozenset(
+#: What the rendering of a chat sets: variables of a template that nobody else may set.
+RENDERING = frozenset(
     {
         "messages",
         "conversations",
         "chat_template",
         "add_generation_prompt",
         "continue_final_message",
-        "tools",
+        "return_assistant_tokens_mask",
     }
-    | {"documents", "return_assistant_tokens_mask"}
 )
+#: Variables that belong to a chat, not to a configuration.
+_OF_CHATS = frozenset({"tools", "documents"})
 
 
 def format_value(value: object) -> str:
@@ -232,7 +233,8 @@ def _as_interval(value: object) -> object:
 def _as_template_kwargs(value: object) -> object:
     if not isinstance(value, dict):
         raise _type_error("a mapping such as {enable_thinking: false}", value)
-    if reserved := sorted(_RENDERING.intersection(value)):
+    reserved = sorted((RENDERING | _OF_CHATS).intersection(value))
+    if reserved:
         text = f"{', '.join(reserved)}: set by the renderer itself; remove it"
         raise _refusal(text)
     for name in value:

@@ -15,20 +15,15 @@ from jinja2 import Environment, TemplateError, TemplateSyntaxError
 from jinja2.meta import find_undeclared_variables
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from medusa_train.config.types import RENDERING
 from medusa_train.data.conversation import REASONING_TAGS, Message, ReasoningTags, Role
 from medusa_train.errors import ConfigError
 
 Span = tuple[int, int]
 
-#: Variables that rendering itself sets: a chat cannot set them.
-RENDERING = frozenset(
+#: Names that jinja2 and transformers give to every template.
+_GLOBALS = frozenset(
     {
-        "messages",
-        "conversations",
-        "chat_template",
-        "add_generation_prompt",
-        "continue_final_message",
-        "return_assistant_tokens_mask",
         "raise_exception",
         "strftime_now",
         "namespace",
@@ -119,7 +114,7 @@ class ChatTemplate:
     @property
     def variables(self) -> frozenset[str]:
         """The variables that the template reads, apart from those that rendering sets."""
-        return _free_variables(self.source) - RENDERING - set(self.special_tokens)
+        return _free_variables(self.source) - RENDERING - _GLOBALS - set(self.special_tokens)
 
     def describe_unused_kwargs(self) -> str | None:
         """Name the variables in `kwargs` that the template does not have, such as mistyped ones;

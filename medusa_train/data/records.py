@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from medusa_train.config.schema import DatasetConfig
-from medusa_train.data.chat_template import RENDERING
+from medusa_train.config.types import RENDERING
 from medusa_train.data.conversation import (
     REASONING_TAGS,
     Conversation,

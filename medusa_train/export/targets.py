@@ -31,6 +31,7 @@ from medusa_train.hub import hub_is_unreachable
 from medusa_train.io import WRITE_ERRORS, replace_text, write_failure
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.eagle3_layer import layer_config
+from medusa_train.models.finite import describe_not_finite
 from medusa_train.models.loading import load_backbone, model_directory, resolve_backbone
 from medusa_train.models.lora import Adapter
 from medusa_train.trees.tree import Tree
@@ -138,6 +139,9 @@ def load_trained_backbone(paths: ModelPaths) -> Backbone:
     backbone.end_answers_by(paths.chat_template, paths.chat_template_kwargs)
     if paths.adapter is not None:
         Adapter.load(backbone, paths.adapter).merge()
+    problem = describe_not_finite(backbone.model.named_parameters())
+    if problem is not None:
+        raise CheckpointError(f"{paths.base_model}: the merged model cannot be used: {problem}")
     return backbone
 
 

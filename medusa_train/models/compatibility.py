@@ -17,6 +17,7 @@ from transformers.models.auto.modeling_auto import (
 
 from medusa_train.errors import BackboneError
 from medusa_train.models.backbone import Backbone
+from medusa_train.models.finite import describe_not_finite
 from medusa_train.models.hf_config import SUPPORTED_LAYER_TYPES, has_experts
 from medusa_train.trees.tree import Tree
 
@@ -82,8 +83,16 @@ def check_architecture(config: Any, name: str) -> None:
 
 
 def check_model(backbone: Backbone) -> None:
-    """Probe a loaded model; raise BackboneError if its logits or tree passes would be wrong."""
-    if reason := _model_problem(backbone):
+    """Probe a loaded model; raise BackboneError if its logits or tree passes would be wrong, or its
+    weights are not finite.
+    """
+    reason = _forward_problem(backbone)
+    if reason is None:
+        problem = _not_finite(backbone)
+        if problem is not None:
+            raise BackboneError(f"base_model {backbone.name}: {problem}")
+        reason = _model_problem(backbone)
+    if reason is not None:
         raise BackboneError(_refusal(backbone.name, type(backbone.model).__name__, [reason]))
 
 
@@ -171,12 +180,17 @@ def _class_flag(config: Any, name: str, default: bool) -> bool:
     return bool(getattr(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], name, default))
 
 
-def _model_problem(backbone: Backbone) -> str | None:
+def _forward_problem(backbone: Backbone) -> str | None:
+    """Return which arguments a model's forward lacks, in words; None if it has all."""
     parameters = inspect.signature(type(backbone.body).forward).parameters
-    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()) and (
-        missing := [name for name in _FORWARD_ARGUMENTS if name not in parameters]
-    ):
-        return f"its forward takes no {', '.join(missing)}"
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return None
+    missing = [name for name in _FORWARD_ARGUMENTS if name not in parameters]
+    return f"its forward takes no {', '.join(missing)}" if missing else None
+
+
+def _model_problem(backbone: Backbone) -> str | None:
+    """Return what a model computes otherwise than drafts and trees need; None: nothing."""
     if not _reproduces_logits(backbone):
         return (
             "its logits are not lm_head(hidden), with or without soft cap and scale; trained heads"
@@ -193,6 +207,21 @@ def _model_problem(backbone: Backbone) -> str | None:
             " attention mask or the position ids are ignored"
         )
     return None
+
+
+@torch.no_grad()
+def _not_finite(backbone: Backbone) -> str | None:
+    """Return what is wrong with a model whose logits are NaN or infinite; None if they are finite."""
+    probe = torch.arange(min(4, backbone.vocab_size), device=backbone.device)[None]
+    if bool(torch.isfinite(backbone.logits(backbone.run(probe).hidden)).all()):
+        return None
+    problem = describe_not_finite(backbone.model.named_parameters())
+    if problem is not None:
+        return f"{problem}: the file is damaged; fetch or copy it again"
+    return (
+        f"its logits are not finite in {str(backbone.dtype).removeprefix('torch.')}, though its"
+        " weights are: load it in bfloat16 or float32"
+    )
 
 
 @torch.no_grad()

@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 
+from medusa_train import checksums
 from medusa_train.errors import BackboneError, CheckpointError
 from medusa_train.models.backbone import Backbone
+from medusa_train.models.finite import describe_not_finite
 
 LM_HEAD = "lm_head"
 
@@ -36,6 +38,17 @@ class LoraSpec:
     dropout: float = 0.05
     targets: tuple[str, ...] | None = None
     modules_to_save: tuple[str, ...] = ()
+
+
+#: The weights of an adapter, as PEFT names the file.
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+
+
+def _adapter_weights(peft: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the names and tensors that an adapter adds to a model."""
+    for name, parameter in peft.named_parameters():
+        if "lora_" in name or "modules_to_save" in name:
+            yield name, parameter
 
 
 class Adapter:
@@ -84,6 +97,9 @@ class Adapter:
         from peft import PeftModel
 
         read_adapter_config(directory)
+        weights = directory / ADAPTER_WEIGHTS
+        if weights.is_file():
+            checksums.check(weights)
         try:
             with warnings.catch_warnings():
                 # the path of the backbone may differ from the one in training
@@ -97,12 +113,17 @@ class Adapter:
                     local_files_only=True,
                 )
         except SafetensorError as error:
-            path = directory / "adapter_model.safetensors"
-            raise CheckpointError(f"{path}: cannot be read as safetensors: {error}") from error
+            raise CheckpointError(f"{weights}: cannot be read as safetensors: {error}") from error
         except (OSError, ValueError, RuntimeError, KeyError, UserWarning) as error:
             raise CheckpointError(
                 f"{directory}: cannot load this adapter into {backbone.name}: {error}"
             ) from error
+        problem = describe_not_finite(_adapter_weights(peft))
+        if problem is not None:
+            raise CheckpointError(
+                f"{weights}: {problem}: the file is damaged, or training failed; use an earlier"
+                " checkpoint, or train again"
+            )
         adapter = cls(backbone, _trainable_in_float32(peft))
         backbone.model.eval()
         return adapter
@@ -112,6 +133,7 @@ class Adapter:
         the backbone.
         """
         self.peft.save_pretrained(directory, safe_serialization=True, save_embedding_layers=False)
+        checksums.add_checksum(Path(directory) / ADAPTER_WEIGHTS)
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the trainable parameters."""

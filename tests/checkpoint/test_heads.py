@@ -258,3 +258,22 @@ def test_a_medusa_2_full_model_gives_its_heads(tmp_path: Path, form: str, prefix
     assert same(to_reference(heads.state, heads.num_layers), reference_tensors(5))
     assert heads.base_model == str(model)  # the backbone is the one beside them
     assert heads.num_heads == 5  # whatever config.json says
+
+
+@pytest.mark.parametrize("kind", ["medusa", "hydra"])
+def test_damaged_and_not_finite_heads_are_refused(kind: str, tmp_path: Path) -> None:
+    backbone = random_backbone("llama", dtype=torch.float32)
+    draft = DRAFTS[kind].from_backbone(backbone, num_heads=2, num_layers=1)
+    directory = save_draft(draft, tmp_path / "heads", "m")
+    (path,) = directory.glob("*.safetensors")
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 4
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match="damaged: its checksum is"):
+        load_draft(directory, backbone)
+    with torch.no_grad():
+        weight = next(p for p in draft.parameters() if p.dim() > 1)
+        weight[0, :2] = float("nan")
+    save_draft(draft, directory, "m")
+    with pytest.raises(CheckpointError, match=r"2 of the [\d,]+ values of .+ are NaN or infinite"):
+        load_draft(directory, backbone)

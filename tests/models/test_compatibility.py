@@ -1,5 +1,6 @@
 """Supported architectures pass; others are rejected with the reasons."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -268,3 +269,21 @@ def test_of_a_model_that_reads_images_the_text_part_is_used() -> None:
     )
     check_model(backbone)
     assert len(Eagle3Draft.from_backbone(backbone).lm_heads) == 1
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "lm_head.weight"])
+def test_weights_that_are_not_finite_are_named(name: str) -> None:
+    backbone = random_backbone("llama", dtype=torch.float32)
+    with torch.no_grad():
+        dict(backbone.model.named_parameters())[name][0, 0] = float("nan")
+    with pytest.raises(BackboneError, match=f"values of {re.escape(name)} is NaN or infinite"):
+        check_model(backbone)
+
+
+def test_logits_that_overflow_are_named() -> None:
+    backbone = random_backbone("llama", dtype=torch.float16)
+    with torch.no_grad():
+        backbone.model.get_output_embeddings().weight.fill_(60000.0)
+        backbone.model.model.norm.weight.fill_(100.0)
+    with pytest.raises(BackboneError, match="not finite in float16, though its weights are"):
+        check_model(backbone)

@@ -202,3 +202,19 @@ def test_merging_into_4_bits_dequantizes_first(four_bit: Path) -> None:
     adapter.merge()
     assert torch.allclose(_logits(backbone), expected, atol=2e-2)
     assert not any("4bit" in type(module).__name__ for module in backbone.model.modules())
+
+
+def test_damaged_and_not_finite_adapters_are_refused(tmp_path: Path) -> None:
+    adapter = Adapter.attach(random_backbone("llama", dtype=torch.float32), LoraSpec(r=4))
+    adapter.save(tmp_path)
+    path = tmp_path / "adapter_model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 4
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match="damaged: its checksum is"):
+        Adapter.load(random_backbone("llama", dtype=torch.float32), tmp_path)
+    with torch.no_grad():
+        adapter.parameters()[0][0, 0] = float("inf")
+    adapter.save(tmp_path)
+    with pytest.raises(CheckpointError, match=r"lora_A.* is NaN or infinite"):
+        Adapter.load(random_backbone("llama", dtype=torch.float32), tmp_path)

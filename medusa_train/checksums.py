@@ -1,0 +1,117 @@
+"""A checksum within a safetensors file: CRC-32 of all its bytes, those of the checksum as zeros.
+
+It stands in the file's own metadata (`"crc32": "0a1b2c3d"`), so that file and checksum are replaced
+together, and other programs read the file as ever.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import zlib
+from pathlib import Path
+from typing import Any
+
+from medusa_train.errors import CheckpointError
+from medusa_train.io import replace_file, warn_once
+
+#: The entry of the metadata as it stands in a file before its checksum is known.
+NAME = "crc32"
+EMPTY = "0" * 8
+_ENTRY = f'"{NAME}":"'.encode()
+_BLOCK = 1 << 20  # bytes at a time
+_LENGTH = 8  # bytes of a header's length, before the header
+_MAX_HEADER = 100_000_000  # as in safetensors
+
+
+def add_checksum(path: Path) -> None:
+    """Add a checksum to a safetensors file, which is replaced atomically.
+
+    Raises:
+        OSError: the file cannot be read or written. ValueError: it is no safetensors file.
+    """
+
+    def write(target: Path) -> None:
+        with path.open("rb") as source, target.open("wb") as file:
+            header = json.loads(source.read(int.from_bytes(source.read(_LENGTH), "little")))
+            header["__metadata__"] = {**header.get("__metadata__", {}), NAME: EMPTY}
+            described = json.dumps(header, separators=(",", ":")).encode()
+            described += b" " * (-len(described) % 8)  # tensors stay aligned
+            file.write(len(described).to_bytes(_LENGTH, "little") + described)
+            shutil.copyfileobj(source, file, _BLOCK)
+        write_checksum(target)
+
+    replace_file(path, write)
+
+
+def write_checksum(path: Path) -> None:
+    """Write the checksum of a safetensors file over the `EMPTY` one that it has, and flush it to
+    disk.
+    """
+    position = _position(path)
+    assert position is not None
+    value = _checksum(path, position)
+    with path.open("r+b") as file:
+        file.seek(position)
+        file.write(f"{value:08x}".encode())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def check(path: Path, *, expected_here: bool = True) -> None:
+    """Compare a safetensors file with its checksum; one line says so where it has none and
+    `expected_here`: other programs write none.
+
+    Raises:
+        CheckpointError: they differ, or the file cannot be read.
+    """
+    try:
+        position = _position(path)
+        if position is None:
+            if expected_here:
+                warn_once(
+                    f"{path}: has no checksum (written by an earlier version or another program):"
+                    " damage would not be noticed"
+                )
+            return
+        with path.open("rb") as file:
+            file.seek(position)
+            expected = file.read(len(EMPTY))
+        found = f"{_checksum(path, position):08x}".encode()
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+    if found != expected:
+        raise CheckpointError(
+            f"{path}: damaged: its checksum is {found.decode()}, {expected.decode(errors='replace')}"
+            " was written; copy the file again, or train again"
+        )
+
+
+def _position(path: Path) -> int | None:
+    """Return where the checksum stands in a file; None if there is none, or no readable header."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(_LENGTH), "little")
+        if length > min(_MAX_HEADER, path.stat().st_size):
+            return None
+        header = file.read(length)
+    try:
+        value: Any = json.loads(header)
+        metadata = value.get("__metadata__") or {}
+        has_checksum = NAME in metadata
+    except (ValueError, AttributeError):
+        return None
+    found = header.find(_ENTRY)
+    return _LENGTH + found + len(_ENTRY) if has_checksum and found >= 0 else None
+
+
+def _checksum(path: Path, position: int) -> int:
+    """Return the CRC-32 of a file's bytes, those of its checksum as zeros."""
+    value = 0
+    with path.open("rb") as file:
+        value = zlib.crc32(file.read(position), value)
+        file.seek(position + len(EMPTY))
+        value = zlib.crc32(EMPTY.encode(), value)
+        while block := file.read(_BLOCK):
+            value = zlib.crc32(block, value)
+    return value
