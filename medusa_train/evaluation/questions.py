@@ -72,10 +72,10 @@ class Question:
         """The messages before the first answer: the system message, if there is one, and the first
         turn.
         """
-        return [
-            *([] if self.system is None else [Message("system", self.system)]),
-            Message("user", self.turns[0]),
-        ]
+        first = Message("user", self.turns[0])
+        if self.system is None:
+            return [first]
+        return [Message("system", self.system), first]
 
 
 @dataclass(frozen=True)
@@ -158,16 +158,15 @@ def find_bench(name_or_file: str, note: Callable[[str], None] = lambda line: Non
             return candidate
     named = NAMED_BENCHES.get(name_or_file)
     if named is None:
-        reason = (
+        lines = [
             f"bench {name_or_file!r}: no such file, and no bench of that name"
-            f" ({', '.join(NAMED_BENCHES)})"
-        )
-        tried = [
-            str(one)
-            for one in (Path(name_or_file), *candidates)
-            if one.name in (name_or_file, FILES[0])
+            f" ({', '.join(NAMED_BENCHES)}). Looked for:"
         ]
-        raise DataError("\n  ".join([f"{reason}. Looked for:", *tried]))
+        # of the usual names of a question file, the first stands for all
+        for path_tried in (Path(name_or_file), *candidates):
+            if path_tried.name in (name_or_file, FILES[0]):
+                lines.append(str(path_tried))
+        raise DataError("\n  ".join(lines))
     try:
         return _download(name_or_file, named, note)
     except FetchError as error:
@@ -175,14 +174,21 @@ def find_bench(name_or_file: str, note: Callable[[str], None] = lambda line: Non
 
 
 def _candidates(name: str) -> list[Path]:
-    folders = NAMED_BENCHES[name].local_paths if name in NAMED_BENCHES else (name,)
+    """List the files in which the questions of a bench may be, in the order in which they count."""
+    named = NAMED_BENCHES.get(name)
+    folders = (name,) if named is None else named.local_paths
+
+    def in_folders(root: Path) -> list[Path]:
+        return [root / folder / file for folder in folders for file in FILES]
+
     paths: list[Path] = []
-    if os.environ.get(BENCH_DIR_VARIABLE):
-        root = Path(os.environ[BENCH_DIR_VARIABLE]).expanduser()
-        paths += [root / folder / file for folder in folders for file in FILES]
+    bench_dir = os.environ.get(BENCH_DIR_VARIABLE)
+    if bench_dir:
+        root = Path(bench_dir).expanduser()
+        paths += in_folders(root)
         paths += [root / f"{folder}.jsonl" for folder in folders]
-    for root in (PROJECT_ROOT / "data" / "bench", _download_directory()):
-        paths += [root / folder / file for folder in folders for file in FILES]
+    paths += in_folders(PROJECT_ROOT / "data" / "bench")
+    paths += in_folders(_download_directory())
     if name == "humaneval":
         paths += _installed_humaneval()
     return paths
@@ -210,9 +216,12 @@ def _download(name: str, bench: PublicDataset, note: Callable[[str], None]) -> P
     """
     if bench.hub_repo is not None and bench.hub_file is not None:
         fetched = f"bench {name}: fetched {bench.hub_file} of {bench.hub_repo}"
-        return fetch_dataset_file(
-            bench.hub_repo, bench.hub_file, lambda n, of: note(fetched) if n == of else None
-        )
+
+        def on_progress(done: int, total: int) -> None:
+            if done == total:
+                note(fetched)
+
+        return fetch_dataset_file(bench.hub_repo, bench.hub_file, on_progress)
     url = bench.url
     if url is None:
         raise FetchError("it ships with this project")
@@ -261,12 +270,14 @@ def read_questions(path: Path, unread: Unread | None = None) -> tuple[Question, 
     """Read a question file; DataError if it has no questions, or invalid lines, of which it names
     the first. `unread` counts what is not read.
     """
+    if unread is None:
+        unread = Unread()
     questions: list[Question] = []
     problems: list[str] = []
     first_seen: dict[int | str, str] = {}
     for record in read_file(path):
         try:
-            question = _parse(record, unread if unread is not None else Unread())
+            question = _parse(record, unread)
             earlier = first_seen.setdefault(question.question_id, record.source)
             if earlier != record.source:
                 raise ValueError(
@@ -291,22 +302,27 @@ def _parse(raw: RawRecord, unread: Unread) -> Question:
     """Parse a record of any of the formats; raises ValueError with the reason."""
     if raw.error is not None:
         raise ValueError(raw.error)
-    record, source = raw.value, raw.source
+    record = raw.value
     if not isinstance(record, dict):
         raise ValueError(f"a JSON object is expected, found {type(record).__name__}")
     if isinstance(record.get("task_id"), str) and isinstance(record.get("prompt"), str):
         unread.count_columns(record, _HUMANEVAL_KEYS)
-        return _parse_humaneval(record, source)
+        return _parse_humaneval(record, raw.source)
     if isinstance(record.get("question"), str) and isinstance(record.get("answer"), str):
         unread.count_columns(record, _GSM8K_KEYS)
-        return _parse_gsm8k(record, source, raw.number)
+        return _parse_gsm8k(record, raw.source, raw.number)
     if "turns" not in record and ("messages" in record or "conversations" in record):
         said, system = parse_user_turns(record, unread=unread)
         if not said:
             raise ValueError("the chat has no message of the user")
-        return Question(raw.number, "general", tuple(said), source, system=system)
-    # The hub's copy of MT-Bench calls the turns `prompt` and, in its parquet form, the id
-    # `prompt_id`.
+        return Question(raw.number, "general", tuple(said), raw.source, system=system)
+    question = _parse_mtbench(record, raw.source)
+    unread.count_columns(record, _MT_BENCH_KEYS)
+    return question
+
+
+def _parse_mtbench(record: dict[str, Any], source: str) -> Question:
+    # The hub's copy calls the turns `prompt` and, in its parquet form, the id `prompt_id`.
     question_id = record.get("question_id", record.get("prompt_id"))
     if isinstance(question_id, bool) or not isinstance(question_id, (int, str)):
         raise ValueError("question_id is missing or neither a number nor text")
@@ -323,40 +339,46 @@ def _parse(raw: RawRecord, unread: Unread) -> Question:
     category = record.get("category", "general")
     if not isinstance(category, str) or not category.strip():
         raise ValueError("category is empty or not text")
-    reference = record.get("reference")
-    answers = (
-        [reference]
-        if isinstance(reference, str)
-        else reference
-        if isinstance(reference, list)
-        else []
-    )
-    texts = tuple(answer if isinstance(answer, str) else "" for answer in answers)
-    category = " ".join(SURROGATES.sub("\N{REPLACEMENT CHARACTER}", category).split())
+    category = " ".join(_printable(category).split())
+    if category == "overall":  # the reports' name for all of them
+        category = "overall (category)"
     if isinstance(question_id, str):
-        question_id = SURROGATES.sub("\N{REPLACEMENT CHARACTER}", question_id)
-    category += " (category)" if category == "overall" else ""  # the reports' name for all of them
+        question_id = _printable(question_id)
     system = record.get("system")
-    system = system if isinstance(system, str) and system.strip() else None
-    unread.count_columns(record, _MT_BENCH_KEYS)
-    return Question(question_id, category, tuple(turns), source, texts, system=system)
+    if not isinstance(system, str) or not system.strip():
+        system = None
+    reference = _reference_answers(record.get("reference"))
+    return Question(question_id, category, tuple(turns), source, reference, system=system)
+
+
+def _printable(text: str) -> str:
+    """Replace halves of surrogate pairs, which no file in UTF-8 can hold."""
+    return SURROGATES.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
+def _reference_answers(value: object) -> tuple[str, ...]:
+    """Return a reference answer per turn from one text or a list; '' for what is not text."""
+    if isinstance(value, str):
+        return (value,)
+    if not isinstance(value, list):
+        return ()
+    return tuple(answer if isinstance(answer, str) else "" for answer in value)
 
 
 def _parse_humaneval(record: dict[str, Any], source: str) -> Question:
-    task_id, prompt, entry_point, test = (
-        record.get(key) for key in ("task_id", "prompt", "entry_point", "test")
-    )
+    prompt = record["prompt"]
+    entry_point = record.get("entry_point")
+    test = record.get("test")
     if not (isinstance(entry_point, str) and entry_point.isidentifier()):
         raise ValueError("entry_point is missing or not the name of a function")
     if not (isinstance(test, str) and "def check" in test):
         raise ValueError("test is missing or does not define check(function)")
-    turns = (f"{HUMANEVAL_INSTRUCTION}{prompt}",)
     return Question(
-        str(task_id),
+        record["task_id"],
         "humaneval",
-        turns,
+        (f"{HUMANEVAL_INSTRUCTION}{prompt}",),
         source,
-        expected=FunctionTest(str(prompt), entry_point, test),
+        expected=FunctionTest(prompt, entry_point, test),
     )
 
 
