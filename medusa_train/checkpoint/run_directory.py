@@ -65,6 +65,8 @@ NEWEST = ("latest", "auto")
 # own.
 _WEIGHT_KEYS = (
     "recipe",
+    "load_in_4bit",
+    "load_in_8bit",
     "adapter",
     "lora_r",
     "lora_target_modules",

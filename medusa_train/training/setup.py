@@ -14,6 +14,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
+from medusa_train.checkpoint.backbone_fingerprint import fingerprint_backbone
 from medusa_train.checkpoint.heads import load_draft
 from medusa_train.checkpoint.run_directory import (
     METRICS,
@@ -28,7 +29,7 @@ from medusa_train.checkpoint.store import CheckpointStore
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.dataset import BatchLoader, validation_batches
 from medusa_train.data.draft_vocabulary import choose_draft_vocabulary, describe_vocabulary
-from medusa_train.errors import ConfigError
+from medusa_train.errors import CheckpointError, ConfigError
 from medusa_train.losses.objective import Objective
 from medusa_train.metrics_log import ConsoleLogger, MetricLoggers, MetricsFile, tensorboard, wandb
 from medusa_train.models.backbone import Backbone
@@ -92,6 +93,9 @@ def build_trainer(
 
     store = CheckpointStore(cfg.run_dir, cfg.save_total_limit)
     checkpoint = _find_checkpoint(cfg, store, world, console)
+    backbone = world.run_on_main(lambda: fingerprint_backbone(cfg.base_model))
+    if checkpoint is not None:
+        _check_backbone(checkpoint, cfg.base_model, backbone, console)
     if checkpoint is not None:  # before the strategy partitions or copies the weights
         with world.failing_together():
             restore_weights(checkpoint, draft, recipe, world)
@@ -110,6 +114,7 @@ def build_trainer(
     if other:
         state.best_loss, state.evals_since_best = None, 0
     state.validation = fingerprint
+    state.backbone = backbone
     used: dict[str, Any] = {"chat_template": data.chat_template, "sequence_len": data.sequence_len}
     if recipe.adapter is not None:  # which may have come with lora_model_dir
         lora = recipe.adapter.peft.peft_config["default"]
@@ -343,6 +348,29 @@ def _find_checkpoint(
         return None
     snapshot = load_snapshot(store, path, world)
     return LoadedCheckpoint(path, snapshot, changed_weight_keys(cfg, path.parent.parent))
+
+
+def _check_backbone(
+    checkpoint: LoadedCheckpoint, base_model: str, found: str | None, console: Console
+) -> None:
+    """Raise CheckpointError if the backbone's weights are not those that the checkpoint was trained
+    on; a checkpoint without their fingerprint is named in one line.
+    """
+    expected = checkpoint.snapshot["run"].get("backbone")
+    if expected is None or found is None:
+        if found is not None:
+            console.print(
+                f"note: {checkpoint.path} was written by an earlier version: whether the weights of"
+                f" {base_model} are those that it was trained on is not known",
+                soft_wrap=True,
+            )
+        return
+    if expected != found:
+        raise CheckpointError(
+            f"{checkpoint.path}: was trained on other weights than those of base_model {base_model}"
+            " now. Restore these, or name the directory that holds them; or start a new run from"
+            " the trained heads: lora_model_dir=RUN output_dir=OTHER"
+        )
 
 
 def _resume(

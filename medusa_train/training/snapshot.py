@@ -36,6 +36,7 @@ class TrainState:
         best_loss: lowest validation objective in nats, measured at `best_step`.
         evals_since_best: evaluations since then, for early stopping.
         evaluated: step of the last evaluation. validation: fingerprint of its data.
+        backbone: fingerprint of the backbone's weights; None where there are no files.
         tokens, seconds: of training steps over the whole run.
         skipped: steps skipped because of a NaN/Inf loss or gradient, over the whole run.
         window: sums since the last log line.
@@ -49,6 +50,7 @@ class TrainState:
     evals_since_best: int = 0
     evaluated: int = 0
     validation: str | None = None
+    backbone: str | None = None
     tokens: int = 0
     seconds: float = 0.0
     skipped: int = 0
