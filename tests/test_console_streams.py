@@ -100,6 +100,13 @@ def test_text_that_cannot_be_printed_is_a_failure_of_a_command_that_only_prints(
     )
 
 
+@pytest.mark.parametrize("words", ["--help", "--version"])
+def test_a_help_text_that_cannot_be_printed_ends_with_one_line(words: str) -> None:
+    with open("/dev/full", "w") as full:
+        done = program(words, stdout=full, stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (1, "error: stdout: No space left on device\n")
+
+
 def test_descriptors_that_were_closed_are_opened_on_nothing() -> None:
     """A checkpoint would get their number, and libraries would print into it."""
     code = (

@@ -26,7 +26,7 @@ from medusa_train.config.types import ExportTarget
 if TYPE_CHECKING:
     from medusa_train.export.write import Exported
 
-app = typer.Typer(add_completion=False, rich_markup_mode="rich")
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 
 HELP = """
 Export Medusa heads, EAGLE-3 drafts or a jointly trained backbone for another program. RUN is a run or a directory of

@@ -23,7 +23,7 @@ from medusa_train.config.schema import TrainConfig
 from medusa_train.console_streams import printed_all
 from medusa_train.training.process_info import process_info_from_env
 
-app = typer.Typer(add_completion=False, rich_markup_mode="rich")
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 
 HELP = """
 Train drafts for speculative decoding: Medusa, Hydra, Amphista, Kangaroo or EAGLE-3. The backbone stays frozen (recipe
