@@ -26,8 +26,9 @@ def _end_quietly(
     # of a write to a stream that is open, which names no file; commands explain their own, but not
     # where their traces are asked for
     debugging = os.environ.get("MEDUSA_DEBUG", "") not in ("", "0")
-    if isinstance(error, OSError) and error.filename is None and not debugging:
-        if error.errno in _UNWRITABLE:
+    if isinstance(error, OSError) and error.filename is None:
+        is_unwritable = error.errno in _UNWRITABLE
+        if is_unwritable and not debugging:
             _end_without_output(error)
     sys.__excepthook__(kind, error, trace)
 
