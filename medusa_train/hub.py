@@ -91,6 +91,36 @@ def fetch_dataset_file(repo: str, filename: str, on_bytes: OnBytes | None = None
     return target
 
 
+#: Files of a repository of heads; its weights are safetensors.
+_HEADS_FILES = ("*.json", "*.safetensors", "README.md")
+
+
+def fetch_heads(repo: str) -> Path:
+    """Return the directory of the files of a repository of heads in the hub's cache, fetched unless
+    the hub cannot be reached.
+
+    Raises:
+        FetchError: it is not in the cache, and the hub does not have it, refuses it or cannot be
+            reached.
+    """
+    from huggingface_hub import snapshot_download
+
+    offline = hub_is_unreachable()
+    try:
+        return Path(
+            snapshot_download(repo, allow_patterns=list(_HEADS_FILES), local_files_only=offline)
+        )
+    except Exception as error:  # the clients of the hub and of HTTP raise many unrelated exceptions
+        reason = describe_hub_error(error, repo, "model")
+        if reason is None and offline:
+            reason = (
+                "it is not in the hub's cache, and there is no network (or HF_HUB_OFFLINE is set)"
+            )
+        if reason is None and not isinstance(error, OSError):
+            raise
+        raise FetchError(reason or str(error)) from error
+
+
 def _download(url: str, target: Path, size: int, etag: str, on_bytes: OnBytes | None) -> None:
     """Download a file of `size` bytes to `target`, or continue where an earlier process stopped."""
     from filelock import FileLock

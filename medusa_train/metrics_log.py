@@ -21,7 +21,13 @@ from urllib.parse import urlsplit
 from rich.console import Console
 
 from medusa_train.console_streams import failed_streams
-from medusa_train.io import JsonLinesFile, complete_lines, replace_bytes, write_failure
+from medusa_train.io import (
+    JsonLinesFile,
+    complete_lines,
+    replace_bytes,
+    replace_text,
+    write_failure,
+)
 from medusa_train.masking import excerpt
 from medusa_train.progress import RunProgress
 
@@ -267,6 +273,10 @@ class Dashboard(MetricLogger):
             return None
 
 
+#: The id of the run at Weights & Biases, in `run_dir`/wandb.
+WANDB_ID = "run_id.txt"
+
+
 def wandb(
     console: Console,
     run_dir: Path,
@@ -274,28 +284,46 @@ def wandb(
     entity: str | None,
     run_id: str | None,
     name: str | None = None,
+    config: Mapping[str, Any] | None = None,
 ) -> Dashboard:
     """Start or resume a run of Weights & Biases, with its files in `run_dir`/wandb.
 
-    WANDB_MODE applies.
+    WANDB_MODE applies. A run that is resumed goes on as itself: its id is kept beside its files.
+
+    Args:
+        run_id: the id of the run; None: that of the run before, or a new one.
+        config: the settings that it shows.
     """
 
     def start() -> tuple[Send, Callable[[], None]]:
         import wandb
 
+        id_file = run_dir / "wandb" / WANDB_ID
+        known = run_id or _stored_id(id_file)
         run = wandb.init(
             project=project,
             entity=entity,
-            id=run_id,
-            resume="allow" if run_id else None,
+            id=known,
+            resume="allow" if known else None,
+            config=dict(config or {}),
             dir=str(run_dir),
             name=name or run_dir.name,
             mode=_wandb_mode(),
             settings=wandb.Settings(silent=True),
         )
+        id_file.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(id_file, f"{run.id}\n")
         return lambda figures, step: run.log(figures, step=step), run.finish
 
     return Dashboard("wandb", console, start)
+
+
+def _stored_id(path: Path) -> str | None:
+    """Return the id that an earlier process stored, or None."""
+    try:
+        return path.read_text(encoding="utf-8").strip() or None
+    except (OSError, UnicodeDecodeError):
+        return None
 
 
 def tensorboard(console: Console, run_dir: Path, step: int = 0) -> Dashboard:

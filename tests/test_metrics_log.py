@@ -158,6 +158,7 @@ class Service:
     def start(self, *given: Any, **keys: Any) -> SimpleNamespace:
         self.note("start", (given, keys))
         return SimpleNamespace(
+            id=keys.get("id") or "new",
             log=lambda figures, step: self.note("log", (figures, step)),
             add_scalar=lambda name, value, step: self.note("log", (name, value, step)),
             finish=lambda: self.note("finish", None),
@@ -214,6 +215,24 @@ def test_a_failing_service_is_dropped_with_one_warning(
     sink.close()
     assert text_of(console).splitlines() == [f"wandb: {call} refused; continuing without wandb"]
     assert [done for done, _ in service.calls].count(call) == 1  # it is left alone from then on
+
+
+def test_a_resumed_run_of_wandb_goes_on_as_itself_and_shows_the_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, console: Console
+) -> None:
+    service = Service().install(monkeypatch)
+    for run_id in (None, None, "given", None):
+        sink = wandb(console, tmp_path, "project", None, run_id, config={"seed": 1})
+        sink.log(RECORD)
+        sink.close()
+    started = [given[1] for call, given in service.calls if call == "start"]
+    assert [(keys["id"], keys["resume"]) for keys in started] == [
+        (None, None),
+        ("new", "allow"),
+        ("given", "allow"),
+        ("given", "allow"),
+    ]
+    assert all(keys["config"] == {"seed": 1} for keys in started)
 
 
 def test_wandb_offline_writes_only_to_the_run_directory(

@@ -22,7 +22,7 @@ from medusa_train.config.drafts import DRAFT_CONFIGS, DraftConfig, LookupChoice
 from medusa_train.config.paths import looks_like_path, resolve_path
 from medusa_train.config.types import Quantization
 from medusa_train.errors import BackboneError, CheckpointError, DataError
-from medusa_train.hub import hub_is_unreachable
+from medusa_train.hub import FetchError, fetch_heads, hub_is_unreachable
 
 DRAFT = "draft.safetensors"
 SAFETENSORS = "medusa_lm_head.safetensors"
@@ -343,6 +343,8 @@ def _resolve(model: str | None, base_model: str | None, tree: Path | None) -> Mo
             name = "-".join(Path(base).resolve().parts[-3:])
         return ModelPaths(runs_directory() / "baselines" / name, base, None, None, None)
     directory = newest_run(runs_directory()) if model is None else _existing_directory(model)
+    if model is not None and resolve_path(model) is None:
+        return _resolve_fetched(model, directory, base_model, tree)
     if (
         directory.name == HEADS
         and find_heads(directory).layout
@@ -362,12 +364,37 @@ def _resolve(model: str | None, base_model: str | None, tree: Path | None) -> Mo
 
 
 def _existing_directory(name: str) -> Path:
+    """Return the directory `name`, or that of a repository of the hub in its cache."""
     path = resolve_path(name)
-    if path is None or not path.is_dir():
+    if path is not None and path.is_dir():
+        return path
+    if path is not None or looks_like_path(name) or name.count("/") != 1:
         raise CheckpointError(
-            f"model {name!r}: no such directory. Name a run directory or a directory of heads."
+            f"model {name!r}: no such directory. Name a run directory, a directory of heads, or a"
+            " repository of heads on the hub (OWNER/NAME)."
         )
-    return path
+    try:
+        return fetch_heads(name)
+    except FetchError as error:
+        raise CheckpointError(
+            f"model {name!r}: no such directory, and no repository of the hub: {error}"
+        ) from None
+
+
+def _resolve_fetched(
+    name: str, directory: Path, base_model: str | None, tree: Path | None
+) -> ModelPaths:
+    """Take the paths of heads from the hub. What is written about them goes to runs/, not to the
+    hub's cache.
+    """
+    if not find_heads(directory).layout:
+        raise CheckpointError(
+            f"model {name!r}: this repository holds no heads (ours, the public Medusa code's,"
+            " vLLM's, or an EAGLE-3 draft); for a backbone alone use --base-model, for a whole run"
+            f" `hf download {name} --local-dir runs/NAME`"
+        )
+    paths = _resolve_heads(directory, base_model, tree)
+    return replace(paths, home=runs_directory() / "hub" / name.replace("/", "--"))
 
 
 def _resolve_run(run: Path, base_model: str | None, tree: Path | None) -> ModelPaths:

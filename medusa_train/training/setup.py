@@ -4,6 +4,7 @@ loggers.
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from collections.abc import Iterator
@@ -31,6 +32,7 @@ from medusa_train.data.dataset import BatchLoader, validation_batches
 from medusa_train.data.draft_vocabulary import choose_draft_vocabulary, describe_vocabulary
 from medusa_train.errors import CheckpointError, ConfigError
 from medusa_train.losses.objective import Objective
+from medusa_train.masking import mask
 from medusa_train.metrics_log import ConsoleLogger, MetricLoggers, MetricsFile, tensorboard, wandb
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts import DRAFTS, draft_name
@@ -418,9 +420,17 @@ def _open_loggers(
     write_config(cfg, out)
     boards = [tensorboard(console, out, state.step)] if cfg.use_tensorboard else []
     if cfg.wandb_project is not None:
+        # keys that have no value say nothing, and the others hold no secret once masked
+        settings = json.loads(mask(cfg.model_dump_json(exclude_none=True)))
         boards.append(
             wandb(
-                console, out, cfg.wandb_project, cfg.wandb_entity, cfg.wandb_run_id, cfg.wandb_name
+                console,
+                out,
+                cfg.wandb_project,
+                cfg.wandb_entity,
+                cfg.wandb_run_id,
+                cfg.wandb_name,
+                settings,
             )
         )
     with writing(out):

@@ -14,9 +14,14 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
+import torch
 
 from medusa_train import hub as hub_module
+from medusa_train.checkpoint.heads import save_draft
 from medusa_train.hub import FetchError
+from medusa_train.models.drafts import DRAFTS
+from medusa_train.trees.tree import Tree
+from tests.families import random_backbone
 from tests.hub.server import StandInHub, serve
 
 REPO, FILE = "somebody/chats", "chats.json"
@@ -215,3 +220,44 @@ def test_a_page_of_a_proxy_ends_the_download(
         server.server_close()
     assert proxy.requests == requests
     assert not target.exists()
+
+
+RESOLVE = """
+import sys
+from medusa_train.checkpoint.resolve import resolve_model
+from medusa_train.errors import CheckpointError
+for name in sys.argv[1:]:
+    try:
+        paths = resolve_model(name, None, None)
+        files = sorted(path.name for path in paths.heads.iterdir())
+        print(paths.base_model, paths.home, files, paths.tree.name)
+    except CheckpointError as error:
+        print(error)
+"""
+
+
+def test_heads_of_the_hub_are_found_by_their_name(
+    hub: StandInHub, run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    backbone = random_backbone("llama", dtype=torch.float32)
+    folder = tmp_path / "hub" / "models" / "somebody" / "heads"
+    draft = DRAFTS["hydra"].from_backbone(backbone, num_heads=2, num_layers=1)
+    save_draft(draft, folder, "somebody/model")
+    (folder / "code.py").write_text("raise SystemExit")
+    Tree.chain(2).save(folder / "tree.json")
+    files = ["config.json", "draft.safetensors", "tree.json"]
+    expected = f"somebody/model runs/hub/somebody--heads {files} tree.json\n"
+    assert run(RESOLVE, "somebody/heads") == expected
+    assert run(RESOLVE, "somebody/heads", HF_HUB_OFFLINE="1") == expected
+    assert list((tmp_path / "runs").iterdir()) == []
+
+    empty = tmp_path / "hub" / "models" / "somebody" / "empty"
+    empty.mkdir()
+    (empty / "config.json").write_text("{}")
+    assert "holds no heads" in run(RESOLVE, "somebody/empty")
+    assert "no repository of the hub" in run(RESOLVE, "somebody/nothing")
+    offline = run(RESOLVE, "somebody/other", HF_HUB_OFFLINE="1")
+    assert "it is not in the hub's cache, and there is no network" in offline
+    assert "no such directory. Name a run" in run(RESOLVE, "runs/a/b")
