@@ -158,7 +158,8 @@ def extract_function(test: FunctionTest, text: str) -> str:
     # 2. without a definition it is the function's body
     start = header.search(code)
     if start is None:
-        return test.prompt + (code if blocks else _cut_at_margin(code))
+        body = code if blocks else _cut_at_margin(code)
+        return test.prompt + body
     # 3. else it follows the prompt's imports and helper functions
     if not blocks:
         code = _without_prose(code, start.start())
@@ -239,7 +240,7 @@ def rouge_means(
         return None
     means: dict[str, Any] = {"answers": len(scored["plain"])}
     for name, found in scored.items():
-        means[name] = {kind: 100 * fmean(one[kind].fmeasure for one in found) for kind in ROUGE}
+        means[name] = {kind: 100 * fmean(score[kind].fmeasure for score in found) for kind in ROUGE}
     return means
 
 

@@ -234,7 +234,9 @@ def _execute(program: str, writer: int, secret: str) -> NoReturn:
         exec(compile(program, "<program>", "exec"), names)
     except BaseException as error:  # SystemExit and KeyboardInterrupt as well
         names.clear()
-        text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        text = type(error).__name__
+        if str(error):
+            text += f": {error}"
         os.write(writer, text[:DETAIL_CHARACTERS].encode("utf-8", "replace"))
         os._exit(1)
     os.write(writer, secret.encode())

@@ -201,7 +201,9 @@ def _readable(path: str) -> list[str]:
 
 def _environment() -> dict[str, str]:
     """Return what systemd-run needs to find the user's session; programs see nothing of it."""
-    names = ("XDG_RUNTIME_DIR", "DBUS_SESSION_BUS_ADDRESS") if _systemd_run() else ()
+    if _systemd_run() is None:
+        return {}
+    names = ("XDG_RUNTIME_DIR", "DBUS_SESSION_BUS_ADDRESS")
     return {name: os.environ[name] for name in names if name in os.environ}
 
 
@@ -213,7 +215,8 @@ def _memory_limit(megabytes: int) -> Iterator[list[str]]:
     """Yield the beginning of a command that puts the rest of it into a control group with a memory
     limit; empty where none can be had.
     """
-    if (systemd_run := _systemd_run()) is not None:
+    systemd_run = _systemd_run()
+    if systemd_run is not None:
         yield [*systemd_run, "-p", f"MemoryMax={megabytes}M", "-p", "MemorySwapMax=0", "--"]
         return
     group = _new_memory_group(megabytes << 20)
@@ -234,7 +237,9 @@ def _systemd_run() -> tuple[str, ...] | None:
     tool = shutil.which("systemd-run")
     if tool is None:
         return None
-    command = (tool, *(() if os.geteuid() == 0 else ("--user",)), "--scope", "--quiet", "--collect")
+    command: tuple[str, ...] = (tool, "--scope", "--quiet", "--collect")
+    if os.geteuid() != 0:
+        command = (*command, "--user")
     try:
         tried = subprocess.run(
             [*command, "-p", "MemoryMax=64M", "--", "true"],

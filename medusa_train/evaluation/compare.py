@@ -142,10 +142,10 @@ def differences(evaluated: Sequence[Evaluated]) -> list[str]:
     """
     lines = []
     for key, label in CONDITIONS.items():
-        values = [str(one.report["meta"].get(key)) for one in evaluated]
+        values = [str(run.report["meta"].get(key)) for run in evaluated]
         if len(set(values)) > 1:
             lines.append(f"different {label}: {', '.join(values)}")
-    judges = [one.report["judge"]["model"] for one in evaluated if one.report.get("judge")]
+    judges = [run.report["judge"]["model"] for run in evaluated if run.report.get("judge")]
     if len(set(judges)) > 1:
         lines.append(f"different judge: {', '.join(judges)}")
     return lines
@@ -153,8 +153,8 @@ def differences(evaluated: Sequence[Evaluated]) -> list[str]:
 
 def runs_table(evaluated: Sequence[Evaluated]) -> Table:
     """Return one row of figures per evaluation; older reports lack some."""
-    metas = [one.report["meta"] for one in evaluated]
-    overall = [one.report["overall"] for one in evaluated]
+    metas = [run.report["meta"] for run in evaluated]
+    overall = [run.report["overall"] for run in evaluated]
 
     def column(key: str, digits: int = 2, suffix: str = "") -> list[str]:
         cells = []
@@ -163,9 +163,9 @@ def runs_table(evaluated: Sequence[Evaluated]) -> Table:
             cells.append(number(figures.get(key), digits, suffix, bounds))
         return cells
 
-    grades = [(one.report.get("judge") or {}).get("score") for one in evaluated]
+    grades = [(run.report.get("judge") or {}).get("score") for run in evaluated]
     columns = {
-        "run": [one.name for one in evaluated],
+        "run": [run.name for run in evaluated],
         "heads": [str(meta.get("heads") or "-") for meta in metas],
         "nodes": [_nodes(meta) for meta in metas],
         "tokens per step": column("acceleration_rate"),
@@ -200,13 +200,13 @@ def _correct(scores: Mapping[str, Any] | None) -> str:
 def categories_table(evaluated: Sequence[Evaluated]) -> Table:
     """Return one row of speedups for each category of any evaluation."""
     names: dict[str, None] = {}  # in the order in which they first appear
-    for one in evaluated:
-        names.update(dict.fromkeys(one.report["categories"]))
+    for run in evaluated:
+        names.update(dict.fromkeys(run.report["categories"]))
     rows = []
     for name in names:
-        figures = [one.report["categories"].get(name, {}) for one in evaluated]
+        figures = [run.report["categories"].get(name, {}) for run in evaluated]
         rows.append([name, *(number(found.get("speedup"), 2, "x") for found in figures)])
-    return Table(["speedup", *(one.name for one in evaluated)], rows)
+    return Table(["speedup", *(run.name for run in evaluated)], rows)
 
 
 def show(evaluated: Sequence[Evaluated]) -> Group:
@@ -223,7 +223,7 @@ def write(evaluated: Sequence[Evaluated], directory: Path) -> list[Path]:
     """Write compare.html and compare.json to `directory`, created if it does not exist; returns
     their paths.
     """
-    reports = {one.name: one.report for one in evaluated}
+    reports = {run.name: run.report for run in evaluated}
     sections = [
         Section(lines=[f"Not comparable as they stand: {line}" for line in differences(evaluated)]),
         Section(legend=list(reports), tables=[runs_table(evaluated)]),

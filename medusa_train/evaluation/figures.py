@@ -200,7 +200,9 @@ def first_difference(first: Sequence[int], second: Sequence[int]) -> int | None:
     for index, (left, right) in enumerate(zip(first, second, strict=False)):
         if left != right:
             return index
-    return None if len(first) == len(second) else min(len(first), len(second))
+    if len(first) == len(second):
+        return None
+    return min(len(first), len(second))
 
 
 def accepted_lengths(answers: Sequence[TimedAnswer]) -> list[int]:
@@ -332,8 +334,10 @@ def compare_rates(
             f"only one of the two runs answered {', '.join(unpaired)}: measure both on the same"
             " questions"
         )
-    pairs = [(first[name], second[name]) for name in sorted(first)]
-    pairs = [(one, other) for one, other in pairs if one.cost and other.cost]
+    pairs = []
+    for name in sorted(first):
+        if first[name].cost and second[name].cost:
+            pairs.append((first[name], second[name]))
     if len(pairs) < 2:
         raise DataError("comparing two runs needs two or more questions")
     rows = _pair_rows(pairs)
@@ -344,7 +348,7 @@ def compare_rates(
 
 def _pair_rows(pairs: Iterable[tuple[Counts, Counts]]) -> Tensor:
     """Return [pairs, 4]: tokens and cost of the first run, then those of the second."""
-    return torch.tensor([[*one, *other] for one, other in pairs], dtype=torch.float64)
+    return torch.tensor([[*first, *second] for first, second in pairs], dtype=torch.float64)
 
 
 def _ratio_of_rates(sums: Tensor) -> Tensor:

@@ -132,6 +132,9 @@ def _means(
 ) -> dict[str, Any]:
     """Return mean grades overall, per turn and per category, and how many answers have one."""
     graded = [line for line in judged if line["score"] != NO_SCORE]
+    score = None
+    if graded:
+        score = fmean(line["score"] for line in graded)
     by_turn: dict[str, list[float]] = {}
     by_category: dict[str, list[float]] = {}
     for line in sorted(graded, key=lambda line: line["turn"]):
@@ -141,7 +144,7 @@ def _means(
     return {
         "model": judge,
         "prompt": PROMPT_NAME,
-        "score": None if not graded else fmean(line["score"] for line in graded),
+        "score": score,
         "turns": {name: fmean(scores) for name, scores in by_turn.items()},
         "categories": {name: fmean(scores) for name, scores in by_category.items()},
         "graded": len(graded),

@@ -305,7 +305,9 @@ def _why_no_tree(meta: Mapping[str, Any]) -> str:
 def _machine_notes(report: Report) -> list[str]:
     """Say what makes the times doubtful: signs of a busy machine, and an overhead below 1."""
     load = report.meta.get("machine_load")
-    signs = [] if load is None else MachineLoad(**load).signs()
+    signs = []
+    if load is not None:
+        signs = MachineLoad(**load).signs()
     overhead = report.overall["overhead"]
     if overhead is not None and overhead < 1:
         signs.append(

@@ -258,7 +258,9 @@ class Evaluation:
             if chooses_compilation(cfg, self.paths):
                 earlier = log.header.get("compiled")
                 _choose_compile(cfg, bench, model, self.paths, earlier, progress)
-            most_tokens = cfg.max_new_tokens * sum(len(one.turns) for one in bench.questions)
+            most_tokens = cfg.max_new_tokens * sum(
+                len(question.turns) for question in bench.questions
+            )
             refitted = refit_tree(cfg, model, self.paths, most_tokens, progress)
             if refitted is not None:
                 model, self.paths = refitted
@@ -344,7 +346,7 @@ class Evaluation:
         completed = completed_turns(log.entries, questions)
         kept = [turn for turns in completed.values() for turn in turns]
         log.start(kept, dtype=dtype, compiled=model.backbone.compiled is not None)
-        left = [one for one in questions if one.question_id not in completed]
+        left = [question for question in questions if question.question_id not in completed]
         count = sum(len(question.turns) for question in left) * len(test.names)
 
         def on_turn(turn: TurnRecord | SkippedTurn) -> None:

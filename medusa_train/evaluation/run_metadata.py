@@ -121,7 +121,10 @@ def _describe_baselines(
     """Return what the tree is compared with, and how answers are."""
     greedy = mode.acceptance == "greedy"
     references = reference_decoders(model)
-    pairs = [(one.plain.tokens, one.generate.tokens) for one in records if one.generate is not None]
+    pairs = []
+    for record in records:
+        if record.generate is not None:
+            pairs.append((record.plain.tokens, record.generate.tokens))
     baselines = {"baseline_tokens_per_s": "the same decoding loop with the empty tree"}
     if pairs:
         baselines["generate_tokens_per_s"] = describe_baseline(GENERATE, None, mode)

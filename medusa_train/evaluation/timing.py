@@ -132,7 +132,7 @@ class SpeedTest:
             longest = max(longest, len(self._chat.prompt(messages)) + answers)
         longest += KEY_BLOCK  # an answer may have more tokens where it is part of the next prompt
         positions = min(longest, self._backbone.max_context)
-        loops = [one for one in self._decoders.values() if isinstance(one, LoopDecoder)]
+        loops = [loop for loop in self._decoders.values() if isinstance(loop, LoopDecoder)]
         # the largest first, since they share memory
         for decoder in sorted(loops, key=lambda loop: -loop.tree_size):
             decoder.capture(self._batch_size, positions)
@@ -214,15 +214,15 @@ class SpeedTest:
         """Let every decoder answer the same prompts, in an order that starts at `rotation`."""
         names = self.names
         first = rotation % len(names)
-        prompts = [one.prompt for one in asked]
+        prompts = [turn.prompt for turn in asked]
         timed: dict[str, list[TimedAnswer]] = {}
         for name in names[first:] + names[:first]:
             timed[name] = self._decoders[name].answer(prompts, self._max_new_tokens)
             for answer in timed[name]:
                 on_answer(answer)
         return [
-            self._record(one, {name: answers[row] for name, answers in timed.items()})
-            for row, one in enumerate(asked)
+            self._record(turn, {name: answers[row] for name, answers in timed.items()})
+            for row, turn in enumerate(asked)
         ]
 
     def _record(self, asked: _Asked, answers: dict[str, TimedAnswer]) -> TurnRecord:

@@ -113,15 +113,18 @@ def _loss_and_gradients(
             grads = _zero_gradients(tensors, trained, in_place=True)
             sums = ChunkedLoss(inputs, hidden.device, grads, scale)
             sums.add_rows(hidden, z)
-        rest = [
-            (tensor, grad.to(tensor.dtype))
-            for tensor, grad in zip(tensors, grads, strict=True)
-            if tensor is not None
-            and grad is not None
-            and not (tensor.is_leaf and grad is tensor.grad)
-        ]
-        if rest:
-            torch.autograd.backward([tensor for tensor, _ in rest], [grad for _, grad in rest])
+        # gradients that were not added to `.grad` directly go through the tensors' graphs
+        outputs: list[Tensor] = []
+        output_grads: list[Tensor] = []
+        for tensor, grad in zip(tensors, grads, strict=True):
+            if tensor is None or grad is None:
+                continue
+            if tensor.is_leaf and grad is tensor.grad:
+                continue
+            outputs.append(tensor)
+            output_grads.append(grad.to(tensor.dtype))
+        if outputs:
+            torch.autograd.backward(outputs, output_grads)
     return LossSums(sums.loss(), sums.correct, sums.ce, sums.kl)
 
 
@@ -201,8 +204,10 @@ def _zero_gradients(
     weight = tensors[1]
     assert weight is not None
     sums = torch.float64 if weight.dtype == torch.float64 else torch.float32
+    # of hidden, weight, bias, z and up; None: the tensor's own
+    dtypes = (None, sums, sums, None, sums)
     grads: list[Tensor | None] = []
-    for tensor, wanted, dtype in zip(tensors, trained, (None, sums, sums, None, sums), strict=True):
+    for tensor, wanted, dtype in zip(tensors, trained, dtypes, strict=True):
         if tensor is None or not wanted:
             grads.append(None)
         elif in_place and tensor.is_leaf and tensor.dtype == dtype:
