@@ -45,9 +45,10 @@ class Features:
 
     def first(self, count: int) -> Features:
         """Return the states at the first `count` positions."""
-        return Features(
-            self.hidden[:, :count], None if self.early is None else self.early[:, :count]
-        )
+        early = self.early
+        if early is not None:
+            early = early[:, :count]
+        return Features(self.hidden[:, :count], early)
 
 
 class TokenRows(Protocol):
@@ -90,10 +91,11 @@ def capture_outputs(
     """Yield a list, by default a new one, to which each call of one of `modules` appends the states
     it returns.
     """
-    captured = [] if captured is None else captured
+    if captured is None:
+        captured = []
 
     def append(_: nn.Module, __: object, out: Any) -> None:
-        captured.append(out if isinstance(out, Tensor) else out[0])
+        captured.append(out if isinstance(out, Tensor) else out[0])  # layers may return a tuple
 
     hooks = [module.register_forward_hook(append) for module in modules]
     try:
@@ -107,10 +109,11 @@ def capture_outputs(
 def capture_inputs(module: nn.Module) -> Iterator[list[Tensor]]:
     """Yield a list to which each call of `module` appends the hidden states it receives."""
     captured: list[Tensor] = []
-    hook = module.register_forward_pre_hook(
-        lambda _, args, kwargs: captured.append(args[0] if args else kwargs["hidden_states"]),
-        with_kwargs=True,
-    )
+
+    def append(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        captured.append(args[0] if args else kwargs["hidden_states"])
+
+    hook = module.register_forward_pre_hook(append, with_kwargs=True)
     try:
         yield captured
     finally:

@@ -15,7 +15,9 @@ SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 def quantization_of(config: Any) -> dict[str, Any] | None:
     """Return how a checkpoint's weights are quantized, from its config.json; None if they are not."""
     stored: Any = getattr(config, "quantization_config", None)
-    values: dict[str, Any] | None = stored.to_dict() if hasattr(stored, "to_dict") else stored
+    if hasattr(stored, "to_dict"):
+        stored = stored.to_dict()
+    values: dict[str, Any] | None = stored
     return values
 
 
@@ -40,9 +42,8 @@ def context_length(config: Any) -> int:
         )
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") in ("linear", "yarn"):
-        length = max(
-            length, rope["factor"] * (rope.get("original_max_position_embeddings") or length)
-        )
+        length_before = rope.get("original_max_position_embeddings") or length
+        length = max(length, rope["factor"] * length_before)
     return int(length)
 
 
@@ -60,11 +61,13 @@ def layer_types(config: Any) -> list[str]:
     count = config.num_hidden_layers
     types = getattr(config, "layer_types", None)
     if not types:
-        has_window = getattr(config, "sliding_window", None) and hasattr(
-            type(config)(), "sliding_window"
-        )
-        types = ["sliding_attention" if has_window else "full_attention"] * count
-    if unsupported := set(types) - SUPPORTED_LAYER_TYPES:
+        has_window = bool(getattr(config, "sliding_window", None))
+        if has_window and hasattr(type(config)(), "sliding_window"):
+            types = ["sliding_attention"] * count
+        else:
+            types = ["full_attention"] * count
+    unsupported = set(types) - SUPPORTED_LAYER_TYPES
+    if unsupported:
         raise BackboneError(
             f"{config.model_type}: no tree attention for layers of type {sorted(unsupported)}"
         )
@@ -90,9 +93,14 @@ def logit_scale(config: Any) -> float:
     """Return the factor on the logits: Granite divides by `logits_scaling`, Cohere multiplies by
     `logit_scale`.
     """
+    scale = 1.0
     divisor = getattr(config, "logits_scaling", None)
+    if divisor:
+        scale = 1.0 / divisor
     factor = getattr(config, "logit_scale", None)
-    return (1.0 / divisor if divisor else 1.0) * (factor if factor else 1.0)
+    if factor:
+        scale *= factor
+    return scale
 
 
 def rope_switch(config: Any) -> int | None:
@@ -125,7 +133,5 @@ def has_experts(config: Any) -> bool:
     """Return whether the model is a mixture of experts, where rounding may route a token to another
     expert.
     """
-    return any(
-        getattr(config, key, None)
-        for key in ("num_experts", "num_local_experts", "n_routed_experts")
-    )
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return any(getattr(config, name, None) for name in names)

@@ -1,6 +1,4 @@
-"""lm_head as a value: weight, bias, LoRA branch and the transforms of its logits; and the input
-embedding.
-"""
+"""lm_head as a value, with its LoRA branch and the transforms of logits; and the input embedding."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from torch.nn.functional import linear
 from medusa_train.errors import BackboneError
 
 #: Candidates of a head with a token bias: its best tokens without the bias, which the bias ranks
-# again.
+#: again.
 CANDIDATES = 64
 
 
@@ -43,25 +41,34 @@ def low_rank_of(module: Any) -> LowRank | None:
 
     Raises BackboneError if it is of another kind, which only adapters of other programs are.
     """
-    if not getattr(module, "lora_A", None) or module.disable_adapters or not module.active_adapters:
+    if not getattr(module, "lora_A", None):
+        return None
+    if module.disable_adapters or not module.active_adapters:
         return None
     (key,) = module.active_adapters
-    if key in getattr(module, "lora_variant", {}) or module.lora_B[key].bias is not None:
+    is_dora = key in getattr(module, "lora_variant", {})
+    if is_dora or module.lora_B[key].bias is not None:
         raise BackboneError(
             "DoRA and LoRA with a bias are not supported on lm_head; merge the adapter into the"
             " model"
         )
     return LowRank(
-        module.lora_A[key].weight,
-        module.lora_B[key].weight,
-        module.scaling[key],
-        module.lora_dropout[key],
+        a=module.lora_A[key].weight,
+        b=module.lora_B[key].weight,
+        scaling=module.scaling[key],
+        dropout=module.lora_dropout[key],
     )
 
 
 @dataclass(frozen=True)
 class LMHead:
-    """`softcap * tanh(scale * (W h + b) / softcap)`; without a soft cap `scale * (W h + b)`.
+    """The matrix from hidden states to logits, of the backbone or of a draft's head.
+
+        raw logits = W h + b  (+ LoRA branch, or + R e)
+        logits     = scale * raw                                    without a soft cap
+                   = softcap * tanh(scale * raw / softcap)          with one
+
+    A value, not a module: it holds the parameters of others and trains nothing itself.
 
     Attributes:
         weight: W, [V, d].
@@ -70,7 +77,8 @@ class LMHead:
         scale: factor on the logits (Granite divides by `logits_scaling`, Cohere multiplies by
             `logit_scale`).
         low_rank: LoRA branch added to W h, or None.
-        token_map: token id of each row, long [V], in a reduced vocabulary; None: row i is token i.
+        token_map: in a reduced vocabulary the token id of each logit, long [V]; None: logit i is
+            token i's.
         token_bias: R, [V, r], in place of `low_rank`: it adds R e to W h. The states are then [h ;
             e], of d + r numbers, e being the embedding of the token before the predicted one.
     """
@@ -91,12 +99,13 @@ class LMHead:
         """Compute logits before scale and soft cap, which keep their order, [..., d] -> [..., V]."""
         if self.token_bias is None:
             return self._product(hidden)
-        logits = self._product(hidden[..., : self.weight.shape[1]])
-        return logits + linear(self._token_state(hidden), self.token_bias).to(logits.dtype)
+        h, e = self._split(hidden)
+        logits = self._product(h)
+        return logits + linear(e, self.token_bias).to(logits.dtype)
 
     def guesses(self, hidden: Tensor, logits: Tensor, count: int) -> Tensor:
-        """Return the rows of the `count` best guesses as decoding ranks them, the best first, long
-        [N, count or V].
+        """Return which logits are the `count` best guesses as decoding ranks them, the best first,
+        long [N, count or V].
 
         Args:
             hidden: [N, d]. logits: of `hidden`, [N, V].
@@ -104,28 +113,29 @@ class LMHead:
         count = min(count, logits.shape[-1])
         if self.token_bias is None:
             return logits.topk(count).indices
-        best = self._product(hidden[..., : self.weight.shape[1]]).topk(
-            min(max(count, CANDIDATES), logits.shape[-1])
-        )
-        ranked = rank_candidates(
-            best.values, best.indices, self.token_bias, self._token_state(hidden)[:, None]
-        )
+        # as decoding: candidates without the bias, which it ranks again
+        h, e = self._split(hidden)
+        num_candidates = min(max(count, CANDIDATES), logits.shape[-1])
+        best = self._product(h).topk(num_candidates)  # [N, c]
+        ranked = rank_candidates(best.values, best.indices, self.token_bias, e[:, None])
         return ranked[:, 0, :count]
 
-    def _token_state(self, hidden: Tensor) -> Tensor:
-        """The embedding of the token before, in the dtype of R; [..., d + r] -> [..., r]."""
+    def _split(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Split [h ; e] into h and e, the latter in the dtype of R; [..., d + r] -> [..., d] and
+        [..., r].
+        """
         assert self.token_bias is not None
-        return hidden[..., self.weight.shape[1] :].to(self.token_bias.dtype)
+        size = self.weight.shape[1]  # d
+        return hidden[..., :size], hidden[..., size:].to(self.token_bias.dtype)
 
     def _product(self, hidden: Tensor) -> Tensor:
-        """Compute `W h + b` with the LoRA branch."""
+        """Compute `W h + b` with the LoRA branch, [..., d] -> [..., V]."""
         if hidden.dtype != self.weight.dtype and not torch.is_autocast_enabled(hidden.device.type):
             hidden = hidden.to(self.weight.dtype)  # float32 heads that share a bfloat16 matrix
         logits = linear(hidden, self.weight, self.bias)
         if self.low_rank is not None:
-            logits = logits + linear(self.low_rank.project_down(hidden), self.low_rank.b).to(
-                logits.dtype
-            )
+            down = self.low_rank.project_down(hidden)  # [..., r]
+            logits = logits + linear(down, self.low_rank.b).to(logits.dtype)
         return logits
 
     def transform(self, logits: Tensor) -> Tensor:
@@ -137,53 +147,65 @@ class LMHead:
         return logits
 
     def restrict_to(self, tokens: Tensor) -> LMHead:
-        """Return a copy with the rows of `tokens` (long [N]) only, in that order.
+        """Return a copy for the logits of `tokens` (long [N]) only, in that order.
 
         Its softmax is the original one restricted to `tokens`: `exp(l_i) / sum_j exp(l_j)`.
         """
-        rows = tokens.to(self.weight.device)
+        kept = tokens.to(self.weight.device)
+        bias = self.bias
+        if bias is not None:
+            bias = bias[kept]
+        low_rank = self.low_rank
+        if low_rank is not None:
+            low_rank = replace(low_rank, b=low_rank.b[kept])
+        token_bias = self.token_bias
+        if token_bias is not None:
+            token_bias = token_bias[kept]
         return replace(
             self,
-            weight=self.weight[rows],
-            bias=None if self.bias is None else self.bias[rows],
-            low_rank=(
-                None if self.low_rank is None else replace(self.low_rank, b=self.low_rank.b[rows])
-            ),
-            token_map=rows if self.token_map is None else self.token_map[rows],
-            token_bias=None if self.token_bias is None else self.token_bias[rows],
+            weight=self.weight[kept],
+            bias=bias,
+            low_rank=low_rank,
+            token_map=self.tokens_of(kept),
+            token_bias=token_bias,
         )
 
     def rows_of(self, tokens: Tensor) -> Tensor:
-        """Return the row of each token id (any shape), long; -1 for tokens outside a reduced
-        vocabulary.
+        """Return which logit belongs to each token id (any shape), long: a row of W; -1 for tokens
+        outside a reduced vocabulary.
         """
         if self.token_map is None:
             return tokens
-        ids, rows = self.token_map.sort()
+        ids, logit_of_id = self.token_map.sort()
         nearest = torch.searchsorted(ids, tokens.contiguous()).clamp_(max=len(ids) - 1)
-        return torch.where(ids[nearest] == tokens, rows[nearest], -1)
+        return torch.where(ids[nearest] == tokens, logit_of_id[nearest], -1)
 
-    def tokens_of(self, rows: Tensor) -> Tensor:
-        """Return the token id of each row (any shape), long."""
-        return rows if self.token_map is None else self.token_map[rows]
+    def tokens_of(self, indices: Tensor) -> Tensor:
+        """Return the token id that each logit belongs to (any shape), long."""
+        if self.token_map is None:
+            return indices
+        return self.token_map[indices]
 
 
-def rank_candidates(scores: Tensor, rows: Tensor, token_bias: Tensor, embedded: Tensor) -> Tensor:
+def rank_candidates(
+    scores: Tensor, candidates: Tensor, token_bias: Tensor, embedded: Tensor
+) -> Tensor:
     """Rank the candidates of a head again, once for each token that may come before; equal ones
     keep their order.
 
     Args:
         scores: [B, c], the candidates' raw logits without the bias, the greatest first.
-        rows: long [B, c], the candidates' rows of `token_bias`.
+        candidates: long [B, c], which logits these are.
         token_bias: R, [V, r]. embedded: [B, m, r], embeddings of m tokens.
 
     Returns:
-        Rows, the best first, long [B, m, c].
+        The candidates, the best first, long [B, m, c].
     """
-    bias = embedded @ token_bias[rows].transpose(1, 2)  # [B, m, c]
-    biased = scores.to(torch.promote_types(scores.dtype, torch.float32))[:, None] + bias
+    bias = embedded @ token_bias[candidates].transpose(1, 2)  # [B, m, c]
+    number = torch.promote_types(scores.dtype, torch.float32)
+    biased = scores.to(number)[:, None] + bias  # [B, m, c]
     order = biased.argsort(dim=-1, descending=True, stable=True)
-    return rows[:, None].expand(order.shape).gather(2, order)
+    return candidates[:, None].expand(order.shape).gather(2, order)
 
 
 @dataclass(frozen=True)
@@ -203,4 +225,6 @@ class Embedding:
     def __call__(self, tokens: Tensor) -> Tensor:
         """Return the vectors of token ids, long [...] -> [..., d]."""
         vectors = self.table(tokens)
-        return vectors if self.scale == 1.0 else vectors * self.scale
+        if self.scale != 1.0:
+            vectors = vectors * self.scale
+        return vectors

@@ -62,6 +62,7 @@ def load_backbone(
     Raises:
         BackboneError: the model cannot be found or read, or its architecture is not supported.
     """
+    # 1. where it is, and what it is computed with
     source, config = resolve_backbone(name, trust_remote_code=trust_remote_code)
     device = default_device() if device is None else torch.device(device)
     if device.type == "cuda":
@@ -72,7 +73,9 @@ def load_backbone(
     dtype = parse_dtype(dtype, device)
     # sdpa cannot soft-cap attention scores; eager can, and takes an additive mask as well
     capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
-    offline = hub_is_unreachable()
+    attention = "eager" if capped else "sdpa"
+
+    # 2. tokenizer and weights
     try:
         tokenizer = load_tokenizer(
             source, trust_remote_code=trust_remote_code, special_tokens=special_tokens
@@ -80,9 +83,9 @@ def load_backbone(
         model: Any = AutoModelForCausalLM.from_pretrained(
             source,
             dtype=dtype,
-            attn_implementation="eager" if capped else "sdpa",
+            attn_implementation=attention,
             trust_remote_code=trust_remote_code,
-            local_files_only=offline,
+            local_files_only=hub_is_unreachable(),
             **loading_options(quantization, dtype, device),
         )
     except (OSError, ValueError, ImportError) as error:
@@ -90,7 +93,8 @@ def load_backbone(
         reason = describe_hub_error(error, name, "model") or error
         raise BackboneError(f"base_model {name}: loading failed: {reason}") from error
     except (SafetensorError, UnpicklingError, EOFError, RuntimeError) as error:
-        if (damaged := _damaged_file(source)) is None:
+        damaged = _damaged_file(source)
+        if damaged is None:
             raise  # such as memory that does not suffice
         reason = str(error).partition(". ")[0] or type(error).__name__
         raise BackboneError(
@@ -99,6 +103,8 @@ def load_backbone(
         ) from error
     if quantization is None:
         model = model.to(device)
+
+    # 3. what it can be used for
     if quantization_of(model) in ("nf4", "fp4"):  # also where the checkpoint is stored so
         keep_trainable_kernels(model)
     backbone = Backbone(model, tokenizer, name)
@@ -123,8 +129,8 @@ def load_tokenizer(
         BackboneError: it cannot be read.
         ConfigError: it has no such token.
     """
-    # without `mistral_format` a tekken.json beside tokenizer.json would win, whose tokenizer has no
-    # offsets
+    # unless `mistral_format` is off, a tekken.json beside tokenizer.json wins, whose tokenizer has
+    # no offsets
     options = {"local_files_only": hub_is_unreachable(), "mistral_format": False}
     try:
         tokenizer = AutoTokenizer.from_pretrained(
@@ -139,7 +145,9 @@ def load_tokenizer(
 
 def _set_special_tokens(tokenizer: Any, special_tokens: Mapping[str, str], name: str) -> None:
     """Give tokens of the vocabulary the role that `special_tokens` names; others have no embedding."""
-    vocabulary = tokenizer.get_vocab() if special_tokens else {}
+    if not special_tokens:
+        return
+    vocabulary = tokenizer.get_vocab()
     for role, text in special_tokens.items():
         if role not in SPECIAL_TOKENS:
             raise ConfigError(
@@ -160,11 +168,10 @@ def unneeded_special_tokens(tokenizer: Any, special_tokens: Mapping[str, str] | 
     any.
     """
     vocabulary = tokenizer.get_vocab()
-    unneeded = [
-        f"{role}: {text}"
-        for role, text in (special_tokens or {}).items()
-        if role in _NOT_READ and text not in vocabulary
-    ]
+    unneeded = []
+    for role, text in (special_tokens or {}).items():
+        if role in _NOT_READ and text not in vocabulary:
+            unneeded.append(f"{role}: {text}")
     if not unneeded:
         return None
     return (
@@ -176,9 +183,10 @@ def unneeded_special_tokens(tokenizer: Any, special_tokens: Mapping[str, str] | 
 def model_directory(source: str) -> Path:
     """Return the directory of a model that is named by it, or by its name in the hub's cache."""
     directory = Path(source)
-    if not directory.is_dir() and isinstance(
-        cached := try_to_load_from_cache(source, "config.json"), str
-    ):
+    if directory.is_dir():
+        return directory
+    cached = try_to_load_from_cache(source, "config.json")
+    if isinstance(cached, str):
         return Path(cached).parent
     return directory
 
@@ -194,10 +202,10 @@ def _damaged_file(source: str) -> Path | None:
                 pass
         except SafetensorError:
             return path
-    return next(
-        (path for path in sorted(directory.glob("pytorch_model*.bin")) if not is_zipfile(path)),
-        None,
-    )
+    for path in sorted(directory.glob("pytorch_model*.bin")):
+        if not is_zipfile(path):
+            return path
+    return None
 
 
 def resolve_backbone(name: str, *, trust_remote_code: bool = False) -> tuple[str, Any]:
@@ -211,13 +219,17 @@ def resolve_backbone(name: str, *, trust_remote_code: bool = False) -> tuple[str
             or the architecture is not supported.
     """
     local = resolve_path(name)
-    source = str(local) if local is not None else name
-    nearest = None if local is not None else nearest_path(name)
-    advice = f"; did you mean {nearest}?" if nearest else ""
+    if local is not None:
+        source = str(local)
+        if not (local / "config.json").is_file():
+            raise BackboneError(f"base_model {name}: not a model directory: no config.json")
+        similar = None
+    else:
+        source = name
+        similar = nearest_path(name)
+    advice = f"; did you mean {similar}?" if similar else ""
     if local is None and looks_like_path(name):
         raise BackboneError(f"base_model {name}: no such directory{advice}")
-    if local is not None and not (local / "config.json").is_file():
-        raise BackboneError(f"base_model {name}: not a model directory: no config.json")
     try:
         config = AutoConfig.from_pretrained(
             source, trust_remote_code=trust_remote_code, local_files_only=hub_is_unreachable()
@@ -227,12 +239,13 @@ def resolve_backbone(name: str, *, trust_remote_code: bool = False) -> tuple[str
         if local is not None:
             raise BackboneError(f"base_model {name}: cannot read config.json: {error}") from error
         # not refused before: the hub may have models of an owner with a local directory
-        if nearest is not None:
+        if similar is not None:
             raise BackboneError(
                 f"base_model {name}: no such directory, and no such model on the Hugging Face"
                 f" hub{advice}"
             ) from error
         # where the README and the shipped configurations keep models
+        directory = f"models/{Path(name).name}"
         if name.startswith("models/"):
             raise BackboneError(
                 f"base_model {name}: no such directory. `make smollm2-model` writes the model of"
@@ -240,12 +253,12 @@ def resolve_backbone(name: str, *, trust_remote_code: bool = False) -> tuple[str
                 f" --local-dir {name}`"
             ) from error
         reason = describe_hub_error(error, name, "model")
+        if not reason:
+            reason = "no network, or HF_HUB_OFFLINE is set, and it is not in the cache"
         raise BackboneError(
             f"base_model {name}: not a local directory, and not available from the Hugging Face"
-            " hub:"
-            f" {reason or 'no network, or HF_HUB_OFFLINE is set, and it is not in the cache'}.\nDownload"
-            f" it where there is a network (`hf download {name} --local-dir"
-            f" models/{Path(name).name}`) and set base_model: models/{Path(name).name}"
+            f" hub: {reason}.\nDownload it where there is a network (`hf download {name} --local-dir"
+            f" {directory}`) and set base_model: {directory}"
         ) from error
     check_architecture(config, name)
     return source, config
@@ -292,7 +305,9 @@ def loading_options(
     # else the host's memory holds a copy of the model in every process
     on_device = {"device_map": {"": device}}
     if quantization is None:
-        return {} if device.type == "cpu" or is_deepspeed_zero3_enabled() else on_device
+        if device.type == "cpu" or is_deepspeed_zero3_enabled():
+            return {}
+        return on_device
     if (obstacle := bitsandbytes_obstacle(device)) is not None:
         raise BackboneError(f"load_in_4bit and load_in_8bit need bitsandbytes: {obstacle}")
     from transformers import BitsAndBytesConfig
@@ -363,16 +378,19 @@ def choose_attention(backbone: Backbone, wanted: bool | Literal["auto"], *, pack
             f"attention: torch {backbone.attention}, causal (one conversation per row needs no"
             " mask)"
         )
-    rows = "packed rows" if packed else "rows with sliding windows"
-    reasons: list[str] = []
+    which = "packed rows" if packed else "rows with sliding windows"
+    reasons: list[str] = []  # why what would be faster is not used
     for implementation, kernel in _varlen_attentions(backbone, wanted, reasons):
         try:
             backbone.use_varlen(implementation)
         except (BackboneError, ImportError, RuntimeError, TypeError, ValueError) as error:
             reasons.append(str(error).partition("\n")[0])
-        else:
-            return f"attention: {kernel} for {rows}" + (f" ({reasons[0]})" if reasons else "")
-    return f"attention: torch {backbone.attention} with a mask for {rows} ({'; '.join(reasons)})"
+            continue
+        line = f"attention: {kernel} for {which}"
+        if reasons:
+            line += f" ({reasons[0]})"
+        return line
+    return f"attention: torch {backbone.attention} with a mask for {which} ({'; '.join(reasons)})"
 
 
 def _varlen_attentions(

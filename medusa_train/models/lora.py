@@ -147,17 +147,17 @@ class Adapter:
         The original of a backbone loaded in 4 bits is the 4-bit backbone.
         """
         model = self.backbone.model
-        training = model.training
-        trainable = {parameter: parameter.requires_grad for parameter in model.parameters()}
+        was_training = model.training
+        was_trainable = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
         model.eval()
         try:
             with torch.no_grad(), self.peft.disable_adapter():
                 yield
         finally:
-            model.train(training)
+            model.train(was_training)
             # PEFT makes all adapters trainable on exit, frozen ones too
-            for parameter, flag in trainable.items():
-                parameter.requires_grad_(flag)
+            for parameter, requires_grad in was_trainable:
+                parameter.requires_grad_(requires_grad)
 
     def merge(self) -> None:
         """Merge the adapter into the backbone's weights; a quantized backbone is dequantized first.
@@ -199,17 +199,16 @@ def linear_names(model: Any) -> list[str]:
     """Return the last part of the names of all linear layers, quantized ones too, with lm_head
     last; no routers.
     """
-    layers = [
-        n
-        for n, m in model.named_modules()
-        if isinstance(m, nn.Linear) and "Router" not in str(type(m))
-    ]
-    names = {name.rpartition(".")[2] for name in layers}
-    head = model.get_output_embeddings()
-    head_names = {
-        name.rpartition(".")[2] for name, module in model.named_modules() if module is head
-    }
-    return [*sorted(names - head_names), *sorted(names & head_names)]
+    lm_head = model.get_output_embeddings()
+    names: set[str] = set()
+    lm_head_names: set[str] = set()
+    for path, module in model.named_modules():
+        name = path.rpartition(".")[2]
+        if isinstance(module, nn.Linear) and "Router" not in str(type(module)):
+            names.add(name)
+        if module is lm_head:
+            lm_head_names.add(name)
+    return [*sorted(names - lm_head_names), *sorted(names & lm_head_names)]
 
 
 def _target_modules(backbone: Backbone, targets: Sequence[str] | None) -> list[str]:
@@ -221,7 +220,8 @@ def _target_modules(backbone: Backbone, targets: Sequence[str] | None) -> list[s
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     if targets is None:
         return [name for name in names if not (tied and name == LM_HEAD)]
-    if unknown := [name for name in targets if name not in names]:
+    unknown = [name for name in targets if name not in names]
+    if unknown:
         raise BackboneError(
             f"lora_target_modules: {', '.join(unknown)}: no such layer; there are"
             f" {', '.join(names)}"
@@ -239,7 +239,11 @@ def _check_modules(backbone: Backbone, names: Sequence[str]) -> None:
     a word.
     """
     paths = [path for path, _ in backbone.model.named_modules()]
-    if unknown := [name for name in names if not any(path.endswith(name) for path in paths)]:
+    unknown = []
+    for name in names:
+        if not any(path.endswith(name) for path in paths):
+            unknown.append(name)
+    if unknown:
         raise BackboneError(
             f"lora_modules_to_save: {', '.join(unknown)}: this backbone has no module of that name"
         )

@@ -28,7 +28,9 @@ def default_device() -> torch.device:
 
 def autocast_dtype(device: str) -> torch.dtype | None:
     """Return the dtype of products under the autocast that is active on a type of device, or None."""
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    if not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
 
 
 def device_name(device: torch.device) -> str:
@@ -60,8 +62,10 @@ def has_fast_bf16(device: torch.device) -> bool:
         return torch.cuda.is_bf16_supported(including_emulation=False)
     if device.type == "cpu":
         # torch has no public API for this on CPUs
-        amx, avx512_bf16 = torch.cpu._is_amx_tile_supported(), torch.cpu._is_avx512_bf16_supported()
-        return bool(amx or (avx512_bf16 and "AuthenticAMD" in _cpu_info("vendor_id")))
+        if torch.cpu._is_amx_tile_supported():
+            return True
+        avx512_bf16 = bool(torch.cpu._is_avx512_bf16_supported())
+        return avx512_bf16 and "AuthenticAMD" in _cpu_info("vendor_id")
     return False
 
 
@@ -88,14 +92,17 @@ def auto_dtype(device: torch.device | None = None, *, float16: bool = True) -> s
     device = device or default_device()
     if has_fast_bf16(device):
         return "bfloat16"
-    return "float16" if float16 and device.type == "cuda" else "float32"
+    if float16 and device.type == "cuda":
+        return "float16"
+    return "float32"
 
 
 def parse_dtype(dtype: str | torch.dtype, device: torch.device | None = None) -> torch.dtype:
     """Return the torch dtype of a name such as "bfloat16" or "auto" (see `auto_dtype`)."""
     if isinstance(dtype, torch.dtype):
         return dtype
-    found = getattr(torch, auto_dtype(device) if dtype == "auto" else dtype, None)
+    name = auto_dtype(device) if dtype == "auto" else dtype
+    found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
         raise MedusaError(f"dtype: must be auto, float32, bfloat16 or float16, got {dtype!r}")
     return found
@@ -145,7 +152,8 @@ def choose_precision(
     it is slow.
     """
     if fp16:
-        return Precision(device, torch.float16 if device.type == "cuda" else torch.float32)
+        dtype = torch.float16 if device.type == "cuda" else torch.float32
+        return Precision(device, dtype)
     if bf16 == "auto":
         return Precision(device, parse_dtype(auto_dtype(device, float16=False)))
     return Precision(device, torch.bfloat16 if bf16 else torch.float32)
@@ -165,8 +173,8 @@ def free_memory(device: torch.device) -> int | None:
     return None if match is None else 1024 * int(match[1])
 
 
-# Messages of CPU allocators (Linux, Windows) and of CUDA calls; PyTorch's CUDA allocator raises its
-# own exception.
+#: Messages of CPU allocators (Linux, Windows) and of CUDA calls; PyTorch's CUDA allocator raises its
+#: own exception.
 _OUT_OF_MEMORY = re.compile(
     r"DefaultCPUAllocator|not enough memory|CUDA error: out of"
     r" memory|(CUBLAS|CUDNN)_STATUS_ALLOC_FAILED"
@@ -215,11 +223,11 @@ def return_free_memory() -> None:
     """Return to Linux what its C library keeps of freed tensors, which grows with every new shape
     of a batch.
     """
-    if (
-        sys.platform == "linux"
-        and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None
-    ):
-        trim(0)  # other C libraries than glibc have none
+    if sys.platform != "linux":
+        return
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:  # other C libraries than glibc have none
+        trim(0)
 
 
 @dataclass(frozen=True)
@@ -235,18 +243,21 @@ class WeightMemory:
     @classmethod
     def of(cls, model: nn.Module, device: torch.device) -> WeightMemory:
         """Count the weights of a loaded model."""
-        parameters = list(model.parameters())
-        return cls(
-            device,
-            sum(p.numel() for p in parameters if p.is_floating_point()),
-            sum(p.numel() * p.element_size() for p in parameters if not p.is_floating_point()),
-        )
+        numbers = 0
+        quantized = 0
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                numbers += parameter.numel()
+            else:
+                quantized += parameter.numel() * parameter.element_size()
+        return cls(device, numbers, quantized)
 
     def fit(self, dtype: str) -> bool:
         """Return whether the weights alone, loaded once more in `dtype`, fit into the memory that
         is free now.
         """
         free = free_memory(self.device)
-        return (
-            free is None or self.numbers * getattr(torch, dtype).itemsize + self.quantized <= free
-        )
+        if free is None:
+            return True
+        needed = self.numbers * getattr(torch, dtype).itemsize + self.quantized
+        return bool(needed <= free)

@@ -35,7 +35,7 @@ class Proposal:
         early: [B, n + 1, d], the nodes' states after `needs.early` layers of the backbone, if the
             draft ran these itself and wrote their keys and values to the backbone's slots:
             verification runs only the others.
-        branch: further rows of the pass, which are not verified; the draft gets their logits
+        branch: further tokens of the pass, which are not verified; the draft gets their logits
             (`Proposer.observe`). Not together with `early`.
     """
 
@@ -50,18 +50,18 @@ class Proposal:
         """
         if self.branch is None:
             return self.tokens, self.tree
-        return torch.cat([self.tokens, self.branch.tokens], dim=1), TreeAndBranch(
-            self.tree, self.branch.layout
-        )
+        tokens = torch.cat([self.tokens, self.branch.tokens], dim=1)  # [B, n + 1 + m]
+        return tokens, TreeAndBranch(self.tree, self.branch.layout)
 
     def outputs(self, states: Tensor) -> Tensor:
-        """Return the states [B, .., d] of all rows of the pass at those whose logits are read:
-        nodes, then outputs.
+        """Return the states whose logits are read, of all tokens of the pass, [B, n + 1 + m, d]:
+        those of the nodes, then those of the branch's outputs.
         """
         if self.branch is None:
             return states
-        nodes, read = self.tokens.shape[1], self.branch.layout.outputs
-        return torch.cat([states[:, :nodes], states[:, states.shape[1] - read :]], dim=1)
+        nodes = states[:, : self.tokens.shape[1]]  # [B, n + 1, d]
+        first_output = states.shape[1] - self.branch.layout.outputs
+        return torch.cat([nodes, states[:, first_output:]], dim=1)
 
 
 class Limits(NamedTuple):
@@ -76,6 +76,10 @@ class Limits(NamedTuple):
 @dataclass(frozen=True)
 class AcceptedPath:
     """The accepted nodes of the last verified tree of B rows, what a draft reads next.
+
+        last tree    root - a - b              path    0 1 4
+                          |   `- c             tokens  root a c        and then the next root
+                          `- d                 starts  position of `root`; lengths: of the next root
 
     Paths differ in length, so all tensors along the path are padded at the end to D + 1 nodes.
     A draft may read and store the padding: it stands after the accepted nodes, where it is masked
@@ -110,11 +114,12 @@ class AcceptedPath:
         """Return the tokens after the accepted nodes, long [B, D + 1]; after the last one the next
         root, long [B].
         """
-        after = self.along_path(self.tokens).roll(-1, dims=1)
+        after = self.along_path(self.tokens).roll(-1, dims=1)  # [B, D + 1]
         return after.index_put((self._rows, self.counts - 1), roots)
 
     @property
     def _rows(self) -> Tensor:
+        """Indices of the rows, long [B]."""
         return torch.arange(len(self.path), device=self.path.device)
 
 
@@ -150,7 +155,8 @@ class DraftCache:
         Args:
             starts: position of the first node, long [B].
         """
-        columns = starts[:, None] + torch.arange(states.shape[1], device=starts.device)  # [B, D+1]
+        offsets = torch.arange(states.shape[1], device=starts.device)
+        columns = starts[:, None] + offsets  # [B, D + 1]
         mask = causal_mask(columns, self.key_length, layer.window, states.dtype)
         return self.run(layer, states, columns, columns, mask)
 
@@ -198,7 +204,11 @@ class DraftStep:
 class Proposer:
     """Guesses the tokens after the backbone's next token, in trees: what decoding needs of a draft.
 
-    In each step `read` takes the accepted path, and `guess` fills a tree below the next roots.
+    In each step `read` takes the accepted path, and `guess` fills a tree below the next roots:
+
+        backbone   .. x_t-1  x_t | x_t+1: the root, the backbone's next token, not yet read by it
+        draft                    |        guesses of x_t+2  guesses of x_t+3 ..  in levels of a tree
+
     Guesses depend on the text, the steps before and the draft, never on tokens that are drawn in
     the same step, so sampling stays lossless.
 
@@ -285,8 +295,9 @@ class Proposer:
 class Draft(Proposer, nn.Module):
     """K trained heads that draft the tokens after the backbone's next token.
 
-    Head k (k = 1..K) at position t predicts the token t + k + 1; the backbone itself predicts t +
-    1.
+    At position t the backbone predicts the token t + 1, and head k (k = 1..K) the token t + k + 1.
+    Training reads `head_states` and `lm_head`: the loss compares head k's logits with the data's
+    token, or with the backbone's own prediction. Decoding reads what `Proposer` has.
 
     Attributes:
         needs: states of the backbone that the draft reads, in training and in decoding.
@@ -363,7 +374,5 @@ def at_positions(values: Tensor, positions: Sequence[int]) -> Tensor:
     """Return the values [B, ...] of each row at its position, of [B, T, ...]."""
     if len(positions) == 1:
         return values[:, positions[0]]
-    return values[
-        torch.arange(len(positions), device=values.device),
-        torch.tensor(positions, device=values.device),
-    ]
+    rows = torch.arange(len(positions), device=values.device)
+    return values[rows, torch.tensor(positions, device=values.device)]

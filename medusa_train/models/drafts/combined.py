@@ -1,4 +1,4 @@
-"""Heads in one tree with copied text."""
+"""The guesses of trained heads and copied text in one tree."""
 
 from __future__ import annotations
 
@@ -19,12 +19,15 @@ from medusa_train.trees.tree import Tree
 
 
 class MergedDraft(Proposer):
-    """Adds looked-up continuations to the tree of the heads' draft tokens; equal children are
-    verified once.
+    """Adds looked-up continuations to the tree of the heads' draft tokens.
 
-    The nodes of the heads come first and keep their order, so the heads advance as without the
-    others. Merging reads the heads' guesses on the host, one more synchronization per step. If
-    nothing is added, the heads' tree is verified.
+        heads       root - a - b          lookup     root - a - d          both    root - a - b
+                        `- c                                                           |    `- d
+                                                                                       `- c
+
+    Equal children are one node, which is verified once. The nodes of the heads come first and keep
+    their order, so the heads advance as without the others. Merging reads the heads' guesses on the
+    host, one more synchronization per step. If nothing is added, the heads' tree is verified.
 
     Args:
         heads: a trained draft. lookup: a draft without training.
@@ -52,7 +55,8 @@ class MergedDraft(Proposer):
 
     def limits(self, tree: Tree) -> Limits:
         """Return the limits of both together."""
-        heads, added = self.heads.limits(tree), self.lookup.limits(tree)
+        heads = self.heads.limits(tree)
+        added = self.lookup.limits(tree)
         return Limits(heads.size + added.size, max(heads.depth, added.depth))
 
     @property
@@ -80,23 +84,22 @@ class MergedDraft(Proposer):
         """Fill the tree with the heads' draft tokens and add the others."""
         if not self.heads.limits(step.tree).size:
             return self.lookup.guess(step, None)
+        # 1. the heads' tree of each row, on the host
         proposal = self.heads.guess(step, states)
-        trees = [
-            TokenTree(tokens[: len(parents)], list(parents))
-            for tokens, parents in zip(
-                proposal.tokens.tolist(), self._parents(proposal), strict=True
-            )
-        ]
+        trees = []
+        for row, tokens in enumerate(proposal.tokens.tolist()):
+            parents = proposal.tree.row(row).parent_list
+            trees.append(TokenTree(tokens[: len(parents)], list(parents)))
+        # 2. the others are added
         for tree, added in zip(trees, self.lookup.draft_trees(step), strict=True):
             tree.merge(added)
         branch = self.lookup.lookahead_branch(step)
+        # 3. where none was new, the heads' tree is on the device already
         if any(tree.size != proposal.tree.size for tree in trees):
             return propose_trees(trees, step.roots.device, branch)
-        return proposal if branch is None else replace(proposal, branch=branch)
-
-    @staticmethod
-    def _parents(proposal: Proposal) -> list[list[int]]:
-        return [proposal.tree.row(row).parent_list for row in range(len(proposal.tokens))]
+        if branch is None:
+            return proposal
+        return replace(proposal, branch=branch)
 
     def no_early_exit(self) -> AbstractContextManager[None]:
         """Within this context the heads fill the whole tree."""

@@ -5,7 +5,7 @@ may be absent.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,8 +27,15 @@ from medusa_train.trees.slots import PromptCache, SlotCache
 
 
 class DraftLayer(nn.Module):
-    """A randomly initialized causal decoder layer of the backbone's kind: Hydra's prefix layer,
-    Amphista's stages.
+    """A decoder layer of the backbone's kind that belongs to a draft: Hydra's prefix layer,
+    Amphista's adaptation layers, Kangaroo's adapter.
+
+        states [B, T, d] -- attention -- MLP -- final norm -- states [B, T, d]
+                            (each of the last three may be left out)
+
+    It is initialized randomly; `init_from_layer` copies weights of the backbone. In training
+    `forward` runs it over whole rows of documents; in decoding `extend` reads prompts and
+    `run_slots` the positions of a step, both with keys and values in a cache.
 
     It is a stock transformers decoder with a single layer, run on states in place of embeddings, so
     that rotary angles, masks and norms of each model family are handled by its own forward. Where
@@ -57,41 +64,28 @@ class DraftLayer(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        config, self.window = _single_layer_config(backbone)
-        mlp, size = mlp_of(backbone.layer(0), config)
+        dtype = dtype or backbone.dtype
+        config = _single_layer_config(backbone)
+        # 1. build a decoder with one layer, as far as its class lets us
         name = type(backbone.body).__name__
         try:
-            if mlp_size and has_experts(config):
-                raise ValueError(
-                    "its MLP is a mixture of experts, which has no such size; set mlp_size: 0"
-                )
-            if mlp_size:
-                # raises AttributeError where setting it would have no effect
-                _ = getattr(config, size)
-                setattr(config, size, mlp_size)
-            body: Any = type(backbone.body)(config)
-            del body.embed_tokens
-            _ = body.norm  # raises AttributeError where the final norm has another name
-            if not final_norm:
-                body.norm = nn.Identity()
-            if mlp_size == 0:
-                _remove(body, mlp, _NoMLP(), backbone.hidden_size)
-            if not attention:
-                _remove(body, "self_attn", _NoAttention(), backbone.hidden_size)
-            with torch.no_grad(), capture_inputs(body.layers[0]) as captured:
-                probe = torch.randn(1, 2, backbone.hidden_size)
-                body(inputs_embeds=probe, use_cache=False)
+            body = _build_body(backbone, config, final_norm, mlp_size, attention)
+            changes_input = _changes_input(body, backbone.hidden_size)
         except (AttributeError, TypeError, ValueError, RuntimeError) as error:
             raise BackboneError(f"a draft can't use a layer of {name}: {error}") from error
-        if not torch.equal(captured[0], probe):
+        if changes_input:
             raise BackboneError(
                 f"a draft can't use a layer of {name}: it changes its input before the first layer"
             )
         self.body = body
+        # 2. its attention
+        self.window: int | None = None
+        if "full_attention" not in backbone.layer_types:
+            self.window = backbone.window
         self._attention: str = config._attn_implementation
         self._documents: str | None = None
-        self.to(device=backbone.device, dtype=dtype or backbone.dtype)
-        self._use_document_attention(backbone.device, dtype or backbone.dtype, backbone.dtype)
+        self.to(device=backbone.device, dtype=dtype)
+        self._use_document_attention(backbone.device, dtype, backbone.dtype)
 
     def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> DraftLayer:
         """Keep the rotary frequencies in float32 through `.to(dtype)`."""
@@ -103,9 +97,12 @@ class DraftLayer(nn.Module):
         """Run the layer in training, [B, T, d] -> [B, T, d]; attention stays within documents
         (`segments` [B, T]).
         """
+        # 1. several documents or a window: by the bounds of documents, where the kernel can
         if self._documents is not None and (self.window is not None or int(segments.max()) > 0):
             return self._run(states, positions, bounds=document_bounds(segments))
-        mask = document_mask(segments, autocast_dtype(states.device.type) or states.dtype)
+        # 2. else with a mask; None: a single document, plain causal attention
+        mask_dtype = autocast_dtype(states.device.type) or states.dtype
+        mask = document_mask(segments, mask_dtype)  # [B, 1, T, T]
         if mask is not None:
             mask = apply_sliding_window(mask, positions, 0, self.window)
         return self._run(states, positions, mask)
@@ -150,7 +147,8 @@ class DraftLayer(nn.Module):
         them.
         """
         positions = torch.arange(states.shape[1], device=states.device) + cache.length
-        return self._run(states, positions.expand(len(states), -1), None, cache)
+        positions = positions.expand(len(states), -1)  # [B, q]
+        return self._run(states, positions, None, cache)
 
     def run_slots(
         self, states: Tensor, positions: Tensor, mask: Tensor, cache: SlotCache
@@ -171,6 +169,12 @@ class DraftLayer(nn.Module):
         cache: PromptCache | SlotCache | None = None,
         bounds: dict[str, Any] | None = None,
     ) -> Tensor:
+        """Run the decoder over states [B, q, d] at positions [B, q].
+
+        Args:
+            bounds: of documents, for attention that separates them without a mask.
+        """
+        # transformers looks the kernel up in the configuration at each call
         self.body.config._attn_implementation = self._documents if bounds else self._attention
         out = self.body(
             inputs_embeds=states,
@@ -183,24 +187,62 @@ class DraftLayer(nn.Module):
         return out.last_hidden_state
 
 
-def _single_layer_config(backbone: Backbone) -> tuple[Any, int | None]:
-    """The backbone's config for a decoder of one layer that does not scale its input, and this
-    layer's window.
-    """
+def _single_layer_config(backbone: Backbone) -> Any:
+    """The backbone's config for a decoder of one layer that does not scale its input."""
     config = copy.deepcopy(backbone.config)
-    layer_type = (
-        "full_attention" if "full_attention" in backbone.layer_types else "sliding_attention"
-    )
     config.num_hidden_layers = 1
     if getattr(config, "layer_types", None) is not None:
-        config.layer_types = [layer_type]
+        if "full_attention" in backbone.layer_types:
+            config.layer_types = ["full_attention"]
+        else:
+            config.layer_types = ["sliding_attention"]
     if getattr(config, "no_rope_layers", None):  # SmolLM3: 1 where a layer has rotary embeddings
         config.no_rope_layers = [1]
-    config.vocab_size, config.pad_token_id = 1, None
+    # embeddings are built, but removed
+    config.vocab_size = 1
+    config.pad_token_id = None
     if hasattr(config, "embedding_multiplier"):
         config.embedding_multiplier = 1.0
     config._attn_implementation = backbone.attention
-    return config, backbone.window if layer_type == "sliding_attention" else None
+    return config
+
+
+def _build_body(
+    backbone: Backbone, config: Any, final_norm: bool, mlp_size: int | None, attention: bool
+) -> Any:
+    """Build a decoder of the backbone's class without embeddings, see `DraftLayer`.
+
+    Raises:
+        AttributeError, TypeError, ValueError, RuntimeError: this class lacks what is changed, or
+            cannot be built so.
+    """
+    mlp, size_key = mlp_of(backbone.layer(0), config)
+    if mlp_size:
+        if has_experts(config):
+            raise ValueError(
+                "its MLP is a mixture of experts, which has no such size; set mlp_size: 0"
+            )
+        _ = getattr(config, size_key)  # setting a key that is not there would have no effect
+        setattr(config, size_key, mlp_size)
+    body: Any = type(backbone.body)(config)
+    del body.embed_tokens
+    _ = body.norm  # the final norm may have another name
+    if not final_norm:
+        body.norm = nn.Identity()
+    if mlp_size == 0:
+        _remove(body, mlp, _NoMLP(), backbone.hidden_size)
+    if not attention:
+        _remove(body, "self_attn", _NoAttention(), backbone.hidden_size)
+    return body
+
+
+@torch.no_grad()
+def _changes_input(body: Any, hidden_size: int) -> bool:
+    """Return whether the decoder's only layer reads something else than the decoder is given."""
+    probe = torch.randn(1, 2, hidden_size)
+    with capture_inputs(body.layers[0]) as captured:
+        body(inputs_embeds=probe, use_cache=False)
+    return not torch.equal(captured[0], probe)
 
 
 class _NoMLP(nn.Module):
@@ -229,10 +271,11 @@ def layer_to_copy(model: Any) -> nn.Module:
     lacks a part.
     """
     body = decoder_of(model)
-    if missing := [name for name in ("layers", "embed_tokens") if not hasattr(body, name)]:
-        raise BackboneError(
-            f"a draft can't use a layer of {type(body).__name__}: it has no `{missing[0]}`"
-        )
+    for name in ("layers", "embed_tokens"):
+        if not hasattr(body, name):
+            raise BackboneError(
+                f"a draft can't use a layer of {type(body).__name__}: it has no `{name}`"
+            )
     layer: nn.Module = body.layers[0]
     return layer
 
@@ -241,8 +284,9 @@ def mlp_of(layer: nn.Module, config: Any) -> tuple[str, str]:
     """Return the names of a layer's MLP and of its size in the text config; dense Granite 4.0
     models have others.
     """
-    shared = "shared_" if hasattr(layer, "shared_mlp") and not has_experts(config) else ""
-    return f"{shared}mlp", f"{shared}intermediate_size"
+    if hasattr(layer, "shared_mlp") and not has_experts(config):
+        return "shared_mlp", "shared_intermediate_size"
+    return "mlp", "intermediate_size"
 
 
 def _remove(body: Any, name: str, replacement: nn.Module, hidden_size: int) -> None:
@@ -253,15 +297,17 @@ def _remove(body: Any, name: str, replacement: nn.Module, hidden_size: int) -> N
     if not isinstance(getattr(layer, name, None), nn.Module):
         raise AttributeError(f"its layers have no module `{name}` to remove")
     setattr(layer, name, replacement)
+    # 1. a gradient for all that is still read
     probe = torch.randn(2, 1, 3, hidden_size)
     with torch.enable_grad():
-        (
-            body(inputs_embeds=probe[0], use_cache=False).last_hidden_state * probe[1]
-        ).sum().backward()
-    for child, part in list(layer.named_children()):
-        unread = not any(p.grad is not None and bool(p.grad.any()) for p in part.parameters())
-        if unread and not isinstance(part, (_NoMLP, _NoAttention)):
-            setattr(layer, child, nn.Identity())
+        out = body(inputs_embeds=probe[0], use_cache=False).last_hidden_state
+        (out * probe[1]).sum().backward()
+    # 2. what has none is no longer read
+    for child_name, child in list(layer.named_children()):
+        gradients = [parameter.grad for parameter in child.parameters()]
+        is_read = any(grad is not None and bool(grad.any()) for grad in gradients)
+        if not is_read and not isinstance(child, (_NoMLP, _NoAttention)):
+            setattr(layer, child_name, nn.Identity())
     body.zero_grad()
 
 
@@ -285,48 +331,60 @@ def init_from_layer(layer: nn.Module, source: nn.Module) -> None:
 
 
 def _copy_weights(layer: nn.Module, source: nn.Module) -> None:
+    # 1. pairs of parameters with the same name
     source_modules = dict(source.named_modules())
-    pairs: list[Pair] = []
+    same_shape: list[Pair] = []
+    other_shape: list[Pair] = []
     for path, module in layer.named_modules():
+        if path not in source_modules:
+            continue
         for name, parameter in module.named_parameters(recurse=False):
-            weight = _plain_weight(source_modules[path], name) if path in source_modules else None
-            if weight is not None:
-                pairs.append((parameter, weight))
-    same = [(parameter, weight) for parameter, weight in pairs if parameter.shape == weight.shape]
-    narrower = [
-        (parameter, weight) for parameter, weight in pairs if parameter.shape != weight.shape
-    ]
-    for parameter, weight in (*same, *_strongest_units(narrower)):
+            weight = _plain_weight(source_modules[path], name)
+            if weight is None:
+                continue
+            pairs = same_shape if parameter.shape == weight.shape else other_shape
+            pairs.append((parameter, weight))
+    # 2. those of other shapes belong to a narrower MLP
+    for parameter, weight in [*same_shape, *_strongest_units(other_shape)]:
         parameter.copy_(weight)
 
 
-def _strongest_units(pairs: Sequence[Pair]) -> Iterator[Pair]:
-    """Yield the parameters of a narrower MLP with the source weights of its strongest units.
+def _strongest_units(pairs: Sequence[Pair]) -> list[Pair]:
+    """Return the parameters of a narrower MLP with the source weights of its strongest units.
 
     Input weights are [n * units, d] (n matrices in one, for example gate and up) or biases [n *
-    units]; the output weight is [d, units].
+    units]; the output weight is [d, units]. Nothing is returned for parameters of other forms.
     """
-    output = [
-        (parameter, weight)
-        for parameter, weight in pairs
-        if weight.dim() == 2 and len(parameter) == len(weight)
-    ]
-    if len(output) != 1 or any(weight.dim() > 2 for _, weight in pairs):
-        return
-    kept, units = output[0][0].shape[1], output[0][1].shape[1]
+    # 1. the output weight is the one whose first size stays the same
+    outputs = []
+    inputs = []
+    for parameter, weight in pairs:
+        if weight.dim() > 2:
+            return []
+        if weight.dim() == 2 and len(parameter) == len(weight):
+            outputs.append((parameter, weight))
+        else:
+            inputs.append((parameter, weight))
+    if len(outputs) != 1:
+        return []
+    output, output_weight = outputs[0]
+    kept = output.shape[1]
+    units = output_weight.shape[1]
     if kept > units:
-        return
-    strength = output[0][1].float().norm(dim=0)
-    inputs = [(parameter, weight) for parameter, weight in pairs if parameter is not output[0][0]]
+        return []
+    # 2. a unit's strength: the product of the norms of its weights
+    strength = output_weight.float().norm(dim=0)  # [units]
     for _, weight in inputs:
         if weight.dim() == 2:
-            strength = strength * weight.float().view(-1, units, weight.shape[1]).norm(dim=2).prod(
-                dim=0
-            )
-    strongest = strength.topk(kept).indices.sort().values
-    yield output[0][0], output[0][1][:, strongest]
+            matrices = weight.float().view(-1, units, weight.shape[1])  # [n, units, d]
+            strength = strength * matrices.norm(dim=2).prod(dim=0)
+    # 3. the strongest units in their order
+    strongest = strength.topk(kept).indices.sort().values  # [kept]
+    narrowed = [(output, output_weight[:, strongest])]
     for parameter, weight in inputs:
-        yield parameter, weight.unflatten(0, (-1, units))[:, strongest].flatten(0, 1)
+        by_unit = weight.unflatten(0, (-1, units))  # [n, units, d] or [n, units]
+        narrowed.append((parameter, by_unit[:, strongest].flatten(0, 1)))
+    return narrowed
 
 
 def _plain_weight(module: Any, name: str) -> Tensor | None:

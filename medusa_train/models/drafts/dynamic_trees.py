@@ -14,12 +14,12 @@ from medusa_train.trees.row_trees import RowTrees
 #: Nodes of each level whose children are drafted, and how many children each of them gets (k).
 EXPANDED = 10
 
-#: Guesses the children of m nodes from the draft's states there, [B, m, d]: their logits
+#: Guesses the children of m nodes from the draft's outputs there, [B, m, d]: their logits
 #: [B, m, N], and what the draft reads of the m nodes when it runs over their children [B, m, d].
 GuessChildren = Callable[[Tensor], tuple[Tensor, Tensor]]
 #: Runs the draft over k nodes of one depth, given their tokens [B, k], what it reads of their
 #: parents [B, k, d], their depth, and which of the nodes run so far each attends to, these k
-#: included, bool [B, k, run so far]. Returns the draft's states there, [B, k, d].
+#: included, bool [B, k, run so far]. Returns the draft's outputs there, [B, k, d].
 RunNodes = Callable[[Tensor, Tensor, int, Tensor], Tensor]
 
 
@@ -54,36 +54,32 @@ def grow_trees(
 
     Args:
         roots: long [B].
-        states: of the last accepted nodes, from which the roots' children are guessed, [B, d].
+        states: the draft's outputs from which the roots' children are guessed, [B, d].
         size: nodes and levels of the trees.
         head: whose vocabulary `guess_children` has.
     """
     rows = len(roots)  # B
     row = torch.arange(rows, device=roots.device)[:, None]  # [B, 1], for indexing
-    number = torch.promote_types(states.dtype, torch.float32)  # of values
+    number = torch.promote_types(states.dtype, torch.float32)  # dtype of values
 
     # 1. level 0 is the root. Of the m nodes whose children come next:
-    nodes = roots[:, None]  # [B, m] tokens
-    node_ids = torch.zeros_like(nodes)  # [B, m] their numbers in the order of drafting
-    values = torch.zeros_like(nodes, dtype=number)  # [B, m] logarithms
-    x = states[:, None]  # [B, m, d] the draft's states there
+    node_tokens = roots[:, None]  # [B, m]
+    node_ids = torch.zeros_like(node_tokens)  # [B, m] their numbers in the order of drafting
+    values = torch.zeros_like(node_tokens, dtype=number)  # [B, m] logarithms
+    outputs = states[:, None]  # [B, m, d] of the draft
     # [B, m, nodes run so far] which of them each attends to; the root is not among them: the draft
     # has read it with the accepted path
     visible = torch.zeros(rows, 1, 0, dtype=torch.bool, device=roots.device)
 
-    drafted_tokens = [nodes]
+    drafted_tokens = [node_tokens]
     drafted_parents = [node_ids]
     drafted_values = [values]
     count = 1  # nodes drafted so far
 
     # 2. expand, level by level
-    for depth in range(size.depth):
-        # a. the draft runs over the m nodes and guesses their children
-        if depth > 0:
-            x = run_nodes(nodes, x, depth, visible)
-        logits, x = guess_children(x)  # [B, m, N], [B, m, d]
-
-        # b. each node gets its k most probable children
+    for depth in range(1, size.depth + 1):
+        # a. each of the m nodes gets its k most probable children
+        logits, carried = guess_children(outputs)  # [B, m, N], [B, m, d]
         logits = logits.to(number)
         best = logits.topk(min(EXPANDED, size.size, logits.shape[-1]))  # [B, m, k]
         k = best.indices.shape[2]
@@ -94,20 +90,23 @@ def grow_trees(
         drafted_tokens.append(tokens)
         drafted_parents.append(node_ids.repeat_interleave(k, 1))  # [B, m * k]
         drafted_values.append(token_values)
+        if depth == size.depth:
+            break
 
-        # c. the k most valuable of these m * k children are expanded next
+        # b. the k most valuable of these m * k children are expanded next
         values, chosen = token_values.topk(k)  # [B, k], [B, k] among the m * k
         parent = chosen // k  # [B, k] among the m
-        nodes = tokens.gather(1, chosen)  # [B, k]
+        node_tokens = tokens.gather(1, chosen)  # [B, k]
         node_ids = count + chosen  # [B, k]
-        x = x[row, parent]  # [B, k, d]
-        # a node attends to what its parent attends to, and to itself
-        itself = torch.eye(k, dtype=torch.bool, device=roots.device).expand(rows, -1, -1)
-        visible = torch.cat([visible[row, parent], itself], dim=2)  # [B, k, run so far]
         count += tokens.shape[1]
 
+        # c. the draft runs over them: a node attends to what its parent attends to, and to itself
+        itself = torch.eye(k, dtype=torch.bool, device=roots.device).expand(rows, -1, -1)
+        visible = torch.cat([visible[row, parent], itself], dim=2)  # [B, k, run so far]
+        outputs = run_nodes(node_tokens, carried[row, parent], depth, visible)  # [B, k, d]
+
     # 3. rerank: the root and the most valuable nodes, in the order of drafting
-    all_tokens = torch.cat(drafted_tokens, dim=1)  # [B, count]
+    all_tokens = torch.cat(drafted_tokens, dim=1)  # [B, all drafted nodes]
     all_parents = torch.cat(drafted_parents, dim=1)
     all_values = torch.cat(drafted_values, dim=1)
     ranked = all_values.sort(dim=1, descending=True, stable=True).indices

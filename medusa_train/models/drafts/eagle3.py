@@ -47,9 +47,10 @@ class Eagle3Draft(LMHeadsDraft):
         a_2 = Layer(E(x_{t+2}), a_1)                                 softmax(W norm(a_2)) guesses x_{t+3}
         a_k = Layer(E(x_{t+k}), a_{k-1})                             softmax(W norm(a_k)) guesses x_{t+k+1}
 
-    E is the backbone's embedding, x_{t+1} the root of the tree, x_{t+2} .. the path of draft tokens
-    below it. The layer's attention sees a_1's keys of all positions up to t, and those of a_2 ..
-    a_k of its own path.
+    x_{t+1} is the root of the tree, the backbone's own next token, and x_{t+2} .. is the path of
+    draft tokens below it. E is the backbone's embedding. The layer's attention sees a_1's keys of
+    all positions up to t, and those of a_2 .. a_k of its own path. In the code Layer is `midlayer`
+    and W `lm_heads[0]`.
 
     *Decoding* (EAGLE-3, Inference Pipeline): `read` computes a_1 for the tokens that the last step
     accepted, `guess` a_2, a_3, ... level by level for the nodes of the tree.
@@ -261,14 +262,14 @@ class Eagle3Draft(LMHeadsDraft):
             past_end = tokens == IGNORE_INDEX
             e = self.embedding(tokens.masked_fill(past_end, 0))  # [B, T, d]
             e = e.masked_fill(past_end[..., None], 0.0)
-            # 3. the layer over all positions; what step k reads at t stands at t + k - 1 in decoding
+            # 3. the layer over all positions; in decoding x_{t+k} is read k - 1 positions after t
             a = self.midlayer(e.to(x.dtype), x, batch.positions + (k - 1), attention)  # [B, T, d]
             normed: Tensor = self.norm(a)
             yield normed
             x = normed if self.norm_output else a
 
     def combine(self, early: Tensor) -> Tensor:
-        """fc of the backbone's three states, [B, q, 3 d] -> [B, q, d]."""
+        """fc[g_low ; g_middle ; g_high], [B, q, 3 d of the backbone] -> [B, q, d]."""
         states = early.to(self.fc.weight.dtype)
         if self.input_norm is not None:
             states = self.input_norm(states)
@@ -298,9 +299,12 @@ class Eagle3Draft(LMHeadsDraft):
         return self.dynamic is None
 
     def prefill(self, feats: Features, tokens: Tensor, caches: Sequence[PromptCache]) -> None:
-        """Run the layer over the prompts, the last positions with any token after them."""
+        """Run the layer over the prompts.
+
+        The token after the last position is not known yet; `read` reads this position again.
+        """
         assert feats.early is not None
-        following = tokens.roll(-1, dims=1)  # [B, T]
+        following = tokens.roll(-1, dims=1)  # [B, T]; after the last position any token
         self.midlayer.extend(self._join(following, self.combine(feats.early)), caches[0])
 
     def read(self, step: DraftStep) -> Tensor:
@@ -309,8 +313,8 @@ class Eagle3Draft(LMHeadsDraft):
         """
         accepted = step.accepted
         assert accepted.feats.early is not None
-        early = accepted.along_path(accepted.feats.early)  # [B, D + 1, 3 d]
-        following = accepted.following(step.roots)  # [B, D + 1] tokens after the path's nodes
+        early = accepted.along_path(accepted.feats.early)  # [B, D + 1, 3 d] g of the path's nodes
+        following = accepted.following(step.roots)  # [B, D + 1] the token after each of them
         both = self._join(following, self.combine(early))  # [B, D + 1, 2 d]
         a = step.caches[0].read_path(self.midlayer, both, accepted.starts)  # [B, D + 1, d]
         return accepted.last(a)
@@ -327,37 +331,41 @@ class Eagle3Draft(LMHeadsDraft):
         cache = step.caches[0]
         levels = step.tree.by_level
 
-        # 1. where the layer writes and what it sees there, for all nodes below the root that have
-        # children. `inner_nodes` begins with the position before the root and the root, which
-        # `read` has read; a child of the root has depth 0 here
+        # 1. Where the layer writes and what it sees there, for all nodes below the root that have
+        # children (`inner`). The tree `inner_nodes` begins with the position before the root and
+        # the root, which `read` has read; without these two, children of the root have depth 0
         depths = levels.inner_nodes.depths[2:] - 2  # [inner]
         lengths = step.accepted.lengths[:, None]  # [B, 1]
         columns = lengths + torch.arange(len(depths), device=lengths.device)  # [B, inner]
         positions = lengths + depths  # [B, inner]
-        masks = levels.inner_masks(2, None, states.dtype)
+        masks = levels.inner_masks(skip=2, window=None, dtype=states.dtype)
         mask = masks.at(lengths[:, 0], cache.key_length)  # [B, 1, inner, key_length]
 
-        nodes = step.roots[:, None]  # [B, 1] tokens of a level
-        a = states[:, None]  # [B, m, d] outputs at the m nodes of a level that have children
-        tokens = [nodes]
+        # of a level: the tokens of its nodes, and the layer's outputs at the m that have children
+        level_tokens = step.roots[:, None]  # [B, 1]
+        a = states[:, None]  # [B, m, d], here m = 1
+        tokens = [level_tokens]
         for level, next_level in pairwise(levels.levels):
-            # 2. the best guesses from each a; a soft cap would keep their order
+            # 2. the best children of each node, as a table; the head's logit transform would not
+            # change their order
             normed = self.norm(a)  # [B, m, d]
             logits = self.lm_heads[0](normed)  # [B, m, N]
-            best = logits.topk(level.width).indices.flatten(1)  # [B, m * width]
-            # 3. those that the tree has are the next level
-            nodes = self.lm_head(1).tokens_of(best[:, level.candidates])  # [B, next]
-            tokens.append(nodes)
+            table = logits.topk(level.width).indices.flatten(1)  # [B, m * width]
+            # 3. the next level: `candidates` are its nodes' places in the table
+            level_tokens = self.lm_head(1).tokens_of(table[:, level.candidates])  # [B, next]
+            tokens.append(level_tokens)
             if next_level is levels.levels[-1]:
-                break
-            # 4. the layer reads those of them that have children, and their parents' outputs
+                break  # which has no children
+            # 4. what the layer reads there: each node's token, and the output at its parent
             carried = normed if self.norm_output else a
             x = carried[:, level.parents]  # [B, next, d]
-            if next_level.inner is not None:
-                nodes = nodes[:, next_level.inner]  # [B, m] of the next level
+            read_tokens = level_tokens
+            if next_level.inner is not None:  # not all of them have children
+                read_tokens = level_tokens[:, next_level.inner]  # [B, m], m of the next level
                 x = x[:, next_level.inner]  # [B, m, d]
-            here = slice(next_level.inner_first - 1, next_level.inner_last - 1)  # without the root
-            both = self._join(nodes, x)  # [B, m, 2 d]
+            both = self._join(read_tokens, x)  # [B, m, 2 d]
+            # 5. run it; the root is the first node with children, but has no place in `columns`
+            here = slice(next_level.inner_first - 1, next_level.inner_last - 1)
             a = cache.run(
                 self.midlayer, both, columns[:, here], positions[:, here], mask[:, :, here]
             )  # [B, m, d]
@@ -391,7 +399,11 @@ class Eagle3Draft(LMHeadsDraft):
         return drafted_limits(self.dynamic)
 
     def _guess_dynamic(self, step: DraftStep, states: Tensor, size: Limits) -> Proposal:
-        """Propose one tree per row, see `grow_trees`; states [B, d]."""
+        """Propose one tree per row, see `grow_trees`, which calls the two functions below.
+
+        Args:
+            states: a_1 at the roots, [B, d].
+        """
         cache = step.caches[0]
         head = self.lm_head(1)
         lengths = step.accepted.lengths[:, None]  # [B, 1]
@@ -402,15 +414,16 @@ class Eagle3Draft(LMHeadsDraft):
             carried = normed if self.norm_output else a
             return logits, carried
 
-        def run_nodes(nodes: Tensor, x: Tensor, depth: int, visible: Tensor) -> Tensor:
-            # the k nodes stand in the columns behind those that were run before
-            k = nodes.shape[1]
-            run = visible.shape[2]
-            columns = lengths + torch.arange(run - k, run, device=lengths.device)  # [B, k]
+        def run_nodes(tokens: Tensor, x: Tensor, depth: int, visible: Tensor) -> Tensor:
+            # the k nodes stand in the columns behind those that were run before them
+            k = tokens.shape[1]
+            num_run = visible.shape[2]
+            columns = lengths + torch.arange(num_run - k, num_run, device=lengths.device)  # [B, k]
             positions = lengths.expand(-1, k) + (depth - 1)  # [B, k]
-            masks = NodeMasks(visible, lengths, None, x.dtype)
+            masks = NodeMasks(visible, lengths, window=None, dtype=x.dtype)
             mask = masks.at(lengths[:, 0], cache.key_length)  # [B, 1, k, key_length]
-            return cache.run(self.midlayer, self._join(nodes, x), columns, positions, mask)
+            both = self._join(tokens, x)  # [B, k, 2 d]
+            return cache.run(self.midlayer, both, columns, positions, mask)  # [B, k, d]
 
         return grow_trees(step.roots, states, size, head, guess_children, run_nodes)
 

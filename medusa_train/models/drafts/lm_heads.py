@@ -235,7 +235,12 @@ class MarkovBias(nn.Module):
         return torch.cat([states, embedded], dim=-1)
 
     def fill_tree(
-        self, scores: Tensor, rows: Tensor, roots: Tensor, tree: Tree, token_map: Tensor | None
+        self,
+        scores: Tensor,
+        candidates: Tensor,
+        roots: Tensor,
+        tree: Tree,
+        token_map: Tensor | None,
     ) -> Tensor:
         """Fill a tree level by level: at each node, the candidates of the next head are ranked with
         its token's bias.
@@ -243,7 +248,7 @@ class MarkovBias(nn.Module):
         Args:
             scores: [depth, B, c], raw logits of each head's best tokens without the bias, the
                 greatest first.
-            rows: long [depth, B, c], where R has these tokens.
+            candidates: long [depth, B, c], which logits these are.
             roots: long [B]. token_map: long [N], the token ids of R, for a reduced vocabulary.
 
         Returns:
@@ -257,7 +262,7 @@ class MarkovBias(nn.Module):
                 nodes = nodes[:, level.inner]
             # 2. head k's candidates, ranked with the bias of each node's token
             embedded = self.embedding(nodes)  # [B, m, r]
-            best = rank_candidates(scores[k - 1], rows[k - 1], self.output.weight, embedded)
+            best = rank_candidates(scores[k - 1], candidates[k - 1], self.output.weight, embedded)
             # 3. the best are the nodes of the next level
             table = best[..., : level.width].flatten(1)  # [B, m * width]
             nodes = table[:, level.candidates]  # [B, next]

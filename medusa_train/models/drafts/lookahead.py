@@ -7,6 +7,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,15 +21,22 @@ from medusa_train.trees.tree import Tree
 
 class LookaheadDraft(LookupDraft):
     """Proposes n-grams that the backbone generates ahead of the text, in the same passes that
-    verify them.
+    verify them (Lookahead Decoding, arXiv 2402.02057).
 
-    The lookahead branch of every pass is a window of W columns and N - 1 levels of draft tokens.
-    The token of level l in column i is l + i positions after the root; level 0 begins with the root
-    itself. It attends to level 0 up to its column and to its own column up to its level (Lookahead
-    Decoding, Figure "Attention mask"). A pass predicts the token after each column. Together they
-    are an n-gram for the pool, and the window moves on by one position (Jacobi iteration): the
-    lowest level is removed, and the predicted tokens are the new highest one. The verification
-    branch is the tree of the pool's n-grams that begin with the root.
+        pass = root + verification branch: n-grams of the pool that begin with the root
+                    + lookahead branch: a window of guesses, which gives new n-grams to the pool
+
+    The window has W columns and N - 1 levels of draft tokens (W = 3, N = 4):
+
+        level 0      root  a   b            the token of level l in column i stands l + i positions
+        level 1        c   d   e            after the root
+        level 2        f   g   h
+        predicted      i   j   k            after f, g and h
+
+    A token attends to level 0 up to its column and to its own column up to its level (Lookahead
+    Decoding, Figure "Attention mask"). Each column with its predicted token is an n-gram for the
+    pool: (root, c, f, i), (a, d, g, j), (b, e, h, k). Then the window moves on by one position
+    (Jacobi iteration): level 0 is removed, and the predicted tokens are the new highest level.
 
     The window starts with random tokens of the prompt (Lookahead Decoding, Algorithm 2), the same
     ones in every run. As in the authors' code, its tokens are always the most probable ones, also
@@ -58,15 +66,18 @@ class LookaheadDraft(LookupDraft):
 
     def limits(self, tree: Tree) -> Limits:
         """Return the limits of this draft's own trees together with the window."""
-        return Limits(self.nodes + self._layout.size, max(self.num_heads, self._layout.max_depth))
+        size = self.nodes + self._layout.size
+        depth = max(self.num_heads, self._layout.max_depth)
+        return Limits(size, depth)
 
     def lookahead_branch(self, step: DraftStep) -> LookaheadBranch:
         """Return the windows, level by level."""
         device = step.roots.device
         if self._layout.depths.device != device:
             self._layout = window_layout(self.window, self.ngram, device)
-        windows = [[token for level in text.levels for token in level] for text in step.rows]
-        return LookaheadBranch(torch.tensor(windows, device=device), self._layout)
+        windows = [list(chain.from_iterable(text.levels)) for text in step.rows]
+        tokens = torch.tensor(windows, device=device)  # [B, m]
+        return LookaheadBranch(tokens, self._layout)
 
     def observe(self, rows: Sequence[Any], proposal: Proposal, logits: Tensor) -> None:
         """Move the windows on by the predicted tokens, and add the n-grams of their columns to the
@@ -74,17 +85,19 @@ class LookaheadDraft(LookupDraft):
 
         The tokens are copied from the device in one transfer.
         """
-        # in bfloat16 the argmax is slow on a CPU
-        following = torch.cat([proposal.tokens[:, :1], logits.float().argmax(-1)], dim=1).tolist()
-        for text, (root, *tokens) in zip(rows, following, strict=True):
-            text.move_window(root, tokens)
+        roots = proposal.tokens[:, :1]  # [B, 1]
+        predicted = logits.float().argmax(-1)  # [B, W]; in bfloat16 this is slow on a CPU
+        copied = torch.cat([roots, predicted], dim=1).tolist()
+        for text, (root, *following) in zip(rows, copied, strict=True):
+            text.move_window(root, following)
 
 
 class LookaheadText:
     """The n-gram pool and the window of one row.
 
     Args:
-        tokens: of the prompt. window, ngram, guesses, pool_from_prompt: see `LookaheadDraft`.
+        tokens: of the prompt.
+        window, ngram, guesses, pool_from_prompt: see `LookaheadDraft`.
 
     Attributes:
         levels: N - 1 levels of the window; level 0 has W - 1 tokens, without the root, and the
@@ -102,7 +115,9 @@ class LookaheadText:
         pool_from_prompt: bool = True,
     ) -> None:
         draw = random.Random(0)
-        self.levels = [draw.choices(tokens, k=window - (level == 0)) for level in range(ngram - 1)]
+        self.levels = [draw.choices(tokens, k=window - 1)]  # the root is missing
+        for _ in range(ngram - 2):
+            self.levels.append(draw.choices(tokens, k=window))
         self.pool: dict[int, dict[tuple[int, ...], None]] = {}
         self._guesses = guesses
         self._random_levels = ngram - 2  # above level 0, whose tokens are still those of the start
@@ -122,7 +137,8 @@ class LookaheadText:
         """Return the tree of the pool's n-grams after `root`, the most recent ones first; `length`
         is theirs.
         """
-        return tree_of_continuations(root, reversed(self.pool.get(root, {}))).most_frequent(nodes)
+        continuations = self.pool.get(root, {})
+        return tree_of_continuations(root, reversed(continuations)).most_frequent(nodes)
 
     def move_window(self, root: int, following: list[int]) -> None:
         """Add the columns' n-grams to the pool, and move the window on.
@@ -131,22 +147,27 @@ class LookaheadText:
             root: of the pass. following: the predicted token after each column.
         """
         lowest, *upper = self.levels
+        # 1. each column and the token after it are an n-gram
         if self._random_levels:
             self._random_levels -= 1  # n-grams of random tokens would replace better ones
         else:
             for ngram in zip([root, *lowest], *upper, following, strict=True):
                 self._add(ngram)
+        # 2. the next root takes the place of the first token of the new level 0
         self.levels = [upper[0][1:], *upper[1:], following]
 
     def _add(self, ngram: tuple[int, ...]) -> None:
         """Make an n-gram the most recent one of its first token, and remove the oldest one beyond
         G.
         """
-        entries = self.pool.setdefault(ngram[0], {})
-        entries.pop(ngram[1:], None)
-        entries[ngram[1:]] = None
+        first = ngram[0]
+        continuation = ngram[1:]
+        entries = self.pool.setdefault(first, {})
+        entries.pop(continuation, None)  # so that it is added as the last one
+        entries[continuation] = None
         if len(entries) > self._guesses:
-            del entries[next(iter(entries))]
+            oldest = next(iter(entries))
+            del entries[oldest]
 
 
 def window_layout(window: int, ngram: int, device: torch.device) -> BranchLayout:
@@ -159,8 +180,10 @@ def window_layout(window: int, ngram: int, device: torch.device) -> BranchLayout
         level 2                      \\  \\  \\
                                      f  g  h             the outputs
     """
+    # level 0 without the root: each token hangs from the one before it
     parents = list(range(-1, window - 2))
-    first = -1  # index of column 0 in the level before; the root's is -1
+    # the other levels: each token hangs from the one of its column in the level before
+    first = -1  # index of that level's column 0; the root's is -1
     for _ in range(ngram - 2):
         parents += range(first, first + window)
         first = len(parents) - window

@@ -16,7 +16,8 @@ from medusa_train.models.drafts.base import DraftStep, Limits, Proposal, Propose
 from medusa_train.trees.row_trees import LookaheadBranch, RowTrees, TokenTree
 from medusa_train.trees.tree import Tree
 
-MAX_CANDIDATES = 32  # continuations that are compared per step; more change little and cost time
+#: Continuations that are compared per step; more change little and cost time.
+MAX_CANDIDATES = 32
 
 
 class Text(Protocol):
@@ -34,15 +35,19 @@ class Text(Protocol):
 
 
 class LookupDraft(Proposer):
-    """Looks up continuations of each row's text.
+    """Drafts what followed the last tokens elsewhere: nothing is trained, and no model is run.
 
-    One continuation forms a chain, several form a tree; the texts choose which of its nodes are
-    proposed. The given tree is ignored. If nothing is found, the step is a plain
-    one.
+        text         .. the cat sat on the | root: cat
+        found        the cat sat on             ran away       two continuations of "the cat"
+        proposed     cat - sat - on
+                        `- ran - away                          one tree; equal beginnings are shared
+
+    The texts choose which nodes of this tree are proposed. The given tree is ignored. If nothing is
+    found, the step is a plain one. There is one text per row, kept on the host.
 
     Args:
-        max_tokens: maximum length of a continuation. nodes: maximum number of nodes of a proposal,
-            without the root.
+        max_tokens: maximum length of a continuation.
+        nodes: maximum number of nodes of a proposal, without the root.
     """
 
     def __init__(self, max_tokens: int, nodes: int) -> None:
@@ -69,10 +74,10 @@ class LookupDraft(Proposer):
 
     def draft_trees(self, step: DraftStep) -> list[TokenTree]:
         """Return a tree of draft tokens below each row's root, possibly without any."""
-        return [
-            text.draft_tree(root, self.num_heads, self.nodes)
-            for text, root in zip(step.rows, step.root_list, strict=True)
-        ]
+        trees = []
+        for text, root in zip(step.rows, step.root_list, strict=True):
+            trees.append(text.draft_tree(root, self.num_heads, self.nodes))
+        return trees
 
     def lookahead_branch(self, step: DraftStep) -> LookaheadBranch | None:
         """Return the tokens that the draft runs through the backbone beside its tree; None if there
@@ -95,7 +100,9 @@ class PromptLookupDraft(LookupDraft):
     """Copies what followed the last tokens earlier in the prompt and the answer (prompt lookup
     decoding, Saxena 2023).
 
-    A node takes time even if it is rejected, so only nodes that are probable enough are proposed.
+    It continues the longest n-gram that ends with the root and occurred before, up to `max_ngram`
+    tokens. A node takes time even if it is rejected, so only nodes that are probable enough are
+    proposed.
 
     Args:
         max_ngram: longest n-gram to look up. max_tokens, nodes: see `LookupDraft`.
@@ -132,11 +139,11 @@ class PromptText:
         self._max_ngram = max_ngram
         self._min_probability = min_probability
         self._tokens: list[int] = []
-        # positions after each occurrence, increasing
+        # of each n-gram the positions after its occurrences, increasing
         self._ends: dict[tuple[int, ...], list[int]] = {}
         self._accuracy = CopyAccuracy()
-        #: Of the last draft: length of the n-gram that was found, the root's position, and all
-        # continuations.
+        # of the last draft: length of the n-gram that was found, the root's position, and all
+        # continuations
         self._last: tuple[int, int, TokenTree] | None = None
         self.extend(tokens)
 
@@ -146,24 +153,27 @@ class PromptText:
             self._tokens.append(token)
             end = len(self._tokens)
             for n in range(1, min(self._max_ngram, end) + 1):
-                self._ends.setdefault(tuple(self._tokens[end - n :]), []).append(end)
+                ngram = tuple(self._tokens[end - n :])
+                self._ends.setdefault(ngram, []).append(end)
 
     def draft_tree(self, root: int, length: int, nodes: int) -> TokenTree:
         """Return the most probable copies of what followed the longest n-gram that ends with
         `root`.
         """
+        # 1. learn from the last draft: what followed its root is known now
         if self._last is not None:
             ngram, position, tree = self._last
             self._accuracy.record(ngram, tree, [*self._tokens[position + 1 :], root])
+        # 2. look up
         ngram, continuations = self._longest_match(root, length)
         tree = tree_of_continuations(root, continuations)
         self._last = ngram, len(self._tokens), tree
+        # 3. keep the most probable nodes
         probabilities = self._accuracy.probabilities(ngram, tree)
-        likely = [
-            node
-            for node in range(1, len(tree.tokens))
-            if probabilities[node] >= self._min_probability
-        ]
+        likely = []
+        for node in range(1, len(tree.tokens)):
+            if probabilities[node] >= self._min_probability:
+                likely.append(node)
         likely.sort(key=lambda node: -probabilities[node])  # a parent comes before its children
         return tree.subset(likely[:nodes])
 
@@ -171,23 +181,25 @@ class PromptText:
         """Return the length of the longest n-gram that ends with `root` and occurred before, and
         what followed it.
 
-        Up to `MAX_CANDIDATES` continuations, the most recent ones first.
+        Up to `MAX_CANDIDATES` continuations, the most recent ones first. If there is none, 0 and
+        an empty list.
         """
-        recent = [
-            *self._tokens[len(self._tokens) - min(len(self._tokens), self._max_ngram - 1) :],
-            root,
-        ]
+        first = max(len(self._tokens) - self._max_ngram + 1, 0)
+        recent = (*self._tokens[first:], root)  # the longest n-gram
         for start in range(len(recent)):
-            if ends := self._ends.get(tuple(recent[start:])):
-                return len(recent) - start, [
-                    self._after(end, root, length) for end in ends[: -MAX_CANDIDATES - 1 : -1]
-                ]
+            ends = self._ends.get(recent[start:], [])
+            if ends:
+                most_recent = ends[-MAX_CANDIDATES:]
+                continuations = [self._after(end, root, length) for end in reversed(most_recent)]
+                return len(recent) - start, continuations
         return 0, []
 
     def _after(self, position: int, root: int, length: int) -> Sequence[int]:
-        """Return the tokens from `position` on; the root follows the text."""
+        """Return `length` tokens from `position` on; the root follows the text."""
         tokens = self._tokens[position : position + length]
-        return tokens if len(tokens) == length else [*tokens, root]
+        if len(tokens) < length:
+            tokens.append(root)
+        return tokens
 
 
 class CopyAccuracy:
@@ -211,7 +223,8 @@ class CopyAccuracy:
         Args:
             tokens: that followed the tree's root, as far as they are known.
         """
-        inner, node = set(tree.parents), 0
+        inner = set(tree.parents)  # nodes with children
+        node = 0
         for depth, token in enumerate(tokens, start=1):
             if node not in inner:
                 return  # the continuations end here, and say nothing about this token
@@ -229,18 +242,22 @@ class CopyAccuracy:
         Siblings share the probability that one of them is right, in proportion to their
         continuations.
         """
-        below = [0] * len(tree.tokens)  # continuations through the children of a node
+        # 1. continuations through the children of each node
+        below = [0] * len(tree.tokens)
         for parent, count in zip(tree.parents[1:], tree.counts[1:], strict=True):
             below[parent] += count
-        depths, probabilities = [0], [1.0]
+        # 2. parents come before their children
+        depths = [0]
+        probabilities = [1.0]
         for parent, count in zip(tree.parents[1:], tree.counts[1:], strict=True):
-            depths.append(depths[parent] + 1)
-            probabilities.append(
-                probabilities[parent] * self._estimate(ngram, depths[-1]) * count / below[parent]
-            )
+            depth = depths[parent] + 1
+            a_child_is_right = probabilities[parent] * self._estimate(ngram, depth)
+            depths.append(depth)
+            probabilities.append(a_child_is_right * count / below[parent])
         return probabilities
 
     def _estimate(self, ngram: int, depth: int) -> float:
+        """The probability that a node of this depth is right, or a sibling, if their parent is."""
         key = ngram, min(depth, self.DEEPEST)
         return (self._right[key] + ngram) / (self._total[key] + ngram + 2)
 
@@ -249,10 +266,14 @@ class RestDraft(LookupDraft):
     """Copies from a datastore, such as the model's own answers (REST: Retrieval-Based Speculative
     Decoding).
 
+    It continues the longest n-gram of the datastore that ends with the root, up to `max_ngram`
+    tokens, by the most frequent continuations.
+
     Args:
         datastore: sorted by at least `max_ngram` tokens; its samples are representative if sorted
             by `max_tokens` more.
-        max_ngram: longest n-gram to look up. max_tokens, nodes: see `LookupDraft`.
+        max_ngram: longest n-gram to look up.
+        max_tokens, nodes: see `LookupDraft`.
     """
 
     def __init__(
@@ -282,7 +303,8 @@ class _DatastoreText:
         """Return the most frequent copies of what follows the longest n-gram of the datastore that
         ends with `root`.
         """
-        continuations = self._datastore.continuations([*self._recent, root], length, MAX_CANDIDATES)
+        recent = [*self._recent, root]
+        continuations = self._datastore.continuations(recent, length, MAX_CANDIDATES)
         return tree_of_continuations(root, continuations).most_frequent(nodes)
 
 
@@ -299,5 +321,6 @@ def propose_trees(
 ) -> Proposal:
     """Return the proposal of one tree per row; rows with fewer nodes are padded."""
     row_trees = RowTrees([tree.parents for tree in trees], device)
-    tokens = [tree.tokens + [0] * (row_trees.size - tree.size) for tree in trees]
-    return Proposal(torch.tensor(tokens, device=device), row_trees, branch=branch)
+    padded = [tree.tokens + [0] * (row_trees.size - tree.size) for tree in trees]
+    tokens = torch.tensor(padded, device=device)  # [B, n + 1]
+    return Proposal(tokens, row_trees, branch=branch)
