@@ -150,8 +150,8 @@ def _repeatable(target: Path) -> Iterator[None]:
         CheckpointError: a write failed; the message names the directory and the free space.
     """
     mark = target / UNFINISHED
-    was_absent = not target.exists()
-    is_new = was_absent or not any(target.iterdir())
+    absent = [path for path in (target, *target.parents) if not path.exists()]
+    is_new = bool(absent) or not any(target.iterdir())
     try:
         if is_new:
             target.mkdir(parents=True, exist_ok=True)
@@ -163,9 +163,9 @@ def _repeatable(target: Path) -> Iterator[None]:
     except BaseException as error:
         if is_new:
             _empty(target)
-        if was_absent:
-            with suppress(OSError):
-                target.rmdir()
+        for path in absent:
+            with suppress(OSError):  # it could not be created
+                path.rmdir()
         if isinstance(error, WRITE_ERRORS):
             raise CheckpointError(write_failure("the export", target, error)) from error
         raise
