@@ -10,7 +10,7 @@ from pathlib import Path
 
 from medusa_train.checkpoint.load_model import LoadedModel, dynamic_size, load_with_draft
 from medusa_train.checkpoint.resolve import ModelPaths, names_tree_file
-from medusa_train.checkpoint.run_directory import TREE, TREE_TRACES
+from medusa_train.checkpoint.run_directory import TREE, TREE_TRACES, only_writer
 from medusa_train.choose_decoding import Decisions, decide_dtype
 from medusa_train.config.paths import expand_user
 from medusa_train.config.schema import EvalConfig
@@ -64,9 +64,21 @@ def calibrate(
 ) -> list[Path]:
     """Choose the tree with the most expected tokens per second on this machine; returns the paths
     of the files.
+
+    Raises:
+        CheckpointError: there are no heads, or another process trains, evaluates or calibrates into
+            the same directory.
     """
     if paths.heads is None:
         raise CheckpointError("--calibrate chooses a tree for heads; name them with --model")
+    # two would time each other, and replace each other's tree
+    with only_writer(_results_of(cfg, paths), "working"):
+        return _calibrate(cfg, bench, paths, progress)
+
+
+def _calibrate(
+    cfg: EvalConfig, bench: Bench, paths: ModelPaths, progress: RunProgress
+) -> list[Path]:
     # 1. load the model as benches decode it, but uncompiled unless asked for
     dtype: str = cfg.dtype
     if dtype == "auto":

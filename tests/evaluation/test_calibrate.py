@@ -11,6 +11,7 @@ from rich.console import Console
 
 from medusa_train.checkpoint.load_model import LoadedModel
 from medusa_train.checkpoint.resolve import ModelPaths, resolve_model
+from medusa_train.checkpoint.run_directory import only_writer
 from medusa_train.config.schema import EvalConfig
 from medusa_train.errors import CheckpointError, MedusaError
 from medusa_train.evaluation.calibrate import (
@@ -218,6 +219,28 @@ def test_a_short_bench_is_worth_a_short_fit() -> None:
 
 def quiet() -> RunProgress:
     return RunProgress(Console(file=io.StringIO()))
+
+
+def test_two_processes_do_not_calibrate_into_one_directory(
+    run_dir: Path, questions: Path, tmp_path: Path
+) -> None:
+    """They would time each other, and replace each other's tree."""
+    for out in (tmp_path / "out", None):
+        directory = out or run_dir
+        with (
+            only_writer(directory, "working"),
+            pytest.raises(CheckpointError, match=f"another process is working in {directory}"),
+        ):
+            run(run_dir, questions, out)
+
+
+@pytest.mark.usefixtures("small")
+def test_compilation_that_is_chosen_for_benches_is_named_as_not_used(
+    run_dir: Path, questions: Path, tmp_path: Path
+) -> None:
+    _, shown = run(run_dir, questions, tmp_path, compile="auto")
+    assert "compile: auto is for benches: calibrating uncompiled; compile=true" in shown
+    assert "uncompiled" not in run(run_dir, questions, tmp_path)[1]
 
 
 def test_calibration_errors(

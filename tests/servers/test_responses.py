@@ -123,29 +123,35 @@ def test_a_connection_that_breaks_after_the_answer_does_not_cost_it() -> None:
 
 
 def test_a_cut_stream_is_asked_again() -> None:
-    def script(number: int, body: dict[str, Any]) -> Reply:
-        cut = stream(body, end=None)
-        assert cut is not None
-        replies = [
-            cut,
-            (200, {"content_length": str(len(cut[2]) + 100)}, cut[2]),
-            error(503, "busy"),
-        ]
-        status, headers, content = stream(body, "a\u2028b")
-        return (
-            replies[number]
-            if number < len(replies)
-            else (status, headers, content.replace(b"\\u2028", b"\xe2\x80\xa8"))
-        )
+    """One that ends before its answer, one that ends before its length, one that is refused."""
 
+    def script(number: int, body: dict[str, Any]) -> Reply:
+        status, headers, cut = stream(body, end=None)
+        short = {**headers, "content-length": str(len(cut) + 100), "connection": "close"}
+        replies: list[Reply] = [(status, headers, cut), (status, short, cut), error(503, "busy")]
+        if number < len(replies):
+            return replies[number]
+        status, headers, content = stream(body, "a\u2028b")
+        return status, headers, content.replace(b"\\u2028", b"\xe2\x80\xa8")
+
+    faults: list[str] = []
     with serving(script) as fake:
         client = OpenAIClient(
             fake.url, key_variable="NONE", timeout=0.5, retry_seconds=20, concurrency=1
         )
+        report = client._report
+
+        def noting(server: ServerConnection, outcome: Any) -> str | None:
+            faults.extend([outcome.reason] if isinstance(outcome, Fault) else [])
+            return report(server, outcome)
+
+        client._report = noting  # type: ignore[method-assign]
         assert ask(client)["choices"][0]["message"]["content"] == "a\u2028b"
-        assert client.retries == 3
-        assert "503" in client.last_fault
         client.close()
+    closed, short, busy = faults
+    assert closed == "the server closed the stream before the end of the answer"
+    assert "without sending complete message body" in short
+    assert "503" in busy
 
 
 def test_a_stream_that_never_ends_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
