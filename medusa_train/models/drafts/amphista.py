@@ -13,7 +13,8 @@ from medusa_train.data.batch import shift_labels
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import DraftStep, Proposal
 from medusa_train.models.drafts.draft_layer import DraftLayer, layer_to_copy
-from medusa_train.models.drafts.lm_heads import LMHeadsDraft, StackedLinears, count_lm_head
+from medusa_train.models.drafts.lm_heads import LMHeadsDraft, count_lm_head
+from medusa_train.models.drafts.stacked import StackedLinears
 from medusa_train.models.features import Features, TokenRows
 from medusa_train.models.hf_config import head_dim
 from medusa_train.trees.slots import PromptCache

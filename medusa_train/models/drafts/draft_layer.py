@@ -298,10 +298,10 @@ def _remove(body: Any, name: str, replacement: nn.Module, hidden_size: int) -> N
         raise AttributeError(f"its layers have no module `{name}` to remove")
     setattr(layer, name, replacement)
     # 1. a gradient for all that is still read
-    probe = torch.randn(2, 1, 3, hidden_size)
+    states, factors = torch.randn(2, 1, 3, hidden_size)  # [1, 3, d] each
     with torch.enable_grad():
-        out = body(inputs_embeds=probe[0], use_cache=False).last_hidden_state
-        (out * probe[1]).sum().backward()
+        out = body(inputs_embeds=states, use_cache=False).last_hidden_state
+        (out * factors).sum().backward()
     # 2. what has none is no longer read
     for child_name, child in list(layer.named_children()):
         gradients = [parameter.grad for parameter in child.parameters()]

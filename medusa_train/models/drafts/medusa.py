@@ -12,14 +12,9 @@ from torch.nn.functional import linear, silu
 
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft, DraftStep, Proposal
-from medusa_train.models.drafts.lm_heads import (
-    MarkovBias,
-    check_token_map,
-    copy_lm_head,
-    count_lm_head,
-    stack_linears,
-    stacked_linears,
-)
+from medusa_train.models.drafts.lm_heads import check_token_map, copy_lm_head, count_lm_head
+from medusa_train.models.drafts.markov import MarkovBias
+from medusa_train.models.drafts.stacked import stack_linears, stacked_linears
 from medusa_train.models.features import Features, TokenRows
 from medusa_train.models.lm_head import CANDIDATES, LMHead
 

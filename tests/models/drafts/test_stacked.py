@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from medusa_train.models.drafts.lm_heads import stack_in_place, stacked_view
+from medusa_train.models.drafts.stacked import stack_in_place, stacked_view
 
 BUFFER = torch.arange(40.0)  # as ZeRO's flat buffer of all parameters
 

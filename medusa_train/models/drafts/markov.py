@@ -1,0 +1,92 @@
+"""A bias on the logits of parallel heads by the token before the guessed one (`medusa_markov_rank`)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from medusa_train.data.batch import shift_labels
+from medusa_train.models.features import TokenRows
+from medusa_train.models.lm_head import rank_candidates
+from medusa_train.trees.tree import Tree
+
+#: Standard deviation of the random embeddings E: R, which begins as 0, grows from their products with
+#: the loss's gradients.
+INITIAL_SPREAD = 0.02
+
+
+class MarkovBias(nn.Module):
+    """A bias on the logits of all heads, `R E[x]`, that depends on the token x before the predicted
+    one.
+
+        logits of head k = W2_k (..) + R E[x]       E: V x r, R: N x r, the same for all heads
+
+    Parallel heads guess each token without knowing the others. With this bias a guess depends on
+    the token before it, as with the Markov head of DSpark (https://arxiv.org/abs/2607.05147). At
+    position t head k predicts the token t + k + 1, so x is the token t + k: in training the data's,
+    in decoding the root for head 1 and a guess of head k - 1 for head k.
+
+    Initially E is random and R is 0, so the untrained bias is 0.
+
+    Args:
+        vocab_size: V, tokens that may come before.
+        draft_vocab_size: N, tokens that heads predict.
+        rank: r.
+    """
+
+    def __init__(
+        self, vocab_size: int, draft_vocab_size: int, rank: int, dtype: torch.dtype = torch.float32
+    ) -> None:
+        super().__init__()
+        self.rank = rank
+        self.embedding = nn.Embedding(vocab_size, rank, dtype=dtype)  # E
+        self.output = nn.Linear(rank, draft_vocab_size, bias=False, dtype=dtype)  # R
+        nn.init.normal_(self.embedding.weight, std=INITIAL_SPREAD)
+        nn.init.zeros_(self.output.weight)
+
+    def append_to(self, states: Tensor, batch: TokenRows, k: int) -> Tensor:
+        """Append E of the data's token t + k to head k's state at each t, [B, T, d] -> [B, T, d +
+        r].
+
+        Past the end of a document, where head k has no target, another token takes its place.
+        """
+        tokens = shift_labels(batch.tokens, k - 1, batch.segments).clamp(min=0)  # [B, T]
+        embedded = self.embedding(tokens).to(states.dtype)  # [B, T, r]
+        return torch.cat([states, embedded], dim=-1)
+
+    def fill_tree(
+        self,
+        scores: Tensor,
+        candidates: Tensor,
+        roots: Tensor,
+        tree: Tree,
+        token_map: Tensor | None,
+    ) -> Tensor:
+        """Fill a tree level by level: at each node, the candidates of the next head are ranked with
+        its token's bias.
+
+        Args:
+            scores: [depth, B, c], raw logits of each head's best tokens without the bias, the
+                greatest first.
+            candidates: long [depth, B, c], which logits these are.
+            roots: long [B]. token_map: long [N], the token ids of R, for a reduced vocabulary.
+
+        Returns:
+            Tokens in the tree's node order, long [B, n + 1].
+        """
+        nodes = roots[:, None]  # [B, 1] tokens of a level
+        tokens = [nodes]
+        for k, level in enumerate(tree.by_level.levels[:-1], start=1):
+            # 1. the m nodes of this level that have children
+            if level.inner is not None:
+                nodes = nodes[:, level.inner]
+            # 2. head k's candidates, ranked with the bias of each node's token
+            embedded = self.embedding(nodes)  # [B, m, r]
+            best = rank_candidates(scores[k - 1], candidates[k - 1], self.output.weight, embedded)
+            # 3. the best are the nodes of the next level
+            table = best[..., : level.width].flatten(1)  # [B, m * width]
+            nodes = table[:, level.candidates]  # [B, next]
+            if token_map is not None:
+                nodes = token_map[nodes]
+            tokens.append(nodes)
+        return torch.cat(tokens, dim=1)
