@@ -225,17 +225,16 @@ class KangarooDraft(Draft):
         first_layers = self.split.inputs(nodes.positions, nodes.masks)
         inner_nodes = levels.inner_nodes
         starts = step.accepted.lengths[:, None] - 1  # [B, 1], of the last accepted nodes
-        columns = starts + torch.arange(
-            inner_nodes.size + 1, device=starts.device
-        )  # [B, 1 + inner]
+        offsets = torch.arange(inner_nodes.size + 1, device=starts.device)
+        columns = starts + offsets  # [B, 1 + inner]
         positions = (starts + inner_nodes.depths).clamp(max=cache.max_position)
-        masks = levels.inner_masks(0, self.adapter.window, self._dtype)
+        masks = levels.inner_masks(skip=0, window=self.adapter.window, dtype=self._dtype)
         mask = masks.at(starts[:, 0], cache.key_length)  # [B, 1, 1 + inner, key_length]
         adapter = self.runner.inputs(positions, mask)
 
         tokens = [step.roots[:, None]]  # of each level, [B, n]
         early: list[Tensor] = []  # of each level, [B, n, d]
-        mass = torch.ones(1, 1, device=step.roots.device)
+        mass = torch.ones(1, 1, device=step.roots.device)  # probability of the root's path
         deepest = tree.max_depth
         for depth, level in enumerate(levels.levels):
             # 2. the first layers run over all n nodes of the level
@@ -248,7 +247,7 @@ class KangarooDraft(Draft):
             if depth == deepest:
                 break
             # 3. the adapter over the m nodes with children, and before the root over the last
-            # accepted node
+            # accepted node; first .. last - 1 are their places in `columns`
             m = level.inner_last - level.inner_first
             first = level.inner_first + 1
             last = level.inner_last + 1
