@@ -291,14 +291,24 @@ def find_heads(directory: Path) -> HeadFiles:
     )
     if config.get("model_type") == "medusa" and weights:
         return HeadFiles(directory, "vllm", weights)
-    # the authors' own drafts
-    other = config.get("speculators_model_type", "draft_vocab_size" in config and "eagle3")
-    if EAGLE3 in (config.get("architectures") or ()) or other == "eagle3":
+    if _is_eagle3(config):
         return HeadFiles(
             directory, "eagle3", weights or sorted(directory.glob("pytorch_model.bin"))
         )
     shards = sorted(set(_shards_with_heads(directory)))
     return HeadFiles(directory, "model" if shards else None, shards)
+
+
+def _is_eagle3(config: Mapping[str, Any]) -> bool:
+    """Return whether a config.json is that of an EAGLE-3 draft: ours for servers, speculators', or
+    of EAGLE's authors.
+    """
+    architectures = config.get("architectures")
+    if isinstance(architectures, list) and EAGLE3 in architectures:
+        return True
+    if "speculators_model_type" in config:
+        return config["speculators_model_type"] == "eagle3"
+    return "draft_vocab_size" in config  # of the authors
 
 
 def holds_merged(directory: Path) -> bool:
@@ -476,8 +486,11 @@ def _resolve_tree(tree: Path | None, home: Path) -> Path | None:
 def _shards_with_heads(directory: Path) -> Iterator[Path]:
     """Yield the weight files of a full model that hold heads, possibly several times each."""
     for name in MODEL_FILES:
-        if index := read_mapping(directory / f"{name}.index.json").get("weight_map"):
-            yield from (directory / file for key, file in index.items() if key.startswith(PREFIXES))
+        index = read_mapping(directory / f"{name}.index.json").get("weight_map")
+        if index and isinstance(index, dict):
+            for key, file in index.items():
+                if key.startswith(PREFIXES) and isinstance(file, str):
+                    yield directory / file
             return
         path = directory / name
         if path.is_file():

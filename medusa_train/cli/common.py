@@ -16,11 +16,12 @@ import os
 import re
 import sys
 import traceback
+import types
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Annotated, Any, Literal, ParamSpec, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin
 
 import typer
 from rich.console import Console
@@ -86,8 +87,33 @@ def _print_version(asked: bool) -> None:
 
 _VERSION = Annotated[
     bool,
-    typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version."),
+    typer.Option(
+        "--version",
+        callback=_print_version,
+        is_eager=True,
+        metavar="",
+        help="Print the version.",
+    ),
 ]
+
+
+#: How `--help` names the value of an option, by the type of its key; switches have none.
+_VALUE_NAMES = {bool: "", int: "<int>", float: "<number>", str: "<text>", dict: "<mapping>"}
+
+
+def _value_name(annotation: Any) -> str:
+    """Return how `--help` names the value of a key of this type."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return _value_name(get_args(annotation)[0])
+    if origin in (list, tuple):
+        return "<list>"
+    if origin is Literal:
+        return "<name>"
+    if origin in (Union, types.UnionType):
+        parts = [part for part in get_args(annotation) if part is not type(None)]
+        return _value_name(parts[0])
+    return _VALUE_NAMES.get(origin or annotation, "<text>")
 
 
 def with_keys(cls: type[Config], *names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -122,7 +148,10 @@ def with_keys(cls: type[Config], *names: str) -> Callable[[Callable[..., Any]], 
             if not all(choice in described for choice in choices):
                 described += f" ({', '.join(choices)})"
             described += "" if default is None else f"; default: {default}"
-            hint = Annotated[kind | None, typer.Option(*option.split(), help=described)]  # type: ignore[valid-type]
+            option_info = typer.Option(
+                *option.split(), help=described, metavar=_value_name(field.annotation)
+            )
+            hint = Annotated[kind | None, option_info]  # type: ignore[valid-type]
             parameters.append(
                 inspect.Parameter(
                     name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hint

@@ -100,17 +100,20 @@ def evaluate(
         bool,
         typer.Option(
             "--calibrate",
+            metavar="",
             help="Fit tree.json again: the tree with the most tokens per second here.",
         ),
     ] = False,
     compare: Annotated[
         bool,
         typer.Option(
-            "--compare", help="Compare evaluated runs: medusa-eval --compare RUN_A RUN_B ..."
+            "--compare",
+            metavar="",
+            help="Compare evaluated runs: medusa-eval --compare RUN_A RUN_B ...",
         ),
     ] = False,
     interactive: Annotated[
-        bool, typer.Option("--interactive", help="Chat with the model in the terminal.")
+        bool, typer.Option("--interactive", metavar="", help="Chat with the model in the terminal.")
     ] = False,
 ) -> None:
     """Measure speed and output equality of the tree, plain decoding, and transformers' generate; or

@@ -87,10 +87,11 @@ def selfdistill(
         ),
     ] = None,
     merge: Annotated[
-        bool, typer.Option("--merge", help="Merge the outputs of all shards, then exit.")
+        bool,
+        typer.Option("--merge", metavar="", help="Merge the outputs of all shards, then exit."),
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the first prompts, then exit.")
+        bool, typer.Option("--dry-run", metavar="", help="Print the first prompts, then exit.")
     ] = False,
     local_rank: Annotated[
         int, typer.Option("--local_rank", hidden=True)

@@ -73,18 +73,26 @@ def train(
     resume: bool = typer.Option(
         None,
         "--resume",
+        metavar="",
         help="Resume from the newest checkpoint (key resume_from_checkpoint).",
         show_default=False,
     ),
     print_config: bool = typer.Option(
-        False, "--print-config", help="Print all values and where they are set, then exit."
+        False,
+        "--print-config",
+        metavar="",
+        help="Print all values and where they are set, then exit.",
     ),
     schema: bool = typer.Option(
-        False, "--schema", help="Print a JSON Schema of the keys, for editors, then exit."
+        False,
+        "--schema",
+        metavar="",
+        help="Print a JSON Schema of the keys, for editors, then exit.",
     ),
     inspect: bool = typer.Option(
         False,
         "--inspect",
+        metavar="",
         help=(
             "Show samples with their loss mask, steps, memory, disk space and GPU hours, then exit;"
             " needs the data."
@@ -93,6 +101,7 @@ def train(
     doctor: bool = typer.Option(
         False,
         "--doctor",
+        metavar="",
         help="Describe this machine, and what CONFIG.yaml gets on it, for a bug report, then exit.",
     ),
     num_gpus: int = typer.Option(

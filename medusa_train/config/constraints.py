@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from medusa_train.config.drafts import DRAFT_CONFIGS, SECTIONS
+from medusa_train.config.paths import resolve_path
 from medusa_train.config.types import Constraint
 
 
@@ -521,6 +522,11 @@ def _without_questions(key: str) -> Constraint:
 
 #: Constraints of `medusa-selfdistill`.
 SELFDISTILL_CONSTRAINTS: tuple[Constraint, ...] = (
+    Constraint(
+        ("seed_dataset",),
+        lambda cfg: cfg.seed_dataset.isdigit() and resolve_path(cfg.seed_dataset) is None,
+        "names the prompts; for the random seed write seed=N",
+    ),
     Constraint(
         ("engine", "server_url"),
         lambda cfg: cfg.engine == "openai" and cfg.server_url is None,

@@ -369,7 +369,29 @@ def _violations(
             )
 
 
+#: Short names that other programs use, with the keys that they mean here.
+_COMMON_NAMES = {
+    "lr": ("learning_rate",),
+    "bs": ("micro_batch_size", "batch_size"),
+    "bsz": ("micro_batch_size", "batch_size"),
+    "grad_accum": ("gradient_accumulation_steps",),
+    "heads": ("medusa_num_heads",),
+    "num_heads": ("medusa_num_heads",),
+    "warmup": ("warmup_steps",),
+    "wd": ("weight_decay",),
+    "clip": ("max_grad_norm",),
+    "max_length": ("sequence_len", "max_new_tokens"),
+    "max_tokens": ("max_new_tokens",),
+    "model_name_or_path": ("base_model",),
+    "out": ("output_dir", "output"),
+    "temp": ("temperature",),
+}
+
+
 def _unknown(name: str, owner: type[BaseModel]) -> str:
+    for meant in _COMMON_NAMES.get(name.lower(), ()):
+        if meant in owner.model_fields:
+            return f"unknown key; did you mean {meant}?"
     if name in (hints := getattr(owner, "axolotl_hints", {})):
         return str(hints[name])
     nearest = difflib.get_close_matches(name.lower(), owner.model_fields, n=1, cutoff=0.65)
@@ -378,6 +400,13 @@ def _unknown(name: str, owner: type[BaseModel]) -> str:
         if nearest
         else "unknown key; see docs/configuration.md"
     )
+
+
+def _switches_like(name: str, cls: type[BaseModel]) -> list[str]:
+    """Return the keys with true or false whose names hold `name`."""
+    return [
+        key for key, field in cls.model_fields.items() if field.annotation is bool and name in key
+    ]
 
 
 def _explain(detail: ErrorDetails, cls: type[BaseModel]) -> tuple[KeyPath, str]:
@@ -399,7 +428,9 @@ def _explain(detail: ErrorDetails, cls: type[BaseModel]) -> tuple[KeyPath, str]:
     if kind == "list_type":
         return path, f"expected a list, got {format_value(value)}"
     if kind in ("model_type", "dict_type"):
-        return path, f"expected `key: value` lines, got {format_value(value)}"
+        text = f"expected `key: value` lines, got {format_value(value)}"
+        switches = _switches_like(str(path[-1]), cls) if isinstance(value, bool) else []
+        return path, f"{text}; did you mean {switches[0]}?" if switches else text
     return path, detail[
         "msg"
     ] if kind == "config_type" else f"{detail['msg']}, got {format_value(value)}"

@@ -19,7 +19,7 @@ from medusa_train.config.schema import SelfDistillConfig
 from medusa_train.data.conversation import NOTABLE_LOOPING
 from medusa_train.data.records import Unread, first_problems
 from medusa_train.data.sources import open_prompts
-from medusa_train.errors import DataError
+from medusa_train.errors import ConfigError, DataError
 from medusa_train.progress import LoadingProgress, RunProgress, duration
 from medusa_train.selfdistill.answers import DropRules, Engine, Request
 from medusa_train.selfdistill.engines import (
@@ -56,8 +56,21 @@ def resolve_shard(text: str | None) -> Shard | None:
     """
     if text is not None:
         return Shard.parse(text)
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    return Shard(int(os.environ.get("RANK", "0")) + 1, world) if world > 1 else None
+    world = _number_from_env("WORLD_SIZE", 1)
+    rank = _number_from_env("RANK", 0)
+    if not 0 <= rank < max(world, 1):
+        raise ConfigError(f"invalid process environment: rank {rank} of {world} processes")
+    return Shard(rank + 1, world) if world > 1 else None
+
+
+def _number_from_env(name: str, default: int) -> int:
+    """Return an environment variable that launchers set; ConfigError if it is not a number."""
+    text = os.environ.get(name)
+    if text is None:
+        return default
+    if not text.strip().isdigit():
+        raise ConfigError(f"environment variable {name}={text!r} is not a number")
+    return int(text)
 
 
 def load_prompts(

@@ -52,6 +52,8 @@ def process_info_from_env(environ: Mapping[str, str] = os.environ) -> ProcessInf
         # a batch script outside srun has SLURM_PROCID=0 as well, but no SLURM_STEP_NUM_TASKS
         info = _from_slurm(environ)
     else:
+        if "WORLD_SIZE" in environ:
+            _number(environ, "WORLD_SIZE")  # a launcher's variable, which is wrong, is named
         return None
     if not 0 <= info.rank < info.size:
         raise ConfigError(f"invalid process environment: rank {info.rank} of {info.size} processes")

@@ -194,7 +194,12 @@ class Tree(Nodes):
         """
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
-            return cls.from_paths(record["medusa_choices"] if isinstance(record, dict) else record)
+            paths = record["medusa_choices"] if isinstance(record, dict) else record
+            for ranks in paths:
+                for rank in ranks:
+                    if type(rank) is not int:  # 1.5, true and infinity are no ranks
+                        raise ValueError(f"{rank!r} is not a rank")
+            return cls.from_paths(paths)
         except FileNotFoundError:
             raise CheckpointError(f"{path}: no such tree file") from None
         except (ValueError, KeyError, TypeError, DataError) as error:

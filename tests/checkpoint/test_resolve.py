@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -271,3 +272,25 @@ def test_a_threshold_needs_heads_that_stop_drafting(tmp_path: Path) -> None:
     (run / "heads" / "draft.safetensors").touch()
     (run / "heads" / "config.json").write_text('{"draft": "kangaroo"}', encoding="utf-8")
     assert resolve_model(str(run), None, None, threshold=0.0).threshold == 0.0
+
+
+ODD = [None, True, 0, -1, 1e308, "x", "", [], [1], ["a", None], {}, {"a": 1}, {"a": [1]}]
+
+
+@pytest.mark.parametrize("value", ODD, ids=repr)
+@pytest.mark.parametrize(
+    "name",
+    ["architectures", "speculators_model_type", "draft", "model_type", "base_model_name_or_path"],
+)
+def test_odd_values_in_json_are_refused_or_not_heads(
+    name: str, value: object, tmp_path: Path
+) -> None:
+    config = {"draft": "hydra", "base_model_name_or_path": "m", "draft_vocab_size": 3}
+    (tmp_path / "config.json").write_text(json.dumps({**config, name: value}))
+    index = {"weight_map": value if name == "architectures" else {"medusa_head.0": value}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    for file in (None, "draft.safetensors"):
+        if file is not None:
+            (tmp_path / file).touch()
+        with suppress(CheckpointError, BackboneError):
+            resolve_model(str(tmp_path), None, None)

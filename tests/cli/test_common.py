@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from rich.table import Table
+from typer.testing import CliRunner
 
 from medusa_train.cli.common import output_console, quiet_libraries, run_command, split_arguments
+from medusa_train.cli.evaluate import app as evaluate_app
 from medusa_train.config.paths import PROJECT_ROOT
 from medusa_train.errors import ConfigError, DataError, Terminated
 
@@ -188,3 +190,13 @@ def test_the_trace_of_a_known_error_is_shown_on_request(monkeypatch: pytest.Monk
     monkeypatch.setenv("MEDUSA_DEBUG", "1")
     with pytest.raises(DataError):
         run_command(lambda: fail(DataError("x")))()
+
+
+def test_help_names_the_values_of_options_and_none_of_switches() -> None:
+    shown = CliRunner().invoke(evaluate_app, ["--help"], env={"COLUMNS": "120"}).output
+    lines = {line.split()[1]: line.split()[2] for line in shown.splitlines() if "│ --" in line}
+    assert lines["--limit"] == "<int>"
+    assert lines["--temperature"] == "<number>"
+    assert lines["--bench"] == "<text>"
+    assert not lines["--calibrate"].startswith("<")
+    assert not lines["--serve"].startswith("<")

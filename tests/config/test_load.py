@@ -375,3 +375,19 @@ def test_a_runs_own_file_cannot_allow_code_but_its_user_can(tmp_path: Path) -> N
     allowed = load_config(TrainConfig, run / "config.yaml", [*_SOME_DATA, "trust_remote_code=true"])
     assert allowed.trust_remote_code
     assert "trust_remote_code" not in allowed.ignored
+
+
+@pytest.mark.parametrize(
+    ("override", "meant"),
+    [("lr=1e-3", "learning_rate"), ("heads=3", "medusa_num_heads"), ("bs=3", "micro_batch_size")],
+)
+def test_short_names_of_other_programs_are_recognized(
+    override: str, meant: str, tmp_path: Path
+) -> None:
+    (problem,) = problems(write(tmp_path, GOOD), override)
+    assert problem.endswith(f"unknown key; did you mean {meant}?")
+
+
+def test_a_switch_is_suggested_where_a_section_has_its_name() -> None:
+    with pytest.raises(ConfigError, match="did you mean prompt_lookup"):
+        load_config(EvalConfig, None, ["lookup=false"])

@@ -116,3 +116,10 @@ def test_truncated_trees() -> None:
     assert levels.truncate(1).paths == ((0,), (1,), (2,), (5,))
     assert levels.truncate(2) is levels.truncate(2)
     assert levels.truncate(2).paths == tree.paths[:8]
+
+
+@pytest.mark.parametrize("paths", ["[[1e999]]", "[[1.5]]", "[[true]]", '[["a"]]', "7", '{"a": 1}'])
+def test_ranks_that_are_no_numbers_are_refused(paths: str, tmp_path: Path) -> None:
+    (tmp_path / "tree.json").write_text(paths)
+    with pytest.raises(CheckpointError, match="not a tree file"):
+        Tree.load(tmp_path / "tree.json")
