@@ -23,7 +23,7 @@ from medusa_train.evaluation.questions import Question
 from medusa_train.evaluation.records import TimedAnswer, TurnRecord
 from medusa_train.io import JsonLinesFile, complete_lines
 from medusa_train.servers.client import OpenAIClient, run_concurrently
-from medusa_train.servers.connection import RequestRejected
+from medusa_train.servers.rejections import RequestRejected
 
 PROMPT_NAME = "medusa-train-single-v1"
 NO_SCORE = -1.0

@@ -15,7 +15,7 @@ from medusa_train.errors import ServerError
 from medusa_train.masking import excerpt
 from medusa_train.selfdistill.answers import Answer, AnswerFinishReason, Request
 from medusa_train.servers.client import OpenAIClient
-from medusa_train.servers.connection import RequestRejected
+from medusa_train.servers.rejections import RequestRejected
 
 _MAX_REJECTIONS = 50  # in a row; more are not due to single chats
 

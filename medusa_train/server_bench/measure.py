@@ -21,7 +21,8 @@ from medusa_train.evaluation.questions import Question
 from medusa_train.selfdistill.answers import Answer, Request
 from medusa_train.selfdistill.openai_engine import ServerSampling, parse_answer
 from medusa_train.servers.client import OpenAIClient, run_concurrently
-from medusa_train.servers.connection import RequestRejected, ServerConnection
+from medusa_train.servers.connection import ServerConnection
+from medusa_train.servers.rejections import RequestRejected
 
 _SAMPLE = re.compile(r"^vllm:(\w+?)_total(?:\{(.*)\})?\s+(\S+)", re.MULTILINE)
 _POSITION = re.compile(r'position="(\d+)"')

@@ -14,12 +14,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from medusa_train.errors import ServerError
-from medusa_train.servers.connection import Fault, RequestRejected, ServerConnection
+from medusa_train.servers.connection import Fault, ServerConnection
+from medusa_train.servers.rejections import RequestRejected
 
 CONCURRENCY = 64  # requests to each server, as long as it is not overloaded
 MIN_BACKOFF, MAX_BACKOFF = 0.5, 30.0  # seconds between attempts, doubled after each
 FAILURES = 3  # in a row, after which a server counts as down
 UP = "answers again"
+
+#: What became of a request: the response's JSON, a fault, or that the server rejected it.
+Outcome = dict[str, Any] | Fault | RequestRejected
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -63,7 +67,9 @@ class Slots:
         """Return how many more requests can be sent."""
         if now < self.resume_at:
             return 0
-        return 1 if self.down else max(int(self.limit) - self.in_flight, 0)
+        if self.down:
+            return 1
+        return max(int(self.limit) - self.in_flight, 0)
 
     def take(self, now: float) -> None:
         """Take a free slot."""
@@ -74,7 +80,8 @@ class Slots:
     def answered(self) -> None:
         """Report a response: the server is up."""
         if self.down:
-            self.down, self.resume_at = False, -math.inf
+            self.down = False
+            self.resume_at = -math.inf
         self.limit = min(self.limit + 1 / self.limit, self._most)
         self._backoff = Backoff()
         self._failures = 0
@@ -84,15 +91,18 @@ class Slots:
 
         The server is down if it was unreachable, or after `FAILURES` failures in a row.
         """
-        if fault.kind != "overloaded":
+        # 1. fewer requests, or none but single ones
+        if fault.kind == "overloaded":
+            self.limit = self.in_flight or self._most  # one that refuses all is still loading
+        else:
             self._failures += 1
             if fault.kind == "failed" and self._failures < FAILURES:
                 return
             self.down = True
-        else:
-            self.limit = self.in_flight or self._most  # one that refuses all is still loading
+        # 2. a pause: as long as the server asks, else longer each time
         if fault.retry_after:  # 0, or a date in the past, is no pause
-            self.resume_at = max(self.resume_at, now + min(fault.retry_after, self._longest_pause))
+            pause = min(fault.retry_after, self._longest_pause)
+            self.resume_at = max(self.resume_at, now + pause)
         elif now >= self.resume_at:  # requests that fail at the same moment count once
             self.resume_at = now + self._backoff.next()
 
@@ -158,8 +168,10 @@ class OpenAIClient:
             ServerError: wrong key or address, no answer of any server within `retry_seconds`, or
                 `close` was called.
         """
-        deadline, backoff = math.inf, Backoff()
+        deadline = math.inf  # `retry_seconds` after the first fault of this request
+        backoff = Backoff()
         while True:
+            # 1. send it once
             outcome = self._send(body, deadline)
             if isinstance(outcome, RequestRejected):
                 raise outcome
@@ -167,13 +179,14 @@ class OpenAIClient:
                 return outcome
             now = time.monotonic()
             deadline = min(deadline, now + self._retry_seconds)
+            # 2. the server is at fault: its slots say when it gets requests again
             if outcome.kind != "failed":
-                continue  # the server's slots say when it gets requests again
+                continue
+            # 3. this request alone may be at fault: give it up, or pause while others go on
             if deadline <= now < self._gives_up_at:
                 waited = f"{self._retry_seconds:g} s"
                 reason = f"failed for {waited} while other requests were answered: {outcome.reason}"
                 raise RequestRejected(reason, failed=True)
-            # this request alone may be at fault: the others do not wait
             self._closed.wait(min(backoff.next(), max(deadline - now, 0.0)))
 
     def close(self) -> None:
@@ -184,12 +197,10 @@ class OpenAIClient:
         for server in self._slots:
             server.close()
 
-    def _send(
-        self, body: Mapping[str, Any], deadline: float
-    ) -> dict[str, Any] | Fault | RequestRejected:
+    def _send(self, body: Mapping[str, Any], deadline: float) -> Outcome:
         """Send a request once, to the server with the most free slots."""
         server = self._take_slot(deadline)
-        outcome: dict[str, Any] | Fault | RequestRejected | None = None
+        outcome: Outcome | None = None
         try:
             outcome = server.send(body)
         except RequestRejected as rejected:
@@ -206,50 +217,43 @@ class OpenAIClient:
         """
         with self._changed:
             while True:
+                # 1. is it time to give up?
                 now = time.monotonic()
                 idle = not any(slots.in_flight for slots in self._slots.values())
-                if self._closed.is_set() or (
-                    now >= self._gives_up_at and (idle or now >= deadline)
-                ):
-                    waited = f"{self._retry_seconds:g} s"
+                no_answer = now >= self._gives_up_at and (idle or now >= deadline)
+                if no_answer or self._closed.is_set():
                     raise ServerError(
-                        f"{self.name}: no answer within {waited}; last error: {self.last_fault}"
+                        f"{self.name}: no answer within {self._retry_seconds:g} s; last error:"
+                        f" {self.last_fault}"
                     )
-                free, server = max(
-                    ((slots.free(now), one) for one, slots in self._slots.items()),
-                    key=lambda x: x[0],
-                )
-                if free:
+                # 2. the server with the most free slots
+                free = {server: slots.free(now) for server, slots in self._slots.items()}
+                server = max(free, key=lambda server: free[server])
+                if free[server]:
                     self._slots[server].take(now)
                     return server
-                # without another request, only a pause can end, or the time to give up come
-                moments = (
-                    deadline,
-                    self._gives_up_at,
-                    *(slots.resume_at for slots in self._slots.values()),
-                )
-                self._changed.wait(
-                    min(
-                        (moment - now for moment in moments if now < moment < math.inf),
-                        default=None,
-                    )
-                )
+                # 3. wait until another request ends, a pause does, or it is time to give up
+                pauses = [slots.resume_at for slots in self._slots.values()]
+                moments = [deadline, self._gives_up_at, *pauses]
+                waits = [moment - now for moment in moments if now < moment < math.inf]
+                self._changed.wait(min(waits, default=None))
 
-    def _report(
-        self, server: ServerConnection, outcome: dict[str, Any] | Fault | RequestRejected | None
-    ) -> str | None:
-        """Free the slot of a request and count its outcome (None: an error that ends the run);
-        returns a note.
+    def _report(self, server: ServerConnection, outcome: Outcome | None) -> str | None:
+        """Free the slot of a request and count its outcome (None: an error that ends the run).
+
+        Returns:
+            A note where the server went down or came back.
         """
-        now, slots = time.monotonic(), self._slots[server]
+        now = time.monotonic()
+        slots = self._slots[server]
         with self._changed:
             was_down = slots.down
             slots.in_flight -= 1
             if isinstance(outcome, Fault):
                 self.retries += 1
-                self.last_fault = (
-                    outcome.reason if len(self._slots) == 1 else f"{server.url}: {outcome.reason}"
-                )
+                self.last_fault = outcome.reason
+                if len(self._slots) > 1:
+                    self.last_fault = f"{server.url}: {outcome.reason}"
                 self._gives_up_at = min(self._gives_up_at, now + self._retry_seconds)
                 slots.failed(now, outcome)
             elif outcome is not None:
@@ -258,11 +262,9 @@ class OpenAIClient:
             self._changed.notify_all()
             if slots.down == was_down:
                 return None
-        return (
-            f"{outcome.reason}; retrying for up to {self._retry_seconds:g} s"
-            if isinstance(outcome, Fault)
-            else UP
-        )
+        if isinstance(outcome, Fault):
+            return f"{outcome.reason}; retrying for up to {self._retry_seconds:g} s"
+        return UP
 
 
 def run_concurrently(function: Callable[[T], R], items: Iterable[T], workers: int) -> Iterator[R]:

@@ -7,14 +7,11 @@ of messages and files. What a server says is shortened by `excerpt`, which masks
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from email.utils import parsedate_to_datetime
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
@@ -23,76 +20,20 @@ import httpx
 from medusa_train.config.types import address_problem
 from medusa_train.errors import ConfigError, ServerError
 from medusa_train.masking import excerpt, mask, remember
-
-_TOO_LONG = re.compile(
-    r"context[ _](?:length|window|size)|too long|too many"
-    r" tokens|max_model_len|maximum.{0,20}length|must have less",
-    re.IGNORECASE,
+from medusa_train.servers.rejections import ContextLimit, RequestRejected, parse_rejection
+from medusa_train.servers.responses import (
+    error_message,
+    parse_models,
+    retry_after,
+    usable_answer,
 )
-#: The context length: vLLM, SGLang, OpenAI, llama.cpp; then TGI, whose other limit is one of the
-# prompt alone.
-_CONTEXT = re.compile(
-    r"(?:context (?:length|window|size)|maximum (?:model|sequence) length|maximum allowed (?:input"
-    r" )?length"
-    r"|max_model_len|\"n_ctx\"|tokens \+ `?max_new_tokens`? must be <=)[^\d.;]{0,25}(\d+)",
-    re.IGNORECASE,
-)
-#: The length of the prompt, in the same servers' messages.
-_PROMPT = re.compile(
-    r"(\d+) in (?:the messages|(?:your|the) prompt)"
-    r"|(?:request has|contains) (\d+) input tokens"
-    r"|(\d+) tokens from the input"
-    r"|(?:input|request|prompt) \((?:length )?(\d+)(?: tokens)?\)"
-    r"|Input length \(?(\d+)"
-    r"|messages resulted in (\d+) tokens"
-    r"|Given: (\d+)"
-    r"|\"n_prompt_tokens\"\s*:\s*(\d+)",
-    re.IGNORECASE,
-)
+from medusa_train.servers.streaming import StreamError, read_completion, split_lines
 
-
-@dataclass(frozen=True)
-class ContextLimit:
-    """The limits in tokens that a rejection names; None for those that it does not name."""
-
-    context: int | None = None  # of prompt and answer together
-    prompt: int | None = None  # its exact length; a lower bound (vLLM: "at least") does not count
-
-
-def parse_rejection(text: str) -> ContextLimit | None:
-    """Return the limits that a rejection's text names; None if it has another reason than the
-    context.
-    """
-    context = _number(_CONTEXT, text)
-    if context is None and not _TOO_LONG.search(text):
-        return None
-    return ContextLimit(context, _number(_PROMPT, text))
-
-
-def _number(pattern: re.Pattern[str], text: str) -> int | None:
-    match = pattern.search(text)
-    return (
-        None if match is None else int(next(group for group in match.groups() if group is not None))
-    )
-
-
-class RequestRejected(Exception):
-    """The server rejected this request; other requests may succeed. See `parse_rejection` for
-    `limit`.
-
-    `failed`: it did not reject it, but all attempts failed; another run may get an answer.
-    """
-
-    def __init__(
-        self, message: str, limit: ContextLimit | None = None, *, failed: bool = False
-    ) -> None:
-        super().__init__(message)
-        self.limit, self.failed = limit, failed
-
-    @property
-    def too_long(self) -> bool:
-        """Whether the chat does not fit into the model's context."""
-        return self.limit is not None
+CONNECT_SECONDS = 10.0
+SHORTEST_GUESS = 16  # `max_tokens` is not halved below this
+_OVERLOADED = {429, 503}
+_UNREACHABLE = {502}  # of a proxy before the server; its 504 may be due to one long answer
+_RETRYABLE = {408, 409, 425, 429}  # and every 5xx
 
 
 @dataclass(frozen=True)
@@ -102,175 +43,6 @@ class Fault:
     reason: str  # one line
     kind: Literal["overloaded", "unreachable", "failed"]
     retry_after: float | None = None  # seconds that the server asked to wait
-
-
-# Answers and other contents of responses
-
-ABORTED = "abort"  # the finish reason of vLLM and SGLang for answers that shutting down ended
-
-
-#: Seconds that the server has to close the stream after the end of an answer.
-END_SECONDS = 1.0
-
-
-class StreamError(Exception):
-    """The stream reports an error, or ended before the answer did; the message says which."""
-
-
-def read_completion(
-    lines: Iterator[str],
-    started: float,
-    check: Callable[[], None],
-    clock: Callable[[], float] = time.perf_counter,
-) -> dict[str, Any]:
-    """Assemble the chunks of a streamed answer to the response of a request without `stream`, with
-    its `timing`.
-
-    `timing` holds `started`, `first_token` (None for an empty answer) and `finished`, in seconds of
-    `clock`. `check` is called after every line; an exception that it raises ends reading.
-
-    Raises:
-        StreamError: the server reports an error in the stream, or closed it before the end of the
-            answer.
-    """
-    message = {"content": "", "reasoning_content": ""}
-    usage: dict[str, Any] | None = None
-    finish_reason = first_token = None
-    finished: float | None = None
-    for line in lines:
-        now = clock()
-        check()
-        if not line.startswith("data:"):
-            continue  # comments that keep the connection alive, names of events, empty lines
-        data = line.removeprefix("data:").strip()
-        if data == "[DONE]":
-            finished = now
-            _read_to_end(lines, clock)
-            break
-        chunk = _parse(data)
-        usage = chunk.get("usage") or usage
-        for choice in chunk.get("choices") or ():
-            try:
-                delta = choice.get("delta") or {}
-                reasoning = delta.get("reasoning_content") or delta.get("reasoning") or ""
-                content = delta.get("content") or ""
-                message["content"] += content
-                message["reasoning_content"] += reasoning
-            except (AttributeError, TypeError):
-                raise StreamError(
-                    f"a part of the stream is no text message: {excerpt(data, 80)}"
-                ) from None
-            if first_token is None and (content or reasoning):
-                first_token = now
-            finish_reason = choice.get("finish_reason") or finish_reason
-    if finish_reason in (None, ABORTED):
-        raise StreamError("the server closed the stream before the end of the answer")
-    return {
-        "choices": [
-            {
-                "index": 0,
-                "message": {"role": "assistant", **message},
-                "finish_reason": finish_reason,
-            }
-        ],
-        "usage": usage,
-        "timing": {
-            "started": started,
-            "first_token": first_token,
-            "finished": clock() if finished is None else finished,
-        },
-    }
-
-
-def _read_to_end(lines: Iterator[str], clock: Callable[[], float]) -> None:
-    """Read what follows a complete answer: only then does its connection serve the next request.
-
-    A stream that breaks here, or goes on, costs the connection and not the answer.
-    """
-    deadline = clock() + END_SECONDS
-    try:
-        for _ in lines:
-            if clock() > deadline:
-                return
-    except (httpx.TransportError, httpx.DecodingError):
-        return
-
-
-def _lines(chunks: Iterable[bytes]) -> Iterator[str]:
-    """Split at newlines only: JSON may hold other line separators (U+2028), at which `iter_lines`
-    splits.
-    """
-    rest = b""
-    for chunk in chunks:
-        *lines, rest = (rest + chunk).split(b"\n")
-        yield from (line.decode("utf-8", "replace") for line in lines)
-    yield rest.decode("utf-8", "replace")
-
-
-def _parse(data: str) -> dict[str, Any]:
-    try:
-        chunk = json.loads(data)
-        error = chunk.get("error")
-    except (ValueError, AttributeError):
-        raise StreamError(
-            f"the stream holds something else than JSON objects: {excerpt(data, 80)}"
-        ) from None
-    if error is not None:
-        text = error.get("message", error) if isinstance(error, dict) else error
-        raise StreamError(f"error within the stream: {excerpt(str(text), 300)}")
-    return dict(chunk)
-
-
-def parse_models(response: httpx.Response) -> dict[str, dict[str, Any]]:
-    """Return the entries of a list of models by name; empty if the response is anything else."""
-    try:
-        return {str(entry["id"]): dict(entry) for entry in response.json()["data"]}
-    except (ValueError, KeyError, TypeError):
-        return {}
-
-
-def usable_answer(response: httpx.Response) -> dict[str, Any] | None:
-    """Return the response's JSON if it holds a text message; else None (an error page, a truncated
-    body, `ABORTED`).
-    """
-    try:
-        answer = response.json()
-        content = answer["choices"][0]["message"].get("content")
-        if answer["choices"][0].get("finish_reason") == ABORTED:
-            return None
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError):
-        return None
-    return answer if isinstance(answer, dict) and isinstance(content, str | None) else None
-
-
-def error_message(response: httpx.Response) -> str:
-    """Return the server's message: OpenAI's `error.message`, FastAPI's `detail`, or the body."""
-    try:
-        content = response.json()
-        error = content.get("error", content.get("detail", content))
-        return str(error.get("message", error) if isinstance(error, dict) else error)
-    except (ValueError, AttributeError):
-        return response.text
-
-
-def retry_after(response: httpx.Response) -> float | None:
-    """Return the seconds of the Retry-After header, a number or a date; None if there is none."""
-    value = response.headers.get("retry-after", "")
-    try:
-        seconds = float(value)
-    except ValueError:
-        try:
-            seconds = parsedate_to_datetime(value).timestamp() - time.time()
-        except ValueError:
-            return None
-    return max(seconds, 0.0) if seconds < float("inf") else None
-
-
-CONNECT_SECONDS = 10.0
-SHORTEST_GUESS = 16  # `max_tokens` is not halved below this
-_OVERLOADED = {429, 503}
-_UNREACHABLE = {502}  # of a proxy before the server; its 504 may be due to one long answer
-_RETRYABLE = {408, 409, 425, 429}  # and every 5xx
 
 
 class ServerConnection:
@@ -296,13 +68,15 @@ class ServerConnection:
         self._models_read = False
         self._timeout = timeout
         self._closed = False
+        headers = {}
+        if self._key:
+            headers["Authorization"] = f"Bearer {self._key}"
         self._client = httpx.Client(
-            headers={"Authorization": f"Bearer {self._key}"} if self._key else {},
+            headers=headers,
             timeout=httpx.Timeout(timeout, connect=CONNECT_SECONDS),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=connections),
-            trust_env=not _is_loopback(
-                self.url
-            ),  # a proxy (HTTP_PROXY) cannot reach a server on this machine
+            # a proxy (HTTP_PROXY) cannot reach a server on this machine
+            trust_env=not _is_loopback(self.url),
         )
 
     def send(self, body: Mapping[str, Any]) -> dict[str, Any] | Fault:
@@ -315,10 +89,11 @@ class ServerConnection:
         """
         body = dict(body)
         try:
+            # 1. no more tokens than the context holds beside a prompt of one token
             self._read_models(body.get("model"))
             if "max_tokens" in body and self.context is not None:
-                # a prompt has at least one token
                 body["max_tokens"] = min(body["max_tokens"], self.context - 1)
+            # 2. fewer and fewer, while the server says that they do not fit beside this prompt
             while True:
                 try:
                     return self._post(body)
@@ -327,6 +102,7 @@ class ServerConnection:
                     if room is None:
                         raise
                 body["max_tokens"] = room
+        # 3. faults, after which the request may be sent again
         except (httpx.ReadTimeout, httpx.DecodingError) as error:
             return Fault(mask(f"{type(error).__name__}: {error}"), "failed")
         except (httpx.TransportError, RuntimeError) as error:  # RuntimeError: the client was closed
@@ -367,10 +143,17 @@ class ServerConnection:
         return response.text if response.status_code == 200 else None
 
     def _post(self, body: Mapping[str, Any]) -> dict[str, Any] | Fault:
-        if not body.get("stream"):
-            response = self._client.post(f"{self.url}/chat/completions", json=body)
-            answer = usable_answer(response) if response.status_code == 200 else None
-            return self._fault(response) if answer is None else answer
+        """Send a request once; raises what `httpx` raises, beside RequestRejected and ServerError."""
+        if body.get("stream"):
+            return self._post_streamed(body)
+        response = self._client.post(f"{self.url}/chat/completions", json=body)
+        if response.status_code == 200:
+            answer = usable_answer(response)
+            if answer is not None:
+                return answer
+        return self._fault(response)
+
+    def _post_streamed(self, body: Mapping[str, Any]) -> dict[str, Any] | Fault:
         started = time.perf_counter()
 
         def check() -> None:
@@ -385,7 +168,7 @@ class ServerConnection:
                 response.read()
                 return self._fault(response)
             try:
-                return read_completion(_lines(response.iter_bytes()), started, check)
+                return read_completion(split_lines(response.iter_bytes()), started, check)
             except StreamError as error:
                 return Fault(str(error), "failed")
 
@@ -395,13 +178,14 @@ class ServerConnection:
         reason = self._reason(response)
         if status in _OVERLOADED:
             return Fault(reason, "overloaded", retry_after(response))
+        if status in _UNREACHABLE:
+            return Fault(reason, "unreachable")
         if status == 200 or status in _RETRYABLE or status >= 500:
-            return Fault(reason, "unreachable" if status in _UNREACHABLE else "failed")
-        if status in (400, 413, 422):
-            limit = parse_rejection(response.text)
-            raise RequestRejected(
-                reason, ContextLimit() if limit is None and status == 413 else limit
-            )
+            return Fault(reason, "failed")
+        if status in (400, 422):
+            raise RequestRejected(reason, parse_rejection(response.text))
+        if status == 413:  # too long in any case, whatever the text says
+            raise RequestRejected(reason, parse_rejection(response.text) or ContextLimit())
         raise ServerError(f"server {self.url}: {reason}{self._hint(status)}")
 
     def _read_models(self, model: Any) -> None:
@@ -411,10 +195,11 @@ class ServerConnection:
         try:
             response = self._client.get(f"{self.url}/models", timeout=CONNECT_SECONDS)
             self._models_read = True
-            lengths = {
-                name: entry.get("max_model_len") for name, entry in parse_models(response).items()
-            }
-            length = lengths.get(model, next(iter(lengths.values())) if len(lengths) == 1 else None)
+            models = parse_models(response)
+            entry = models.get(model)
+            if entry is None and len(models) == 1:  # it serves its only model under any name
+                (entry,) = models.values()
+            length = None if entry is None else entry.get("max_model_len")
             if isinstance(length, int) and length > 1:
                 self.context = length
         finally:
@@ -425,13 +210,24 @@ class ServerConnection:
         fit.
         """
         if limit is None:
-            return None
-        asked, self.context = body.get("max_tokens", 0), limit.context or self.context
+            return None  # it has another reason than the context
+        asked = body.get("max_tokens", 0)
+        self.context = limit.context or self.context
+        # 1. exactly what is left beside the prompt, where both lengths are known
         if self.context is not None:
-            prompt = self._count_prompt(body) if limit.prompt is None else limit.prompt
-            if prompt is not None and (room := self.context - prompt) < asked:
-                return room if room > 0 else None
-        guess = min(asked // 2, self.context or asked)
+            prompt = limit.prompt
+            if prompt is None:
+                prompt = self._count_prompt(body)
+            if prompt is not None:
+                room = self.context - prompt
+                if room <= 0:
+                    return None
+                if room < asked:
+                    return room
+        # 2. else half of it
+        guess = asked // 2
+        if self.context is not None:
+            guess = min(guess, self.context)
         return guess if guess >= SHORTEST_GUESS else None
 
     def _count_prompt(self, body: Mapping[str, Any]) -> int | None:
@@ -440,15 +236,11 @@ class ServerConnection:
         """
         if not self._can_tokenize:
             return None
-        chat = {
-            name: body[name]
-            for name in ("model", "messages", "chat_template_kwargs")
-            if name in body
-        }
+        names = ("model", "messages", "chat_template_kwargs")
+        chat = {name: body[name] for name in names if name in body}
+        address = f"{self.url.removesuffix('/v1')}/tokenize"
         try:
-            count = self._client.post(f"{self.url.removesuffix('/v1')}/tokenize", json=chat).json()[
-                "count"
-            ]
+            count = self._client.post(address, json=chat).json()["count"]
         except (ValueError, KeyError, TypeError):
             self._can_tokenize = False
             return None

@@ -12,7 +12,8 @@ import pytest
 from medusa_train.errors import ConfigError, ServerError
 from medusa_train.servers import client as module
 from medusa_train.servers.client import OpenAIClient, Slots
-from medusa_train.servers.connection import Fault, RequestRejected
+from medusa_train.servers.connection import Fault
+from medusa_train.servers.rejections import RequestRejected
 from tests.fake_server import FakeServer, Reply, completion, error, serving
 
 BODY = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from medusa_train.servers.connection import RequestRejected, ServerConnection
+from medusa_train.servers.connection import ServerConnection
+from medusa_train.servers.rejections import RequestRejected
 from tests.fake_server import FakeServer, error, prompt_words, serving, short_context
 
 LIMIT = "maximum context length is {context} tokens"

@@ -14,14 +14,9 @@ import pytest
 
 from medusa_train.errors import ServerError
 from medusa_train.servers.client import OpenAIClient
-from medusa_train.servers.connection import (
-    ContextLimit,
-    Fault,
-    ServerConnection,
-    StreamError,
-    parse_rejection,
-    read_completion,
-)
+from medusa_train.servers.connection import Fault, ServerConnection
+from medusa_train.servers.rejections import ContextLimit, parse_rejection
+from medusa_train.servers.streaming import StreamError, read_completion
 from tests.fake_server import Reply, error, serving, stream
 
 
