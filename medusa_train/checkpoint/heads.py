@@ -8,7 +8,7 @@ their settings in config.json.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ from medusa_train.checkpoint.serialize import (
 )
 from medusa_train.checkpoint.server_layouts import from_eagle3, from_vllm
 from medusa_train.errors import CheckpointError
-from medusa_train.io import WRITE_ERRORS, replace_file, write_failure
+from medusa_train.io import WRITE_ERRORS, replace_file, warn_once, write_failure
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts import DRAFTS, draft_name
 from medusa_train.models.drafts.base import Draft
@@ -284,13 +284,78 @@ def _medusa_tensors(found: HeadFiles, tensors: dict[str, Tensor], config: Any) -
     if not isinstance(config, dict):
         raise CheckpointError(f"{directory / HEADS_CONFIG}: expected a mapping of keys")
     source = str(files[0] if len(files) == 1 else directory)
-    heads = (
-        from_vllm(tensors, config, source) if layout == "vllm" else from_reference(tensors, source)
-    )
+    if layout == "vllm":
+        heads = from_vllm(tensors, config, source)
+    else:
+        heads = from_reference(tensors, source)
+    for note in _notes_on_config(heads, config, layout):
+        warn_once(f"{source}: {note}")
     if heads.token_map is not None and isinstance(config.get("vocab_size"), int):
         heads = replace(heads, backbone_tokens=config["vocab_size"])
     base = str(directory) if layout == "model" else config.get("base_model_name_or_path")
     return replace(heads, base_model=base if isinstance(base, str) else None)
+
+
+#: Entries of config.json that are read or say nothing about heads, by layout.
+_GENERAL = frozenset(
+    {
+        "architectures",
+        "base_model_name_or_path",
+        "dtype",
+        "hidden_size",
+        "model_type",
+        "torch_dtype",
+        "transformers_version",
+        "vocab_size",
+    }
+)
+_KNOWN_ENTRIES = {
+    "reference": _GENERAL
+    | {
+        "medusa_markov_rank",
+        "medusa_num_heads",
+        "medusa_num_layers",
+        "medusa_vocab_size",
+        "version",
+    },
+    "vllm": _GENERAL
+    | {
+        "max_paths",
+        "max_seq_len",
+        "medusa_fc_bias",
+        "medusa_vocab_size",
+        "num_heads",
+        "num_hidden_layers",
+        "num_lookahead_tokens",
+        "original_lm_head",
+        "topk",
+        "truncated_vocab_size",
+    },
+}
+#: The entries that state how many heads and blocks there are.
+_STATED = {
+    "reference": {"medusa_num_heads": "num_heads", "medusa_num_layers": "num_layers"},
+    "vllm": {"num_heads": "num_heads", "num_hidden_layers": "num_layers"},
+}
+
+
+def _notes_on_config(
+    heads: HeadTensors, config: Mapping[str, Any], layout: str | None
+) -> Iterator[str]:
+    """Say where config.json states other numbers than there are tensors, and which of its entries
+    are not read.
+
+    A config.json with a backbone's entries, as TensorRT-LLM's and of full models, is not listed.
+    """
+    for entry, attribute in _STATED.get(layout or "", {}).items():
+        stated = config.get(entry)
+        found = getattr(heads, attribute)
+        if isinstance(stated, int) and stated != found:
+            yield f"config.json has {entry}: {stated}, the tensors are of {found}: all are used"
+    if layout == "vllm" or (layout == "reference" and "num_attention_heads" not in config):
+        unread = sorted(set(config) - _KNOWN_ENTRIES[layout])
+        if unread:
+            yield f"config.json, not read: {', '.join(unread)}"
 
 
 def _read_files(found: HeadFiles) -> tuple[dict[str, Tensor], Any]:

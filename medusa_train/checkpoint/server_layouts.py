@@ -150,6 +150,12 @@ def from_vllm(tensors: Mapping[str, Tensor], config: Mapping[str, Any], source: 
         weights = [
             name for name in state if name.startswith("blocks.") and name.endswith(".weight")
         ]
+        written = [state.get(name.removesuffix("weight") + "bias") for name in weights]
+        if any(bias is not None and bool(bias.any()) for bias in written):
+            warn_once(
+                f"{source}: the biases of the blocks are not used, as in vLLM, since config.json"
+                " lacks medusa_fc_bias: true"
+            )
         for name in weights:  # the loader ignores biases of the file in this case
             state[name.removesuffix("weight") + "bias"] = state[name].new_zeros(len(state[name]))
     return checked_heads(state, source)

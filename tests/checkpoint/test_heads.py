@@ -23,11 +23,12 @@ from medusa_train.checkpoint.heads import (
 from medusa_train.checkpoint.reference_layout import to_reference
 from medusa_train.checkpoint.resolve import find_heads
 from medusa_train.errors import CheckpointError
+from medusa_train.io import warn_once
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts import DRAFTS
 from medusa_train.models.drafts.base import Draft
 from medusa_train.models.drafts.medusa import MedusaDraft
-from tests.checkpoint.others import BACKBONE, reference_tensors
+from tests.checkpoint.others import BACKBONE, reference_tensors, vllm_config, vllm_tensors
 from tests.checkpoint.test_vllm_layout import same
 from tests.families import random_backbone
 from tests.full_disk import full_disk
@@ -277,3 +278,34 @@ def test_damaged_and_not_finite_heads_are_refused(kind: str, tmp_path: Path) -> 
     save_draft(draft, directory, "m")
     with pytest.raises(CheckpointError, match=r"2 of the [\d,]+ values of .+ are NaN or infinite"):
         load_draft(directory, backbone)
+
+
+def test_what_config_json_says_otherwise_or_beside_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An understated number of heads, and entries that nothing reads."""
+    save_file(reference_tensors(heads=3, blocks=1), tmp_path / SAFETENSORS)
+    config = {"medusa_num_heads": 2, "medusa_num_layers": 1, "version": "2", "zyxw": 1}
+    (tmp_path / HEADS_CONFIG).write_text(json.dumps(config))
+    warn_once.cache_clear()
+    assert read_heads(tmp_path).num_heads == 3
+    source = tmp_path / SAFETENSORS
+    shown = [record.message for record in caplog.records]
+    assert f"{source}: config.json has medusa_num_heads: 2, the tensors are of 3: all are used" in (
+        shown
+    )
+    assert f"{source}: config.json, not read: zyxw" in shown
+
+
+def test_biases_that_vllm_ignores_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_file(vllm_tensors(heads=2), tmp_path / "model.safetensors")
+    config = vllm_config(heads=2, medusa_fc_bias=False, abcd=True)
+    (tmp_path / HEADS_CONFIG).write_text(json.dumps(config))
+    warn_once.cache_clear()
+    heads = read_heads(tmp_path)
+    assert not heads.state["blocks.0.0.linear.bias"].any()
+    shown = " ".join(record.message for record in caplog.records)
+    assert "the biases of the blocks are not used, as in vLLM" in shown
+    assert "config.json, not read: abcd" in shown
