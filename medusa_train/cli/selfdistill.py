@@ -107,7 +107,8 @@ def selfdistill(
     from medusa_train.data.builtin_templates import get_template
     from medusa_train.selfdistill.engines import resolve_model_paths
     from medusa_train.selfdistill.output import shard_output
-    from medusa_train.selfdistill.run import load_prompts, output_path, resolve_shard
+    from medusa_train.selfdistill.prompts import load_prompts, resolve_shard
+    from medusa_train.selfdistill.settings import output_path
 
     part = resolve_shard(shard)
     # of several processes only the first prints to stdout; errors are printed by all
@@ -169,7 +170,7 @@ def _generate(
     from medusa_train.selfdistill.drop_report import most_dropped, nothing_kept
     from medusa_train.selfdistill.engines import resolve_dtype
     from medusa_train.selfdistill.output import OutputWriter, shard_output
-    from medusa_train.selfdistill.run import output_settings
+    from medusa_train.selfdistill.settings import output_settings
 
     if part is not None:
         prompts = [prompt for prompt in prompts if part.holds(prompt)]
@@ -223,7 +224,10 @@ def _run(
 ) -> None:
     """Answer `prompts` with a progress bar and print the statistics."""
     from medusa_train.selfdistill.engines import open_engine
-    from medusa_train.selfdistill.run import build_mode, distill, record_metadata, summary
+    from medusa_train.selfdistill.modes import build_mode
+    from medusa_train.selfdistill.run import distill
+    from medusa_train.selfdistill.run_stats import summary
+    from medusa_train.selfdistill.settings import record_metadata
 
     todo = [prompt for prompt in prompts if prompt.id not in writer.done]
     answers = sum(
@@ -255,7 +259,7 @@ def _merge(cfg: SelfDistillConfig, prompts: list[Prompt], out: Path, console: Co
     from medusa_train.selfdistill.drop_report import most_dropped, nothing_kept
     from medusa_train.selfdistill.engines import resolve_dtype
     from medusa_train.selfdistill.output import dropped_path, merge
-    from medusa_train.selfdistill.run import output_settings
+    from medusa_train.selfdistill.settings import output_settings
 
     dtype = None if cfg.dtype == "auto" else resolve_dtype(cfg)
     merged = merge(out, output_settings(cfg, dtype), [prompt.id for prompt in prompts])
@@ -278,7 +282,7 @@ def _merge(cfg: SelfDistillConfig, prompts: list[Prompt], out: Path, console: Co
 
 def _preview(cfg: SelfDistillConfig, prompts: list[Prompt], console: Console) -> int:
     """Print the first prompts as the model or the server would receive them."""
-    from medusa_train.selfdistill.run import preview
+    from medusa_train.selfdistill.preview import preview
 
     console.print(f"{len(prompts):,} prompts; dry run, nothing is generated or written")
     for title, text in preview(cfg, prompts):

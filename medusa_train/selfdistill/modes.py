@@ -7,9 +7,11 @@ So any number of conversations can be in progress at once, with any engine and i
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
+from functools import partial
 
+from medusa_train.config.schema import SelfDistillConfig
 from medusa_train.data.conversation import Message, is_looping
 from medusa_train.selfdistill.answers import (
     Answer,
@@ -65,11 +67,22 @@ class GeneratedChat:
 
     def drop(self, reason: DropReason, turns: int) -> None:
         """Record that `turns` turns were dropped."""
-        self.dropped, self.dropped_turns = reason, turns
+        self.dropped = reason
+        self.dropped_turns = turns
         self.looping += reason == "looping"
 
 
 ChatSteps = Generator[Request, Answer, GeneratedChat]
+
+
+def build_mode(cfg: SelfDistillConfig) -> Callable[[Prompt], ChatSteps]:
+    """Return the generator function of the configured mode, with its settings applied."""
+    rules = DropRules(cfg.drop_truncated, cfg.drop_looping)
+    if cfg.mode == "selftalk":
+        return partial(selftalk, random_seed=cfg.seed, rules=rules, rounds=cfg.rounds)
+    if cfg.mode == "questions":
+        return partial(question, random_seed=cfg.seed, rules=rules)
+    return partial(replay, random_seed=cfg.seed, rules=rules)
 
 
 def replay(prompt: Prompt, *, random_seed: int, rules: DropRules) -> ChatSteps:
@@ -145,12 +158,8 @@ def turn_seed(seed: int, conversation: str, turn: int | str) -> int:
     """Return the random seed of one turn: 63 bits of a hash of the run's seed, conversation id and
     turn.
     """
-    return (
-        int.from_bytes(
-            hashlib.sha256(f"{seed}\x00{conversation}\x00{turn}".encode()).digest()[:8], "big"
-        )
-        >> 1
-    )
+    digest = hashlib.sha256(f"{seed}\x00{conversation}\x00{turn}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
 
 
 def _repeats(chat: GeneratedChat, role: str, text: str) -> DropReason | None:

@@ -1,4 +1,4 @@
-"""Prompts for self-distillation: the user's messages of chat records, and their selection.
+"""Prompts for self-distillation: the user's messages of chat records, their selection and shards.
 
 Whether and how a prompt is answered never depends on the other prompts selected.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -14,9 +15,16 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
-from medusa_train.data.records import Unread, describe_problems, parse_user_turns
-from medusa_train.data.sources import PUBLIC_DATASETS, HubSplit, LocalFiles
+from medusa_train.config.schema import SelfDistillConfig
+from medusa_train.data.records import (
+    Unread,
+    describe_problems,
+    first_problems,
+    parse_user_turns,
+)
+from medusa_train.data.sources import PUBLIC_DATASETS, HubSplit, LocalFiles, open_prompts
 from medusa_train.errors import ConfigError, DataError
+from medusa_train.progress import LoadingProgress, RunProgress
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +37,43 @@ class Prompt:
     turns: tuple[str, ...]
     system: str | None = None
     source: str = ""
+
+
+def load_prompts(
+    cfg: SelfDistillConfig, progress: RunProgress
+) -> tuple[list[Prompt], Counter[str]]:
+    """Return the selected prompts of all shards, and the number of skipped ones by reason."""
+    # 1. the model writes them
+    if cfg.mode == "questions":
+        assert cfg.limit is not None  # checked with the configuration
+        ids = [f"question-{number:06d}" for number in range(cfg.limit)]
+        return [Prompt(name, (), source="by the model") for name in ids], Counter()
+
+    # 2. read all
+    invalid: list[str] = []
+    with LoadingProgress(progress) as shown:
+        source = open_prompts(cfg.seed_dataset, cfg.split, shown.update)
+        unread = Unread()
+        skipped_records = invalid if cfg.skip_bad_records else None
+        prompts = read_prompts(source, cfg.type, skipped=skipped_records, unread=unread)
+    for note in (*source.notes, *unread.describe(cfg.seed_dataset)):
+        progress.print(note)
+
+    # 3. select, and say what was left out
+    selection = Selection(
+        cfg.max_turns, cfg.min_chars, cfg.max_chars, cfg.sample, cfg.sample_seed, cfg.limit
+    )
+    selected, skipped = select_prompts(prompts, selection)
+    if invalid:
+        progress.print("\n".join(["skipped invalid records:", *first_problems(invalid)]))
+        skipped["broken"] += len(invalid)
+    if not selected:
+        reasons = [f"{count} {reason}" for reason, count in sorted(skipped.items())]
+        raise DataError(
+            f"{cfg.seed_dataset}: no prompts are left ({', '.join(reasons)}); change min_chars,"
+            " max_chars, limit ..."
+        )
+    return selected, skipped
 
 
 def read_prompts(
@@ -74,7 +119,9 @@ def short_name(seed_dataset: str) -> str:
     """Return the name for output files: `sharegpt`, the stem of a file, the last part of a hub
     name.
     """
-    return seed_dataset if seed_dataset in PUBLIC_DATASETS else Path(seed_dataset).stem
+    if seed_dataset in PUBLIC_DATASETS:
+        return seed_dataset
+    return Path(seed_dataset).stem
 
 
 def _record_id(record: object, turns: list[str], system: str | None) -> str:
@@ -128,6 +175,31 @@ class Shard:
         return f"{self.index}/{self.count}"
 
 
+def resolve_shard(text: str | None) -> Shard | None:
+    """Return the shard of this process: `text` (i/n), else by the rank that torchrun or DeepSpeed
+    set; None if it answers all prompts.
+    """
+    if text is not None:
+        return Shard.parse(text)
+    world = _number_from_env("WORLD_SIZE", 1)
+    if world <= 1:  # a RANK alone is no launcher's
+        return None
+    rank = _number_from_env("RANK", 0)
+    if rank >= world:
+        raise ConfigError(f"invalid process environment: rank {rank} of {world} processes")
+    return Shard(rank + 1, world)
+
+
+def _number_from_env(name: str, default: int) -> int:
+    """Return an environment variable that launchers set; ConfigError if it is not a number."""
+    text = os.environ.get(name)
+    if text is None:
+        return default
+    if not text.strip().isdigit():
+        raise ConfigError(f"environment variable {name}={text!r} is not a number")
+    return int(text)
+
+
 @dataclass(frozen=True)
 class Selection:
     """Criteria for prompts; None for no restriction."""
@@ -165,10 +237,8 @@ def select_prompts(
             seen.add((prompt.system, prompt.turns))
             chosen.append(prompt)
     if selection.sample is not None and selection.sample < len(chosen):
-        drawn = sorted(chosen, key=lambda prompt: _hash(selection.sample_seed, prompt.id))[
-            : selection.sample
-        ]
-        names = {prompt.id for prompt in drawn}
+        ranked = sorted(chosen, key=lambda prompt: _hash(selection.sample_seed, prompt.id))
+        names = {prompt.id for prompt in ranked[: selection.sample]}
         chosen = [prompt for prompt in chosen if prompt.id in names]
     return chosen[: selection.limit], skipped
 

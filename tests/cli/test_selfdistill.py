@@ -18,7 +18,7 @@ from medusa_train.config.schema import SelfDistillConfig, TrainConfig
 from medusa_train.data import sources
 from medusa_train.errors import DataError
 from medusa_train.hub import FetchError
-from medusa_train.selfdistill import run as distill_run
+from medusa_train.selfdistill import prompts as distill_prompts
 from tests.evaluation.tiny_model import write_backbone, write_run
 from tests.fake_server import Reply, error, serving
 
@@ -247,7 +247,7 @@ def test_a_training_yaml_gets_the_command_that_makes_its_data(
         read.append(cfg)
         raise DataError("the command is valid")
 
-    monkeypatch.setattr(distill_run, "load_prompts", stop)
+    monkeypatch.setattr(distill_prompts, "load_prompts", stop)
     model = yaml.safe_load(path.read_text(encoding="utf-8"))["base_model"]
     for command in commands:
         name, *words = shlex.split(command)

@@ -14,7 +14,8 @@ from medusa_train.selfdistill.modes import replay
 from medusa_train.selfdistill.openai_engine import OpenAIEngine, ServerSampling
 from medusa_train.selfdistill.output import OutputWriter
 from medusa_train.selfdistill.prompts import Prompt
-from medusa_train.selfdistill.run import RunStats, distill
+from medusa_train.selfdistill.run import distill
+from medusa_train.selfdistill.run_stats import RunStats
 from medusa_train.servers import client as servers_client
 from medusa_train.servers.client import OpenAIClient
 from medusa_train.training.process_info import free_port

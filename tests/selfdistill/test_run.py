@@ -9,8 +9,9 @@ from medusa_train.errors import ConfigError
 from medusa_train.selfdistill.answers import Answer, DropRules, Request
 from medusa_train.selfdistill.modes import replay
 from medusa_train.selfdistill.output import OutputWriter
-from medusa_train.selfdistill.prompts import Prompt
-from medusa_train.selfdistill.run import RunStats, distill, resolve_shard, summary
+from medusa_train.selfdistill.prompts import Prompt, resolve_shard
+from medusa_train.selfdistill.run import distill
+from medusa_train.selfdistill.run_stats import RunStats, summary
 from tests.selfdistill.fakes import FakeEngine, said
 
 SEEDS = [
