@@ -17,6 +17,7 @@ from medusa_train.checkpoint.reference_layout import HeadTensors
 from medusa_train.checkpoint.resolve import MERGED_CARD, ModelPaths, find_heads, read_mapping
 from medusa_train.checkpoint.run_directory import CONFIG
 from medusa_train.config.types import ExportTarget
+from medusa_train.data.sources import PUBLIC_DATASETS
 from medusa_train.inference.decoding_settings import mode_of
 from medusa_train.pages.page import Table, number
 from medusa_train.tree_search.traces import digest_files
@@ -62,6 +63,10 @@ _USE: dict[ExportTarget, str] = {
     ),
     "merged": (
         "A plain transformers model, to be used with the draft heads that were trained with it."
+        " With their export for vLLM (`medusa-export RUN --to vllm`):\n\n```bash\npython -m"
+        " vllm.entrypoints.openai.api_server --model THIS_DIRECTORY --speculative-config"
+        ' \'{{"method": "medusa", "model": "HEADS_DIRECTORY", "num_speculative_tokens": N}}\''
+        "\n```\n\nN: 1 to {heads}, the first heads that draft."
     ),
 }
 
@@ -134,7 +139,8 @@ def _header(base: str, run: dict[str, Any], licence: str | None, tag: str) -> st
     keys: dict[str, Any] = {"license": licence or "other", "tags": [tag, "speculative-decoding"]}
     if _is_hub_name(base):
         keys["base_model"] = base
-    if data := [name for name in _data(run) if _is_hub_name(name)]:
+    data = [repo for repo in map(_hub_repository, _data(run)) if repo is not None]
+    if data:
         keys["datasets"] = data
     return f"---\n{yaml.safe_dump(keys, sort_keys=False)}---"
 
@@ -282,13 +288,22 @@ def _is_hub_name(name: str) -> bool:
     return name.count("/") == 1 and not local
 
 
+def _hub_repository(name: str) -> str | None:
+    """Return the hub's repository of a data set, also of a short public name; None for local ones."""
+    if name in PUBLIC_DATASETS:
+        return PUBLIC_DATASETS[name].hub_repo
+    return name if _is_hub_name(name) else None
+
+
 def _public(name: str) -> str:
-    """Return a hub name unchanged, and of a local path only the last part."""
-    return (
-        name
-        if _is_hub_name(name)
-        else f"`{Path(name).name}` (a local {'file' if Path(name).suffix else 'folder'})"
-    )
+    """Return a hub name unchanged, that of a short public name, and of a local path only the last
+    part.
+    """
+    repository = _hub_repository(name)
+    if repository is not None:
+        return repository
+    kind = "file" if Path(name).suffix else "folder"
+    return f"`{Path(name).name}` (a local {kind})"
 
 
 def _licence_of(base: str) -> str | None:

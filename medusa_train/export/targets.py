@@ -18,8 +18,8 @@ from transformers.utils import cached_file
 
 from medusa_train.checkpoint.heads import VLLM_WEIGHTS, read_eagle3, write_weights
 from medusa_train.checkpoint.load_model import load_tree
-from medusa_train.checkpoint.resolve import ModelPaths
-from medusa_train.checkpoint.run_directory import TREE
+from medusa_train.checkpoint.resolve import ModelPaths, read_mapping
+from medusa_train.checkpoint.run_directory import CONFIG, TREE
 from medusa_train.checkpoint.serialize import read_json
 from medusa_train.checkpoint.server_layouts import for_target, to_eagle3
 from medusa_train.config.drafts import default_layers
@@ -156,6 +156,10 @@ def write_merged(paths: ModelPaths, target: Path, card: str | None = None) -> st
         temporary.mkdir(parents=True)
         if (model := paths.trained_model) is not None:
             shutil.copytree(model, temporary, dirs_exist_ok=True)
+            original = read_mapping(paths.home / CONFIG).get("base_model")
+            if isinstance(original, str):
+                _copy_tokenizer(model_directory(original), temporary)
+                _set_special_tokens(temporary, paths.special_tokens)
             content = f"copy of {model}: the backbone itself was trained"
         else:
             content = _save_merged_adapter(paths, temporary)
@@ -219,15 +223,22 @@ def _make_readable(directory: Path) -> None:
             path.chmod(mode & 0o777)
 
 
+def untie_config(backbone: Backbone) -> None:
+    """Let the config say that lm_head is a matrix of its own, where merging an adapter made it one:
+    not every version of PEFT does.
+    """
+    model = backbone.model
+    if model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
+        backbone.config.tie_word_embeddings = False
+        model.config.tie_word_embeddings = False
+
+
 def _save_merged_adapter(paths: ModelPaths, directory: Path) -> str:
     backbone = load_trained_backbone(paths)
     # transformers imports DeepSpeed in save_pretrained, which prints a warning if it has to guess
     # the accelerator
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
-    model = backbone.model
-    if model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
-        backbone.config.tie_word_embeddings = False  # merging an adapter of lm_head unties it
-        model.config.tie_word_embeddings = False
+    untie_config(backbone)
     backbone.save(directory)
     dequantised = f"dequantised from {paths.quantization}, " if paths.quantization else ""
     merged = "adapter merged, " if paths.adapter is not None else ""

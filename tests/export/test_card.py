@@ -234,3 +234,15 @@ def test_a_run_without_a_tree_has_no_speedup_in_its_card() -> None:
     text = card_module._measured([report, with_tree])
     assert text.count("1.22") == 1
     assert "no tree is used" in text
+
+
+def test_the_card_of_a_merged_backbone_serves_it_and_data_of_the_hub_have_their_names(
+    make_run: Callable[..., Path],
+) -> None:
+    run = make_run(adapter=True, recipe="medusa2", datasets=[{"path": "sharegpt"}, {"path": "a/b"}])
+    header, body = card(run, "merged")
+    assert header["datasets"] == ["Aeala/ShareGPT_Vicuna_unfiltered", "a/b"]
+    assert "Aeala/ShareGPT_Vicuna_unfiltered, a/b" in body
+    assert "`sharegpt`" not in body
+    assert "--model THIS_DIRECTORY --speculative-config" in body
+    assert "N: 1 to 5" in body

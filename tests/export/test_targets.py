@@ -15,7 +15,10 @@ from medusa_train.checkpoint.load_model import load_with_draft
 from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.data.builtin_templates import TEMPLATES, get_template
 from medusa_train.errors import CheckpointError
+from medusa_train.export.targets import untie_config
 from medusa_train.export.write import export_run
+from medusa_train.models.lora import Adapter, LoraSpec
+from tests.families import random_backbone
 
 TOKENS = torch.tensor([[1, 40, 50, 60, 70, 80]])
 
@@ -117,3 +120,25 @@ def test_a_failing_write_leaves_nothing_half_done(
     with pytest.raises(CheckpointError, match="could not write the merged backbone"):
         export_run(resolve_model(str(run), None, None), "merged")
     assert not (run / "export").exists()
+
+
+def test_a_merge_that_unties_lm_head_says_so(tmp_path: Path) -> None:
+    """Older PEFT leaves `tie_word_embeddings: true`, with which lm_head would be the embeddings."""
+    backbone = random_backbone("llama-bias-tied", dtype=torch.float32)
+    adapter = Adapter.attach(
+        backbone, LoraSpec(r=4, targets=("q_proj",), modules_to_save=("lm_head",))
+    )
+    with torch.no_grad():
+        for parameter in adapter.parameters():
+            parameter.add_(0.1)
+    adapter.merge()
+    tokens = TOKENS % backbone.vocab_size
+    with torch.no_grad():
+        expected = backbone.logits(backbone.run(tokens).hidden)
+    backbone.model.config.tie_word_embeddings = True  # as PEFT 0.18 leaves it
+    untie_config(backbone)
+    backbone.model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    with torch.no_grad():
+        assert torch.allclose(loaded(tokens).logits, expected, atol=1e-5)
+    assert not json.loads((tmp_path / "config.json").read_text())["tie_word_embeddings"]
