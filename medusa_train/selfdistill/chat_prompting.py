@@ -63,9 +63,8 @@ class ChatPrompting:
         """
         if request.speaker == "assistant":
             return self._encoder.prompt(request.messages)
-        return list(
-            self.tokenizer(self.text(request), add_special_tokens=False, verbose=False)["input_ids"]
-        )
+        text = self.text(request)
+        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def answer(
         self, request: Request, prompt_tokens: int, tokens: list[int], finish: FinishReason
@@ -75,23 +74,28 @@ class ChatPrompting:
         A reasoning part that the prompt opened begins with its tag, as in answers whose model
         writes the tag itself.
         """
-        kept = tokens[:-1] if finish == "eos" else tokens
-        if request.speaker == "assistant":
-            text = answer_text(self.tokenizer, kept, self._encoder.template.reasoning_tags)
-            if not text.strip():
-                return Answer(text, _REASONS[finish], prompt_tokens, len(tokens))
-            text = self._encoder.template.opened_reasoning(self.text(request)) + text
-            chat = Conversation(
-                "", (*request.messages, Message("assistant", text, is_cut=finish != "eos")), ""
-            )
-            trained = self._encoder.encode(chat)[-1].ids[len(self.prompt(request)) :]
-            # with an end token, if it is not cut
-            ids = None if kept in (trained, trained[:-1]) else tuple(kept)
-            return Answer(text, _REASONS[finish], prompt_tokens, len(tokens), ids)
-        text, ended = self._split_user_message(
-            request, self.tokenizer.decode(kept, clean_up_tokenization_spaces=False)
-        )
-        return Answer(text, "stop" if ended else _REASONS[finish], prompt_tokens, len(tokens))
+        ends_with_eos = finish == "eos"
+        kept = tokens[:-1] if ends_with_eos else tokens
+        reason = _REASONS[finish]
+        # 1. a user message ends where the template goes on
+        if request.speaker == "user":
+            written = self.tokenizer.decode(kept, clean_up_tokenization_spaces=False)
+            text, has_ended = self._split_user_message(request, written)
+            if has_ended:
+                reason = "stop"
+            return Answer(text, reason, prompt_tokens, len(tokens))
+        # 2. the text of an answer
+        text = answer_text(self.tokenizer, kept, self._encoder.template.reasoning_tags)
+        if not text.strip():
+            return Answer(text, reason, prompt_tokens, len(tokens))
+        text = self._encoder.template.opened_reasoning(self.text(request)) + text
+        # 3. its tokens, if training would make others of the text
+        message = Message("assistant", text, is_cut=not ends_with_eos)
+        chat = Conversation("", (*request.messages, message), "")
+        trained = self._encoder.encode(chat)[-1].ids[len(self.prompt(request)) :]
+        is_same = kept in (trained, trained[:-1])  # with an end token, if it is not cut
+        token_ids = None if is_same else tuple(kept)
+        return Answer(text, reason, prompt_tokens, len(tokens), token_ids)
 
     def _split_user_message(self, request: Request, text: str) -> tuple[str, bool]:
         """Return the user message at the start of `text`, and whether it ends within it."""
@@ -104,9 +108,8 @@ class ChatPrompting:
         """Return the text that the template renders before and after the content of the next user
         message.
         """
-        before, mark, after = self._render((*request.messages, Message("user", _MARK))).rpartition(
-            _MARK
-        )
+        rendered = self._render((*request.messages, Message("user", _MARK)))
+        before, mark, after = rendered.rpartition(_MARK)
         if not mark:
             raise ConfigError(
                 "the chat template does not render user messages verbatim, which self-talk needs; "

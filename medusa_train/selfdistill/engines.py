@@ -30,15 +30,11 @@ def resolve_model_paths(cfg: SelfDistillConfig) -> ModelPaths:
     """
     from medusa_train.checkpoint.resolve import resolve_model
 
-    model, base = cfg.heads, cfg.base_model
-    run = None if base is None else resolve_path(base)
-    if (
-        model is None
-        and run is not None
-        and (run / "heads").is_dir()
-        and (run / "config.yaml").is_file()
-    ):
-        model, base = base, None
+    model = cfg.heads
+    base = cfg.base_model
+    if model is None and base is not None and _is_run(base):
+        model = base
+        base = None
     paths = resolve_model(
         model,
         base,
@@ -48,16 +44,28 @@ def resolve_model_paths(cfg: SelfDistillConfig) -> ModelPaths:
         special_tokens=cfg.special_tokens,
         trust_remote_code=cfg.trust_remote_code,
     )
-    return paths if cfg.heads is not None else replace(paths, heads=None, tree=None)
+    if cfg.heads is not None:
+        return paths
+    return replace(paths, heads=None, tree=None)
+
+
+def _is_run(name: str) -> bool:
+    """Return whether `name` is a run directory with heads."""
+    directory = resolve_path(name)
+    if directory is None:
+        return False
+    return (directory / "heads").is_dir() and (directory / "config.yaml").is_file()
 
 
 def model_name(cfg: SelfDistillConfig) -> str:
     """Return the model's name in the output; the trained backbone of a run is named after the run."""
+    if cfg.engine == "openai":
+        return str(cfg.base_model)  # checked with the configuration
     if cfg.base_model is not None:
-        return cfg.base_model if cfg.engine == "openai" else public_name(cfg.base_model)
+        return public_name(cfg.base_model)
     paths = resolve_model_paths(cfg)
-    trained = paths.adapter is not None or Path(paths.base_model).is_relative_to(paths.home)
-    return public_name(str(paths.home) if trained else paths.base_model)
+    is_trained = paths.adapter is not None or Path(paths.base_model).is_relative_to(paths.home)
+    return public_name(str(paths.home) if is_trained else paths.base_model)
 
 
 def weights_digest(cfg: SelfDistillConfig) -> str | None:
@@ -68,24 +76,22 @@ def weights_digest(cfg: SelfDistillConfig) -> str | None:
     """
     from medusa_train.tree_search.traces import digest_files
 
-    paths = [
-        Path(name).expanduser()
-        for name in (cfg.base_model, cfg.heads)
-        if name and cfg.engine != "openai"
-    ]
+    if cfg.engine == "openai":
+        return None
+    # 1. directories of which the name is not the whole path
+    paths = [Path(name).expanduser() for name in (cfg.base_model, cfg.heads) if name]
     shortened = [
         path for path in paths if path.is_absolute() and public_name(str(path)) == path.name
     ]
-    kinds = [
-        f"{folder}*.{suffix}"
-        for folder in ("", "adapter/", "heads/")
-        for suffix in ("safetensors", "bin")
-    ]
-    return (
-        digest_files(file for path in shortened for kind in kinds for file in path.glob(kind))
-        if shortened
-        else None
-    )
+    if not shortened:
+        return None
+    # 2. the files of their weights
+    files: list[Path] = []
+    for path in shortened:
+        for folder in ("", "adapter/", "heads/"):
+            for suffix in ("safetensors", "bin"):
+                files.extend(path.glob(f"{folder}*.{suffix}"))
+    return digest_files(files)
 
 
 def resolve_dtype(cfg: SelfDistillConfig) -> str | None:
@@ -150,17 +156,24 @@ def open_hf_engine(
     from medusa_train.data.tokenize import ChatEncoder
     from medusa_train.selfdistill.hf_engine import HFEngine
 
-    batch_size = cfg.batch_size or (
-        1 if dtype == "float32" or paths.heads is not None else DEFAULT_BATCH_SIZE
-    )
+    batch_size = cfg.batch_size
+    if batch_size is None:
+        is_single = dtype == "float32" or paths.heads is not None
+        batch_size = 1 if is_single else DEFAULT_BATCH_SIZE
+
+    # 1. load it, and name what is not used, and what ends answers
     # float32 answers are reproducible on other machines only without prepacked weights
     model = load_with_draft(paths, dtype, prepack=dtype != "float32")
     trees = model.draft is not None
     chat = ChatEncoder(model.backbone.tokenizer, paths.chat_template, paths.chat_template_kwargs)
-    if (unused := chat.template.describe_unused_kwargs()) is not None:
+    unused = chat.template.describe_unused_kwargs()
+    if unused is not None:
         note(f"note: {unused}")
-    if (ends := model.backbone.stop_tokens.describe(model.backbone.tokenizer)) is not None:
+    ends = model.backbone.stop_tokens.describe(model.backbone.tokenizer)
+    if ends is not None:
         note(ends)
+
+    # 2. compile it
     if cfg.compile is True:
         compile_backbone(model.backbone, paths, rows=batch_size, trees=trees)
     elif cfg.compile == "auto" and not (batch_size == 1 and dtype == "float32"):

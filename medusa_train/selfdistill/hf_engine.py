@@ -44,9 +44,9 @@ class HFEngine:
     Args:
         temperature: 0 for greedy decoding.
         top_p, top_k: sampling filters; 1 and 0 disable them.
-        batch_size: rows of a forward pass; with 1 answers come in the order of the requests. draft,
-        tree: heads for speculative decoding. Sampled answers follow the backbone's distribution,
-        but differ from those without heads.
+        batch_size: rows of a forward pass; with 1 answers come in the order of the requests.
+        draft, tree: heads for speculative decoding. Sampled answers follow the backbone's
+            distribution, but differ from those without heads.
         stop_looping: end answers in refilled batches soon after they begin to loop, as they will be
             dropped.
     """
@@ -143,31 +143,31 @@ class HFEngine:
         """Take the oldest request and those with the most similar prompt lengths from the queue, in
         order.
         """
-        oldest, *others = range(len(self._waiting))
-        lengths = [len(asked.prompt) for asked in self._waiting]
-        others.sort(key=lambda index: abs(lengths[index] - lengths[oldest]))
-        picked = {oldest, *others[: count - 1]}
-        batch = [asked for index, asked in enumerate(self._waiting) if index in picked]
-        self._waiting = [asked for index, asked in enumerate(self._waiting) if index not in picked]
+        oldest, *others = self._waiting
+        others.sort(key=lambda asked: abs(len(asked.prompt) - len(oldest.prompt)))
+        picked = {asked.request_id for asked in [oldest, *others[: count - 1]]}
+        batch = [asked for asked in self._waiting if asked.request_id in picked]
+        self._waiting = [asked for asked in self._waiting if asked.request_id not in picked]
         return batch
 
     def _step(self, batch: RunningBatch) -> tuple[list[_Pending], list[Generation]]:
         """Refill free rows, run one decoding step, and return the requests that are finished."""
+        # 1. refill: waiting requests join together once enough rows are free
         free = self.batch_size - len(batch.active)
         if self._waiting and free * REFILL_FRACTION >= self.batch_size:
-            joining = self._pick(free)
-            rngs = [self._generator(asked) if self.sampling else None for asked in joining]
-            batch.add_requests(
-                [
-                    PendingRequest(a.request_id, a.prompt, g)
-                    for a, g in zip(joining, rngs, strict=True)
-                ]
-            )
-            self._underway.update((asked.request_id, asked) for asked in joining)
+            joining: list[PendingRequest] = []
+            for asked in self._pick(free):
+                generator = self._generator(asked) if self.sampling else None
+                joining.append(PendingRequest(asked.request_id, asked.prompt, generator))
+                self._underway[asked.request_id] = asked
+            batch.add_requests(joining)
+        # 2. one step of all rows
         done = batch.step()
         if self._stop_looping:
             self._end_looping_rows(batch)
-        return [self._underway.pop(request_id) for request_id, _ in done], [out for _, out in done]
+        # 3. requests whose answers are complete
+        finished = [self._underway.pop(request_id) for request_id, _ in done]
+        return finished, [out for _, out in done]
 
     def _end_looping_rows(self, batch: RunningBatch) -> None:
         for row in batch.active:
@@ -177,7 +177,9 @@ class HFEngine:
                     row.limit = len(row.out.tokens)
 
     def _generate(self, batch: Sequence[_Pending]) -> list[Generation]:
-        generators = [self._generator(asked) for asked in batch] if self.sampling else None
+        generators = None
+        if self.sampling:
+            generators = [self._generator(asked) for asked in batch]
         prompts = [asked.prompt for asked in batch]
         return self._decoder.generate_batch(
             prompts, self.max_new_tokens, rule=self.sampling, generators=generators

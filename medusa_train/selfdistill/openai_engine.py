@@ -101,26 +101,29 @@ class OpenAIEngine:
     def next(self) -> tuple[int, Answer]:
         """Return the next answer; a refusal counts as one, unless the server refuses every request."""
         while not (self._held and self._takes_some):
+            # 1. does the server refuse everything?
             if len(self._refusals) >= _MAX_REJECTIONS:
                 raise self._refuses_all()
-            if self._held and len(self._held) == self._open:
+            if self._held and len(self._held) == self._open:  # no other request is under way
                 self._greet()
                 continue
+            # 2. what became of the next request
             request_id, outcome = self._finished.get()
-            if isinstance(outcome, RequestRejected) and not outcome.too_long:
+            if isinstance(outcome, RequestRejected):
+                if outcome.too_long:
+                    self._open -= 1
+                    return request_id, Answer("", "context", 0, 0)
                 # Held until another request is answered, which shows that the server does not
                 # refuse every request: a run whose requests are all refused must end without
                 # recording prompts as done.
-                self._held.append(
-                    (request_id, Answer("", "failed" if outcome.failed else "refused", 0, 0))
-                )
+                reason: AnswerFinishReason = "failed" if outcome.failed else "refused"
+                self._held.append((request_id, Answer("", reason, 0, 0)))
                 self._refusals.append(str(outcome))
                 continue
-            if isinstance(outcome, BaseException) and not isinstance(outcome, RequestRejected):
+            if isinstance(outcome, BaseException):
                 raise outcome
+            # 3. an answer
             self._open -= 1
-            if isinstance(outcome, RequestRejected):
-                return request_id, Answer("", "context", 0, 0)
             self._takes_some = True
             self._refusals.clear()
             return request_id, outcome
@@ -128,9 +131,7 @@ class OpenAIEngine:
         return self._held.popleft()
 
     def _greet(self) -> None:
-        """Find out by a greeting whether the server refuses every request, since no other request
-        is under way.
-        """
+        """Find out by a greeting whether the server refuses every request."""
         try:
             greeting = self.sampling.body(self.model, Request((Message("user", "Hello"),), 0))
             self.server.complete({**greeting, "max_tokens": min(16, self.sampling.max_new_tokens)})
@@ -169,11 +170,11 @@ def parse_answer(
     """
     choice = content["choices"][0]
     message = choice["message"]
-    text = join_reasoning(
-        reasoning_part(message), str(message.get("content") or ""), reasoning_tags
-    )
-    # replace lone surrogates, which JSON can escape and UTF-8 cannot encode
+    # 1. its text; lone surrogates, which JSON can escape and UTF-8 cannot encode, are replaced
+    content_part = str(message.get("content") or "")
+    text = join_reasoning(reasoning_part(message), content_part, reasoning_tags)
     text = text.encode("utf-8", "replace").decode("utf-8")
+    # 2. why it ends
     length = _token_count(content, "completion_tokens")
     reason = _reason(choice.get("finish_reason"))
     if reason == "length" and 0 < length < max_new_tokens:
@@ -184,7 +185,9 @@ def parse_answer(
 def _token_count(content: Mapping[str, Any], name: str) -> int:
     """Return a count of `usage`; 0 if the server names none."""
     usage = content.get("usage")
-    count = usage.get(name) if isinstance(usage, Mapping) else None
+    if not isinstance(usage, Mapping):
+        return 0
+    count = usage.get(name)
     return count if isinstance(count, int) else 0
 
 
