@@ -2,11 +2,12 @@
 
 A key is the value of an environment variable whose name says so (`OPENAI_API_KEY`, `HF_TOKEN`), one
 that a connection uses (`remember`), or one that a user wrote into a configuration
-(`remember_written`). Three places mask, and everything passes through one of them:
+(`remember_written`). These places mask, and everything passes through one of them:
 
 - `ConsoleStream.write` (console_streams.py): stdout and stderr of every command;
 - `replace_text` and `json_line` (io.py): every text file of this project;
-- `MedusaError`: messages, for whoever catches them.
+- `MedusaError`: messages, for whoever catches them;
+- `wandb` (metrics_log.py): the configuration that it is sent.
 
 A text that is shortened, or wrapped at the console's width, is masked before (`excerpt`,
 `MaskingConsole`): half a key would not be found.
@@ -18,6 +19,8 @@ import html
 import json
 import os
 import re
+from collections.abc import Mapping
+from typing import Any
 from urllib.parse import quote
 
 MASK = "***"
@@ -114,9 +117,18 @@ def mask(text: str) -> str:
     """Replace all known keys, everything of the shape of one, and passwords in addresses: for
     messages.
     """
-    text = mask_keys(text)
+    text = _ADDRESS.sub(rf"\1{MASK}@", text)
     text = _KNOWN_SHAPE.sub(MASK, text)
-    return _ADDRESS.sub(rf"\1{MASK}@", text)
+    return mask_keys(text)
+
+
+def mask_values(value: Any) -> Any:
+    """Return a copy of a configuration, all its texts masked: for dashboards."""
+    if isinstance(value, Mapping):
+        return {name: mask_values(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [mask_values(item) for item in value]
+    return mask(value) if isinstance(value, str) else value
 
 
 def excerpt(text: str, length: int) -> str:

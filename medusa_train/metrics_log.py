@@ -28,7 +28,7 @@ from medusa_train.io import (
     replace_text,
     write_failure,
 )
-from medusa_train.masking import excerpt
+from medusa_train.masking import excerpt, mask_values
 from medusa_train.progress import RunProgress
 
 Record = Mapping[str, Any]
@@ -305,7 +305,7 @@ def wandb(
             entity=entity,
             id=known,
             resume="allow" if known else None,
-            config=dict(config or {}),
+            config=mask_values(config or {}),
             dir=str(run_dir),
             name=name or run_dir.name,
             mode=_wandb_mode(),

@@ -76,6 +76,16 @@ def test_a_text_is_masked_before_it_is_cut_or_wrapped() -> None:
         assert part not in stream.getvalue()
 
 
+def test_a_configuration_is_masked_and_keeps_its_form() -> None:
+    masking.remember(KEY)
+    config = {"a": [f"--x={KEY}", 3], "b": {"c": "http://me:pw@h", "d": None}, "e": True}
+    assert masking.mask_values(config) == {
+        "a": ["--x=***", 3],
+        "b": {"c": "http://***@h", "d": None},
+        "e": True,
+    }
+
+
 def test_files_and_errors_are_masked(tmp_path: Path) -> None:
     masking.remember('a"key<with>1')
     assert json_line({"text": 'say a"key<with>1 now'}) == b'{"text": "say *** now"}\n'

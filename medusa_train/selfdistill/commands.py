@@ -53,11 +53,12 @@ def _commands_for(values: Mapping[str, Any], name: str) -> Iterator[str]:
     for number, section in enumerate(sections, start=1):
         dataset = section if isinstance(section, dict) else {"path": section}
         output = name if len(sections) == 1 else f"{name}_{number}"
-        words = ["--prompts", str(dataset.get("path", "PROMPTS.jsonl"))]
+        path = dataset.get("path")
+        words = ["--prompts", path if isinstance(path, str) and path else "PROMPTS.jsonl"]
         words += ["--model", str(values["base_model"])]
         template = dataset.get("conversation") or values.get("chat_template")
-        if template and template != "tokenizer_default":
-            words += ["--chat-template", str(template)]
+        if isinstance(template, str) and template not in ("", "tokenizer_default"):
+            words += ["--chat-template", template]
         words += ["--output", f"data/selfdistill/{output}.jsonl"]
         if dataset.get("split"):
             words.append(f"split={dataset['split']}")

@@ -272,6 +272,14 @@ def test_commands_for_a_training_yaml_are_built_from_its_keys(at_work: Path) -> 
     ]
 
 
+@pytest.mark.parametrize("data", ["", "[3]", "[{x: 1}]", "{path: null}"])
+def test_a_training_yaml_with_odd_data_gets_a_command_too(at_work: Path, data: str) -> None:
+    (at_work / "odd.yaml").write_text(f"base_model: m\ndatasets: {data}\nchat_template: {{a: 1}}\n")
+    lines = runner.invoke(app, ["odd.yaml"]).output.splitlines()
+    assert lines[1].startswith("  medusa-selfdistill --prompts ")
+    assert lines[1].endswith(" --model m --output data/selfdistill/odd.jsonl")
+
+
 def test_the_last_line_is_the_command_that_uses_the_output(at_work: Path) -> None:
     write_run(at_work / "whole", at_work / "backbone")
     words = ["--seed", "mine.jsonl", *SHORT, "limit=1", "--chat-template", "zephyr"]
