@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from medusa_train.data.record_files import settings_path
 from medusa_train.errors import ConfigError, DataError
 from medusa_train.io import JsonLinesFile, complete_lines, replace_bytes, replace_text
-from medusa_train.masking import excerpt
+from medusa_train.masking import excerpt, mask_keys
 from medusa_train.selfdistill.answers import is_asked_again
 from medusa_train.selfdistill.prompts import Prompt, Shard
 
@@ -101,14 +101,12 @@ class OutputWriter:
         """Raise ConfigError if the file has a conversation with the id of one of `prompts` and
         another question.
         """
-        asked = {prompt.id: prompt.turns[0] for prompt in prompts if prompt.turns}
+        # keys are masked in the file
+        asked = {prompt.id: mask_keys(prompt.turns[0]) for prompt in prompts if prompt.turns}
         for name, line in _read_lines(self.lines.path):
-            said = [
-                one["content"]
-                for one in json.loads(line).get("messages", ())
-                if one["role"] == "user"
-            ]
-            if said and asked.get(name, said[0]) != said[0]:
+            messages = json.loads(line).get("messages", ())
+            said = [message["content"] for message in messages if message["role"] == "user"]
+            if said and name in asked and asked[name] != said[0]:
                 raise ConfigError(
                     f"output {self.output}: it answers other prompts with the same ids; {name} asks"
                     f" {excerpt(said[0], 60)!r}, and now {excerpt(asked[name], 60)!r}. Choose another"
@@ -162,9 +160,8 @@ def has_conversations(output: Path) -> bool:
 
 def write_settings(output: Path, settings: Mapping[str, Any]) -> None:
     """Write the settings of `output` atomically."""
-    replace_text(
-        settings_path(output), json.dumps(dict(settings), indent=2, ensure_ascii=False) + "\n"
-    )
+    text = json.dumps(dict(settings), indent=2, ensure_ascii=False)
+    replace_text(settings_path(output), f"{text}\n")
 
 
 def _read_settings(output: Path) -> dict[str, Any] | None:
@@ -182,30 +179,30 @@ def _check_settings(output: Path, settings: Mapping[str, Any]) -> bool:
     if output.suffix != ".jsonl":
         raise ConfigError(f"output {output}: the file name has to end with .jsonl")
     stored = _read_settings(output)
-    generated = has_conversations(output)
-    if generated and stored is None:
-        name = settings_path(output).name
-        raise ConfigError(
-            f"output {output}: the file exists without its settings {name}; choose another output"
-        )
+    is_used = has_conversations(output)
+    # 1. none are stored
     if stored is None:
+        if is_used:
+            name = settings_path(output).name
+            raise ConfigError(
+                f"output {output}: the file exists without its settings {name}; choose another"
+                " output"
+            )
         return False
-    # a missing setting equals None
-    names = [name for name in {**stored, **settings} if stored.get(name) != settings.get(name)]
-    if names and generated:
-        lines = [
-            f"  {name}: {stored.get(name)!r} in the file, {settings.get(name)!r} now"
-            for name in names
+    # 2. those that differ; a missing setting equals None, and keys are masked in the file
+    now = json.loads(mask_keys(json.dumps(dict(settings))))
+    names = [name for name in {**stored, **now} if stored.get(name) != now.get(name)]
+    if names and is_used:
+        differences = [
+            f"  {name}: {stored.get(name)!r} in the file, {now.get(name)!r} now" for name in names
         ]
         raise ConfigError(
             "\n".join(
                 [
                     f"output {output}: it holds conversations generated with other settings",
-                    *lines,
-                    (
-                        "Choose another output=FILE.jsonl, or delete this one with its settings and"
-                        " dropped files."
-                    ),
+                    *differences,
+                    "Choose another output=FILE.jsonl, or delete this one with its settings and"
+                    " dropped files.",
                 ]
             )
         )
@@ -236,15 +233,20 @@ def merge(output: Path, settings: Mapping[str, Any], seed_ids: Sequence[str]) ->
     run without a shard generates what is missing. Without a dtype in `settings` it is that of the
     first part: other machines may merge. Without any conversation nothing is written.
     """
-    parts = [*_shards_of(output), *([output] if has_conversations(output) else [])]
+    parts = _shards_of(output)
+    if has_conversations(output):
+        parts.append(output)
     if not parts:
         raise DataError(
             f"{output}: nothing to merge, no file such as {shard_output(output, Shard(1, 2)).name}"
         )
-    dtype = settings.get("dtype") or (_read_settings(parts[0]) or {}).get("dtype")
-    settings = {**settings, **({"dtype": dtype} if dtype else {})}
+    # 1. the settings of all parts, with the dtype of the first
+    first = _read_settings(parts[0])
+    if "dtype" not in settings and first is not None and "dtype" in first:
+        settings = {**settings, "dtype": first["dtype"]}
     from_server = _is_from_server(settings)
     with ExitStack() as stack:
+        # 2. lock them all, and read them
         writers = [stack.enter_context(OutputWriter(part, settings)) for part in parts]
         written: dict[str, bytes] = {}  # lines by id; of duplicates, the first
         for writer in writers:
@@ -257,6 +259,7 @@ def merge(output: Path, settings: Mapping[str, Any], seed_ids: Sequence[str]) ->
                 if name not in written and name not in dropped:
                     dropped[name] = line
                     reasons[reason] += 1
+        # 3. write them in the order of the prompts
         if written:
             notes = [dropped[name] for name in _ordered(dropped, seed_ids)]
             write_settings(output, settings)
