@@ -1,0 +1,29 @@
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from medusa_train.config.load import load_config
+from medusa_train.config.schema import SelfDistillConfig
+from medusa_train.selfdistill import commands
+
+
+def test_a_jointly_trained_backbone_is_exported_before_heads_are_trained_on_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    paths = SimpleNamespace(adapter=Path("my run/adapter"), home=Path("my run"), base_model="base")
+    monkeypatch.setattr(commands, "resolve_model_paths", lambda cfg: paths)
+    cfg = load_config(SelfDistillConfig, None, ["base_model=my run", "seed_dataset=x.jsonl"])
+    assert commands.next_command(cfg, Path("a.jsonl")) == (
+        "medusa-export 'my run' --to merged && medusa-train 'base_model=my run/export/merged'"
+        " 'datasets=[{path: a.jsonl}]'"
+    )
+
+
+def test_on_a_server_the_model_is_the_one_that_was_named() -> None:
+    words = ["base_model=org/model", "server_url=http://h/v1", "trust_remote_code=true"]
+    cfg = load_config(SelfDistillConfig, None, words)
+    assert commands.next_command(cfg, Path("a [1].jsonl")) == (
+        """medusa-train base_model=org/model 'datasets=[{path: "a [1].jsonl"}]'"""
+        " trust_remote_code=true"
+    )
