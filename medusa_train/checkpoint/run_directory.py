@@ -22,6 +22,7 @@ from medusa_train.config.paths import looks_like_path, resolve_path
 from medusa_train.config.schema import (
     NOT_IN_STAGE_ONE,
     SHARED_WITH_STAGE_ONE,
+    WEIGHT_KEYS,
     DatasetConfig,
     TrainConfig,
 )
@@ -61,21 +62,6 @@ RUN_FILES = (
 )
 #: Values of `resume_from_checkpoint` that select the newest checkpoint in `output_dir`.
 NEWEST = ("latest", "auto")
-#: Keys on which the trained weights and the optimizer depend, beside base_model and the draft's
-# own.
-_WEIGHT_KEYS = (
-    "recipe",
-    "load_in_4bit",
-    "load_in_8bit",
-    "adapter",
-    "lora_r",
-    "lora_target_modules",
-    "lora_target_linear",
-    "lora_modules_to_save",
-    "medusa_num_unfreeze_layers",
-    "optimizer",
-    "lora_alpha",
-)
 
 
 def check_writable(out: Path) -> None:
@@ -191,7 +177,7 @@ def changed_weight_keys(cfg: TrainConfig, run: Path) -> list[str]:
 
 
 def _weight_keys(cfg: TrainConfig) -> dict[str, Any]:
-    others = {name: getattr(cfg, name) for name in _WEIGHT_KEYS if name not in cfg.ineffective_keys}
+    others = {name: getattr(cfg, name) for name in WEIGHT_KEYS if name not in cfg.ineffective_keys}
     return {**cfg.heads_keys, "base_model": _absolute(cfg.base_model), **others}
 
 

@@ -25,7 +25,7 @@ from medusa_train.config.schema import (
     SelfDistillConfig,
     TrainConfig,
 )
-from medusa_train.config.types import Config, format_value
+from medusa_train.config.types import INTERNAL, Config, format_value
 
 DIALECT = "http://json-schema.org/draft-07/schema#"
 #: pydantic's names of limits on optional types -> JSON Schema's.
@@ -58,7 +58,23 @@ def json_schema(cls: type[Config], title: str) -> dict[str, Any]:
     schema["properties"] |= {
         name: {"description": _IGNORED} for name in sorted(cls.ignored_axolotl_keys)
     }
+    _drop_internal(schema)
     return {"$schema": DIALECT, **schema, "title": title}
+
+
+def _drop_internal(schema: Any) -> None:
+    """Drop from a schema, in place, what keys say for this program alone."""
+    if isinstance(schema, list):
+        for part in schema:
+            _drop_internal(part)
+    if isinstance(schema, dict):
+        properties = schema.get("properties")
+        if isinstance(properties, dict):
+            for described in properties.values():
+                for name in INTERNAL:
+                    described.pop(name, None)
+        for part in schema.values():
+            _drop_internal(part)
 
 
 def schema_text(cls: type[Config], title: str) -> str:

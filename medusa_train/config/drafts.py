@@ -12,7 +12,17 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
 from pydantic_core import PydanticCustomError
 
 from medusa_train.config.paths import public_name
-from medusa_train.config.types import Bool, ExportTarget, Float, Int, Text, format_value, key
+from medusa_train.config.types import (
+    Affects,
+    Bool,
+    ExportTarget,
+    Float,
+    Int,
+    Text,
+    format_value,
+    key,
+    keys_affecting,
+)
 
 
 class HeadsLoss(NamedTuple):
@@ -44,11 +54,10 @@ class HeadsLoss(NamedTuple):
 
 
 class DraftConfig(BaseModel):
-    """Base class of a draft's section.
+    """Base class of a draft's section. Keys that affect the heads are arguments of the draft's class,
+    the others its training alone.
 
     Attributes:
-        training_keys: keys that only affect training; all others are arguments of the draft's
-            class.
         prefix: prefix of the keys in a configuration.
         title: name of the draft in messages.
         trains_jointly: whether it can be trained together with the backbone.
@@ -62,7 +71,6 @@ class DraftConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    training_keys: ClassVar[frozenset[str]] = frozenset()
     prefix: ClassVar[str]
     title: ClassVar[str]
     trains_jointly: ClassVar[bool] = False
@@ -79,6 +87,11 @@ class DraftConfig(BaseModel):
     def settings(self) -> dict[str, Any]:
         """Keyword arguments of the draft's class."""
         return self.model_dump(mode="json", exclude=set(self.training_keys))
+
+    @property
+    def training_keys(self) -> tuple[str, ...]:
+        """The keys that affect training alone."""
+        return keys_affecting(type(self), Affects.OPTIMIZATION)
 
     @property
     def vocab_size_key(self) -> str:
@@ -136,6 +149,11 @@ class DraftConfig(BaseModel):
         return f"{self.num_heads} {self.title} heads"
 
 
+def _flat(affects: Affects) -> Any:
+    """Declare a key of `MedusaConfig`, which is described where it is flat."""
+    return key(..., "see medusa_*", affects=affects)
+
+
 class MedusaConfig(DraftConfig):
     """Keys of Medusa heads (Medusa), from the flat `medusa_*` keys, which have the defaults."""
 
@@ -144,14 +162,14 @@ class MedusaConfig(DraftConfig):
     trains_jointly = True
     exports = ("reference", "reference-v2", "tgi", "vllm", "trtllm", "transformers", "merged")
     lr_multiplier = 4.0  # Medusa, Shared Settings
-    training_keys = frozenset({"decay_coefficient", "soft_targets"})
 
-    num_layers: Int
-    share_lm_head: Bool
-    vocab_size: Int | None
-    markov_rank: Int
-    decay_coefficient: Float
-    soft_targets: Float
+    num_heads: Int = _flat(Affects.HEADS)
+    num_layers: Int = _flat(Affects.HEADS)
+    share_lm_head: Bool = _flat(Affects.HEADS)
+    vocab_size: Int | None = _flat(Affects.HEADS)
+    markov_rank: Int = _flat(Affects.HEADS)
+    decay_coefficient: Float = _flat(Affects.OPTIMIZATION)
+    soft_targets: Float = _flat(Affects.OPTIMIZATION)
 
     @property
     def shared_lm_heads(self) -> int:
@@ -171,7 +189,7 @@ def _vocab_size_key() -> Any:
     text = (
         "N: heads predict only the N most frequent tokens of the training data; default: all tokens"
     )
-    return key(None, text, ge=16)
+    return key(None, text, ge=16, affects=Affects.HEADS)
 
 
 def _normalize_embeddings_key() -> Any:
@@ -179,12 +197,17 @@ def _normalize_embeddings_key() -> Any:
         True,
         "scale the tokens' embeddings to a root mean square of 1 for the heads; false: as"
         " published",
+        affects=Affects.HEADS,
     )
 
 
 def _decay_key() -> Any:
     return key(
-        1.0, "c: weight of head k's loss is c**k; 1: all heads have the same weight", gt=0, le=1
+        1.0,
+        "c: weight of head k's loss is c**k; 1: all heads have the same weight",
+        gt=0,
+        le=1,
+        affects=Affects.OPTIMIZATION,
     )
 
 
@@ -193,7 +216,6 @@ class HydraConfig(DraftConfig):
 
     prefix = "hydra."
     title = "Hydra"
-    training_keys = frozenset({"decay_coefficient", "soft_targets"})
 
     num_heads: Int = key(
         4,
@@ -201,6 +223,7 @@ class HydraConfig(DraftConfig):
         " between them",
         ge=1,
         le=32,
+        affects=Affects.HEADS,
     )
     num_layers: Int = key(
         4,
@@ -208,13 +231,20 @@ class HydraConfig(DraftConfig):
         " tokens",
         ge=1,
         le=32,
+        affects=Affects.HEADS,
     )
     prefix_layer: Bool = key(
-        True, "add a decoder layer with its own KV cache before the heads (Hydra++)"
+        True,
+        "add a decoder layer with its own KV cache before the heads (Hydra++)",
+        affects=Affects.HEADS,
     )
     normalize_embeddings: Bool = _normalize_embeddings_key()
     dropout: Float = key(
-        0.2, "dropout on the residual branch of each block during training", ge=0, lt=1
+        0.2,
+        "dropout on the residual branch of each block during training",
+        ge=0,
+        lt=1,
+        affects=Affects.HEADS,
     )
     vocab_size: Int | None = _vocab_size_key()
     decay_coefficient: Float = _decay_key()
@@ -224,6 +254,7 @@ class HydraConfig(DraftConfig):
         " rest",
         ge=0,
         le=1,
+        affects=Affects.OPTIMIZATION,
     )
 
     @property
@@ -246,24 +277,36 @@ class AmphistaConfig(DraftConfig):
 
     prefix = "amphista."
     title = "Amphista"
-    training_keys = frozenset({"alignment_weight", "label_weight", "decay_coefficient"})
 
     num_heads: Int = key(
-        4, "heads; head k predicts the k-th token after the next one, all in one pass", ge=1, le=32
+        4,
+        "heads; head k predicts the k-th token after the next one, all in one pass",
+        ge=1,
+        le=32,
+        affects=Affects.HEADS,
     )
     auto_blocks: Int = key(
-        1, "self-attention blocks over the heads; 2: the alpha variant, 0: none", ge=0, le=8
+        1,
+        "self-attention blocks over the heads; 2: the alpha variant, 0: none",
+        ge=0,
+        le=8,
+        affects=Affects.HEADS,
     )
-    position_encoding: Bool = key(True, "learned position of every head before these blocks")
+    position_encoding: Bool = key(
+        True, "learned position of every head before these blocks", affects=Affects.HEADS
+    )
     adaptation_layers: Int = key(
         2,
         "decoder layers before the heads; 2: the later heads read the second one, 1: one for all"
         " heads, 0: none",
         ge=0,
         le=2,
+        affects=Affects.HEADS,
     )
     sampled_token: Bool = key(
-        True, "also read the embedding of the token that the backbone has just chosen"
+        True,
+        "also read the embedding of the token that the backbone has just chosen",
+        affects=Affects.HEADS,
     )
     normalize_embeddings: Bool = _normalize_embeddings_key()
     vocab_size: Int | None = _vocab_size_key()
@@ -271,9 +314,13 @@ class AmphistaConfig(DraftConfig):
         0.5,
         "lambda_1: weight of the cross-entropy against the backbone's distribution (default: ours)",
         ge=0,
+        affects=Affects.OPTIMIZATION,
     )
     label_weight: Float = key(
-        0.5, "lambda_2: weight of the loss against the data's tokens (default: ours)", ge=0
+        0.5,
+        "lambda_2: weight of the loss against the data's tokens (default: ours)",
+        ge=0,
+        affects=Affects.OPTIMIZATION,
     )
     decay_coefficient: Float = _decay_key()
 
@@ -312,25 +359,36 @@ class KangarooConfig(DraftConfig):
         "gamma: maximum number of tokens that are drafted per step, one after another",
         ge=1,
         le=32,
+        affects=Affects.HEADS,
     )
     exit_layer: Int = key(
         2,
         "l: number of backbone layers before the early exit; the adapter reads their output",
         ge=1,
+        affects=Affects.HEADS,
     )
     threshold: Float = key(
-        0.6, "eta: drafting stops after a token of at most this probability; 0: never", ge=0, le=1
+        0.6,
+        "eta: drafting stops after a token of at most this probability; 0: never",
+        ge=0,
+        le=1,
+        affects=Affects.HEADS,
     )
     mlp_size: Int = key(
         0,
         "intermediate size of an MLP after the adapter's attention; 0: no MLP, as published",
         ge=0,
+        affects=Affects.HEADS,
     )
     attention: Bool = key(
-        True, "false: an MLP alone (Kangaroo, The Architecture of the Adapter Module: MLP Only)"
+        True,
+        "false: an MLP alone (Kangaroo, The Architecture of the Adapter Module: MLP Only)",
+        affects=Affects.HEADS,
     )
     share_lm_head: Bool = key(
-        True, "false: train an lm_head of the draft's own (the same table: Kangaroo + Head)"
+        True,
+        "false: train an lm_head of the draft's own (the same table: Kangaroo + Head)",
+        affects=Affects.HEADS,
     )
 
     @property
@@ -372,10 +430,13 @@ class Eagle3Config(DraftConfig):
     dynamic_trees = True
     masks_packed_rows = True
     exports = ("vllm", "sglang", "speculators")
-    training_keys = frozenset({"decay_coefficient", "soft_targets"})
 
     num_heads: Int = key(
-        7, "maximum number of tokens that are drafted one after another", ge=1, le=32
+        7,
+        "maximum number of tokens that are drafted one after another",
+        ge=1,
+        le=32,
+        affects=Affects.HEADS,
     )
     train_steps: Int = key(
         4,
@@ -383,21 +444,30 @@ class Eagle3Config(DraftConfig):
         " published",
         ge=1,
         le=16,
+        affects=Affects.HEADS,
     )
     layers: Annotated[tuple[Int, Int, Int], AfterValidator(_ascending)] | None = key(
         None,
         "after how many of the backbone's layers the draft reads states; default: 2, half, all"
         " but 3",
+        affects=Affects.HEADS,
     )
     vocab_size: Int | None = key(
         None,
         "N: the draft predicts only the N most frequent tokens of the training data; default: all"
         " tokens",
         ge=16,
+        affects=Affects.HEADS,
     )
-    decay_coefficient: Float = key(0.8, "c: weight of step k's loss is c**k", gt=0, le=1)
+    decay_coefficient: Float = key(
+        0.8, "c: weight of step k's loss is c**k", gt=0, le=1, affects=Affects.OPTIMIZATION
+    )
     soft_targets: Float = key(
-        1.0, "weight of the backbone's distribution in the targets; rest: the token", ge=0, le=1
+        1.0,
+        "weight of the backbone's distribution in the targets; rest: the token",
+        ge=0,
+        le=1,
+        affects=Affects.OPTIMIZATION,
     )
 
     @property

@@ -43,6 +43,7 @@ from medusa_train.config.types import (
     STAGE_ONE,
     Address,
     Addresses,
+    Affects,
     Bool,
     BoolOrAuto,
     ChatTemplateName,
@@ -61,6 +62,7 @@ from medusa_train.config.types import (
     RoleNames,
     Schedule,
     SpecialTokens,
+    Stage,
     TemplateKwargs,
     Text,
     TextList,
@@ -68,6 +70,8 @@ from medusa_train.config.types import (
     VariableName,
     format_value,
     key,
+    keys_affecting,
+    keys_of_stage,
 )
 
 #: Axolotl keys without a meaning here: accepted with any value, and listed as ignored. Classes
@@ -124,60 +128,6 @@ IGNORED_AXOLOTL_KEYS = frozenset(
 Optimizer = Literal[
     "adamw_torch", "adamw_torch_fused", "adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit"
 ]
-
-#: Keys that stage one takes from the configuration that names it, where that sets them.
-SHARED_WITH_STAGE_ONE = (
-    "base_model",
-    "trust_remote_code",
-    "draft",
-    *SECTIONS,
-    "medusa_num_heads",
-    "medusa_num_layers",
-    "medusa_share_lm_head",
-    "medusa_vocab_size",
-    "medusa_markov_rank",
-    "datasets",
-    "dataset_prepared_path",
-    "dataset_processes",
-    "sequence_len",
-    "sample_packing",
-    "chat_template",
-    "chat_template_kwargs",
-    "special_tokens",
-    "reasoning_tags",
-    "roles_to_train",
-    "train_on_inputs",
-    "val_set_size",
-    "test_datasets",
-    "skip_bad_records",
-    "optimizer",
-    "adam_beta1",
-    "adam_beta2",
-    "adam_epsilon",
-    "seed",
-    "bf16",
-    "fp16",
-    "tf32",
-    "flash_attention",
-    "deepspeed",
-    "use_tensorboard",
-    "wandb_project",
-    "wandb_entity",
-)
-#: Keys that stage one's file does not set: the run decides for both, so that both hold out the
-# same conversations.
-NOT_IN_STAGE_ONE = (
-    "stage_one",
-    "output_dir",
-    "overwrite_output_dir",
-    "resume_from_checkpoint",
-    "export",
-    "wandb_name",
-    "wandb_run_id",
-    "seed",
-    "val_set_size",
-    "test_datasets",
-)
 
 
 def _record_format(value: object) -> object:
@@ -335,70 +285,130 @@ class TrainConfig(Config):
     }
 
     # Backbone
-    base_model: Text = key(..., "the backbone: a Hugging Face model directory or a hub name")
-    trust_remote_code: Bool = key(False, "allow Python code from the backbone's repository")
-    load_in_4bit: Bool = key(False, "quantize the backbone to 4-bit NF4 (bitsandbytes)")
-    load_in_8bit: Bool = key(False, "quantize the backbone to 8 bits (bitsandbytes)")
+    base_model: Text = key(
+        ...,
+        "the backbone: a Hugging Face model directory or a hub name",
+        affects=Affects.DATA,
+        stage=Stage.SHARED,
+    )
+    trust_remote_code: Bool = key(
+        False,
+        "allow Python code from the backbone's repository",
+        affects=Affects.DATA,
+        stage=Stage.SHARED,
+    )
+    load_in_4bit: Bool = key(
+        False, "quantize the backbone to 4-bit NF4 (bitsandbytes)", affects=Affects.WEIGHTS
+    )
+    load_in_8bit: Bool = key(
+        False, "quantize the backbone to 8 bits (bitsandbytes)", affects=Affects.WEIGHTS
+    )
 
     # Draft heads
     recipe: Literal["medusa1", "medusa2"] | None = key(
         None,
         "medusa1: frozen backbone; medusa2: joint training; default: medusa2 if adapter or another"
         " key implies it",
+        affects=Affects.WEIGHTS,
     )
     draft: TrainedDraft = key(
-        "medusa", "kind of draft to train; all but medusa require a frozen backbone"
+        "medusa",
+        "kind of draft to train; all but medusa require a frozen backbone",
+        affects=Affects.HEADS,
+        stage=Stage.SHARED,
     )
-    hydra: HydraConfig | None = key(None, "settings of draft: hydra")
-    amphista: AmphistaConfig | None = key(None, "settings of draft: amphista")
-    kangaroo: KangarooConfig | None = key(None, "settings of draft: kangaroo")
-    eagle3: Eagle3Config | None = key(None, "settings of draft: eagle3")
+    hydra: HydraConfig | None = key(
+        None, "settings of draft: hydra", affects=Affects.HEADS, stage=Stage.SHARED
+    )
+    amphista: AmphistaConfig | None = key(
+        None, "settings of draft: amphista", affects=Affects.HEADS, stage=Stage.SHARED
+    )
+    kangaroo: KangarooConfig | None = key(
+        None, "settings of draft: kangaroo", affects=Affects.HEADS, stage=Stage.SHARED
+    )
+    eagle3: Eagle3Config | None = key(
+        None, "settings of draft: eagle3", affects=Affects.HEADS, stage=Stage.SHARED
+    )
     medusa_num_heads: Int = key(
-        5, "K: number of heads; head k predicts the k-th token after the next one", ge=1, le=32
+        5,
+        "K: number of heads; head k predicts the k-th token after the next one",
+        ge=1,
+        le=32,
+        affects=Affects.HEADS,
+        stage=Stage.SHARED,
     )
     medusa_num_layers: Int = key(
-        1, "residual blocks per head; 0: a linear head without blocks", ge=0, le=32
+        1,
+        "residual blocks per head; 0: a linear head without blocks",
+        ge=0,
+        le=32,
+        affects=Affects.HEADS,
+        stage=Stage.SHARED,
     )
-    medusa_decay_coefficient: Float = key(0.8, "c: weight of head k's loss is c**k", gt=0, le=1)
+    medusa_decay_coefficient: Float = key(
+        0.8, "c: weight of head k's loss is c**k", gt=0, le=1, affects=Affects.OPTIMIZATION
+    )
     medusa_heads_coefficient: Float = key(
-        0.2, "lambda0: weight of the heads' loss (medusa2 only)", ge=0
+        0.2, "lambda0: weight of the heads' loss (medusa2 only)", ge=0, affects=Affects.OPTIMIZATION
     )
     medusa_scheduler: Schedule = key(
         "constant",
         "schedule of lambda0 (medusa2 only): constant, linear, sine, or sine_R (sine over the"
         " fraction R of the run)",
+        affects=Affects.OPTIMIZATION,
     )
     medusa_only_heads: Bool | None = key(
-        None, "true: recipe medusa1, false: medusa2; default: follows from recipe"
+        None,
+        "true: recipe medusa1, false: medusa2; default: follows from recipe",
+        affects=Affects.OPTIMIZATION,
     )
     medusa_lr_multiplier: Float | None = key(
         None,
         "learning rate of the draft relative to learning_rate; default: 4 for medusa, else 1",
         gt=0,
+        affects=Affects.OPTIMIZATION,
     )
     medusa_self_distillation: Bool = key(
-        False, "LM loss is the KL from the backbone without adapter (medusa2 only)"
+        False,
+        "LM loss is the KL from the backbone without adapter (medusa2 only)",
+        affects=Affects.OPTIMIZATION,
     )
     medusa_distillation_regularization: Float = key(
-        0.0, "rho: weight of the teacher's distribution in the LM target (medusa2 only)", ge=0, le=1
+        0.0,
+        "rho: weight of the teacher's distribution in the LM target (medusa2 only)",
+        ge=0,
+        le=1,
+        affects=Affects.OPTIMIZATION,
     )
     medusa_soft_targets: Float = key(
-        0.0, "weight of the backbone's distribution in the heads' targets", ge=0, le=1
+        0.0,
+        "weight of the backbone's distribution in the heads' targets",
+        ge=0,
+        le=1,
+        affects=Affects.OPTIMIZATION,
     )
     medusa_num_unfreeze_layers: Int = key(
         0,
         "N: train the last N layers, final norm and lm_head; 0: all (medusa2 without an adapter)",
         ge=0,
+        affects=Affects.WEIGHTS,
     )
-    medusa_logging: Bool = key(False, "log the top-k accuracy of each head during training")
+    medusa_logging: Bool = key(
+        False, "log the top-k accuracy of each head during training", affects=Affects.NOTHING
+    )
     medusa_share_lm_head: Bool = key(
-        False, "heads share the backbone's lm_head instead of training one each"
+        False,
+        "heads share the backbone's lm_head instead of training one each",
+        affects=Affects.HEADS,
+        stage=Stage.SHARED,
     )
     medusa_vocab_size: Int | None = key(
         None,
         "N: heads predict only the N most frequent tokens of the training data; default: all"
         " tokens",
         ge=16,
+        affects=Affects.HEADS,
+        stage=Stage.SHARED,
     )
     medusa_markov_rank: Int = key(
         0,
@@ -406,27 +416,39 @@ class TrainConfig(Config):
         " 0: none",
         ge=0,
         le=1024,
+        affects=Affects.HEADS,
+        stage=Stage.SHARED,
     )
     calibration_tokens: Int = key(
-        6000, "tokens to generate on held-out prompts to fit tree.json; 0: no tree", ge=0
+        6000,
+        "tokens to generate on held-out prompts to fit tree.json; 0: no tree",
+        ge=0,
+        affects=Affects.NOTHING,
     )
 
     # Adapter
     adapter: Literal["lora", "qlora"] | None = key(
-        None, "train the backbone through a LoRA adapter (medusa2 only)"
+        None, "train the backbone through a LoRA adapter (medusa2 only)", affects=Affects.WEIGHTS
     )
-    lora_r: Int = key(32, "rank of the adapter", ge=1)
-    lora_alpha: Int = key(16, "scaling of the adapter: lora_alpha / lora_r", ge=1)
-    lora_dropout: Float = key(0.05, "dropout on the adapter's input", ge=0, lt=1)
-    lora_target_modules: TextList | None = key(None, "linear layers to adapt; default: all")
-    lora_target_linear: Bool = key(False, "adapt every linear layer")
+    lora_r: Int = key(32, "rank of the adapter", ge=1, affects=Affects.WEIGHTS)
+    lora_alpha: Int = key(
+        16, "scaling of the adapter: lora_alpha / lora_r", ge=1, affects=Affects.WEIGHTS
+    )
+    lora_dropout: Float = key(
+        0.05, "dropout on the adapter's input", ge=0, lt=1, affects=Affects.OPTIMIZATION
+    )
+    lora_target_modules: TextList | None = key(
+        None, "linear layers to adapt; default: all", affects=Affects.WEIGHTS
+    )
+    lora_target_linear: Bool = key(False, "adapt every linear layer", affects=Affects.WEIGHTS)
     lora_modules_to_save: TextList | None = key(
-        None, "modules to train in full in addition to the adapter"
+        None, "modules to train in full in addition to the adapter", affects=Affects.WEIGHTS
     )
     lora_model_dir: Text | None = key(
         None,
         "finished run to initialize heads and adapter from (two-stage training); replaces"
         " stage_one",
+        affects=Affects.OPTIMIZATION,
     )
     stage_one: TextOrMapping | None = key(
         None,
@@ -435,153 +457,309 @@ class TrainConfig(Config):
         " it (stage_one.max_steps=100). Model, heads, data, precision, optimizer, deepspeed, seed"
         " and dashboards that are set here hold for it, too; batch size, learning rate, epochs and"
         " quantization are its own",
+        affects=Affects.OPTIMIZATION,
+        stage=Stage.WHOLE_RUN,
     )
 
     # Data
     datasets: Annotated[list[DatasetConfig], BeforeValidator(_datasets)] = key(
-        ..., "training data", min_length=1
+        ..., "training data", min_length=1, affects=Affects.DATA, stage=Stage.SHARED
     )
-    dataset_prepared_path: Text | None = key(None, "directory to cache tokenized data in")
+    dataset_prepared_path: Text | None = key(
+        None, "directory to cache tokenized data in", affects=Affects.NOTHING, stage=Stage.SHARED
+    )
     cache_hidden_states: Bool = key(
         False,
         "store the frozen backbone's hidden states under dataset_prepared_path; later epochs and"
         " runs read them instead of running the backbone",
+        affects=Affects.NOTHING,
     )
     dataset_processes: Int | None = key(
         None,
         "maximum number of processes that tokenize; default: the CPU cores, 16 at most; small"
         " data: 1",
         ge=1,
+        affects=Affects.NOTHING,
+        stage=Stage.SHARED,
     )
     sequence_len: Int = key(
-        2048, "maximum length in tokens; longer conversations are cut at the end of a turn", ge=4
+        2048,
+        "maximum length in tokens; longer conversations are cut at the end of a turn",
+        ge=4,
+        affects=Affects.DATA,
+        stage=Stage.SHARED,
     )
     sample_packing: Bool = key(
-        False, "pack several conversations into one row of sequence_len tokens"
+        False,
+        "pack several conversations into one row of sequence_len tokens",
+        affects=Affects.DATA,
+        stage=Stage.SHARED,
     )
     chat_template: ChatTemplateName = key(
         None,
         "name of the chat template, or a .jinja file; "
         "default: the datasets' `conversation` if all are equal, else the tokenizer's",
+        affects=Affects.DATA,
+        stage=Stage.SHARED,
     )
     chat_template_kwargs: TemplateKwargs | None = key(
-        None, "variables of the template: {enable_thinking: false}"
+        None,
+        "variables of the template: {enable_thinking: false}",
+        affects=Affects.DATA,
+        stage=Stage.SHARED,
     )
     special_tokens: SpecialTokens | None = key(
         None,
         "tokens of the vocabulary to use as eos_token, bos_token, unk_token or pad_token, as in"
         " Axolotl: {eos_token: <|im_end|>}; answers end at the eos_token, too",
+        affects=Affects.DATA,
+        stage=Stage.SHARED,
     )
     reasoning_tags: ReasoningTags = key(
         ("<think>", "</think>"),
         "tags around the reasoning part of an answer; join `reasoning_content` and `content`",
+        affects=Affects.DATA,
+        stage=Stage.SHARED,
     )
     roles_to_train: list[Literal["assistant", "user", "system"]] = key(
-        ["assistant"], "roles whose turns are training targets", min_length=1
+        ["assistant"],
+        "roles whose turns are training targets",
+        min_length=1,
+        affects=Affects.DATA,
+        stage=Stage.SHARED,
     )
-    train_on_inputs: Bool = key(False, "train on all tokens, including prompts")
+    train_on_inputs: Bool = key(
+        False, "train on all tokens, including prompts", affects=Affects.DATA, stage=Stage.SHARED
+    )
     val_set_size: Float = key(
-        0.05, "share of the conversations to hold out, if test_datasets is not set", ge=0, lt=1
+        0.05,
+        "share of the conversations to hold out, if test_datasets is not set",
+        ge=0,
+        lt=1,
+        affects=Affects.DATA,
+        stage=Stage.SHARED | Stage.WHOLE_RUN,
     )
     test_datasets: Annotated[list[DatasetConfig] | None, BeforeValidator(_datasets)] = key(
         None,
         "data for evaluation and to fit the tree, of which nothing is trained on; default: held out"
         " by val_set_size",
         min_length=1,
+        affects=Affects.DATA,
+        stage=Stage.SHARED | Stage.WHOLE_RUN,
     )
-    skip_bad_records: Bool = key(False, "skip invalid records instead of failing")
+    skip_bad_records: Bool = key(
+        False, "skip invalid records instead of failing", affects=Affects.DATA, stage=Stage.SHARED
+    )
 
     # Optimization
-    micro_batch_size: Int = key(1, "conversations per forward pass (rows if sample_packing)", ge=1)
-    gradient_accumulation_steps: Int = key(1, "forward passes per optimizer step", ge=1)
-    num_epochs: Float = key(2, "number of epochs", gt=0)
+    micro_batch_size: Int = key(
+        1,
+        "conversations per forward pass (rows if sample_packing)",
+        ge=1,
+        affects=Affects.OPTIMIZATION,
+    )
+    gradient_accumulation_steps: Int = key(
+        1, "forward passes per optimizer step", ge=1, affects=Affects.OPTIMIZATION
+    )
+    num_epochs: Float = key(2, "number of epochs", gt=0, affects=Affects.OPTIMIZATION)
     max_steps: Int | None = key(
-        None, "maximum number of optimizer steps; overrides num_epochs", ge=1
+        None,
+        "maximum number of optimizer steps; overrides num_epochs",
+        ge=1,
+        affects=Affects.OPTIMIZATION,
     )
     optimizer: Optimizer = key(
-        "adamw_torch", "8-bit ones need bitsandbytes, and ZeRO stage 0 in several processes"
+        "adamw_torch",
+        "8-bit ones need bitsandbytes, and ZeRO stage 0 in several processes",
+        affects=Affects.WEIGHTS,
+        stage=Stage.SHARED,
     )
-    adam_beta1: Float = key(0.9, "decay of AdamW's mean of gradients", ge=0, lt=1)
+    adam_beta1: Float = key(
+        0.9,
+        "decay of AdamW's mean of gradients",
+        ge=0,
+        lt=1,
+        affects=Affects.OPTIMIZATION,
+        stage=Stage.SHARED,
+    )
     adam_beta2: Float = key(
-        0.999, "decay of AdamW's mean of squared gradients; EAGLE-3 and Kangaroo: 0.95", ge=0, lt=1
+        0.999,
+        "decay of AdamW's mean of squared gradients; EAGLE-3 and Kangaroo: 0.95",
+        ge=0,
+        lt=1,
+        affects=Affects.OPTIMIZATION,
+        stage=Stage.SHARED,
     )
-    adam_epsilon: Float = key(1e-8, "AdamW's term against division by zero", gt=0)
+    adam_epsilon: Float = key(
+        1e-8,
+        "AdamW's term against division by zero",
+        gt=0,
+        affects=Affects.OPTIMIZATION,
+        stage=Stage.SHARED,
+    )
     lr_scheduler: Literal["cosine", "linear", "constant", "constant_with_warmup"] = key(
-        "cosine", "learning rate schedule; constant has no warm-up"
+        "cosine", "learning rate schedule; constant has no warm-up", affects=Affects.OPTIMIZATION
     )
     cosine_min_lr_ratio: Float = key(
-        0.0, "final learning rate of cosine, relative to the peak", ge=0, lt=1
+        0.0,
+        "final learning rate of cosine, relative to the peak",
+        ge=0,
+        lt=1,
+        affects=Affects.OPTIMIZATION,
     )
     learning_rate: Float = key(
-        5e-4, "peak of the backbone; the draft's is multiplied by medusa_lr_multiplier", gt=0
+        5e-4,
+        "peak of the backbone; the draft's is multiplied by medusa_lr_multiplier",
+        gt=0,
+        affects=Affects.OPTIMIZATION,
     )
-    warmup_steps: Int | None = key(None, "linear warm-up in optimizer steps", ge=0)
-    warmup_ratio: Float | None = key(None, "linear warm-up as a fraction of the run", ge=0, lt=1)
-    weight_decay: Float = key(0.0, "weight decay, applied to matrices only", ge=0)
-    max_grad_norm: Float = key(1.0, "maximum gradient norm for clipping; 0: no clipping", ge=0)
+    warmup_steps: Int | None = key(
+        None, "linear warm-up in optimizer steps", ge=0, affects=Affects.OPTIMIZATION
+    )
+    warmup_ratio: Float | None = key(
+        None, "linear warm-up as a fraction of the run", ge=0, lt=1, affects=Affects.OPTIMIZATION
+    )
+    weight_decay: Float = key(
+        0.0, "weight decay, applied to matrices only", ge=0, affects=Affects.OPTIMIZATION
+    )
+    max_grad_norm: Float = key(
+        1.0,
+        "maximum gradient norm for clipping; 0: no clipping",
+        ge=0,
+        affects=Affects.OPTIMIZATION,
+    )
     max_nonfinite_steps: Int = key(
-        0, "maximum number of NaN/Inf steps to skip before aborting", ge=0
+        0,
+        "maximum number of NaN/Inf steps to skip before aborting",
+        ge=0,
+        affects=Affects.OPTIMIZATION,
     )
-    seed: Int = key(42, "random seed", ge=0)
+    seed: Int = key(
+        42, "random seed", ge=0, affects=Affects.DATA, stage=Stage.SHARED | Stage.WHOLE_RUN
+    )
 
     # Precision and memory
     bf16: BoolOrAuto = key(
-        "auto", "compute in bfloat16; auto: if the device multiplies it faster than float32"
+        "auto",
+        "compute in bfloat16; auto: if the device multiplies it faster than float32",
+        affects=Affects.OPTIMIZATION,
+        stage=Stage.SHARED,
     )
-    fp16: Bool = key(False, "compute in float16 with loss scaling (GPU only; float32 on a CPU)")
-    tf32: Bool = key(False, "allow TF32 in float32 matrix products")
-    gradient_checkpointing: Bool = key(False, "recompute activations to save memory (medusa2 only)")
+    fp16: Bool = key(
+        False,
+        "compute in float16 with loss scaling (GPU only; float32 on a CPU)",
+        affects=Affects.OPTIMIZATION,
+        stage=Stage.SHARED,
+    )
+    tf32: Bool = key(
+        False,
+        "allow TF32 in float32 matrix products",
+        affects=Affects.OPTIMIZATION,
+        stage=Stage.SHARED,
+    )
+    gradient_checkpointing: Bool = key(
+        False, "recompute activations to save memory (medusa2 only)", affects=Affects.NOTHING
+    )
     flash_attention: BoolOrAuto = key(
         "auto",
         "use flash-attn's varlen kernel on packed rows, else torch's; auto: if it is installed and"
         " supported",
+        affects=Affects.NOTHING,
+        stage=Stage.SHARED,
     )
     torch_compile: Bool = key(
         False,
         "run the frozen backbone's layers compiled by torch.compile (medusa1 only); the first steps"
         " take longer",
+        affects=Affects.NOTHING,
     )
     deepspeed: TextOrMapping | None = key(
-        None, "a JSON file (configs/deepspeed/zero2.json), or a mapping"
+        None,
+        "a JSON file (configs/deepspeed/zero2.json), or a mapping",
+        affects=Affects.OPTIMIZATION,
+        stage=Stage.SHARED,
     )
 
     # Run
-    output_dir: Text = key("runs/medusa", "output directory of the run")
-    overwrite_output_dir: Bool = key(False, "delete an earlier run in output_dir and start over")
-    resume_from_checkpoint: Resume = key(
-        None, "true or auto: resume from the newest checkpoint; or the path of one"
+    output_dir: Text = key(
+        "runs/medusa", "output directory of the run", affects=Affects.NOTHING, stage=Stage.WHOLE_RUN
     )
-    logging_steps: Int = key(10, "log metrics every N optimizer steps", ge=1)
+    overwrite_output_dir: Bool = key(
+        False,
+        "delete an earlier run in output_dir and start over",
+        affects=Affects.NOTHING,
+        stage=Stage.WHOLE_RUN,
+    )
+    resume_from_checkpoint: Resume = key(
+        None,
+        "true or auto: resume from the newest checkpoint; or the path of one",
+        affects=Affects.NOTHING,
+        stage=Stage.WHOLE_RUN,
+    )
+    logging_steps: Int = key(
+        10, "log metrics every N optimizer steps", ge=1, affects=Affects.NOTHING
+    )
     eval_steps: Interval | None = key(
-        None, "evaluate every N optimizer steps (below 1: fraction of the run)"
+        None,
+        "evaluate every N optimizer steps (below 1: fraction of the run)",
+        affects=Affects.NOTHING,
     )
     evals_per_epoch: Int | None = key(
-        None, "evaluations per epoch; default: 1 if eval_steps is not set", ge=1
+        None,
+        "evaluations per epoch; default: 1 if eval_steps is not set",
+        ge=1,
+        affects=Affects.NOTHING,
     )
     save_steps: Interval | None = key(
-        None, "save a checkpoint every N optimizer steps (below 1: fraction of the run)"
+        None,
+        "save a checkpoint every N optimizer steps (below 1: fraction of the run)",
+        affects=Affects.NOTHING,
     )
     saves_per_epoch: Int | None = key(
-        None, "checkpoints per epoch; default: 1 if save_steps is not set", ge=1
+        None,
+        "checkpoints per epoch; default: 1 if save_steps is not set",
+        ge=1,
+        affects=Affects.NOTHING,
     )
     save_total_limit: Int = key(
-        2, "number of newest checkpoints to keep, beside the weights of the best one", ge=1
+        2,
+        "number of newest checkpoints to keep, beside the weights of the best one",
+        ge=1,
+        affects=Affects.NOTHING,
     )
     early_stopping_patience: Int | None = key(
         None,
         "stop after this many evaluations without improvement, and use the weights of the best one",
         ge=1,
+        affects=Affects.OPTIMIZATION,
     )
     export: ExportTargets | None = key(
-        None, "layouts to export to output_dir/export after training"
+        None,
+        "layouts to export to output_dir/export after training",
+        affects=Affects.NOTHING,
+        stage=Stage.WHOLE_RUN,
     )
-    use_tensorboard: Bool = key(False, "write TensorBoard event files to output_dir/tensorboard")
-    wandb_project: Text | None = key(None, "Weights & Biases project to log to")
-    wandb_entity: Text | None = key(None, "Weights & Biases entity (team or user)")
+    use_tensorboard: Bool = key(
+        False,
+        "write TensorBoard event files to output_dir/tensorboard",
+        affects=Affects.NOTHING,
+        stage=Stage.SHARED,
+    )
+    wandb_project: Text | None = key(
+        None, "Weights & Biases project to log to", affects=Affects.NOTHING, stage=Stage.SHARED
+    )
+    wandb_entity: Text | None = key(
+        None, "Weights & Biases entity (team or user)", affects=Affects.NOTHING, stage=Stage.SHARED
+    )
     wandb_name: Text | None = key(
-        None, "Weights & Biases name of the run; default: its directory's"
+        None,
+        "Weights & Biases name of the run; default: its directory's",
+        affects=Affects.NOTHING,
+        stage=Stage.WHOLE_RUN,
     )
-    wandb_run_id: Text | None = key(None, "Weights & Biases run to resume")
+    wandb_run_id: Text | None = key(
+        None, "Weights & Biases run to resume", affects=Affects.NOTHING, stage=Stage.WHOLE_RUN
+    )
 
     ignored_axolotl_keys: ClassVar[frozenset[str]] = IGNORED_AXOLOTL_KEYS
     constraints: ClassVar[tuple[Constraint, ...]] = TRAIN_CONSTRAINTS
@@ -726,6 +904,17 @@ class TrainConfig(Config):
         if self.draft in SECTIONS:
             derived[self.draft] = self.draft_config
         return self.model_copy(update=derived)
+
+
+#: Keys that stage one takes from the configuration that names it, where that sets them.
+SHARED_WITH_STAGE_ONE = keys_of_stage(TrainConfig, Stage.SHARED)
+#: Keys that stage one's file does not set: the run decides for both, so that both hold out the
+# same conversations.
+NOT_IN_STAGE_ONE = keys_of_stage(TrainConfig, Stage.WHOLE_RUN)
+#: Keys that decide which examples there are: stages with equal values share the data.
+DATA_KEYS = keys_affecting(TrainConfig, Affects.DATA)
+#: Keys on which trained weights and the optimizer depend, beside base_model and the heads' own.
+WEIGHT_KEYS = keys_affecting(TrainConfig, Affects.WEIGHTS)
 
 
 class EvalConfig(Config):

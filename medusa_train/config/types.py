@@ -13,10 +13,12 @@ import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from enum import Flag, auto
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, WithJsonSchema
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from medusa_train.config.paths import expand_variables
@@ -452,11 +454,78 @@ Schedule = Annotated[
 
 
 Self = TypeVar("Self", bound="Config")
+F = TypeVar("F", bound=Flag)
 
 
-def key(default: Any, description: str, **limits: Any) -> Any:
-    """Declare a key: default (`...` if required), one-line description, limits."""
-    return Field(default, description=description, **limits)
+class Affects(Flag):
+    """What the value of a key of training changes: what a resume and a second stage must know of it.
+
+    Attributes:
+        DATA: which examples there are, and their order. HEADS: what kind of heads, and their shape.
+        WEIGHTS: which other weights are trained, and the states of the optimizer.
+        OPTIMIZATION: how they are trained; may change at a resume.
+        NOTHING: nothing that is trained: places, logs, speed.
+    """
+
+    DATA = auto()
+    HEADS = auto()
+    WEIGHTS = auto()
+    OPTIMIZATION = auto()
+    NOTHING = auto()
+
+
+class Stage(Flag):
+    """How a key goes with stage one.
+
+    Attributes:
+        SHARED: stage one takes the value of the configuration that names it, where that sets one.
+        WHOLE_RUN: stage one's file does not set it: the run decides for both stages.
+    """
+
+    SHARED = auto()
+    WHOLE_RUN = auto()
+
+
+_AFFECTS, _STAGE = "affects", "stage"  # entries of a field that no schema shows
+#: What a key says for this program alone.
+INTERNAL = (_AFFECTS, _STAGE)
+
+
+def key(
+    default: Any,
+    description: str,
+    *,
+    affects: Affects | None = None,
+    stage: Stage | None = None,
+    **limits: Any,
+) -> Any:
+    """Declare a key: default (`...` if required), one-line description, what it affects, limits."""
+    said = {_AFFECTS: affects, _STAGE: stage}
+    extra = {name: value for name, value in said.items() if value is not None}
+    return Field(default, description=description, json_schema_extra=extra or None, **limits)  # type: ignore[arg-type]
+
+
+def keys_affecting(cls: type[BaseModel], affects: Affects) -> tuple[str, ...]:
+    """Return the keys of a configuration that affect something, in their order."""
+    return tuple(
+        name
+        for name, field in cls.model_fields.items()
+        if affects & _said(field, _AFFECTS, affects)
+    )
+
+
+def keys_of_stage(cls: type[BaseModel], stage: Stage) -> tuple[str, ...]:
+    """Return the keys of a configuration that go with stage one in this way, in their order."""
+    return tuple(
+        name for name, field in cls.model_fields.items() if stage & _said(field, _STAGE, stage)
+    )
+
+
+def _said(field: FieldInfo, name: str, like: F) -> F:
+    """Return what a key says under `name`; nothing of this kind where it says nothing."""
+    extra = field.json_schema_extra
+    value = extra.get(name) if isinstance(extra, dict) else None
+    return value if isinstance(value, type(like)) else type(like)(0)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from medusa_train.checkpoint.run_directory import (
     write_config,
 )
 from medusa_train.config.load import stage_one_config
-from medusa_train.config.schema import TrainConfig
+from medusa_train.config.schema import DATA_KEYS, TrainConfig
 from medusa_train.data.dataset import BatchLoader
 from medusa_train.errors import CheckpointError, ConfigError
 from medusa_train.models.precision import release_memory
@@ -39,24 +39,6 @@ from medusa_train.training.run import train
 from medusa_train.training.setup import make_plan
 from medusa_train.training.signals import signals_as_interrupts
 
-#: Keys that `load_data` reads: stages with equal values share the data.
-_DATA_KEYS = (
-    "base_model",
-    "trust_remote_code",
-    "datasets",
-    "sequence_len",
-    "sample_packing",
-    "chat_template",
-    "chat_template_kwargs",
-    "special_tokens",
-    "reasoning_tags",
-    "roles_to_train",
-    "train_on_inputs",
-    "val_set_size",
-    "test_datasets",
-    "skip_bad_records",
-    "seed",
-)
 TITLES = ("stage 1 of 2", "stage 2 of 2")
 
 
@@ -121,7 +103,7 @@ def load_stages(
     loaded: list[TrainingData] = []
     for number, cfg in enumerate(stages):
         equal = number > 0 and cfg.mixes_rows == stages[0].mixes_rows
-        equal = equal and all(getattr(cfg, key) == getattr(stages[0], key) for key in _DATA_KEYS)
+        equal = equal and all(getattr(cfg, key) == getattr(stages[0], key) for key in DATA_KEYS)
         if equal:
             with world.failing_together():
                 check_run(cfg, world.size)
