@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import importlib.util
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,10 +30,17 @@ from medusa_train.training.signals import StopSignals, leave_terminal, stop_sign
 #: Exit codes of medusa-train; any other code of the launcher means failure.
 _EXIT_CODES = (0, 1, 2, 130, 143)
 _MODULE = "medusa_train.cli.train"
+#: Option of the workers that holds all arguments in one word.
+ENCODED = "--encoded-arguments"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
-def launch(arguments: Sequence[str], num_gpus: int | None, hostfile: Path | None) -> int:
+def launch(
+    arguments: Sequence[str],
+    num_gpus: int | None,
+    hostfile: Path | None,
+    master_port: int | None = None,
+) -> int:
     """Run `medusa-train ARGUMENTS` in several processes, wait for them and return the exit code.
 
     The processes run in a new session: Ctrl-C only reaches this process, which forwards it (and
@@ -44,7 +54,10 @@ def launch(arguments: Sequence[str], num_gpus: int | None, hostfile: Path | None
     cuda = torch.cuda.is_available()
     environment = {"DS_ACCELERATOR": "cuda" if cuda else "cpu", **os.environ}
     visible = environment.pop(_VISIBLE, None) if cuda and hostfile is None else None
-    command = launcher_command(arguments, num_gpus, hostfile, visible)
+    command = launcher_command(arguments, num_gpus, hostfile, visible, master_port)
+    if hostfile is not None:
+        address = check_machines(list(read_hostfile(hostfile, num_gpus)))
+        command.insert(command.index("--no_local_rank"), f"--master_addr={address}")
     process = subprocess.Popen(command, env=environment, start_new_session=True)
     with _forward_signals(process, remote=hostfile is not None) as received:
         code = process.wait()
@@ -64,6 +77,7 @@ def launcher_command(
     num_gpus: int | None,
     hostfile: Path | None,
     visible: str | None = None,
+    master_port: int | None = None,
 ) -> list[str]:
     """Return the command line of DeepSpeed's launcher for `launch`; raises ConfigError as `launch`
     does.
@@ -71,22 +85,24 @@ def launcher_command(
     Args:
         visible: value of CUDA_VISIBLE_DEVICES, which the launcher ignores when it is given a number
             of GPUs.
+        master_port: where rank 0 listens; None for a free port of this machine.
     """
+    if master_port is not None and not 0 < master_port < 65536:
+        raise ConfigError(f"--master-port: must be 1 to 65535, got {master_port}")
     if num_gpus is not None and num_gpus < 1:
         raise ConfigError(f"--num-gpus: must be at least one, got {num_gpus}")
-    if hostfile is not None and not hostfile.is_file():
-        raise ConfigError(
-            f"--hostfile: {hostfile}: no such file; expected one machine per line, `HOST"
-            " slots=GPUS`"
-        )
+    if hostfile is not None:
+        read_hostfile(hostfile, num_gpus)
     options = [f"--num_gpus={num_gpus}"] if num_gpus is not None else []
     if visible and num_gpus is not None:
         options = [f"--include=localhost:{_first_visible(visible, num_gpus)}"]
+    # a free port lets several runs share a machine; DeepSpeed's default is 29500
+    options.append(f"--master_port={free_port() if master_port is None else master_port}")
     if hostfile is None:
-        # DeepSpeed's default is /job/hostfile; a free port lets several runs share a machine
-        options += ["--hostfile=/dev/null", f"--master_port={free_port()}"]
+        options.append("--hostfile=/dev/null")  # DeepSpeed's default is /job/hostfile
     else:
         options.append(f"--hostfile={hostfile}")
+        arguments = [f"{ENCODED}={encode_arguments(arguments)}"]
     options += ["--no_local_rank", "--log_level=critical"]
     return [
         sys.executable,
@@ -97,6 +113,89 @@ def launcher_command(
         _MODULE,
         *arguments,
     ]
+
+
+def encode_arguments(arguments: Sequence[str]) -> str:
+    """Write arguments as one word without quotes, spaces or `$`: the shells between here and
+    another machine read each word again.
+    """
+    return base64.urlsafe_b64encode(json.dumps(list(arguments)).encode()).decode()
+
+
+def decode_arguments(word: str) -> list[str]:
+    """Read what `encode_arguments` wrote; raises ConfigError."""
+    try:
+        return [str(one) for one in json.loads(base64.urlsafe_b64decode(word))]
+    except ValueError:
+        raise ConfigError(f"{ENCODED}: only the launcher sets this option") from None
+
+
+def read_hostfile(path: Path, num_gpus: int | None = None) -> dict[str, int]:
+    """Return the number of GPUs by machine, in the order of the lines; raises ConfigError."""
+    if not path.is_file():
+        raise ConfigError(
+            f"--hostfile: {path}: no such file; expected one machine per line, `HOST slots=GPUS`"
+        )
+    machines: dict[str, int] = {}
+    for number, text in enumerate(path.read_text(errors="replace").splitlines(), start=1):
+        line = text.partition("#")[0].strip()
+        if not line:
+            continue
+        where = f"--hostfile: {path}:{number}"
+        match = re.fullmatch(r"([\w.-]+)\s+slots=([0-9]+)", line)
+        if match is None:
+            raise ConfigError(f"{where}: expected `HOST slots=GPUS`, got {line!r}")
+        host = match[1]
+        slots = int(match[2])
+        if host in machines:
+            raise ConfigError(f"{where}: {host} is listed twice; write one line with all its GPUs")
+        if slots < (num_gpus or 1):
+            raise ConfigError(
+                f"{where}: {host} has slots={slots}, but {num_gpus or 1} or more are needed"
+                " (--num-gpus counts the GPUs of each machine)"
+            )
+        machines[host] = slots
+    if not machines:
+        raise ConfigError(f"--hostfile: {path}: lists no machine; expected lines `HOST slots=GPUS`")
+    return machines
+
+
+def check_machines(hosts: Sequence[str]) -> str:
+    """Return the address of the first machine, after checking that all are reached by ssh.
+
+    Raises:
+        MedusaError: ssh or pdsh is not installed, or a machine does not answer.
+    """
+    needed = ["ssh", "pdsh"] if len(hosts) > 1 else ["ssh"]
+    for program in needed:
+        if shutil.which(program) is None:
+            raise MedusaError(
+                f"--hostfile: {program} is not installed on this machine (apt-get install pdsh"
+                " openssh-client); without it, start medusa-train with srun or torchrun on each"
+                " machine"
+            )
+    options = ["-o", "BatchMode=yes", "-o", "ConnectTimeout=15"]
+    started = [
+        subprocess.Popen(
+            ["ssh", *options, host, "hostname -I"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for host in hosts
+    ]
+    answers = [process.communicate() for process in started]
+    for host, process, (_, problem) in zip(hosts, started, answers, strict=True):
+        if process.returncode:
+            raise MedusaError(
+                f"--hostfile: `ssh {host} hostname -I` failed ({problem.strip() or 'no message'});"
+                " each machine must be reached by ssh without a password"
+            )
+    addresses = answers[0][0].split()
+    if not addresses:
+        raise MedusaError(f"--hostfile: `ssh {hosts[0]} hostname -I` printed no address")
+    return addresses[0]
 
 
 def _first_visible(visible: str, count: int) -> str:
@@ -162,6 +261,7 @@ def check_and_launch(
     flags: Mapping[str, object],
     num_gpus: int | None,
     hostfile: Path | None,
+    master_port: int | None = None,
 ) -> int:
     """Check the configuration, then run the command in several processes; return the exit code."""
     path, overrides = split_arguments(arguments)
@@ -171,7 +271,7 @@ def check_and_launch(
     overrides_of_flags = [
         f"{name}={json.dumps(value)}" for name, value in flags.items() if value is not None
     ]
-    return launch([*arguments, *overrides_of_flags], num_gpus, hostfile)
+    return launch([*arguments, *overrides_of_flags], num_gpus, hostfile, master_port)
 
 
 def run_worker(process: ProcessInfo, arguments: Sequence[str], flags: Mapping[str, object]) -> int:

@@ -16,7 +16,14 @@ from medusa_train.cli.common import (
     table_console,
     with_keys,
 )
-from medusa_train.cli.launch import check_and_launch, exit_now, run_worker, train_distributed
+from medusa_train.cli.launch import (
+    ENCODED,
+    check_and_launch,
+    decode_arguments,
+    exit_now,
+    run_worker,
+    train_distributed,
+)
 from medusa_train.config.docs import TITLE, format_config, schema_text
 from medusa_train.config.load import stage_one_config
 from medusa_train.config.schema import TrainConfig
@@ -117,11 +124,21 @@ def train(
         help="Train on the machines of this file (lines of HOST slots=GPUS).",
         show_default=False,
     ),
+    master_port: int = typer.Option(
+        None,
+        "--master-port",
+        metavar="PORT",
+        help="Port of the first machine for --num-gpus and --hostfile; default: a free one.",
+        show_default=False,
+    ),
+    encoded_arguments: str = typer.Option(None, ENCODED, hidden=True, help="Set by --hostfile."),
     local_rank: int = typer.Option(
         None, "--local_rank", hidden=True, help="Passed by launchers; unused."
     ),
 ) -> int:
     """Load the configuration, check the inputs, and train."""
+    if encoded_arguments is not None:
+        arguments = decode_arguments(encoded_arguments)
     if schema:
         print(schema_text(TrainConfig, TITLE), end="")
         return printed_all()
@@ -137,7 +154,7 @@ def train(
             exit_now(run_worker(process, arguments or [], flags))
         return 0
     if process is None and not only_print and (hostfile is not None or num_gpus not in (None, 1)):
-        return check_and_launch(arguments or [], flags, num_gpus, hostfile)
+        return check_and_launch(arguments or [], flags, num_gpus, hostfile, master_port)
     cfg = read_arguments(TrainConfig, arguments or [], flags=flags)
     if print_config:
         print(format_config(cfg), end="")

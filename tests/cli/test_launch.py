@@ -15,11 +15,18 @@ import torch.distributed as dist
 import yaml
 from typer.testing import CliRunner
 
-from medusa_train.cli.launch import launch, launcher_command, train_distributed
+from medusa_train.cli.launch import (
+    check_machines,
+    decode_arguments,
+    launch,
+    launcher_command,
+    read_hostfile,
+    train_distributed,
+)
 from medusa_train.cli.train import app
 from medusa_train.config.paths import PROJECT_ROOT
 from medusa_train.config.schema import TrainConfig
-from medusa_train.errors import ConfigError
+from medusa_train.errors import ConfigError, MedusaError
 from medusa_train.training.process_info import ProcessInfo
 from tests.training.conftest import backbone_dir, chats, metrics  # noqa: F401 (fixtures)
 from tests.training.mishap import forks, run_command, wait
@@ -55,6 +62,84 @@ def test_the_command_line_of_the_launcher(tmp_path):
         launcher_command([], 5, None, visible="4,5,6,7")
     with pytest.raises(ConfigError, match="torchrun --nproc-per-node 1"):
         launcher_command([], 1, None, visible="GPU-0b1a")
+
+
+STAND_IN_SSH = """#!/bin/sh
+for last; do previous=$host; host=$last; done
+test "$previous" = gone && { echo "no route" >&2; exit 255; }
+echo "10.0.0.$previous 10.0.1.1"
+"""
+
+
+def stand_in(directory, name, text="#!/bin/sh\n"):
+    directory.mkdir(exist_ok=True)
+    (directory / name).write_text(text)
+    (directory / name).chmod(0o755)
+
+
+def test_overrides_reach_other_machines_with_their_quotes(tmp_path):
+    """Two shells read them on the way: of pdsh and of ssh."""
+    hosts = tmp_path / "hosts"
+    hosts.write_text("one slots=8\ntwo slots=8\n")
+    words = ["a b.yaml", 'chat_template_kwargs={"x":"a"}', "draft_note=$HOME `id` 'é'"]
+    command = launcher_command(words, None, hosts)
+    shells = subprocess.check_output(["sh", "-c", f"sh -c 'echo {command[-1]}'"], text=True).strip()
+    assert decode_arguments(shells.partition("=")[2]) == words
+
+
+def test_a_worker_reads_the_encoded_arguments(tmp_path):
+    hosts = tmp_path / "hosts"
+    hosts.write_text("one slots=8\n")
+    words = [
+        "base_model=data/tiny",
+        "datasets=[{path: data/seeds/tiny.jsonl}]",
+        'chat_template_kwargs={"x":"a"}',
+    ]
+    result = CliRunner().invoke(app, [launcher_command(words, None, hosts)[-1], "--print-config"])
+    assert result.exit_code == 0, result.output
+    assert "x: a" in " ".join(result.output.split())
+    assert CliRunner().invoke(app, ["--encoded-arguments=%%"]).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("one slots=8\ntwo 8\n", r"hosts:2: expected `HOST slots=GPUS`, got 'two 8'"),
+        ("one slots=8 max=9\n", r"hosts:1: expected"),
+        ("one slots=8\none slots=4\n", r"hosts:2: one is listed twice"),
+        ("one slots=1\n", r"hosts:1: one has slots=1, but 2"),
+        ("# none\n\n", "lists no machine"),
+    ],
+)
+def test_a_bad_hostfile_is_named_by_its_line(text, message, tmp_path):
+    hosts = tmp_path / "hosts"
+    hosts.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        read_hostfile(hosts, 2)
+
+
+def test_machines_are_checked_before_the_launcher_starts(tmp_path, monkeypatch):
+    programs = tmp_path / "bin"
+    monkeypatch.setenv("PATH", f"{programs}")
+    with pytest.raises(MedusaError, match="ssh is not installed"):
+        check_machines(["1"])
+    stand_in(programs, "ssh", STAND_IN_SSH)
+    assert check_machines(["1"]) == "10.0.0.1"
+    with pytest.raises(MedusaError, match="pdsh is not installed"):
+        check_machines(["1", "2"])
+    stand_in(programs, "pdsh")
+    assert check_machines(["1", "2"]) == "10.0.0.1"
+    with pytest.raises(MedusaError, match=r"ssh gone hostname -I. failed \(no route\)"):
+        check_machines(["1", "gone"])
+
+
+def test_the_port_is_free_or_named(tmp_path):
+    hosts = tmp_path / "hosts"
+    hosts.write_text("one slots=8  # the first\ntwo slots=8\n")
+    assert "--master_port=4000" in launcher_command([], None, hosts, master_port=4000)
+    assert not any(part == "--master_port=29500" for part in launcher_command([], None, hosts))
+    with pytest.raises(ConfigError, match="--master-port: must be 1 to 65535"):
+        launcher_command([], None, hosts, master_port=70000)
 
 
 def test_the_launcher_does_not_see_the_variable_it_would_drop(monkeypatch):
