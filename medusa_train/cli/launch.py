@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -19,8 +20,16 @@ from typing import NoReturn
 
 from rich.console import Console
 
-from medusa_train.checkpoint.run_directory import check_inputs, check_output_dir
+from medusa_train.checkpoint.run_directory import CONFIG, check_inputs, check_output_dir
 from medusa_train.cli.common import print_error, report_failed_streams, split_arguments
+from medusa_train.cli.workers import (
+    LAUNCHER,
+    MODULE,
+    WorkerWatch,
+    describe_ending,
+    stop_without_launcher,
+    training_processes,
+)
 from medusa_train.config.load import load_config
 from medusa_train.config.schema import TrainConfig
 from medusa_train.errors import ConfigError, MedusaError
@@ -29,7 +38,6 @@ from medusa_train.training.signals import StopSignals, leave_terminal, stop_sign
 
 #: Exit codes of medusa-train; any other code of the launcher means failure.
 _EXIT_CODES = (0, 1, 2, 130, 143)
-_MODULE = "medusa_train.cli.train"
 #: Option of the workers that holds all arguments in one word.
 ENCODED = "--encoded-arguments"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -40,6 +48,7 @@ def launch(
     num_gpus: int | None,
     hostfile: Path | None,
     master_port: int | None = None,
+    output_dir: Path | None = None,
 ) -> int:
     """Run `medusa-train ARGUMENTS` in several processes, wait for them and return the exit code.
 
@@ -58,18 +67,20 @@ def launch(
     if hostfile is not None:
         address = check_machines(list(read_hostfile(hostfile, num_gpus)))
         command.insert(command.index("--no_local_rank"), f"--master_addr={address}")
+    environment[LAUNCHER] = str(os.getpid())
     process = subprocess.Popen(command, env=environment, start_new_session=True)
+    watch = WorkerWatch(process.pid)
+    watch.start()
     with _forward_signals(process, remote=hostfile is not None) as received:
         code = process.wait()
-    return (
-        code
-        if code in _EXIT_CODES
-        else 130
-        if signal.SIGINT in received
-        else 143
-        if received
-        else 1
-    )
+    watch.stop()
+    if received:
+        ended_by_signal = 130 if signal.SIGINT in received else 143
+        return code if code in _EXIT_CODES else ended_by_signal
+    options = [] if num_gpus is None else ["--num-gpus", str(num_gpus)]
+    if hostfile is not None:
+        options += ["--hostfile", str(hostfile)]
+    return _report_ending(watch, code, output_dir, options)
 
 
 def launcher_command(
@@ -110,7 +121,7 @@ def launcher_command(
         "deepspeed.launcher.runner",
         *options,
         "--module",
-        _MODULE,
+        MODULE,
         *arguments,
     ]
 
@@ -207,7 +218,7 @@ def _first_visible(visible: str, count: int) -> str:
         raise ConfigError(
             f"{_VISIBLE}={visible}: DeepSpeed's launcher takes only indices of GPUs. Set indices"
             " (nvidia-smi -L lists them), or start the processes with torchrun --nproc-per-node"
-            f" {count} -m {_MODULE}"
+            f" {count} -m {MODULE}"
         )
     return ",".join(devices[:count])
 
@@ -225,7 +236,7 @@ def _forward_signals(process: subprocess.Popen[bytes], *, remote: bool) -> Itera
         repeats = signals.repeats(number)
         if number == signal.SIGHUP:
             leave_terminal()
-        training = [] if remote else _training_processes(process.pid)
+        training = [] if remote else training_processes(process.pid)
         for pid in training:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
@@ -242,18 +253,30 @@ def _forward_signals(process: subprocess.Popen[bytes], *, remote: bool) -> Itera
             signal.signal(number, handler)
 
 
-def _training_processes(launcher: int) -> list[int]:
-    """Return the ids of the training processes among the launcher's descendants."""
-    import psutil  # a dependency of DeepSpeed
-
-    pids = []
-    with contextlib.suppress(psutil.Error):  # the launcher has exited
-        for child in psutil.Process(launcher).children(recursive=True):
-            with contextlib.suppress(psutil.Error):  # the child has exited
-                line = child.cmdline()
-                if _MODULE in line and "deepspeed.launcher.launch" not in line:
-                    pids.append(child.pid)
-    return pids
+def _report_ending(
+    watch: WorkerWatch, code: int, output_dir: Path | None, options: Sequence[str]
+) -> int:
+    """Say which training process was killed, and how to resume; return the exit code."""
+    # the launcher's code of a process that was killed: 256 - signal, or a shell's 128 + signal
+    number = watch.signal
+    if number is None and code not in _EXIT_CODES and code > 128:
+        number = 256 - code if code > 192 else code - 128
+    if code == 0 and (left := watch.alive()):
+        message = f"DeepSpeed's launcher was ended; ranks {left} save a checkpoint and stop"
+    elif number is not None:
+        message = describe_ending(watch.rank, number)
+    else:
+        return code if code in _EXIT_CODES else 1
+    if output_dir is not None:
+        saved = [*output_dir.glob("checkpoints/step-*"), *output_dir.glob("stage_one/**/step-*")]
+        command = ["medusa-train", str(output_dir / CONFIG), "resume_from_checkpoint=auto"]
+        message += (
+            f". To resume: {shlex.join([*command, *options])}"
+            if saved
+            else ". No checkpoint was saved yet: start the run again"
+        )
+    print_error(message)
+    return 1
 
 
 def check_and_launch(
@@ -271,7 +294,8 @@ def check_and_launch(
     overrides_of_flags = [
         f"{name}={json.dumps(value)}" for name, value in flags.items() if value is not None
     ]
-    return launch([*arguments, *overrides_of_flags], num_gpus, hostfile, master_port)
+    words = [*arguments, *overrides_of_flags]
+    return launch(words, num_gpus, hostfile, master_port, Path(cfg.output_dir))
 
 
 def run_worker(process: ProcessInfo, arguments: Sequence[str], flags: Mapping[str, object]) -> int:
@@ -305,6 +329,7 @@ def train_distributed(
     )
 
     try:
+        stop_without_launcher()
         world = init_distributed(process)
         from medusa_train.training.stages import train_stages
 
