@@ -245,6 +245,7 @@ def start(*arguments: object, **environ: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.slow
 @forks
 def test_one_process_that_fails_ends_all_and_says_which(config_file, tmp_path):
     with socket.socket() as probe:

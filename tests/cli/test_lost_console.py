@@ -48,6 +48,13 @@ CONSOLES = {
 }
 
 
+#: One of them runs with the fast tests, the others with `-m slow`.
+CASES = [
+    pytest.param(console, id=console.__name__, marks=[] if number == 0 else pytest.mark.slow)
+    for number, console in enumerate(CONSOLES)
+]
+
+
 def run_without_console(
     program: str,
     arguments: list[str],
@@ -67,7 +74,7 @@ def run_without_console(
     importlib.import_module(f"medusa_train.cli.{program}").app()
 
 
-@pytest.mark.parametrize("console", CONSOLES, ids=lambda console: console.__name__)
+@pytest.mark.parametrize("console", CASES)
 def test_training_goes_on_and_says_once_why_it_is_silent(
     make_config: Callable[..., TrainConfig],  # noqa: F811
     console: Callable[[], tuple[int, Callable[[], None]]],
@@ -89,7 +96,7 @@ def test_training_goes_on_and_says_once_why_it_is_silent(
     assert [record["failed"] for record in told] == [[f"stderr: {os.strerror(CONSOLES[console])}"]]
 
 
-@pytest.mark.parametrize("console", CONSOLES, ids=lambda console: console.__name__)
+@pytest.mark.parametrize("console", CASES)
 def test_self_distillation_and_evaluation_go_on(
     console: Callable[[], tuple[int, Callable[[], None]]], tmp_path: Path
 ) -> None:

@@ -498,6 +498,7 @@ CHILD = (
 )
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_again_and_again_loses_nothing_and_repeats_nothing(
     tmp_path: Path,
 ) -> None:

@@ -110,6 +110,7 @@ def test_a_file_is_fetched_once_and_then_read_without_a_network(
     assert fetched(tmp_path / "home") == [FILE]
 
 
+@pytest.mark.slow
 def test_a_broken_download_continues_in_the_same_call_and_in_the_next(
     hub: StandInHub, run, tmp_path: Path
 ) -> None:

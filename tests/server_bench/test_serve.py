@@ -123,6 +123,7 @@ def run(home: Path, vllm: Vllm, out: Path, *arguments: str) -> subprocess.Comple
     )
 
 
+@pytest.mark.slow
 def test_servers_are_started_by_turns_and_stopped(tmp_path: Path, trained: Path) -> None:
     vllm, out = Vllm(tmp_path, ""), tmp_path / "out"
     done = run(
@@ -173,6 +174,7 @@ def test_prompt_lookup_is_served_without_heads(tmp_path: Path, trained: Path) ->
     assert output_directory(cfg, "few", paths, []).name == "prompt_lookup-served-few"
 
 
+@pytest.mark.slow
 def test_heads_that_vllm_refuses(tmp_path: Path, trained: Path) -> None:
     vllm, out = Vllm(tmp_path, "ok ok refuse"), tmp_path / "out"
     refused = run(trained, vllm, out, "serve_together=false", "serve_speculative_tokens=[1,2]")
@@ -207,6 +209,7 @@ def test_a_version_that_samples_wrongly_with_drafts_is_noted(tmp_path: Path, tra
     assert "does not apply the temperature" in (out / "served.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_server_that_is_killed_for_want_of_memory(tmp_path: Path, trained: Path) -> None:
     vllm, out = Vllm(tmp_path, "ok die"), tmp_path / "out"
     died = run(trained, vllm, out, "serve_speculative_tokens=1", "serve_together=true")
@@ -222,6 +225,7 @@ def test_a_server_that_is_killed_for_want_of_memory(tmp_path: Path, trained: Pat
     )
 
 
+@pytest.mark.slow
 def test_a_server_that_is_never_ready(tmp_path: Path, trained: Path) -> None:
     vllm = Vllm(tmp_path, "slow")
     slow = run(trained, vllm, tmp_path / "out", "serve_start_seconds=2")
