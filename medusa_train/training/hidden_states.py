@@ -89,11 +89,13 @@ class HiddenStateCache:
         self._write(missing, computed)
         return feats
 
-    def describe(self) -> str:
-        """Return what this process read and computed, in one sentence."""
-        damaged = f"; {self.store.damaged} entries were damaged" if self.store.damaged else ""
+    def describe(self, world: World) -> str:
+        """Return what all processes read and computed, in one sentence; each of them calls this."""
+        of_each = world.gather((self.read, self.computed, self.store.damaged))
+        read, computed, damaged = (sum(counts) for counts in zip(*of_each, strict=True))
+        noted = f"; {damaged} entries were damaged" if damaged else ""
         return (
-            f"states of {self.read:,} documents read, {self.computed:,} computed{damaged}"
+            f"states of {read:,} documents read, {computed:,} computed{noted}"
             f" ({self.store.directory})"
         )
 

@@ -94,11 +94,13 @@ def _train_and_finish(
     if trainer.last_validation is None and trainer.validation_batches is not None:
         trainer.last_validation = trainer.evaluate(trainer.validation_batches())
     trainer.strategy.release([*trainer.draft.parameters(), *trainer.recipe.saved])
+    cache = trainer.recipe.cache
+    states = None if cache is None else cache.describe(world)  # of all processes
     try:
         if world.is_main:  # the remaining work needs no other process
             with writing(trainer.output_dir):
                 is_fitted = first == state.step and _has_tree_of_its_heads(trainer.output_dir)
-                _finish(cfg, data, trainer, step, progress, results, is_fitted)
+                _finish(cfg, data, trainer, step, progress, results, is_fitted, states)
     finally:
         world.gather(None)  # the others wait, since NCCL's connections must be closed together
     return 0
@@ -112,6 +114,7 @@ def _finish(
     progress: RunProgress,
     results: Console,
     is_fitted: bool,
+    states: str | None,
 ) -> None:
     """Save the weights of `step`, which the trainer holds, choose the tree and print the closing
     tables.
@@ -144,7 +147,7 @@ def _finish(
         )
     if (table := heads_table(validation, choice)) is not None:
         results.print(table)
-    results.print(summary(cfg, trainer, step, choice, progress))
+    results.print(summary(cfg, trainer, step, choice, progress, states))
     embedded = (resolve_path(cfg.base_model) or Path()).resolve() == (
         PROJECT_ROOT / "data" / "tiny"
     ).resolve()
@@ -356,12 +359,18 @@ def heads_table(validation: ValidationResult | None, choice: TreeChoice | None) 
 
 
 def summary(
-    cfg: TrainConfig, trainer: Trainer, step: int, choice: TreeChoice | None, progress: RunProgress
+    cfg: TrainConfig,
+    trainer: Trainer,
+    step: int,
+    choice: TreeChoice | None,
+    progress: RunProgress,
+    states: str | None = None,
 ) -> Table:
     """Tabulate what was trained, its validation and tree, the time taken, and what was saved.
 
     Args:
         step: whose weights were saved; after early stopping not the last one.
+        states: what was read of stored hidden states, in words.
     """
     state, validation, out = trainer.state, trainer.last_validation, trainer.output_dir
     table = Table.grid(padding=(0, 2))
@@ -397,8 +406,8 @@ def summary(
             else "; no data are held out: chosen on prompts of the training set"
         )
         table.add_row("tree", choice.describe() + held_out)
-    if trainer.recipe.cache is not None:
-        table.add_row("hidden states", Text(trainer.recipe.cache.describe()))
+    if states is not None:
+        table.add_row("hidden states", Text(states))
     if cfg.calibration_tokens and trainer.strategy.partitioned:
         table.add_row(
             "note", "no tree was fitted: under ZeRO-3 no process holds the whole backbone"

@@ -468,11 +468,11 @@ def test_hidden_states_are_shared_by_the_processes(two, run_keys, strategy, tmp_
     assert len(shards) == 2
     keys = [json.loads(line)["key"] for shard in shards for line in shard.read_text().splitlines()]
     assert len(keys) == len(set(keys)) == 40
-    # rank 0's half: 16 and 4 computed; 32 read in two epochs, 4 in each of the evaluations after
+    # of each half: 16 and 4 computed; 32 read in two epochs, 4 in each of the evaluations after
     # the first
     evaluations = sum(record["kind"] == "eval" for record in metrics(run / "run"))
     text = " ".join((run / "console-0").read_text().split())
-    assert f"states of {32 + 4 * (evaluations - 1)} documents read, 20 computed (" in text
+    assert f"states of {2 * (32 + 4 * (evaluations - 1))} documents read, 40 computed (" in text
     alone_keys = given(
         {
             **alone(run_keys),
