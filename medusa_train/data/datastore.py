@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from medusa_train.data.records import read_conversations
 from medusa_train.errors import DataError
+from medusa_train.io import warn_once
 
 SEPARATOR = -1  # after every document
 CHAT_FILES = (".json", ".jsonl", ".json.gz", ".jsonl.gz", ".parquet")
@@ -108,7 +109,13 @@ def read_datastore(path: Path, tokenizer: Any, order: int) -> Datastore:
     or from any text.
     """
     if path.name.endswith(CHAT_FILES):
-        chats = read_conversations(path, skip_bad=True).conversations
+        result = read_conversations(path, skip_bad=True)
+        if result.skipped:
+            count = len(result.skipped)
+            warn_once(f"{path}: {count} invalid records skipped, the first: {result.skipped[0]}")
+        for note in result.unread.describe(str(path)):
+            warn_once(note)
+        chats = result.conversations
         texts = [
             message.content
             for chat in chats

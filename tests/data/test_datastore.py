@@ -8,6 +8,7 @@ import pytest
 
 from medusa_train.data.datastore import Datastore, read_datastore
 from medusa_train.errors import DataError
+from medusa_train.io import warn_once
 
 
 class Letters:
@@ -71,3 +72,17 @@ def test_chats_give_their_answers_and_other_files_their_text(tmp_path: Path) -> 
         read_datastore(text, Letters(), 8)
     with pytest.raises(DataError, match="cannot be read as text"):
         read_datastore(tmp_path, Letters(), 8)
+
+
+def test_what_a_datastore_does_not_read_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a b c"}]
+    path = tmp_path / "chats.jsonl"
+    records = [{"messages": turns, "wxyz": 1}, {"messages": "no list"}]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    warn_once.cache_clear()
+    read_datastore(path, Letters(), 2)
+    shown = [record.message for record in caplog.records]
+    assert shown[0].startswith(f"{path}: 1 invalid records skipped, the first: {path}:2: ")
+    assert shown[1] == f"{path}: not read: columns wxyz (1)"
