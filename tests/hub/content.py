@@ -13,6 +13,7 @@ from transformers import (
     AutoTokenizer,
     LlamaConfig,
     MistralConfig,
+    Qwen2Config,
     Qwen3Config,
 )
 
@@ -37,6 +38,9 @@ MODELS: dict[str, tuple[type, str | None, str, int]] = {
     ),  # EAGLE-3 predicts 32,000
     "Qwen/Qwen3-8B": (Qwen3Config, QWEN3, "<|im_end|>", 32064),
     "Qwen/Qwen3-0.6B": (Qwen3Config, QWEN3, "<|im_end|>", 16448),  # its heads predict 16,384 tokens
+    # their heads predict 8,192
+    "Qwen/Qwen2.5-Coder-0.5B-Instruct": (Qwen2Config, SMOLLM2, "<|im_end|>", 8256),
+    "Qwen/Qwen2.5-Coder-1.5B-Instruct": (Qwen2Config, SMOLLM2, "<|im_end|>", 8256),
     "models/smollm2-135m-instruct": (
         LlamaConfig,
         SMOLLM2,
@@ -89,16 +93,18 @@ def write_local_data(place: Path) -> None:
         "llama31_8b",
         "qwen3_8b",
         "qwen3_06b",
+        "qwen_coder_15b",
         "vicuna33b_m2",
         "zephyr7b_m2",
         "tiny",
         "tiny_more",
     ):
         _write(place / "data" / "selfdistill" / f"{name}.jsonl", "".join(lines[:8]))
-    for name, part in {"smollm2": lines[:8], "smollm2_validation": lines[8:]}.items():
-        (place / "data" / "selfdistill" / f"{name}.jsonl.gz").write_bytes(
-            gzip.compress("".join(part).encode())
-        )
+    for model in ("smollm2", "qwen_coder"):
+        for name, part in {model: lines[:8], f"{model}_validation": lines[8:]}.items():
+            (place / "data" / "selfdistill" / f"{name}.jsonl.gz").write_bytes(
+                gzip.compress("".join(part).encode())
+            )
 
 
 def write_model(folder: Path, name: str) -> None:
