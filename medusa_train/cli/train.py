@@ -177,7 +177,7 @@ def train(
     if inspect:
         from medusa_train.training.inspect import inspect_run
 
-        return inspect_run(cfg, console, results) or printed_all()
+        return inspect_run(cfg, console, results, num_gpus or 1) or printed_all()
     if process is not None:
         code = train_distributed(process, cfg, console, results)
     else:

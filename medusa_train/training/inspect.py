@@ -29,6 +29,7 @@ from medusa_train.training.distributed import SINGLE_PROCESS
 from medusa_train.training.estimate import GPUS, UTILIZATION, Estimate, estimate_hours
 from medusa_train.training.hidden_states import describe_states, distinct_documents
 from medusa_train.training.load_data import TrainingData
+from medusa_train.training.preflight import check_run
 from medusa_train.training.setup import make_plan
 from medusa_train.training.stages import TITLES, load_stages
 
@@ -45,11 +46,14 @@ CONTEXT = "dim"
 class _Stage:
     """A run, or a stage of one, with what is estimated of it."""
 
-    def __init__(self, cfg: TrainConfig, data: TrainingData, model_config: Any) -> None:
+    def __init__(
+        self, cfg: TrainConfig, data: TrainingData, model_config: Any, processes: int = 1
+    ) -> None:
         self.cfg, self.data, self.model_config = cfg, data, model_config
         self.vocab_size = int(model_config.get_text_config().vocab_size)
         self.loader = loader = BatchLoader(data.train, cfg.micro_batch_size, seed=cfg.seed)
-        self.plan = make_plan(cfg, loader.batches_per_epoch)
+        self.processes = processes
+        self.plan = make_plan(cfg, loader.batches_per_epoch, processes)
         self.device = default_device()
         self.dtype = choose_precision(cfg.bf16, self.device, fp16=cfg.fp16).dtype
         estimate = Estimate(cfg, model_config)
@@ -70,19 +74,29 @@ class _Stage:
         self.disk = (cfg.save_total_limit + 1) * self.memory.checkpoint + 2 * self.memory.weights
 
 
-def inspect_run(cfg: TrainConfig, console: Console, results: Console) -> int:
+def inspect_run(cfg: TrainConfig, console: Console, results: Console, processes: int = 1) -> int:
     """Print what `cfg` would train on to `results`, notes on the data to `console`; return the exit
     code, 0.
+
+    Args:
+        processes: number of devices that train together; the memory is that of one of them.
+
+    Raises:
+        MedusaError: an error of configuration or data, also one of so many processes.
     """
     first = stage_one_config(cfg)
     configs = [cfg] if first is None else [first, cfg]
+    if processes > 1:
+        for config in configs:
+            check_run(config, processes)
     with LoadingProgress(RunProgress(console)) as shown:
         loaded = load_stages(configs, console, SINGLE_PROCESS, shown)
     resolved, model_config = resolve_backbone(
         cfg.base_model, trust_remote_code=cfg.trust_remote_code
     )
     stages = [
-        _Stage(config, data, model_config) for config, data in zip(configs, loaded, strict=True)
+        _Stage(config, data, model_config, processes)
+        for config, data in zip(configs, loaded, strict=True)
     ]
     for title, stage in zip(TITLES, stages, strict=False):
         if first is not None:
@@ -104,7 +118,8 @@ def inspect_run(cfg: TrainConfig, console: Console, results: Console) -> int:
     if first is not None:  # one after the other
         table = _grid()
         table.add_row(
-            "steps", f"{sum(stage.plan.total_steps for stage in stages):,} in all on one device"
+            "steps",
+            f"{sum(stage.plan.total_steps for stage in stages):,} in all on {_devices(processes)}",
         )
         table.add_row(
             "memory",
@@ -197,14 +212,20 @@ def _data_table(stage: _Stage, tokenizer: Any) -> Table:
     table.add_row("loss", cfg.describe_loss())
     table.add_row("rows", _describe_rows(train, loader))
     batch = f"{cfg.micro_batch_size} x {cfg.gradient_accumulation_steps}"
+    if stage.processes > 1:
+        batch += f" x {stage.processes}"
     table.add_row(
         "steps",
         f"{plan.steps_per_epoch:,.1f} per epoch ({batch} rows each), {plan.total_steps:,} in all on"
-        " one device",
+        f" {_devices(stage.processes)}",
     )
     if cfg.cache_hidden_states:
         table.add_row("hidden states", _describe_hidden_states(stage))
     return table
+
+
+def _devices(count: int) -> str:
+    return "one device" if count == 1 else f"{count} devices"
 
 
 def _describe_datasets(cfg: TrainConfig, train: EncodedDataset) -> Iterator[str]:

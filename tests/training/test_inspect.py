@@ -14,7 +14,9 @@ from typer.testing import CliRunner
 
 from medusa_train.cli.train import app
 from medusa_train.config.load import dump_config
+from medusa_train.config.paths import PROJECT_ROOT
 from medusa_train.data.examples import Example
+from medusa_train.errors import ConfigError
 from medusa_train.training.estimate import Estimate
 from medusa_train.training.inspect import CONTEXT, SUPERVISED, _time_table, inspect_run, masked_text
 from tests.training.conftest import train
@@ -93,6 +95,18 @@ def test_samples_and_counts_are_of_every_data_set(make_config, weightless, conso
     for path, count in zip(paths, (5, 2), strict=True):
         assert f"{path}:1: " in text  # a sample
         assert re.search(rf"{re.escape(str(path))}: {count} conversations, [\d,]+ tokens", text)
+
+
+def test_so_many_devices_are_planned_for_and_checked(make_config, weightless, console):
+    cfg = make_config(base_model=weightless, num_epochs=3, max_steps=None, bf16=False)
+    results = Console(record=True, width=140, file=console.file)
+    assert inspect_run(cfg, console, results, processes=2) == 0
+    rows = rows_of(results.export_text())
+    assert rows["steps"] == "2.0 per epoch (4 x 2 x 2 rows each), 6 in all on 2 devices"
+    zero2 = str(PROJECT_ROOT / "configs" / "deepspeed" / "zero2.json")
+    cfg = make_config(base_model=weightless, optimizer="paged_adamw_8bit", deepspeed=zero2)
+    with pytest.raises(ConfigError, match=r"8-bit|8bit"):
+        inspect_run(cfg, console, results, processes=2)
 
 
 @pytest.mark.parametrize(
