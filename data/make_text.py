@@ -38,6 +38,7 @@ PROMPT_COUNT = 18000  # of templates; at least what text.yaml answers
 FOLLOW_UP = 3  # every third of the model's own questions has a second turn
 MIN_CHARS = 20  # of a question
 NGRAM = 8
+EARLIER = "00_earlier_t0.0.jsonl"  # conversations of a shipped part; each has its own temperature
 MAX_SEEN = 0.5  # share of an answer's n-grams that earlier conversations have
 
 Record = dict[str, Any]
@@ -116,7 +117,10 @@ def generate(plan: Record, out: Path, arguments: argparse.Namespace) -> None:
     """Do every run of `plan`; what an earlier call finished is not repeated."""
     used: Counter[str] = Counter()
     for number, run in enumerate(plan["runs"]):
+        wanted = arguments.runs is None or number in arguments.runs
         if "questions" in run:
+            if not wanted:
+                continue
             options = plan["questions"]
             mode = ["--mode", "questions", "--limit", str(run["questions"])]
             distill(out / "questions.jsonl", plan["model"], arguments, options, *mode)
@@ -136,6 +140,8 @@ def generate(plan: Record, out: Path, arguments: argparse.Namespace) -> None:
             used[kind] = max(used[kind], end)
             prompts = prompts[start:end]
             name = f"{number:02d}_{kind}_t{run['temperature']}"
+        if not wanted:
+            continue
         if not prompts:
             print(f"== {name}: no {kind} are left to answer", flush=True)
             continue
@@ -220,6 +226,34 @@ def supervised_tokens(record: Record) -> int:
     return sum(record["token_counts"]["completion"]) + record["finish_reasons"].count("stop")
 
 
+def add_earlier(path: Path, out: Path, model: Path) -> None:
+    """Write the conversations of a shipped part to `out` as a run, and its validation text where
+    `out` has none. The tokens of their answers are counted again.
+    """
+    from transformers import AutoTokenizer  # slow to import, and only needed here
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+
+    def as_generated(shipped_file: Path) -> list[Record]:
+        records = []
+        for line in gzip.decompress(shipped_file.read_bytes()).splitlines():
+            record = json.loads(line)
+            answers = [
+                turn["content"] for turn in record["messages"] if turn["role"] == "assistant"
+            ]
+            counts = [len(tokenizer.encode(answer, add_special_tokens=False)) for answer in answers]
+            record["token_counts"] = {"completion": counts}
+            record["sampling"] = {"temperature": record.pop("temperature")}
+            records.append(record)
+        return records
+
+    write_lines(out / EARLIER, as_generated(path))
+    validation = out / "validation.jsonl"
+    if not validation.exists():
+        held_out = path.with_name(path.name.replace(".jsonl", "_validation.jsonl"))
+        write_lines(validation, as_generated(held_out))
+
+
 def write_selection(out: Path, tokens: int, name: str = "smollm2") -> None:
     """Write the whole text, the shipped part and the validation text of what is generated so far."""
     validation = read_lines(out / "validation.jsonl")
@@ -265,6 +299,20 @@ def main() -> None:
         "--tokens", type=int, default=2_000_000, help="supervised tokens of the shipped part"
     )
     parser.add_argument(
+        "--runs",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="do only these runs, numbered from 0 (default: all); two processes with a directory"
+        " each can share the work",
+    )
+    parser.add_argument(
+        "--add",
+        type=Path,
+        metavar="FILE",
+        help="select also from the conversations of this shipped part, made earlier",
+    )
+    parser.add_argument(
         "--batch-size", type=int, default=32, help="conversations at a time (default 32)"
     )
     arguments = parser.parse_args()
@@ -273,6 +321,8 @@ def main() -> None:
     plan = yaml.safe_load((HERE / arguments.name / "text.yaml").read_text(encoding="utf-8"))
     if not arguments.select:
         generate(plan, out, arguments)
+    if arguments.add:
+        add_earlier(arguments.add, out, ROOT / plan["model"])
     write_selection(out, arguments.tokens, arguments.name)
 
 

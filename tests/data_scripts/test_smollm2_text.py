@@ -66,7 +66,7 @@ def test_every_prompt_is_answered_once_and_none_of_validation(
             )
 
     monkeypatch.setattr(script, "distill", distill)
-    script.generate(PLAN, tmp_path, argparse.Namespace(name="smollm2"))
+    script.generate(PLAN, tmp_path, argparse.Namespace(name="smollm2", runs=None))
     assert {name: len(prompts) for name, prompts in answered.items()} == {
         "01_templates_t0.5": 3, "validation": 118 + 2, "03_questions_t0.3": 1, "05_questions_t0.7": 5,
         "06_templates_t0.0": 3,
@@ -77,6 +77,50 @@ def test_every_prompt_is_answered_once_and_none_of_validation(
     ]
     assert len(set(names)) == len(names) == len(set(turns))
     assert {len(prompt["conversations"]) for prompt in answered["05_questions_t0.7"]} == {1, 2}
+
+
+def test_only_the_runs_that_are_named_are_done(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Two processes share the work: each prompt has the place it has in the whole."""
+    done: dict[str, list[str]] = {}
+
+    def distill(output: Path, model: str, arguments: object, options: dict, *more: str) -> None:
+        done[output.stem] = [prompt["id"] for prompt in script.read_lines(tmp_path / more[1])]
+
+    monkeypatch.setattr(script, "distill", distill)
+    script.generate(PLAN, tmp_path, argparse.Namespace(name="smollm2", runs=[6]))
+    assert list(done) == ["06_templates_t0.0"]
+    assert done["06_templates_t0.0"] == [
+        prompt["id"] for prompt in script.read_lines(tmp_path / "templates.jsonl")[3:6]
+    ]
+
+
+def test_a_shipped_part_is_selected_from_again(script: ModuleType, tmp_path: Path) -> None:
+    """Its conversations come back as they were, and its validation text stays held out."""
+    texts = [" ".join(f"word{n}{m}" for m in range(20)) for n in range(4)]
+    first = tmp_path / "first"
+    first.mkdir()
+    script.write_lines(
+        first / "01_templates_t0.5.jsonl", [answer(f"s-{n}", text) for n, text in enumerate(texts)]
+    )
+    script.write_lines(first / "validation.jsonl", [answer("v-0", "held out " * 20)])
+    script.write_selection(first, tokens=10_000)
+    second = tmp_path / "second"
+    second.mkdir()
+    new = [answer("n-0", "quite another text " * 9), answer("n-1", "held out " * 20)]
+    script.write_lines(second / "02_templates_t0.3.jsonl", new)
+    script.add_earlier(first / "smollm2.jsonl.gz", second, script.ROOT / "data/tiny")
+    script.write_selection(second, tokens=10_000)
+    before = read_conversations(first / "smollm2.jsonl.gz", "messages").conversations
+    after = read_conversations(second / "smollm2.jsonl.gz", "messages").conversations
+    assert {chat.id for chat in after} == {"n-0"} | {chat.id for chat in before}
+    assert {chat.id: chat.messages for chat in before}.items() <= {
+        chat.id: chat.messages for chat in after
+    }.items()
+    assert (second / "smollm2_validation.jsonl.gz").read_bytes() == (
+        first / "smollm2_validation.jsonl.gz"
+    ).read_bytes()
 
 
 def test_near_duplicates_and_more_than_the_wanted_tokens_are_left_out(
