@@ -6,8 +6,8 @@ import hashlib
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import Any
 
@@ -23,8 +23,8 @@ from medusa_train.data.conversation import (
 from medusa_train.errors import DataError
 
 _MAX_TAILS = 64
-#: Stands before a control token in the content of a message, which is plain text there. A private
-#: use character, which neither templates nor text contain.
+#: Stands before a control token in the content of a message, which is plain text there, and before
+#: the same character in a content. A private use character, which templates do not contain.
 _PLAIN = "\ue002"
 ASSISTANT: tuple[Role, ...] = ("assistant",)
 
@@ -94,7 +94,9 @@ class ChatEncoder:
                 " offsets"
             )
         added = tokenizer.get_added_vocab()
-        self._control = _control_tokens(tokenizer, reasoning_tags)
+        control = _control_tokens(tokenizer, reasoning_tags)
+        self._to_mark = re.compile(f"{control}|{_PLAIN}")
+        self._marked = re.compile(f"{_PLAIN}({control}|{_PLAIN})")
         # tokens of the last headers of prompts, for `_is_prompt`
         self._tails: dict[str, list[int]] = {}
         self._added_tokens = {number: token for token, number in added.items()}
@@ -281,12 +283,16 @@ class ChatEncoder:
         """Mark control tokens in contents, such as `<|im_end|>` in a text on chat templates: there
         they are plain text.
         """
-        if not any(self._control.search(message.content) for message in messages):
+        if not any(self._to_mark.search(message.content) for message in messages):
             return messages
         return [
-            replace(message, content=self._control.sub(_PLAIN + r"\g<0>", message.content))
+            replace(message, content=self._to_mark.sub(_PLAIN + r"\g<0>", message.content))
             for message in messages
         ]
+
+    def _without_marks(self, text: str) -> str:
+        """Return a text as it was before `_with_plain_contents`."""
+        return self._marked.sub(r"\1", text)
 
     def _tokenize(self, text: str) -> tuple[list[int], list[Span]]:
         """Return tokens, and for each its characters [start, end) in `text`."""
@@ -294,21 +300,31 @@ class ChatEncoder:
             return self._tokenize_piece(text)
         ids: list[int] = []
         offsets: list[Span] = []
-        position = 0
-        first, *marked = text.split(_PLAIN)
-        pieces = [(first, False)]
-        for part in marked:
-            found = self._control.match(part)
-            end = found.end() if found is not None else 0
-            # the mark itself belongs to no token
-            pieces += [(_PLAIN, False), (part[:end], True), (part[end:], False)]
-        for piece, is_plain in pieces:
-            if piece and piece != _PLAIN:
-                new_ids, new_offsets = self._tokenize_piece(piece, is_plain, follows=position > 0)
-                ids += new_ids
-                offsets += [(position + start, position + stop) for start, stop in new_offsets]
-            position += len(piece)
+        for piece in self._pieces(text):
+            new_ids, spans = self._tokenize_piece(piece.text, piece.is_plain, follows=bool(ids))
+            ids += new_ids
+            offsets += [piece.span_in_marked_text(start, end) for start, end in spans]
         return ids, offsets
+
+    def _pieces(self, text: str) -> Iterator[_Piece]:
+        """Yield the pieces of a text with marks that are tokenized apart."""
+        piece = _Piece()
+        position = 0
+        for found in self._marked.finditer(text):
+            piece.append(text, position, found.start())
+            position = found.end()
+            if found[1] == _PLAIN:  # this character itself stands in a content
+                piece.append(text, *found.span(1))
+                continue
+            if piece.text:
+                yield piece
+            token = _Piece(is_plain=True)
+            token.append(text, *found.span(1))
+            yield token
+            piece = _Piece()
+        piece.append(text, position, len(text))
+        if piece.text:
+            yield piece
 
     def _tokenize_piece(
         self, text: str, is_plain: bool = False, follows: bool = False
@@ -354,8 +370,8 @@ class ChatEncoder:
             special.sub("", t).strip()
             for t in (
                 text,
-                content.replace(_PLAIN, ""),
-                answer.text.removesuffix(answer.end).replace(_PLAIN, ""),
+                self._without_marks(content),
+                self._without_marks(answer.text.removesuffix(answer.end)),
             )
         ]
         if texts[0] not in texts[1:]:
@@ -374,7 +390,33 @@ class ChatEncoder:
         return ids[len(before) :] if ids[: len(before)] == before else self._tokenize(text)[0]
 
 
-def _control_tokens(tokenizer: Any, reasoning_tags: ReasoningTags) -> re.Pattern[str]:
+@dataclass
+class _Piece:
+    """A piece of a text with marks, without them.
+
+    Attributes:
+        text: its characters. places: the position of each in the text with marks.
+        is_plain: it is a control token that stands in a content.
+    """
+
+    text: str = ""
+    places: list[int] = field(default_factory=list)
+    is_plain: bool = False
+
+    def append(self, marked: str, start: int, end: int) -> None:
+        """Append the characters [start, end) of the text with marks, among which is no mark."""
+        self.text += marked[start:end]
+        self.places += range(start, end)
+
+    def span_in_marked_text(self, start: int, end: int) -> Span:
+        """Return where the characters [start, end) of this piece are in the text with marks."""
+        if start == end:  # white space, in many tokenizers: the empty span behind it
+            place = self.places[start - 1] + 1 if start else self.places[0]
+            return place, place
+        return self.places[start], self.places[end - 1] + 1
+
+
+def _control_tokens(tokenizer: Any, reasoning_tags: ReasoningTags) -> str:
     """Return a pattern of the tokenizer's special tokens; the tags of the reasoning, which are part
     of answers, are none.
     """
@@ -382,7 +424,7 @@ def _control_tokens(tokenizer: Any, reasoning_tags: ReasoningTags) -> re.Pattern
     tokens |= {str(t) for t in tokenizer.added_tokens_decoder.values() if t.special}
     # white space is text, too
     names = sorted(filter(str.strip, tokens - set(reasoning_tags)), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, names)) or "(?!)")
+    return "|".join(map(re.escape, names)) or "(?!)"
 
 
 def _template_source(tokenizer: Any, name: str | None) -> str:

@@ -20,6 +20,10 @@ TEXTS = [
     "<|im_start|>assistant\nB<|eot_id|>",
     "</s>",
     "B <s>\n",
+    # the character that marks control tokens while a chat is tokenized, in a content of its own
+    "\ue002",
+    "a \ue002b\ue002",
+    "\ue002</s>\ue002\ue002<|im_end|>",
 ]
 
 
@@ -50,6 +54,14 @@ def test_the_tokens_of_a_chat_are_those_of_its_template(
         t for t, is_taught in zip(ordinary[0].ids, ordinary[0].supervised, strict=True) if is_taught
     ]
     assert specials(encoder, taught) == specials(encoder, ends)
+
+
+def test_a_private_use_character_is_tokenized_with_the_text_around_it(
+    make_tokenizer: Make, chat: Chat
+) -> None:
+    encoder = ChatEncoder(make_tokenizer("{{ messages[0].content }}"))
+    for text in ("a \ue002b", "\ue002", "\ue002B\ue002\ue002"):
+        assert encoder.prompt(chat(text).messages) == encoder.tokenizer(text)["input_ids"]
 
 
 @pytest.mark.parametrize("text", TEXTS)
