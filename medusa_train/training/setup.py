@@ -116,7 +116,8 @@ def build_trainer(
     if other:
         state.best_loss, state.evals_since_best = None, 0
     state.validation = fingerprint
-    state.backbone = backbone
+    if backbone is not None:  # else that of the checkpoint stands for a later resume
+        state.backbone = backbone
     used: dict[str, Any] = {"chat_template": data.chat_template, "sequence_len": data.sequence_len}
     if recipe.adapter is not None:  # which may have come with lora_model_dir
         lora = recipe.adapter.peft.peft_config["default"]
@@ -356,18 +357,23 @@ def _check_backbone(
     checkpoint: LoadedCheckpoint, base_model: str, found: str | None, console: Console
 ) -> None:
     """Raise CheckpointError if the backbone's weights are not those that the checkpoint was trained
-    on; a checkpoint without their fingerprint is named in one line.
+    on. Where one of the two fingerprints is missing, one line says so.
     """
     expected = checkpoint.snapshot["run"].get("backbone")
-    if expected is None or found is None:
-        if found is not None:
-            console.print(
-                f"note: {checkpoint.path} was written by an earlier version: whether the weights of"
-                f" {base_model} are those that it was trained on is not known",
-                soft_wrap=True,
-            )
-        return
-    if expected != found:
+    unknown = f"whether the weights of {base_model} are those that it was trained on is not known"
+    if found is None:
+        console.print(
+            f"note: {checkpoint.path}: no weight files of {base_model} were found to compare;"
+            f" {unknown}",
+            soft_wrap=True,
+        )
+    elif expected is None:
+        console.print(
+            f"note: {checkpoint.path} was written by an earlier version, or where no weight files"
+            f" were found: {unknown}",
+            soft_wrap=True,
+        )
+    elif expected != found:
         raise CheckpointError(
             f"{checkpoint.path}: was trained on other weights than those of base_model {base_model}"
             " now. Restore these, or name the directory that holds them; or start a new run from"

@@ -51,6 +51,19 @@ def test_a_checkpoint_without_a_fingerprint_is_named(make_config, console, base,
     assert console.file.getvalue().count("was written by an earlier version") == 1
 
 
+def test_a_backbone_whose_files_are_not_found_is_named(make_config, console, base, monkeypatch):
+    train(make_config(base_model=str(base), **KEYS), console)
+    again = {**KEYS, "max_steps": 3, "resume_from_checkpoint": "auto"}
+    with monkeypatch.context() as patched:
+        patched.setattr(setup, "fingerprint_backbone", lambda name: None)
+        assert train(make_config(base_model=str(base), **again), console) == 0
+    assert console.file.getvalue().count(f"no weight files of {base} were found to compare") == 1
+    # the checkpoint of that run still knows the weights
+    change(base)
+    with pytest.raises(CheckpointError, match="was trained on other weights"):
+        train(make_config(base_model=str(base), **{**again, "max_steps": 4}), console)
+
+
 def test_another_quantization_is_named(make_config, console, base, monkeypatch):
     train(make_config(base_model=str(base), **KEYS), console)
     again = {**KEYS, "max_steps": 3, "resume_from_checkpoint": "auto", "load_in_4bit": True}
