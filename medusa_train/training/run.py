@@ -28,6 +28,7 @@ from medusa_train.progress import RunProgress, duration
 from medusa_train.training.backbone_recipe import BackboneRecipe
 from medusa_train.training.distributed import SINGLE_PROCESS, World
 from medusa_train.training.load_data import TrainingData
+from medusa_train.training.resume import NEW_STAGE, StageStart
 from medusa_train.training.setup import build_trainer
 from medusa_train.training.signals import StopRequest
 from medusa_train.training.trainer import Outcome, Trainer
@@ -48,19 +49,21 @@ def train(
     progress: RunProgress,
     results: Console,
     world: World = SINGLE_PROCESS,
+    start: StageStart = NEW_STAGE,
     whole_run: Path | None = None,
 ) -> int:
     """Train the heads that `cfg` describes, then write heads/ and tree.json and print the closing
     tables.
 
     Args:
+        start: what the stage starts from.
         whole_run: run directory of the two-stage run whose stage one this is.
 
     Returns:
         The exit code, see `stages.train_stages`.
     """
     with _explain_out_of_memory(cfg):
-        trainer = build_trainer(cfg, data, progress, world)
+        trainer = build_trainer(cfg, data, progress, world, start)
         trainer.whole_run = whole_run
         try:
             with _resume_hint(trainer):

@@ -4,7 +4,6 @@ loggers.
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from collections.abc import Iterator
@@ -19,9 +18,6 @@ from medusa_train.checkpoint.backbone_fingerprint import fingerprint_backbone
 from medusa_train.checkpoint.heads import load_draft
 from medusa_train.checkpoint.run_directory import (
     METRICS,
-    changed_weight_keys,
-    check_nothing_is_lost,
-    named_checkpoint,
     prepare_output_dir,
     write_config,
     writing,
@@ -30,9 +26,8 @@ from medusa_train.checkpoint.store import CheckpointStore
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.dataset import BatchLoader, validation_batches
 from medusa_train.data.draft_vocabulary import choose_draft_vocabulary, describe_vocabulary
-from medusa_train.errors import CheckpointError, ConfigError
+from medusa_train.errors import ConfigError
 from medusa_train.losses.objective import Objective
-from medusa_train.masking import mask
 from medusa_train.metrics_log import ConsoleLogger, MetricLoggers, MetricsFile, tensorboard, wandb
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts import DRAFTS, draft_name
@@ -61,21 +56,26 @@ from medusa_train.training.optimizer_step import (
     warmup_warning,
 )
 from medusa_train.training.process_info import ProcessInfo, free_port
-from medusa_train.training.snapshot import (
-    LoadedCheckpoint,
-    TrainState,
-    load_snapshot,
-    restore_state,
-    restore_weights,
-    rng_states,
+from medusa_train.training.resume import (
+    NEW_STAGE,
+    StageStart,
+    check_backbone,
+    describe_differences,
+    keep_best,
+    load_checkpoint,
 )
+from medusa_train.training.snapshot import TrainState, restore_state, restore_weights
 from medusa_train.training.trainer import ROUNDING, Plan, Trainer
 
 
 def build_trainer(
-    cfg: TrainConfig, data: TrainingData, progress: RunProgress, world: World = SINGLE_PROCESS
+    cfg: TrainConfig,
+    data: TrainingData,
+    progress: RunProgress,
+    world: World = SINGLE_PROCESS,
+    start: StageStart = NEW_STAGE,
 ) -> Trainer:
-    """Build everything that trains, and restore the checkpoint that `resume_from_checkpoint` names."""
+    """Build everything that trains, and restore what the stage starts from."""
     console = progress.console
     limit_kernel_cache()
     with progress.phase("loading the model", ticking=True):
@@ -93,12 +93,12 @@ def build_trainer(
     for line in _describe_run(cfg, data, recipe, draft, plan, world.size):
         console.print(line, style="yellow" if line.startswith("note:") else None)
 
+    # The checkpoint that this stage starts from, before the strategy partitions or copies weights.
     store = CheckpointStore(cfg.run_dir, cfg.save_total_limit)
-    checkpoint = _find_checkpoint(cfg, store, world, console)
+    checkpoint = load_checkpoint(start, store, world)
     backbone = world.run_on_main(lambda: fingerprint_backbone(cfg.base_model))
     if checkpoint is not None:
-        _check_backbone(checkpoint, cfg.base_model, backbone, console)
-    if checkpoint is not None:  # before the strategy partitions or copies the weights
+        check_backbone(checkpoint, cfg.base_model, backbone, console)
         with world.failing_together():
             restore_weights(checkpoint, draft, recipe, world)
     strategy = build_strategy(cfg, draft, recipe, plan, world, console)
@@ -108,16 +108,13 @@ def build_trainer(
     state = TrainState()
     if checkpoint is not None:
         with world.failing_together():
-            state = _resume(checkpoint, strategy, loader, plan, world, console)
-    other = state.validation not in (None, fingerprint := data.validation.fingerprint())
-    if cfg.early_stopping_patience is not None and state.best_loss is not None:
-        # left in another directory
-        other |= world.run_on_main(lambda: store.best(state.best_step)) is None
-    if other:
-        state.best_loss, state.evals_since_best = None, 0
-    state.validation = fingerprint
+            state = restore_state(checkpoint, strategy, world)
+            loader.load_state_dict(state.data)
+            describe_differences(checkpoint, state, plan, world.size, console)
+    keep_best(state, data.validation.fingerprint(), store, cfg.early_stopping_patience, world)
     if backbone is not None:  # else that of the checkpoint stands for a later resume
         state.backbone = backbone
+
     used: dict[str, Any] = {"chat_template": data.chat_template, "sequence_len": data.sequence_len}
     if recipe.adapter is not None:  # which may have come with lora_model_dir
         lora = recipe.adapter.peft.peft_config["default"]
@@ -330,89 +327,6 @@ def _build_objective(cfg: TrainConfig, draft: Draft, joint: bool) -> Objective:
 # Run directory
 
 
-def _find_checkpoint(
-    cfg: TrainConfig, store: CheckpointStore, world: World, console: Console
-) -> LoadedCheckpoint | None:
-    """Load the checkpoint that `resume_from_checkpoint` names, in every process; None for a new
-    run.
-    """
-    resume = cfg.resume_from_checkpoint
-    if resume is None:
-        return None
-    path = world.run_on_main(
-        lambda: (
-            named_checkpoint(resume, cfg.run_dir)
-            or store.latest()
-            or check_nothing_is_lost(cfg.run_dir)
-        )
-    )
-    if path is None:
-        console.print(f"resume_from_checkpoint: no checkpoint in {store.root}, starting a new run")
-        return None
-    snapshot = load_snapshot(store, path, world)
-    return LoadedCheckpoint(path, snapshot, changed_weight_keys(cfg, path.parent.parent))
-
-
-def _check_backbone(
-    checkpoint: LoadedCheckpoint, base_model: str, found: str | None, console: Console
-) -> None:
-    """Raise CheckpointError if the backbone's weights are not those that the checkpoint was trained
-    on. Where one of the two fingerprints is missing, one line says so.
-    """
-    expected = checkpoint.snapshot["run"].get("backbone")
-    unknown = f"whether the weights of {base_model} are those that it was trained on is not known"
-    if found is None:
-        console.print(
-            f"note: {checkpoint.path}: no weight files of {base_model} were found to compare;"
-            f" {unknown}",
-            soft_wrap=True,
-        )
-    elif expected is None:
-        console.print(
-            f"note: {checkpoint.path} was written by an earlier version, or where no weight files"
-            f" were found: {unknown}",
-            soft_wrap=True,
-        )
-    elif expected != found:
-        raise CheckpointError(
-            f"{checkpoint.path}: was trained on other weights than those of base_model {base_model}"
-            " now. Restore these, or name the directory that holds them; or start a new run from"
-            " the trained heads: lora_model_dir=RUN output_dir=OTHER"
-        )
-
-
-def _resume(
-    checkpoint: LoadedCheckpoint,
-    strategy: Strategy,
-    loader: BatchLoader,
-    plan: Plan,
-    world: World,
-    console: Console,
-) -> TrainState:
-    """Restore everything but the weights, and say what will differ with other processes or another
-    batch.
-    """
-    state = restore_state(checkpoint, strategy, world)
-    loader.load_state_dict(state.data)
-    console.print(f"resuming after step {state.step}, from {checkpoint.path}", soft_wrap=True)
-    for line in checkpoint.changed:
-        console.print(
-            f"warning: changed since that checkpoint: {line}", style="yellow", soft_wrap=True
-        )
-    if (before := len(rng_states(checkpoint.snapshot))) != world.size:
-        now = "1 process" if world.size == 1 else f"{world.size} processes"
-        console.print(f"note: resuming on {now} (was {before}): dropout masks will differ")
-    if not math.isclose(state.epoch, plan.epoch(state.step), rel_tol=1e-6):
-        console.print(
-            f"note: the batch differs from that of the checkpoint: its {state.step} steps were"
-            f" {state.epoch:.2f} epochs, here they count as {plan.epoch(state.step):.2f}. To keep"
-            " the batch, change gradient_accumulation_steps along with the number of processes",
-            style="yellow",
-            soft_wrap=True,
-        )
-    return state
-
-
 def _open_loggers(
     cfg: TrainConfig, state: TrainState, plan: Plan, progress: RunProgress, world: World
 ) -> MetricLoggers:
@@ -426,8 +340,7 @@ def _open_loggers(
     write_config(cfg, out)
     boards = [tensorboard(console, out, state.step)] if cfg.use_tensorboard else []
     if cfg.wandb_project is not None:
-        # keys that have no value say nothing, and the others hold no secret once masked
-        settings = json.loads(mask(cfg.model_dump_json(exclude_none=True)))
+        settings = cfg.model_dump(mode="json", exclude_none=True)  # wandb() masks what is secret
         boards.append(
             wandb(
                 console,

@@ -9,19 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import partial
-from pathlib import Path
 
 from rich.console import Console
 
-from medusa_train.checkpoint.resolve import find_heads
 from medusa_train.checkpoint.run_directory import (
-    CHECKPOINTS,
-    HEADS,
-    NEWEST,
-    changed_weight_keys,
     check_output_dir,
-    named_checkpoint,
     only_writer,
     prepare_output_dir,
     write_config,
@@ -29,12 +21,12 @@ from medusa_train.checkpoint.run_directory import (
 from medusa_train.config.load import stage_one_config
 from medusa_train.config.schema import DATA_KEYS, TrainConfig
 from medusa_train.data.dataset import BatchLoader
-from medusa_train.errors import CheckpointError, ConfigError
 from medusa_train.models.precision import release_memory
 from medusa_train.progress import LoadingProgress, RunProgress
 from medusa_train.training.distributed import SINGLE_PROCESS, World
 from medusa_train.training.load_data import TrainingData, load_data
 from medusa_train.training.preflight import check_run
+from medusa_train.training.resume import ResumePlan, plan_resume
 from medusa_train.training.run import train
 from medusa_train.training.setup import make_plan
 from medusa_train.training.signals import signals_as_interrupts
@@ -61,37 +53,44 @@ def train_stages(
         MedusaError: an error of configuration, data or environment.
         KeyboardInterrupt: Ctrl-C, or SIGTERM as Terminated, before there was anything to save.
     """
-    first, progress = stage_one_config(cfg), RunProgress(console)
+    first = stage_one_config(cfg)
+    progress = RunProgress(console)
     with signals_as_interrupts(), ExitStack() as lock:
+        # 1. The run directory is this process's, and what the run goes on from is decided.
         world.run_on_main(lambda: check_output_dir(cfg))
         world.run_on_main(lambda: lock.enter_context(only_writer(cfg.run_dir)))
-        resumes = first is not None and cfg.resume_from_checkpoint is not None
-        if first is not None and resumes and world.run_on_main(partial(_is_finished, cfg, first)):
+        plan = world.run_on_main(lambda: plan_resume(cfg, first))
+        if first is not None and plan.stage_one_is_finished:
             console.print(
                 f"{TITLES[0]}: the heads in {first.output_dir} are finished", soft_wrap=True
             )
             progress.title = TITLES[1]
-            cfg, first = _as_started(cfg), None
+            first = None
+
+        # 2. The data of all stages.
         stages = [cfg] if first is None else [first, cfg]
         with LoadingProgress(progress) as shown:
             data = load_stages(stages, console, world, shown)
-        if first is None:
-            return train(cfg, data[0], progress, results, world)
+        if plan.note is not None:
+            console.print(plan.note, soft_wrap=True)
 
-        for line in _plans(stages, data, world):
+        # 3. Training: one stage, or both.
+        if first is None:
+            return train(cfg, data[0], progress, results, world, plan.start)
+
+        for line in _describe_stages(stages, data, world):
             console.print(line, highlight=False, soft_wrap=True)
-        world.run_on_main(lambda: _begin(cfg))
+        world.run_on_main(lambda: _begin(cfg, plan))
         console.print(f"\n{TITLES[0]}", style="bold")
         progress.title = TITLES[0]
-        first = first.model_copy(
-            update={"resume_from_checkpoint": cfg.resume_from_checkpoint and "latest"}
-        )
-        if code := train(first, data[0], progress, results, world, whole_run=cfg.run_dir):
+        code = train(first, data[0], progress, results, world, plan.start, whole_run=cfg.run_dir)
+        if code != 0:
             return code
         release_memory()
         console.print(f"\n{TITLES[1]}", style="bold")
-        progress.title, progress.seconds = TITLES[1], {"stage one": progress.total_seconds}
-        return train(_as_started(cfg), data[1], progress, results, world)
+        progress.title = TITLES[1]
+        progress.seconds = {"stage one": progress.total_seconds}
+        return train(cfg, data[1], progress, results, world)
 
 
 def load_stages(
@@ -111,7 +110,9 @@ def load_stages(
     return loaded
 
 
-def _plans(stages: Sequence[TrainConfig], data: Sequence[TrainingData], world: World) -> list[str]:
+def _describe_stages(
+    stages: Sequence[TrainConfig], data: Sequence[TrainingData], world: World
+) -> list[str]:
     lines = []
     for title, cfg, part in zip(TITLES, stages, data, strict=True):
         loader = BatchLoader(
@@ -131,53 +132,12 @@ def _plans(stages: Sequence[TrainConfig], data: Sequence[TrainingData], world: W
     return lines
 
 
-def _begin(cfg: TrainConfig) -> None:
+def _begin(cfg: TrainConfig, plan: ResumePlan) -> None:
     """Delete the run that this one overwrites, its stage one included, and write the configuration
     of both stages.
     """
-    if cfg.resume_from_checkpoint is None:
-        prepare_output_dir(cfg.run_dir, 0)
     out = cfg.run_dir
+    if plan.replaces:
+        prepare_output_dir(out, 0)
     out.mkdir(parents=True, exist_ok=True)
     write_config(cfg, out)
-
-
-def _is_finished(cfg: TrainConfig, first: TrainConfig) -> bool:
-    """Return whether stage one needs no further training: its heads are saved, or stage two has a
-    checkpoint.
-    """
-    run = first.run_dir
-    named = named_checkpoint(cfg.resume_from_checkpoint, cfg.run_dir)
-    if named is not None and named.resolve().is_relative_to(run.resolve()):
-        raise CheckpointError(
-            f"resume_from_checkpoint: {named} is a checkpoint of stage one;"
-            " resume_from_checkpoint=auto continues stage one from its newest checkpoint"
-        )
-    if named is not None or _has_checkpoint(cfg.run_dir):
-        return True
-    # weights and config.json are written one after the other
-    if find_heads(run / HEADS).layout is None or not (run / HEADS / "config.json").is_file():
-        return False
-    if changed := [
-        line for line in changed_weight_keys(first, run) if line.partition(":")[0] in cfg.heads_keys
-    ]:
-        raise ConfigError(
-            f"stage_one: the heads in {run} were trained with other settings"
-            f" ({'; '.join(changed)}). Set these back, set output_dir to a new directory, or"
-            " replace this run with overwrite_output_dir=true"
-        )
-    return True
-
-
-def _has_checkpoint(run: Path) -> bool:
-    return any((run / CHECKPOINTS).glob("step-*"))
-
-
-def _as_started(cfg: TrainConfig) -> TrainConfig:
-    """Let stage two begin in the directory that holds stage one, unless there is a checkpoint of it
-    to resume from.
-    """
-    resume = cfg.resume_from_checkpoint
-    if resume is not None and (resume not in NEWEST or _has_checkpoint(cfg.run_dir)):
-        return cfg
-    return cfg.model_copy(update={"resume_from_checkpoint": None, "overwrite_output_dir": True})

@@ -1,0 +1,220 @@
+"""Decide what a run goes on from, once and before anything is loaded; then load it, and say what
+differs.
+
+`plan_resume` is the only place that looks for checkpoints; stages, setup and trainer read its plan.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from medusa_train.checkpoint.resolve import find_heads
+from medusa_train.checkpoint.run_directory import (
+    HEADS,
+    changed_weight_keys,
+    check_nothing_is_lost,
+    named_checkpoint,
+)
+from medusa_train.checkpoint.store import CheckpointStore
+from medusa_train.config.schema import TrainConfig
+from medusa_train.errors import CheckpointError, ConfigError
+from medusa_train.training.distributed import SINGLE_PROCESS, World
+from medusa_train.training.snapshot import (
+    LoadedCheckpoint,
+    TrainState,
+    load_snapshot,
+    rng_states,
+)
+from medusa_train.training.trainer import Plan
+
+
+@dataclass(frozen=True)
+class StageStart:
+    """What one stage starts from.
+
+    Attributes:
+        checkpoint: what is restored before the next step; None: the stage begins with step 1.
+        changed: `key: was A, now B` of the settings behind the checkpoint's weights.
+    """
+
+    checkpoint: Path | None = None
+    changed: tuple[str, ...] = ()
+
+
+NEW_STAGE = StageStart()
+
+
+@dataclass(frozen=True)
+class ResumePlan:
+    """What a run goes on from.
+
+    Attributes:
+        start: of the stage that trains first; a stage after it is new.
+        stage_one_is_finished: the run begins with stage two.
+        replaces: files of an earlier run in `output_dir` are deleted.
+        note: what the user asked for and did not get, in words.
+    """
+
+    start: StageStart = NEW_STAGE
+    stage_one_is_finished: bool = False
+    replaces: bool = False
+    note: str | None = None
+
+
+def plan_resume(cfg: TrainConfig, stage_one: TrainConfig | None) -> ResumePlan:
+    """Return what the run of `cfg` goes on from.
+
+    Raises:
+        CheckpointError: the named checkpoint does not exist or is one of stage one, or results in
+            `output_dir` would be lost.
+        ConfigError: stage one is finished, with other settings.
+    """
+    if cfg.resume_from_checkpoint is None:
+        return ResumePlan(replaces=True)
+
+    # 1. A checkpoint of the run itself, which is stage two where there are two stages.
+    named = named_checkpoint(cfg.resume_from_checkpoint, cfg.run_dir)
+    if named is not None and stage_one is not None:
+        _refuse_stage_one(named, stage_one)
+    checkpoint = named or CheckpointStore(cfg.run_dir).latest()
+    if checkpoint is not None:
+        start = _start_from(checkpoint, cfg)
+        return ResumePlan(start, stage_one_is_finished=stage_one is not None)
+
+    # 2. None, but the heads that stage two starts from.
+    if stage_one is not None and _has_finished_heads(stage_one, cfg):
+        return ResumePlan(stage_one_is_finished=True)
+
+    # 3. A checkpoint of stage one, or none at all.
+    trained_first = cfg if stage_one is None else stage_one
+    store = CheckpointStore(trained_first.run_dir)
+    checkpoint = store.latest()
+    if checkpoint is not None:
+        return ResumePlan(_start_from(checkpoint, trained_first))
+    check_nothing_is_lost(trained_first.run_dir)
+    return ResumePlan(
+        note=f"resume_from_checkpoint: no checkpoint in {store.root}, starting a new run"
+    )
+
+
+def _start_from(checkpoint: Path, cfg: TrainConfig) -> StageStart:
+    changed = changed_weight_keys(cfg, checkpoint.parent.parent)
+    return StageStart(checkpoint, tuple(changed))
+
+
+def _refuse_stage_one(named: Path, stage_one: TrainConfig) -> None:
+    if named.resolve().is_relative_to(stage_one.run_dir.resolve()):
+        raise CheckpointError(
+            f"resume_from_checkpoint: {named} is a checkpoint of stage one;"
+            " resume_from_checkpoint=auto continues stage one from its newest checkpoint"
+        )
+
+
+def _has_finished_heads(stage_one: TrainConfig, cfg: TrainConfig) -> bool:
+    """Return whether stage one saved its heads; ConfigError if other ones are configured now."""
+    run = stage_one.run_dir
+    # weights and config.json are written one after the other
+    if find_heads(run / HEADS).layout is None or not (run / HEADS / "config.json").is_file():
+        return False
+    changed = [
+        line
+        for line in changed_weight_keys(stage_one, run)
+        if line.partition(":")[0] in cfg.heads_keys
+    ]
+    if changed:
+        raise ConfigError(
+            f"stage_one: the heads in {run} were trained with other settings"
+            f" ({'; '.join(changed)}). Set these back, set output_dir to a new directory, or"
+            " replace this run with overwrite_output_dir=true"
+        )
+    return True
+
+
+# Loading
+
+
+def load_checkpoint(
+    start: StageStart, store: CheckpointStore, world: World = SINGLE_PROCESS
+) -> LoadedCheckpoint | None:
+    """Load the checkpoint that a stage starts from, in every process; None for a new stage."""
+    if start.checkpoint is None:
+        return None
+    snapshot = load_snapshot(store, start.checkpoint, world)
+    return LoadedCheckpoint(start.checkpoint, snapshot, start.changed)
+
+
+def check_backbone(
+    checkpoint: LoadedCheckpoint, base_model: str, found: str | None, console: Console
+) -> None:
+    """Raise CheckpointError if the backbone's weights are not those that the checkpoint was trained
+    on; say it in one line where that cannot be known.
+
+    Args:
+        found: the fingerprint of the weights of `base_model`; None where there are no files.
+    """
+    expected = checkpoint.snapshot["run"].get("backbone")
+    unknown = f"whether the weights of {base_model} are those that it was trained on is not known"
+    if found is None:
+        console.print(
+            f"note: {checkpoint.path}: no weight files of {base_model} were found to compare;"
+            f" {unknown}",
+            soft_wrap=True,
+        )
+    elif expected is None:
+        console.print(
+            f"note: {checkpoint.path} was written by an earlier version, or where no weight files"
+            f" were found: {unknown}",
+            soft_wrap=True,
+        )
+    elif expected != found:
+        raise CheckpointError(
+            f"{checkpoint.path}: was trained on other weights than those of base_model {base_model}"
+            " now. Restore these, or name the directory that holds them; or start a new run from"
+            " the trained heads: lora_model_dir=RUN output_dir=OTHER"
+        )
+
+
+def describe_differences(
+    checkpoint: LoadedCheckpoint, state: TrainState, plan: Plan, processes: int, console: Console
+) -> None:
+    """Say where a stage goes on, and what differs from an uninterrupted run."""
+    console.print(f"resuming after step {state.step}, from {checkpoint.path}", soft_wrap=True)
+    for line in checkpoint.changed:
+        console.print(
+            f"warning: changed since that checkpoint: {line}", style="yellow", soft_wrap=True
+        )
+    before = len(rng_states(checkpoint.snapshot))
+    if before != processes:
+        now = "1 process" if processes == 1 else f"{processes} processes"
+        console.print(f"note: resuming on {now} (was {before}): dropout masks will differ")
+    if not math.isclose(state.epoch, plan.epoch(state.step), rel_tol=1e-6):
+        console.print(
+            f"note: the batch differs from that of the checkpoint: its {state.step} steps were"
+            f" {state.epoch:.2f} epochs, here they count as {plan.epoch(state.step):.2f}. To keep"
+            " the batch, change gradient_accumulation_steps along with the number of processes",
+            style="yellow",
+            soft_wrap=True,
+        )
+
+
+def keep_best(
+    state: TrainState, validation: str, store: CheckpointStore, patience: int | None, world: World
+) -> None:
+    """Forget the best evaluation where later ones cannot be compared with it: it was measured on
+    other data, or early stopping would return weights that were left in another directory.
+
+    Args:
+        validation: the fingerprint of the validation data now.
+    """
+    comparable = state.validation is None or state.validation == validation
+    state.validation = validation
+    if patience is not None and state.best_loss is not None:
+        best = world.run_on_main(lambda: store.best(state.best_step))
+        comparable = comparable and best is not None
+    if not comparable:
+        state.best_loss = None
+        state.evals_since_best = 0
