@@ -14,6 +14,7 @@ from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import AcceptedPath, DraftStep, Proposal, Proposer
 from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.models.features import Features
+from medusa_train.trees.slot_caches import prompt_cache
 from medusa_train.trees.slots import Slots
 from medusa_train.trees.tree import Tree
 
@@ -92,7 +93,7 @@ def write_random(backbone: Backbone, slots: Slots, length: int) -> None:
     states = torch.randn(
         1, config.num_key_value_heads, length, size, device=backbone.device, dtype=backbone.dtype
     )
-    cache = slots.prompts(0, 1)
+    cache = prompt_cache(slots, 0, 1)
     for layer in range(backbone.num_layers):
         cache.update(states, states, layer)
 

@@ -35,8 +35,10 @@ from medusa_train.models.drafts.base import (
     at_positions,
 )
 from medusa_train.models.features import FINAL_STATES, Features
-from medusa_train.trees.row_trees import RowTrees, TreeAndBranch
-from medusa_train.trees.slots import NodeSlots, Slots, compact
+from medusa_train.trees.lookahead_branch import TreeAndBranch
+from medusa_train.trees.row_trees import RowTrees
+from medusa_train.trees.slot_caches import NodeSlots, prompt_cache
+from medusa_train.trees.slots import Slots, compact
 from medusa_train.trees.tree import Tree
 
 _log = logging.getLogger(__name__)
@@ -207,7 +209,7 @@ class Steps:
         longest = max(map(len, prompts))
         padded = [prompt[known:] + [0] * (longest - len(prompt)) for prompt in prompts]
         tokens = torch.tensor(padded, device=device)  # [B, T]
-        cache = self.slots.prompts(len(self._starts), len(prompts), known)
+        cache = prompt_cache(self.slots, len(self._starts), len(prompts), known)
         feats = self._backbone.run(tokens, cache=cache, need=self._needs)
         self._prompts = (feats, tokens, prompts, known)
         # accepting a tree without draft tokens gives the token after its root, here the prompt's
@@ -238,7 +240,7 @@ class Steps:
         first = len(self._starts)
         count = len(prompts)
         if self._draft is not None:
-            caches = [slots.prompts(first, count, known) for slots in self._draft_slots]
+            caches = [prompt_cache(slots, first, count, known) for slots in self._draft_slots]
             self._draft.prefill(feats, tokens, caches)
             self._rows += [self._draft.new_row(prompt) for prompt in prompts]
         rows = slice(first, first + count)
@@ -396,7 +398,7 @@ class Steps:
         if nodes is None:
             nodes = self._place(tree, lengths, storage, room)
         elif tree.size < self._tree.size:  # the draft stopped early
-            nodes = nodes.head(tree.size + 1)
+            nodes = nodes.first_nodes(tree.size + 1)
         feats, logits = self._backbone.run_nodes(tokens, nodes, self._needs, proposal.early)
         branch = None
         if proposal.branch is not None:

@@ -45,7 +45,8 @@ from medusa_train.models.stop_tokens import (
     find_stop_tokens,
 )
 from medusa_train.trees.masks import NodeMasks, document_mask, layer_masks
-from medusa_train.trees.slots import KEY_BLOCK, NodeSlots, PromptCache, Slots
+from medusa_train.trees.slot_caches import NodeSlots, PromptCache, prompt_cache
+from medusa_train.trees.slots import KEY_BLOCK, Slots
 from medusa_train.trees.tree import Tree
 
 
@@ -227,14 +228,14 @@ class Backbone:
     ) -> tuple[Features, Tensor]:
         assert nodes.masks is not None
         mask = next(iter(nodes.masks.values()))
-        slots = nodes.slots
+        columns = nodes.columns
         if len(tokens) == 1:
-            slots = slots[0]
+            columns = columns[0]
         else:
             mask = mask.contiguous()
         # a view of the inputs has strides that the program was not compiled for
         tokens = tokens.clone(memory_format=torch.contiguous_format)
-        return compiled(tokens, nodes.positions, mask, slots, nodes.storage)
+        return compiled(tokens, nodes.positions, mask, columns, nodes.storage)
 
     def node_masks(self, ancestors: Tensor, depths: Tensor) -> dict[str, NodeMasks]:
         """Return the masks of a tree by layer type, see `NodeMasks`."""
@@ -251,13 +252,13 @@ class Backbone:
         lengths: Tensor,
         storage: Tensor,
         key_length: int,
-        first: int | None = None,
+        first_column: int | None = None,
     ) -> NodeSlots:
         """Return where the nodes of a tree stand: node i of a row in column length + i.
 
         Args:
             depths: long [n + 1], or [B, n + 1] if rows differ. masks: of the tree, `node_masks`.
-            lengths: position of the root, long [B]. storage, first: see `NodeSlots`.
+            lengths: position of the root, long [B]. storage, first_column: see `NodeSlots`.
         """
         positions = lengths[:, None] + torch.atleast_2d(depths)  # [B, n + 1]
         columns = lengths[:, None] + torch.arange(positions.shape[1], device=lengths.device)
@@ -266,8 +267,8 @@ class Backbone:
             # their ids
             positions=positions.clamp(max=self.max_context - 1),
             masks={kind: mask.at(lengths, key_length) for kind, mask in masks.items()},
-            slots=columns,
-            first=first,
+            columns=columns,
+            first_column=first_column,
             storage=storage,
             key_length=key_length,
         )
@@ -407,7 +408,7 @@ class Backbone:
             % self.vocab_size
         )
         slots = self.new_slots()
-        self.run(tokens[:, :2], cache=slots.prompts(0, 1))
+        self.run(tokens[:, :2], cache=prompt_cache(slots, 0, 1))
         depths = tree.depths.to(self.device)
         masks = self.node_masks(tree.ancestors.to(self.device), depths)
         lengths = torch.tensor([2], device=self.device)
@@ -527,7 +528,7 @@ class Backbone:
         )
         slots = Slots(self.num_layers, 1)
         token = torch.zeros(1, 1, dtype=torch.long, device=self.device)
-        self.run(token, cache=slots.prompts(0, 1))
+        self.run(token, cache=prompt_cache(slots, 0, 1))
         layers, _, _, heads, _, dim = slots.storage(1).shape
         compiled.warm_up((layers, heads, dim), self.device, self.dtype)
         self.compiled = compiled

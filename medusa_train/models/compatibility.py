@@ -19,6 +19,7 @@ from medusa_train.errors import BackboneError
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.finite import describe_not_finite
 from medusa_train.models.hf_config import SUPPORTED_LAYER_TYPES, has_experts
+from medusa_train.trees.slot_caches import prompt_cache
 from medusa_train.trees.tree import Tree
 
 #: Config keys of layers that carry a recurrent state instead of keys and values.
@@ -273,7 +274,7 @@ def _verifies_trees(backbone: Backbone) -> bool:
     )
     expected = backbone.run(tokens[[0, 1, 2, 3, 5, 6]][None]).hidden[0, -1]
     slots = backbone.new_slots()
-    backbone.run(tokens[None, :3], cache=slots.prompts(0, 1))
+    backbone.run(tokens[None, :3], cache=prompt_cache(slots, 0, 1))
     depths = tree.depths.to(backbone.device)
     masks = backbone.node_masks(tree.ancestors.to(backbone.device), depths)
     lengths = torch.tensor([3], device=backbone.device)

@@ -12,16 +12,15 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-#: Numbers by which rows of a mask are aligned in memory: torch's memory-efficient kernel copies
-# others.
+#: The keys of a query lie aligned by so many numbers in memory: torch's memory-efficient kernel
+#: copies other masks.
 _ALIGNMENT = 8
 
 
 def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
     """Convert a bool mask of any shape: 0 where `visible` is true, else -inf."""
-    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(
-        ~visible, float("-inf")
-    )
+    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+    return mask.masked_fill_(~visible, float("-inf"))
 
 
 class NodeMasks:
@@ -29,27 +28,36 @@ class NodeMasks:
 
         column - length    < 0: committed    0 .. n: the nodes    > n: masked
 
+    Committed columns beyond the window, or all of them without one, are alike. So a small table is
+    made once, and the mask for given lengths is looked up in it: column j of a row stands in column
+    j - length + prefix of the table, or in its first or last one.
+
     Args:
         ancestors: bool [n + 1, n + 1], see `Tree.ancestors`, or [B, n + 1, n + 1] if rows differ.
         depths: long [n + 1], or [B, n + 1].
         window: number of positions that a node attends to, itself included; None: all.
+        dtype: of the masks.
     """
 
     def __init__(
         self, ancestors: Tensor, depths: Tensor, window: int | None, dtype: torch.dtype
     ) -> None:
-        self._prefix = window or 1  # all columns before these are alike
-        nodes = torch.atleast_2d(depths)[..., None]  # [1 or B, n + 1, 1]
-        visible = ancestors if ancestors.dim() == 3 else ancestors[None]
-        offsets = torch.arange(-self._prefix, 0, device=depths.device)  # of committed columns
+        self._prefix = window or 1  # committed columns in the table
+        depths = torch.atleast_2d(depths)[..., None]  # [1 or B, n + 1, 1]
+        visible = ancestors  # [1 or B, n + 1, n + 1]: of the nodes
+        if visible.dim() == 2:
+            visible = visible[None]
+        # 1. of the committed columns; the last one stands right before the root, at depth -1
+        offsets = torch.arange(-self._prefix, 0, device=depths.device)
         if window is None:
             committed = visible.new_ones(*visible.shape[:2], self._prefix)
         else:
-            committed = nodes - offsets < window
-            visible = visible & (nodes - nodes.transpose(1, 2) < window)
-        beyond = torch.zeros_like(visible[..., :1])
-        # [1 or B, n + 1, prefix + n + 2]: by column - length + prefix
-        self._table = additive_mask(torch.cat([committed, visible, beyond], dim=2), dtype)
+            committed = depths - offsets < window  # [1 or B, n + 1, prefix]
+            visible = visible & (depths - depths.transpose(1, 2) < window)
+        # 2. nothing behind the nodes
+        beyond = torch.zeros_like(visible[..., :1])  # [1 or B, n + 1, 1]
+        table = torch.cat([committed, visible, beyond], dim=2)
+        self._table = additive_mask(table, dtype)  # [1 or B, n + 1, prefix + n + 2]
 
     def at(self, lengths: Tensor, key_length: int) -> Tensor:
         """Return the mask [B, 1, n + 1, key_length] for nodes after `lengths` committed positions,
@@ -58,13 +66,17 @@ class NodeMasks:
         It is a slice of a larger one, as compiled passes expect it, whose rows are aligned as
         kernels of GPUs do.
         """
+        # 1. columns of the table, [B, key_length + 8]
         columns = torch.arange(key_length + _ALIGNMENT, device=lengths.device)
-        # [B, key_length + 8]: columns of the table
-        index = (columns - lengths[:, None] + self._prefix).clamp(0, self._table.shape[2] - 1)
-        if len(self._table) == 1:  # the same tree in all rows: [n + 1, B, key_length + 8]
-            mask = self._table[0].index_select(1, index.flatten()).unflatten(1, index.shape)
+        index = columns - lengths[:, None] + self._prefix
+        index = index.clamp(0, self._table.shape[2] - 1)
+        # 2. the same tree in all rows
+        if len(self._table) == 1:
+            mask = self._table[0].index_select(1, index.flatten())  # [n + 1, B * (key_length + 8)]
+            mask = mask.unflatten(1, index.shape)  # [n + 1, B, key_length + 8]
             return mask.transpose(0, 1)[:, None, :, :key_length]
-        index = index[:, None].expand(-1, self._table.shape[1], -1)
+        # 3. or one tree per row
+        index = index[:, None].expand(-1, self._table.shape[1], -1)  # [B, n + 1, key_length + 8]
         return self._table.gather(2, index)[:, None, :, :key_length]
 
 
@@ -79,7 +91,7 @@ def causal_mask(columns: Tensor, key_length: int, window: int | None, dtype: tor
     """
     keys = torch.arange(key_length + _ALIGNMENT, device=columns.device)
     own = columns[..., None]  # [B, q, 1]
-    visible = keys <= own
+    visible = keys <= own  # [B, q, key_length + 8]
     if window is not None:
         visible &= keys > own - window
     return additive_mask(visible, dtype)[:, None, :, :key_length]
@@ -107,29 +119,29 @@ def document_mask(segments: Tensor, dtype: torch.dtype) -> Tensor | None:
     """
     if int(segments.max()) <= 0:
         return None
-    length = segments.shape[1]
-    attended = segments[:, :, None] == segments[:, None, :]
-    attended &= torch.ones(length, length, dtype=torch.bool, device=segments.device).tril()
-    return additive_mask(attended, dtype)[:, None]
+    length = segments.shape[1]  # T
+    same_document = segments[:, :, None] == segments[:, None, :]  # [B, T, T]
+    ones = torch.ones(length, length, dtype=torch.bool, device=segments.device)
+    same_document &= ones.tril()  # and not later
+    return additive_mask(same_document, dtype)[:, None]
 
 
 def apply_sliding_window(
     mask: Tensor, positions: Tensor, prefix: int, window: int | None
 ) -> Tensor:
-    """Mask the keys outside a sliding window.
+    """Mask the keys outside a sliding window, [1 or B, 1, T, prefix + T].
 
     Args:
-        mask: additive, [1 or B, 1, T, prefix + T].
+        mask: additive, of the same shape.
         positions: [B, T] position ids of the queries, which are the last T keys; keys before are at
             0 .. prefix - 1.
         window: number of positions that a query attends to, itself included; None: all.
     """
     if window is None:
         return mask
-    keys = torch.cat(
-        [torch.arange(prefix, device=positions.device).expand(len(positions), -1), positions], dim=1
-    )
-    outside = positions[:, :, None] - keys[:, None, :] >= window
+    before = torch.arange(prefix, device=positions.device).expand(len(positions), -1)
+    keys = torch.cat([before, positions], dim=1)  # [B, prefix + T]: positions of the keys
+    outside = positions[:, :, None] - keys[:, None, :] >= window  # [B, T, prefix + T]
     return mask.masked_fill(outside[:, None], float("-inf"))
 
 

@@ -1,18 +1,14 @@
-"""Trees that differ between rows and steps, as drafts that copy text propose them, and tokens run
-beside a tree.
-"""
+"""Trees that differ between rows and steps, as drafts that copy text propose them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from medusa_train.trees.tree import Nodes, Tree
+from medusa_train.trees.tree import Nodes
 
 
 class RowTrees:
@@ -27,29 +23,36 @@ class RowTrees:
             before children.
 
     Attributes:
-        size: nodes of the largest tree without the root, n. max_depth: of the deepest tree.
+        size: nodes of the largest tree without the root, n.
+        max_depth: of the deepest tree.
         parents, depths: long [B, n + 1].
         ancestors: bool [B, n + 1, n + 1]: row i is true at node i and its ancestors, the root
             included.
     """
 
     def __init__(self, parents: Sequence[Sequence[int]], device: torch.device) -> None:
-        self._rows = [_RowTree(row) for row in parents]
-        self.size = max(row.size for row in self._rows)
-        self.max_depth = max(max(row.depth_list) for row in self._rows)
-        shape = len(parents), self.size + 1
-        self.parents = torch.tensor(
-            [[*row, *[0] * (shape[1] - len(row))] for row in parents], device=device
-        )
-        self.depths = torch.tensor(
-            [row.depth_list + [1] * (self.size - row.size) for row in self._rows], device=device
-        )
-        ancestors = np.zeros((*shape, shape[1]), dtype=np.bool_)
-        ancestors[:, range(shape[1]), range(shape[1])] = True
+        self._rows = [_RowTree(row_parents) for row_parents in parents]
+        self.size = max(tree.size for tree in self._rows)
+        self.max_depth = max(max(tree.depth_list) for tree in self._rows)
+
+        # 1. parents and depths, padded with children of the root
+        padded_parents: list[list[int]] = []
+        padded_depths: list[list[int]] = []
+        for tree in self._rows:
+            padding = self.size - tree.size
+            padded_parents.append(tree.parent_list + [0] * padding)
+            padded_depths.append(tree.depth_list + [1] * padding)
+        self.parents = torch.tensor(padded_parents, device=device)
+        self.depths = torch.tensor(padded_depths, device=device)
+
+        # 2. ancestors, on the host: a node sees itself, the root, and what its parent sees
+        nodes = self.size + 1
+        ancestors = np.zeros((len(self._rows), nodes, nodes), dtype=np.bool_)
+        ancestors[:, range(nodes), range(nodes)] = True
         ancestors[:, :, 0] = True
-        for mask, row in zip(ancestors, self._rows, strict=True):
-            for node, parent in enumerate(row.parent_list[1:], start=1):
-                mask[node] |= mask[parent]
+        for row, tree in enumerate(self._rows):
+            for node, parent in enumerate(tree.parent_list[1:], start=1):
+                ancestors[row, node] |= ancestors[row, parent]
         self.ancestors = torch.from_numpy(ancestors).to(device)
 
     def row(self, index: int) -> Nodes:
@@ -58,6 +61,8 @@ class RowTrees:
 
 
 class _RowTree(Nodes):
+    """The tree of one row."""
+
     def __init__(self, parents: Sequence[int]) -> None:
         self.parent_list = list(parents)
 
@@ -76,9 +81,12 @@ class TokenTree:
     counts: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.counts = self.counts or [0] * len(self.tokens)
+        if not self.counts:
+            self.counts = [0] * len(self.tokens)
+        self._children: dict[tuple[int, int], int] = {}  # node by parent and token
         edges = zip(self.parents[1:], self.tokens[1:], strict=True)
-        self._children = {edge: node for node, edge in enumerate(edges, start=1)}
+        for node, edge in enumerate(edges, start=1):
+            self._children[edge] = node
 
     @property
     def size(self) -> int:
@@ -91,8 +99,9 @@ class TokenTree:
 
     def child(self, parent: int, token: int) -> int:
         """Return the child of `parent` with this token, added if there is none."""
-        node = self._children.setdefault((parent, token), len(self.tokens))
-        if node == len(self.tokens):
+        new_node = len(self.tokens)
+        node = self._children.setdefault((parent, token), new_node)
+        if node == new_node:
             self.tokens.append(token)
             self.parents.append(parent)
             self.counts.append(0)
@@ -116,83 +125,26 @@ class TokenTree:
         depths = [0]
         for parent in self.parents[1:]:
             depths.append(depths[parent] + 1)
-        order = sorted(
-            range(1, len(self.tokens)), key=lambda node: (-self.counts[node], depths[node], node)
-        )
-        return self.subset(order[:size])
+
+        def rank(node: int) -> tuple[int, int, int]:
+            return -self.counts[node], depths[node], node
+
+        nodes = sorted(range(1, len(self.tokens)), key=rank)
+        return self.subset(nodes[:size])
 
     def subset(self, nodes: Iterable[int]) -> TokenTree:
         """Return the tree of the root and `nodes`, which must include their parents."""
         kept = [0, *sorted(nodes)]
         index = {node: i for i, node in enumerate(kept)}
-        parents = [-1, *(index[self.parents[node]] for node in kept[1:])]
-        return TokenTree(
-            [self.tokens[node] for node in kept], parents, [self.counts[node] for node in kept]
-        )
+        tokens = [self.tokens[node] for node in kept]
+        parents = [-1]
+        for node in kept[1:]:
+            parents.append(index[self.parents[node]])
+        counts = [self.counts[node] for node in kept]
+        return TokenTree(tokens, parents, counts)
 
     def merge(self, other: TokenTree) -> None:
         """Add the nodes of another tree below the same root; equal children are one node."""
-        nodes = [0]
+        nodes = [0]  # of this tree, for each node of the other one
         for parent, token in zip(other.parents[1:], other.tokens[1:], strict=True):
             nodes.append(self.child(nodes[parent], token))
-
-
-class BranchLayout(Nodes):
-    """Positions and mask of a lookahead branch: tokens below the root of every row, beside its
-    tree.
-
-        committed  root  tree  branch        x attends to, . does not,
-        x x x x x   x     a     .    node    a attends to its ancestors and itself
-        x x x x x   x     .     a    branch
-
-    Branch tokens are never accepted, and their keys and values are dropped after the pass.
-
-    Args:
-        parents: of every branch token the index of its parent among them, or -1 for the root;
-            parents come first.
-        outputs: the draft reads the backbone's logits at this many of them, the last ones.
-
-    Attributes:
-        size: number of branch tokens, m. max_depth: of the deepest one; the root has depth 0.
-        depths: long [m].
-        ancestors: bool [m, m]: row i is true at branch token i and its ancestors, without the root.
-    """
-
-    def __init__(self, parents: Sequence[int], outputs: int, device: torch.device) -> None:
-        self.parent_list = [-1, *(parent + 1 for parent in parents)]  # the root is node 0
-        self.outputs = outputs
-        self.max_depth = max(self.depth_list)
-        self.depths = torch.tensor(self.depth_list[1:], device=device)
-        ancestors = torch.eye(self.size, dtype=torch.bool)
-        for row, parent in enumerate(parents):
-            if parent >= 0:
-                ancestors[row] |= ancestors[parent]
-        self.ancestors = ancestors.to(device)
-
-
-class LookaheadBranch(NamedTuple):
-    """The branch of one proposal: its tokens, long [B, m], and the layout of every row."""
-
-    tokens: Tensor
-    layout: BranchLayout
-
-
-class TreeAndBranch:
-    """The nodes of a tree, or of one tree per row of the batch, followed by branch tokens: what one
-    pass computes.
-
-    Attributes:
-        size: without the root, n + m. max_depth: of the deepest one.
-        depths: long [1 or B, n + 1 + m].
-        ancestors: bool [1 or B, n + 1 + m, n + 1 + m]: row i is true where i attends to.
-    """
-
-    def __init__(self, tree: Tree | RowTrees, branch: BranchLayout) -> None:
-        nodes, self.size = tree.size + 1, tree.size + branch.size
-        self.max_depth = max(tree.max_depth, branch.max_depth)
-        depths = torch.atleast_2d(tree.depths)
-        self.depths = torch.cat([depths, branch.depths.expand(len(depths), -1)], dim=1)
-        self.ancestors = branch.ancestors.new_zeros(len(depths), self.size + 1, self.size + 1)
-        self.ancestors[:, :nodes, :nodes] = tree.ancestors
-        self.ancestors[:, :, 0] = True
-        self.ancestors[:, nodes:, nodes:] = branch.ancestors

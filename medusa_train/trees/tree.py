@@ -76,30 +76,40 @@ class Tree(Nodes):
 
     @classmethod
     def from_paths(cls, paths: Iterable[Sequence[int]]) -> Tree:
-        """Build a tree from paths in any order; DataError: one is empty, has a negative rank, or
-        lacks its parent.
+        """Build a tree from paths in any order.
+
+        Raises:
+            DataError: a path is empty, has a negative rank, or lacks its parent.
         """
-        unique = {tuple(int(rank) for rank in path) for path in paths}
-        for path in unique:
-            if not path or min(path) < 0:
+        # 1. each path once
+        unique: set[Ranks] = set()
+        for path in paths:
+            unique.add(tuple(int(rank) for rank in path))
+        # 2. only paths that form a tree
+        for ranks in unique:
+            if not ranks or min(ranks) < 0:
                 raise DataError(
-                    f"invalid tree path {list(path)}: ranks start at 0 and the root is not listed"
+                    f"invalid tree path {list(ranks)}: ranks start at 0 and the root is not listed"
                 )
-            if path[:-1] and path[:-1] not in unique:
+            parent = ranks[:-1]
+            if parent and parent not in unique:
                 raise DataError(
-                    f"tree path {list(path)} has no parent: add {list(path[:-1])} to the tree"
+                    f"tree path {list(ranks)} has no parent: add {list(parent)} to the tree"
                 )
-        return cls(tuple(sorted(unique, key=lambda path: (len(path), path))))
+        # 3. by depth, then by rank
+        ordered = sorted(unique, key=lambda ranks: (len(ranks), ranks))
+        return cls(tuple(ordered))
 
     @classmethod
     def cartesian(cls, choices: Sequence[int]) -> Tree:
         """Build the dense tree with the top `choices[k]` candidates of head k + 1 under every node
         of depth k.
         """
-        levels = range(1, len(choices) + 1)
-        return cls.from_paths(
-            path for n in levels for path in itertools.product(*(range(s) for s in choices[:n]))
-        )
+        ranks = [range(count) for count in choices]  # of each head
+        paths: list[Ranks] = []
+        for depth in range(1, len(choices) + 1):
+            paths.extend(itertools.product(*ranks[:depth]))
+        return cls.from_paths(paths)
 
     @classmethod
     def chain(cls, length: int) -> Tree:
@@ -118,14 +128,19 @@ class Tree(Nodes):
 
     @cached_property
     def width(self) -> int:
-        """Number of top-k candidates used per head (largest rank + 1)."""
-        return max((max(path) for path in self.paths), default=-1) + 1
+        """Number of top-k candidates used per head (largest rank + 1); 0 for the empty tree."""
+        largest = max((max(path) for path in self.paths), default=-1)
+        return largest + 1
 
     @cached_property
     def parent_list(self) -> list[int]:  # type: ignore[override]
         """Parent of every node, length n + 1; -1 for the root."""
-        index = {path: i for i, path in enumerate(((), *self.paths))}
-        return [-1, *(index[path[:-1]] for path in self.paths)]
+        node_of: dict[Ranks, int] = {(): 0}
+        parents = [-1]
+        for node, path in enumerate(self.paths, start=1):
+            node_of[path] = node
+            parents.append(node_of[path[:-1]])
+        return parents
 
     def row(self, index: int) -> Nodes:
         """Return the tree of a row, which is the same for all; see `RowTrees.row`."""
@@ -142,19 +157,21 @@ class Tree(Nodes):
 
         Position ids are prefix length + depth.
         """
-        return torch.tensor([0, *(len(path) for path in self.paths)])
+        return torch.tensor(self.depth_list)
 
     @cached_property
     def ranks(self) -> Tensor:
         """Rank of every node among its head's candidates, long [n + 1]; 0 for the root."""
-        return torch.tensor([0, *(path[-1] for path in self.paths)])
+        ranks = [path[-1] for path in self.paths]
+        return torch.tensor([0, *ranks])
 
     @cached_property
     def candidate_index(self) -> Tensor:
         """Index of every node below the root into the flat [max_depth x width] table of candidates,
         long [n].
         """
-        return (self.depths[1:] - 1) * self.width + self.ranks[1:]
+        heads = self.depths[1:] - 1  # [n], from 0 on
+        return heads * self.width + self.ranks[1:]
 
     @cached_property
     def ancestors(self) -> Tensor:
@@ -189,12 +206,16 @@ class Tree(Nodes):
 
     @classmethod
     def load(cls, path: Path) -> Tree:
-        """Read a tree.json, or a bare JSON list of paths; CheckpointError: it is missing, not JSON,
-        or not a tree.
+        """Read a tree.json, or a bare JSON list of paths.
+
+        Raises:
+            CheckpointError: the file is missing, not JSON, or not a tree.
         """
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
-            paths = record["medusa_choices"] if isinstance(record, dict) else record
+            paths = record
+            if isinstance(record, dict):
+                paths = record["medusa_choices"]
             for ranks in paths:
                 for rank in ranks:
                     if type(rank) is not int:  # 1.5, true and infinity are no ranks
@@ -212,13 +233,18 @@ class Tree(Nodes):
 class Level:
     """The nodes of one depth, and how the next level is attached to them.
 
+        depth 1 of    root - a - c       first 1, last 3: the nodes a, b
+                          `- b - d       inner None: both have children
+                               `- e      parents 0 1 1 of c, d, e
+
     Attributes:
         first, last: the level has nodes first .. last - 1.
-        inner: indices within the level of the nodes that have children, long [m]; None: all of
-        them. inner_first, inner_last: their range among all inner nodes of the tree.
+        inner: the nodes with children by their place in the level, long [m]; None: all of them.
+        inner_first, inner_last: their range among all inner nodes of the tree.
         width: number of top-k candidates used per inner node.
-        parents: for every node of the next level the index of its parent in `inner`, long [next].
-        candidates: for every node of the next level its index in the flat [m x width] table of
+        parents: of every node of the next level its parent's place among the m inner nodes, long
+            [next].
+        candidates: of every node of the next level its index in the flat [m x width] table of
             candidates, long [next].
     """
 
@@ -239,10 +265,8 @@ class TreeLevels:
     Attributes:
         tree: the whole tree.
         levels: one per depth, the root's first.
-        columns: for every node its index among the inner nodes (those with children); -1 for a
-            leaf.
-        inner: the inner nodes, long [m].
-        inner_columns: `columns` as a long tensor [n + 1], 0 for a leaf.
+        inner_index: of every node its place among the inner nodes (those with children), long
+            [n + 1]; 0 for a leaf.
         inner_nodes: the inner nodes as a tree whose root is the position before this root: what
             Kangaroo's adapter reads.
     """
@@ -250,59 +274,74 @@ class TreeLevels:
     def __init__(self, tree: Tree) -> None:
         self.tree = tree
         self._device = tree.depths.device
-        depths = [0, *(len(path) for path in tree.paths)]
+        # 1. the inner nodes, in the order of the tree
         inner = [node for node, children in enumerate(tree.children) if children]
-        column_of = {node: column for column, node in enumerate(inner)}
-        self.columns = [column_of.get(node, -1) for node in range(tree.size + 1)]
-        self.inner = self._long(inner)
-        self.inner_columns = self._long([max(column, 0) for column in self.columns])
-        below = [(0, *tree.paths[node - 1]) for node in inner if node]
-        self.inner_nodes = Tree(((0,), *below)).to(self._device)
-        starts = [depths.index(depth) for depth in range(tree.max_depth + 1)] + [tree.size + 1]
-        self.levels = [self._level(first, last, column_of) for first, last in pairwise(starts)]
+        place_of = {node: place for place, node in enumerate(inner)}
+        self.inner_index = self._long([place_of.get(node, 0) for node in range(tree.size + 1)])
+        # 2. as a tree below the position before the root, whose only child is the root
+        paths: list[Ranks] = [(0,)]
+        for node in inner:
+            if node != 0:
+                paths.append((0, *tree.paths[node - 1]))
+        self.inner_nodes = Tree(tuple(paths)).to(self._device)
+        # 3. the levels, whose nodes follow each other
+        firsts = [tree.depth_list.index(depth) for depth in range(tree.max_depth + 1)]
+        self.levels: list[Level] = []
+        for first, last in pairwise([*firsts, tree.size + 1]):
+            self.levels.append(self._level(first, last, place_of))
         self._truncated: dict[int, Tree] = {tree.max_depth: tree}
         self._masks: dict[tuple[int, int | None, torch.dtype], NodeMasks] = {}
 
     def _long(self, numbers: list[int]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.long, device=self._device)
 
-    def _level(self, first: int, last: int, column_of: dict[int, int]) -> Level:
-        inner = [node for node in range(first, last) if node in column_of]
-        children = [child for node in inner for child in self.tree.children[node]]
-        start = column_of[inner[0]] if inner else len(column_of)
-        parents = [column_of[self.tree.parent_list[child]] - start for child in children]
-        ranks = [self.tree.paths[child - 1][-1] for child in children]
+    def _level(self, first: int, last: int, place_of: dict[int, int]) -> Level:
+        """Return the level of the nodes first .. last - 1; `place_of` gives the place of each inner
+        node of the tree.
+        """
+        # 1. its inner nodes
+        inner = [node for node in range(first, last) if node in place_of]
+        inner_first = place_of[inner[0]] if inner else len(place_of)
+        # 2. the next level: parent and rank of each node
+        parents: list[int] = []
+        ranks: list[int] = []
+        for place, node in enumerate(inner):
+            for child in self.tree.children[node]:
+                parents.append(place)
+                ranks.append(self.tree.paths[child - 1][-1])
+        # 3. its candidates, in a table of `width` for each inner node
         width = max(ranks, default=-1) + 1
+        candidates = []
+        for parent, rank in zip(parents, ranks, strict=True):
+            candidates.append(parent * width + rank)
+        inner_in_level: Tensor | None = None
+        if len(inner) < last - first:
+            inner_in_level = self._long([node - first for node in inner])
         return Level(
             first=first,
             last=last,
-            inner=None
-            if len(inner) == last - first
-            else self._long([node - first for node in inner]),
-            inner_first=start,
-            inner_last=start + len(inner),
+            inner=inner_in_level,
+            inner_first=inner_first,
+            inner_last=inner_first + len(inner),
             width=width,
             parents=self._long(parents),
-            candidates=self._long(
-                [parent * width + rank for parent, rank in zip(parents, ranks, strict=True)]
-            ),
+            candidates=self._long(candidates),
         )
 
     def inner_masks(self, skip: int, window: int | None, dtype: torch.dtype) -> NodeMasks:
         """Return what `inner_nodes` attend to, without the first `skip` of them; the same object
         every time.
         """
-        key = skip, window, dtype
+        key = (skip, window, dtype)
         if key not in self._masks:
-            read = self.inner_nodes
-            ancestors = read.ancestors[skip:, skip:]
-            self._masks[key] = NodeMasks(ancestors, read.depths[skip:] - skip, window, dtype)
+            ancestors = self.inner_nodes.ancestors[skip:, skip:]
+            depths = self.inner_nodes.depths[skip:] - skip
+            self._masks[key] = NodeMasks(ancestors, depths, window, dtype)
         return self._masks[key]
 
     def truncate(self, depth: int) -> Tree:
         """Return the tree down to `depth`; the same object every time."""
         if depth not in self._truncated:
-            self._truncated[depth] = Tree(self.tree.paths[: self.levels[depth].last - 1]).to(
-                self._device
-            )
+            nodes = self.levels[depth].last  # the root included
+            self._truncated[depth] = Tree(self.tree.paths[: nodes - 1]).to(self._device)
         return self._truncated[depth]

@@ -19,6 +19,7 @@ from medusa_train.models.document_attention import (
     register_document_attention,
 )
 from medusa_train.models.drafts.draft_layer import DraftLayer
+from medusa_train.trees.slot_caches import prompt_cache
 from tests.allocations import LargestTensor
 from tests.families import FAMILIES, random_backbone
 from tests.models.test_attention import AttentionModule
@@ -79,7 +80,7 @@ def test_passes_with_a_mask_or_a_cache_use_the_original_attention(
     mask = torch.full((8, 8), float("-inf"), dtype=torch.float64).triu(1)[None, None]
 
     def passes() -> list[torch.Tensor]:
-        cache = backbone.new_slots().prompts(0, 1)
+        cache = prompt_cache(backbone.new_slots(), 0, 1)
         return [
             backbone.run(tokens, positions=positions, mask=mask).hidden,
             backbone.run(tokens, cache=cache).hidden,

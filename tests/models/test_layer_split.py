@@ -8,7 +8,8 @@ import torch
 from medusa_train.errors import BackboneError
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.features import FeatureSpec
-from medusa_train.trees.slots import NodeSlots, Slots, compact
+from medusa_train.trees.slot_caches import NodeSlots, prompt_cache
+from medusa_train.trees.slots import Slots, compact
 from medusa_train.trees.tree import Tree, TreeLevels
 from tests.families import FAMILIES, random_backbone
 
@@ -18,7 +19,7 @@ PROMPT = torch.tensor([[3, 14, 15, 9, 2, 6, 5, 35]])
 
 def _after_prompt(backbone: Backbone) -> Slots:
     slots = Slots(backbone.num_layers, 32, 32)
-    backbone.run(PROMPT, cache=slots.prompts(0, 1))
+    backbone.run(PROMPT, cache=prompt_cache(slots, 0, 1))
     return slots
 
 
@@ -61,7 +62,7 @@ def test_the_first_layers_by_level_and_then_the_rest_give_the_whole_model(
     outs = []
     for slots in (whole, split_slots):
         compact(slots.storage(20), torch.tensor([prefix]), torch.tensor([[0, 2, 5]]))
-        outs.append(backbone.run(following, cache=slots.prompts(0, 1, prefix + 3)).hidden)
+        outs.append(backbone.run(following, cache=prompt_cache(slots, 0, 1, prefix + 3)).hidden)
     assert torch.allclose(*outs, atol=1e-11)
 
 

@@ -1,4 +1,4 @@
-"""Slots keep their content through buffers, rows and compaction; passes write where they should."""
+"""Slots keep their content through buffers, rows and compaction."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from medusa_train.errors import MedusaError
-from medusa_train.trees.slots import NodeSlots, Slots, compact, slot_cache
+from medusa_train.trees.slot_caches import prompt_cache
+from medusa_train.trees.slots import Slots, compact
 
 LAYERS, HEADS, DIM, BLOCK = 2, 3, 4, 8
 
@@ -16,7 +17,7 @@ def write(slots: Slots, first: int, lengths: Sequence[int], start: int = 0) -> T
     """Write random prompts to rows from `first` on; returns the keys [layers, rows, heads, longest,
     dim].
     """
-    cache = slots.prompts(first, len(lengths), start)
+    cache = prompt_cache(slots, first, len(lengths), start)
     states = torch.randn(LAYERS, len(lengths), HEADS, max(lengths), DIM)
     for layer, keys in enumerate(states):
         cache.update(keys, -keys, layer)
@@ -52,11 +53,11 @@ def test_a_longer_text_moves_to_the_next_bucket_and_addresses_stay() -> None:
     with pytest.raises(MedusaError, match="holds 0 positions"):
         Slots(LAYERS, 50).storage(1)
     with pytest.raises(MedusaError, match="differ in shape"):
-        slots.prompts(0, 1).update(
+        prompt_cache(slots, 0, 1).update(
             torch.zeros(1, HEADS, 2, DIM), torch.zeros(1, HEADS, 2, DIM + 1), 0
         )
     with pytest.raises(MedusaError, match="holds 56 positions, 60 are needed"):
-        slots.prompts(0, 1).update(*torch.zeros(2, 1, HEADS, 60, DIM), 0)
+        prompt_cache(slots, 0, 1).update(*torch.zeros(2, 1, HEADS, 60, DIM), 0)
 
 
 def test_rows_join_move_and_get_more_memory() -> None:
@@ -85,55 +86,6 @@ def test_rows_join_move_and_get_more_memory() -> None:
     slots.settle(35)
     slots.reset()
     assert slots.storage(1).data_ptr() == larger.data_ptr()
-
-
-def test_a_prompt_goes_on_behind_what_is_known() -> None:
-    torch.manual_seed(0)
-    slots = Slots(LAYERS, 50, BLOCK)
-    first = write(slots, 0, [6])
-    cache = slots.prompts(0, 1, 4)  # the last two positions are written again
-    states = torch.randn(1, HEADS, 5, DIM)
-    keys, values = cache.update(states, -states, 1)
-    assert keys.shape == (1, HEADS, 9, DIM)
-    assert torch.equal(keys[:, :, :4], first[1][:, :, :4])
-    assert torch.equal(values[:, :, 4:], -states)
-    assert (cache.get_seq_length(), cache.get_mask_sizes(5, 0)) == (4, (9, 0))
-
-
-@pytest.mark.parametrize("rows", [1, 3])
-def test_nodes_are_written_to_their_columns(rows: int) -> None:
-    torch.manual_seed(0)
-    storage = torch.randn(LAYERS, 2, rows, HEADS, 20, DIM)
-    before = storage.clone()
-    active = min(rows, 2)
-    columns = torch.tensor([[5, 6, 7], [9, 10, 11]][:active])
-    keys, values = torch.randn(2, active, HEADS, 3, DIM)
-    read, _ = slot_cache(storage, columns, 16).update(keys, values, 1)
-    assert read.shape == (active, HEADS, 16, DIM)
-    for row in range(active):
-        assert torch.equal(storage[1, 0, row, :, columns[row]], keys[row])
-        assert torch.equal(storage[1, 1, row, :, columns[row]], values[row])
-        assert torch.equal(
-            storage[1, :, row, :, : columns[row, 0]], before[1, :, row, :, : columns[row, 0]]
-        )
-    assert torch.equal(storage[0], before[0])
-    assert torch.equal(storage[:, :, active:], before[:, :, active:])
-
-
-def test_a_single_row_writes_slices_and_tells_its_length() -> None:
-    """Without a mask transformers derives positions from the length."""
-    torch.manual_seed(0)
-    storage = torch.randn(LAYERS, 2, 1, HEADS, 20, DIM)
-    indexed = storage.clone()
-    columns = torch.tensor([[5]])
-    nodes = NodeSlots(columns, None, columns, 5, storage, 6)
-    keys, values = torch.randn(2, 1, HEADS, 1, DIM)
-    read = nodes.cache().update(keys, values, 0)
-    expected = slot_cache(indexed, columns, 6).update(keys, values, 0)
-    for mine, theirs in zip(read, expected, strict=True):
-        assert torch.equal(mine, theirs)
-    assert torch.equal(storage, indexed)
-    assert nodes.cache().get_seq_length() == 5
 
 
 @pytest.mark.parametrize(("rows", "allocated"), [(1, 1), (3, 3), (1, 3), (2, 3)])

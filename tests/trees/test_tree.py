@@ -90,9 +90,9 @@ def test_candidates_by_rank_rebuild_every_path(name: str) -> None:
         current = tokens[level.first : level.last]
         assert len(current) == level.last - level.first
         inner = current if level.inner is None else [current[i] for i in level.inner.tolist()]
-        assert [levels.inner[i].item() for i in range(level.inner_first, level.inner_last)] == [
-            tokens.index(path) for path in inner
-        ]
+        inner_nodes = [tokens.index(path) for path in inner]
+        places = list(range(level.inner_first, level.inner_last))
+        assert levels.inner_index[inner_nodes].tolist() == places
         table = [(*path, rank) for path in inner for rank in range(level.width)]
         children = [table[index] for index in level.candidates.tolist()]
         assert [path[:-1] for path in children] == [
@@ -102,10 +102,13 @@ def test_candidates_by_rank_rebuild_every_path(name: str) -> None:
     assert tokens == [(), *tree.paths]
 
 
-def test_inner_nodes_have_columns_and_leaves_none() -> None:
+def test_inner_nodes_are_numbered_and_form_a_tree_below_the_position_before_the_root() -> None:
     levels = TreeLevels(TREES["sparse"])
-    assert levels.columns == [0, 1, -1, 2, -1, -1, 3, -1, -1, -1]
-    assert levels.inner.tolist() == [0, 1, 3, 6]
+    assert levels.inner_index.tolist() == [0, 1, 0, 2, 0, 0, 3, 0, 0, 0]
+    inner = [node for node, children in enumerate(levels.tree.children) if children]
+    assert inner == [0, 1, 3, 6]
+    paths = [levels.tree.paths[node - 1] for node in inner[1:]]
+    assert levels.inner_nodes.paths == ((0,), *[(0, *path) for path in paths])
     assert [level.inner is None for level in levels.levels] == [True, False, False, False]
 
 

@@ -14,7 +14,7 @@ from medusa_train.models.drafts.base import DraftStep, Limits, Proposal, Propose
 from medusa_train.models.drafts.lookup import LookupDraft, propose_trees
 from medusa_train.models.features import Features
 from medusa_train.trees.row_trees import TokenTree
-from medusa_train.trees.slots import PromptCache
+from medusa_train.trees.slot_caches import PromptCache
 from medusa_train.trees.tree import Tree
 
 

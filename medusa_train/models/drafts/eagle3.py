@@ -29,7 +29,7 @@ from medusa_train.models.lm_head import LMHead
 from medusa_train.models.partitioned import gathered
 from medusa_train.models.precision import autocast_dtype, exact_buffers
 from medusa_train.trees.masks import NodeMasks, document_mask
-from medusa_train.trees.slots import PromptCache
+from medusa_train.trees.slot_caches import PromptCache
 from medusa_train.trees.tree import Tree
 
 #: Layers whose states are read.

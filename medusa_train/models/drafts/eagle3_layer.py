@@ -19,7 +19,7 @@ from transformers.models.llama.modeling_llama import (
 
 from medusa_train.models.hf_config import head_dim, key_value_heads
 from medusa_train.trees.masks import causal_mask
-from medusa_train.trees.slots import PromptCache, SlotCache
+from medusa_train.trees.slot_caches import PromptCache, SlotCache
 
 #: Cosines and sines of rotary positions.
 Angles = tuple[Tensor, Tensor]

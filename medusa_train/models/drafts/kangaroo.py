@@ -22,7 +22,8 @@ from medusa_train.models.drafts.lm_heads import copy_lm_head, count_lm_head
 from medusa_train.models.features import Features, FeatureSpec, TokenRows
 from medusa_train.models.layer_split import LayerRunner
 from medusa_train.models.lm_head import LMHead
-from medusa_train.trees.slots import PromptCache, compact, slot_cache
+from medusa_train.trees.slot_caches import PromptCache, slot_cache
+from medusa_train.trees.slots import compact
 from medusa_train.trees.tree import Level
 
 
@@ -199,7 +200,7 @@ class KangarooDraft(Draft):
         accepted = step.accepted
         # 1. the adapter has read the inner nodes while it drafted; the accepted ones move right
         # behind the keys before their root
-        path = step.tree.by_level.inner_columns[accepted.path]  # [B, D + 1], among inner nodes
+        path = step.tree.by_level.inner_index[accepted.path]  # [B, D + 1], among inner nodes
         compact(step.caches[0].storage, accepted.starts, path)
         # 2. where the next draft begins
         assert accepted.feats.early is not None

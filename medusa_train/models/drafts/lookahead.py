@@ -15,7 +15,8 @@ from torch import Tensor
 
 from medusa_train.models.drafts.base import DraftStep, Limits, Proposal
 from medusa_train.models.drafts.lookup import LookupDraft, tree_of_continuations
-from medusa_train.trees.row_trees import BranchLayout, LookaheadBranch, TokenTree
+from medusa_train.trees.lookahead_branch import BranchLayout, LookaheadBranch
+from medusa_train.trees.row_trees import TokenTree
 from medusa_train.trees.tree import Tree
 
 

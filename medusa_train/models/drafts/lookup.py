@@ -13,7 +13,8 @@ import torch
 
 from medusa_train.data.datastore import Datastore
 from medusa_train.models.drafts.base import DraftStep, Limits, Proposal, Proposer
-from medusa_train.trees.row_trees import LookaheadBranch, RowTrees, TokenTree
+from medusa_train.trees.lookahead_branch import LookaheadBranch
+from medusa_train.trees.row_trees import RowTrees, TokenTree
 from medusa_train.trees.tree import Tree
 
 #: Continuations that are compared per step; more change little and cost time.

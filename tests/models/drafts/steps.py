@@ -15,6 +15,7 @@ from medusa_train.models.drafts.base import (
     at_positions,
 )
 from medusa_train.models.features import Features
+from medusa_train.trees.slot_caches import prompt_cache
 from medusa_train.trees.slots import Slots
 from medusa_train.trees.tree import Tree
 
@@ -38,7 +39,7 @@ class DraftRows:
         self.slots = [Slots(1, COLUMNS, COLUMNS) for _ in range(draft.num_caches)]
         for slots in self.slots:
             slots.make_room(rows, COLUMNS)
-        draft.prefill(feats, tokens, [slots.prompts(0, rows) for slots in self.slots])
+        draft.prefill(feats, tokens, [prompt_cache(slots, 0, rows) for slots in self.slots])
         last = [length - 1 for length in lengths]
         early = None if feats.early is None else at_positions(feats.early, last)[:, None]
         self.accepted = AcceptedPath(

@@ -16,6 +16,7 @@ from medusa_train.models.drafts.draft_layer import DraftLayer, init_from_layer
 from medusa_train.models.drafts.kangaroo import KangarooDraft
 from medusa_train.models.features import Features, Rows
 from medusa_train.models.loading import keep_trainable_kernels, loading_options
+from medusa_train.trees.slot_caches import prompt_cache
 from medusa_train.trees.slots import Slots
 from tests.families import FAMILIES, NoTokenizer, random_backbone
 
@@ -212,7 +213,7 @@ def test_the_cache_holds_what_was_committed_and_nothing_else(family: str) -> Non
     rows = [0, 1, 2]
     with torch.no_grad():
         padded = nn.utils.rnn.pad_sequence(prompts, batch_first=True, padding_value=7.0)
-        out = layer.extend(padded, slots.prompts(0, 3))
+        out = layer.extend(padded, prompt_cache(slots, 0, 3))
         for row, length in enumerate(LENGTHS):
             expected = alone(layer, prompts[row])
             assert torch.allclose(out[row, :length], expected, atol=TOLERANCE)
@@ -229,7 +230,7 @@ def test_the_cache_holds_what_was_committed_and_nothing_else(family: str) -> Non
                 ]
                 padded = nn.utils.rnn.pad_sequence(texts[3:], batch_first=True, padding_value=7.0)
                 slots.make_room(4, COLUMNS)
-                layer.extend(padded, slots.prompts(2, 2))
+                layer.extend(padded, prompt_cache(slots, 2, 2))
                 rows = [0, 2, 3, 4]
             new = torch.randn(len(rows), max(counts), 32, dtype=torch.float64)
             out = read_path(layer, slots, new, [len(texts[row]) for row in rows])
@@ -250,7 +251,7 @@ def test_a_single_row_needs_no_explicit_mask(family: str) -> None:
     done = 0
     with torch.no_grad():
         for size, count in ((9, 9), (1, 1), (4, 4), (5, 2), (4, 4)):
-            out = layer.extend(text[None, done : done + size], slots.prompts(0, 1, done))
+            out = layer.extend(text[None, done : done + size], prompt_cache(slots, 0, 1, done))
             assert torch.allclose(out[0, :count], whole[done : done + count], atol=TOLERANCE)
             done += count
 

@@ -1,0 +1,84 @@
+"""A lookahead branch: tokens below the root of every row that pass through the backbone beside its
+tree, and are never accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from medusa_train.trees.row_trees import RowTrees
+from medusa_train.trees.tree import Nodes, Tree
+
+
+class BranchLayout(Nodes):
+    """Positions and mask of a lookahead branch, the same in every row.
+
+        committed  root  tree  branch        x attends to, . does not,
+        x x x x x   x     a     .    node    a attends to its ancestors and itself
+        x x x x x   x     .     a    branch
+
+    Branch tokens are never accepted, and their keys and values are dropped after the pass.
+
+    Args:
+        parents: of every branch token the index of its parent among them, or -1 for the root;
+            parents come first.
+        outputs: the draft reads the backbone's logits at this many of them, the last ones.
+
+    Attributes:
+        size: number of branch tokens, m.
+        max_depth: of the deepest branch token; the root has depth 0.
+        depths: long [m].
+        ancestors: bool [m, m]: row i is true at branch token i and its ancestors, without the root.
+    """
+
+    def __init__(self, parents: Sequence[int], outputs: int, device: torch.device) -> None:
+        self.parent_list = [-1]  # of the root, which is node 0 here
+        for parent in parents:
+            self.parent_list.append(parent + 1)
+        self.outputs = outputs
+        self.max_depth = max(self.depth_list)
+        self.depths = torch.tensor(self.depth_list[1:], device=device)
+        ancestors = torch.eye(self.size, dtype=torch.bool)  # on the host
+        for token, parent in enumerate(parents):
+            if parent >= 0:
+                ancestors[token] |= ancestors[parent]
+        self.ancestors = ancestors.to(device)
+
+
+class LookaheadBranch(NamedTuple):
+    """The branch of one proposal: its tokens, long [B, m], and the layout of every row."""
+
+    tokens: Tensor
+    layout: BranchLayout
+
+
+class TreeAndBranch:
+    """The nodes of a tree, or of one tree per row of the batch, followed by branch tokens: what one
+    pass computes.
+
+    Attributes:
+        size: nodes and branch tokens without the root, n + m.
+        max_depth: of the deepest of them.
+        depths: long [1 or B, n + 1 + m].
+        ancestors: bool [1 or B, n + 1 + m, n + 1 + m]: row i is true at what i attends to.
+    """
+
+    def __init__(self, tree: Tree | RowTrees, branch: BranchLayout) -> None:
+        nodes = tree.size + 1
+        self.size = tree.size + branch.size
+        self.max_depth = max(tree.max_depth, branch.max_depth)
+        tree_depths = torch.atleast_2d(tree.depths)  # [1 or B, n + 1]
+        trees = len(tree_depths)
+        branch_depths = branch.depths.expand(trees, -1)  # [1 or B, m]
+        self.depths = torch.cat([tree_depths, branch_depths], dim=1)
+        # the tree's nodes see their ancestors, all see the root, branch tokens see theirs
+        total = self.size + 1
+        ancestors = branch.ancestors.new_zeros(trees, total, total)
+        ancestors[:, :nodes, :nodes] = tree.ancestors
+        ancestors[:, :, 0] = True
+        ancestors[:, nodes:, nodes:] = branch.ancestors
+        self.ancestors = ancestors

@@ -1,0 +1,239 @@
+"""The caches that transformers' models write to: keys and values of one pass, on the memory of
+`trees.slots`.
+
+`PromptCache` is for passes over prompts, `SlotCache` for passes over the nodes of a tree, whose
+places `NodeSlots` describes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from medusa_train.errors import MedusaError
+from medusa_train.trees.slots import Slots
+
+
+class PromptCache(Cache):
+    """The cache of transformers' interface for passes over prompts, on the memory of `Slots`.
+
+    A pass writes its q positions after those before it and reads exactly these, so that the model's
+    own causal mask applies. Shorter prompts of a pass are padded behind.
+
+    Args:
+        rows: of the prompts.
+        length: positions that these rows hold already and that the pass continues.
+    """
+
+    def __init__(self, slots: Slots, rows: slice, length: int = 0) -> None:
+        # the layers refer to this and not to the cache: in a circle, memory would stay until Python
+        # looks for circles
+        self._pass = _PromptPass(slots, rows, length, length)
+        layers = [_PromptLayer(self._pass, layer) for layer in range(slots.num_layers)]
+        super().__init__(layers=layers)
+
+    @property
+    def length(self) -> int:
+        """Positions before the next pass."""
+        return self._pass.length
+
+    def commit(self) -> None:
+        """Let the next pass follow the positions of the last one."""
+        self._pass.length = self._pass.written
+
+
+def prompt_cache(slots: Slots, first: int, count: int, length: int = 0) -> PromptCache:
+    """Return the cache for a pass over the prompts of `count` rows from row `first` on.
+
+    Args:
+        length: positions that these rows hold already and that the pass continues.
+    """
+    return PromptCache(slots, slice(first, first + count), length)
+
+
+@dataclass
+class _PromptPass:
+    """Where a pass over prompts writes.
+
+    Attributes:
+        length: positions before the pass. written: positions after the last pass.
+    """
+
+    slots: Slots
+    rows: slice
+    length: int
+    written: int
+
+
+class _PromptLayer(CacheLayerMixin):
+    """One layer of a `PromptCache`."""
+
+    is_sliding = False  # all positions are stored; masks apply sliding windows
+
+    def __init__(self, place: _PromptPass, index: int) -> None:
+        super().__init__()
+        self.is_initialized = True
+        self._place = place
+        self._index = index
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Do nothing: `Slots` allocates."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write q positions, [B, kv_heads, q, head_dim] each, and return all so far,
+        [B, kv_heads, length + q, head_dim] each.
+
+        Raises:
+            MedusaError: keys and values differ in shape, or the capacity is exceeded.
+        """
+        if key_states.shape != value_states.shape:
+            raise MedusaError(
+                "keys and values, which share one tensor, differ in shape:"
+                f" {list(key_states.shape)} and {list(value_states.shape)}"
+            )
+        place = self._place
+        start = place.length
+        end = start + key_states.shape[2]
+        storage = place.slots.allocate(key_states, end)
+        keys, values = storage[self._index, :, place.rows, :, :end]  # [B, kv_heads, end, head_dim]
+        keys[:, :, start:] = key_states
+        values[:, :, start:] = value_states
+        place.written = end
+        return keys, values
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._place.length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self._place.length
+
+    def get_max_length(self) -> int:
+        return self._place.slots.capacity
+
+
+class SlotCache(Cache):
+    """The cache of transformers' interface for one pass that writes to given columns.
+
+    Args:
+        storage: per layer [2, rows, kv_heads, columns, head_dim].
+        columns: where new keys and values are written, long [q] for a single row, [B, q] for the
+            first B rows; or the first of q columns of a single row.
+        key_length: columns that are read.
+    """
+
+    def __init__(self, storage: Sequence[Tensor], columns: Tensor | int, key_length: int) -> None:
+        super().__init__(layers=[_SlotLayer(layer, columns, key_length) for layer in storage])
+
+
+class _SlotLayer(CacheLayerMixin):
+    """One layer of a `SlotCache`.
+
+    Keys and values are written at once: if memory is written twice, torch.compile copies all of it
+    instead.
+    """
+
+    is_sliding = False
+
+    def __init__(self, storage: Tensor, columns: Tensor | int, key_length: int) -> None:
+        super().__init__()
+        self.is_initialized = True
+        self._storage = storage
+        self._columns = columns
+        self._key_length = key_length
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Do nothing: the memory is allocated."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write q positions, [B, kv_heads, q, head_dim] each, and return the columns that are read,
+        [B, kv_heads, key_length, head_dim] each.
+        """
+        storage = self._storage
+        # 1. a single row writes slices
+        if isinstance(self._columns, int):
+            keys, values = storage.narrow(3, 0, self._key_length)
+            start = self._columns
+            end = start + key_states.shape[2]
+            keys[:, :, start:end] = key_states
+            values[:, :, start:end] = value_states
+            return keys, values
+        # 2. or columns that the device knows, the same in all rows of memory for one row
+        states = torch.stack([key_states, value_states])  # [2, B, kv_heads, q, head_dim]
+        if self._columns.dim() == 1:
+            storage.index_copy_(3, self._columns, states)
+        # 3. or others in each row
+        else:
+            rows = torch.arange(len(key_states), device=storage.device)[:, None]  # [B, 1]
+            storage[:, rows, :, self._columns] = states.permute(1, 3, 0, 2, 4)
+            storage = storage.narrow(1, 0, len(key_states))
+        # sliced here: strides of a slice made by the caller would become constants, different for
+        # each capacity
+        keys, values = storage.narrow(3, 0, self._key_length)
+        return keys, values
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._key_length, 0
+
+    def get_seq_length(self) -> int:
+        # only read where no mask is given: for a single row that writes slices
+        return self._columns if isinstance(self._columns, int) else 0
+
+    def get_max_length(self) -> int:
+        return self._key_length
+
+
+def slot_cache(storage: Tensor, columns: Tensor, key_length: int) -> SlotCache:
+    """Return a cache that writes to `columns`, long [B, q], of the first B rows of a storage
+    [layers, 2, rows, ...].
+    """
+    if storage.shape[2] == 1:
+        columns = columns[0]
+    return SlotCache(storage.unbind(), columns, key_length)
+
+
+@dataclass(frozen=True)
+class NodeSlots:
+    """Where the n + 1 nodes of B rows stand: the inputs of a verification pass but for tokens.
+
+    Attributes:
+        positions: position ids, long [B, n + 1].
+        masks: by layer type, sliding windows applied, additive [B, 1, n + 1, key_length]; None: a
+            single row's root, which sees all columns that are read.
+        columns: that the nodes are written to, long [B, n + 1].
+        first_column: the first of them, where a single row writes slices; else None.
+        storage: of the backbone's slots, [layers, 2, rows, kv_heads, columns, head_dim], with more
+            columns than key_length, of which the first B rows are used.
+        key_length: number of columns that attention reads.
+    """
+
+    positions: Tensor
+    masks: Mapping[str, Tensor] | None
+    columns: Tensor
+    first_column: int | None
+    storage: Tensor
+    key_length: int
+
+    def first_nodes(self, count: int) -> NodeSlots:
+        """Return the first `count` nodes."""
+        masks = self.masks
+        if masks is not None:
+            masks = {kind: mask[:, :, :count] for kind, mask in masks.items()}
+        positions = self.positions[:, :count]
+        columns = self.columns[:, :count]
+        return replace(self, positions=positions, masks=masks, columns=columns)
+
+    def cache(self, first: int = 0, last: int | None = None) -> SlotCache:
+        """Return the cache for a pass over the nodes first .. last - 1."""
+        if self.first_column is not None:
+            layers = self.storage.unbind()
+            return SlotCache(layers, self.first_column + first, self.key_length)
+        return slot_cache(self.storage, self.columns[:, first:last], self.key_length)
