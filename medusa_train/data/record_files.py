@@ -8,6 +8,7 @@ import gzip
 import io
 import json
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ from typing import Any
 from medusa_train.errors import DataError
 
 PARQUET = ".parquet"
+#: Names that are read from data are shown with at most so many characters.
+_MAX_NAME = 80
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,13 @@ def settings_path(path: Path) -> Path:
     return path.with_name(path.name.removesuffix(".gz")).with_suffix(".settings.json")
 
 
+def shown_name(name: str) -> str:
+    """Return a name that was read from data, as one line of a terminal can show it."""
+    if name.strip() and name.isprintable() and len(name) <= _MAX_NAME:
+        return name
+    return repr(name[:_MAX_NAME]) + ("..." if len(name) > _MAX_NAME else "")
+
+
 def number_rows(rows: Iterable[Any], name: str) -> Iterator[RawRecord]:
     """Wrap rows without line numbers; their sources are `name:1`, `name:2`, ..."""
     return (
@@ -109,15 +119,31 @@ def _read_lines(path: Path, data: bytes) -> Iterator[RawRecord]:
 
 def _decode(line: bytes) -> tuple[Any, str | None]:
     try:
-        return json.loads(line.decode("utf-8")), None
+        return json.loads(line.decode("utf-8"), object_pairs_hook=_object), None
     except (ValueError, RecursionError) as error:
         return None, _reason(error)
+
+
+class _RepeatedKey(ValueError):
+    """An object has a key twice; JSON readers keep the last one in silence."""
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON; raises _RepeatedKey."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        counts = Counter(name for name, _ in pairs)
+        (name, _), *_ = counts.most_common(1)
+        raise _RepeatedKey(f"the key {name!r} stands twice in an object")
+    return found
 
 
 def _reason(error: Exception) -> str:
     """Say why text could not be decoded; valid JSON may exceed a limit of Python."""
     if isinstance(error, UnicodeDecodeError):
         return f"not UTF-8 text (byte {error.start + 1} of the line)"
+    if isinstance(error, _RepeatedKey):
+        return str(error)
     if isinstance(error, json.JSONDecodeError):
         return f"not valid JSON: {error.msg} (column {error.colno})"
     limit = (
@@ -137,7 +163,8 @@ def _read_array(path: Path, data: bytes) -> Iterator[RawRecord]:
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise DataError(f"{path}:{line}: not UTF-8 text") from None
-    decoder, one_line = json.JSONDecoder(), "\n" not in text.strip()
+    decoder = json.JSONDecoder(object_pairs_hook=_object)
+    one_line = "\n" not in text.strip()
     position = _skip_space(text, text.index("[") + 1)
     line, counted, number = 1, 0, 0
     while text[position : position + 1] != "]":

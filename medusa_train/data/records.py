@@ -17,6 +17,7 @@ from medusa_train.config.schema import DatasetConfig
 from medusa_train.config.types import RENDERING
 from medusa_train.data.conversation import (
     REASONING_TAGS,
+    SURROGATES,
     Conversation,
     Message,
     ReasoningTags,
@@ -24,7 +25,7 @@ from medusa_train.data.conversation import (
     join_reasoning,
     problem_with,
 )
-from medusa_train.data.record_files import RawRecord, read_file
+from medusa_train.data.record_files import RawRecord, read_file, shown_name
 from medusa_train.errors import DataError
 
 MAX_SHOWN_PROBLEMS = 5
@@ -110,12 +111,18 @@ class RecordError(ValueError):
 
 @dataclass
 class Unread:
-    """What records carry beside their chats, which nothing reads: names with the number of records,
-    and of turns, that have them.
+    """What records carry beside their chats, which nothing reads.
+
+    Attributes:
+        columns: names, with the number of records that have each. turn_keys: names, with the number
+            of turns. turns: roles of turns that are left out, with their number.
+        without_prompt: records that have no message of the user, where only these are read.
     """
 
     columns: Counter[str] = field(default_factory=Counter)
     turn_keys: Counter[str] = field(default_factory=Counter)
+    turns: Counter[str] = field(default_factory=Counter)
+    without_prompt: int = 0
 
     def count_columns(self, record: Mapping[str, Any], read: Collection[str]) -> None:
         """Count the columns of a record beside those that are read.
@@ -128,6 +135,8 @@ class Unread:
         """Add what `other` counted."""
         self.columns.update(other.columns)
         self.turn_keys.update(other.turn_keys)
+        self.turns.update(other.turns)
+        self.without_prompt += other.without_prompt
 
     def describe(self, name: str) -> list[str]:
         """Return a sentence on the data called `name`; none if all was read."""
@@ -136,13 +145,17 @@ class Unread:
             parts.append(f"columns {_counted(self.columns)}")
         if self.turn_keys:
             parts.append(f"keys of turns {_counted(self.turn_keys)}")
+        if self.turns:
+            parts.append(f"turns of {_counted(self.turns)}")
+        if self.without_prompt:
+            parts.append(f"records without a message of the user ({self.without_prompt:,})")
         return [f"{name}: not read: {'; '.join(parts)}"] if parts else []
 
 
 def _counted(names: Counter[str]) -> str:
     """List names with their counts, the most frequent first."""
     ordered = sorted(names.items(), key=lambda item: (-item[1], item[0]))
-    shown = [f"{name} ({count:,})" for name, count in ordered[:MAX_UNREAD]]
+    shown = [f"{shown_name(name)} ({count:,})" for name, count in ordered[:MAX_UNREAD]]
     if len(ordered) > MAX_UNREAD:
         shown.append(f"and {len(ordered) - MAX_UNREAD} more")
     return ", ".join(shown)
@@ -295,10 +308,17 @@ def parse_record(
         keys = _turn_keys(record, type, fields)
         messages = _parse_turns(record, *keys, tags, unread=found, fields=fields)
         read = {keys[0]}
+    answers = sum(message.role == "assistant" for message in messages)
+    read |= {"id"} if usable_id(record, "id") is not None else set()
+    read |= _bookkeeping(record, answers)
     if type == "sharegpt" and messages[0].role == "assistant":
         messages = messages[1:]  # continues a longer chat; FastChat's `preprocess` skips it as well
-    if type != "alpaca" and not (messages and messages[0].role == "system"):
+        found.turns["assistant before the first question"] += 1
+    if type == "alpaca":
+        read.add("system")
+    elif not (messages and messages[0].role == "system"):
         messages = (*_system_of(record), *messages)
+        read.add("system")
     if messages and messages[0].role == "system" and not messages[0].content.strip():
         # many data sets always have the field, and leave it empty for "none"
         messages = messages[1:]
@@ -306,13 +326,10 @@ def parse_record(
         raise RecordError(problem)
     template_variables = _variables_of(record, variables)
     if unread is not None:
-        read |= {"id", "system", *_bookkeeping(record)} | template_variables.columns
-        found.count_columns(record, read)
+        found.count_columns(record, read | template_variables.columns)
         unread.update(found)
     conversation = Conversation("", messages, source, template_variables.text)
-    record_id = record.get("id")
-    is_usable = isinstance(record_id, (str, int)) and str(record_id)
-    return replace(conversation, id=str(record_id) if is_usable else conversation.content_key[:16])
+    return replace(conversation, id=usable_id(record, "id") or conversation.content_key[:16])
 
 
 @dataclass(frozen=True)
@@ -373,10 +390,27 @@ def _tools(value: object) -> list[Any]:
     return list(value)
 
 
-def _bookkeeping(record: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the keys that self-distillation writes beside a chat, if it wrote the record."""
-    is_ours = record.get(_OF_SELF_DISTILLATION[0]) is not None
-    return _OF_SELF_DISTILLATION if is_ours else ()
+def usable_id(record: Mapping[str, Any], *keys: str) -> str | None:
+    """Return the first of `keys` that names a record, as text; None if none does."""
+    for key in keys:
+        value = record.get(key)
+        if isinstance(value, (str, int)) and not isinstance(value, bool) and value != "":
+            return SURROGATES.sub("?", str(value))
+    return None
+
+
+def _bookkeeping(record: Mapping[str, Any], answers: int | None = None) -> set[str]:
+    """Return the keys that self-distillation writes beside a chat, if it wrote the record.
+
+    Reasons of another number than that of the `answers` belong to another chat, and are not read.
+    """
+    reasons = record.get(_OF_SELF_DISTILLATION[0])
+    if not isinstance(reasons, (list, tuple)):
+        return set()
+    names = set(_OF_SELF_DISTILLATION)
+    if answers is not None and len(reasons) != answers:
+        names.remove(_OF_SELF_DISTILLATION[0])
+    return names
 
 
 def _unread_keys(values: Mapping[str, Any], read: Collection[str]) -> list[str]:
@@ -401,7 +435,7 @@ def parse_user_turns(
     record, type = _detect_format(record, type, _PROMPT_FORMATS)
     found = Unread()
     if type == "alpaca":
-        messages = [*_system_of(record), Message("user", _alpaca_prompt(record))]
+        messages = [Message("user", _alpaca_prompt(record))]
         read = {"instruction", "input", "output", "history"}
     elif type == "mt_bench":
         turns = [{"role": "user", "content": text} for text in _as_list(record, "turns")]
@@ -413,20 +447,27 @@ def parse_user_turns(
         read = {"turns"}
     else:
         keys = _turn_keys(record, type)
-        messages = [
-            *_system_of(record),
-            *_parse_turns(record, *keys, REASONING_TAGS, _PROMPT_ROLES, found),
-        ]
+        messages = [*_parse_turns(record, *keys, REASONING_TAGS, _PROMPT_ROLES, found)]
         read = {keys[0]}
-    if unread is not None:
-        read |= {"id", "question_id", "system", *_bookkeeping(record)}
-        found.count_columns(record, read)
-        unread.update(found)
     texts = [
         (message.role, message.content.encode("utf-8", "replace").decode()) for message in messages
     ]
     user = [text for role, text in texts if role == "user" and text.strip()]
     system = [text for role, text in texts if role == "system" and text.strip()]
+    if not system:
+        system = [message.content for message in _system_of(record)]
+        read.add("system")
+    if unread is not None:
+        if len(system) > 1:
+            found.turns["system before the last one"] += len(system) - 1
+        if not user:
+            found.without_prompt += 1
+        for key in ("id", "question_id"):
+            if usable_id(record, key) is not None:
+                read.add(key)
+                break
+        found.count_columns(record, read | _bookkeeping(record))
+        unread.update(found)
     return user, system[-1] if system else None
 
 
@@ -494,8 +535,8 @@ def _turn_keys(
 
 def _system_of(record: Mapping[str, Any]) -> tuple[Message, ...]:
     """Return the system message that a record has beside its turns, if any."""
-    system = record.get("system")
-    return (Message("system", system),) if isinstance(system, str) and system.strip() else ()
+    system = _field(record, "system", required=False)
+    return (Message("system", system),) if system.strip() else ()
 
 
 def _alpaca_chat(record: Mapping[str, Any]) -> tuple[Message, ...]:
@@ -556,24 +597,29 @@ def _parse_turns(
         meaning = named.get(name, name) if isinstance(name, str) else None
         role = _ROLES.get(meaning) if meaning is not None else None
         if roles is not None and role not in roles:
+            if unread is not None and role is None:  # answers are left out on purpose
+                unread.turns[f"the role {name}"] += 1
             continue
         calls = turn.get("tool_calls") or turn.get("function_call")
         if meaning in _TOOL_ROLES or calls:
             raise RecordError(f"turn {number} is a tool call or its result, which is not supported")
+        if name is None:
+            raise RecordError(f"turn {number} has no '{role_key}'")
         if role is None:
             raise RecordError(
                 f"turn {number}: unknown '{role_key}': {name!r}, expected one of"
                 f" {', '.join([*_ROLES, *named])}; `roles` of the data set gives other names"
             )
-        content = _content(turn.get(content_key), number, content_key)
-        read = {role_key, content_key, "weight", "tool_calls", "function_call"}
-        read |= {*train_keys, *REASONING_KEYS}
+        content = _content(turn.get(content_key), number, content_key, unread)
+        read = {role_key, content_key, "weight", "tool_calls", "function_call", *train_keys}
         ids = None
         if role == "assistant":
             ids = _token_ids(turn.get("token_ids"), number)
-            read.add("token_ids")
-        text = join_reasoning(reasoning_part(turn), content, tags)
-        messages.append(Message(role, text, ids, is_target=_is_target(turn, number, train_keys)))
+            reasoning = _reasoning_of(turn, number)
+            read |= {"token_ids"}
+            read |= {key for key in REASONING_KEYS if turn.get(key) in ("", reasoning)}
+            content = join_reasoning(reasoning, content, tags)
+        messages.append(Message(role, content, ids, is_target=_is_target(turn, number, train_keys)))
         if unread is not None:
             unread.turn_keys.update(_unread_keys(turn, read))
     return _with_finish_reasons(messages, record.get("finish_reasons"))
@@ -583,23 +629,36 @@ def _is_target(turn: Mapping[str, Any], number: int, keys: Sequence[str]) -> boo
     """Return whether a turn says that it is trained; None where it says nothing.
 
     `keys` are true or false, as in Axolotl; `weight` 0 or 1 as in OpenAI's fine-tuning, where 1 is the
-    default.
+    default. They must not contradict each other.
     """
     if turn.get("train_detail") is not None or turn.get("training_detail") is not None:
         raise RecordError(f"turn {number}: training of parts of a turn is not supported")
+    said: dict[str, bool] = {}
     for key in keys:
         switch = turn.get(key)
         if switch is None:
             continue
         if not isinstance(switch, bool):
             raise RecordError(f"turn {number}: '{key}' must be true or false, it is {switch!r}")
-        return switch
+        said[key] = switch
     weight = turn.get("weight")
-    if weight is None:
-        return None
-    if isinstance(weight, bool) or weight not in (0, 1):
+    if weight is not None and (isinstance(weight, bool) or weight not in (0, 1)):
         raise RecordError(f"turn {number}: 'weight' must be 0 or 1, it is {weight!r}")
-    return None if weight == 1 else False
+    if weight == 0:
+        said["weight"] = False
+    if len(set(said.values())) > 1:
+        raise RecordError(f"turn {number}: {' and '.join(map(repr, said))} contradict each other")
+    return next(iter(said.values()), None)
+
+
+def _reasoning_of(turn: Mapping[str, Any], number: int) -> str:
+    """Return the reasoning that a turn has beside its content, or ''."""
+    for key in REASONING_KEYS:
+        if not isinstance(turn.get(key), str | None):
+            raise RecordError(
+                f"turn {number}: '{key}' must be a string, it is {_json_type(turn[key])}"
+            )
+    return reasoning_part(turn)
 
 
 def _token_ids(ids: object, number: int) -> tuple[int, ...] | None:
@@ -650,23 +709,38 @@ def read_messages(chat: Sequence[Message | Mapping[str, Any]]) -> list[Message]:
             raise DataError(f"message {number} ({role}): tool_calls are not supported")
         try:
             content = _content(turn.get("content"), number, "content")
+            reasoning = _reasoning_of(turn, number) if role == "assistant" else ""
         except RecordError as error:
             raise DataError(str(error)) from None
-        text = join_reasoning(reasoning_part(turn), content)
+        text = join_reasoning(reasoning, content)
         messages.append(Message(role, text))  # type: ignore[arg-type]
     return messages
 
 
-def _content(content: object, number: int, key: str) -> str:
-    """Return a string, or the joined text parts of OpenAI's list form."""
+def _content(content: object, number: int, key: str, unread: Unread | None = None) -> str:
+    """Return a string, or the joined text parts of OpenAI's list form, whose other keys `unread`
+    counts.
+    """
     if isinstance(content, str):
         return content
     if isinstance(content, (list, tuple)):
-        texts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
-        if all(isinstance(text, str) for text in texts):
-            return "".join(str(text) for text in texts)
-        raise RecordError(f"turn {number}: '{key}' holds parts that are not text")
+        texts = []
+        for part in content:
+            if not _is_text_part(part):
+                raise RecordError(f"turn {number}: '{key}' holds parts that are not text")
+            texts.append(part["text"])
+            if unread is not None:
+                names = _unread_keys(part, ("type", "text"))
+                unread.turn_keys.update(f"{key}.{name}" for name in names)
+        return "".join(texts)
     raise RecordError(f"turn {number}: '{key}' must be a string, it is {_json_type(content)}")
+
+
+def _is_text_part(part: object) -> bool:
+    """Return whether a part of a content is text: a caption of an image is not."""
+    if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
+        return False
+    return part.get("type") in (None, "text", "input_text", "output_text")
 
 
 def _json_type(value: object) -> str:

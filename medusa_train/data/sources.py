@@ -20,6 +20,7 @@ from medusa_train.data.record_files import (
     number_rows,
     read_file,
     settings_path,
+    shown_name,
 )
 from medusa_train.errors import ConfigError, DataError
 from medusa_train.hub import (
@@ -208,6 +209,11 @@ def _open_directory(source: DatasetConfig, path: Path) -> LocalFiles | HubSplit:
             )
         path = path / source.name
     if source.data_files is not None:
+        if source.split not in (None, "train"):
+            raise ConfigError(
+                f"split cannot be used beside data_files, which are read whole ({source.path});"
+                " leave one of the two out"
+            )
         chosen: list[Path] = []
         for name in source.data_files:
             found = [path / name] if (path / name).is_file() else _matching_files(path, name)
@@ -230,13 +236,18 @@ def _open_directory(source: DatasetConfig, path: Path) -> LocalFiles | HubSplit:
     paths = _files_of_split(candidates, source.split, path)
     _check_format(source, paths)
     used = {*paths, *map(settings_path, paths)}
-    unread = [entry for entry in entries if entry not in used]
-    return LocalFiles(tuple(paths), _describe_unread(path, unread))
+    unread = [entry for entry in entries if entry not in used] + _hidden(path)
+    notes = (*_describe_unread(path, unread), *_missing_shards(paths), *_same_names(paths))
+    return LocalFiles(tuple(paths), notes)
 
 
 def _visible(path: Path) -> list[Path]:
-    # macOS writes ._NAME beside NAME
     return sorted(entry for entry in path.iterdir() if not entry.name.startswith("."))
+
+
+def _hidden(path: Path) -> list[Path]:
+    """List what begins with a dot, apart from the ._NAME that macOS writes beside NAME."""
+    return sorted(set(path.glob(".*")) - set(path.glob("._*")))
 
 
 def _data_files(entries: Sequence[Path]) -> list[Path]:
@@ -297,10 +308,42 @@ def _describe_unread(path: Path, unread: Sequence[Path]) -> tuple[str, ...]:
     """Name what a directory has beside the files that are read."""
     if not unread:
         return ()
-    names = [entry.name + ("/" if entry.is_dir() else "") for entry in unread]
+    names = [shown_name(entry.name) + ("/" if entry.is_dir() else "") for entry in unread]
     shown = ", ".join(names[:MAX_NAMED])
     more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
     return (f"{path}: {len(names)} not read: {shown}{more}",)
+
+
+def _missing_shards(paths: Sequence[Path]) -> tuple[str, ...]:
+    """Name numbers that are missing among files such as `train-00000-of-00003.parquet`."""
+    found: dict[tuple[Path, str, int, str], set[int]] = {}
+    for path in paths:
+        match = re.fullmatch(r"(.+?)(\d+)-of-(\d+)(\..+)", path.name)
+        if match is not None:
+            series = (path.parent, match[1], int(match[3]), match[4])
+            found.setdefault(series, set()).add(int(match[2]))
+    notes = []
+    for (directory, stem, count, ending), numbers in found.items():
+        if len(numbers) < count:
+            notes.append(
+                f"{directory}: {count - len(numbers)} of {count} files {stem}N-of-{count}{ending}"
+                " are missing"
+            )
+    return tuple(notes)
+
+
+def _same_names(paths: Sequence[Path]) -> tuple[str, ...]:
+    """Name files that differ in their suffixes alone, which may hold the same records."""
+    by_stem: dict[Path, list[str]] = {}
+    for path in paths:
+        suffix = next(one for one in _SUFFIXES if path.name.lower().endswith(one))
+        by_stem.setdefault(path.with_name(path.name[: -len(suffix)]), []).append(path.name)
+    same = [names for names in by_stem.values() if len(names) > 1]
+    return tuple(
+        f"{' and '.join(names)}: all are read; name one of them in data_files if they hold the same"
+        " records"
+        for names in same
+    )
 
 
 def _open_saved(source: DatasetConfig, path: Path) -> HubSplit:
@@ -314,7 +357,14 @@ def _open_saved(source: DatasetConfig, path: Path) -> HubSplit:
         )
     try:
         saved: Any = datasets.load_from_disk(str(path))
-    except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
+    except (
+        OSError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        datasets.exceptions.DatasetsError,
+    ) as error:
         raise DataError(f"{path}: cannot be read by load_from_disk: {error}") from None
     if not isinstance(saved, datasets.DatasetDict):
         if source.split not in (None, "train"):

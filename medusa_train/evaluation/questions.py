@@ -35,6 +35,8 @@ FETCH_TIMEOUT = 15  # seconds
 _HUMANEVAL_KEYS = ("task_id", "prompt", "entry_point", "test", "canonical_solution")
 _GSM8K_KEYS = ("question", "answer")
 _MT_BENCH_KEYS = ("question_id", "prompt_id", "turns", "prompt", "category", "reference", "system")
+#: Names in the hub's copy, and the usual ones.
+_MT_BENCH_NAMES = {"prompt_id": "question_id", "prompt": "turns"}
 #: HumanEval's prompts are the beginning of a file; a chat model needs an instruction.
 HUMANEVAL_INSTRUCTION = (
     "Complete this Python function. Answer with the whole function in a ```python block.\n\n"
@@ -317,12 +319,16 @@ def _parse(raw: RawRecord, unread: Unread) -> Question:
             raise ValueError("the chat has no message of the user")
         return Question(raw.number, "general", tuple(said), raw.source, system=system)
     question = _parse_mtbench(record, raw.source)
-    unread.count_columns(record, _MT_BENCH_KEYS)
+    known = set(_MT_BENCH_KEYS)
+    for name, usual in _MT_BENCH_NAMES.items():
+        if usual in record:  # which is what was read
+            known.discard(name)
+    unread.count_columns(record, known)
     return question
 
 
 def _parse_mtbench(record: dict[str, Any], source: str) -> Question:
-    # The hub's copy calls the turns `prompt` and, in its parquet form, the id `prompt_id`.
+    # the hub's copy calls the turns `prompt` and, in its parquet form, the id `prompt_id`
     question_id = record.get("question_id", record.get("prompt_id"))
     if isinstance(question_id, bool) or not isinstance(question_id, (int, str)):
         raise ValueError("question_id is missing or neither a number nor text")
@@ -345,7 +351,9 @@ def _parse_mtbench(record: dict[str, Any], source: str) -> Question:
     if isinstance(question_id, str):
         question_id = _printable(question_id)
     system = record.get("system")
-    if not isinstance(system, str) or not system.strip():
+    if not isinstance(system, str | None):
+        raise ValueError("system is not text")
+    if system is not None and not system.strip():
         system = None
     reference = _reference_answers(record.get("reference"))
     return Question(question_id, category, tuple(turns), source, reference, system=system)
@@ -357,12 +365,13 @@ def _printable(text: str) -> str:
 
 
 def _reference_answers(value: object) -> tuple[str, ...]:
-    """Return a reference answer per turn from one text or a list; '' for what is not text."""
-    if isinstance(value, str):
-        return (value,)
-    if not isinstance(value, list):
+    """Return a reference answer per turn from one text or a list; '' for null."""
+    if value is None:
         return ()
-    return tuple(answer if isinstance(answer, str) else "" for answer in value)
+    answers = [value] if isinstance(value, str) else value
+    if not isinstance(answers, list) or not all(isinstance(a, str | None) for a in answers):
+        raise ValueError("reference is neither text nor a list of texts")
+    return tuple(answer or "" for answer in answers)
 
 
 def _parse_humaneval(record: dict[str, Any], source: str) -> Question:

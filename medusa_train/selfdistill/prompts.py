@@ -21,6 +21,7 @@ from medusa_train.data.records import (
     describe_problems,
     first_problems,
     parse_user_turns,
+    usable_id,
 )
 from medusa_train.data.sources import PUBLIC_DATASETS, HubSplit, LocalFiles, open_prompts
 from medusa_train.errors import ConfigError, DataError
@@ -126,11 +127,9 @@ def short_name(seed_dataset: str) -> str:
 
 def _record_id(record: object, turns: list[str], system: str | None) -> str:
     """Return the record's id, or a digest of its text."""
-    record_id = None
-    if isinstance(record, Mapping):
-        record_id = record.get("id", record.get("question_id"))
-    if isinstance(record_id, (str, int)) and record_id != "":
-        return str(record_id)
+    record_id = usable_id(record, "id", "question_id") if isinstance(record, Mapping) else None
+    if record_id is not None:
+        return record_id
     return hashlib.sha256(json.dumps([system, *turns]).encode()).hexdigest()[:16]
 
 

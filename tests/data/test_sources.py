@@ -338,3 +338,30 @@ def test_what_save_to_disk_wrote_is_read(tmp_path: Path) -> None:
     assert len(read_source(test).conversations) == 1
     with pytest.raises(ConfigError, match="no split dev"):
         open_source(DatasetConfig(path=str(tmp_path / "splits"), split="dev"))
+
+
+def test_what_lies_beside_the_data_is_named(tmp_path: Path) -> None:
+    """Hidden files, shards that are missing, and the same file in two formats."""
+    for name in (".hidden.jsonl", "._a.jsonl", "bad\nname.txt"):
+        (tmp_path / name).write_text(LINE)
+    for name in ("a.jsonl", "a.json", "b-00000-of-00003.jsonl"):
+        (tmp_path / name).write_text(LINE)
+    assert open_source(DatasetConfig(path=str(tmp_path))).notes == (
+        f"{tmp_path}: 2 not read: 'bad\\nname.txt', .hidden.jsonl",
+        f"{tmp_path}: 2 of 3 files b-N-of-3.jsonl are missing",
+        "a.json and a.jsonl: all are read; name one of them in data_files if they hold the same"
+        " records",
+    )
+
+
+def test_a_split_beside_data_files_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(LINE)
+    with pytest.raises(ConfigError, match="split cannot be used beside data_files"):
+        open_source(DatasetConfig(path=str(tmp_path), split="test", data_files=["a.jsonl"]))
+
+
+@pytest.mark.parametrize("content", ["[1]", "{", "{}", '{"splits": 5}', '{"splits": ["x"]}'])
+def test_a_damaged_directory_of_save_to_disk_is_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / "dataset_dict.json").write_text(content)
+    with pytest.raises(DataError, match="cannot be read by load_from_disk"):
+        open_source(DatasetConfig(path=str(tmp_path)))

@@ -110,6 +110,91 @@ def test_what_is_known_of_each_format(record: dict[str, Any], unread: list[str])
     assert in_prompts == found
 
 
+@pytest.mark.parametrize(
+    ("record", "sentence"),
+    [
+        # a system message beside the turns, where these have one
+        (
+            {"messages": [{"role": "system", "content": "S"}, *TURNS], "system": "T"},
+            "columns system (1)",
+        ),
+        ({"messages": TURNS, "id": 1.5}, "columns id (1)"),
+        # of another chat: there is one answer
+        ({"messages": TURNS, "finish_reasons": ["stop", "length"]}, "columns finish_reasons (1)"),
+        ({"messages": TURNS, "finish_reasons": "stop"}, "columns finish_reasons (1)"),
+        (
+            {"messages": [TURNS[0], {**TURNS[1], "reasoning_content": "R", "reasoning": "T"}]},
+            "keys of turns reasoning (1)",
+        ),
+        # only answers have a reasoning part
+        ({"messages": [{**TURNS[0], "reasoning": "R"}, TURNS[1]]}, "keys of turns reasoning (1)"),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "text", "text": "Q", "cache": {}}]},
+                    TURNS[1],
+                ]
+            },
+            "keys of turns content.cache (1)",
+        ),
+        (
+            {"conversations": [{"from": "gpt", "value": "A"}, {"from": "human", "value": "Q"}]},
+            "turns of assistant before the first question (1)",
+        ),
+    ],
+)
+def test_what_is_left_out_of_a_known_key_is_counted(record: dict[str, Any], sentence: str) -> None:
+    found = Unread()
+    parse_record(record, unread=found)
+    assert found.describe("data") == [f"data: not read: {sentence}"]
+
+
+def test_turns_that_prompts_leave_out_are_counted(tmp_path: Path) -> None:
+    system = {"role": "system", "content": "S"}
+    path = write(
+        tmp_path / "chats.jsonl",
+        [
+            {"messages": [*TURNS, {"role": "tool", "content": "R"}, TURNS[0]]},
+            {"messages": [{"role": "customer", "content": "Q"}]},
+            {"messages": [system, {**system, "content": "T"}, TURNS[0]], "system": "U"},
+        ],
+    )
+    found = Unread()
+    prompts = read_prompts(path, unread=found)
+    assert [(prompt.turns, prompt.system) for prompt in prompts] == [
+        (("Q1", "Q1"), None),
+        (("Q1",), "T"),
+    ]
+    assert found.describe("data") == [
+        "data: not read: columns system (1); turns of system before the last one (1), the role"
+        " customer (1), the role tool (1); records without a message of the user (1)"
+    ]
+
+
+def test_names_are_shown_in_one_line() -> None:
+    names = ["a\nb", "\x1b[31mred", "", " ", "\ud800", "x" * 5000, "[bold]", "名"]
+    found = Unread()
+    found.columns.update(names)
+    (line,) = found.describe("data")
+    assert line.isprintable()
+    assert len(line) < 300
+    for shown in (r"'a\nb' (1)", r"'\x1b[31mred' (1)", "'' (1)", "' ' (1)", "[bold] (1)", "名 (1)"):
+        assert shown in line
+
+
+@pytest.mark.parametrize("kind", ["lines", "array"])
+def test_a_key_that_stands_twice_is_refused(tmp_path: Path, kind: str) -> None:
+    """JSON readers keep the last one."""
+    turns = json.dumps(TURNS)
+    record = f'{{"messages": {turns}, "messages": {turns}}}'
+    nested = f'{{"messages": {turns[:-2]}, "content": "B"}}]}}'
+    path = tmp_path / "chats.json"
+    lines = [record, nested]
+    path.write_text(f"[{record}]" if kind == "array" else "\n".join(lines), encoding="utf-8")
+    with pytest.raises(DataError, match=r"the key '(messages|content)' stands twice in an object"):
+        read_prompts(path)
+
+
 def test_many_columns_are_counted_in_one_line() -> None:
     found = Unread()
     found.columns.update(random_names(MAX_UNREAD + 5))
@@ -175,10 +260,35 @@ def test_switches_of_turns_decide_before_roles(
         ({"train": "no"}, "'train' must be true or false, it is 'no'"),
         ({"train_detail": [{"begin": 0}]}, "training of parts of a turn is not supported"),
         ({"function_call": {"name": "f"}}, "turn 2 is a tool call"),
+        ({"train": True, "training": False}, "turn 2: 'train' and 'training' contradict each o"),
+        ({"train": True, "weight": 0}, "turn 2: 'train' and 'weight' contradict each other"),
     ],
 )
 def test_switches_that_cannot_be_honored_are_refused(keys: dict[str, Any], message: str) -> None:
     record = {"messages": [TURNS[0], turn("assistant", "A", **keys)]}
+    with pytest.raises(RecordError, match=message):
+        parse_record(record)
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"messages": TURNS, "system": ["S"]}, "'system' must be a string, it is a list"),
+        (
+            {"messages": [TURNS[0], {**TURNS[1], "reasoning": ["R"]}]},
+            "turn 2: 'reasoning' must be a string, it is a list",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "text": "Q"}]}]},
+            "turn 1: 'content' holds parts that are not text",
+        ),
+        (
+            {"messages": [{"from": "human", "value": "Q"}, TURNS[1]]},
+            "turn 2 has no 'from'",
+        ),
+    ],
+)
+def test_known_keys_of_another_type_are_refused(record: dict[str, Any], message: str) -> None:
     with pytest.raises(RecordError, match=message):
         parse_record(record)
 

@@ -11,6 +11,7 @@ import pytest
 
 from medusa_train.config.paths import PROJECT_ROOT
 from medusa_train.data.conversation import Message
+from medusa_train.data.records import Unread
 from medusa_train.errors import DataError
 from medusa_train.evaluation import questions as benches
 from medusa_train.evaluation.questions import (
@@ -301,3 +302,29 @@ def test_humaneval_is_found_in_its_package_which_is_not_imported(
     bench = benches.load_bench("humaneval")
     assert bench.path == data
     assert [question.question_id for question in bench.questions] == ["HumanEval/0"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"system": ["S"]}, "system is not text"),
+        ({"reference": 5}, "reference is neither text nor a list of texts"),
+        ({"reference": [{"text": "A"}]}, "reference is neither text nor a list of texts"),
+    ],
+)
+def test_known_keys_of_another_type_are_refused(
+    keys: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "bench.jsonl"
+    path.write_text(json.dumps({"question_id": 1, "turns": ["Q"], **keys}), encoding="utf-8")
+    with pytest.raises(DataError, match=message):
+        read_questions(path)
+
+
+def test_a_second_name_of_what_was_read_is_counted(tmp_path: Path) -> None:
+    path = tmp_path / "bench.jsonl"
+    record = {"question_id": 1, "prompt_id": 2, "turns": ["Q"], "prompt": ["R"]}
+    path.write_text(json.dumps(record), encoding="utf-8")
+    unread = Unread()
+    assert read_questions(path, unread)[0].turns == ("Q",)
+    assert unread.columns == {"prompt": 1, "prompt_id": 1}
