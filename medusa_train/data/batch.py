@@ -53,31 +53,27 @@ def collate(rows: Sequence[Sequence[Example]]) -> Batch:
     positions   0 1 2 0 1 2
     segments    0 0 0 1 1 -
     """
-    shape = (len(rows), max(sum(len(example) for example in row) for row in rows))
+    longest = max(sum(map(len, row)) for row in rows)
+    shape = (len(rows), longest)  # [B, T]
     # padding is masked: any token with an embedding will do
     tokens = torch.zeros(shape, dtype=torch.long)
     labels = torch.full(shape, IGNORE_INDEX, dtype=torch.long)
     positions = torch.zeros(shape, dtype=torch.long)
     segments = torch.full(shape, -1, dtype=torch.long)
+    records = []
     for number, row in enumerate(rows):
         start = 0
         for segment, example in enumerate(row):
             end = start + len(example)
+            example_labels = torch.where(example.supervised, example.tokens.long(), IGNORE_INDEX)
             tokens[number, start:end] = example.tokens
-            labels[number, start:end] = torch.where(
-                example.supervised, example.tokens.long(), IGNORE_INDEX
-            )
-            positions[number, start:] = torch.arange(shape[1] - start)
+            labels[number, start:end] = example_labels
             segments[number, start:end] = segment
+            # the next document overwrites its part; the last one's positions run on over padding
+            positions[number, start:] = torch.arange(longest - start)
+            records.append(example.source)
             start = end
-    return Batch(
-        tokens,
-        labels,
-        positions,
-        segments,
-        [example.source for row in rows for example in row],
-        rows,
-    )
+    return Batch(tokens, labels, positions, segments, records, rows)
 
 
 def shift_labels(labels: Tensor, k: int, segments: Tensor) -> Tensor:
@@ -101,11 +97,10 @@ def shift_labels(labels: Tensor, k: int, segments: Tensor) -> Tensor:
         [B, T], `IGNORE_INDEX` where there is no target.
     """
     offset = k + 1
-    out = torch.full_like(labels, IGNORE_INDEX)
+    out = torch.full_like(labels, IGNORE_INDEX)  # [B, T]
     if offset < labels.shape[1]:
-        out[:, :-offset] = torch.where(
-            segments[:, offset:] == segments[:, :-offset], labels[:, offset:], IGNORE_INDEX
-        )
+        same_document = segments[:, offset:] == segments[:, :-offset]  # [B, T - offset]
+        out[:, :-offset] = torch.where(same_document, labels[:, offset:], IGNORE_INDEX)
     return out
 
 
@@ -132,14 +127,22 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     # node n has children 2n and 2n + 1, and the maximum of their free space
     free = [capacity] * (2 * leaves)
     rows: list[list[int]] = []
-    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+    longest_first = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+    for index in longest_first:
+        length = lengths[index]
+        # 1. Go down to the first row with enough space: left wherever it fits there.
         node = 1
         while node < leaves:
-            node = 2 * node if free[2 * node] >= lengths[index] else 2 * node + 1
-        if node - leaves == len(rows):
+            node = 2 * node
+            if free[node] < length:
+                node += 1
+        # 2. Place the document; rows are used from the first on, so a new one is the next.
+        row = node - leaves
+        if row == len(rows):
             rows.append([])
-        rows[node - leaves].append(index)
-        free[node] -= lengths[index]
+        rows[row].append(index)
+        # 3. Go up again, and tell every node above how much space is left.
+        free[node] -= length
         while node > 1:
             node //= 2
             free[node] = max(free[2 * node], free[2 * node + 1])

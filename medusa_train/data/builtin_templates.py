@@ -126,8 +126,10 @@ def get_template(name: str) -> Template:
         if not source.strip():
             raise ConfigError(f"chat template '{name}': the file is empty")
         return Template(source, answer_end="")
+    hint = ""
     near = difflib.get_close_matches(name, TEMPLATES, n=1)
-    hint = f"did you mean '{near[0]}'? " if near else ""
+    if near:
+        hint = f"did you mean '{near[0]}'? "
     raise ConfigError(
         f"chat template '{name}' is unknown; {hint}choose {', '.join(TEMPLATES)}, or a .jinja file,"
         " or leave it out for the tokenizer's own"

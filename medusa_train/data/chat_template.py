@@ -123,11 +123,9 @@ class ChatTemplate:
         unused = [
             name for name in self.kwargs if not re.search(rf"\b{re.escape(name)}\b", self.source)
         ]
-        return (
-            f"chat_template_kwargs: not in the chat template: {', '.join(unused)}"
-            if unused
-            else None
-        )
+        if not unused:
+            return None
+        return f"chat_template_kwargs: not in the chat template: {', '.join(unused)}"
 
     def answers(self, messages: Sequence[Message]) -> list[RenderedAnswer]:
         """Return every answer of the chat as it is generated.
@@ -139,33 +137,42 @@ class ChatTemplate:
         indices = [index for index, message in enumerate(messages) if message.role == "assistant"]
         if not indices:
             return []
+        # 1. The prompts, and what the template writes around an answer.
         prompts = [self.render(messages[:index], prompt=True) for index in indices]
         lead, end = self._around_answer(messages[: indices[-1]], prompts[-1])
         answers = []
-        for number, (index, prompt) in enumerate(zip(indices, prompts, strict=True)):
-            content = self._without_prompted(prompt, messages[index].content)
-            # Most templates render an answer alike in the next prompt, which saves rendering it as
-            # the last message.
-            following = prompts[number + 1 : number + 2]
-            text = _rendered_answer(following[0], prompt, lead, content, end) if following else None
-            if text is None:
-                text = _rendered_answer(
-                    self.render(messages[: index + 1]), prompt, lead, content, end
-                )
-            if text is None:
-                # no opening tag was removed
-                if content == messages[index].content and not messages[index].is_cut:
-                    content = self._with_closed_reasoning(prompt, content)
-                text = (lead if lead.isspace() else "") + content + end
+        for number, index in enumerate(indices):
             message = messages[index]
-            if message.is_cut:  # within its reasoning, or after it
-                opened, closed = map((prompt + content).rfind, self.reasoning_tags)
-                text = content if opened > closed else text.removesuffix(end)
-            answers.append(
-                RenderedAnswer(
-                    index, prompt, text, "" if message.is_cut else end, message.token_ids
-                )
-            )
+            prompt = prompts[number]
+            content = self._without_prompted(prompt, message.content)
+            # 2. The answer as it stands in the next prompt: most templates render it there as they
+            # do at the end, which saves rendering it as the last message.
+            text = None
+            if number + 1 < len(prompts):
+                text = _rendered_answer(prompts[number + 1], prompt, lead, content, end)
+            # 3. Else as the last message.
+            if text is None:
+                rendered = self.render(messages[: index + 1])
+                text = _rendered_answer(rendered, prompt, lead, content, end)
+            # 4. Else its own content: the template does not keep it.
+            if text is None:
+                is_whole = content == message.content  # no opening tag was removed
+                if is_whole and not message.is_cut:
+                    content = self._with_closed_reasoning(prompt, content)
+                text = content + end
+                if lead.isspace():
+                    text = lead + text
+            # 5. An answer that was cut off has no end token. Within its reasoning the content alone
+            # is what was generated.
+            if not message.is_cut:
+                answers.append(RenderedAnswer(index, prompt, text, end, message.token_ids))
+                continue
+            opened, closed = map((prompt + content).rfind, self.reasoning_tags)
+            if opened > closed:
+                text = content
+            else:
+                text = text.removesuffix(end)
+            answers.append(RenderedAnswer(index, prompt, text, "", message.token_ids))
         return answers
 
     def opened_reasoning(self, prompt: str) -> str:
@@ -173,11 +180,10 @@ class ChatTemplate:
         line break, or ''.
         """
         opening = self.reasoning_tags[0]
-        return (
-            prompt[len(prompt.rstrip()) - len(opening) :]
-            if prompt.rstrip().endswith(opening)
-            else ""
-        )
+        words = prompt.rstrip()
+        if not words.endswith(opening):
+            return ""
+        return prompt[len(words) - len(opening) :]
 
     def end_token(self) -> str | None:
         """Return the token that the template writes after the content of an answer: the one that
@@ -204,22 +210,27 @@ class ChatTemplate:
         placeholders must equal the text around the contents. A template may strip white space
         around a content.
         """
-        located = {
-            index: _placeholder(index)
-            for index, message in enumerate(messages)
-            if message.role in roles
-        }
-        replaced = [
-            Message(m.role, located.get(index, m.content)) for index, m in enumerate(messages)
-        ]
-        text, outline = self.render(messages, prompt=True), self.render(replaced, prompt=True)
-        if not located:
+        # 1. The chat as it is, and with placeholders.
+        placeholders: dict[int, str] = {}
+        replaced = []
+        for index, message in enumerate(messages):
+            content = message.content
+            if message.role in roles:
+                content = _placeholder(index)
+                placeholders[index] = content
+            replaced.append(Message(message.role, content))
+        text = self.render(messages, prompt=True)
+        outline = self.render(replaced, prompt=True)
+        if not placeholders:
             return {}
-        first, *following = re.split("|".join(located.values()), outline)
-        position, spans = len(first), {}
-        if len(following) != len(located) or not text.startswith(first):
+        # 2. The text before the first placeholder, and that after each.
+        first, *following = re.split("|".join(placeholders.values()), outline)
+        if len(following) != len(placeholders) or not text.startswith(first):
             raise ChatTemplateError(_CHANGED)
-        for index, after in zip(located, following, strict=True):
+        # 3. Each content stands between two of these texts.
+        spans: dict[int, Span] = {}
+        position = len(first)
+        for index, after in zip(placeholders, following, strict=True):
             content = messages[index].content
             if not text.startswith(content + after, position):
                 content = content.strip()
@@ -241,14 +252,14 @@ class ChatTemplate:
         answer.
         """
         placeholder = _placeholder(len(messages))
-        before, found, after = self.render(
-            [*messages, Message("assistant", placeholder)]
-        ).rpartition(placeholder)
+        rendered = self.render([*messages, Message("assistant", placeholder)])
+        before, found, after = rendered.rpartition(placeholder)
         if not found:
             raise ChatTemplateError("the chat template leaves out the content of answers")
-        return before[len(prompt) :] if before.startswith(prompt) else "", _end_of_answer(
-            after, self.added_tokens
-        )
+        end = _end_of_answer(after, self.added_tokens)
+        if not before.startswith(prompt):
+            return "", end
+        return before[len(prompt) :], end
 
     def _without_prompted(self, prompt: str, content: str) -> str:
         """Return an answer's content without what the generation prompt already says of its
@@ -259,7 +270,9 @@ class ChatTemplate:
         """
         opening, closing = self.reasoning_tags
         if prompt.rstrip().endswith(closing):
-            return content.rpartition(closing)[2].lstrip("\n") if closing in content else content
+            if closing not in content:
+                return content
+            return content.rpartition(closing)[2].lstrip("\n")
         opened = self.opened_reasoning(prompt)
         if opened and content.lstrip().startswith(opening):
             return content.lstrip()[len(opening) :].removeprefix(opened[len(opening) :])
@@ -270,8 +283,9 @@ class ChatTemplate:
         content lacks.
         """
         closing = self.reasoning_tags[1]
-        is_open = bool(self.opened_reasoning(prompt)) and closing not in content
-        return f"\n{closing}\n\n{content}" if is_open else content
+        if not self.opened_reasoning(prompt) or closing in content:
+            return content
+        return f"\n{closing}\n\n{content}"
 
 
 @lru_cache(maxsize=8)
@@ -307,9 +321,8 @@ def _rendered_answer(rendered: str, prompt: str, lead: str, content: str, end: s
     return None
 
 
-@lru_cache(
-    maxsize=64
-)  # there are thousands of added tokens in some tokenizers, and few texts after answers
+# There are thousands of added tokens in some tokenizers, and few texts after answers.
+@lru_cache(maxsize=64)
 def _end_of_answer(after: str, added_tokens: frozenset[str]) -> str:
     """Cut the text that follows the content of a last answer after its end token."""
     ends = [
@@ -317,10 +330,11 @@ def _end_of_answer(after: str, added_tokens: frozenset[str]) -> str:
         for token in added_tokens
         if token.strip() and token in after
     ]
-    return after[: min(ends)] if ends else after.rstrip()
+    if not ends:
+        return after.rstrip()
+    return after[: min(ends)]
 
 
 def _placeholder(index: int) -> str:
-    return (  # private use characters, which neither templates nor text contain
-        f"\ue000{index}\ue001"
-    )
+    """Return a text of private use characters, which neither templates nor texts contain."""
+    return f"\ue000{index}\ue001"
