@@ -1124,7 +1124,7 @@ class SelfDistillConfig(Config):
     seed_dataset: Text = key(
         "tiny",
         "prompts: tiny, sharegpt, ultrachat, a file or directory of conversations, or the name of a"
-        " hub dataset",
+        " hub dataset; --seed is an old name of this option, the random seed is seed=N",
     )
     type: Literal["auto", "sharegpt", "messages", "alpaca"] = key(
         "auto", "record format; auto: by its keys"
@@ -1178,7 +1178,8 @@ class SelfDistillConfig(Config):
     base_model: Text | None = key(
         None,
         "model: a Hugging Face directory, a hub name or a run; on a server, its name there;"
-        " default, for the prompts `tiny` and mode questions only: data/tiny",
+        " default, for the prompts `tiny` and mode questions only: data/tiny, an 11M test model;"
+        " name yours",
     )
     trust_remote_code: Bool = key(False, "allow Python code from the model's repository")
     chat_template: ChatTemplateName = key(
