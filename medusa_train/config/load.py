@@ -22,9 +22,9 @@ from medusa_train.config.schema import NOT_IN_STAGE_ONE, SHARED_WITH_STAGE_ONE, 
 from medusa_train.config.types import STAGE_ONE, Config, format_value
 from medusa_train.config.yaml_lines import (
     KeyPath,
-    StringDateLoader,
     YamlSource,
     format_path,
+    read_value,
     read_yaml_file,
 )
 from medusa_train.errors import ConfigError
@@ -66,11 +66,17 @@ def load_config(
     """
     source = YamlSource("command line") if path is None else _read(path)
     overrides = list(overrides)
+    last: dict[str, str] = {}  # override of each key
     for override in overrides:
         _apply_override(source, override)
+        name = override.partition("=")[0].strip()
+        if last.get(name, override) != override:
+            source.replaced.append(last[name])
+        last[name] = override
     for name, value in (flags or {}).items():
         if value is not None:
             _set_value(source, (name,), value, cls.option_of(name).split()[0])
+            source.replaced += [last[name]] if name in last else []
     given = {override.partition("=")[0].strip() for override in overrides}
     given |= {name for name, value in (flags or {}).items() if value is not None}
     if TRUST in given and TRUST in source.replaced:
@@ -166,12 +172,10 @@ def _apply_override(source: YamlSource, override: str) -> None:
     if not equals or not all(keys):
         source.problems.append(((), f"{location}: overrides are written key=value, or a.b=value"))
         return
-    try:
-        value = yaml.load(text, StringDateLoader)
-    except (yaml.YAMLError, ValueError, RecursionError):
-        value = text  # text that is not valid YAML, such as some file names
+    parsed = read_value(text, location)
     path: KeyPath = tuple(int(part) if part.isdecimal() else part for part in keys)
-    _set_value(source, path, value, location)
+    _set_value(source, path, parsed.values[""], location)
+    source.problems += [((*path, *below), message) for below, message in parsed.problems]
 
 
 def _set_value(source: YamlSource, path: KeyPath, value: object, location: str) -> None:

@@ -31,7 +31,8 @@ _VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)\}|([A-Za-z_]\w*))")
 def expand_variables(text: str) -> str:
     """Replace `$NAME` and `${NAME}` by environment variables.
 
-    Raises ConfigError if one is unset or empty: `${SCRATCH}/run` would then be `/run`.
+    Raises ConfigError if one is unset or empty: `${SCRATCH}/run` would then be `/run`. So does what
+    only a shell expands.
     """
 
     def value(match: re.Match[str]) -> str:
@@ -43,6 +44,12 @@ def expand_variables(text: str) -> str:
             )
         return found
 
+    for beginning in ("${", "$("):
+        if beginning in _VARIABLE.sub("", text):
+            raise ConfigError(
+                f"{text}: of what begins with $, only $NAME and ${{NAME}} are replaced, by"
+                " environment variables; write the value"
+            )
     return _VARIABLE.sub(value, text)
 
 

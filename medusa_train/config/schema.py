@@ -207,7 +207,9 @@ class DatasetConfig(BaseModel):
         """Refuse two names for the same part of a turn, and names of turns that alpaca lacks."""
         mapped = self.message_property_mappings or {}
         problem = None
-        if "role" in mapped and self.message_field_role is not None:
+        if self.data_files == []:
+            problem = "data_files: name a file, or leave the key out"
+        elif "role" in mapped and self.message_field_role is not None:
             problem = "message_field_role and message_property_mappings both name the role"
         elif "content" in mapped and self.message_field_content is not None:
             problem = "message_field_content and message_property_mappings both name the content"

@@ -103,6 +103,21 @@ def read_yaml(text: str, name: str) -> YamlSource:
     return source
 
 
+def read_value(text: str, name: str) -> YamlSource:
+    """Parse a single value; it stands under the key "" of the source called `name`.
+
+    What is not valid YAML, such as some file names, is text.
+    """
+    source = YamlSource(name)
+    try:
+        loader = StringDateLoader(text)
+        root = loader.get_single_node()
+        source.values[""] = None if root is None else _NodeReader(loader, source).read(root, ())
+    except (yaml.YAMLError, RecursionError, ConfigError):
+        return YamlSource(name, {"": text})
+    return source
+
+
 def read_yaml_file(path: Path, name: str) -> YamlSource:
     """Parse the file at `path`."""
     try:
@@ -187,7 +202,10 @@ class _NodeReader:
             if not isinstance(key, yaml.ScalarNode):
                 raise ConfigError(f"{self._location(key)}: keys must be plain names")
             if key.value in first and key.value != "<<":
-                message = f"is set twice, on lines {first[key.value]} and {_line(key)}; keep one"
+                lines = f", on lines {first[key.value]} and {_line(key)}"
+                if first[key.value] == _line(key):
+                    lines = ""
+                message = f"is set twice{lines}; keep one"
                 self.source.problems.append(((*path, key.value), message))
             first.setdefault(key.value, _line(key))
 

@@ -391,3 +391,29 @@ def test_short_names_of_other_programs_are_recognized(
 def test_a_switch_is_suggested_where_a_section_has_its_name() -> None:
     with pytest.raises(ConfigError, match="did you mean prompt_lookup"):
         load_config(EvalConfig, None, ["lookup=false"])
+
+
+def test_a_key_that_stands_twice_in_the_value_of_an_override_is_refused(tmp_path: Path) -> None:
+    (problem,) = problems(write(tmp_path, GOOD), "datasets=[{path: a.jsonl, path: b.jsonl}]")
+    assert "datasets[0].path: is set twice; keep one" in problem
+
+
+def test_an_override_that_another_one_replaces_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path, GOOD)
+    cfg = load_config(TrainConfig, path, ["seed=3", "seed=4", "max_steps=2", "max_steps=2"])
+    assert cfg.seed == 4
+    assert cfg.ignored == ("seed=3",)
+    cfg = load_config(TrainConfig, path, ["seed=3"], flags={"seed": 5})
+    assert cfg.seed == 5
+    assert cfg.ignored == ("seed=3",)
+
+
+@pytest.mark.parametrize("value", ["${SCRATCH:-x}/run", "${SCRATCH", "$(date)"])
+def test_what_only_a_shell_expands_is_refused(value: str) -> None:
+    (problem,) = problems(None, *REQUIRED, f"output_dir={value}")
+    assert "only $NAME and ${NAME} are replaced, by environment variables" in problem
+
+
+def test_an_empty_list_of_files_is_refused() -> None:
+    (problem,) = problems(None, REQUIRED[0], "datasets=[{path: d, data_files: []}]")
+    assert "data_files: name a file, or leave the key out" in problem

