@@ -52,8 +52,12 @@ class EncodedDataset(Sequence[Example]):
 
     def describe_count(self) -> str:
         """Name the number of conversations, and of rows if some conversations have several."""
-        rows = "" if self.conversations == len(self) else f" in {len(self):,} rows"
-        return f"{self.conversations:,} conversation{'' if self.conversations == 1 else 's'}{rows}"
+        count = self.conversations
+        if count == len(self):
+            in_rows = ""
+        else:
+            in_rows = f" in {len(self):,} rows"
+        return f"{count:,} conversation{'' if count == 1 else 's'}{in_rows}"
 
     @property
     def supervised_tokens(self) -> int:
@@ -64,26 +68,36 @@ class EncodedDataset(Sequence[Example]):
         """Return the share of distinct ones among all sequences of `length` supervised tokens; 1 if
         there is none.
         """
-        # of a hash mod 2**64
-        factors = torch.randint(1 << 62, (length,), generator=torch.Generator().manual_seed(0))
+        # a sequence is known by a hash mod 2**64: the sum of its tokens times these factors
+        generator = torch.Generator().manual_seed(0)
+        factors = torch.randint(1 << 62, (length,), generator=generator)
         hashes = [factors.new_empty(0)]
         for example in self.examples:
-            if len(example) >= length:
-                whole = example.supervised.unfold(0, length, 1).all(1)
-                hashes.append((example.tokens.long().unfold(0, length, 1)[whole] * factors).sum(1))
-        sequences = torch.cat(hashes)
-        return sequences.unique().numel() / sequences.numel() if sequences.numel() else 1.0
+            if len(example) < length:
+                continue
+            sequences = example.tokens.long().unfold(0, length, 1)  # [T - length + 1, length]
+            is_supervised = example.supervised.unfold(0, length, 1).all(1)
+            hashes.append((sequences[is_supervised] * factors).sum(1))
+        all_hashes = torch.cat(hashes)
+        if not all_hashes.numel():
+            return 1.0
+        return all_hashes.unique().numel() / all_hashes.numel()
 
     def rows(self, order: Sequence[int]) -> list[list[int]]:
         """Distribute the examples of these indices over rows: packed, or one per row."""
         if self.row_len is None:
             return [[index] for index in order]
-        packs = pack([len(self.examples[index]) for index in order], self.row_len)
-        return [[order[index] for index in row] for row in packs]
+        rows = []
+        for places in pack([len(self.examples[index]) for index in order], self.row_len):
+            rows.append([order[place] for place in places])
+        return rows
 
     def batch(self, rows: Sequence[Sequence[int]]) -> Batch:
         """Collate rows of example indices."""
-        return collate([[self.examples[index] for index in row] for row in rows])
+        documents = []
+        for row in rows:
+            documents.append([self.examples[index] for index in row])
+        return collate(documents)
 
     def fingerprint(self) -> str:
         """Return a digest of all tokens and loss masks, in order."""
@@ -114,6 +128,7 @@ def load_datasets(
         have the same report, and the validation set is empty if `val_set_size` is 0 or there is
         only one conversation.
     """
+    # 1. Read and tokenize, or take the tokens from the cache.
     readers = open_datasets(cfg, encoder, on_progress)
     options: dict[str, Any] = {"max_workers": cfg.dataset_processes, "on_progress": on_progress}
     if cfg.prepared_dir is None:
@@ -126,27 +141,37 @@ def load_datasets(
     if not encoded.examples:
         names = ", ".join(entry.path for entry in cfg.datasets)
         raise DataError(f"{names}: no conversation left: " + "; ".join(report.describe()))
+    # 2. The test data, which are read as training data are.
     test = None
     if cfg.test_datasets is not None:
-        keys = {"datasets": cfg.test_datasets, "test_datasets": None, "val_set_size": 0.0}
-        keys["early_stopping_patience"] = None
-        test, _ = load_datasets(cfg.model_copy(update=keys), encoder, on_progress)
-    # the split is by conversation
-    whole = [example.key for example in encoded.examples if example.row == 0]
+        test_settings = {
+            "datasets": cfg.test_datasets,
+            "test_datasets": None,
+            "val_set_size": 0.0,
+            "early_stopping_patience": None,
+        }
+        test, _ = load_datasets(cfg.model_copy(update=test_settings), encoder, on_progress)
+    # 3. What is not trained on, by conversation: all rows of one are on the same side.
+    keys = [example.key for example in encoded.examples if example.row == 0]
     if test is not None:
         validation_keys = {example.key for example in test}
-        if repeated := sum(key in validation_keys for key in whole):
+        repeated = sum(key in validation_keys for key in keys)
+        if repeated:
             report.notes.append(
                 f"{repeated} conversations not trained on, since test_datasets have them"
             )
     elif held_out is not None:
         validation_keys = held_out
     else:
-        validation_keys = select_validation(whole, cfg.val_set_size, cfg.seed)
+        validation_keys = select_validation(keys, cfg.val_set_size, cfg.seed)
+    # 4. The two parts.
     train: list[Example] = []
     validation: list[Example] = []
     for example in encoded.examples:
-        (validation if example.key in validation_keys else train).append(example)
+        if example.key in validation_keys:
+            validation.append(example)
+        else:
+            train.append(example)
     if not train:
         raise DataError("no conversation left to train on: test_datasets have all of them")
     if not (test or validation) and cfg.early_stopping_patience is not None:
@@ -154,10 +179,9 @@ def load_datasets(
             "early_stopping_patience: no conversation is left for validation; set test_datasets"
         )
     row_len = cfg.sequence_len if cfg.sample_packing else None
-    return (
-        EncodedDataset(train, report, row_len),
-        EncodedDataset(validation, report, row_len) if test is None else test,
-    )
+    if test is None:
+        test = EncodedDataset(validation, report, row_len)
+    return EncodedDataset(train, report, row_len), test
 
 
 class BatchLoader:
@@ -216,7 +240,8 @@ class BatchLoader:
         return self
 
     def __next__(self) -> Batch:
-        return self.dataset.batch([self._next_rows() for _ in range(self.size)][self.rank])
+        batches_of_ranks = [self._next_rows() for _ in range(self.size)]
+        return self.dataset.batch(batches_of_ranks[self.rank])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the next batch, as JSON values for `load_state_dict`."""
@@ -230,14 +255,16 @@ class BatchLoader:
                 f"cannot resume the data order, changed since the checkpoint: {', '.join(changed)}."
                 " Resume with the data and settings of that run, or start a new one"
             )
-        self.epoch, self._batch = int(state["epoch"]), int(state["batch"])
+        self.epoch = int(state["epoch"])
+        self._batch = int(state["batch"])
         self._batches = self._draw_epoch(self.epoch)
 
     def _next_rows(self) -> list[list[int]]:
         rows = self._batches[self._batch]
         self._batch += 1
         if self._batch == len(self._batches):
-            self.epoch, self._batch = self.epoch + 1, 0
+            self.epoch += 1
+            self._batch = 0
             self._batches = self._draw_epoch(self.epoch)
         return rows
 
@@ -258,19 +285,25 @@ class BatchLoader:
 
     def _draw_epoch(self, epoch: int) -> list[list[list[int]]]:
         """Return an epoch's batches, as rows of example indices."""
-        size, dataset = self.micro_batch_size, self.dataset
+        size = self.micro_batch_size
         rng = random.Random(f"{self.seed}/{epoch}")
-        order = list(range(len(dataset)))
+        # 1. Rows of examples in random order.
+        order = list(range(len(self.dataset)))
         if self.shuffle:
             rng.shuffle(order)
-        rows = dataset.rows(order)
-        if self.shuffle and dataset.row_len is not None:
+        rows = self.dataset.rows(order)
+        if self.shuffle and self.dataset.row_len is not None:
             rng.shuffle(rows)  # packing puts rows of long documents first
-        window = _WINDOW * size if self.shuffle else len(rows)
+        # 2. Batches of rows of similar length, within windows.
+        window = len(rows)
+        if self.shuffle:
+            window = _WINDOW * size
         batches = []
         for start in range(0, len(rows), window):
-            similar = sorted(rows[start : start + window], key=lambda row: -self._row_length(row))
-            batches += [similar[first : first + size] for first in range(0, len(similar), size)]
+            similar = sorted(rows[start : start + window], key=self._row_length, reverse=True)
+            for first in range(0, len(similar), size):
+                batches.append(similar[first : first + size])
+        # 3. In random order.
         if self.shuffle:
             rng.shuffle(batches)
         return batches

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
@@ -57,16 +58,26 @@ class Datastore:
             recent: the last tokens of a text. length: most tokens of a continuation.
             count: most continuations, evenly spaced among all occurrences.
         """
-        shortest, longest, found = 0, len(recent), range(0)
-        while shortest < longest:  # an n-gram occurs only if its own ends do
+        # 1. The longest end that occurs, by bisection: an n-gram occurs only if its own ends do.
+        found = range(0)
+        shortest = 0  # tokens of the end in `found`
+        longest = len(recent)
+        while shortest < longest:
             n = (shortest + longest + 1) // 2
-            if occurrences := self._occurrences(recent[len(recent) - n :]):
-                shortest, found = n, occurrences
+            occurrences = self._occurrences(recent[len(recent) - n :])
+            if occurrences:
+                found = occurrences
+                shortest = n
             else:
                 longest = n - 1
-        step = max(1, -(-len(found) // count))
-        copies = (self._after(int(self._suffixes[i]) + shortest, length) for i in found[::step])
-        return [copy for copy in copies if copy]
+        # 2. What follows some of its occurrences, evenly spaced.
+        step = max(1, math.ceil(len(found) / count))
+        continuations = []
+        for number in found[::step]:
+            following = self._after(int(self._suffixes[number]) + shortest, length)
+            if following:
+                continuations.append(following)
+        return continuations
 
     def _occurrences(self, ngram: Sequence[int]) -> range:
         """The range of the suffixes that begin with `ngram`."""
@@ -81,7 +92,9 @@ class Datastore:
     def _after(self, position: int, length: int) -> list[int]:
         """The tokens from a position on, up to the end of its document."""
         tokens: list[int] = self._tokens[position : position + length].tolist()
-        return tokens[: tokens.index(SEPARATOR)] if SEPARATOR in tokens else tokens
+        if SEPARATOR in tokens:
+            return tokens[: tokens.index(SEPARATOR)]
+        return tokens
 
 
 def _sort_suffixes(tokens: NDArray[np.int32], order: int) -> NDArray[np.int32]:
@@ -92,14 +105,16 @@ def _sort_suffixes(tokens: NDArray[np.int32], order: int) -> NDArray[np.int32]:
     """
     ranks = np.unique(tokens, return_inverse=True)[1].reshape(-1).astype(np.int64)
     suffixes = np.argsort(ranks, kind="stable")
-    sorted_by, n = 1, len(tokens)
+    n = len(tokens)
+    sorted_by = 1
     while sorted_by < order and ranks.max() < n - 1:
         following = np.zeros(n, dtype=np.int64)  # 0: the end of the text
         following[: n - sorted_by] = ranks[sorted_by:] + 1
         keys = ranks * (n + 1) + following
         suffixes = np.argsort(keys, kind="stable")
         ordered = keys[suffixes]
-        ranks[suffixes] = np.concatenate([[0], np.cumsum(ordered[1:] != ordered[:-1])])
+        is_new = ordered[1:] != ordered[:-1]
+        ranks[suffixes] = np.concatenate([[0], np.cumsum(is_new)])
         sorted_by *= 2
     return suffixes.astype(np.int32)
 
@@ -115,13 +130,9 @@ def read_datastore(path: Path, tokenizer: Any, order: int) -> Datastore:
             warn_once(f"{path}: {count} invalid records skipped, the first: {result.skipped[0]}")
         for note in result.unread.describe(str(path)):
             warn_once(note)
-        chats = result.conversations
-        texts = [
-            message.content
-            for chat in chats
-            for message in chat.messages
-            if message.role == "assistant"
-        ]
+        texts = []
+        for chat in result.conversations:
+            texts += [message.content for message in chat.messages if message.role == "assistant"]
     else:
         try:
             texts = [path.read_text(encoding="utf-8")]
@@ -130,4 +141,5 @@ def read_datastore(path: Path, tokenizer: Any, order: int) -> Datastore:
     texts = [text for text in texts if text]
     if not texts:
         raise DataError(f"{path}: has no text for a datastore")
-    return Datastore(tokenizer(texts, add_special_tokens=False)["input_ids"], order)
+    documents = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    return Datastore(documents, order)

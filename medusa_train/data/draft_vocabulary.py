@@ -40,9 +40,8 @@ def choose_draft_vocabulary(
 
 def token_counts(dataset: EncodedDataset, vocab_size: int) -> Tensor:
     """Count the supervised tokens of a data set, long [V]."""
-    return torch.cat([one.tokens[one.supervised] for one in dataset.examples]).bincount(
-        minlength=vocab_size
-    )
+    targets = torch.cat([example.tokens[example.supervised] for example in dataset.examples])
+    return targets.bincount(minlength=vocab_size)
 
 
 def frequent_tokens(
@@ -56,22 +55,22 @@ def frequent_tokens(
     """
     kept = torch.zeros_like(counts, dtype=torch.bool)
     kept[[token for token in special if token < len(counts) and counts[token]]] = True
-    if int(kept.sum()) > size:
+    num_kept = int(kept.sum())
+    if num_kept > size:
         raise ConfigError(
-            f"{key}: {size:,} is less than the {int(kept.sum()):,} special tokens in the data"
+            f"{key}: {size:,} is less than the {num_kept:,} special tokens in the data"
         )
-    return (
-        torch.where(kept, counts.max() + 1, counts)
-        .argsort(descending=True, stable=True)[:size]
-        .sort()
-        .values
-    )
+    priority = torch.where(kept, counts.max() + 1, counts)
+    chosen = priority.argsort(descending=True, stable=True)[:size]
+    return chosen.sort().values
 
 
 def coverage(counts: Tensor, token_map: Tensor) -> float:
     """Return the share of all counted tokens that are in the vocabulary; 1 if there are none."""
     total = int(counts.sum())
-    return int(counts[token_map].sum()) / total if total else 1.0
+    if not total:
+        return 1.0
+    return int(counts[token_map].sum()) / total
 
 
 def describe_vocabulary(
@@ -87,11 +86,10 @@ def describe_vocabulary(
         " of training targets"
     )
     if len(validation):
-        line += (
-            f" and {coverage(token_counts(validation, vocab_size), token_map):.2%} of validation"
-            " targets"
-        )
+        validation_counts = token_counts(validation, vocab_size)
+        line += f" and {coverage(validation_counts, token_map):.2%} of validation targets"
     line += f"; {distinct:,} distinct tokens occur in training targets"
-    if unused := int((counts[token_map] == 0).sum()):
+    unused = int((counts[token_map] == 0).sum())
+    if unused:
         line += f", the other {unused:,} rows are filled with unused tokens of the lowest ids"
     return line
