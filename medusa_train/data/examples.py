@@ -50,11 +50,9 @@ class Example:
 
     def prompts(self) -> list[list[int]]:
         """Return the prompt of each answer: all tokens before it, its header included."""
-        before = torch.cat([self.supervised.new_ones(1), self.supervised[:-1]])
-        return [
-            self.tokens[:start].tolist()
-            for start in torch.nonzero(self.supervised & ~before).flatten().tolist()
-        ]
+        before = torch.cat([self.supervised.new_ones(1), self.supervised[:-1]])  # [T]
+        starts = torch.nonzero(self.supervised & ~before).flatten().tolist()
+        return [self.tokens[:start].tolist() for start in starts]
 
 
 def encode_examples(
@@ -70,32 +68,39 @@ def encode_examples(
         reason: "too_long" (every row's first answer ends beyond `max_length`) or "unsupervised" (no
             supervised token).
     """
-    rows = [
-        row
-        for row in (row.trimmed() for row in encoder.encode(conversation))
-        if row is not None and row.ids
-    ]
+    # 1. Rows that end with a supervised token, and how many answers they have.
+    rows = []
+    num_answers = 0
+    for encoded in encoder.encode(conversation):
+        row = encoded.trimmed()
+        if row is not None and row.ids:
+            rows.append(row)
+            num_answers += len(row.ends)
     if not rows:
         return [], "unsupervised"
-    kept = [
-        part for part in (row.trimmed(max_length) for row in rows) if part is not None and part.ids
-    ]
+    # 2. What of them fits into `max_length`.
+    kept = []
+    num_kept_answers = 0
+    for row in rows:
+        part = row.trimmed(max_length)
+        if part is not None and part.ids:
+            kept.append(part)
+            num_kept_answers += len(part.ends)
     if not kept:
         return [], "too_long"
-    key = conversation.first(kept[0].ends[0][0]).content_key
-    examples = [
-        Example(
-            torch.tensor(part.ids, dtype=torch.int32),
-            torch.tensor(part.supervised, dtype=torch.bool),
-            key,
-            conversation.id,
-            conversation.source,
-            number,
+    # 3. Tensors.
+    first_answer_end, _ = kept[0].ends[0]
+    key = conversation.first(first_answer_end).content_key
+    examples = []
+    for number, part in enumerate(kept):
+        tokens = torch.tensor(part.ids, dtype=torch.int32)
+        supervised = torch.tensor(part.supervised, dtype=torch.bool)
+        examples.append(
+            Example(tokens, supervised, key, conversation.id, conversation.source, row=number)
         )
-        for number, part in enumerate(kept)
-    ]
-    is_complete = sum(len(part.ends) for part in kept) == sum(len(row.ends) for row in rows)
-    return examples, "complete" if is_complete else "truncated"
+    if num_kept_answers < num_answers:
+        return examples, "truncated"
+    return examples, "complete"
 
 
 def select_validation(keys: Sequence[str], share: float, seed: int) -> set[str]:
@@ -109,9 +114,14 @@ def select_validation(keys: Sequence[str], share: float, seed: int) -> set[str]:
     sizes = Counter(keys)
     if share <= 0 or len(sizes) < 2:
         return set()
-    room = min(max(1, round(share * len(keys))), len(keys) - 1)
+    room = max(1, round(share * len(keys)))
+    room = min(room, len(keys) - 1)
+
+    def rank(key: str) -> bytes:
+        return hashlib.sha256(f"{seed}/{key}".encode()).digest()
+
+    order = sorted(sizes, key=rank)
     chosen: set[str] = set()
-    order = sorted(sizes, key=lambda key: hashlib.sha256(f"{seed}/{key}".encode()).digest())
     for key in order:
         if sizes[key] <= room:
             chosen.add(key)
@@ -169,23 +179,31 @@ class DataReport:
         """Return a sentence for each kind of conversation that was skipped or truncated, and the
         notes.
         """
-        counts, limit = self.counts, self.sequence_len
-        became = f"conversation{'' if counts['split'] == 1 else 's'} became {counts['rows']} rows"
-        sentences = [
-            (
-                len(self.skipped),
-                f"invalid records skipped, the first: {self.skipped[0] if self.skipped else ''}",
-            ),
-            (counts["truncated"], f"truncated at the end of a turn to fit sequence_len {limit}"),
-            (counts["too_long"], f"skipped: their first answer ends beyond sequence_len {limit}"),
-            (counts["unsupervised"], "skipped: no answer to train on"),
-            (
-                counts["split"],
-                f"{became}: the chat template changes earlier turns in later prompts",
-            ),
-        ]
-        counted = [f"{count} {what}" for count, what in sentences if count]
-        return self.read_notes + counted + self.notes
+        limit = self.sequence_len
+        sentences = list(self.read_notes)
+        if self.skipped:
+            sentences.append(
+                f"{len(self.skipped)} invalid records skipped, the first: {self.skipped[0]}"
+            )
+        count = self.counts["truncated"]
+        if count:
+            sentences.append(f"{count} truncated at the end of a turn to fit sequence_len {limit}")
+        count = self.counts["too_long"]
+        if count:
+            sentences.append(
+                f"{count} skipped: their first answer ends beyond sequence_len {limit}"
+            )
+        count = self.counts["unsupervised"]
+        if count:
+            sentences.append(f"{count} skipped: no answer to train on")
+        count = self.counts["split"]
+        if count:
+            conversations = "conversation" if count == 1 else "conversations"
+            sentences.append(
+                f"{count} {conversations} became {self.counts['rows']} rows: the chat template"
+                " changes earlier turns in later prompts"
+            )
+        return sentences + self.notes
 
 
 @dataclass

@@ -4,6 +4,7 @@ it was read from.
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import io
 import json
@@ -49,15 +50,14 @@ def read_file(path: Path) -> Iterator[RawRecord]:
         return
     try:
         data = path.read_bytes()
-        data = (gzip.decompress(data) if path.suffix.lower() == ".gz" else data).removeprefix(
-            b"\xef\xbb\xbf"
-        )
+        if path.suffix.lower() == ".gz":
+            data = gzip.decompress(data)
     except FileNotFoundError:
         raise DataError(f"{path}: no such file") from None
     except (OSError, EOFError, zlib.error) as error:
-        raise DataError(
-            f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}"
-        ) from None
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"{path}: cannot be read: {reason}") from None
+    data = data.removeprefix(codecs.BOM_UTF8)
     if data.lstrip()[:1] == b"[" and not _ends_with_its_first_line(data):
         yield from _read_array(path, data)
     else:
@@ -78,9 +78,8 @@ def shown_name(name: str) -> str:
 
 def number_rows(rows: Iterable[Any], name: str) -> Iterator[RawRecord]:
     """Wrap rows without line numbers; their sources are `name:1`, `name:2`, ..."""
-    return (
-        RawRecord(f"{name}:{number}", number, value) for number, value in enumerate(rows, start=1)
-    )
+    for number, value in enumerate(rows, start=1):
+        yield RawRecord(f"{name}:{number}", number, value)
 
 
 def parquet_rows(path: Path) -> Iterator[Any]:
@@ -108,16 +107,21 @@ def _read_lines(path: Path, data: bytes) -> Iterator[RawRecord]:
     # Split bytes, not text: str.splitlines would also break at U+2028, which JSON strings may hold
     # unescaped.
     for number, line in enumerate(io.BytesIO(data), start=1):
-        if not (line := line.strip()):
+        if not line.strip():
             continue
-        value, error = _decode(line)
-        if error is not None and number == 1 and isinstance(_decode(data)[0], dict):
-            expected = "one object per line, or an array of objects, is expected"
-            raise DataError(f"{path}: the file is one JSON object over several lines; {expected}")
+        value, error = _decode(line.strip())
+        if error is not None and number == 1:
+            whole, _ = _decode(data)
+            if isinstance(whole, dict):
+                raise DataError(
+                    f"{path}: the file is one JSON object over several lines; one object per line,"
+                    " or an array of objects, is expected"
+                )
         yield RawRecord(f"{path}:{number}", number, value, error)
 
 
 def _decode(line: bytes) -> tuple[Any, str | None]:
+    """Return the value of a line and None, or None and why it cannot be decoded."""
     try:
         return json.loads(line.decode("utf-8"), object_pairs_hook=_object), None
     except (ValueError, RecursionError) as error:
@@ -146,12 +150,9 @@ def _reason(error: Exception) -> str:
         return str(error)
     if isinstance(error, json.JSONDecodeError):
         return f"not valid JSON: {error.msg} (column {error.colno})"
-    limit = (
-        "nested too deeply"
-        if isinstance(error, RecursionError)
-        else "a number has thousands of digits"
-    )
-    return f"not valid JSON: {limit}"
+    if isinstance(error, RecursionError):
+        return "not valid JSON: nested too deeply"
+    return "not valid JSON: a number has thousands of digits"
 
 
 def _read_array(path: Path, data: bytes) -> Iterator[RawRecord]:
@@ -164,17 +165,24 @@ def _read_array(path: Path, data: bytes) -> Iterator[RawRecord]:
         line = data.count(b"\n", 0, error.start) + 1
         raise DataError(f"{path}:{line}: not UTF-8 text") from None
     decoder = json.JSONDecoder(object_pairs_hook=_object)
-    one_line = "\n" not in text.strip()
+    is_one_line = "\n" not in text.strip()
     position = _skip_space(text, text.index("[") + 1)
-    line, counted, number = 1, 0, 0
+    number = 0
+    line = 1  # of the characters before `counted`
+    counted = 0
     while text[position : position + 1] != "]":
-        line, counted = line + text.count("\n", counted, position), position
+        # 1. One element, and the line that it starts on.
+        line += text.count("\n", counted, position)
+        counted = position
         try:
             value, position = decoder.raw_decode(text, position)
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{path}:{getattr(error, 'lineno', line)}: {_reason(error)}") from None
+            error_line = getattr(error, "lineno", line)
+            raise DataError(f"{path}:{error_line}: {_reason(error)}") from None
         number += 1
-        yield RawRecord(f"{path}:{f'record {number}' if one_line else line}", number, value)
+        place = f"record {number}" if is_one_line else line
+        yield RawRecord(f"{path}:{place}", number, value)
+        # 2. The comma after it, or the end of the array.
         position = _skip_space(text, position)
         if text[position : position + 1] == ",":
             position = _skip_space(text, position + 1)
@@ -188,6 +196,7 @@ def _read_array(path: Path, data: bytes) -> Iterator[RawRecord]:
 
 
 def _skip_space(text: str, position: int) -> int:
+    """Return the position of the first character from `position` on that is not white space."""
     while position < len(text) and text[position] in " \t\r\n":
         position += 1
     return position
