@@ -114,9 +114,9 @@ class LoopDecoder:
         `BatchDecoder.capture`.
         """
         if isinstance(self._decoder, Decoder):
-            self._decoder.capture(positions)
+            self._decoder.capture(positions, self._rule)
         else:
-            self._decoder.capture(rows, positions)
+            self._decoder.capture(rows, positions, self._rule)
 
 
 class PassLog(BaseStreamer):

@@ -112,16 +112,16 @@ class BatchDecoder:
         )
 
     @torch.inference_mode()
-    def capture(self, rows: int, positions: int) -> None:
-        """After a first batch, capture the steps of all with `rows` rows of `positions` tokens,
-        prompts included.
+    def capture(self, rows: int, positions: int, rule: Rule = None) -> None:
+        """After a first batch, capture the steps by `rule` of all with `rows` rows of `positions`
+        tokens, prompts included.
         """
         if (steps := self._idle_steps) is None:
             return
         positions = min(positions + self.limits.size + 1, steps.slots.capacity)
         steps.reset()
         steps.make_room(rows, positions)
-        steps.capture(rows, positions)
+        steps.capture(rows, positions, keep_logits=rule is not None)
 
     @property
     def can_batch(self) -> bool:

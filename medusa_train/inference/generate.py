@@ -208,14 +208,15 @@ class Decoder:
         return max(0, min(common - 1, committed))
 
     @torch.inference_mode()
-    def capture(self, positions: int) -> None:
-        """After a first answer, capture the steps of all with up to `positions` tokens, the
-        prompt's included.
+    def capture(self, positions: int, rule: Rule = None) -> None:
+        """After a first answer, capture the steps by `rule` of all with up to `positions` tokens,
+        the prompt's included.
         """
         if self._steps is not None:
             self._text = []
             self._steps.reset()
-            self._steps.capture(1, positions + self.tree.size + 1)
+            end = positions + self.tree.size + 1
+            self._steps.capture(1, end, keep_logits=rule is not None)
 
 
 def step_single(

@@ -58,6 +58,16 @@ def effective_draft(draft: Proposer | None, tree: Tree) -> Proposer | None:
     return draft if proposal_limits(draft, tree).size else None
 
 
+def addresses(module: torch.nn.Module) -> list[int]:
+    """Return where the parameters and buffers of a module lie."""
+    found = []
+    for part in module.modules():
+        for tensor in (*part._parameters.values(), *part._buffers.values()):
+            if tensor is not None:
+                found.append(tensor.data_ptr())
+    return found
+
+
 def runner_of(backbone: Backbone, draft: Proposer | None) -> EagerRunner | StepRunner:
     """Return what runs the steps with a draft; a log line names one whose steps cannot be replayed
     as CUDA graphs.
@@ -123,6 +133,7 @@ class Steps:
         self._masks = backbone.node_masks(self._tree.ancestors, self._tree.depths)
         self._root_masks = backbone.node_masks(self._root.ancestors, self._root.depths)
         self._prompts: tuple[Features, Tensor, Sequence[list[int]], int] | None = None
+        self._weights: list[int] = []  # addresses that the graphs read
         # of each active row: position of the root of its last tree, the nodes that were accepted,
         # and what the draft keeps of it on the host
         self._starts: list[int] = []
@@ -145,9 +156,8 @@ class Steps:
         self._choices = torch.zeros(rows, 2, nodes, dtype=torch.long, device=device)
         if not self._runner.is_fixed:
             return
-        self._logits = torch.zeros(
-            rows, nodes, backbone.vocab_size, dtype=backbone.dtype, device=device
-        )
+        # of all nodes, for rules that read more than the argmax; allocated when one first does
+        self._logits: Tensor | None = None
         # pinned, so that the copy to the device is asynchronous
         width = _PATH + self.limits.depth + 1
         pinned = device.type == "cuda"
@@ -205,6 +215,7 @@ class Steps:
         Args:
             known: positions of a single prompt that the slots hold already.
         """
+        self._drop_stale_graphs()
         device = self._backbone.device
         longest = max(map(len, prompts))
         padded = [prompt[known:] + [0] * (longest - len(prompt)) for prompt in prompts]
@@ -303,18 +314,13 @@ class Steps:
 
         if isinstance(runner, StepRunner):
             # 1.-4. on the device, from fixed buffers to fixed buffers
-            self._host[:rows].copy_(torch.tensor(packed))
-            self._inputs[:rows].copy_(self._host[:rows], non_blocking=True)
-            inputs = self._inputs[:rows]
-            columns = [slots.storage(room).shape[4] for slots in self._draft_slots]
-            key = (rows, room, self.slots.storage(room).shape[4], *columns)
-            runner.run(self._graphs, key, lambda: self._fixed_step(inputs, room))
+            logits = self._run_fixed(runner, packed, room, keep_logits=rule is not None)
             # 5. accept, on the host's copy or on the logits
-            if rule is None:
+            if logits is None:
                 accepted = accept_matching(self._choices[:count], self._tree)
             else:
                 tokens = self._choices[:count, 1]
-                accepted = accept(rule, tokens, self._logits[:count], self._tree, generators)
+                accepted = accept(rule, tokens, logits[:count], self._tree, generators)
         else:
             inputs = torch.tensor(packed, device=self._backbone.device)
             verified = self._device_step(inputs, room, roots, moved=moved, roots_only=roots_only)
@@ -417,11 +423,35 @@ class Steps:
                 self._early[:rows, :count] = feats.early
         return _Verified(proposal, feats, logits, branch)
 
-    def _fixed_step(self, inputs: Tensor, room: int) -> None:
-        """Run a step that leaves its results in fixed buffers."""
+    def _run_fixed(
+        self, runner: StepRunner, packed: list[list[int]], room: int, *, keep_logits: bool
+    ) -> Tensor | None:
+        """Run 1. to 4. from fixed buffers to fixed buffers, and return that of the logits.
+
+        Args:
+            packed: inputs of all rows of the pass, see `_pack`.
+            keep_logits: a greedy rule needs none: those of 16 rows of 64 nodes over 152,000 tokens
+                are 311 MB, which each step would copy.
+        """
+        rows = len(packed)
+        self._host[:rows].copy_(torch.tensor(packed))
+        self._inputs[:rows].copy_(self._host[:rows], non_blocking=True)
+        inputs = self._inputs[:rows]
+        if keep_logits and self._logits is None:
+            shape = (*self._hidden.shape[:2], self._backbone.vocab_size)
+            self._logits = self._hidden.new_zeros(shape)
+        logits = self._logits if keep_logits else None
+        columns = [slots.storage(room).shape[4] for slots in self._draft_slots]
+        key = (rows, room, self.slots.storage(room).shape[4], *columns, keep_logits)
+        runner.run(self._graphs, key, lambda: self._fixed_step(inputs, room, logits))
+        return logits
+
+    def _fixed_step(self, inputs: Tensor, room: int, logits: Tensor | None) -> None:
+        """Run a step that leaves its results in fixed buffers; `logits` of the nodes if given."""
         verified = self._device_step(inputs, room)
         rows = len(inputs)
-        self._logits[:rows] = verified.logits
+        if logits is not None:
+            logits[:rows] = verified.logits
         self._choices[:rows, 0] = next_tokens_of(verified.logits)
         self._choices[:rows, 1] = verified.proposal.tokens
 
@@ -477,12 +507,29 @@ class Steps:
 
     # CUDA graphs
 
-    def capture(self, rows: int, positions: int) -> None:
+    def _drop_stale_graphs(self) -> None:
+        """Forget what was captured if a weight has moved since: a replay would read freed memory.
+
+        Weights move by `.to()`, by merging an adapter, and where others are assigned.
+        """
+        if not self._runner.is_fixed:
+            return
+        weights = addresses(self._backbone.model)
+        if isinstance(self._draft, torch.nn.Module):
+            weights += addresses(self._draft)
+        if weights != self._weights:
+            self._graphs.clear()
+        self._weights = weights
+
+    def capture(self, rows: int, positions: int, *, keep_logits: bool = False) -> None:
         """Capture the steps of up to `rows` rows of up to `positions` positions, so that no answer
         waits for it.
 
         Drops all rows. Does nothing before a first answer, which allocates the memory, nor for
         steps that are not replayed.
+
+        Args:
+            keep_logits: for a rule that reads them; None, the greedy one, does not.
         """
         runner = self._runner
         if not isinstance(runner, StepRunner) or not all(
@@ -502,8 +549,8 @@ class Steps:
             ):
                 self._starts = [key_length - nodes - 1] * count
                 self._paths = [[0]] * count
-                self._rows = [None] * count
-                self.step([0] * count)
+                packed = self._pack([0] * count, runner.num_rows(count, len(self._hidden)))
+                self._run_fixed(runner, packed, key_length, keep_logits=keep_logits)
         self.reset()
 
     @property

@@ -19,6 +19,7 @@ states, r of a low-rank part (LoRA, or a bias of the token before).
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -29,10 +30,9 @@ from medusa_train.losses.logits import Projection, product_dtype
 from medusa_train.models.lm_head import LMHead
 
 _CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
-#: Chunks of a GPU grow up to so many bytes, and to this fraction of the memory that no process has
-# taken.
+#: Chunks of a GPU grow up to so many bytes, and to this fraction of its memory.
 _MAX_CHUNK_BYTES = 2 << 30
-_FREE_SHARE = 1 / 8
+_MEMORY_SHARE = 1 / 32
 _MIN_ROWS = 512
 _BLOCK_BYTES = {"cpu": 2 << 20, "cuda": 64 << 20}
 
@@ -130,7 +130,7 @@ class ChunkedLoss:
 
         vocab = student.weight.shape[0]
         self.chunk = inputs.chunk or chunk_rows(
-            vocab, device.type, student.buffer_dtype.itemsize, free_bytes(device)
+            vocab, device.type, student.buffer_dtype.itemsize, gpu_bytes(device)
         )
         self.block = block_rows(vocab, device.type)
         rows = min(self.chunk, inputs.rows.shape[0])
@@ -291,25 +291,29 @@ class _TeacherRows:
         return log_softmax(self.projection.transform_(logits), dim=1)
 
 
-def chunk_rows(vocab: int, device: str, itemsize: int = 4, free: int = 0) -> int:
+def chunk_rows(vocab: int, device: str, itemsize: int = 4, memory: int = 0) -> int:
     """Return the rows of one chunk: its logits (`itemsize` bytes each) stay small compared with the
     weights.
 
     At least 512, since every chunk reads the whole weight and, if trained, its whole gradient. On a
-    GPU more, in powers of two so that few sizes occur, where `free` bytes leave room.
+    GPU more, in powers of two, according to its `memory` in bytes: not to what is free, or
+    gradients would be summed in another order beside other processes, and after a resume.
     """
     size = _CHUNK_BYTES.get(device, _CHUNK_BYTES["cuda"])
-    while 2 * size <= min(_MAX_CHUNK_BYTES, _FREE_SHARE * free):
+    while 2 * size <= min(_MAX_CHUNK_BYTES, _MEMORY_SHARE * memory):
         size *= 2
     return max(_MIN_ROWS, size // (itemsize * vocab))
 
 
-def free_bytes(device: torch.device) -> int:
-    """Return the memory of a GPU that no tensor has taken; 0 on a CPU, whose chunks fit its caches."""
-    if device.type != "cuda":
+@cache
+def gpu_bytes(device: torch.device) -> int:
+    """Return the memory of a GPU; 0 on a CPU, whose chunks fit its caches.
+
+    Kept, since this is asked for every loss of every micro-batch.
+    """
+    if device.type != "cuda" or not torch.cuda.is_available():
         return 0
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + cached
+    return int(torch.cuda.get_device_properties(device).total_memory)
 
 
 def block_rows(vocab: int, device: str) -> int:

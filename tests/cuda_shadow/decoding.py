@@ -133,6 +133,43 @@ def test_transfers_of_steps(family: str, kind: str, rule: str, steps: list[Trans
         assert all(text == texts[0] for text in texts)
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_logits_of_all_nodes_stay_where_a_greedy_rule_reads_none(rule: str) -> None:
+    backbone = on_gpu("llama")
+    backbone.step_runner = CheckedRunner()
+    decoder = BatchDecoder(backbone, random_draft("medusa", backbone), TREE)
+    generators = [torch.Generator().manual_seed(5) for _ in PROMPTS]
+    decoder.generate_batch(PROMPTS, TOKENS, (), RULES[rule], generators)
+    assert decoder._idle_steps is not None
+    kept = decoder._idle_steps._logits
+    assert (kept is not None) is (rule != "greedy")
+    assert kept is None or kept.device.type == "cuda"
+
+
+def test_steps_are_captured_again_once_a_weight_has_moved() -> None:
+    backbone = on_gpu("llama")
+    captured: list[Step] = []
+
+    class Counting(CheckedRunner):
+        def run(self, graphs: dict[Hashable, Replayable], key: Hashable, step: Step) -> None:
+            if key not in graphs:
+                captured.append(step)
+            super().run(graphs, key, step)
+
+    backbone.step_runner = Counting()
+    decoder = Decoder(backbone, None, None, Slots(backbone.num_layers, 120, 16))
+    counts = []
+    for moved in (False, False, True, False):
+        if moved:
+            head = backbone.model.get_output_embeddings()
+            weight = head.weight.cpu().clone()
+            head.weight = torch.nn.Parameter(weight.to("cuda"), requires_grad=False)
+        decoder.generate(PROMPTS[0], TOKENS, ())
+        counts.append(len(captured))
+    assert counts[0] == counts[1]
+    assert counts[2] == counts[3] == 2 * counts[0]
+
+
 @pytest.mark.parametrize(
     "name",
     [

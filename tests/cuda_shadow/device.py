@@ -27,6 +27,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
@@ -303,6 +304,7 @@ def install() -> None:
     }
     answers |= {
         "mem_get_info": (80 << 30, 80 << 30),
+        "get_device_properties": SimpleNamespace(total_memory=80 << 30, multi_processor_count=132),
         "get_rng_state": torch.zeros(16, dtype=torch.uint8),
     }
     answers |= dict.fromkeys(

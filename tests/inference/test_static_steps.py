@@ -8,7 +8,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from medusa_train.inference.accept import Rule
+from medusa_train.inference.accept import Rule, Typical
 from medusa_train.inference.generate import Decoder, Generation
 from medusa_train.inference.runners import (
     CudaGraphRunner,
@@ -121,6 +121,73 @@ def test_a_decoder_allocates_its_own_cache_and_a_larger_one_where_needed() -> No
     backbone.max_context = 64 + 2 * KEY_BLOCK
     decoder.generate(PROMPTS[0], 64 + KEY_BLOCK, [first[3]])
     assert first == decoder.generate(PROMPTS[0], 30).tokens == expected
+
+
+def move_weights(backbone: Backbone, draft: Proposer | None, by: str) -> None:
+    """Move weights and change their values, and leave the old memory unusable."""
+    if by == "draft":
+        assert isinstance(draft, torch.nn.Module)
+        weight = max(draft.parameters(), key=torch.Tensor.numel)
+    else:
+        weight = backbone.model.get_output_embeddings().weight
+    old = weight.data
+    generator = torch.Generator().manual_seed(3)
+    new = torch.randn(old.shape, dtype=old.dtype, generator=generator)
+    if by == "assigned":
+        backbone.model.get_output_embeddings().weight = torch.nn.Parameter(new, False)
+    else:
+        weight.data = new
+    old.fill_(torch.nan)
+
+
+@pytest.mark.parametrize("by", ["data", "assigned", "draft"])
+def test_no_replay_reads_weights_that_have_moved(by: str) -> None:
+    backbone = random_backbone("llama")
+    draft = random_draft("medusa", backbone)
+    runner = backbone.step_runner = TapeRunner()
+    slots = Slots(backbone.num_layers, 120, BLOCK)
+    decoder = Decoder(backbone, draft, TREE, slots)
+    before = decoder.generate(PROMPTS[0], 24, ())
+    count = runner.captures
+    assert paths([decoder.generate(PROMPTS[0], 24, ())]) == paths([before])
+    assert runner.captures == count  # nothing has moved: all steps are replayed
+    move_weights(backbone, draft, by)
+    after = decoder.generate(PROMPTS[0], 24, ())
+    assert runner.captures > count
+    backbone.step_runner = StepRunner()
+    assert paths([after]) == paths([Decoder(backbone, draft, TREE).generate(PROMPTS[0], 24, ())])
+    assert by == "draft" or after.tokens != before.tokens
+
+
+@pytest.mark.parametrize(
+    ("rule", "kept"), [(None, False), (Typical(0.8), True)], ids=["greedy", "typical"]
+)
+def test_logits_are_copied_for_rules_that_read_them(rule: Rule, kept: bool) -> None:
+    backbone = random_backbone("llama")
+    draft = random_draft("medusa", backbone)
+    expected = answers(backbone, draft, TREE, rule)
+    backbone.step_runner = TapeRunner()
+    decoder = Decoder(backbone, draft, TREE, Slots(backbone.num_layers, 120, BLOCK))
+    first = decoder.generate(PROMPTS[0], 24, (), rule)
+    assert decoder._steps is not None
+    assert (decoder._steps._logits is not None) is kept
+    assert paths([first]) == paths(expected[:1])
+    # both kinds of step take turns on the same memory
+    decoder.generate(PROMPTS[0], 24, (), None if rule else Typical(0.8))
+    assert paths([decoder.generate(PROMPTS[0], 24, (), rule)]) == paths([first])
+
+
+@pytest.mark.parametrize("rule", [None, Typical(0.8)], ids=["greedy", "typical"])
+def test_what_is_captured_beforehand_is_what_the_rule_replays(rule: Rule) -> None:
+    backbone = random_backbone("llama")
+    draft = random_draft("medusa", backbone)
+    runner = backbone.step_runner = TapeRunner()
+    decoder = Decoder(backbone, draft, TREE, Slots(backbone.num_layers, 120, BLOCK))
+    decoder.generate(PROMPTS[1], 2, (), rule)  # allocates the memory
+    decoder.capture(64, rule)
+    before = runner.captures
+    decoder.generate(PROMPTS[0], 24, (), rule)
+    assert runner.captures == before > 1
 
 
 class FailingRunner(GraphRunner):

@@ -4,13 +4,14 @@ products, memory.
 
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from medusa_train.data.batch import IGNORE_INDEX
-from medusa_train.losses.chunked_loss import chunk_rows, free_bytes
+from medusa_train.losses.chunked_loss import chunk_rows, gpu_bytes
 from medusa_train.losses.fused_losses import linear_loss
 from medusa_train.models.lm_head import LMHead, LowRank
 from tests.losses.plain import (
@@ -290,17 +291,27 @@ def test_target_outside_the_vocabulary_is_named(token: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("free", "rows"), [(0, 1_048), (4 << 30, 2_097), (9 << 30, 4_194), (70 << 30, 8_388)]
+    ("memory", "rows"), [(0, 1_048), (24 << 30, 2_097), (40 << 30, 4_194), (79 << 30, 8_388)]
 )
-def test_chunks_of_a_gpu_grow_with_its_free_memory(
-    free: int, rows: int, monkeypatch: pytest.MonkeyPatch
+def test_chunks_of_a_gpu_grow_with_its_memory(
+    memory: int, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each chunk reads the whole weight and its gradient again."""
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 80 << 30))
-    free_there, free_here = free_bytes(torch.device("cuda")), free_bytes(torch.device("cpu"))
-    assert (free_there, free_here) == (free, 0)
-    assert chunk_rows(128_000, "cuda", 2, free_there) == rows
-    assert chunk_rows(128_000, "cpu", 2, free_here) == 512
+    asked = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda device: asked.append(device) or Mock(total_memory=memory),
+    )
+    gpu_bytes.cache_clear()
+    there = [gpu_bytes(torch.device("cuda", 0)) for _ in range(3)]
+    gpu_bytes.cache_clear()
+    assert there == [memory] * 3
+    assert len(asked) == 1
+    assert gpu_bytes(torch.device("cpu")) == 0
+    assert chunk_rows(128_000, "cuda", 2, memory) == rows
+    assert chunk_rows(128_000, "cpu", 2, 0) == 512
 
 
 def test_sums_beyond_float16_are_scaled_before_they_are_rounded() -> None:
