@@ -298,7 +298,8 @@ def _validate(cls: type[C], source: YamlSource) -> tuple[C, list[tuple[KeyPath, 
     for name, info in cls.model_fields.items():
         if info.is_required() and name not in given:
             invalid.add(name)
-            problems.append(((name,), f"is missing ({info.description})"))
+            how = f"set it in the file, or add {name}=... to the command"
+            problems.append(((name,), f"is missing ({info.description}); {how}"))
     problems.extend(_violations(cfg, given, invalid, source))
     cfg._ignored = tuple(sorted(ignored))
     cfg._origins = {name: _origin(source, name) for name in given}

@@ -31,8 +31,10 @@ def refuse_training_config(path: Path | None) -> None:
     values = read_yaml_file(file, str(path)).values
     if "datasets" not in values or "base_model" not in values:
         return
-    written = _commands_in_comments(file.read_text(encoding="utf-8"), str(values["base_model"]))
-    commands = written or list(_commands_for(values, file.stem))
+    # a configuration for any model leaves it empty
+    model = str(values["base_model"] or "MODEL")
+    written = _commands_in_comments(file.read_text(encoding="utf-8"), model)
+    commands = written or list(_commands_for(values, model, file.stem))
     raise ConfigError(
         "\n  ".join([f"{path} is a configuration of medusa-train. To make data for it:", *commands])
     )
@@ -46,8 +48,8 @@ def _commands_in_comments(text: str, model: str) -> list[str]:
     return [line for line in lines if line.startswith(f"{COMMAND} ") and model in line]
 
 
-def _commands_for(values: Mapping[str, Any], name: str) -> Iterator[str]:
-    """Yield a command for each data set of a training configuration that is called `name`."""
+def _commands_for(values: Mapping[str, Any], model: str, name: str) -> Iterator[str]:
+    """Yield a command for each data set of the training configuration `name` for `model`."""
     datasets = values["datasets"]
     sections = datasets if isinstance(datasets, list) else [datasets]
     for number, section in enumerate(sections, start=1):
@@ -55,7 +57,7 @@ def _commands_for(values: Mapping[str, Any], name: str) -> Iterator[str]:
         output = name if len(sections) == 1 else f"{name}_{number}"
         path = dataset.get("path")
         words = ["--prompts", path if isinstance(path, str) and path else "PROMPTS.jsonl"]
-        words += ["--model", str(values["base_model"])]
+        words += ["--model", model]
         template = dataset.get("conversation") or values.get("chat_template")
         if isinstance(template, str) and template not in ("", "tokenizer_default"):
             words += ["--chat-template", template]

@@ -255,14 +255,26 @@ def test_possible_combinations(overrides: list[str]) -> None:
 
 
 SHIPPED = sorted((PROJECT_ROOT / "configs").glob("*.yaml"))
+FOR_ANY_MODEL = ("any_eagle3", "any_m1")
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
 def test_every_shipped_configuration_is_valid_and_names_its_run(path: Path) -> None:
-    cfg = load_config(TrainConfig, path)
+    overrides = ["base_model=MODEL"] if path.stem in FOR_ANY_MODEL else []
+    cfg = load_config(TrainConfig, path, overrides)
     assert cfg.ignored == ()
     assert cfg.output_dir == f"runs/{path.stem}"
     assert (cfg.recipe == "medusa2") == ("_m2" in path.stem)
+
+
+@pytest.mark.parametrize("name", FOR_ANY_MODEL)
+def test_a_configuration_for_any_model_asks_for_the_model(name: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(TrainConfig, PROJECT_ROOT / f"configs/{name}.yaml")
+    assert (
+        "base_model: is missing (the backbone: a Hugging Face model directory or a hub name); set"
+        " it in the file, or add base_model=... to the command"
+    ) in str(caught.value)
 
 
 def test_the_vicuna_configurations_hold_the_papers_numbers() -> None:

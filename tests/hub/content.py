@@ -100,6 +100,7 @@ def write_local_data(place: Path) -> None:
         "tiny_more",
     ):
         _write(place / "data" / "selfdistill" / f"{name}.jsonl", "".join(lines[:8]))
+    _write(place / "data.jsonl", "".join(lines[:8]))  # the configurations for any model
     for model in ("smollm2", "qwen_coder"):
         for name, part in {model: lines[:8], f"{model}_validation": lines[8:]}.items():
             (place / "data" / "selfdistill" / f"{name}.jsonl.gz").write_bytes(

@@ -1,9 +1,9 @@
 """Every shipped configuration trains as it stands, and the README's commands run one after another,
 on a stand-in hub.
 
-Overridden are only `max_steps` and `output_dir`. What a CPU lacks falls back by itself, with a
-note: 8-bit AdamW. The data that self-distillation would write, and the model of `make
-smollm2-model`, lie in the working directory.
+Overridden are only `max_steps`, `output_dir`, and `base_model` where it is empty. What a CPU lacks
+falls back by itself, with a note: 8-bit AdamW. The data that self-distillation would write, and the
+model of `make smollm2-model`, lie in the working directory.
 """
 
 import json
@@ -42,10 +42,13 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
 def test_a_shipped_configuration_trains(commands: Commands, config: Path) -> None:
-    two_stages = "stage_one" in yaml.safe_load(config.read_text(encoding="utf-8"))
-    steps = ["max_steps=2", *(["stage_one.max_steps=2"] if two_stages else [])]
+    keys = yaml.safe_load(config.read_text(encoding="utf-8"))
+    two_stages = "stage_one" in keys
+    overrides = ["max_steps=2", *(["stage_one.max_steps=2"] if two_stages else [])]
+    if keys["base_model"] is None:
+        overrides.append("base_model=Qwen/Qwen3-8B")
     seconds, output = commands.run(
-        "medusa-train", f"configs/{config.name}", f"output_dir=runs/{config.stem}", *steps
+        "medusa-train", f"configs/{config.name}", f"output_dir=runs/{config.stem}", *overrides
     )
     run = commands.place / "runs" / config.stem
     for stage in [run, run / "stage_one"] if two_stages else [run]:
@@ -57,7 +60,7 @@ def test_a_shipped_configuration_trains(commands: Commands, config: Path) -> Non
 
 
 def test_the_commands_of_the_readme(commands: Commands) -> None:
-    chats = "data.jsonl"
+    chats = "answers.jsonl"
     commands.run(
         *("medusa-selfdistill", "--seed", "sharegpt", "--model", VICUNA, "--output", chats),
         "--chat-template",
