@@ -75,7 +75,13 @@ _SECTIONS = ("fp16", "bf16", "optimizer", "scheduler", "zero_optimization")
 _TOP_LEVEL = (*_BATCH, "gradient_clipping", *_SECTIONS, *PASSED_ON, *_FIXED, *_NOT_USED)
 
 _STAGES = (0, 1, 2, 3)
-_TYPE_NAMES = {int: "a number", bool: "true or false", str: "text", dict: "a mapping"}
+_TYPE_NAMES = {
+    int: "a number",
+    bool: "true or false",
+    str: "text",
+    dict: "a mapping",
+    list: "a list",
+}
 _FLAG: tuple[type, ...] = (bool,)
 _NUMBER: tuple[type, ...] = (int, float)
 #: Keys of `zero_optimization` that are passed on, with the types that they may have.
@@ -131,17 +137,56 @@ ZERO_DONE_HERE: Mapping[str, str] = {
     "load_from_fp32_weights": "optimizer states are always saved in float32",
     "compute_grad_norm": "the norm is needed for max_grad_norm and the log",
 }
-_OFFLOAD_KEYS: Mapping[str, tuple[type, ...]] = {
-    "device": (str,),
-    "pin_memory": _FLAG,
-    "buffer_count": _NUMBER,
-    "buffer_size": _NUMBER,
-    "max_in_cpu": _NUMBER,
-    "pipeline_read": _FLAG,
-    "pipeline_write": _FLAG,
-    "fast_init": _FLAG,
-    "nvme_path": (str,),
+#: Keys of each kind of offloading, as DeepSpeed reads them.
+_OFFLOAD_KEYS: Mapping[str, Mapping[str, tuple[type, ...]]] = {
+    "offload_param": {
+        "device": (str,),
+        "pin_memory": _FLAG,
+        "buffer_count": _NUMBER,
+        "buffer_size": _NUMBER,
+        "max_in_cpu": _NUMBER,
+        "nvme_path": (str,),
+    },
+    "offload_optimizer": {
+        "device": (str,),
+        "pin_memory": _FLAG,
+        "buffer_count": _NUMBER,
+        "pipeline_read": _FLAG,
+        "pipeline_write": _FLAG,
+        "fast_init": _FLAG,
+        "nvme_path": (str,),
+    },
 }
+#: Keys of `offload_optimizer` for DeepSpeed's own Adam, with the value that changes nothing.
+_OF_CPU_ADAM = {"ratio": 1, "super_offload": False, "cpuadam_cores_perc": 0.8}
+#: Keys of the sections that are passed on.
+_PASSED_ON_KEYS: Mapping[str, Mapping[str, tuple[type, ...]]] = {
+    "flops_profiler": {
+        "enabled": _FLAG,
+        "recompute_fwd_factor": _NUMBER,
+        "profile_step": _NUMBER,
+        "module_depth": _NUMBER,
+        "top_modules": _NUMBER,
+        "detailed": _FLAG,
+        "output_file": (str,),
+    },
+    "comms_logger": {
+        "enabled": _FLAG,
+        "prof_all": _FLAG,
+        "prof_ops": (list,),
+        "verbose": _FLAG,
+        "debug": _FLAG,
+    },
+    "timers": {"throughput": (dict,)},
+    "timers.throughput": {"enabled": _FLAG, "synchronized": _FLAG},
+    "data_types": {
+        "grad_accum_dtype": (str,),
+        "param_dtype": (str,),
+        "buffer_dtype": (str,),
+        "keep_in_fp32_modules": (list,),
+    },
+}
+_DTYPES = ("fp32", "fp16", "bf16")
 #: DeepSpeed's schedules and ours.
 _SCHEDULES = {
     "WarmupLR": "constant_with_warmup",
@@ -184,12 +229,37 @@ def _top_level_problems(config: Mapping[str, Any]) -> Iterator[str]:
             yield _unknown(name, _TOP_LEVEL)
         elif name in PASSED_ON:
             yield from _wrong_type(name, value, PASSED_ON[name])
+            yield from _passed_on_problems(name, value)
         elif name in _FIXED:
             only, reason = _FIXED[name]
             if not _agrees(value, only):
                 yield f"{name}: {format_value(value)} is not used: {reason}; remove it"
         elif name in _NOT_USED and not _is_off(value):
             yield f"{name} is not used: {_NOT_USED[name]}"
+
+
+def _passed_on_problems(name: str, section: Any) -> Iterator[str]:
+    """Check the entries of a section that is passed on."""
+    known = _PASSED_ON_KEYS.get(name)
+    if known is None or not isinstance(section, Mapping):
+        return
+    yield from _unknown_or_wrong(name, section, known)
+    for key, value in section.items():
+        yield from _passed_on_problems(f"{name}.{key}", value)
+        is_dtype = key.endswith("_dtype") and isinstance(value, str)
+        if is_dtype and value not in (*_DTYPES, AUTO):
+            yield f"{name}.{key}: {value!r} is not one of {', '.join(_DTYPES)}"
+
+
+def _unknown_or_wrong(
+    where: str, section: Mapping[str, Any], known: Mapping[str, tuple[type, ...]]
+) -> Iterator[str]:
+    """Name entries that DeepSpeed does not have, and those of another type."""
+    for key, value in section.items():
+        if key not in known:
+            yield _unknown(key, known, f"{where}.")
+        else:
+            yield from _wrong_type(f"{where}.{key}", value, known[key])
 
 
 def _batch_problems(config: Mapping[str, Any], cfg: TrainConfig, size: int) -> Iterator[str]:
@@ -226,15 +296,21 @@ def _zero_problems(zero: Mapping[str, Any], cfg: TrainConfig) -> Iterator[str]:
     if stage == 3 and cfg.torch_compile:
         yield "stage 3 gathers weights while layers run; use stage 2, or torch_compile: false"
     for name in OFFLOADS:
-        yield from _offload_problems(f"zero_optimization.{name}", _section(zero, name))
+        yield from _offload_problems(name, _section(zero, name))
 
 
-def _offload_problems(where: str, offload: Mapping[str, Any]) -> Iterator[str]:
-    for name, value in offload.items():
-        if name not in _OFFLOAD_KEYS:
-            yield _unknown(name, _OFFLOAD_KEYS, f"{where}.")
-        else:
-            yield from _wrong_type(f"{where}.{name}", value, _OFFLOAD_KEYS[name])
+def _offload_problems(kind: str, offload: Mapping[str, Any]) -> Iterator[str]:
+    where = f"zero_optimization.{kind}"
+    checked = dict(offload)
+    for name, usual in _OF_CPU_ADAM.items():
+        if kind == "offload_optimizer" and name in checked:
+            value = checked.pop(name)
+            if not _agrees(value, usual):
+                yield (
+                    f"{where}.{name}: {format_value(value)} is not used: it is for DeepSpeed's own"
+                    " Adam, and the optimizer is torch's; remove it"
+                )
+    yield from _unknown_or_wrong(where, checked, _OFFLOAD_KEYS[kind])
     device = offload.get("device")
     if device == "nvme":
         yield f"{where}.device: nvme is not supported; use cpu"
@@ -404,7 +480,7 @@ def _number(value: Any) -> float | None:
         return None
     try:
         return float(value)
-    except ValueError:
+    except (ValueError, OverflowError):  # an integer of hundreds of digits
         return None
 
 

@@ -148,6 +148,8 @@ def search_path(environ: Mapping[str, str] = os.environ) -> str:
 def _read(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique)
+    except RecursionError:
+        raise ConfigError(f"deepspeed: {path}: cannot read JSON: nested too deeply") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"deepspeed: {path}: cannot read JSON: {error}") from error
     if not isinstance(value, dict):

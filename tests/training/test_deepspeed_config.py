@@ -204,13 +204,73 @@ def test_sections_that_are_no_mappings_are_named(deepspeed, section):
     assert found.startswith(f"deepspeed: {section}")
 
 
+@pytest.mark.parametrize(
+    ("section", "problem"),
+    [
+        ({"flops_profiler": {"enabled": True, "depth": 1}}, "flops_profiler.depth: unknown key"),
+        ({"flops_profiler": {"enabled": "yes"}}, "flops_profiler.enabled: expected true or false"),
+        ({"comms_logger": {"verbos": True}}, "did you mean comms_logger.verbose?"),
+        ({"timers": {"speed": {}}}, "timers.speed: unknown key"),
+        ({"timers": {"throughput": {"sync": True}}}, "timers.throughput.sync: unknown key"),
+        ({"data_types": {"grad_accum_dtype": "fp99"}}, "'fp99' is not one of fp32, fp16, bf16"),
+    ],
+)
+def test_entries_of_sections_that_are_passed_on_are_checked(section, problem):
+    (found,) = problems(section)
+    assert problem in found
+
+
+def test_entries_that_deepspeed_reads_are_passed_on():
+    sections = {
+        "flops_profiler": {"enabled": True, "profile_step": 2, "output_file": "flops.txt"},
+        "comms_logger": {"enabled": True, "prof_ops": ["all_reduce"]},
+        "timers": {"throughput": {"enabled": False}},
+        "data_types": {"grad_accum_dtype": "fp32", "keep_in_fp32_modules": "auto"},
+    }
+    check_deepspeed(config(deepspeed=sections), 2)
+
+
+@pytest.mark.parametrize("kind", ["offload_optimizer", "offload_param"])
+def test_each_kind_of_offloading_has_the_keys_that_deepspeed_reads(kind):
+    from deepspeed.runtime.zero import offload_config
+
+    model = {
+        "offload_optimizer": offload_config.DeepSpeedZeroOffloadOptimizerConfig,
+        "offload_param": offload_config.DeepSpeedZeroOffloadParamConfig,
+    }[kind]
+    values = {
+        name: None if field.default is None else getattr(field.default, "value", field.default)
+        for name, field in model.model_fields.items()
+    }
+    check_deepspeed(config(deepspeed={"zero_optimization": {"stage": 3, kind: values}}), 2)
+    (problem,) = problems({"zero_optimization": {"stage": 3, kind: {"pin": True}}})
+    assert f"zero_optimization.{kind}.pin: unknown key" in problem
+
+
+@pytest.mark.parametrize(
+    "entry", [{"ratio": 0.3}, {"super_offload": True}, {"cpuadam_cores_perc": 0.5}]
+)
+def test_what_needs_deepspeeds_own_adam_says_so(entry):
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu", **entry}}
+    found = problems({"zero_optimization": zero})
+    assert "it is for DeepSpeed's own Adam" in found[0]
+
+
+def test_a_number_of_hundreds_of_digits_is_refused():
+    optimizer = {"type": "AdamW", "params": {"lr": 10**400}}
+    (problem,) = problems({"optimizer": optimizer})
+    assert "learning_rate is" in problem
+
+
 def test_files_that_can_not_be_used_are_named(tmp_path):
     (tmp_path / "a.json").write_text("{")
+    (tmp_path / "deep.json").write_text('{"a":' * 5000)
     (tmp_path / "b.json").write_text('{"zero_optimization": {"stage": 4}}')
     for name, words in {
         "absent.json": "no such file",
         "a.json": "JSON",
         "b.json": "stage: 4",
+        "deep.json": "nested too deeply",
     }.items():
         with pytest.raises(ConfigError, match=words):
             check_deepspeed(config(deepspeed=str(tmp_path / name)), 1)
