@@ -31,9 +31,15 @@ from medusa_train.errors import DataError
 MAX_SHOWN_PROBLEMS = 5
 
 _ROLES: dict[str, Role] = {
-    "system": "system", "developer": "system", "human": "user", "user": "user",
-    "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "assistant": "assistant",
-}  # fmt: skip
+    "system": "system",
+    "developer": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "assistant": "assistant",
+}
 _TOOL_ROLES = ("tool", "function", "function_call", "observation", "ipython")
 #: The keys that identify each format, in the order in which `auto` tries them.
 _CHAT_FORMATS = {
@@ -53,7 +59,7 @@ _PROMPT_ROLES: tuple[Role, ...] = ("user", "system")
 #: The keys of a turn that say whether it is trained, as Axolotl names them.
 _TRAIN_KEYS = ("train", "training")
 #: What self-distillation writes beside a chat and an id; a record with the first is its output.
-_OF_SELF_DISTILLATION = (
+_SELF_DISTILLATION_KEYS = (
     "finish_reasons",
     "seed_id",
     "model",
@@ -69,8 +75,13 @@ TEMPLATE_KWARGS = "chat_template_kwargs"
 #: Unread columns and keys of which a note names so many.
 MAX_UNREAD = 12
 _JSON_TYPES: dict[type, str] = {
-    bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "a list", dict: "an object",
-}  # fmt: skip
+    bool: "a boolean",
+    int: "a number",
+    float: "a number",
+    str: "a string",
+    list: "a list",
+    dict: "an object",
+}
 
 
 @dataclass(frozen=True)
@@ -92,7 +103,9 @@ class RecordFields:
     @classmethod
     def of_dataset(cls, config: DatasetConfig) -> RecordFields:
         """Return what an entry of `datasets` says."""
-        roles = [(name, role) for role, names in (config.roles or {}).items() for name in names]
+        roles = []
+        for role, names in (config.roles or {}).items():
+            roles += [(name, role) for name in names]
         return cls(
             config.field_messages,
             config.role_key,
@@ -149,7 +162,9 @@ class Unread:
             parts.append(f"turns of {_counted(self.turns)}")
         if self.without_prompt:
             parts.append(f"records without a message of the user ({self.without_prompt:,})")
-        return [f"{name}: not read: {'; '.join(parts)}"] if parts else []
+        if not parts:
+            return []
+        return [f"{name}: not read: {'; '.join(parts)}"]
 
 
 def _counted(names: Counter[str]) -> str:
@@ -193,9 +208,9 @@ def read_conversations(
         DataError: the file does not exist, has no valid record, or has invalid ones (unless
             `skip_bad`).
     """
-    return with_some(
-        parse_records(read_file(Path(path)), type, name=str(path), skip_bad=skip_bad), str(path)
-    )
+    records = read_file(Path(path))
+    result = parse_records(records, type, name=str(path), skip_bad=skip_bad)
+    return with_some(result, str(path))
 
 
 def parse_records(
@@ -236,7 +251,9 @@ def parse_records(
         conversations.append(conversation)
     if problems and not skip_bad:
         raise DataError(describe_problems(problems, name))
-    notes = [] if conversations or problems else [f"{name}: no records"]
+    notes = []
+    if not conversations and not problems:
+        notes.append(f"{name}: no records")
     return ReadResult(conversations, problems, notes, unread)
 
 
@@ -262,8 +279,11 @@ def describe_problems(problems: Sequence[str], name: str) -> str:
 
 def first_problems(problems: Sequence[str]) -> list[str]:
     """Return the first `MAX_SHOWN_PROBLEMS`, and a line that counts the others."""
-    others = len(problems) - MAX_SHOWN_PROBLEMS
-    return [*problems[:MAX_SHOWN_PROBLEMS], *([f"... and {others} more"] if others > 0 else [])]
+    shown = list(problems[:MAX_SHOWN_PROBLEMS])
+    others = len(problems) - len(shown)
+    if others:
+        shown.append(f"... and {others} more")
+    return shown
 
 
 def parse_record(
@@ -295,11 +315,13 @@ def parse_record(
     Raises:
         RecordError: the record is not a valid chat.
     """
+    # 1. The format.
     formats = _CHAT_FORMATS
     if fields.messages is not None:
         formats = {"messages": (fields.messages,)}
         type = "auto"
     record, type = _detect_format(record, type, formats)
+    # 2. The messages, and the columns that they were read from.
     found = Unread()
     if type == "alpaca":
         messages = _alpaca_chat(record)
@@ -308,9 +330,12 @@ def parse_record(
         keys = _turn_keys(record, type, fields)
         messages = _parse_turns(record, *keys, tags, unread=found, fields=fields)
         read = {keys[0]}
-    answers = sum(message.role == "assistant" for message in messages)
-    read |= {"id"} if usable_id(record, "id") is not None else set()
-    read |= _bookkeeping(record, answers)
+    record_id = usable_id(record, "id")
+    if record_id is not None:
+        read.add("id")
+    num_answers = sum(message.role == "assistant" for message in messages)
+    read |= _bookkeeping(record, num_answers)
+    # 3. What comes before the first question.
     if type == "sharegpt" and messages[0].role == "assistant":
         messages = messages[1:]  # continues a longer chat; FastChat's `preprocess` skips it as well
         found.turns["assistant before the first question"] += 1
@@ -322,14 +347,15 @@ def parse_record(
     if messages and messages[0].role == "system" and not messages[0].content.strip():
         # many data sets always have the field, and leave it empty for "none"
         messages = messages[1:]
-    if problem := problem_with(messages):
+    if (problem := problem_with(messages)) is not None:
         raise RecordError(problem)
+    # 4. Variables of the chat template, and what is left.
     template_variables = _variables_of(record, variables)
     if unread is not None:
         found.count_columns(record, read | template_variables.columns)
         unread.update(found)
     conversation = Conversation("", messages, source, template_variables.text)
-    return replace(conversation, id=usable_id(record, "id") or conversation.content_key[:16])
+    return replace(conversation, id=record_id or conversation.content_key[:16])
 
 
 @dataclass(frozen=True)
@@ -381,8 +407,10 @@ def _variables_of(record: Mapping[str, Any], names: Collection[str]) -> _Variabl
 def _tools(value: object) -> list[Any]:
     """Return a list of tools, of JSON text too."""
     if isinstance(value, str):
+        if not value.strip():
+            return []
         try:
-            value = json.loads(value) if value.strip() else []
+            value = json.loads(value)
         except ValueError as error:
             raise RecordError(f"'{TOOLS}' is not valid JSON: {error}") from None
     if not isinstance(value, (list, tuple)) or not all(isinstance(t, Mapping) for t in value):
@@ -404,12 +432,12 @@ def _bookkeeping(record: Mapping[str, Any], answers: int | None = None) -> set[s
 
     Reasons of another number than that of the `answers` belong to another chat, and are not read.
     """
-    reasons = record.get(_OF_SELF_DISTILLATION[0])
+    reasons = record.get(_SELF_DISTILLATION_KEYS[0])
     if not isinstance(reasons, (list, tuple)):
         return set()
-    names = set(_OF_SELF_DISTILLATION)
+    names = set(_SELF_DISTILLATION_KEYS)
     if answers is not None and len(reasons) != answers:
-        names.remove(_OF_SELF_DISTILLATION[0])
+        names.remove(_SELF_DISTILLATION_KEYS[0])
     return names
 
 
@@ -432,6 +460,7 @@ def parse_user_turns(
     Raises:
         RecordError: the record has none of these formats, or its turns are not text.
     """
+    # 1. The messages, and the columns that they were read from.
     record, type = _detect_format(record, type, _PROMPT_FORMATS)
     found = Unread()
     if type == "alpaca":
@@ -439,24 +468,29 @@ def parse_user_turns(
         read = {"instruction", "input", "output", "history"}
     elif type == "mt_bench":
         turns = [{"role": "user", "content": text} for text in _as_list(record, "turns")]
-        messages = [
-            *_parse_turns(
-                {"turns": turns}, "turns", "role", "content", REASONING_TAGS, _PROMPT_ROLES
-            )
-        ]
+        chat = {"turns": turns}
+        keys = ("turns", "role", "content")
+        messages = list(_parse_turns(chat, *keys, REASONING_TAGS, _PROMPT_ROLES))
         read = {"turns"}
     else:
         keys = _turn_keys(record, type)
-        messages = [*_parse_turns(record, *keys, REASONING_TAGS, _PROMPT_ROLES, found)]
+        messages = list(_parse_turns(record, *keys, REASONING_TAGS, _PROMPT_ROLES, found))
         read = {keys[0]}
-    texts = [
-        (message.role, message.content.encode("utf-8", "replace").decode()) for message in messages
-    ]
-    user = [text for role, text in texts if role == "user" and text.strip()]
-    system = [text for role, text in texts if role == "system" and text.strip()]
+    # 2. What the user and the system say.
+    user = []
+    system = []
+    for message in messages:
+        text = message.content.encode("utf-8", "replace").decode()
+        if not text.strip():
+            continue
+        if message.role == "user":
+            user.append(text)
+        elif message.role == "system":
+            system.append(text)
     if not system:
         system = [message.content for message in _system_of(record)]
         read.add("system")
+    # 3. What is left.
     if unread is not None:
         if len(system) > 1:
             found.turns["system before the last one"] += len(system) - 1
@@ -468,19 +502,18 @@ def parse_user_turns(
                 break
         found.count_columns(record, read | _bookkeeping(record))
         unread.update(found)
-    return user, system[-1] if system else None
+    if not system:
+        return user, None
+    return user, system[-1]
 
 
 def reasoning_part(message: Mapping[str, Any]) -> str:
     """Return the reasoning that a message has beside its content, or ''."""
-    return next(
-        (
-            text
-            for key in REASONING_KEYS
-            if isinstance(text := message.get(key), str) and text.strip()
-        ),
-        "",
-    )
+    for key in REASONING_KEYS:
+        text = message.get(key)
+        if isinstance(text, str) and text.strip():
+            return text
+    return ""
 
 
 def _detect_format(
@@ -493,12 +526,15 @@ def _detect_format(
         record = {"messages": record}
     if not isinstance(record, Mapping):
         raise RecordError(f"a record must be a JSON object, this is {_json_type(record)}")
-    # tables have null in the other's columns
-    filled = [key for key, value in record.items() if value is not None]
-    for known in (filled, list(record)):
-        for name, keys in formats.items():
-            if type == name or (type == "auto" and all(key in known for key in keys)):
-                return record, name
+    if type in formats:
+        return record, type
+    if type == "auto":
+        # tables have null in the other's columns
+        filled = {key for key, value in record.items() if value is not None}
+        for present_keys in (filled, set(record)):
+            for name, keys in formats.items():
+                if present_keys.issuperset(keys):
+                    return record, name
     expected = ", ".join(
         f"{' and '.join(map(repr, keys))} ({name})" for name, keys in formats.items()
     )
@@ -508,11 +544,9 @@ def _detect_format(
 
 def _is_list_of_turns(record: object) -> bool:
     """Return whether a record is a chat without anything around it."""
-    return (
-        isinstance(record, list)
-        and bool(record)
-        and all(isinstance(turn, Mapping) and ("role" in turn or "from" in turn) for turn in record)
-    )
+    if not isinstance(record, list) or not record:
+        return False
+    return all(isinstance(turn, Mapping) and ("role" in turn or "from" in turn) for turn in record)
 
 
 def _turn_keys(
@@ -536,11 +570,14 @@ def _turn_keys(
 def _system_of(record: Mapping[str, Any]) -> tuple[Message, ...]:
     """Return the system message that a record has beside its turns, if any."""
     system = _field(record, "system", required=False)
-    return (Message("system", system),) if system.strip() else ()
+    if not system.strip():
+        return ()
+    return (Message("system", system),)
 
 
 def _alpaca_chat(record: Mapping[str, Any]) -> tuple[Message, ...]:
-    system, answer = _field(record, "system", required=False), _field(record, "output")
+    system = _field(record, "system", required=False)
+    answer = _field(record, "output")
     return (
         Message("system", system),
         Message("user", _alpaca_prompt(record)),
@@ -551,8 +588,13 @@ def _alpaca_chat(record: Mapping[str, Any]) -> tuple[Message, ...]:
 def _alpaca_prompt(record: Mapping[str, Any]) -> str:
     if record.get("history"):
         raise RecordError("'history' is not supported; write the chat as 'messages'")
-    instruction, extra = _field(record, "instruction"), _field(record, "input", required=False)
-    return "\n\n".join(part for part in (instruction, extra) if part.strip()) or instruction
+    instruction = _field(record, "instruction")
+    extra = _field(record, "input", required=False)
+    if not extra.strip():
+        return instruction
+    if not instruction.strip():
+        return extra
+    return f"{instruction}\n\n{extra}"
 
 
 def _field(record: Mapping[str, Any], key: str, *, required: bool = True) -> str:
@@ -588,14 +630,19 @@ def _parse_turns(
     if not turns and roles is None:
         raise RecordError(f"'{key}' is an empty list")
     named = dict(fields.roles)
-    train_keys = _TRAIN_KEYS if fields.training is None else (fields.training,)
+    train_keys: tuple[str, ...] = _TRAIN_KEYS
+    if fields.training is not None:
+        train_keys = (fields.training,)
     messages = []
     for number, turn in enumerate(turns, start=1):
         if not isinstance(turn, Mapping):
             raise RecordError(f"turn {number} must be an object, it is {_json_type(turn)}")
+        # 1. Who speaks.
         name = turn.get(role_key)
-        meaning = named.get(name, name) if isinstance(name, str) else None
-        role = _ROLES.get(meaning) if meaning is not None else None
+        meaning = None
+        if isinstance(name, str):
+            meaning = named.get(name, name)
+        role = _ROLES.get(meaning or "")
         if roles is not None and role not in roles:
             if unread is not None and role is None:  # answers are left out on purpose
                 unread.turns[f"the role {name}"] += 1
@@ -610,16 +657,19 @@ def _parse_turns(
                 f"turn {number}: unknown '{role_key}': {name!r}, expected one of"
                 f" {', '.join([*_ROLES, *named])}; `roles` of the data set gives other names"
             )
+        # 2. What is said: an answer has its reasoning before the content.
         content = _content(turn.get(content_key), number, content_key, unread)
         read = {role_key, content_key, "weight", "tool_calls", "function_call", *train_keys}
         ids = None
         if role == "assistant":
             ids = _token_ids(turn.get("token_ids"), number)
             reasoning = _reasoning_of(turn, number)
-            read |= {"token_ids"}
+            read.add("token_ids")
             read |= {key for key in REASONING_KEYS if turn.get(key) in ("", reasoning)}
             content = join_reasoning(reasoning, content, tags)
-        messages.append(Message(role, content, ids, is_target=_is_target(turn, number, train_keys)))
+        # 3. Whether it is trained.
+        is_target = _is_target(turn, number, train_keys)
+        messages.append(Message(role, content, ids, is_target=is_target))
         if unread is not None:
             unread.turn_keys.update(_unread_keys(turn, read))
     return _with_finish_reasons(messages, record.get("finish_reasons"))
@@ -665,11 +715,13 @@ def _token_ids(ids: object, number: int) -> tuple[int, ...] | None:
     """Return the tokens that self-distillation stores beside an answer."""
     if ids is None:
         return None
-    if isinstance(ids, (list, tuple)) and all(
-        type(one) is int and 0 <= one < 1 << 31 for one in ids
-    ):
+    if isinstance(ids, (list, tuple)) and all(map(_is_token_id, ids)):
         return tuple(ids)
     raise RecordError(f"turn {number}: 'token_ids' must be a list of token ids")
+
+
+def _is_token_id(value: object) -> bool:
+    return type(value) is int and 0 <= value < 1 << 31
 
 
 def _with_finish_reasons(messages: Sequence[Message], reasons: object) -> tuple[Message, ...]:
@@ -679,14 +731,11 @@ def _with_finish_reasons(messages: Sequence[Message], reasons: object) -> tuple[
     answers = [index for index, message in enumerate(messages) if message.role == "assistant"]
     if not isinstance(reasons, (list, tuple)) or len(reasons) != len(answers):
         return tuple(messages)
-    cut = {
-        index
-        for index, reason in zip(answers, reasons, strict=True)
-        if reason in ("length", "context")
-    }
-    return tuple(
-        replace(message, is_cut=True) if i in cut else message for i, message in enumerate(messages)
-    )
+    marked = list(messages)
+    for index, reason in zip(answers, reasons, strict=True):
+        if reason in ("length", "context"):
+            marked[index] = replace(marked[index], is_cut=True)
+    return tuple(marked)
 
 
 def read_messages(chat: Sequence[Message | Mapping[str, Any]]) -> list[Message]:
@@ -702,18 +751,20 @@ def read_messages(chat: Sequence[Message | Mapping[str, Any]]) -> list[Message]:
         if isinstance(turn, Message):
             messages.append(turn)
             continue
-        role = turn.get("role") if isinstance(turn, Mapping) else None
-        if not isinstance(role, str):
+        if not isinstance(turn, Mapping) or not isinstance(turn.get("role"), str):
             raise DataError(f"message {number}: expected a mapping with role and content")
+        role = turn["role"]
         if turn.get("tool_calls"):
             raise DataError(f"message {number} ({role}): tool_calls are not supported")
         try:
             content = _content(turn.get("content"), number, "content")
-            reasoning = _reasoning_of(turn, number) if role == "assistant" else ""
+            reasoning = ""
+            if role == "assistant":
+                reasoning = _reasoning_of(turn, number)
         except RecordError as error:
             raise DataError(str(error)) from None
         text = join_reasoning(reasoning, content)
-        messages.append(Message(role, text))  # type: ignore[arg-type]
+        messages.append(Message(role, text))
     return messages
 
 
