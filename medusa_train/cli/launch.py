@@ -8,12 +8,15 @@ import importlib.util
 import json
 import os
 import re
+import secrets
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -33,13 +36,16 @@ from medusa_train.cli.workers import (
 from medusa_train.config.load import load_config
 from medusa_train.config.schema import TrainConfig
 from medusa_train.errors import ConfigError, MedusaError
-from medusa_train.training.process_info import ProcessInfo, free_port
+from medusa_train.training.process_info import LAUNCH_OPTIONS, ProcessInfo, free_port
 from medusa_train.training.signals import StopSignals, leave_terminal, stop_signals
 
 #: Exit codes of medusa-train; any other code of the launcher means failure.
 _EXIT_CODES = (0, 1, 2, 130, 143)
-#: Option of the workers that holds all arguments in one word.
-ENCODED = "--encoded-arguments"
+#: The only word of workers on other machines, which holds all arguments.
+ENCODED = "--encoded-arguments="
+#: How long a process that cannot train waits for the others, to tell them.
+_TELL_TIMEOUT = timedelta(minutes=1)
+_SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=15")
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
@@ -53,33 +59,42 @@ def launch(
     """Run `medusa-train ARGUMENTS` in several processes, wait for them and return the exit code.
 
     The processes run in a new session: Ctrl-C only reaches this process, which forwards it (and
-    SIGTERM) to each training process once, so that they save a checkpoint together. Processes on
-    other machines are ended through the launcher.
+    SIGTERM) to each training process, by ssh to those of other machines, so that they save a
+    checkpoint together. A hostfile that lists this machine alone needs no ssh: its processes are
+    started as by `--num-gpus`.
     """
     if importlib.util.find_spec("deepspeed") is None:
         raise MedusaError("training in several processes requires DeepSpeed: pip install deepspeed")
     import torch
 
+    options = [] if num_gpus is None else ["--num-gpus", str(num_gpus)]
+    machines: dict[str, int] = {}
+    if hostfile is not None:
+        options += ["--hostfile", str(hostfile)]
+        machines = read_hostfile(hostfile, num_gpus)
+    if len(machines) == 1:
+        host = next(iter(machines))
+        if is_this_machine(host):
+            num_gpus = num_gpus or machines[host]
+            hostfile = None
+            machines = {}
     cuda = torch.cuda.is_available()
     environment = {"DS_ACCELERATOR": "cuda" if cuda else "cpu", **os.environ}
     visible = environment.pop(_VISIBLE, None) if cuda and hostfile is None else None
     command = launcher_command(arguments, num_gpus, hostfile, visible, master_port)
     if hostfile is not None:
-        address = check_machines(list(read_hostfile(hostfile, num_gpus)))
+        address = check_machines(list(machines))
         command.insert(command.index("--no_local_rank"), f"--master_addr={address}")
     environment[LAUNCHER] = str(os.getpid())
     process = subprocess.Popen(command, env=environment, start_new_session=True)
     watch = WorkerWatch(process.pid)
     watch.start()
-    with _forward_signals(process, remote=hostfile is not None) as received:
+    with _forward_signals(process, list(machines), run_of(command)) as received:
         code = process.wait()
     watch.stop()
     if received:
         ended_by_signal = 130 if signal.SIGINT in received else 143
-        return code if code in _EXIT_CODES else ended_by_signal
-    options = [] if num_gpus is None else ["--num-gpus", str(num_gpus)]
-    if hostfile is not None:
-        options += ["--hostfile", str(hostfile)]
+        return code if code in (0, 1, 2) else ended_by_signal
     return _report_ending(watch, code, output_dir, options)
 
 
@@ -112,8 +127,9 @@ def launcher_command(
     if hostfile is None:
         options.append("--hostfile=/dev/null")  # DeepSpeed's default is /job/hostfile
     else:
-        options.append(f"--hostfile={hostfile}")
-        arguments = [f"{ENCODED}={encode_arguments(arguments)}"]
+        # a single machine is reached by ssh as well: else the launcher would start it here
+        options += [f"--hostfile={hostfile}", "--force_multi"]
+        arguments = [f"{ENCODED}{encode_arguments(arguments, hostfile, num_gpus)}"]
     options += ["--no_local_rank", "--log_level=critical"]
     return [
         sys.executable,
@@ -126,19 +142,34 @@ def launcher_command(
     ]
 
 
-def encode_arguments(arguments: Sequence[str]) -> str:
-    """Write arguments as one word without quotes, spaces or `$`: the shells between here and
-    another machine read each word again.
+def encode_arguments(arguments: Sequence[str], hostfile: Path, num_gpus: int | None) -> str:
+    """Write what the workers on other machines need as one word without quotes, spaces or `$`: the
+    shells between here and another machine read each word again.
+
+    It holds the user's words, not a file of resolved values: no directory is known to be shared
+    before the run starts, and a file would lose where each value was set. What a worker makes of
+    the words is compared with the others (`check_same_config`).
     """
-    return base64.urlsafe_b64encode(json.dumps(list(arguments)).encode()).decode()
+    options = ["--hostfile", str(hostfile)]
+    if num_gpus is not None:
+        options += ["--num-gpus", str(num_gpus)]
+    text = json.dumps({"arguments": list(arguments), "options": options})
+    # first a random word, by which the processes of this run are found on their machines
+    return f"{secrets.token_hex(8)}.{base64.urlsafe_b64encode(text.encode()).decode()}"
 
 
 def decode_arguments(word: str) -> list[str]:
-    """Read what `encode_arguments` wrote; raises ConfigError."""
-    try:
-        return [str(one) for one in json.loads(base64.urlsafe_b64decode(word))]
-    except ValueError:
-        raise ConfigError(f"{ENCODED}: only the launcher sets this option") from None
+    """Read what `encode_arguments` wrote, and note the options for the command that resumes."""
+    values = json.loads(base64.urlsafe_b64decode(word.partition(".")[2]))
+    os.environ[LAUNCH_OPTIONS] = shlex.join(values["options"])
+    return [str(argument) for argument in values["arguments"]]
+
+
+def worker_arguments(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments of a process that a launcher started."""
+    if len(arguments) == 1 and arguments[0].startswith(ENCODED):
+        return decode_arguments(arguments[0].removeprefix(ENCODED))
+    return list(arguments)
 
 
 def read_hostfile(path: Path, num_gpus: int | None = None) -> dict[str, int]:
@@ -171,24 +202,38 @@ def read_hostfile(path: Path, num_gpus: int | None = None) -> dict[str, int]:
     return machines
 
 
+def is_this_machine(host: str) -> bool:
+    """Return whether a name of the hostfile is an address of this machine; False for a name that
+    only ssh knows.
+    """
+    try:
+        addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    for family, kind, protocol, _, address in addresses:
+        # only an own address can be listened on
+        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+            probe.bind(address)
+            return True
+    return False
+
+
 def check_machines(hosts: Sequence[str]) -> str:
     """Return the address of the first machine, after checking that all are reached by ssh.
 
     Raises:
         MedusaError: ssh or pdsh is not installed, or a machine does not answer.
     """
-    needed = ["ssh", "pdsh"] if len(hosts) > 1 else ["ssh"]
-    for program in needed:
+    for program in ("ssh", "pdsh"):
         if shutil.which(program) is None:
             raise MedusaError(
                 f"--hostfile: {program} is not installed on this machine (apt-get install pdsh"
                 " openssh-client); without it, start medusa-train with srun or torchrun on each"
                 " machine"
             )
-    options = ["-o", "BatchMode=yes", "-o", "ConnectTimeout=15"]
     started = [
         subprocess.Popen(
-            ["ssh", *options, host, "hostname -I"],
+            ["ssh", *_SSH_OPTIONS, host, "hostname -I"],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -223,10 +268,23 @@ def _first_visible(visible: str, count: int) -> str:
     return ",".join(devices[:count])
 
 
+def run_of(command: Sequence[str]) -> str:
+    """Return the random word in the command line of each worker on another machine; empty where
+    there is none.
+    """
+    word = command[-1]
+    return word.removeprefix(ENCODED).partition(".")[0] if word.startswith(ENCODED) else ""
+
+
 @contextlib.contextmanager
-def _forward_signals(process: subprocess.Popen[bytes], *, remote: bool) -> Iterator[list[int]]:
+def _forward_signals(
+    process: subprocess.Popen[bytes], hosts: Sequence[str], run: str
+) -> Iterator[list[int]]:
     """Forward Ctrl-C, SIGTERM and SIGHUP to the training processes, which tell a repetition from a
     request of its own; the launcher would kill them instead.
+
+    Args:
+        hosts: the other machines. run: see `run_of`.
     """
     received: list[int] = []
     signals = StopSignals()
@@ -236,11 +294,17 @@ def _forward_signals(process: subprocess.Popen[bytes], *, remote: bool) -> Itera
         repeats = signals.repeats(number)
         if number == signal.SIGHUP:
             leave_terminal()
-        training = [] if remote else training_processes(process.pid)
+        if hosts:
+            _signal_by_ssh(hosts, run)
+            if len(received) > 1 and not repeats:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # a machine does not answer
+            return
+        training = training_processes(process.pid)
         for pid in training:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
-        # on other machines, not started yet, or ended: the launcher ends what there is
+        # not started yet, or ended: the launcher ends what there is
         if not training and not repeats:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGTERM)  # at Ctrl-C it would print a stack trace
@@ -251,6 +315,22 @@ def _forward_signals(process: subprocess.Popen[bytes], *, remote: bool) -> Itera
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _signal_by_ssh(hosts: Sequence[str], run: str) -> None:
+    """Send SIGTERM to the training processes of `run` on other machines; where none has started, to
+    what starts them. DeepSpeed's launcher would end those of all runs.
+    """
+    # [.] in place of a dot: the shell that runs pkill does not match the pattern itself
+    words = f"medusa_train[.]cli[.]train {ENCODED}{run}"
+    command = f"pkill -TERM -f -- '-m {words}' || pkill -TERM -f -- '{words}'"
+    for host in hosts:
+        subprocess.Popen(
+            ["ssh", *_SSH_OPTIONS, host, command],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
 
 
 def _report_ending(
@@ -291,11 +371,20 @@ def check_and_launch(
     cfg = load_config(TrainConfig, path, overrides, flags=flags)
     check_output_dir(cfg)
     check_inputs(cfg)
-    overrides_of_flags = [
-        f"{name}={json.dumps(value)}" for name, value in flags.items() if value is not None
-    ]
-    words = [*arguments, *overrides_of_flags]
+    words = [*arguments, *_words_of_flags(flags)]
     return launch(words, num_gpus, hostfile, master_port, Path(cfg.output_dir))
+
+
+def _words_of_flags(flags: Mapping[str, object]) -> list[str]:
+    """Write values of options as the words that set them: a worker reads them as they were given."""
+    words = []
+    for name, value in flags.items():
+        option = TrainConfig.option_of(name).split()[0]
+        if value is True:
+            words.append(option)
+        elif value is not None:
+            words.append(f"{option}={value}")
+    return words
 
 
 def run_worker(process: ProcessInfo, arguments: Sequence[str], flags: Mapping[str, object]) -> int:
@@ -307,11 +396,22 @@ def run_worker(process: ProcessInfo, arguments: Sequence[str], flags: Mapping[st
         cfg = load_config(TrainConfig, path, overrides, flags=flags)
     except ConfigError as error:
         if process.local_rank == 0:  # the configuration may be different on this machine
-            raise
+            print_error(f"process {process.rank} of {process.size}: {error}")
+        _report_bad_config(process)
         return error.exit_code
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     quiet = Console(quiet=True)
     return train_distributed(process, cfg, quiet, quiet)
+
+
+def _report_bad_config(process: ProcessInfo) -> None:
+    """Join the other processes to tell them that this one cannot train: across machines, no
+    launcher would end them. Where rank 0 cannot read the configuration either, it does not join.
+    """
+    from medusa_train.training.distributed import check_same_config, init_distributed
+
+    with contextlib.suppress(MedusaError):
+        check_same_config(init_distributed(process, _TELL_TIMEOUT), None)
 
 
 def train_distributed(
@@ -323,6 +423,7 @@ def train_distributed(
     """
     from medusa_train.training.distributed import (
         PeerError,
+        check_same_config,
         init_distributed,
         is_communication_error,
         is_lost_peer,
@@ -331,6 +432,7 @@ def train_distributed(
     try:
         stop_without_launcher()
         world = init_distributed(process)
+        check_same_config(world, cfg.model_dump(mode="json"))
         from medusa_train.training.stages import train_stages
 
         code = train_stages(cfg, console, results, world)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from textwrap import indent
 
@@ -17,12 +18,11 @@ from medusa_train.cli.common import (
     with_keys,
 )
 from medusa_train.cli.launch import (
-    ENCODED,
     check_and_launch,
-    decode_arguments,
     exit_now,
     run_worker,
     train_distributed,
+    worker_arguments,
 )
 from medusa_train.config.docs import TITLE, format_config, schema_text
 from medusa_train.config.load import stage_one_config
@@ -131,14 +131,11 @@ def train(
         help="Port of the first machine for --num-gpus and --hostfile; default: a free one.",
         show_default=False,
     ),
-    encoded_arguments: str = typer.Option(None, ENCODED, hidden=True, help="Set by --hostfile."),
     local_rank: int = typer.Option(
         None, "--local_rank", hidden=True, help="Passed by launchers; unused."
     ),
 ) -> int:
     """Load the configuration, check the inputs, and train."""
-    if encoded_arguments is not None:
-        arguments = decode_arguments(encoded_arguments)
     if schema:
         print(schema_text(TrainConfig, TITLE), end="")
         return printed_all()
@@ -208,4 +205,4 @@ def headline(cfg: TrainConfig, source: str) -> list[str]:
 
 
 if __name__ == "__main__":  # used by launchers
-    app()
+    app(worker_arguments(sys.argv[1:]))

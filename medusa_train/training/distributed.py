@@ -8,7 +8,7 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,13 +17,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from medusa_train.errors import MedusaError
+from medusa_train.errors import ConfigError, MedusaError
 from medusa_train.training.process_info import ProcessInfo
 
 T = TypeVar("T")
 
 #: How long one process waits for another: rank 0 may be writing a large checkpoint to a slow disk.
 TIMEOUT = timedelta(hours=2)
+#: How long the processes wait for all to have started.
+JOIN_TIMEOUT = timedelta(minutes=15)
 #: A build of one of DeepSpeed's extensions takes half a minute. A lock this old (seconds) that no
 # process of this machine holds was left by a killed one; a younger one may be held on another
 # machine that shares the directory.
@@ -160,8 +162,12 @@ class World:
 SINGLE_PROCESS = World()
 
 
-def init_distributed(info: ProcessInfo) -> World:
-    """Initialize the process group; returns when all processes have joined."""
+def init_distributed(info: ProcessInfo, join_timeout: timedelta = JOIN_TIMEOUT) -> World:
+    """Initialize the process group; returns when all processes have joined.
+
+    Raises:
+        MedusaError: not all have joined within `join_timeout`, or the back end cannot connect.
+    """
     os.environ.update(
         RANK=str(info.rank),
         WORLD_SIZE=str(info.size),
@@ -179,7 +185,10 @@ def init_distributed(info: ProcessInfo) -> World:
     if info.local_rank == 0:
         remove_stale_build_locks()
     try:
-        dist.init_process_group("nccl" if cuda else "gloo", timeout=TIMEOUT)
+        store, rank, size = next(dist.rendezvous("env://", timeout=join_timeout))
+        store.set_timeout(TIMEOUT)
+        backend = "nccl" if cuda else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
         group = dist.new_group(backend="gloo", timeout=TIMEOUT) if cuda else None
     except (RuntimeError, ValueError) as error:
         raise MedusaError(
@@ -192,6 +201,55 @@ def init_distributed(info: ProcessInfo) -> World:
         # not every build of torch has it
         check_distinct_gpus(world, str(getattr(properties, "uuid", info.rank)))
     return world
+
+
+def check_same_config(world: World, values: Mapping[str, Any] | None) -> None:
+    """Check that all processes train by the same values; only paths may differ between machines.
+
+    Args:
+        values: of this process; None where it could not read its configuration.
+
+    Raises:
+        ConfigError: in rank 0, with the keys that differ; the others raise PeerError.
+    """
+    leaves = None if values is None else dict(_leaves("", values))
+    of_rank = world.gather((socket.gethostname(), leaves))
+    expected = of_rank[0][1] or {}
+    lines = []
+    for rank, (host, found) in enumerate(of_rank):
+        if found is None:
+            lines.append(f"process {rank} on {host} cannot read its configuration")
+            continue
+        keys = [
+            key
+            for key in sorted(expected.keys() | found.keys())
+            if _differ(expected.get(key), found.get(key))
+        ]
+        if keys:
+            lines.append(
+                f"process {rank} on {host} has other values than process 0 of: {', '.join(keys)}."
+                " The configuration file or an environment variable differs between the machines"
+            )
+    if lines:
+        raise world.error_on_main(ConfigError(lines))
+
+
+def _leaves(name: str, value: object) -> Iterator[tuple[str, object]]:
+    """Yield the name and value of each entry within mappings and lists."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _leaves(f"{name}.{key}" if name else str(key), inner)
+    elif isinstance(value, list):
+        for number, inner in enumerate(value):
+            yield from _leaves(f"{name}.{number}", inner)
+    else:
+        yield name, value
+
+
+def _differ(first: object, second: object) -> bool:
+    """Return whether two values differ in more than the place of a file."""
+    paths = all(isinstance(value, str) and "/" in value for value in (first, second))
+    return first != second and not paths
 
 
 def gpu_index(info: ProcessInfo, visible: int) -> int:

@@ -28,6 +28,7 @@ from medusa_train.progress import RunProgress, duration
 from medusa_train.training.backbone_recipe import BackboneRecipe
 from medusa_train.training.distributed import SINGLE_PROCESS, World
 from medusa_train.training.load_data import TrainingData
+from medusa_train.training.process_info import LAUNCH_OPTIONS
 from medusa_train.training.resume import NEW_STAGE, StageStart
 from medusa_train.training.setup import build_trainer
 from medusa_train.training.signals import StopRequest
@@ -184,12 +185,14 @@ def resume_command(trainer: Trainer) -> str:
     # torchrun's name, and DeepSpeed's
     known = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE"))
     local = int(known or (processes if on_one else 0))
-    num_gpus = ["--num-gpus", str(processes)] if processes > 1 and local == processes else []
+    options = ["--num-gpus", str(processes)] if processes > 1 and local == processes else []
+    if os.environ.get(LAUNCH_OPTIONS):
+        options = shlex.split(os.environ[LAUNCH_OPTIONS])
     config = (trainer.whole_run or trainer.output_dir) / CONFIG
     # the run's own file cannot allow it
     trust = ["trust_remote_code=true"] if trainer.trust_remote_code else []
     return shlex.join(
-        ["medusa-train", str(config), "resume_from_checkpoint=auto", *trust, *num_gpus]
+        ["medusa-train", str(config), "resume_from_checkpoint=auto", *trust, *options]
     )
 
 

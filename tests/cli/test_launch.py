@@ -27,9 +27,9 @@ from medusa_train.cli.train import app
 from medusa_train.config.paths import PROJECT_ROOT
 from medusa_train.config.schema import TrainConfig
 from medusa_train.errors import ConfigError, MedusaError
-from medusa_train.training.process_info import ProcessInfo
+from medusa_train.training.process_info import LAUNCH_OPTIONS, ProcessInfo
 from tests.training.conftest import backbone_dir, chats, metrics  # noqa: F401 (fixtures)
-from tests.training.mishap import forks, run_command, wait
+from tests.training.mishap import Mishap, forks, run_command, wait
 from tests.training.mishap import start as fork
 
 pytestmark = pytest.mark.timeout(1800)  # half a minute each on idle cores
@@ -77,14 +77,52 @@ def stand_in(directory, name, text="#!/bin/sh\n"):
     (directory / name).chmod(0o755)
 
 
-def test_overrides_reach_other_machines_with_their_quotes(tmp_path):
+def test_overrides_reach_other_machines_with_their_quotes(tmp_path, monkeypatch):
     """Two shells read them on the way: of pdsh and of ssh."""
+    monkeypatch.setenv(LAUNCH_OPTIONS, "")
     hosts = tmp_path / "hosts"
     hosts.write_text("one slots=8\ntwo slots=8\n")
-    words = ["a b.yaml", 'chat_template_kwargs={"x":"a"}', "draft_note=$HOME `id` 'é'"]
+    not_utf8 = os.fsdecode(b"output_dir=\xff")
+    words = ["a b.yaml", 'chat_template_kwargs={"x":"a"}', "x=$HOME `id` 'é' %n 😀\n", "", not_utf8]
     command = launcher_command(words, None, hosts)
     shells = subprocess.check_output(["sh", "-c", f"sh -c 'echo {command[-1]}'"], text=True).strip()
     assert decode_arguments(shells.partition("=")[2]) == words
+    # for the line that says how to resume
+    assert os.environ[LAUNCH_OPTIONS] == f"--hostfile {hosts}"
+
+
+@pytest.mark.parametrize("name", ["runs/😀", "runs/a\x7f'\"x", "runs/a: {b", "null"])
+def test_options_reach_the_workers_as_they_were_given(name, tmp_path, monkeypatch):
+    words = []
+    monkeypatch.setattr(
+        "medusa_train.cli.launch.launch", lambda given, *_: words.extend(given) or 0
+    )
+    keys = ["base_model=data/tiny", "datasets=[{path: data/seeds/tiny.jsonl}]"]
+    monkeypatch.chdir(tmp_path)
+    given = [*keys, "--output-dir", name, "--overwrite", "--num-gpus", "2"]
+    assert CliRunner().invoke(app, given).exit_code == 0
+    assert words == [*keys, f"--output-dir={name}", "--overwrite"]
+
+
+def test_a_hostfile_with_another_machine_alone_starts_nothing_here(tmp_path, monkeypatch):
+    """DeepSpeed's launcher would; with this machine alone there is nothing to reach by ssh."""
+    commands = []
+    monkeypatch.setattr(
+        "medusa_train.cli.launch.subprocess.Popen", lambda command, **_: commands.append(command)
+    )
+    monkeypatch.setattr("medusa_train.cli.launch.check_machines", lambda hosts: "10.0.0.1")
+    hosts = tmp_path / "hosts"
+    for name in ("gpu7.invalid", "localhost", socket.gethostname()):
+        hosts.write_text(f"{name} slots=3\n")
+        with pytest.raises(AttributeError):  # nothing was started to wait for
+            launch(["a.yaml"], None, hosts)
+    there, here, by_name = commands
+    assert f"--hostfile={hosts}" in there
+    assert "--force_multi" in there
+    for command in (here, by_name):
+        assert "--hostfile=/dev/null" in command
+        assert "--num_gpus=3" in command
+        assert command[-1] == "a.yaml"
 
 
 def test_a_worker_reads_the_encoded_arguments(tmp_path):
@@ -95,10 +133,11 @@ def test_a_worker_reads_the_encoded_arguments(tmp_path):
         "datasets=[{path: data/seeds/tiny.jsonl}]",
         'chat_template_kwargs={"x":"a"}',
     ]
-    result = CliRunner().invoke(app, [launcher_command(words, None, hosts)[-1], "--print-config"])
-    assert result.exit_code == 0, result.output
-    assert "x: a" in " ".join(result.output.split())
-    assert CliRunner().invoke(app, ["--encoded-arguments=%%"]).exit_code == 2
+    word = launcher_command([*words, "--print-config"], None, hosts)[-1]
+    said = subprocess.check_output(
+        [sys.executable, "-m", "medusa_train.cli.train", word], text=True
+    )
+    assert "x: a" in " ".join(said.split())
 
 
 @pytest.mark.parametrize(
@@ -124,10 +163,10 @@ def test_machines_are_checked_before_the_launcher_starts(tmp_path, monkeypatch):
     with pytest.raises(MedusaError, match="ssh is not installed"):
         check_machines(["1"])
     stand_in(programs, "ssh", STAND_IN_SSH)
-    assert check_machines(["1"]) == "10.0.0.1"
     with pytest.raises(MedusaError, match="pdsh is not installed"):
-        check_machines(["1", "2"])
+        check_machines(["1"])
     stand_in(programs, "pdsh")
+    assert check_machines(["1"]) == "10.0.0.1"
     assert check_machines(["1", "2"]) == "10.0.0.1"
     with pytest.raises(MedusaError, match=r"ssh gone hostname -I. failed \(no route\)"):
         check_machines(["1", "gone"])
@@ -245,23 +284,34 @@ def start(*arguments: object, **environ: str) -> subprocess.Popen[str]:
     )
 
 
+def lose_a_file() -> None:
+    raise MedusaError("absent.jsonl: no such file")
+
+
+def wait_for_steps(run: Path, count: int = 3) -> None:
+    """Return once so many steps are logged."""
+    record = run / "metrics.jsonl"
+    for _ in range(3000):
+        if record.exists() and record.read_text().count('"train"') >= count:
+            return
+        time.sleep(0.1)
+    raise TimeoutError(f"{run}: fewer than {count} steps in five minutes")
+
+
 @pytest.mark.slow
 @forks
 def test_one_process_that_fails_ends_all_and_says_which(config_file, tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    commands = [
-        [str(config_file)],
-        [str(config_file), f"datasets.0.path={tmp_path / 'absent.jsonl'}"],
-    ]
+    mishaps = [None, Mishap("medusa_train.training.load_data:check_run", 1, lose_a_file)]
     logs = [tmp_path / "log-0", tmp_path / "log-1"]
     places = [
         {"RANK": r, "LOCAL_RANK": r, "WORLD_SIZE": "2", "MASTER_PORT": port} for r in ("0", "1")
     ]
     started = [
-        fork(log, run_command, one, **place)
-        for log, one, place in zip(logs, commands, places, strict=True)
+        fork(log, run_command, [str(config_file)], mishap, **place)
+        for log, mishap, place in zip(logs, mishaps, places, strict=True)
     ]
     assert [wait(process) for process in started] == [1, 1]
     said, other = (log.read_text() for log in logs)
@@ -282,6 +332,127 @@ def test_a_process_of_several_exits_without_python_s_cleanup(rank, config_file, 
         monkeypatch.setattr(f"medusa_train.cli.{module}.train_distributed", Mock(return_value=0))
     CliRunner().invoke(app, [str(config_file)])
     exits.assert_called_once_with(0)
+
+
+#: Runs the command of another machine here, as sshd does: one text, read by a shell that knows
+#: nothing of the caller.
+SSH_HERE = """#!/bin/sh
+while true; do
+  case "$1" in -o|-l|-p) shift 2;; -*) shift;; *) break;; esac
+done
+echo "$@" >> "$SSH_LOG"
+shift
+test "$*" = "hostname -I" && { echo "127.0.0.1 10.0.1.1"; exit; }
+exec env -i HOME="$HOME" PATH="$PATH" OMP_NUM_THREADS=1 sh -c "$*"
+"""
+
+#: Calls ssh for each machine, as `pdsh -S -f N -w HOSTS COMMAND` does.
+PDSH_BY_SSH = """#!/bin/sh
+hosts=$(echo "$5" | tr , ' ')
+shift 5
+number=0
+started=
+for host in $hosts; do
+  ssh -2 -a -x -l someone "$host" "$(echo "$*" | sed "s/%n/$number/g")" &
+  started="$started $!"
+  number=$((number + 1))
+done
+worst=0
+for process in $started; do
+  wait "$process"
+  code=$?
+  test "$code" -gt "$worst" && worst=$code
+done
+exit "$worst"
+"""
+
+
+@pytest.fixture
+def two_machines(tmp_path):
+    """A hostfile of two machines that are this one, and the environment that reaches them."""
+    programs = tmp_path / "bin"
+    stand_in(programs, "ssh", SSH_HERE)
+    stand_in(programs, "pdsh", PDSH_BY_SSH)
+    hosts = tmp_path / "hosts"
+    hosts.write_text("one.invalid slots=1\ntwo.invalid slots=1\n")
+    path = f"{programs}{os.pathsep}{os.environ['PATH']}"
+    return hosts, {"PATH": path, "SSH_LOG": str(tmp_path / "ssh.log")}
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_two_machines_of_a_hostfile_train_by_the_words_that_were_given(
+    config_file, tmp_path, two_machines
+):
+    hosts, environ = two_machines
+    quoted = 'chat_template_kwargs={"x":"a b $HOME"}'
+    out = tmp_path / "two machines 'é'"
+    run = start(config_file, "--hostfile", hosts, quoted, "--output-dir", out, **environ)
+    _, said = run.communicate(timeout=900)
+    assert run.returncode == 0, said
+    assert "processes: 2, DeepSpeed" in said
+    # each process was compared with the others
+    kept = yaml.safe_load((out / "config.yaml").read_text())
+    assert kept["chat_template_kwargs"] == {"x": "a b $HOME"}
+    assert kept["output_dir"] == str(out)
+    assert (out / "heads" / "medusa_lm_head.safetensors").exists()
+    reached = [line.split()[0] for line in (tmp_path / "ssh.log").read_text().splitlines()]
+    assert set(reached) == {"one.invalid", "two.invalid"}
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_one_other_machine_of_a_hostfile_trains_there(config_file, tmp_path, two_machines):
+    hosts, environ = two_machines
+    hosts.write_text("one.invalid slots=2\n")
+    run = start(config_file, "--hostfile", hosts, **environ)
+    _, said = run.communicate(timeout=900)
+    assert run.returncode == 0, said
+    assert "processes: 2, DeepSpeed" in said
+    assert "deepspeed.launcher.launch" in (tmp_path / "ssh.log").read_text()
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.skipif(shutil.which("pkill") is None, reason="signals other machines by pkill")
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_to_the_command_saves_on_all_machines(
+    number, code, config_file, tmp_path, two_machines
+):
+    hosts, environ = two_machines
+    long = ["max_steps=100000", "num_epochs=1", "save_steps=100000"]
+    run = start(config_file, "--hostfile", hosts, *long, **environ)
+    wait_for_steps(tmp_path / "run")
+    run.send_signal(number)
+    _, said = run.communicate(timeout=900)
+    assert run.returncode == code, said
+    assert "saved. To resume:" in said
+    assert f"resume_from_checkpoint=auto --hostfile {hosts}" in said
+    assert (max(Path(tmp_path / "run" / "checkpoints").glob("step-*")) / "manifest.json").exists()
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("zephyr", "has other values than process 0 of: chat_template"),
+        ("", "cannot read its configuration"),
+    ],
+)
+def test_machines_with_other_values_are_refused(name, problem, config_file, tmp_path, two_machines):
+    """An environment variable that the configuration names differs on the second."""
+    hosts, environ = two_machines
+    other = f"name=chatml\ntest $1 = two.invalid && name={name}\nshift\n"
+    text = SSH_HERE.replace("shift\ntest", f"{other}test").replace("env -i", "env -i NAME=$name")
+    stand_in(tmp_path / "bin", "ssh", text)
+    run = start(config_file, "--hostfile", hosts, "chat_template=$NAME", NAME="chatml", **environ)
+    _, said = run.communicate(timeout=200)
+    assert run.returncode == 2, said
+    assert said.count("process 1 on ") == 1
+    assert problem in said
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow
@@ -324,11 +495,7 @@ def test_sigterm_to_the_command_saves_in_all_processes(config_file, tmp_path):
     run = start(
         config_file, "--num-gpus", 2, "max_steps=100000", "num_epochs=1", "save_steps=100000"
     )
-    record = tmp_path / "run" / "metrics.jsonl"
-    for _ in range(3000):
-        if record.exists() and record.read_text().count('"train"') > 2:
-            break
-        time.sleep(0.1)
+    wait_for_steps(tmp_path / "run")
     run.send_signal(signal.SIGTERM)
     time.sleep(0.2)  # as by a supervisor that signals the process and its group
     run.send_signal(signal.SIGTERM)

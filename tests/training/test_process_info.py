@@ -3,7 +3,14 @@
 import pytest
 
 from medusa_train.errors import ConfigError, MedusaError
-from medusa_train.training.distributed import PeerError, World, check_distinct_gpus, gpu_index
+from medusa_train.training.distributed import (
+    PeerError,
+    World,
+    _leaves,
+    check_distinct_gpus,
+    check_same_config,
+    gpu_index,
+)
 from medusa_train.training.process_info import ProcessInfo, first_host, process_info_from_env
 
 TORCHRUN = {
@@ -97,3 +104,33 @@ def test_processes_that_share_a_gpu_are_refused(rank, error, monkeypatch):
     check_distinct_gpus(world, "GPU-1")
     with pytest.raises(error, match=r"2 processes share 1 GPU|another process"):
         check_distinct_gpus(world, "GPU-2")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_processes_with_other_values_are_named_by_their_keys(rank, monkeypatch):
+    world = World(ProcessInfo(rank, 2, rank, "127.0.0.1", 1))
+    values = {"rate": 0.1, "datasets": [{"path": "/a/b", "split": "x"}], "kwargs": {"x": "a"}}
+    for of_other, words in (
+        ({**values, "rate": 0.2}, "process 1 on two has other values than process 0 of: rate. The"),
+        ({**values, "kwargs": {}}, "has other values than process 0 of: kwargs.x. The"),
+        ({**values, "datasets": [{"path": "/c/d"}]}, "of: datasets.0.split. The"),
+        (None, "process 1 on two cannot read its configuration"),
+    ):
+        of_rank = [values, of_other]
+        hosts = ("one", "two")
+
+        def gather(_, of_rank=of_rank, hosts=hosts):
+            leaves = (None if one is None else dict(_leaves("", one)) for one in of_rank)
+            return list(zip(hosts, leaves, strict=True))
+
+        monkeypatch.setattr(world, "gather", gather)
+        with pytest.raises(PeerError if rank else ConfigError, match=None if rank else words):
+            check_same_config(world, of_rank[rank])
+
+
+def test_only_paths_may_differ_between_machines(monkeypatch):
+    world = World(ProcessInfo(0, 2, 0, "127.0.0.1", 1))
+    monkeypatch.setattr(world, "gather", lambda own: [own, ("two", {"base_model": "/scratch/b"})])
+    check_same_config(world, {"base_model": "/local/a"})
+    with pytest.raises(ConfigError, match="base_model"):
+        check_same_config(world, {"base_model": "gpt2"})
