@@ -178,14 +178,8 @@ def test_the_architecture_page_lists_the_files() -> None:
     assert len(page.encode()) <= 20 * 1024
 
 
-def test_the_readme_is_short_and_shows_the_demo() -> None:
-    readme = TEXTS["README.md"]
-    assert len(readme.encode()) <= 12 * 1024
-    table = readme.split("<!-- demo:start -->")[1].split("<!-- demo:end -->")[0]
-    assert "| **overall** |" in table
-    assert table.strip() in (PROJECT_ROOT / "benchmarks/results/demo.md").read_text(
-        encoding="utf-8"
-    )
+def test_the_readme_is_short() -> None:
+    assert len(TEXTS["README.md"].encode()) <= 9000
 
 
 def test_python_blocks_run(

@@ -1,0 +1,216 @@
+"""Write tables and headline figures from the committed JSON into README, docs/ and result pages.
+
+python benchmarks/tables.py            # writes them
+python benchmarks/tables.py --check    # names the pages that differ and exits with 1
+
+In README and docs/ a block stands between `<!-- NAME:start -->` and `<!-- NAME:end -->`. A result
+page has two blocks without marks: its third line, the answer, and its first table.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
+
+from medusa_train.io import replace_text  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "results"
+Json = dict[str, Any]
+
+
+def results(name: str) -> Json:
+    """Read the JSON of a result page."""
+    content: Json = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return content
+
+
+# How figures are written
+
+
+def times(value: float, interval: Sequence[float] | None = None) -> str:
+    """Write a ratio: 1.36x, or with its interval 1.36x [1.31, 1.41]."""
+    return f"{value:.2f}x{between(interval)}"
+
+
+def ratio(value: float, interval: Sequence[float] | None = None, digits: int = 3) -> str:
+    """Write a ratio of tokens per step: 1.085, or with its interval 1.085 [1.073, 1.098]."""
+    return f"{value:.{digits}f}{between(interval, digits)}"
+
+
+def between(interval: Sequence[float] | None, digits: int = 2) -> str:
+    """Write an interval, with a space before it; nothing without one."""
+    if interval is None:
+        return ""
+    low, high = interval
+    return f" [{low:.{digits}f}, {high:.{digits}f}]"
+
+
+def speed(value: float) -> str:
+    """Write tokens per second: whole numbers from 100 on, else one digit."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Write a table; columns whose title ends with `:` are aligned to the right, without it."""
+    marks = ["---:" if title.endswith(":") else "---" for title in head]
+    titles = [title.removesuffix(":") for title in head]
+    lines = [f"| {' | '.join(titles)} |", f"| {' | '.join(marks)} |"]
+    for row in rows:
+        lines.append(f"| {' | '.join(str(cell) for cell in row)} |")
+    return "\n".join(lines)
+
+
+# README
+
+
+def readme_speed() -> str:
+    """Four runs, each beside its own plain decoding, and how often `generate` gives equal text."""
+    demo = results("demo")["runs"][0]
+    smollm2 = results("smollm2")
+    xeon = smollm2["loop_free_text"]
+    gpu = results("gpu")
+    h100 = gpu["after"]["smollm2_by_the_clock"]["medusa1"]
+    h100_date = gpu["steps"]["tests"]["date"]
+    measured = demo["overall"]
+    plain = measured["plain_tokens_per_s"]
+    rows = [
+        ("built-in test model, 11M", "AMD EPYC, not compiled", demo["date"][:10])
+        + _beside(measured, plain),
+        ("SmolLM2, 135M", "AMD EPYC, compiled", smollm2["date"])
+        + _beside(smollm2["overall"], smollm2["overall"]["baseline_tokens_per_s"]),
+        ("SmolLM2, 135M", "Intel Xeon, compiled", xeon["date"])
+        + _beside(xeon["overall"], xeon["overall"]["baseline_tokens_per_s"]),
+        ("SmolLM2, 135M", "NVIDIA H100, CUDA graphs", h100_date[:10])
+        + _beside(h100, h100["baseline_tokens_per_s"]),
+    ]
+    head = ("model", "hardware", "date", "without:", "with heads:", "ratio:", "equal:")
+    generate = (
+        smollm2["baselines"]["generate"]["equal_to_plain"],
+        xeon["baselines"]["generate"]["equal_to_plain"],
+    )
+    answers = smollm2["overall"]["answers"]
+    note = (
+        f"In the two runs of SmolLM2 on a CPU `generate` of transformers equals the plain loop in"
+        f" {generate[0]} and {generate[1]} of {answers} answers, also in bfloat16."
+    )
+    return f"{table(head, rows)}\n\n{note}"
+
+
+def _beside(overall: Json, plain: float) -> tuple[str, str, str, str]:
+    """Return tokens per second without and with heads, their ratio, and the equal answers."""
+    return (
+        speed(plain),
+        speed(overall["tokens_per_s"]),
+        times(overall["speedup"]),
+        f"{overall['equal_answers_bf16']} of {overall['answers']}",
+    )
+
+
+def readme_served() -> str:
+    """EAGLE-3 and Medusa-1 in vLLM, one and eight requests at a time."""
+    content = results("eagle3_smollm2")
+    eagle3 = served_cells(content["served_four_epochs"]["cells"], "k=2")
+    medusa1 = {cell["concurrency"]: cell for cell in content["served_medusa1_both_texts"]["cells"]}
+    rows = [
+        _served_row("EAGLE-3, 2 draft tokens", eagle3),
+        _served_row("Medusa-1, 1 draft token", medusa1),
+    ]
+    head = ("SmolLM2, vLLM on 2 CPU cores", "1 request: without:", "with:", "ratio:")
+    head += ("8 requests: without:", "with:", "ratio:")
+    return table(head, rows)
+
+
+def served_cells(cells: Sequence[Json], server: str) -> dict[int, Json]:
+    """Return the cells of `server` by concurrency, each with the speed of the plain one before it."""
+    chosen = {}
+    for before, cell in zip(cells, cells[1:], strict=False):
+        if cell["server"] == server:
+            chosen[cell["concurrency"]] = cell | {"plain_tokens_per_s": before["tokens_per_s"]}
+    return chosen
+
+
+def _served_row(name: str, cells: Mapping[int, Json]) -> list[str]:
+    row = [name]
+    for concurrency in (1, 8):
+        cell = cells[concurrency]
+        interval = cell.get("interval") or cell["ratio_interval"]
+        row.append(speed(cell["plain_tokens_per_s"]))
+        row.append(speed(cell["tokens_per_s"]))
+        row.append(times(cell["ratio"], interval))
+    return row
+
+
+# Writing and checking
+
+
+Block = Callable[[], str]
+#: Blocks of pages with marks, by page and name.
+MARKED: dict[str, dict[str, Block]] = {
+    "README.md": {"speed": readme_speed, "served": readme_served},
+}
+#: Answer and table of the result pages.
+ANSWERS: dict[str, Block] = {}
+TABLES: dict[str, Block] = {}
+
+MARKS = re.compile(r"<!-- (\w+):start -->")
+_FIRST_TABLE = re.compile(r"(?:^\|.*\n)+", re.MULTILINE)
+
+
+def with_blocks(text: str, blocks: Mapping[str, Block]) -> str:
+    """Return a page with its marked blocks written again."""
+    for name, block in blocks.items():
+        start = f"<!-- {name}:start -->"
+        end = f"<!-- {name}:end -->"
+        before, rest = text.split(start)
+        after = rest.split(end)[1]
+        text = f"{before}{start}\n{block()}\n{end}{after}"
+    return text
+
+
+def result_page(name: str, text: str) -> str:
+    """Return a result page with its answer and its table written again."""
+    if name in ANSWERS:
+        lines = text.split("\n")
+        lines[2] = f"**{ANSWERS[name]()}**"
+        text = "\n".join(lines)
+    if name in TABLES:
+        content = TABLES[name]() + "\n"
+        text = _FIRST_TABLE.sub(lambda match: content, text, count=1)
+    return text
+
+
+def pages() -> dict[Path, str]:
+    """Return every page that has generated parts, and what it should say."""
+    written = {}
+    for name, blocks in MARKED.items():
+        path = ROOT / name
+        written[path] = with_blocks(path.read_text(encoding="utf-8"), blocks)
+    for name in sorted({*ANSWERS, *TABLES}):
+        path = RESULTS / f"{name}.md"
+        written[path] = result_page(name, path.read_text(encoding="utf-8"))
+    return written
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write the pages, or with `--check` name those that differ."""
+    is_check = "--check" in arguments
+    differing = 0
+    for path, text in pages().items():
+        if path.read_text(encoding="utf-8") == text:
+            continue
+        differing += 1
+        print(f"{path.relative_to(ROOT)}: {'differs from its JSON' if is_check else 'written'}")
+        if not is_check:
+            replace_text(path, text)
+    return 1 if is_check and differing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
