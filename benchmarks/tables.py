@@ -13,6 +13,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -78,17 +79,13 @@ def readme_speed() -> str:
     gpu = results("gpu")
     h100 = gpu["after"]["smollm2_by_the_clock"]["medusa1"]
     h100_date = gpu["steps"]["tests"]["date"]
-    measured = demo["overall"]
-    plain = measured["plain_tokens_per_s"]
     rows = [
-        ("built-in test model, 11M", "AMD EPYC, not compiled", demo["date"][:10])
-        + _beside(measured, plain),
-        ("SmolLM2, 135M", "AMD EPYC, compiled", smollm2["date"])
-        + _beside(smollm2["overall"], smollm2["overall"]["baseline_tokens_per_s"]),
-        ("SmolLM2, 135M", "Intel Xeon, compiled", xeon["date"])
-        + _beside(xeon["overall"], xeon["overall"]["baseline_tokens_per_s"]),
-        ("SmolLM2, 135M", "NVIDIA H100, CUDA graphs", h100_date[:10])
-        + _beside(h100, h100["baseline_tokens_per_s"]),
+        _beside(
+            "built-in test model, 11M", "AMD EPYC, not compiled", demo["date"], demo["overall"]
+        ),
+        _beside("SmolLM2, 135M", "AMD EPYC, compiled", smollm2["date"], smollm2["overall"]),
+        _beside("SmolLM2, 135M", "Intel Xeon, compiled", xeon["date"], xeon["overall"]),
+        _beside("SmolLM2, 135M", "NVIDIA H100, CUDA graphs", h100_date, h100),
     ]
     head = ("model", "hardware", "date", "without:", "with heads:", "ratio:", "equal:")
     generate = (
@@ -103,14 +100,18 @@ def readme_speed() -> str:
     return f"{table(head, rows)}\n\n{note}"
 
 
-def _beside(overall: Json, plain: float) -> tuple[str, str, str, str]:
-    """Return tokens per second without and with heads, their ratio, and the equal answers."""
-    return (
+def _beside(model: str, hardware: str, date: str, overall: Json) -> list[str]:
+    """Return a row: tokens per second without and with heads, their ratio, the equal answers."""
+    plain = overall.get("plain_tokens_per_s") or overall["baseline_tokens_per_s"]
+    return [
+        model,
+        hardware,
+        date[:10],
         speed(plain),
         speed(overall["tokens_per_s"]),
         times(overall["speedup"]),
         f"{overall['equal_answers_bf16']} of {overall['answers']}",
-    )
+    ]
 
 
 def readme_served() -> str:
@@ -130,7 +131,7 @@ def readme_served() -> str:
 def served_cells(cells: Sequence[Json], server: str) -> dict[int, Json]:
     """Return the cells of `server` by concurrency, each with the speed of the plain one before it."""
     chosen = {}
-    for before, cell in zip(cells, cells[1:], strict=False):
+    for before, cell in pairwise(cells):
         if cell["server"] == server:
             chosen[cell["concurrency"]] = cell | {"plain_tokens_per_s": before["tokens_per_s"]}
     return chosen
