@@ -187,37 +187,46 @@ class ChatEncoder:
         """Tokenize answers whose texts are prefixes of each other; messages before `first` are
         trained elsewhere.
         """
+        # 1. Start and end of every answer, in characters and in tokens.
         last = answers[-1]
         ids, offsets = self._tokenize(last.whole)
-        borders = [len(text) for answer in answers for text in (answer.prompt, answer.whole)]
+        borders: list[int] = []
+        for answer in answers:
+            borders += [len(answer.prompt), len(answer.whole)]
         counts = _tokens_before(borders, offsets, last.whole)
         if counts is not None and not all(
             self._is_prompt(count, border, last.whole, ids, offsets)
             for count, border in zip(counts[::2], borders[::2], strict=True)
         ):
             counts = None
+        # 2. Where a prompt has other tokens than here when it stands alone, as in decoding, every
+        # answer gets a row of its own.
         if counts is None and len(answers) > 1:
-            starts = [first, *(answer.index + 1 for answer in answers)]
-            return [
-                row
-                for answer, start in zip(answers, starts, strict=False)
-                for row in self._encode_rows([answer], messages, start, template)
-            ]
+            rows = []
+            for answer in answers:
+                rows += self._encode_rows([answer], messages, first, template)
+                first = answer.index + 1
+            return rows
+        # 3. Then prompt and answer are tokenized apart; so they are where the tokens of the answer
+        # are known.
         generated = self._generated_tokens(last, messages[last.index].content)
         if counts is None or generated is not None:
-            # the prompt has other tokens when it stands alone, as in decoding; or those of the
-            # answer are known
-            ids, offsets = self._tokenize(last.prompt)
-            counts = [len(ids)]
-            ids = ids + (self.tokenize_continuation(last.text) if generated is None else generated)
-            counts.append(len(ids))
+            if generated is None:
+                generated = self.tokenize_continuation(last.text)
+            prompt_ids, offsets = self._tokenize(last.prompt)
+            ids = prompt_ids + generated
+            counts = [len(prompt_ids), len(ids)]
+        # 4. The loss mask: other messages of the prompt, then the answers.
         supervised = [False] * len(ids)
+        prompt_length = counts[-2]
         others = self._spans_of_others(last, messages, first, template)
         if others:
-            supervised[: counts[-2]] = _overlaps(offsets[: counts[-2]], others)
+            supervised[:prompt_length] = _overlaps(offsets[:prompt_length], others)
+        ends = []
         for answer, start, end in zip(answers, counts[::2], counts[1::2], strict=True):
-            supervised[start:end] = [self._is_trained(messages[answer.index])] * (end - start)
-        ends = [(answer.index + 1, end) for answer, end in zip(answers, counts[1::2], strict=True)]
+            is_trained = self._is_trained(messages[answer.index])
+            supervised[start:end] = [is_trained] * (end - start)
+            ends.append((answer.index + 1, end))
         return [EncodedRow(ids, supervised, ends)]
 
     def _is_prompt(
@@ -232,9 +241,8 @@ class ChatEncoder:
         if not text[border - 1].isspace():
             return True
 
-        def is_added(
-            token: int,
-        ) -> bool:  # not an unknown token, which has the text that it stands for
+        def is_added(token: int) -> bool:
+            # an unknown token has the text that it stands for
             start, end = offsets[token]
             return self._added_tokens.get(ids[token]) == text[start:end].strip()
 
@@ -259,25 +267,30 @@ class ChatEncoder:
         it.
         """
         history = messages[: last.index]
-        new = {
-            index: message
-            for index, message in enumerate(history)
-            if index >= first and message.role != "assistant"
-        }
-        if self.train_on_inputs:
-            # what the template writes between the contents is trained, too
-            start = template.content_spans(history, ["user"])[first][0] if first else 0
-            switched_off = {i for i, message in new.items() if not self._is_trained(message)}
-            if not switched_off:
-                return [(start, len(last.prompt))]
-            spans = template.content_spans(history, {new[index].role for index in switched_off})
-            omitted = [spans[index] for index in sorted(switched_off)]
-            return _between(start, omitted, len(last.prompt))
-        trained = {index for index, message in new.items() if self._is_trained(message)}
-        if not trained:
-            return []
-        spans = template.content_spans(history, {new[index].role for index in trained})
-        return [spans[index] for index in sorted(trained)]
+        trained = []
+        untrained = []
+        for index in range(first, len(history)):
+            if history[index].role == "assistant":
+                continue
+            if self._is_trained(history[index]):
+                trained.append(index)
+            else:
+                untrained.append(index)
+
+        def spans_of(indices: Sequence[int]) -> list[Span]:
+            if not indices:
+                return []
+            roles = {history[index].role for index in indices}
+            spans = template.content_spans(history, roles)
+            return [spans[index] for index in indices]
+
+        if not self.train_on_inputs:
+            return spans_of(trained)
+        # what the template writes between the contents is trained, too
+        start = 0
+        if first:
+            start = template.content_spans(history, ["user"])[first][0]
+        return _between(start, spans_of(untrained), len(last.prompt))
 
     def _with_plain_contents(self, messages: Sequence[Message]) -> Sequence[Message]:
         """Mark control tokens in contents, such as `<|im_end|>` in a text on chat templates: there
@@ -336,24 +349,27 @@ class ChatEncoder:
             follows: other text comes before. It is tokenized after a line break then, where these
                 do not merge: some tokenizers put a space before the first word of a text.
         """
-        options = {"split_special_tokens": True} if is_plain else {}
+        # 1. The text, or a line break and the text.
+        whole = text
+        if follows:
+            whole = "\n" + text
+        options = {}
+        if is_plain:
+            options["split_special_tokens"] = True
         encoding = self.tokenizer(
-            "\n" + text if follows else text,
-            add_special_tokens=False,
-            return_offsets_mapping=True,
-            verbose=False,
-            **options,
+            whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False, **options
         )
         ids = list(encoding["input_ids"])
         offsets = encoding["offset_mapping"]
         if not follows:
             return ids, offsets
-        before = self._tokenize_piece("\n")[0]
-        if ids[: len(before)] != before:
+        # 2. Without the tokens of the line break, where it has not merged with the text.
+        line_break, _ = self._tokenize_piece("\n")
+        count = len(line_break)
+        if ids[:count] != line_break:
             return self._tokenize_piece(text, is_plain)
-        return ids[len(before) :], [
-            (max(start - 1, 0), end - 1) for start, end in offsets[len(before) :]
-        ]
+        spans = [(max(start - 1, 0), end - 1) for start, end in offsets[count:]]
+        return ids[count:], spans
 
     def _generated_tokens(self, answer: RenderedAnswer, content: str) -> list[int] | None:
         """Return the tokens that the answer was generated as, unless this tokenizer reads another
@@ -361,23 +377,22 @@ class ChatEncoder:
         """
         if answer.token_ids is None:
             return None
-        text = self.tokenizer.decode(
-            answer.token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
         # self-distillation stores the text of an answer without most special tokens
         special = re.compile("|".join(map(re.escape, self.tokenizer.all_special_tokens)) or "(?!)")
-        texts = [
-            special.sub("", t).strip()
-            for t in (
-                text,
-                self._without_marks(content),
-                self._without_marks(answer.text.removesuffix(answer.end)),
-            )
-        ]
-        if texts[0] not in texts[1:]:
+
+        def plain(text: str) -> str:
+            return special.sub("", text).strip()
+
+        decoded = self.tokenizer.decode(
+            answer.token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        stored = self._without_marks(content)
+        rendered = self._without_marks(answer.text.removesuffix(answer.end))
+        if plain(decoded) not in (plain(stored), plain(rendered)):
             return None  # generated by a model with another tokenizer, or edited
         # a space would be one of the ids
-        return [*answer.token_ids, *self._tokenize(answer.end.lstrip())[0]]
+        end_ids, _ = self._tokenize(answer.end.lstrip())
+        return [*answer.token_ids, *end_ids]
 
     def tokenize_continuation(self, text: str) -> list[int]:
         """Tokenize text that follows other text.
@@ -385,9 +400,13 @@ class ChatEncoder:
         It is tokenized after a line break where these do not merge: some tokenizers put a space
         before the first word of a text.
         """
-        before = self._tokenize("\n")[0]
-        ids = self._tokenize("\n" + text)[0]
-        return ids[len(before) :] if ids[: len(before)] == before else self._tokenize(text)[0]
+        line_break, _ = self._tokenize("\n")
+        ids, _ = self._tokenize("\n" + text)
+        count = len(line_break)
+        if ids[:count] != line_break:
+            ids, _ = self._tokenize(text)
+            return ids
+        return ids[count:]
 
 
 @dataclass
@@ -411,7 +430,9 @@ class _Piece:
     def span_in_marked_text(self, start: int, end: int) -> Span:
         """Return where the characters [start, end) of this piece are in the text with marks."""
         if start == end:  # white space, in many tokenizers: the empty span behind it
-            place = self.places[start - 1] + 1 if start else self.places[0]
+            place = self.places[0]
+            if start:
+                place = self.places[start - 1] + 1
             return place, place
         return self.places[start], self.places[end - 1] + 1
 
@@ -422,8 +443,9 @@ def _control_tokens(tokenizer: Any, reasoning_tags: ReasoningTags) -> str:
     """
     tokens = {str(token) for token in tokenizer.all_special_tokens}
     tokens |= {str(t) for t in tokenizer.added_tokens_decoder.values() if t.special}
-    # white space is text, too
-    names = sorted(filter(str.strip, tokens - set(reasoning_tags)), key=len, reverse=True)
+    tokens -= set(reasoning_tags)
+    names = [token for token in tokens if token.strip()]  # white space is text, too
+    names.sort(key=len, reverse=True)
     return "|".join(map(re.escape, names)) or "(?!)"
 
 
@@ -465,14 +487,18 @@ def _with_common_prefix(answers: Sequence[RenderedAnswer]) -> list[list[Rendered
     """Group consecutive answers of which each prompt begins with the previous prompt and answer."""
     groups: list[list[RenderedAnswer]] = []
     for answer in answers:
-        before = groups[-1][-1] if groups else None
-        # as history, an answer has the tokens of its text
-        is_text = before is not None and before.token_ids is None and answer.token_ids is None
-        if before is not None and is_text and answer.prompt.startswith(before.whole):
+        if groups and _continues(answer, groups[-1][-1]):
             groups[-1].append(answer)
         else:
             groups.append([answer])
     return groups
+
+
+def _continues(answer: RenderedAnswer, before: RenderedAnswer) -> bool:
+    """Return whether the prompt of `answer` begins with prompt and answer of `before`."""
+    # as history, an answer has the tokens of its text
+    is_text = before.token_ids is None and answer.token_ids is None
+    return is_text and answer.prompt.startswith(before.whole)
 
 
 def _tokens_before(borders: Sequence[int], offsets: Sequence[Span], text: str) -> list[int] | None:
@@ -485,11 +511,17 @@ def _tokens_before(borders: Sequence[int], offsets: Sequence[Span], text: str) -
     """
     counts: list[int] = []
     for number, border in enumerate(borders):
+        # tokens that end at the border or before it
         count = bisect_right(offsets, border, key=itemgetter(1))
         if count < len(offsets):
             start, end = offsets[count]
-            if min(start, offsets[count - 1][1] if count else 0) < border:
-                if number % 2 == 0 or not text[border:end].isspace():
+            if count:
+                start = min(start, offsets[count - 1][1])
+            else:
+                start = 0
+            if start < border:  # the next token covers it
+                is_start = number % 2 == 0
+                if is_start or not text[border:end].isspace():
                     return None
                 count += 1
         counts.append(count)
@@ -499,10 +531,11 @@ def _tokens_before(borders: Sequence[int], offsets: Sequence[Span], text: str) -
 def _between(start: int, omitted: Sequence[Span], end: int) -> list[Span]:
     """Return what `omitted` spans (sorted, disjoint) leave of the characters [start, end)."""
     left = []
-    for first, last in omitted:
-        left.append((start, first))
-        start = last
-    return [*left, (start, end)]
+    for omitted_start, omitted_end in omitted:
+        left.append((start, omitted_start))
+        start = omitted_end
+    left.append((start, end))
+    return left
 
 
 def _overlaps(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
@@ -511,9 +544,12 @@ def _overlaps(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
 
     Many tokenizers exclude spaces from offsets: a token of one space has the empty span after it.
     """
-    inside, current = [], 0
+    inside = []
+    current = 0  # the first span that may still overlap
     for start, end in offsets:
-        first = start if start < end else end - 1
+        first = start
+        if start >= end:
+            first = end - 1
         while current < len(spans) and spans[current][1] <= first:
             current += 1
         inside.append(current < len(spans) and spans[current][0] < end)

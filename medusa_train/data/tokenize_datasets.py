@@ -96,20 +96,17 @@ def open_datasets(
     Supervision follows `roles_to_train` and `train_on_inputs`; the chat template is the entry's
     `conversation`, by default that of `encoder`.
     """
-    return [
-        DatasetReader(
-            entry,
-            open_source(entry, on_progress),
-            encoder.with_settings(
-                template=entry.conversation,
-                roles=cfg.roles_to_train,
-                train_on_inputs=cfg.train_on_inputs,
-                reasoning_tags=cfg.reasoning_tags,
-            ),
-            cfg.skip_bad_records,
+    readers = []
+    for entry in cfg.datasets:
+        source = open_source(entry, on_progress)
+        entry_encoder = encoder.with_settings(
+            template=entry.conversation,
+            roles=cfg.roles_to_train,
+            train_on_inputs=cfg.train_on_inputs,
+            reasoning_tags=cfg.reasoning_tags,
         )
-        for entry in cfg.datasets
-    ]
+        readers.append(DatasetReader(entry, source, entry_encoder, cfg.skip_bad_records))
+    return readers
 
 
 def load_or_encode(
@@ -130,7 +127,8 @@ def load_or_encode(
         note = f"{path} is corrupt ({error}), tokenizing again"
     encoded = encode_datasets(readers, max_length, **options)
     content = encoded.to_bytes()  # without notes, which concern this run
-    encoded.report.notes += [note] if note else []
+    if note is not None:
+        encoded.report.notes.append(note)
     try:
         replace_bytes(path, [content])
     except OSError as error:
@@ -169,22 +167,23 @@ def cache_key(readers: Sequence[DatasetReader], max_length: int) -> str:
     The source text of this package is part of the key, so that a changed tokenization never uses an
     old cache.
     """
-    package = Path(__file__).parent
+    sources = []
+    for reader in readers:
+        fields = RecordFields.of_dataset(reader.config)
+        sources.append(
+            [
+                reader.config.type,
+                astuple(fields),
+                reader.skip_bad,
+                reader.source.fingerprint(),
+                reader.encoder.fingerprint(),
+            ]
+        )
+    code = sorted(Path(__file__).parent.glob("*.py"))
     inputs = {
         "sequence_len": max_length,
-        "sources": [
-            [
-                r.config.type,
-                astuple(RecordFields.of_dataset(r.config)),
-                r.skip_bad,
-                r.source.fingerprint(),
-                r.encoder.fingerprint(),
-            ]
-            for r in readers
-        ],
-        "code": [
-            hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(package.glob("*.py"))
-        ],
+        "sources": sources,
+        "code": [hashlib.sha256(path.read_bytes()).hexdigest() for path in code],
         "libraries": [metadata.version(name) for name in _LIBRARIES],
     }
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
@@ -215,7 +214,8 @@ def encode_conversations(
     with the same result: the examples in order, and in `skipped` of the report those that the
     template does not support.
     """
-    encoded, total = EncodedExamples(DataReport(max_length)), len(conversations)
+    encoded = EncodedExamples(DataReport(max_length))
+    total = len(conversations)
     chunks = [conversations[start : start + CHUNK] for start in range(0, total, CHUNK)]
 
     def collect(parts: Iterable[EncodedExamples]) -> None:
