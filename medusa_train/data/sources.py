@@ -82,7 +82,7 @@ class LocalFiles:
             try:
                 digest.update(os.fsencode(path.resolve()) + f"\0{path.stat().st_size}\0".encode())
                 with path.open("rb") as file:
-                    while block := file.read(1 << 20):
+                    for block in iter(lambda: file.read(1 << 20), b""):
                         digest.update(block)
             except OSError as error:
                 raise DataError(f"{path}: cannot be read: {error.strerror or error}") from None
@@ -135,12 +135,17 @@ def open_source(
 
 
 def _refuse_hub_keys(source: DatasetConfig) -> None:
-    hub_keys = {"split": None if source.split == "train" else source.split, "name": source.name}
-    unused = [key for key, value in hub_keys.items() if value is not None]
+    """Raise ConfigError if a file has settings of a data set of the hub."""
+    unused = []
+    if source.split not in (None, "train"):
+        unused.append("split")
+    if source.name is not None:
+        unused.append("name")
     if unused:
+        names = " and ".join(unused)
         raise ConfigError(
-            f"{' and '.join(unused)} cannot be used with {source.path}, a local path that is read"
-            f" whole; leave {' and '.join(unused)} out, or name the file to read"
+            f"{names} cannot be used with {source.path}, a local path that is read whole; leave"
+            f" {names} out, or name the file to read"
         )
 
 
@@ -169,8 +174,10 @@ def _open_files(source: DatasetConfig) -> LocalFiles:
 
 
 def _matching_files(root: Path, pattern: str) -> list[Path]:
-    matches = glob.glob(str(Path(glob.escape(str(root))) / pattern), recursive=True)
-    return [Path(match) for match in sorted(matches) if Path(match).is_file()]
+    """Return the files below `root` that a pattern such as `*.jsonl` names, sorted."""
+    full_pattern = Path(glob.escape(str(root))) / pattern
+    matches = sorted(glob.glob(str(full_pattern), recursive=True))
+    return [Path(match) for match in matches if Path(match).is_file()]
 
 
 def _check_readable(path: Path) -> None:
@@ -209,21 +216,8 @@ def _open_directory(source: DatasetConfig, path: Path) -> LocalFiles | HubSplit:
             )
         path = path / source.name
     if source.data_files is not None:
-        if source.split not in (None, "train"):
-            raise ConfigError(
-                f"split cannot be used beside data_files, which are read whole ({source.path});"
-                " leave one of the two out"
-            )
-        chosen: list[Path] = []
-        for name in source.data_files:
-            found = [path / name] if (path / name).is_file() else _matching_files(path, name)
-            if not found:
-                raise DataError(f"data_files: {name}: no such file in {path}")
-            chosen += found
-        for file in chosen:
-            _check_readable(file)
-        _check_format(source, chosen)
-        return LocalFiles(tuple(dict.fromkeys(chosen)))
+        return _open_named_files(source, path)
+    # 1. The files of the directory, or of its `data/`.
     entries = _visible(path)
     candidates = _data_files(entries)
     if not candidates and (path / "data").is_dir():
@@ -233,12 +227,36 @@ def _open_directory(source: DatasetConfig, path: Path) -> LocalFiles | HubSplit:
     if not candidates:
         names = f"{', '.join(_SUFFIXES[:-1])} or {_SUFFIXES[-1]}"
         raise DataError(f"{path}: no {names} file in this directory{_nested(path)}")
+    # 2. Those of the split.
     paths = _files_of_split(candidates, source.split, path)
     _check_format(source, paths)
+    # 3. What is left, and what seems to be missing.
     used = {*paths, *map(settings_path, paths)}
     unread = [entry for entry in entries if entry not in used] + _hidden(path)
     notes = (*_describe_unread(path, unread), *_missing_shards(paths), *_same_names(paths))
     return LocalFiles(tuple(paths), notes)
+
+
+def _open_named_files(source: DatasetConfig, path: Path) -> LocalFiles:
+    """Open the `data_files` of a directory, patterns of file names included."""
+    if source.split not in (None, "train"):
+        raise ConfigError(
+            f"split cannot be used beside data_files, which are read whole ({source.path});"
+            " leave one of the two out"
+        )
+    chosen: list[Path] = []
+    for name in source.data_files or ():
+        if (path / name).is_file():
+            found = [path / name]
+        else:
+            found = _matching_files(path, name)
+        if not found:
+            raise DataError(f"data_files: {name}: no such file in {path}")
+        chosen += found
+    for file in chosen:
+        _check_readable(file)
+    _check_format(source, chosen)
+    return LocalFiles(tuple(dict.fromkeys(chosen)))
 
 
 def _visible(path: Path) -> list[Path]:
@@ -251,24 +269,31 @@ def _hidden(path: Path) -> list[Path]:
 
 
 def _data_files(entries: Sequence[Path]) -> list[Path]:
-    files = [
-        entry
-        for entry in entries
-        if entry.name.lower().endswith(_SUFFIXES)
-        and entry.name not in _METADATA
-        and not entry.name.endswith(_BESIDE)
-        and entry.is_file()
-    ]
+    """Return the files of records; shards only where their merged file is not there."""
+    files = [entry for entry in entries if _is_data_file(entry)]
     names = {file.name for file in files}
-    # shards whose merged file is there hold the same conversations
-    whole = {name: re.sub(r"\.shard-\d+-of-\d+", "", name) for name in names}
-    return [file for file in files if whole[file.name] not in names - {file.name}]
+    chosen = []
+    for file in files:
+        merged = re.sub(r"\.shard-\d+-of-\d+", "", file.name)
+        if merged == file.name or merged not in names:
+            chosen.append(file)
+    return chosen
+
+
+def _is_data_file(path: Path) -> bool:
+    """Return whether a file holds records, by its name."""
+    if path.name in _METADATA or path.name.endswith(_BESIDE):
+        return False
+    return path.name.lower().endswith(_SUFFIXES) and path.is_file()
 
 
 def _nested(path: Path) -> str:
     """Name subdirectories that have data files, for the message on a directory without any."""
-    nested = [one.name for one in _visible(path) if one.is_dir() and _data_files(_visible(one))]
-    return f"; set `path` to one of its directories {', '.join(nested)}" if nested else ""
+    directories = [entry for entry in _visible(path) if entry.is_dir()]
+    nested = [entry.name for entry in directories if _data_files(_visible(entry))]
+    if not nested:
+        return ""
+    return f"; set `path` to one of its directories {', '.join(nested)}"
 
 
 def _split_of(path: Path) -> str | None:
@@ -279,13 +304,14 @@ def _split_of(path: Path) -> str | None:
     """
     stem = path.name.lower()
     words = re.split(r"[-._ \d]+", stem)
-    known = next((s for s, names in _SPLIT_WORDS.items() if set(names) & set(words)), None)
-    if known is None:
-        return None
-    shard = re.match(r"(.+?)-\d{5}-of-\d{5}", stem)
-    if shard is not None and shard[1] not in _SPLIT_WORDS[known]:
-        return shard[1]
-    return known
+    for split, names in _SPLIT_WORDS.items():
+        if not set(names) & set(words):
+            continue
+        shard = re.match(r"(.+?)-\d{5}-of-\d{5}", stem)
+        if shard is not None and shard[1] not in names:
+            return shard[1]
+        return split
+    return None
 
 
 def _files_of_split(files: Sequence[Path], split: str | None, path: Path) -> list[Path]:
@@ -293,7 +319,7 @@ def _files_of_split(files: Sequence[Path], split: str | None, path: Path) -> lis
     splits = {file: _split_of(file) or "train" for file in files}
     wanted = (split or "train").lower()
     if wanted not in splits.values():
-        similar = {one for one in splits.values() if re.split(r"[-._]", one)[0] == wanted}
+        similar = {name for name in splits.values() if re.split(r"[-._]", name)[0] == wanted}
         if len(similar) != 1:
             have = ", ".join(sorted(set(splits.values())))
             raise ConfigError(
@@ -308,10 +334,14 @@ def _describe_unread(path: Path, unread: Sequence[Path]) -> tuple[str, ...]:
     """Name what a directory has beside the files that are read."""
     if not unread:
         return ()
-    names = [shown_name(entry.name) + ("/" if entry.is_dir() else "") for entry in unread]
-    shown = ", ".join(names[:MAX_NAMED])
-    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
-    return (f"{path}: {len(names)} not read: {shown}{more}",)
+    names = []
+    for entry in unread[:MAX_NAMED]:
+        ending = "/" if entry.is_dir() else ""
+        names.append(shown_name(entry.name) + ending)
+    shown = ", ".join(names)
+    if len(unread) > MAX_NAMED:
+        shown += f" and {len(unread) - MAX_NAMED} more"
+    return (f"{path}: {len(unread)} not read: {shown}",)
 
 
 def _missing_shards(paths: Sequence[Path]) -> tuple[str, ...]:
@@ -336,14 +366,17 @@ def _same_names(paths: Sequence[Path]) -> tuple[str, ...]:
     """Name files that differ in their suffixes alone, which may hold the same records."""
     by_stem: dict[Path, list[str]] = {}
     for path in paths:
-        suffix = next(one for one in _SUFFIXES if path.name.lower().endswith(one))
-        by_stem.setdefault(path.with_name(path.name[: -len(suffix)]), []).append(path.name)
-    same = [names for names in by_stem.values() if len(names) > 1]
-    return tuple(
-        f"{' and '.join(names)}: all are read; name one of them in data_files if they hold the same"
-        " records"
-        for names in same
-    )
+        suffix = next(suffix for suffix in _SUFFIXES if path.name.lower().endswith(suffix))
+        stem = path.with_name(path.name[: -len(suffix)])
+        by_stem.setdefault(stem, []).append(path.name)
+    notes = []
+    for names in by_stem.values():
+        if len(names) > 1:
+            notes.append(
+                f"{' and '.join(names)}: all are read; name one of them in data_files if they hold"
+                " the same records"
+            )
+    return tuple(notes)
 
 
 def _open_saved(source: DatasetConfig, path: Path) -> HubSplit:
@@ -373,9 +406,11 @@ def _open_saved(source: DatasetConfig, path: Path) -> HubSplit:
     split = source.split or "train"
     if split not in saved:
         raise ConfigError(f"{path} has no split {split}; set `split` to one of {', '.join(saved)}")
+    notes: tuple[str, ...] = ()
     others = [name for name in saved if name != split]
-    notes = [f"{path}: splits not read: {', '.join(others)}"] if others else []
-    return HubSplit(f"{path}[{split}]", saved[split], tuple(notes))
+    if others:
+        notes = (f"{path}: splits not read: {', '.join(others)}",)
+    return HubSplit(f"{path}[{split}]", saved[split], notes)
 
 
 def open_prompts(
@@ -387,7 +422,8 @@ def open_prompts(
     source = DatasetConfig(path=name, split=split)
     if name in PUBLIC_DATASETS:
         return open_public(source, on_progress)
-    if resolve_path(name) is None and (name.count("/") != 1 or is_data_file_name(name)):
+    may_be_hub_name = name.count("/") == 1 and not is_data_file_name(name)
+    if resolve_path(name) is None and not may_be_hub_name:
         names = ", ".join(PUBLIC_DATASETS)
         raise DataError(
             f"seed_dataset {name}: no such file, and no public data set of that name ({names})"
@@ -397,10 +433,8 @@ def open_prompts(
 
 def is_data_file_name(name: str) -> bool:
     """Return whether `name` can only be a local path, not a hub name; detects misspelt paths."""
-    return looks_like_path(name) or Path(name).suffix.lower() in (
-        *_SUFFIXES,
-        *_UNSUPPORTED_SUFFIXES,
-    )
+    suffixes = (*_SUFFIXES, *_UNSUPPORTED_SUFFIXES)
+    return looks_like_path(name) or Path(name).suffix.lower() in suffixes
 
 
 def _open_hub(source: DatasetConfig, on_progress: OnProgress | None) -> HubSplit:
@@ -430,14 +464,12 @@ def _load_split(source: DatasetConfig, on_progress: OnProgress | None) -> HubSpl
             files["data_files"] = source.data_files
         rows: Any = datasets.load_dataset(source.path, source.name, split=split, **files)
     except Exception as error:  # those of HTTP clients have no common base
-        known = isinstance(
-            error, (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError)
-        )
-        if not known and describe_hub_error(error, source.path, "dataset") is None:
+        known = (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError)
+        is_known = isinstance(error, known)
+        if not is_known and describe_hub_error(error, source.path, "dataset") is None:
             raise
-        raise FetchError(
-            " ".join(str(error).split("\n")[:2]).strip() or type(error).__name__
-        ) from None
+        first_lines = str(error).split("\n")[:2]
+        raise FetchError(" ".join(first_lines).strip() or type(error).__name__) from None
     return HubSplit(f"{source.path}[{split}]", rows)
 
 
@@ -497,35 +529,39 @@ def open_public(
     fetched from the hub.
     """
     public = PUBLIC_DATASETS[source.path]
-    local_paths = list(map(str, public.local_paths))
-    if directory := os.environ.get(SEED_DIR_VARIABLE):
-        local_paths = [
-            str(expand_user(directory) / Path(path).name) for path in local_paths
-        ] + local_paths
+    # 1. A local copy.
+    local_paths = list(public.local_paths)
+    directory = os.environ.get(SEED_DIR_VARIABLE)
+    if directory:
+        file_names = [Path(path).name for path in public.local_paths]
+        local_paths = [str(expand_user(directory) / name) for name in file_names] + local_paths
     for path in local_paths:
         if resolve_path(path) is not None:
             return open_source(source.model_copy(update={"path": path}))
     if public.hub_repo is None:
         raise DataError(f"{source.path}: {public.local_paths[0]} is missing from this installation")
+    # 2. The split or the file of the hub, in its cache or fetched.
     try:
         if public.hub_file is None:
             split = source.split or public.split
-            return _load_split(
-                source.model_copy(update={"path": public.hub_repo, "split": split}), on_progress
-            )
-        on_bytes = on_progress and partial(
-            on_progress, f"{FETCHING} {source.path} from {public.hub_repo}"
-        )
+            hub_source = source.model_copy(update={"path": public.hub_repo, "split": split})
+            return _load_split(hub_source, on_progress)
+        on_bytes = None
+        if on_progress is not None:
+            on_bytes = partial(on_progress, f"{FETCHING} {source.path} from {public.hub_repo}")
         file = str(fetch_dataset_file(public.hub_repo, public.hub_file, on_bytes))
     except FetchError as error:
         reason = str(error)
     else:
         return open_source(source.model_copy(update={"path": file}))
+    # 3. Neither: say what to download, and where to put it.
     jsonl, original = public.local_paths[:2]
-    what, where = public.hub_file, f"put it at {original} (one JSON array; JSON Lines: {jsonl})"
     if public.hub_file is None:
         what = f"the parquet files of the split {public.split}"
         where = f"put them into the directory {original}/ (JSON Lines: {jsonl})"
+    else:
+        what = public.hub_file
+        where = f"put it at {original} (one JSON array; JSON Lines: {jsonl})"
     raise DataError(
         f"{source.path}: not found locally, and could not be fetched from the Hugging Face hub:"
         f" {reason}\nDownload {what} of the data set {public.hub_repo} and {where},\nor name"
