@@ -47,10 +47,13 @@ _VICUNA = (
     + "{{ (system or "
     + repr(_VICUNA_SYSTEM)
     + ") + ' ' }}"
-    + "{% for message in turns %}{% if message['role'] == 'user' %}{{ 'USER: ' + message['content']"
-    " }}{% else %}{{ ' ASSISTANT:' }}{% generation %}{{ ' ' + message['content'] + eos_token }}{%"
-    " endgeneration %}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ ' ASSISTANT:' }}{%"
-    " endif %}"
+    + "{% for message in turns %}"
+    "{% if message['role'] == 'user' %}{{ 'USER: ' + message['content'] }}"
+    # Some tokenizers keep the space that the model writes first: it is not written twice.
+    "{% else %}{{ ' ASSISTANT:' }}{% set space = '' if message['content'][:1] == ' ' else ' ' %}"
+    "{% generation %}{{ space + message['content'] + eos_token }}{% endgeneration %}"
+    "{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ ' ASSISTANT:' }}{% endif %}"
 )
 
 _ZEPHYR = (

@@ -101,6 +101,16 @@ def test_vicuna_without_a_system_message_uses_its_own(tokenizer: Any, chat: Chat
     )
 
 
+def test_vicuna_does_not_write_the_space_twice_that_a_tokenizer_kept(
+    tokenizer: Any, chat: Chat
+) -> None:
+    """The history of the second turn is what the model wrote: one space before its answer."""
+    encoder = ChatEncoder(tokenizer, "vicuna_v1.1")
+    for kept in ("B", " B"):
+        shown = masked(encoder, chat("S: be", "Ask", kept, "More", "B"))
+        assert shown == "<s>S: be USER: Ask ASSISTANT:[[ B</s>]]USER: More ASSISTANT:[[ B</s>]]"
+
+
 def test_a_last_turn_of_the_users_is_not_supervised(tokenizer: Any, chat: Chat) -> None:
     encoder = ChatEncoder(tokenizer)
     assert masked(encoder, chat("Ask", "B", "More")) == "<s><user>Ask</s><|assistant|>[[B</s>]]"
