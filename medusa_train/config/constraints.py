@@ -92,13 +92,10 @@ def _trains_lm_head(cfg: Any) -> bool:
     """
     if not _is_joint(cfg):
         return False
-    targets, modules_to_save = cfg.lora_target_modules, cfg.lora_modules_to_save or ()
-    return (
-        not cfg.adapter
-        or cfg.lora_target_linear
-        or not targets
-        or "lm_head" in (*targets, *modules_to_save)
-    )
+    targets = cfg.lora_target_modules
+    if not cfg.adapter or cfg.lora_target_linear or not targets:
+        return True
+    return "lm_head" in targets or "lm_head" in (cfg.lora_modules_to_save or ())
 
 
 _RECIPE_KEYS = (
@@ -118,14 +115,18 @@ def _exclusive(key: str, other: str) -> Constraint:
     )
 
 
-_EXPORTS = "; ".join(
-    (
-        f"draft: {name} is exported to {', '.join(section.exports)}"
-        if section.exports
-        else f"no program reads {name}"
-    )
-    for name, section in DRAFT_CONFIGS.items()
-)
+def _describe_exports() -> str:
+    """Say for each draft which programs read it."""
+    clauses = []
+    for name, section in DRAFT_CONFIGS.items():
+        if section.exports:
+            clauses.append(f"draft: {name} is exported to {', '.join(section.exports)}")
+        else:
+            clauses.append(f"no program reads {name}")
+    return "; ".join(clauses)
+
+
+_EXPORTS = _describe_exports()
 
 
 #: Constraints of `medusa-train`, reported by `load_config` together with errors in single keys.

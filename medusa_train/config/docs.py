@@ -43,11 +43,12 @@ class _Generator(GenerateJsonSchema):
     def default_schema(self, schema: Any) -> dict[str, Any]:
         value = super().default_schema(schema)
         default = value.pop("default", None)
-        forms = [
-            {_LIMITS.get(key, key): limit for key, limit in form.items()}
-            for form in value.get("anyOf", [value])
-        ]
-        return {"default": default, "anyOf": [*(form for form in forms if form != _NULL), _NULL]}
+        forms = []
+        for form in value.get("anyOf", [value]):
+            renamed = {_LIMITS.get(key, key): limit for key, limit in form.items()}
+            if renamed != _NULL:
+                forms.append(renamed)
+        return {"default": default, "anyOf": [*forms, _NULL]}
 
 
 def json_schema(cls: type[Config], title: str) -> dict[str, Any]:
@@ -107,16 +108,17 @@ def format_config(cfg: Config) -> str:
 def _inline(value: object) -> str:
     """Format a value as one line of YAML, without the empty keys of list items."""
     if isinstance(value, list):
-        value = [
-            {key: item for key, item in entry.items() if item is not None}
-            if isinstance(entry, dict)
-            else entry
-            for entry in value
-        ]
+        value = [_without_empty_keys(entry) for entry in value]
     text = yaml.safe_dump(
         value, default_flow_style=True, sort_keys=False, allow_unicode=True, width=10**9
     )
     return text.removesuffix("...\n").strip()
+
+
+def _without_empty_keys(entry: object) -> object:
+    if not isinstance(entry, dict):
+        return entry
+    return {key: item for key, item in entry.items() if item is not None}
 
 
 #: The JSON Schema of `medusa-train`, referenced by the first line of the shipped configurations.
@@ -137,9 +139,8 @@ def key_reference() -> str:
         **{f"medusa-eval: section `{name}`": section for section, name in LOOKUPS.values()},
         "medusa-export": ExportConfig,
     }
-    return "\n\n".join(
-        [START, *(f"## {title}\n\n{key_table(cls)}" for title, cls in classes.items()), END]
-    )
+    tables = [f"## {title}\n\n{key_table(cls)}" for title, cls in classes.items()]
+    return "\n\n".join([START, *tables, END])
 
 
 def replace_reference(text: str) -> str:
@@ -152,11 +153,12 @@ def key_table(cls: type[BaseModel]) -> str:
     """Return a Markdown table of the keys of `cls`: name, type, default, description."""
     rows = ["| key | type | default | description |", "|---|---|---|---|"]
     for name, field in cls.model_fields.items():
-        default = (
-            "required"
-            if field.default is PydanticUndefined
-            else f"`{_default(field.default)}`" * (field.default is not None)
-        )
+        if field.default is PydanticUndefined:
+            default = "required"
+        elif field.default is None:
+            default = ""
+        else:
+            default = f"`{_default(field.default)}`"
         description = (field.description or "").replace("|", "\\|")
         rows.append(f"| `{name}` | {_type_name(field.annotation)} | {default} | {description} |")
     return "\n".join(rows)
@@ -166,7 +168,9 @@ def _default(value: Any) -> str:
     """Format a default as in YAML."""
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(str, value))}]"
-    return value if isinstance(value, str) else format_value(value)
+    if isinstance(value, str):
+        return value
+    return format_value(value)
 
 
 def _type_name(annotation: Any) -> str:
@@ -177,11 +181,8 @@ def _type_name(annotation: Any) -> str:
     if origin is Literal:
         return ", ".join(f"`{value}`" for value in get_args(annotation))
     if origin in (typing.Union, types.UnionType):
-        return " or ".join(
-            dict.fromkeys(
-                [_type_name(part) for part in get_args(annotation) if part is not type(None)]
-            )
-        )
+        names = [_type_name(part) for part in get_args(annotation) if part is not type(None)]
+        return " or ".join(dict.fromkeys(names))
     if origin in (list, tuple):
         return f"list of {_type_name(get_args(annotation)[0])}"
     if origin is dict:
@@ -189,11 +190,9 @@ def _type_name(annotation: Any) -> str:
     plain = {bool: "boolean", int: "integer", float: "number", str: "text"}
     if annotation in plain:
         return plain[annotation]
-    return (
-        "mapping"
-        if isinstance(annotation, type) and issubclass(annotation, BaseModel)
-        else str(annotation)
-    )
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "mapping"
+    return str(annotation)
 
 
 if __name__ == "__main__":

@@ -39,18 +39,19 @@ class HeadsLoss(NamedTuple):
 
     def describe(self) -> str:
         """Describe the loss in one phrase."""
-        soft, kind = self.soft_targets, "cross-entropy"
-        if soft in (0.0, 1.0):
-            text = (
-                f"{kind} against the"
-                f" {'distribution of the backbone' if soft else 'tokens of the data'}"
-            )
+        soft = self.soft_targets
+        if soft == 0.0:
+            text = "cross-entropy against the tokens of the data"
+        elif soft == 1.0:
+            text = "cross-entropy against the distribution of the backbone"
         else:
             text = (
-                f"{soft:.0%} {kind} against the distribution of the backbone, rest cross-entropy"
-                " against the data"
+                f"{soft:.0%} cross-entropy against the distribution of the backbone, rest"
+                " cross-entropy against the data"
             )
-        return text if self.decay == 1.0 else f"{text}; head k weighted by {self.decay:g}^k"
+        if self.decay != 1.0:
+            text += f"; head k weighted by {self.decay:g}^k"
+        return text
 
 
 class DraftConfig(BaseModel):
@@ -178,11 +179,11 @@ class MedusaConfig(DraftConfig):
 
     def describe(self) -> str:
         """Describe the draft by its heads, layers, reduced vocabulary and Markov bias."""
-        markov = f" with a Markov bias of rank {self.markov_rank}" if self.markov_rank else ""
-        return (
-            f"{self.num_heads} Medusa heads x"
-            f" {_layers(self.num_layers)}{_vocabulary(self.vocab_size)}{markov}"
-        )
+        heads = f"{self.num_heads} Medusa heads x {_layers(self.num_layers)}"
+        text = heads + _vocabulary(self.vocab_size)
+        if self.markov_rank:
+            text += f" with a Markov bias of rank {self.markov_rank}"
+        return text
 
 
 def _vocab_size_key() -> Any:
@@ -335,9 +336,10 @@ class AmphistaConfig(DraftConfig):
         Objective).
         """
         weight = self.alignment_weight + self.label_weight
-        return HeadsLoss(
-            self.decay_coefficient, self.alignment_weight / weight if weight else 0.0, weight
-        )
+        soft_targets = 0.0
+        if weight:
+            soft_targets = self.alignment_weight / weight
+        return HeadsLoss(self.decay_coefficient, soft_targets, weight)
 
     def describe(self) -> str:
         """Describe the draft by its heads and reduced vocabulary."""
@@ -640,7 +642,10 @@ if TYPE_CHECKING:
 else:
     TrainedDraft = Annotated[Literal[tuple(DRAFT_CONFIGS)], BeforeValidator(_as_trained_draft)]
     _ADDED_TO = ("", *(f"{name}+" for name, section in DRAFT_CONFIGS.items() if section.merges))
-    LookupName = Literal[tuple(f"{heads}{kind}" for kind in LOOKUPS for heads in _ADDED_TO)]
+    _NAMES: list[str] = []
+    for _kind in LOOKUPS:
+        _NAMES += [f"{heads}{_kind}" for heads in _ADDED_TO]
+    LookupName = Literal[tuple(_NAMES)]
 
 
 @dataclass(frozen=True)
@@ -663,7 +668,9 @@ class LookupChoice:
         defaults.
         """
         heads, _, kind = draft.rpartition("+")
-        section = LOOKUPS[kind][0].model_validate({}) if section is None else section
+        if section is None:
+            section_class, _ = LOOKUPS[kind]
+            section = section_class.model_validate({})
         return cls(heads or None, kind, section.model_dump())
 
     @property
@@ -678,9 +685,10 @@ class LookupChoice:
 
     def describe(self) -> str:
         """Describe the draft in one phrase, for reports."""
-        shown = {
-            key: public_name(value) if key == "datastore" else value
-            for key, value in self.settings.items()
-        }
-        settings = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in shown.items())
-        return f"{self.name} ({settings})"
+        settings = []
+        for name, value in self.settings.items():
+            shown = value
+            if name == "datastore":
+                shown = public_name(value)
+            settings.append(f"{name.replace('_', ' ')} {shown}")
+        return f"{self.name} ({', '.join(settings)})"

@@ -8,6 +8,7 @@ valid one.
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -64,8 +65,12 @@ def load_config(
     Raises:
         ConfigError: all problems, in the order of their lines.
     """
-    source = YamlSource("command line") if path is None else _read(path)
-    overrides = list(overrides)
+    # 1. The file.
+    if path is None:
+        source = YamlSource("command line")
+    else:
+        source = _read(path)
+    # 2. The overrides; of several for a key the last counts.
     last: dict[str, str] = {}  # override of each key
     for override in overrides:
         _apply_override(source, override)
@@ -73,19 +78,27 @@ def load_config(
         if last.get(name, override) != override:
             source.replaced.append(last[name])
         last[name] = override
+    given = set(last)
+    # 3. The flags, which count before overrides.
     for name, value in (flags or {}).items():
-        if value is not None:
-            _set_value(source, (name,), value, cls.option_of(name).split()[0])
-            source.replaced += [last[name]] if name in last else []
-    given = {override.partition("=")[0].strip() for override in overrides}
-    given |= {name for name, value in (flags or {}).items() if value is not None}
+        if value is None:
+            continue
+        option = cls.option_of(name).split()[0]
+        _set_value(source, (name,), value, option)
+        given.add(name)
+        if name in last:
+            source.replaced.append(last[name])
+    # 4. What stands against a key of the command.
     if TRUST in given and TRUST in source.replaced:
         source.replaced.remove(TRUST)
     _drop_replaced(source, given, cls)
+    # 5. All problems, those of stage one included.
     cfg, problems = _validate(cls, source)
     lines = _problem_lines(problems, source)
     if isinstance(cfg, TrainConfig) and cfg.trains_stage_one:
-        lines += _load_stage_one(cfg, source, {str(path[0]) for path, _ in problems if path})[1]
+        invalid = {str(problem_path[0]) for problem_path, _ in problems if problem_path}
+        _, stage_one_lines = _load_stage_one(cfg, source, invalid)
+        lines += stage_one_lines
     if lines:
         raise ConfigError(list(dict.fromkeys(lines)))
     return cfg.resolved()
@@ -125,12 +138,11 @@ def _read(path: Path) -> YamlSource:
         )
     source = read_yaml_file(resolved, str(path))
     remember_written(source.values)
-    run = resolved.parent
-    if resolved.name == "config.yaml" and any(
-        (run / name).exists() for name in ("metrics.jsonl", STAGE_ONE)
-    ):
+    directory = resolved.parent
+    is_run = (directory / "metrics.jsonl").exists() or (directory / STAGE_ONE).exists()
+    if resolved.name == "config.yaml" and is_run:
         # a run's own file names its directory, wherever it is read from
-        source.values["output_dir"] = str(run)
+        source.values["output_dir"] = str(directory)
         # a run may come from anywhere: only the user's own command or YAML allows its code
         for values in (source.values, source.values.get(STAGE_ONE)):
             if isinstance(values, dict):
@@ -138,13 +150,25 @@ def _read(path: Path) -> YamlSource:
                 if trusted and TRUST not in source.replaced:
                     source.replaced.append(TRUST)
     stage = source.values.get(STAGE_ONE)
-    values, key = (stage, "config") if isinstance(stage, dict) else (source.values, STAGE_ONE)
-    name = values.get(key)
-    if isinstance(name, str) and "$" in name:
-        name = values[key] = expand_variables(name)
-    if isinstance(name, str) and resolve_path(name) is None and (resolved.parent / name).is_file():
-        values[key] = str(resolved.parent / name)  # relative to this file
+    if isinstance(stage, dict):
+        _resolve_stage_file(stage, "config", directory)
+    else:
+        _resolve_stage_file(source.values, STAGE_ONE, directory)
     return source
+
+
+def _resolve_stage_file(values: dict[str, Any], key: str, directory: Path) -> None:
+    """Complete the name of stage one's file, which may be relative to the `directory` of the file
+    that names it.
+    """
+    name = values.get(key)
+    if not isinstance(name, str):
+        return
+    if "$" in name:
+        name = expand_variables(name)
+    if resolve_path(name) is None and (directory / name).is_file():
+        name = str(directory / name)
+    values[key] = name
 
 
 def _nearby_files(path: Path) -> str:
@@ -154,13 +178,13 @@ def _nearby_files(path: Path) -> str:
     for directory in (path.parent, PROJECT_ROOT / path.parent, PROJECT_ROOT / "configs"):
         names = sorted(file.name for file in directory.glob("*.y*ml"))
         if names and directory not in (Path(), PROJECT_ROOT):
-            short = (
-                directory.relative_to(PROJECT_ROOT)
-                if directory.is_relative_to(PROJECT_ROOT)
-                else directory
-            )
+            short = directory
+            if directory.is_relative_to(PROJECT_ROOT):
+                short = directory.relative_to(PROJECT_ROOT)
+            suggestion = ";"
             nearest = difflib.get_close_matches(path.name, names, n=1)
-            suggestion = f"; did you mean {short / nearest[0]}?" if nearest else ";"
+            if nearest:
+                suggestion = f"; did you mean {short / nearest[0]}?"
             return f"{suggestion} {short}/ contains {', '.join(names)}"
     return ""
 
@@ -172,8 +196,14 @@ def _apply_override(source: YamlSource, override: str) -> None:
     if not equals or not all(keys):
         source.problems.append(((), f"{location}: overrides are written key=value, or a.b=value"))
         return
+    parts: list[str | int] = []
+    for part in keys:
+        if part.isdecimal():
+            parts.append(int(part))
+        else:
+            parts.append(part)
+    path = tuple(parts)
     parsed = read_value(text, location)
-    path: KeyPath = tuple(int(part) if part.isdecimal() else part for part in keys)
     _set_value(source, path, parsed.values[""], location)
     source.problems += [((*path, *below), message) for below, message in parsed.problems]
 
@@ -184,12 +214,10 @@ def _set_value(source: YamlSource, path: KeyPath, value: object, location: str) 
     target: Any = source.values
     if path[0] == STAGE_ONE and len(path) > 1 and isinstance(target.get(STAGE_ONE), str):
         target[STAGE_ONE] = {"config": target[STAGE_ONE]}
+    # 1. Go down to the mapping or list that holds the value.
     for depth, part in enumerate(path[:-1]):
-        if (
-            isinstance(target, dict)
-            and target.get(str(part)) is None
-            and isinstance(path[depth + 1], str)
-        ):
+        is_missing = isinstance(target, dict) and target.get(str(part)) is None
+        if is_missing and isinstance(path[depth + 1], str):
             target[str(part)] = {}
             source.locations[path[: depth + 1]] = location
         child = _child(target, part)
@@ -200,15 +228,21 @@ def _set_value(source: YamlSource, path: KeyPath, value: object, location: str) 
             )
             return
         target = child
+    # 2. Set it.
     last = path[-1]
-    if isinstance(target, list) and (not isinstance(last, int) or last >= len(target)):
+    if isinstance(target, dict):
+        target[str(last)] = value
+    elif isinstance(last, int) and last < len(target):
+        target[last] = value
+    else:
         source.problems.append(
             ((), f"{location}: {format_path(path[:-1])} has {len(target)} items, counted from 0")
         )
         return
-    target[last if isinstance(target, list) else str(last)] = value
-    for below in [below for below in source.locations if below[: len(path)] == path]:
-        del source.locations[below]
+    # 3. What stood below it in the file is gone.
+    for below in list(source.locations):
+        if below[: len(path)] == path:
+            del source.locations[below]
     source.locations[path] = location
 
 
@@ -221,9 +255,12 @@ def _drop_replaced(source: YamlSource, given: set[str], cls: type[Config]) -> No
 
 
 def _child(target: Any, part: str | int) -> Any:
+    """Return what a mapping or a list has under `part`, or None."""
     if isinstance(target, dict):
         return target.get(str(part))
-    return target[part] if isinstance(part, int) and part < len(target) else None
+    if isinstance(part, int) and part < len(target):
+        return target[part]
+    return None
 
 
 def _load_stage_one(
@@ -232,27 +269,31 @@ def _load_stage_one(
     """Build the configuration of stage one: its file, then the keys that it shares with `cfg`, then
     its overrides.
     """
-    written, location = outer.values[STAGE_ONE], outer.location((STAGE_ONE,))
-    overrides = dict(written) if isinstance(written, dict) else {"config": str(written)}
+    # 1. Its file.
+    location = outer.location((STAGE_ONE,))
+    written = outer.values[STAGE_ONE]
+    if isinstance(written, dict):
+        overrides = dict(written)
+    else:
+        overrides = {"config": str(written)}
     file = overrides.pop("config", None)
     try:
-        source = YamlSource(location) if file is None else _read(Path(expand_variables(str(file))))
+        if file is None:
+            source = YamlSource(location)
+        else:
+            source = _read(Path(expand_variables(str(file))))
     except ConfigError as error:
         return cfg, [f"{location}: {STAGE_ONE}: {error}"]
     if source.values.get(STAGE_ONE):
         source.problems.append(((STAGE_ONE,), "a stage one cannot have a stage one itself"))
+    # 2. The keys that it has from the whole run.
     for key in NOT_IN_STAGE_ONE:
         source.values.pop(key, None)
     for key in SHARED_WITH_STAGE_ONE:
         if outer.values.get(key) is not None and key not in invalid:
-            source.values[key] = outer.values[key]
-            source.locations = {
-                path: where for path, where in source.locations.items() if path[0] != key
-            }
-            source.locations |= {
-                path: where for path, where in outer.locations.items() if path[0] == key
-            }
+            source.take(key, outer)
     source.values |= cfg.stage_one_values
+    # 3. Its overrides.
     for key, value in overrides.items():
         source.locations[(key,)] = f"{outer.location((STAGE_ONE, key))}: {STAGE_ONE}"
         if key in NOT_IN_STAGE_ONE:
@@ -260,15 +301,19 @@ def _load_stage_one(
         else:
             source.values[key] = value
     _drop_replaced(source, set(overrides), TrainConfig)
+    # 4. Its problems, without those that are reported for the whole run.
     first, problems = _validate(TrainConfig, source)
-    unknown = invalid.intersection(SHARED_WITH_STAGE_ONE)  # reported for the whole run
-    problems = [(path, text) for path, text in problems if not path or path[0] not in unknown]
-    if not unknown and not any(path and path[0] in SHARED_WITH_STAGE_ONE for path, _ in problems):
+    invalid_shared = invalid.intersection(SHARED_WITH_STAGE_ONE)
+    problems = [
+        (path, text) for path, text in problems if not path or path[0] not in invalid_shared
+    ]
+    names = {str(path[0]) for path, _ in problems if path}
+    invalid_shared |= names.intersection(SHARED_WITH_STAGE_ONE)
+    # 5. Its heads have to be those of the run.
+    if not invalid_shared:
         first = first.resolved()
-        problems += [
-            ((*key.split("."),), message)
-            for key, message in cfg.stage_one_mismatches(first).items()
-        ]
+        for key, message in cfg.stage_one_mismatches(first).items():
+            problems.append((tuple(key.split(".")), message))
     return first, _problem_lines(problems, source)
 
 
@@ -282,24 +327,31 @@ def _validate(cls: type[C], source: YamlSource) -> tuple[C, list[tuple[KeyPath, 
     invalid: set[str] = set()
     given: set[str] = set()
     ignored = list(source.replaced)
+    # 1. Each key that is written; null means the default.
     for name, value in source.values.items():
-        if name in cls.ignored_axolotl_keys:
-            ignored.extend([name] if value is not None else [])
-        elif name not in cls.model_fields:
+        is_ignored = name in cls.ignored_axolotl_keys
+        if not is_ignored and name not in cls.model_fields:
             problems.append(((name,), _unknown(name, cls)))
-        elif value is not None:
-            given.add(name)
-            kept = _without_nulls(value, cls.model_fields[name].annotation)
-            try:
-                setattr(cfg, name, kept)
-            except ValidationError as error:
-                invalid.add(name)
-                problems.extend(_explain(detail, cls) for detail in error.errors(include_url=False))
+            continue
+        if value is None:
+            continue
+        if is_ignored:
+            ignored.append(name)
+            continue
+        given.add(name)
+        kept = _without_nulls(value, cls.model_fields[name].annotation)
+        try:
+            setattr(cfg, name, kept)
+        except ValidationError as error:
+            invalid.add(name)
+            problems.extend(_explain(detail, cls) for detail in error.errors(include_url=False))
+    # 2. Each key that has to be.
     for name, info in cls.model_fields.items():
         if info.is_required() and name not in given:
             invalid.add(name)
             how = f"set it in the file, or add {name}=... to the command"
             problems.append(((name,), f"is missing ({info.description}); {how}"))
+    # 3. What does not go together.
     problems.extend(_violations(cfg, given, invalid, source))
     cfg._ignored = tuple(sorted(ignored))
     cfg._origins = {name: _origin(source, name) for name in given}
@@ -308,12 +360,11 @@ def _validate(cls: type[C], source: YamlSource) -> tuple[C, list[tuple[KeyPath, 
 
 def _origin(source: YamlSource, name: str) -> tuple[str, ...]:
     """Return the location of a key and those of overrides within its value."""
-    overrides = (
-        where
-        for path, where in source.locations.items()
-        if path[0] == name and where.startswith("override ")
-    )
-    return tuple(dict.fromkeys([source.location((name,)), *overrides]))
+    locations = [source.location((name,))]
+    for path, location in source.locations.items():
+        if path[0] == name and location.startswith("override "):
+            locations.append(location)
+    return tuple(dict.fromkeys(locations))
 
 
 def _without_nulls(value: Any, annotation: Any) -> Any:
@@ -327,13 +378,13 @@ def _without_nulls(value: Any, annotation: Any) -> Any:
     section = _section(annotation)
     if section is None or not isinstance(value, dict):
         return value
-    return {
-        key: _without_nulls(item, section.model_fields[key].annotation)
-        if key in section.model_fields
-        else item
-        for key, item in value.items()
-        if item is not None or key not in section.model_fields
-    }
+    kept = {}
+    for key, item in value.items():
+        if key not in section.model_fields:
+            kept[key] = item
+        elif item is not None:
+            kept[key] = _without_nulls(item, section.model_fields[key].annotation)
+    return kept
 
 
 def _section(annotation: Any) -> type[BaseModel] | None:
@@ -361,17 +412,19 @@ def _missing_spaces(value: Any, path: KeyPath) -> Iterable[tuple[KeyPath, str]]:
 def _violations(
     cfg: Config, given: set[str], invalid: set[str], source: YamlSource
 ) -> Iterable[tuple[KeyPath, str]]:
+    """Yield the constraints between valid keys that `cfg` violates, each at the first key that was
+    given.
+    """
     for constraint in type(cfg).constraints:
-        if invalid.isdisjoint(constraint.keys) and constraint.violated(cfg):
-            key, *others = [name for name in constraint.keys if name in given] or constraint.keys[
-                :1
-            ]
-            also = ", ".join(f"{name}: {source.location((name,))}" for name in others)
-            yield (
-                (key,),
-                f"{format_value(getattr(cfg, key))}: {constraint.message}"
-                + (f" ({also})" if also else ""),
-            )
+        if not invalid.isdisjoint(constraint.keys) or not constraint.violated(cfg):
+            continue
+        given_keys = [name for name in constraint.keys if name in given]
+        key, *others = given_keys or constraint.keys[:1]
+        message = f"{format_value(getattr(cfg, key))}: {constraint.message}"
+        if others:
+            places = [f"{name}: {source.location((name,))}" for name in others]
+            message += f" ({', '.join(places)})"
+        yield (key,), message
 
 
 #: Short names that other programs use, with the keys that they mean here.
@@ -397,14 +450,13 @@ def _unknown(name: str, owner: type[BaseModel]) -> str:
     for meant in _COMMON_NAMES.get(name.lower(), ()):
         if meant in owner.model_fields:
             return f"unknown key; did you mean {meant}?"
-    if name in (hints := getattr(owner, "axolotl_hints", {})):
+    hints = getattr(owner, "axolotl_hints", {})
+    if name in hints:
         return str(hints[name])
     nearest = difflib.get_close_matches(name.lower(), owner.model_fields, n=1, cutoff=0.65)
-    return (
-        f"unknown key; did you mean {nearest[0]}?"
-        if nearest
-        else "unknown key; see docs/configuration.md"
-    )
+    if nearest:
+        return f"unknown key; did you mean {nearest[0]}?"
+    return "unknown key; see docs/configuration.md"
 
 
 def _switches_like(name: str, cls: type[BaseModel]) -> list[str]:
@@ -417,7 +469,9 @@ def _switches_like(name: str, cls: type[BaseModel]) -> list[str]:
 def _explain(detail: ErrorDetails, cls: type[BaseModel]) -> tuple[KeyPath, str]:
     """Convert a pydantic error to the key's path and a message."""
     path = tuple(detail["loc"])
-    kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
+    kind = detail["type"]
+    value = detail["input"]
+    context = detail.get("ctx", {})
     if kind == "extra_forbidden":
         return path, _unknown(str(path[-1]), _owner(cls, path))
     if kind == "missing":
@@ -426,19 +480,20 @@ def _explain(detail: ErrorDetails, cls: type[BaseModel]) -> tuple[KeyPath, str]:
         name, wording = _LIMITS[kind]
         return path, f"{wording.format(context[name])}, got {format_value(value)}"
     if kind == "literal_error":
-        return (
-            path,
-            f"must be {str(context['expected']).replace(chr(39), '')}, got {format_value(value)}",
-        )
+        expected = str(context["expected"]).replace("'", "")
+        return path, f"must be {expected}, got {format_value(value)}"
     if kind == "list_type":
         return path, f"expected a list, got {format_value(value)}"
     if kind in ("model_type", "dict_type"):
         text = f"expected `key: value` lines, got {format_value(value)}"
-        switches = _switches_like(str(path[-1]), cls) if isinstance(value, bool) else []
-        return path, f"{text}; did you mean {switches[0]}?" if switches else text
-    return path, detail[
-        "msg"
-    ] if kind == "config_type" else f"{detail['msg']}, got {format_value(value)}"
+        if isinstance(value, bool):
+            switches = _switches_like(str(path[-1]), cls)
+            if switches:
+                text += f"; did you mean {switches[0]}?"
+        return path, text
+    if kind == "config_type":
+        return path, detail["msg"]
+    return path, f"{detail['msg']}, got {format_value(value)}"
 
 
 def _owner(cls: type[BaseModel], path: KeyPath) -> type[BaseModel]:
@@ -457,7 +512,9 @@ def _problem_lines(problems: list[tuple[KeyPath, str]], source: YamlSource) -> l
 
     def line(problem: tuple[KeyPath, str]) -> float:
         number = source.location(problem[0]).removeprefix(f"{source.name}:")
-        return int(number) if number.isdigit() else float("inf")
+        if not number.isdigit():
+            return math.inf
+        return int(number)
 
     return [_problem_line(path, message, source) for path, message in sorted(problems, key=line)]
 
@@ -465,9 +522,8 @@ def _problem_lines(problems: list[tuple[KeyPath, str]], source: YamlSource) -> l
 def _problem_line(path: KeyPath, message: str, source: YamlSource) -> str:
     if not path:
         return message
-    location, key = source.location(path), format_path(path)
-    return (
-        f"{location}: {message}"
-        if location == f"--{key.replace('_', '-')}"
-        else f"{location}: {key}: {message}"
-    )
+    location = source.location(path)
+    key = format_path(path)
+    if location == f"--{key.replace('_', '-')}":  # the option says the key already
+        return f"{location}: {message}"
+    return f"{location}: {key}: {message}"

@@ -68,8 +68,11 @@ def resolve_path(name: str | Path) -> Path | None:
     name that is too long) does not exist.
     """
     path = expand_user(name)
-    candidates = [path] if path.is_absolute() else [path, PROJECT_ROOT / path]
-    return next((candidate for candidate in candidates if os.path.exists(candidate)), None)
+    if os.path.exists(path):
+        return path
+    if not path.is_absolute() and os.path.exists(PROJECT_ROOT / path):
+        return PROJECT_ROOT / path
+    return None
 
 
 def expand_user(name: str | Path) -> Path:
@@ -84,8 +87,8 @@ def expand_user(name: str | Path) -> Path:
 
 def user_cache_dir() -> Path:
     """Return this project's folder in the user's cache directory (XDG_CACHE_HOME or ~/.cache)."""
-    cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "medusa-train"
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "medusa-train"
 
 
 def public_name(name: str) -> str:
@@ -106,8 +109,13 @@ def nearest_path(name: str) -> str | None:
     directory is.
     """
     path = Path(name)
-    directory = None if path.parent == Path() else resolve_path(path.parent)
+    if path.parent == Path():
+        return None
+    directory = resolve_path(path.parent)
     if directory is None or not directory.is_dir():
         return None
-    matches = get_close_matches(path.name, [entry.name for entry in directory.iterdir()], n=1)
-    return (path.parent / matches[0]).as_posix() if matches else None
+    names = [entry.name for entry in directory.iterdir()]
+    matches = get_close_matches(path.name, names, n=1)
+    if not matches:
+        return None
+    return (path.parent / matches[0]).as_posix()

@@ -136,12 +136,11 @@ def _record_format(value: object) -> object:
 
 def _datasets(value: object) -> object:
     """Let a path, or a list with paths, name datasets."""
-    entries = [value] if isinstance(value, str) else value
-    return (
-        [{"path": one} if isinstance(one, str) else one for one in entries]
-        if isinstance(entries, list)
-        else entries
-    )
+    if isinstance(value, str):
+        return [{"path": value}]
+    if not isinstance(value, list):
+        return value
+    return [{"path": entry} if isinstance(entry, str) else entry for entry in value]
 
 
 class DatasetConfig(BaseModel):
@@ -784,20 +783,28 @@ class TrainConfig(Config):
     @property
     def prepared_dir(self) -> Path | None:
         """`dataset_prepared_path` with `~` expanded."""
-        return (
-            None if self.dataset_prepared_path is None else expand_user(self.dataset_prepared_path)
-        )
+        if self.dataset_prepared_path is None:
+            return None
+        return expand_user(self.dataset_prepared_path)
 
     @property
     def quantization(self) -> Quantization | None:
         """How the backbone's weights are quantized."""
-        return "nf4" if self.load_in_4bit else "int8" if self.load_in_8bit else None
+        if self.load_in_4bit:
+            return "nf4"
+        if self.load_in_8bit:
+            return "int8"
+        return None
 
     @property
     def initial_run(self) -> Path | None:
         """The run, if it exists, whose heads, and adapter if it has one, this one starts from."""
-        name = self.stage_one_values["output_dir"] if self.trains_stage_one else self.lora_model_dir
-        return None if name is None else resolve_path(name)
+        name = self.lora_model_dir
+        if self.trains_stage_one:
+            name = self.stage_one_values["output_dir"]
+        if name is None:
+            return None
+        return resolve_path(name)
 
     @property
     def stage_one_values(self) -> dict[str, Any]:
@@ -813,16 +820,17 @@ class TrainConfig(Config):
 
     def stage_one_mismatches(self, first: TrainConfig) -> dict[str, str]:
         """Compare the heads that `first` trains with those of this run; it must train nothing else."""
-        theirs = first.heads_keys
-        different = {
-            key: (
-                f"{format_value(theirs.get(key))}: the heads of stage two have"
-                f" {format_value(value)} ({', '.join(self.origin(key)) or 'default'}); both must be"
-                " equal"
+        different = {}
+        first_keys = first.heads_keys
+        for name, value in self.heads_keys.items():
+            first_value = first_keys.get(name)
+            if value == first_value:
+                continue
+            origin = ", ".join(self.origin(name)) or "default"
+            different[name] = (
+                f"{format_value(first_value)}: the heads of stage two have {format_value(value)}"
+                f" ({origin}); both must be equal"
             )
-            for key, value in self.heads_keys.items()
-            if value != theirs.get(key)
-        }
         if first.recipe != "medusa1":
             different["recipe"] = (
                 f"{first.recipe}: stage one trains heads on a frozen backbone, recipe: medusa1"
@@ -871,9 +879,10 @@ class TrainConfig(Config):
         if schedule == "constant":
             lambda0 = f"lambda0 = {coefficient}"
         else:
-            shape = {"linear": "linearly", "sine": "along a sine"}[schedule]
-            until = f" over {float(share):.0%} of the run" if share else ""
-            lambda0 = f"lambda0, which rises {shape}{until} to {coefficient},"
+            rises = {"linear": "rises linearly", "sine": "rises along a sine"}[schedule]
+            if share:
+                rises += f" over {float(share):.0%} of the run"
+            lambda0 = f"lambda0, which {rises} to {coefficient},"
         return f"{model}; plus {lambda0} times the heads' {heads}"
 
     @property
@@ -893,8 +902,10 @@ class TrainConfig(Config):
         decoding uses the template of training. The section of `draft` gets its defaults.
         """
         recipe = self.recipe or ("medusa2" if implies_joint_training(self) else "medusa1")
+        template = self.chat_template or None
         templates = {dataset.conversation for dataset in self.datasets}
-        template = self.chat_template or (templates.pop() if len(templates) == 1 else None)
+        if template is None and len(templates) == 1:
+            template = templates.pop()
         derived: dict[str, Any] = {
             "recipe": recipe,
             "medusa_only_heads": recipe == "medusa1",

@@ -60,8 +60,13 @@ def format_value(value: object) -> str:
         return f"{value:g}"
     if isinstance(value, int) and abs(value) >= 1 << 63:
         return "a number of many digits"
-    text = mask(repr(value) if isinstance(value, str) else str(value))
-    return text if len(text) <= 60 else text[:57] + "..."
+    text = str(value)
+    if isinstance(value, str):
+        text = repr(value)
+    text = mask(text)
+    if len(text) > 60:
+        text = text[:57] + "..."
+    return text
 
 
 def _type_error(expected: str, value: object) -> PydanticCustomError:
@@ -281,8 +286,10 @@ def _as_chat_template(value: object) -> object:
     name = _as_text(value)
     if name in CHAT_TEMPLATES or str(name).endswith(TEMPLATE_SUFFIX):
         return name
+    hint = ""
     near = difflib.get_close_matches(str(name), CHAT_TEMPLATES, n=1)
-    hint = f"did you mean {near[0]}? " if near else ""
+    if near:
+        hint = f"did you mean {near[0]}? "
     text = (
         f"chat template {format_value(value)} is unknown; {hint}choose"
         f" {', '.join(CHAT_TEMPLATES)}, a {TEMPLATE_SUFFIX} file, or leave it out for the"
@@ -319,7 +326,7 @@ def _as_roles(value: object) -> object:
     seen: dict[str, str] = {}
     roles: dict[str, list[str]] = {}
     for role, names in value.items():
-        listed = names if isinstance(names, list) else [names]
+        listed = _as_list(names)
         problem = None
         if role not in _TARGET_ROLES:
             problem = f"unknown; choose {', '.join(_TARGET_ROLES)}"
@@ -357,9 +364,11 @@ def _as_schedule(value: object) -> object:
     )
 
 
-def _as_list(value: object) -> object:
+def _as_list(value: object) -> list[Any]:
     """Accept a single item in place of a list."""
-    return value if isinstance(value, list) else [value]
+    if isinstance(value, list):
+        return value
+    return [value]
 
 
 def _one_or_more(item: dict[str, Any]) -> dict[str, Any]:
@@ -523,9 +532,12 @@ def keys_of_stage(cls: type[BaseModel], stage: Stage) -> tuple[str, ...]:
 
 def _said(field: FieldInfo, name: str, like: F) -> F:
     """Return what a key says under `name`; nothing of this kind where it says nothing."""
+    nothing = type(like)(0)
     extra = field.json_schema_extra
-    value = extra.get(name) if isinstance(extra, dict) else None
-    return value if isinstance(value, type(like)) else type(like)(0)
+    if not isinstance(extra, dict):
+        return nothing
+    value = extra.get(name)
+    return value if isinstance(value, type(like)) else nothing
 
 
 @dataclass(frozen=True)
@@ -572,14 +584,13 @@ class Config(BaseModel):
         """Keys that the user set and that have no effect, but for those left at a default of false,
         0 or null.
         """
-        names = self.model_fields_set.intersection(self.ineffective_keys)
+        names = set(self._ignored)
         fields = type(self).model_fields
-        names = {
-            name
-            for name in names
-            if getattr(self, name) or getattr(self, name) != fields[name].default
-        }
-        return tuple(sorted({*self._ignored, *names}))
+        for name in self.model_fields_set.intersection(self.ineffective_keys):
+            value = getattr(self, name)
+            if value or value != fields[name].default:
+                names.add(name)
+        return tuple(sorted(names))
 
     @classmethod
     def option_of(cls, name: str) -> str:

@@ -23,17 +23,20 @@ class StringDateLoader(yaml.SafeLoader):
     """
 
 
-StringDateLoader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
+StringDateLoader.yaml_implicit_resolvers = {}
+for _first, _resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items():
+    StringDateLoader.yaml_implicit_resolvers[_first] = [
+        (tag, pattern) for tag, pattern in _resolvers if tag != "tag:yaml.org,2002:timestamp"
+    ]
 
 
 def _plain_integer(loader: StringDateLoader, node: yaml.ScalarNode) -> int | str:
     """Read only decimal literals as numbers: 0123, 1_000, 12:30 and 0x1F may be names (numeric keys
     parse text).
     """
-    return int(node.value) if re.fullmatch(r"[-+]?(0|[1-9][0-9]*)", node.value) else str(node.value)
+    if re.fullmatch(r"[-+]?(0|[1-9][0-9]*)", node.value):
+        return int(node.value)
+    return str(node.value)
 
 
 StringDateLoader.add_constructor("tag:yaml.org,2002:int", _plain_integer)
@@ -68,12 +71,27 @@ class YamlSource:
                 return self.locations[path[:length]]
         return self.name
 
+    def take(self, key: str, other: YamlSource) -> None:
+        """Replace the value of `key` and its locations by those of `other`."""
+        self.values[key] = other.values[key]
+        for path in list(self.locations):
+            if path[0] == key:
+                del self.locations[path]
+        for path, location in other.locations.items():
+            if path[0] == key:
+                self.locations[path] = location
+
 
 def format_path(path: KeyPath) -> str:
     """Format `("datasets", 0, "path")` as `datasets[0].path`."""
     text = ""
     for part in path:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+        if isinstance(part, int):
+            text += f"[{part}]"
+        elif text:
+            text += f".{part}"
+        else:
+            text = part
     return text
 
 
@@ -92,10 +110,10 @@ def read_yaml(text: str, name: str) -> YamlSource:
             raise ConfigError(f"{name}:{_line(root)}: expected `key: value` lines, found {kind}")
         source.values = _NodeReader(loader, source).read(root, ())
     except yaml.MarkedYAMLError as error:
-        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise ConfigError(
-            f"{name}{line}: not valid YAML: {error.problem or error.context}"
-        ) from None
+        place = name
+        if error.problem_mark:
+            place += f":{error.problem_mark.line + 1}"
+        raise ConfigError(f"{place}: not valid YAML: {error.problem or error.context}") from None
     except RecursionError:
         raise ConfigError(f"{name}: not valid YAML: nested too deeply") from None
     except yaml.YAMLError as error:
@@ -112,7 +130,9 @@ def read_value(text: str, name: str) -> YamlSource:
     try:
         loader = StringDateLoader(text)
         root = loader.get_single_node()
-        source.values[""] = None if root is None else _NodeReader(loader, source).read(root, ())
+        source.values[""] = None
+        if root is not None:
+            source.values[""] = _NodeReader(loader, source).read(root, ())
     except (yaml.YAMLError, RecursionError, ConfigError):
         return YamlSource(name, {"": text})
     return source
@@ -155,11 +175,8 @@ class _NodeReader:
     def _scalar(self, node: yaml.Node, path: KeyPath) -> Any:
         try:
             return self.loader.construct_object(node)
-        except (
-            ValueError,
-            KeyError,
-            AttributeError,
-        ):  # 0b_, thousands of digits, !!bool maybe, !!timestamp x
+        # 0b_, thousands of digits, !!bool maybe, !!timestamp x
+        except (ValueError, KeyError, AttributeError):
             raise ConfigError(
                 f"{self._location(node)}: {format_path(path)}: cannot be read as a value"
             ) from None
@@ -184,17 +201,16 @@ class _NodeReader:
         """Drop an empty key that is set elsewhere in its mapping, common in YAML files that list
         every key.
         """
-        entries = [
-            (key.value, _is_null(value))
-            for key, value in node.value
-            if isinstance(key, yaml.ScalarNode)
-        ]
-        filled = {name for name, empty in entries if not empty}
-        node.value = [
-            (key, value)
-            for key, value in node.value
-            if not (isinstance(key, yaml.ScalarNode) and _is_null(value) and key.value in filled)
-        ]
+        filled = set()
+        for key, value in node.value:
+            if isinstance(key, yaml.ScalarNode) and not _is_null(value):
+                filled.add(key.value)
+        kept = []
+        for key, value in node.value:
+            is_name = isinstance(key, yaml.ScalarNode)
+            if not (is_name and _is_null(value) and key.value in filled):
+                kept.append((key, value))
+        node.value = kept
 
     def _report_duplicates(self, node: yaml.MappingNode, path: KeyPath) -> None:
         first: dict[str, int] = {}
