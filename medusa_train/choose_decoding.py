@@ -192,6 +192,7 @@ def _time_dtype(
     """
     with progress.phase(PHASE, ticking=True):
         backbone = load_base_model(paths, dtype)
+        backbone.use_gpu_kernels(paths.gpu_kernels)
         prepack_linears(backbone.model)
         use_cuda_graphs(backbone)
     chat = ChatEncoder(backbone.tokenizer, paths.chat_template, paths.chat_template_kwargs)

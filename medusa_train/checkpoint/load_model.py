@@ -90,6 +90,7 @@ def load_with_draft(
         backbone = load_base_model(paths, dtype)
     else:
         backbone = _load_merged(paths, paths.adapter, dtype)
+    backbone.use_gpu_kernels(paths.gpu_kernels)
     if prepack:
         prepack_linears(backbone.model)
     # a graph fills the whole tree: its host would wait at every level to stop early

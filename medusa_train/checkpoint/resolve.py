@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeGuard
@@ -66,6 +66,7 @@ class ModelPaths:
         tree_mode: "fixed"; "dynamic" or, with nodes and depth, "dynamic:32x5": the draft chooses
             another tree in every step; "none": nothing is drafted, and heads are only traced.
         threshold: confidence up to which drafting stops; None: the heads' own.
+        gpu_kernels: parts for GPUs that decoding uses, see the key.
     """
 
     home: Path
@@ -82,6 +83,7 @@ class ModelPaths:
     lookup: LookupChoice | None = None
     tree_mode: str = FIXED
     threshold: float | None = None
+    gpu_kernels: tuple[str, ...] = ()
 
     @property
     def remote_code_note(self) -> str | None:
@@ -195,6 +197,7 @@ def resolve_model(
     needs_backbone: bool = True,
     lookup: LookupChoice | None = None,
     threshold: float | None = None,
+    gpu_kernels: Sequence[str] = (),
 ) -> ModelPaths:
     """Resolve a run, a directory of heads, a backbone alone, or the newest run to paths.
 
@@ -211,6 +214,7 @@ def resolve_model(
         needs_backbone: check that a backbone named by a local path exists.
         lookup: a draft without training, in place of the heads or beside them.
         threshold: confidence up to which drafting stops; None: the heads' own.
+        gpu_kernels: parts for GPUs that decoding uses, see the key.
     """
     paths = _resolve(model, base_model, Path(tree) if names_tree_file(tree) else None)
     if lookup is None or lookup.heads is not None:  # others choose their trees themselves
@@ -235,6 +239,7 @@ def resolve_model(
         special_tokens=paths.special_tokens if special_tokens is None else special_tokens,
         trust_remote_code=trust_remote_code,
         asks_for_remote_code=paths.asks_for_remote_code and not trust_remote_code,
+        gpu_kernels=tuple(sorted(set(gpu_kernels))),
     )
 
 

@@ -452,6 +452,7 @@ _EVAL_LOCAL_KEYS = (
     "lookahead",
     "rest",
     "compile",
+    "gpu_kernels",
     "batch_size",
     "exactness",
     "generate",

@@ -52,6 +52,7 @@ from medusa_train.config.types import (
     ExportTarget,
     ExportTargets,
     Float,
+    GpuKernels,
     Int,
     Interval,
     IntList,
@@ -988,6 +989,11 @@ class EvalConfig(Config):
         "compile decoding with torch.compile: faster steps, one to several minutes of additional"
         " start-up time; auto: if that is expected to save time in all, also the default for trees"
         " that were fitted to compiled passes",
+    )
+    gpu_kernels: GpuKernels = key(
+        [],
+        "parts for GPUs that no GPU has measured yet; split_attention: attention of few tokens over"
+        " a long context as a Triton kernel that splits the context",
     )
     acceptance: Literal["greedy", "sampling", "typical"] = key(
         "greedy",

@@ -434,6 +434,8 @@ def _drafting(cfg: EvalConfig, paths: ModelPaths) -> Iterator[str]:
         yield f"{paths.tree.stem}-{zlib.crc32(paths.tree.read_bytes()):08x}"
     if paths.threshold is not None:
         yield f"threshold{paths.threshold:g}"
+    if paths.gpu_kernels:
+        yield "+".join(paths.gpu_kernels)
 
 
 def _choose_compile(

@@ -84,6 +84,7 @@ def _describe_backbone(model: LoadedModel, paths: ModelPaths, dtype: str) -> dic
         "dtype": dtype,
         "packed": is_prepacked(backbone.model),
         "attention": backbone.attention,
+        "gpu_kernels": list(paths.gpu_kernels) or None,
         "compiled": backbone.compiled is not None,
         "cuda_graphs": getattr(runner, "works", runner is not None),
     }
@@ -159,6 +160,7 @@ def measurement_settings(cfg: EvalConfig, bench: Bench, paths: ModelPaths) -> di
         "tree": None if paths.tree is None else Tree.load(paths.tree).paths or "empty",
         **({} if paths.tree_mode == FIXED else {"dynamic": paths.tree_mode}),
         **({} if paths.threshold is None else {"threshold": paths.threshold}),
+        **({"gpu_kernels": list(paths.gpu_kernels)} if paths.gpu_kernels else {}),
         "backbone": paths.backbone_form,
         "chat_template_kwargs": dict(paths.chat_template_kwargs) or None,
         "max_new_tokens": cfg.max_new_tokens,

@@ -38,6 +38,7 @@ class DecodingSettings:
             steps are CUDA graphs.
         device: "cpu" or "cuda". device_name: of the processor or GPU.
         threads: that torch uses on a CPU; None on a GPU.
+        gpu_kernels: of the key, joined by "+"; None: none.
     """
 
     dtype: str
@@ -48,6 +49,7 @@ class DecodingSettings:
     device_name: str
     threads: int | None
     graphs: bool = False
+    gpu_kernels: str | None = None
 
     @classmethod
     def of(cls, backbone: Backbone) -> DecodingSettings:
@@ -61,6 +63,7 @@ class DecodingSettings:
             device_name=device_name(backbone.device),
             threads=torch.get_num_threads() if backbone.device.type == "cpu" else None,
             graphs=getattr(backbone.step_runner, "works", backbone.step_runner is not None),
+            gpu_kernels="+".join(backbone.gpu_kernels) or None,
         )
 
     @classmethod
@@ -74,9 +77,12 @@ class DecodingSettings:
             raise CheckpointError(f"{path}: not a tree file ({error})") from error
         settings = record.get(_KEY) if isinstance(record, dict) else None
         names = [one.name for one in fields(cls)]
-        if not isinstance(settings, dict) or not set(names) - {"graphs"} <= set(settings):
-            return None  # before there was "graphs", graphs and compilation went together
-        settings = {"graphs": settings["compiled"] and settings["device"] == "cuda", **settings}
+        newer = {"graphs", "gpu_kernels"}
+        if not isinstance(settings, dict) or not set(names) - newer <= set(settings):
+            return None
+        # before there was "graphs", graphs and compilation went together
+        graphs = settings["compiled"] and settings["device"] == "cuda"
+        settings = {"graphs": graphs, "gpu_kernels": None, **settings}
         return cls(**{name: settings[name] for name in names})
 
     def record(self) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,8 +13,12 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from medusa_train.errors import BackboneError
+
 #: Name under which `folded_head_forward` is registered with transformers.
 FOLDED_HEADS = "sdpa_folded_heads"
+#: The same, of `split_key_forward`.
+SPLIT_KEYS = "sdpa_split_keys"
 
 #: Batches for which attention in bfloat16 on a CPU is computed as two products: at least so many
 # rows of the batch, and at most so many queries per key head. torch's fused kernel calls a small
@@ -57,6 +63,63 @@ def use_folded_heads(model: Any) -> str:
     return str(config._attn_implementation)
 
 
+def use_split_keys(model: Any, device: torch.device) -> str:
+    """Switch a model on a GPU, its `device`, to `split_key_forward`; return its attention's name now.
+
+    Raises:
+        BackboneError: the kernel does not compute this model's attention here.
+    """
+    config = model.config.get_text_config()
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    obstacle = None
+    if device.type != "cuda":
+        obstacle = "there is no GPU"
+    elif importlib.util.find_spec("triton") is None:
+        obstacle = "Triton is not installed"
+    elif config._attn_implementation != FOLDED_HEADS:
+        obstacle = f"the model's attention is {config._attn_implementation} in {model.dtype}"
+    else:
+        from medusa_train.models.split_attention import HEAD_SIZES, ITEM_SIZES
+
+        if model.dtype.itemsize not in ITEM_SIZES or size not in HEAD_SIZES:
+            obstacle = f"the model has heads of {size} numbers in {model.dtype}"
+    if obstacle is not None:
+        raise BackboneError(
+            f"gpu_kernels: split_attention needs a GPU, Triton, torch's attention, and heads of 16"
+            f" to 256 numbers (a power of two) in 16 bits; {obstacle}. Leave it out"
+        )
+    AttentionInterface.register(SPLIT_KEYS, split_key_forward)
+    AttentionMaskInterface.register(SPLIT_KEYS, sdpa_mask)
+    model.set_attn_implementation(SPLIT_KEYS)
+    return SPLIT_KEYS
+
+
+def split_key_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Compute attention as `folded_head_forward` does, but decoding passes of few queries with a
+    kernel that splits the keys.
+    """
+    from medusa_train.models.split_attention import can_split, split_attention
+
+    if not _is_unsupported(kwargs) and _is_decoding(query, key, attention_mask, dropout):
+        folded = query.reshape(len(query), key.shape[1], -1, query.shape[3])  # [B, H_kv, G q, d]
+        if attention_mask is not None and can_split(folded, key, value, attention_mask):
+            scale = query.shape[3] ** -0.5 if scaling is None else scaling
+            out = split_attention(folded, key, value, attention_mask, scale)
+            return out.reshape(query.shape).transpose(1, 2).contiguous(), None
+    return folded_head_forward(
+        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+    )
+
+
 def folded_head_forward(
     module: torch.nn.Module,
     query: Tensor,
@@ -73,9 +136,7 @@ def folded_head_forward(
     Decoding passes use `folded_head_attention`, prompts in bfloat16 on a CPU `_causal_attention`;
     all others (training, prefill with a window, a mask per head) transformers' "sdpa".
     """
-    unsupported = any(
-        kwargs.get(name) is not None for name in ("position_bias", "softcap", "cache")
-    )
+    unsupported = _is_unsupported(kwargs)
     is_causal = kwargs.get("is_causal", getattr(module, "is_causal", True))
     if not unsupported and is_causal and _is_prompt(query, key, attention_mask, dropout):
         return _causal_attention(query, key, value, scaling).transpose(1, 2).contiguous(), None
@@ -238,6 +299,11 @@ def _repeat_rows(mask: Tensor, times: int) -> Tensor:
     width = keys if mask.device.type == "cpu" else -(-keys // _MASK_ALIGNMENT) * _MASK_ALIGNMENT
     repeated = mask.new_empty(batch, times, q, width)[..., :keys]
     return repeated.copy_(mask.expand(-1, times, -1, -1)).flatten(1, 2)[:, None]
+
+
+def _is_unsupported(options: Mapping[str, Any]) -> bool:
+    """Return whether a layer asks for what these functions do not compute."""
+    return any(options.get(name) is not None for name in ("position_bias", "softcap", "cache"))
 
 
 def _is_prompt(query: Tensor, key: Tensor, mask: Tensor | None, dropout: float) -> bool:

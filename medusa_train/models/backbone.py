@@ -5,7 +5,7 @@ cache.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from medusa_train.errors import BackboneError
-from medusa_train.models.attention import use_folded_heads
+from medusa_train.models.attention import use_folded_heads, use_split_keys
 from medusa_train.models.compiled import CompiledPass, has_compiler, needed_forms
 from medusa_train.models.document_attention import document_bounds, separates_documents
 from medusa_train.models.features import (
@@ -74,6 +74,7 @@ class Backbone:
         compiled: the compiled decoding passes, after `compile_passes`.
         step_runner: replays steps, see `inference.runners.use_cuda_graphs`; None: they run eagerly,
             with exact sizes.
+        gpu_kernels: parts for GPUs that it decodes with, see `use_gpu_kernels`.
 
     Raises:
         BackboneError: the model has no lm_head, or a layer type that trees do not support.
@@ -111,6 +112,7 @@ class Backbone:
         self.decoding_need = FINAL_STATES
         self.compiled: CompiledPass | None = None
         self.step_runner: Any = None
+        self.gpu_kernels: tuple[str, ...] = ()
         model.eval().requires_grad_(False)
 
     def end_answers_by(
@@ -494,6 +496,17 @@ class Backbone:
         self.tokenizer.save_pretrained(directory)
 
     # Faster decoding
+
+    def use_gpu_kernels(self, names: Collection[str]) -> None:
+        """Decode with these parts for GPUs, see the key `gpu_kernels`; before a draft is built, whose
+        layers take the backbone's attention.
+
+        Raises:
+            BackboneError: one of them cannot be used with this model on this machine.
+        """
+        if "split_attention" in names:
+            self.attention = use_split_keys(self.model, self.device)
+        self.gpu_kernels = tuple(names)
 
     @property
     def compile_obstacle(self) -> str | None:
