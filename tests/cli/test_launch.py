@@ -1,6 +1,7 @@
 """`medusa-train` in several processes: the launcher's command line, and real runs through it."""
 
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -24,11 +25,18 @@ from medusa_train.cli.launch import (
     train_distributed,
 )
 from medusa_train.cli.train import app
+from medusa_train.cli.workers import training_processes
 from medusa_train.config.paths import PROJECT_ROOT
 from medusa_train.config.schema import TrainConfig
 from medusa_train.errors import ConfigError, MedusaError
 from medusa_train.training.process_info import LAUNCH_OPTIONS, ProcessInfo
-from tests.training.conftest import backbone_dir, chats, metrics  # noqa: F401 (fixtures)
+from tests.training.conftest import (  # noqa: F401 (fixtures)
+    LORA,
+    backbone_dir,
+    chats,
+    figures,
+    metrics,
+)
 from tests.training.mishap import Mishap, forks, run_command, wait
 from tests.training.mishap import start as fork
 
@@ -504,3 +512,56 @@ def test_sigterm_to_the_command_saves_in_all_processes(config_file, tmp_path):
     assert "saved. To resume:" in said
     assert "--num-gpus 2" in said
     assert (max(Path(tmp_path / "run" / "checkpoints").glob("step-*")) / "manifest.json").exists()
+
+
+def worker(run: subprocess.Popen[str], rank: int) -> int:
+    """Return the process id of a rank."""
+    import psutil
+
+    found = {psutil.Process(pid).environ().get("RANK"): pid for pid in training_processes(run.pid)}
+    return found[str(rank)]
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_each_of_two_processes_is_killed_and_the_run_ends_as_if_none_was(config_file, tmp_path):
+    """Rank 0 and rank 1 by SIGKILL, as the out-of-memory killer does, then rank 1 by SIGTERM."""
+    keys = yaml.safe_load(config_file.read_text()) | LORA
+    config_file.write_text(yaml.safe_dump(keys))
+    often = ["max_steps=120", "save_steps=10", "eval_steps=25", "save_total_limit=2"]
+    whole = tmp_path / "whole"
+    uninterrupted = start(config_file, *often, "--output-dir", whole, "--num-gpus", 2)
+    _, said = uninterrupted.communicate(timeout=900)
+    assert uninterrupted.returncode == 0, said
+
+    out = tmp_path / "killed"
+    resume = ["medusa-train", str(out / "config.yaml"), "resume_from_checkpoint=auto"]
+    resume += ["--num-gpus", "2"]
+    arguments = [config_file, *often, "--output-dir", out, "--num-gpus", 2]
+    for rank, number, steps, code, words in (
+        (0, signal.SIGKILL, 15, 1, "the process of rank 0 was ended by SIGKILL (signal 9)"),
+        (1, signal.SIGKILL, 45, 1, "the process of rank 1 was ended by SIGKILL (signal 9)"),
+        (1, signal.SIGTERM, 75, 143, "saved. To resume:"),
+    ):
+        run = start(*arguments)
+        wait_for_steps(out, steps)
+        os.kill(worker(run, rank), number)
+        _, said = run.communicate(timeout=900)
+        assert run.returncode == code, said
+        assert "Traceback" not in said
+        said = " ".join(said.split())
+        assert words in said
+        assert ("the machine's memory was full" in said) == (number == signal.SIGKILL)
+        assert shlex.join(resume) in said
+        arguments = resume[1:]
+    run = start(*arguments)
+    _, said = run.communicate(timeout=900)
+    assert run.returncode == 0, said
+    assert figures(out) == figures(whole)
+    files = {path.relative_to(whole) for path in whole.rglob("*.safetensors")}
+    assert {"medusa_lm_head.safetensors", "adapter_model.safetensors"} <= {
+        path.name for path in files
+    }
+    assert files == {path.relative_to(out) for path in out.rglob("*.safetensors")}
+    for path in files:
+        assert (out / path).read_bytes() == (whole / path).read_bytes(), path
