@@ -9,64 +9,37 @@ page has two blocks without marks: its third line, the answer, and its first tab
 
 from __future__ import annotations
 
-import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
 
+from result_tables import (  # noqa: E402
+    ANSWERS,
+    RESULTS,
+    SHORT,
+    TABLES,
+    Json,
+    acceptance_table,
+    eagle3_served_table,
+    epsilon_table,
+    estimate_7b,
+    gpu_clock_table,
+    heads_table,
+    nodes_table,
+    results,
+    served_cells,
+    specbench_table,
+    speed,
+    table,
+    table6_table,
+    times,
+)
+
 from medusa_train.io import replace_text  # noqa: E402
-
-RESULTS = ROOT / "benchmarks" / "results"
-Json = dict[str, Any]
-
-
-def results(name: str) -> Json:
-    """Read the JSON of a result page."""
-    content: Json = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-    return content
-
-
-# How figures are written
-
-
-def times(value: float, interval: Sequence[float] | None = None) -> str:
-    """Write a ratio: 1.36x, or with its interval 1.36x [1.31, 1.41]."""
-    return f"{value:.2f}x{between(interval)}"
-
-
-def ratio(value: float, interval: Sequence[float] | None = None, digits: int = 3) -> str:
-    """Write a ratio of tokens per step: 1.085, or with its interval 1.085 [1.073, 1.098]."""
-    return f"{value:.{digits}f}{between(interval, digits)}"
-
-
-def between(interval: Sequence[float] | None, digits: int = 2) -> str:
-    """Write an interval, with a space before it; nothing without one."""
-    if interval is None:
-        return ""
-    low, high = interval
-    return f" [{low:.{digits}f}, {high:.{digits}f}]"
-
-
-def speed(value: float) -> str:
-    """Write tokens per second: whole numbers from 100 on, else one digit."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Write a table; columns whose title ends with `:` are aligned to the right, without it."""
-    marks = ["---:" if title.endswith(":") else "---" for title in head]
-    titles = [title.removesuffix(":") for title in head]
-    lines = [f"| {' | '.join(titles)} |", f"| {' | '.join(marks)} |"]
-    for row in rows:
-        lines.append(f"| {' | '.join(str(cell) for cell in row)} |")
-    return "\n".join(lines)
-
 
 # README
 
@@ -128,15 +101,6 @@ def readme_served() -> str:
     return table(head, rows)
 
 
-def served_cells(cells: Sequence[Json], server: str) -> dict[int, Json]:
-    """Return the cells of `server` by concurrency, each with the speed of the plain one before it."""
-    chosen = {}
-    for before, cell in pairwise(cells):
-        if cell["server"] == server:
-            chosen[cell["concurrency"]] = cell | {"plain_tokens_per_s": before["tokens_per_s"]}
-    return chosen
-
-
 def _served_row(name: str, cells: Mapping[int, Json]) -> list[str]:
     row = [name]
     for concurrency in (1, 8):
@@ -148,6 +112,20 @@ def _served_row(name: str, cells: Mapping[int, Json]) -> list[str]:
     return row
 
 
+# docs/results.md
+
+
+def results_list() -> str:
+    """Every result page with its question and a short answer."""
+    rows = []
+    for name, answer in SHORT.items():
+        title = (RESULTS / f"{name}.md").read_text(encoding="utf-8").split("\n", 1)[0]
+        rows.append(
+            [title.removeprefix("# "), answer(), f"[{name}](../benchmarks/results/{name}.md)"]
+        )
+    return table(("question", "answer", "page"), rows)
+
+
 # Writing and checking
 
 
@@ -155,10 +133,17 @@ Block = Callable[[], str]
 #: Blocks of pages with marks, by page and name.
 MARKED: dict[str, dict[str, Block]] = {
     "README.md": {"speed": readme_speed, "served": readme_served},
+    "docs/results.md": {"answers": results_list, "estimate": estimate_7b},
+    "docs/evaluation.md": {"acceptance": acceptance_table},
+    "benchmarks/results/compiled_smollm2.md": {"specbench": specbench_table},
+    "benchmarks/results/eagle3_smollm2.md": {"sessions": eagle3_served_table},
+    "benchmarks/results/gpu.md": {"clock": gpu_clock_table},
+    "benchmarks/results/papers_smollm2.md": {"heads": heads_table, "nodes": nodes_table},
+    "benchmarks/results/papers_speed_smollm2.md": {
+        "table6": table6_table,
+        "epsilon": epsilon_table,
+    },
 }
-#: Answer and table of the result pages.
-ANSWERS: dict[str, Block] = {}
-TABLES: dict[str, Block] = {}
 
 MARKS = re.compile(r"<!-- (\w+):start -->")
 _FIRST_TABLE = re.compile(r"(?:^\|.*\n)+", re.MULTILINE)
@@ -190,12 +175,13 @@ def result_page(name: str, text: str) -> str:
 def pages() -> dict[Path, str]:
     """Return every page that has generated parts, and what it should say."""
     written = {}
-    for name, blocks in MARKED.items():
-        path = ROOT / name
-        written[path] = with_blocks(path.read_text(encoding="utf-8"), blocks)
     for name in sorted({*ANSWERS, *TABLES}):
         path = RESULTS / f"{name}.md"
         written[path] = result_page(name, path.read_text(encoding="utf-8"))
+    for name, blocks in MARKED.items():
+        path = ROOT / name
+        text = written.get(path) or path.read_text(encoding="utf-8")
+        written[path] = with_blocks(text, blocks)
     return written
 
 

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-import page
 import pytest
+import result_tables
 import tables
 
 
@@ -28,12 +28,18 @@ def test_a_changed_figure_is_named_and_written_again(
     assert (tmp_path / "README.md").read_text(encoding="utf-8") == readme
 
 
+def test_every_result_page_has_an_answer_a_table_and_a_line_in_the_list() -> None:
+    names = {path.stem for path in result_tables.RESULTS.glob("*.md")}
+    assert names == set(tables.ANSWERS) == set(tables.TABLES) == set(tables.SHORT)
+
+
 def test_every_marked_block_is_generated() -> None:
     """A block without its function would never be written again."""
-    for name in ("README.md", *(f"docs/{path.name}" for path in (page.ROOT / "docs").glob("*.md"))):
-        text = (tables.ROOT / name).read_text(encoding="utf-8")
-        generated_elsewhere = {"keys", "estimates"}
-        marked = set(tables.MARKS.findall(text)) - generated_elsewhere
+    generated_elsewhere = {"keys", "estimates"}
+    docs = [*(tables.ROOT / "docs").glob("*.md"), *result_tables.RESULTS.glob("*.md")]
+    for path in (tables.ROOT / "README.md", *docs):
+        marked = set(tables.MARKS.findall(path.read_text(encoding="utf-8"))) - generated_elsewhere
+        name = path.relative_to(tables.ROOT).as_posix()
         assert marked == set(tables.MARKED.get(name, {})), name
 
 
@@ -49,11 +55,11 @@ def test_a_result_page_gets_its_answer_and_its_first_table(monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("written", "expected"),
     [
-        (tables.times(1.3551), "1.36x"),
-        (tables.times(1.3551, (1.309, 1.414)), "1.36x [1.31, 1.41]"),
-        (tables.ratio(1.085, (1.073, 1.098)), "1.085 [1.073, 1.098]"),
-        (tables.speed(46.63), "46.6"),
-        (tables.speed(465.07), "465"),
+        (result_tables.times(1.3551), "1.36x"),
+        (result_tables.times(1.3551, (1.309, 1.414)), "1.36x [1.31, 1.41]"),
+        (result_tables.ratio(1.085, (1.073, 1.098)), "1.085 [1.073, 1.098]"),
+        (result_tables.speed(46.63), "46.6"),
+        (result_tables.speed(465.07), "465"),
     ],
 )
 def test_figures_are_rounded(written: str, expected: str) -> None:
