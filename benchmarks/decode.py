@@ -54,12 +54,8 @@ from transformers import AutoConfig  # noqa: E402
 
 from medusa_train.cli.common import quiet_libraries  # noqa: E402
 from medusa_train.errors import BackboneError  # noqa: E402
-from medusa_train.inference.runners import (  # noqa: E402
-    StepRunner,
-    graph_obstacle,
-    graph_runner,
-    use_cuda_graphs,
-)
+from medusa_train.inference.cuda_graphs import graph_obstacle, graph_runner, use_cuda_graphs  # noqa: E402
+from medusa_train.inference.runners import FixedShapeRunner  # noqa: E402
 from medusa_train.models.backbone import Backbone  # noqa: E402
 from medusa_train.models.drafts.medusa import MedusaDraft  # noqa: E402
 from medusa_train.models.loading import load_backbone  # noqa: E402
@@ -201,7 +197,7 @@ class Shape:
                 )
         elif setting == "static":
             backbone.step_runner = (
-                StepRunner() if device.type == "cpu" else graph_runner(device, backbone.model)
+                FixedShapeRunner() if device.type == "cpu" else graph_runner(device, backbone.model)
             )
             if backbone.step_runner is None:
                 raise Unsupported(f"no CUDA graphs: the model {graph_obstacle(backbone.model)}")

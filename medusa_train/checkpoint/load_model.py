@@ -16,7 +16,7 @@ from medusa_train.config.paths import resolve_path, user_cache_dir
 from medusa_train.data.datastore import read_datastore
 from medusa_train.errors import BackboneError, CheckpointError, MedusaError
 from medusa_train.hub import hub_is_unreachable
-from medusa_train.inference.runners import use_cuda_graphs
+from medusa_train.inference.cuda_graphs import use_cuda_graphs
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft, Limits, Proposer
 from medusa_train.models.drafts.combined import MergedDraft

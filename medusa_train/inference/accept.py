@@ -42,9 +42,9 @@ class Typical:
     """Typical acceptance: `p(x) > min(epsilon, delta * exp(-H(p)))` (Medusa, Typical Acceptance).
 
     Attributes:
-        temperature: of the distribution p, which top-p and top-k do not cut; above 0. epsilon,
-        delta: defaults of the reference implementation (the paper sets delta to the square root of
-        epsilon).
+        temperature: of the distribution p, which top-p and top-k do not cut; above 0.
+        epsilon, delta: defaults of the reference implementation (the paper sets delta to the square
+            root of epsilon).
 
     Raises:
         ConfigError: a value is out of range.
@@ -55,16 +55,12 @@ class Typical:
     delta: float = 0.3
 
     def __post_init__(self) -> None:
-        named = (
-            ("temperature", self.temperature),
-            ("epsilon", self.epsilon),
-            ("delta", self.delta),
-        )
-        if problems := [
-            f"{name} must be above 0 for typical acceptance, got {value}"
-            for name, value in named
-            if value <= 0
-        ]:
+        problems = []
+        for name in ("temperature", "epsilon", "delta"):
+            value = getattr(self, name)
+            if value <= 0:
+                problems.append(f"{name} must be above 0 for typical acceptance, got {value}")
+        if problems:
             raise ConfigError(problems)
 
 
@@ -87,6 +83,9 @@ def accept(
         tree: of all rows, or one per row; with the empty tree the result is only the token after
             the root.
         generators: one per row, for `Sampling`.
+
+    Raises:
+        ValueError: `Sampling` has no generator for every row.
     """
     if rule is None:
         return accept_greedy(node_tokens, logits, tree)
@@ -103,7 +102,8 @@ def accept_greedy(node_tokens: Tensor, logits: Tensor, tree: Tree | RowTrees) ->
     Siblings have different tokens, so at most one child can match, and descending from the root
     gives the longest path.
     """
-    return accept_matching(torch.stack([next_tokens_of(logits), node_tokens], dim=1), tree)
+    following = next_tokens_of(logits)  # [B, n + 1]
+    return accept_matching(torch.stack([following, node_tokens], dim=1), tree)
 
 
 def accept_rejection(
@@ -128,10 +128,13 @@ def accept_rejection(
     A token is drawn at every node although only those of the path are used: draws at different
     nodes are independent, and the host synchronises once.
     """
-    counts = [tree.row(row).size + 1 for row in range(len(node_tokens))]  # none for padding
-    drawn = draw(
-        sampling.warp(_at_least_float32(logits)), uniforms(generators, counts, logits.device)
-    )
+    # 1. one random number for each node, none for padding
+    counts = [tree.row(row).size + 1 for row in range(len(node_tokens))]
+    warped = sampling.warp(_at_least_float32(logits))  # [B, n + 1, V]
+    u = uniforms(generators, counts, logits.device)  # [B, n + 1]
+    # 2. a token after each node
+    drawn = draw(warped, u)  # [B, n + 1]
+    # 3. the path of nodes that were drawn
     return accept_matching(torch.stack([drawn, node_tokens], dim=1), tree)
 
 
@@ -144,36 +147,47 @@ def accept_typical(
     The token after the path is the backbone's argmax, accepted without a test, so every step adds a
     token and the result is deterministic.
     """
-    log_p = (_at_least_float32(logits) / rule.temperature).log_softmax(-1)
-    entropy = torch.special.entr(log_p.exp()).sum(-1)
+    # 1. p at every node, and the threshold for the tokens below it
+    log_p = (_at_least_float32(logits) / rule.temperature).log_softmax(-1)  # [B, n + 1, V]
+    entropy = torch.special.entr(log_p.exp()).sum(-1)  # [B, n + 1]
     threshold = (rule.delta * (-entropy).exp()).clamp(max=rule.epsilon)  # [B, n + 1]
-    parents = tree.parents.to(logits.device).clamp(min=0)  # the root is its own parent here
-    rows = torch.arange(len(node_tokens), device=logits.device)[:, None]
-    token_log_p = log_p[rows, parents, node_tokens]
-    typical = token_log_p.exp() > threshold[rows, parents]
+
+    # 2. each node by p and threshold at its parent; the root, its own parent here, passes
+    parents = tree.parents.to(logits.device).clamp(min=0)  # [n + 1] or [B, n + 1]
+    rows = torch.arange(len(node_tokens), device=logits.device)[:, None]  # [B, 1]
+    token_log_p = log_p[rows, parents, node_tokens]  # [B, n + 1]
+    typical = token_log_p.exp() > threshold[rows, parents]  # [B, n + 1]
     typical[:, 0] = True
     token_log_p[:, 0] = 0.0
+
+    # 3. the path to each node: whether all of it is typical, and its log p
     ancestors = tree.ancestors.to(logits.device).expand(len(node_tokens), -1, -1)
-    path_typical = (typical[:, None] | ~ancestors).all(-1)
-    # 0 * -inf would be NaN for impossible tokens
-    score = torch.where(ancestors, token_log_p[:, None], 0.0).sum(-1)
-    packed = torch.stack(
-        [next_tokens_of(logits).double(), node_tokens.double(), path_typical.double(), score], dim=1
-    )
+    path_typical = (typical[:, None] | ~ancestors).all(-1)  # [B, n + 1]
+    # selected, not multiplied: 0 * -inf would be NaN for impossible tokens
+    score = torch.where(ancestors, token_log_p[:, None], 0.0).sum(-1)  # [B, n + 1]
+
+    # 4. one transfer from the device, [B, 4, n + 1]
+    following = next_tokens_of(logits).double()
+    packed = torch.stack([following, node_tokens.double(), path_typical.double(), score], dim=1)
+
+    # 5. the deepest node with a typical path, the likeliest of these, and the token after it
     accepted = []
-    # one transfer from the device
-    for row, (following, tokens, on_path, scores) in enumerate(packed.tolist()):
+    for row, (following_row, tokens, on_path, scores) in enumerate(packed.tolist()):
         nodes: Nodes = tree.row(row)
         # padding comes after the tree's nodes
         ranking = list(zip(nodes.depth_list, scores, strict=False))
-        node = max((i for i in range(nodes.size + 1) if on_path[i]), key=ranking.__getitem__)
+        candidates = [node for node in range(nodes.size + 1) if on_path[node]]
+        node = max(candidates, key=ranking.__getitem__)
         path = nodes.path_nodes(node)
-        accepted.append(Accepted(path, [*(int(tokens[i]) for i in path), int(following[node])]))
+        path_tokens = [int(tokens[i]) for i in path]
+        accepted.append(Accepted(path, [*path_tokens, int(following_row[node])]))
     return accepted
 
 
 def _at_least_float32(logits: Tensor) -> Tensor:
-    return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+    if logits.dtype in (torch.bfloat16, torch.float16):
+        return logits.float()
+    return logits
 
 
 def next_tokens_of(logits: Tensor) -> Tensor:
@@ -181,7 +195,9 @@ def next_tokens_of(logits: Tensor) -> Tensor:
 
     On a CPU torch's argmax of bfloat16 is five times slower than that of float32.
     """
-    return (_at_least_float32(logits) if logits.device.type == "cpu" else logits).argmax(-1)
+    if logits.device.type == "cpu":
+        logits = _at_least_float32(logits)
+    return logits.argmax(-1)
 
 
 def accept_matching(choices: Tensor, tree: Tree | RowTrees) -> list[Accepted]:
@@ -192,12 +208,15 @@ def accept_matching(choices: Tensor, tree: Tree | RowTrees) -> list[Accepted]:
     """
     accepted = []
     for row, (following, tokens) in enumerate(choices.tolist()):  # one transfer from the device
-        children, path, node = tree.row(row).children, [0], 0
+        children = tree.row(row).children
+        # from the root down, to the child with the token that follows; none has it at the end
+        path = [0]
         while True:
-            next_token = following[node]
-            node = next((child for child in children[node] if tokens[child] == next_token), 0)
-            if node == 0:
+            next_token = following[path[-1]]
+            matching = [child for child in children[path[-1]] if tokens[child] == next_token]
+            if not matching:
                 break
-            path.append(node)
-        accepted.append(Accepted(path, [*(tokens[i] for i in path), next_token]))
+            path.append(matching[0])
+        path_tokens = [tokens[node] for node in path]
+        accepted.append(Accepted(path, [*path_tokens, next_token]))
     return accepted

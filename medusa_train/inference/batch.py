@@ -16,6 +16,7 @@ from medusa_train.inference.generate import (
     finish_reason,
     max_answer_length,
     step_single,
+    stop_tokens,
     truncate_at_stop,
 )
 from medusa_train.inference.step import Steps, proposal_limits
@@ -23,10 +24,13 @@ from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Limits, Proposer
 from medusa_train.trees.tree import Tree
 
-REFILL_FRACTION = 4  # refill a batch once 1/4 of its rows are free: each refill costs a prefill
-# of a prefill pass of several prompts, padding included: more take no less time per token
+#: A batch is refilled once 1/4 of its rows are free: each refill costs a prefill.
+REFILL_FRACTION = 4
+#: Positions of a prefill pass of several prompts, padding included: more take no less time per
+#: token.
 PREFILL_TOKENS = 1024
-PREFILL_PADDING = 128  # positions of padding in such a pass; more take longer than another pass
+#: Positions of padding in such a pass: more take longer than another pass.
+PREFILL_PADDING = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +91,14 @@ class BatchDecoder:
         if generators is not None and len(generators) != len(prompts):
             raise ValueError(f"got {len(generators)} generators for {len(prompts)} prompts")
         row_generators: Sequence[torch.Generator | None] = generators or [None] * len(prompts)
-        if not self.can_batch or (len(prompts) < 2 and not self._is_replayed):
-            return self._one_by_one(prompts, max_new_tokens, eos_ids, rule, row_generators)
+        single_is_faster = len(prompts) < 2 and not self._has_fixed_shapes
+        if single_is_faster or not self.can_batch:
+            return self._answer_in_turns(prompts, max_new_tokens, eos_ids, rule, row_generators)
         batch = self.begin(max_new_tokens, eos_ids, rule)
-        batch.add_requests(
-            [PendingRequest(i, prompt, row_generators[i]) for i, prompt in enumerate(prompts)]
-        )
+        requests: list[PendingRequest] = []
+        for i, prompt in enumerate(prompts):
+            requests.append(PendingRequest(i, prompt, row_generators[i]))
+        batch.add_requests(requests)
         answers: dict[int, Generation] = {}
         while len(answers) < len(prompts):
             answers.update(batch.step())
@@ -104,19 +110,16 @@ class BatchDecoder:
         """Return an empty batch, to which requests can be added at any time; arguments as in
         `generate_batch`.
         """
-        return RunningBatch(
-            self,
-            max_new_tokens,
-            frozenset(self.backbone.eos_ids if eos_ids is None else eos_ids),
-            rule,
-        )
+        stops = stop_tokens(self.backbone, eos_ids)
+        return RunningBatch(self, max_new_tokens, stops, rule)
 
     @torch.inference_mode()
     def capture(self, rows: int, positions: int, rule: Rule = None) -> None:
         """After a first batch, capture the steps by `rule` of all with `rows` rows of `positions`
         tokens, prompts included.
         """
-        if (steps := self._idle_steps) is None:
+        steps = self._idle_steps
+        if steps is None:
             return
         positions = min(positions + self.limits.size + 1, steps.slots.capacity)
         steps.reset()
@@ -136,9 +139,9 @@ class BatchDecoder:
         return proposal_limits(self.draft, self.tree)
 
     @property
-    def _is_replayed(self) -> bool:
+    def _has_fixed_shapes(self) -> bool:
         """Whether there are steps that CUDA graphs replay, which a single row uses too."""
-        return self._idle_steps is not None and self._idle_steps.is_replayed
+        return self._idle_steps is not None and self._idle_steps.has_fixed_shapes
 
     def acquire_steps(self) -> Steps:
         """Return steps without rows, until `release_steps`."""
@@ -156,7 +159,7 @@ class BatchDecoder:
         """Keep the steps of a batch that is empty for the next one."""
         self._idle_steps = steps
 
-    def _one_by_one(
+    def _answer_in_turns(
         self,
         prompts: Sequence[list[int]],
         max_new_tokens: int,
@@ -164,19 +167,26 @@ class BatchDecoder:
         rule: Rule,
         generators: Sequence[torch.Generator | None],
     ) -> list[Generation]:
+        """Answer one prompt after the other; arguments as in `generate_batch`."""
         for prompt in prompts:
             max_answer_length(self.backbone, prompt, max_new_tokens)  # fail before the first answer
-        answers = [
-            self._single.generate(prompt, max_new_tokens, eos_ids, rule, generator)
-            for prompt, generator in zip(prompts, generators, strict=True)
-        ]
-        self.passes += sum(out.steps for out in answers)
+        answers: list[Generation] = []
+        for prompt, generator in zip(prompts, generators, strict=True):
+            out = self._single.generate(prompt, max_new_tokens, eos_ids, rule, generator)
+            self.passes += out.steps
+            answers.append(out)
         return answers
 
 
 @dataclass
 class _Row:
-    """One sequence of up to `limit` new tokens, whose request was added at clock reading `started`."""
+    """A sequence in a batch.
+
+    Attributes:
+        out: the answer so far.
+        limit: the most tokens that it may have.
+        started: reading of the clock when its request was added.
+    """
 
     request_id: int
     prompt: list[int]
@@ -184,6 +194,11 @@ class _Row:
     limit: int
     generator: torch.Generator | None
     started: float
+
+    @property
+    def room(self) -> int:
+        """How many tokens the answer may still get."""
+        return self.limit - len(self.out.tokens)
 
 
 class RunningBatch:
@@ -221,28 +236,29 @@ class RunningBatch:
                 "longrope models can't decode in batches: the longest row would set the angles"
                 " of all"
             )
+        # 1. check all prompts
         now = time.perf_counter()
-        limits = [
-            max_answer_length(self._decoder.backbone, one.prompt, self._max_new_tokens)
-            for one in requests
-        ]
-        rows = [
-            _Row(one.request_id, one.prompt, Generation([]), limit, one.generator, started=now)
-            for one, limit in zip(requests, limits, strict=True)
-        ]
-        prompts = [one.prompt for one in requests]
-        total = max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True))
-        capacity = total + self._decoder.limits.size + 1
+        backbone = self._decoder.backbone
+        rows: list[_Row] = []
+        for request in requests:
+            prompt = request.prompt
+            limit = max_answer_length(backbone, prompt, self._max_new_tokens)
+            out = Generation([])
+            row = _Row(request.request_id, prompt, out, limit, request.generator, started=now)
+            rows.append(row)
+        # 2. make room for the longest answer
+        longest = max(len(row.prompt) + row.limit for row in rows)
         if self._steps is None:
             self._steps = self._decoder.acquire_steps()
+        capacity = longest + self._decoder.limits.size + 1
         self._steps.make_room(len(self.active) + len(rows), capacity)
-        for group in group_prompts([len(prompt) for prompt in prompts]):
+        # 3. prefill prompts of similar length together
+        for group in group_prompts([len(row.prompt) for row in rows]):
             joining = [rows[i] for i in group]
-            first = self._steps.prefill(
-                [prompts[i] for i in group], self._rule, _generators(joining)
-            )
+            prompts = [row.prompt for row in joining]
+            first_tokens = self._steps.prefill(prompts, self._rule, _generators(joining))
             now = time.perf_counter()
-            for row, token in zip(joining, first, strict=True):
+            for row, token in zip(joining, first_tokens, strict=True):
                 row.out.tokens = [token]
                 row.out.prefill_seconds = now - row.started
             self._steps.start_draft()
@@ -256,48 +272,61 @@ class RunningBatch:
         `seconds` of an answer is the time since its request was added.
         """
         if self.active:
-            assert self._steps is not None
-            roots = [row.out.tokens[-1] for row in self.active]
-            generators = _generators(self.active)
-            if self._decoder.can_batch:
-                accepted = self._steps.step(roots, self._rule, generators)
-            else:
-                (row,) = self.active
-                text = [*row.prompt, *row.out.tokens[:-1]]
-                backbone = self._decoder.backbone
-                accepted = [
-                    step_single(backbone, self._steps, text, roots[0], self._rule, generators)
-                ]
-            self._decoder.passes += 1
-            for row, (path, tokens) in zip(self.active, accepted, strict=True):
-                new = truncate_at_stop(tokens[1:], self._stops, row.limit - len(row.out.tokens))
-                row.out.tokens += new
-                row.out.steps += 1
-                row.out.accepted.append(min(len(path) - 1, len(new)))
+            self._extend_rows()
             self._retire()
-        finished, self._finished = self._finished, []
+        finished = self._finished
+        self._finished = []
         return finished
+
+    def _extend_rows(self) -> None:
+        """Run one step, and add its tokens to the rows."""
+        steps = self._steps
+        assert steps is not None
+        # 1. the step
+        roots = [row.out.tokens[-1] for row in self.active]
+        generators = _generators(self.active)
+        if self._decoder.can_batch:
+            accepted = steps.step(roots, self._rule, generators)
+        else:
+            (row,) = self.active
+            text = [*row.prompt, *row.out.tokens[:-1]]
+            backbone = self._decoder.backbone
+            only = step_single(backbone, steps, text, roots[0], self._rule, generators)
+            accepted = [only]
+        self._decoder.passes += 1
+        # 2. its tokens, up to the end of each answer
+        for row, (path, tokens) in zip(self.active, accepted, strict=True):
+            new = truncate_at_stop(tokens[1:], self._stops, row.room)
+            row.out.tokens += new
+            row.out.steps += 1
+            row.out.accepted.append(min(len(path) - 1, len(new)))
 
     def _retire(self) -> None:
         """Remove finished rows.
 
         Rows from the end of the batch fill the gaps, so that few keys and values move.
         """
-        done = [
-            row.out.tokens[-1] in self._stops or len(row.out.tokens) >= row.limit
-            for row in self.active
-        ]
-        if not any(done):
-            return
-        for row, is_done in zip(self.active, done, strict=True):
+        # 1. finish the answers that are complete
+        done: list[bool] = []
+        for row in self.active:
+            is_done = row.out.tokens[-1] in self._stops or row.room <= 0
+            done.append(is_done)
             if is_done:
                 row.out.seconds = time.perf_counter() - row.started
                 row.out.finish = finish_reason(row.out.tokens, self._stops, self._max_new_tokens)
                 self._finished.append((row.request_id, row.out))
+        if not any(done):
+            return
+        # 2. keep the others: those past the new end move into the gaps before it
         remaining = [i for i, is_done in enumerate(done) if not is_done]
         size = len(remaining)
         movable = [i for i in remaining if i >= size]
-        order = [i if not done[i] else movable.pop() for i in range(size)]
+        order: list[int] = []
+        for i in range(size):
+            if done[i]:
+                order.append(movable.pop())
+            else:
+                order.append(i)
         self.active = [self.active[i] for i in order]
         assert self._steps is not None
         if self.active:
@@ -314,20 +343,24 @@ def group_prompts(lengths: Sequence[int]) -> list[list[int]]:
     single prompt.
     """
     groups: list[list[int]] = []
-    longest = padding = 0
+    longest = 0  # of the current group, whose first prompt is the longest
+    padding = 0  # of the current group with the next prompt
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         padding += longest - lengths[i]
-        if (
-            not groups
-            or padding > PREFILL_PADDING
-            or longest * (len(groups[-1]) + 1) > PREFILL_TOKENS
-        ):
+        fits = (
+            len(groups) > 0
+            and padding <= PREFILL_PADDING
+            and longest * (len(groups[-1]) + 1) <= PREFILL_TOKENS
+        )
+        if not fits:
             groups.append([])
-            longest, padding = lengths[i], 0
+            longest = lengths[i]
+            padding = 0
         groups[-1].append(i)
     return [sorted(group) for group in groups]
 
 
 def _generators(rows: Sequence[_Row]) -> list[torch.Generator] | None:
-    """The rows' generators; None where they have none."""
-    return [row.generator for row in rows if row.generator is not None] or None
+    """Return the rows' generators; None where they have none."""
+    generators = [row.generator for row in rows if row.generator is not None]
+    return generators or None

@@ -28,8 +28,8 @@ class Step(NamedTuple):
     """The tokens that one pass added to an answer.
 
     Attributes:
-        tokens: token ids, cut after an end-of-text token. accepted: how many of them, from the
-            first on, were drafted.
+        tokens: token ids, cut after an end-of-text token.
+        accepted: how many of them, from the first on, were drafted.
     """
 
     tokens: list[int]
@@ -88,8 +88,9 @@ class Decoder:
         self.backbone = backbone
         self.draft = draft
         self.tree = check_tree(backbone, draft, tree)
-        # keys of a shorter text would have other angles
-        self._continues = continues and length_dependent_rope(backbone.config) is None
+        if length_dependent_rope(backbone.config) is not None:
+            continues = False  # keys of a shorter text would have other angles
+        self._continues = continues
         self._slots = slots
         self._steps: Steps | None = None
         # what the slots hold: prompt and answer, without the last token
@@ -107,7 +108,7 @@ class Decoder:
     ) -> Generation:
         """Generate a whole answer; see `stream` for arguments and errors."""
         started = time.perf_counter()
-        stops = frozenset(self.backbone.eos_ids if eos_ids is None else eos_ids)
+        stops = stop_tokens(self.backbone, eos_ids)
         out = Generation([])
         for step in self.stream(prompt, max_new_tokens, stops, rule, generator):
             if out.tokens:
@@ -143,11 +144,12 @@ class Decoder:
             MedusaError: the prompt is empty or longer than the model's context; or another answer
                 was started on this decoder before this one was complete.
         """
-        stops = frozenset(self.backbone.eos_ids if eos_ids is None else eos_ids)
+        stops = stop_tokens(self.backbone, eos_ids)
         limit = max_answer_length(self.backbone, prompt, max_new_tokens)
         generators = None if generator is None else [generator]
-        # torch's decorator would need torch to close an abandoned stream, at the interpreter's end
-        # too
+
+        # 1. the prefill gives the first token. Not under torch's decorator, which would need torch
+        # to close an abandoned stream, at the interpreter's end too
         with torch.inference_mode():
             steps, known = self._begin(prompt, limit)
             self._answers += 1
@@ -155,6 +157,7 @@ class Decoder:
             (root,) = steps.prefill([prompt], rule, generators, known)
         yield Step([root], 0)
 
+        # 2. then steps; the draft reads the prompt in the first one
         text = list(prompt)  # whose last token precedes the root
         count = 1
         while root not in stops and count < limit:
@@ -180,15 +183,18 @@ class Decoder:
 
         Memory of an earlier answer is used again if it is large enough.
         """
-        capacity = len(prompt) + limit + proposal_limits(self.draft, self.tree).size + 1
+        nodes = proposal_limits(self.draft, self.tree).size + 1
+        capacity = len(prompt) + limit + nodes
+        # 1. memory for keys and values, and the steps on it
         if self._slots is None or self._slots.capacity < capacity:
             self._slots = self.backbone.new_slots(capacity)
         if self._steps is None or self._steps.slots is not self._slots:
             self._steps = Steps(self.backbone, self.draft, self.tree, self._slots)
+        # 2. what they hold of the prompt; all else is dropped
         known = self._known_positions(prompt, self._steps.committed)
         self._text = []
         self._steps.reset(known)
-        if not self._steps.is_replayed:  # graphs are captured for buffers that double
+        if not self._steps.has_fixed_shapes:  # graphs are captured for buffers that double
             self._steps.make_room(1, capacity)
         return self._steps, known
 
@@ -232,36 +238,47 @@ def step_single(
     Args:
         text: prompt and answer up to the root.
     """
-    switch = backbone.rope_switch
-    if switch is not None and len(text) == switch:
-        # the root is the first with longrope's other angles: all keys get them, as in
-        # transformers' `generate`
+    switch = backbone.rope_switch  # number of tokens from which on angles are others
+    length = len(text)
+    # 1. the root is the first with longrope's other angles: all keys get them, as in transformers'
+    # `generate`
+    if switch is not None and length == switch:
         steps.reset()
         (following,) = steps.prefill([[*text, root]], rule, generators)
         steps.start_draft()
         return Accepted([0], [root, following])
-    # deeper nodes would make a longrope model switch its angles before the root does
-    straddles = switch is not None and len(text) < switch <= len(text) + steps.limits.depth
+    # 2. no draft tokens where deeper nodes would make the model switch before the root does
+    straddles = switch is not None and length < switch <= length + steps.limits.depth
     (accepted,) = steps.step([root], rule, generators, roots_only=straddles)
     return accepted
 
 
 def check_tree(backbone: Backbone, draft: Proposer | None, tree: Tree | None) -> Tree:
-    """Return the tree on the backbone's device, empty without a draft; MedusaError: too deep or
-    wide for the heads.
+    """Return the tree on the backbone's device, empty without a draft.
+
+    Raises:
+        MedusaError: the tree is deeper than the draft has heads, or wider than its vocabulary.
     """
-    tree = tree if tree is not None and draft is not None else Tree.empty()
-    if draft is not None and tree.max_depth > draft.num_heads:
+    if tree is None or draft is None:
+        return Tree.empty().to(backbone.device)
+    if tree.max_depth > draft.num_heads:
         raise MedusaError(
             f"the tree is {tree.max_depth} deep, but the draft has {draft.num_heads} heads"
         )
-    vocab_size = (None if draft is None else draft.draft_vocab_size) or backbone.vocab_size
+    vocab_size = draft.draft_vocab_size or backbone.vocab_size
     if tree.width > vocab_size:
         raise MedusaError(
             f"the tree uses guesses up to rank {tree.width - 1} of a vocabulary of {vocab_size}"
             " tokens"
         )
     return tree.to(backbone.device)
+
+
+def stop_tokens(backbone: Backbone, eos_ids: Collection[int] | None) -> frozenset[int]:
+    """Return the tokens that end an answer; None: the backbone's."""
+    if eos_ids is None:
+        eos_ids = backbone.eos_ids
+    return frozenset(eos_ids)
 
 
 def max_answer_length(backbone: Backbone, prompt: list[int], max_new_tokens: int) -> int:
@@ -302,4 +319,6 @@ def finish_reason(tokens: list[int], stops: Collection[int], max_new_tokens: int
     """Return why a complete answer ended."""
     if tokens[-1] in stops:
         return "eos"
-    return "length" if len(tokens) >= max_new_tokens else "context"
+    if len(tokens) >= max_new_tokens:
+        return "length"
+    return "context"

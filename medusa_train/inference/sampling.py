@@ -10,10 +10,11 @@ from torch import Tensor
 
 from medusa_train.errors import ConfigError
 
-#: Logits per row among which a nucleus is looked for, first and in rows where these are too few,
-# before the whole vocabulary is sorted. On a CPU finding 1,024 of 50,000 logits takes four times
-# as long as finding 128.
-FEW_CANDIDATES, NUCLEUS_CANDIDATES = 128, 1024
+#: Largest logits among which a nucleus is looked for first, and then where these are too few,
+#: before the whole vocabulary is sorted. On a CPU finding 1,024 of 50,000 logits takes four times
+#: as long as finding 128.
+FEW_CANDIDATES = 128
+NUCLEUS_CANDIDATES = 1024
 
 
 @dataclass(frozen=True)
@@ -53,56 +54,66 @@ class Sampling:
 
         With top-p, the device is read once, or once more for rows with a large nucleus.
         """
+        vocab = logits.shape[-1]
+        # 1. temperature
         logits = logits / self.temperature
-        largest = min(FEW_CANDIDATES, logits.shape[-1])
-        if 0 < self.top_k < logits.shape[-1]:
-            largest = self.top_k
-            logits = logits.masked_fill(
-                logits < logits.topk(largest).values[..., -1:], float("-inf")
-            )
-        return logits if self.top_p >= 1 else keep_nucleus(logits, self.top_p, largest)
+        # 2. the k most probable tokens, and those as probable as the last of them
+        candidates = min(FEW_CANDIDATES, vocab)
+        if 0 < self.top_k < vocab:
+            candidates = self.top_k
+            smallest = logits.topk(self.top_k).values[..., -1:]  # [..., 1]
+            logits = logits.masked_fill(logits < smallest, float("-inf"))
+        # 3. the nucleus
+        if self.top_p >= 1:
+            return logits
+        return keep_nucleus(logits, self.top_p, candidates)
 
 
-def keep_nucleus(logits: Tensor, top_p: float, largest: int) -> Tensor:
+def keep_nucleus(logits: Tensor, top_p: float, num_candidates: int) -> Tensor:
     """Set logits [..., V] outside the smallest set of most probable tokens with total probability
     `top_p` to -inf.
 
-    The set is looked for among the `largest` logits of each row, then among `NUCLEUS_CANDIDATES` in
-    rows where these hold less than `top_p`; only rows where those hold less, too, are sorted. Of
-    equal logits at the edge of the set those with the highest token ids are kept, as by sorting.
+    The set is looked for among the `num_candidates` largest logits of each distribution, then among
+    `NUCLEUS_CANDIDATES` where these hold less than `top_p`; only where those hold less, too, all
+    are sorted. Of equal logits at the edge of the set those with the highest token ids are kept, as
+    by sorting.
     """
-    rows = logits.reshape(-1, logits.shape[-1])
-    candidates, tokens = rows.topk(largest)
-    mass = rows.softmax(-1).gather(-1, tokens).cumsum(-1)
-    # the most probable token is always kept
-    count = 1 + (mass[:, :-1] < top_p).sum(-1, keepdim=True)
-    smallest = candidates.gather(-1, count - 1)
-    cut = rows < smallest
-    # tokens with the smallest logit that are too many
-    surplus = rows.shape[-1] - cut.sum(-1, keepdim=True) - count
-    short = mass[:, -1] < top_p
+    flat = logits.reshape(-1, logits.shape[-1])  # [N, V]
+    vocab = flat.shape[-1]
+    # 1. how many of the c candidates belong to the set; the most probable one always does
+    candidates, tokens = flat.topk(num_candidates)  # [N, c]
+    mass = flat.softmax(-1).gather(-1, tokens).cumsum(-1)  # [N, c]
+    count = 1 + (mass[:, :-1] < top_p).sum(-1, keepdim=True)  # [N, 1]
+    # 2. cut what is less probable than the last of them
+    smallest = candidates.gather(-1, count - 1)  # [N, 1]
+    cut = flat < smallest  # [N, V]
+    # 3. tokens as probable as the last of them that are too many, and distributions whose
+    # candidates are too few: one transfer from the device
+    surplus = vocab - cut.sum(-1, keepdim=True) - count  # [N, 1]
+    short = mass[:, -1] < top_p  # [N]
     any_tied, any_short = torch.stack([(surplus > 0).any(), short.any()]).tolist()
     if any_tied:
-        tied = rows == smallest
+        tied = flat == smallest  # [N, V]
         cut |= tied & (tied.cumsum(-1, dtype=torch.int32) <= surplus)
-    nucleus = rows.masked_fill(cut, float("-inf"))
+    nucleus = flat.masked_fill(cut, float("-inf"))
+    # 4. look further where candidates were too few
     if any_short:
-        more = largest < NUCLEUS_CANDIDATES < rows.shape[-1]
-        rest = rows[short]
-        nucleus[short] = (
-            keep_nucleus(rest, top_p, NUCLEUS_CANDIDATES)
-            if more
-            else keep_nucleus_by_sorting(rest, top_p)
-        )
+        rest = flat[short]
+        if num_candidates < NUCLEUS_CANDIDATES < vocab:
+            nucleus[short] = keep_nucleus(rest, top_p, NUCLEUS_CANDIDATES)
+        else:
+            nucleus[short] = keep_nucleus_by_sorting(rest, top_p)
     return nucleus.view_as(logits)
 
 
 def keep_nucleus_by_sorting(logits: Tensor, top_p: float) -> Tensor:
     """Compute `keep_nucleus` by sorting all logits [..., V]."""
-    ascending, tokens = logits.sort(dim=-1, stable=True)
+    ascending, tokens = logits.sort(dim=-1, stable=True)  # [..., V]
+    # the least probable tokens with at most 1 - top_p together, but never the most probable one
     tail = ascending.softmax(-1).cumsum(-1) <= 1 - top_p
-    tail[..., -1] = False  # always keep the most probable token
-    return logits.masked_fill(tail.scatter(-1, tokens, tail), float("-inf"))
+    tail[..., -1] = False
+    cut = tail.scatter(-1, tokens, tail)  # by token id
+    return logits.masked_fill(cut, float("-inf"))
 
 
 def uniforms(
@@ -113,11 +124,14 @@ def uniforms(
     Each row draws from its generator as many numbers as it would alone, whatever else is in the
     batch.
     """
-    rows = [
-        torch.rand(count, generator=g, dtype=torch.float64, device=g.device)
-        for g, count in zip(generators, counts, strict=True)
-    ]
-    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)
+    rows: list[Tensor] = []
+    for generator, count in zip(generators, counts, strict=True):
+        numbers = torch.rand(
+            count, generator=generator, dtype=torch.float64, device=generator.device
+        )
+        rows.append(numbers)
+    padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    return padded.to(device)
 
 
 def draw(logits: Tensor, u: Tensor) -> Tensor:
@@ -128,16 +142,17 @@ def draw(logits: Tensor, u: Tensor) -> Tensor:
     never drawn.
 
     Args:
-        logits: [..., V] in float32 (or float64, for tests), -inf for excluded tokens. u: float64
-            [...], in [0, 1).
+        logits: [..., V] in float32 (or float64, for tests), -inf for excluded tokens.
+        u: float64 [...], in [0, 1).
     """
-    # float32 sums would lose tokens below 3e-8; in place, since a vocabulary per row is a large
-    # allocation
-    cumulative = logits.softmax(-1).double().cumsum_(-1)
-    total = cumulative[..., -1:]
-    # below the total even where u * total rounds up to it, so that the last token with any mass is
-    # drawn then
-    place = torch.minimum(
-        (u[..., None] * total).to(total.dtype), total.nextafter(torch.zeros_like(total))
-    )
+    # 1. the cumulative distribution: float32 sums would lose tokens below 3e-8; in place, since a
+    # vocabulary for each is a large allocation
+    cumulative = logits.softmax(-1).double().cumsum_(-1)  # [..., V]
+    total = cumulative[..., -1:]  # [..., 1], 1 up to rounding
+    # 2. where u falls, below the total even where u * total rounds up to it: then the last token
+    # with any mass is drawn
+    place = (u[..., None] * total).to(total.dtype)
+    below_total = total.nextafter(torch.zeros_like(total))
+    place = torch.minimum(place, below_total)
+    # 3. the first token whose cumulative probability exceeds it
     return torch.searchsorted(cumulative, place, right=True)[..., 0]

@@ -72,7 +72,7 @@ class Backbone:
         varlen: whether packed documents are separated by their bounds, see `use_varlen`.
         decoding_need: hidden states that compiled passes return; set it before `compile_passes`.
         compiled: the compiled decoding passes, after `compile_passes`.
-        step_runner: replays steps, see `inference.runners.use_cuda_graphs`; None: they run eagerly,
+        step_runner: replays steps, see `inference.cuda_graphs.use_cuda_graphs`; None: they run eagerly,
             with exact sizes.
         gpu_kernels: parts for GPUs that it decodes with, see `use_gpu_kernels`.
 

@@ -18,7 +18,7 @@ from medusa_train.checkpoint.run_directory import CONFIG, HEADS, METRICS, TREE, 
 from medusa_train.config.paths import PROJECT_ROOT, resolve_path
 from medusa_train.config.schema import TrainConfig
 from medusa_train.errors import CheckpointError, MedusaError, signal_exit_code
-from medusa_train.inference.runners import use_cuda_graphs
+from medusa_train.inference.cuda_graphs import use_cuda_graphs
 from medusa_train.io import describe_size
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft

@@ -14,7 +14,7 @@ from shapes import Rates, llama_config, random_model
 
 from medusa_train.inference import step as step_module
 from medusa_train.inference.accept import accept
-from medusa_train.inference.runners import StepRunner
+from medusa_train.inference.runners import FixedShapeRunner
 from medusa_train.models import prepack
 from medusa_train.models.backbone import Backbone
 from medusa_train.trees.tree import Tree
@@ -30,9 +30,9 @@ def small_backbone() -> Backbone:
     return Backbone(random_model(SMALL, torch.float32, CPU), None, "small")
 
 
-@pytest.mark.parametrize("runner", [StepRunner(), TapeRunner()], ids=["run", "replayed"])
+@pytest.mark.parametrize("runner", [FixedShapeRunner(), TapeRunner()], ids=["run", "replayed"])
 def test_static_steps_compute_what_passes_do(
-    runner: StepRunner, monkeypatch: pytest.MonkeyPatch
+    runner: FixedShapeRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the same keys and values, and again after they have run: they leave the context as it
     was.

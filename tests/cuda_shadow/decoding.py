@@ -14,11 +14,11 @@ import torch
 from rich.console import Console
 
 import medusa_train
-from medusa_train.inference import runners
+from medusa_train.inference import cuda_graphs
 from medusa_train.inference.accept import Rule, Typical
 from medusa_train.inference.batch import BatchDecoder
 from medusa_train.inference.generate import Decoder, Generation
-from medusa_train.inference.runners import Replayable, Step, StepRunner
+from medusa_train.inference.runners import FixedShapeRunner, Replayable, Step
 from medusa_train.inference.sampling import Sampling
 from medusa_train.inference.step import Steps
 from medusa_train.models.backbone import Backbone
@@ -54,7 +54,7 @@ class Captured(Replayable):
             self._step()
 
 
-class CheckedRunner(StepRunner):
+class CheckedRunner(FixedShapeRunner):
     """Runs every step under the rules of a capture, and later ones with the shapes of the first."""
 
     def run(self, graphs: dict[Hashable, Replayable], key: Hashable, step: Step) -> None:
@@ -206,7 +206,7 @@ def test_choosing_a_tree(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("draft", [None, "prompt_lookup"])
 def test_a_loaded_model_answers(draft: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runners, "CudaGraphRunner", lambda device: CheckedRunner())
+    monkeypatch.setattr(cuda_graphs, "CudaGraphRunner", lambda device: CheckedRunner())
     model = medusa_train.load(base_model="data/tiny", dtype="float32", draft=draft)
     assert model.backbone.device.type == "cuda"
     assert model.generate("Write the word yes three times.", 12)

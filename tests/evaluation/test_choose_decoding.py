@@ -281,7 +281,9 @@ def test_on_a_gpu_measured_steps_decide(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_cuda_graphs_need_no_compilation(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = object()
-    monkeypatch.setattr("medusa_train.inference.runners.graph_runner", lambda device, model: runner)
+    monkeypatch.setattr(
+        "medusa_train.inference.cuda_graphs.graph_runner", lambda device, model: runner
+    )
     backbone = load_with_draft(resolve_model(str(run_dir), None, None), "float32").backbone
     assert backbone.step_runner is runner
     settings = DecodingSettings.of(backbone)

@@ -13,7 +13,7 @@ from medusa_train.evaluation.questions import Question, load_bench
 from medusa_train.evaluation.records import SkippedTurn, TimedAnswer
 from medusa_train.evaluation.timing import SpeedTest
 from medusa_train.inference.decoding_settings import DecodingMode
-from medusa_train.inference.runners import StepRunner
+from medusa_train.inference.runners import FixedShapeRunner
 from medusa_train.models.backbone import Backbone
 from medusa_train.trees.slots import Slots
 from tests.inference.tape import TapeRunner
@@ -163,7 +163,7 @@ def test_batches_give_the_answers_of_single_rows_and_share_their_time(
 ) -> None:
     questions = bench_questions(5)
     alone = speed_test(subject, 24).run(questions, lambda turn: None)[0]
-    monkeypatch.setattr(subject.backbone, "step_runner", StepRunner() if static else None)
+    monkeypatch.setattr(subject.backbone, "step_runner", FixedShapeRunner() if static else None)
     test = mode_test(subject, DecodingMode(batch_size=3))
     assert test.names == ["generate", "plain", "tree"]
     test.warm_up(questions)

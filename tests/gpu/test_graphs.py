@@ -10,8 +10,9 @@ from shapes import Rates, Sizes, llama_config
 
 from medusa_train.config.paths import PROJECT_ROOT
 from medusa_train.inference.batch import BatchDecoder, PendingRequest
+from medusa_train.inference.cuda_graphs import CudaGraphRunner, use_cuda_graphs
 from medusa_train.inference.generate import Decoder
-from medusa_train.inference.runners import CudaGraphRunner, StepRunner, use_cuda_graphs
+from medusa_train.inference.runners import FixedShapeRunner
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.loading import load_backbone
 from medusa_train.trees.tree import Tree
@@ -36,7 +37,7 @@ def backbone_on_gpu(family: str) -> Backbone:
 def test_graphs_give_the_tokens_of_steps(kind: str, family: str) -> None:
     backbone = backbone_on_gpu(family)
     draft, tree = (None, None) if kind == "plain" else (random_draft(kind, backbone), TREE)
-    backbone.step_runner = StepRunner()
+    backbone.step_runner = FixedShapeRunner()
     expected = answers(backbone, draft, tree)
     runner = backbone.step_runner = CudaGraphRunner(backbone.device)
     assert paths(answers(backbone, draft, tree)) == paths(expected)
@@ -49,7 +50,7 @@ def test_graphs_of_batches_give_the_tokens_of_steps(kind: str, family: str) -> N
     """Rows end and join; with five rows all buffers grow and graphs are captured again."""
     backbone = backbone_on_gpu(family)
     draft, tree = (None, None) if kind == "plain" else (random_draft(kind, backbone), TREE)
-    backbone.step_runner = StepRunner()
+    backbone.step_runner = FixedShapeRunner()
     expected, _ = streamed(BatchDecoder(backbone, draft, tree), 24, [7, 9])
     runner = backbone.step_runner = CudaGraphRunner(backbone.device)
     decoder = BatchDecoder(backbone, draft, tree)
@@ -73,7 +74,7 @@ def test_a_model_in_four_bits_is_captured() -> None:
     backbone = load_backbone(
         str(PROJECT_ROOT / "data" / "tiny"), dtype="bfloat16", quantization="nf4"
     )
-    backbone.step_runner = StepRunner()
+    backbone.step_runner = FixedShapeRunner()
     expected = answers(backbone)
     backbone.step_runner = None
     use_cuda_graphs(backbone)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from medusa_train.inference.generate import Decoder, Generation
-from medusa_train.inference.runners import StepRunner
+from medusa_train.inference.runners import FixedShapeRunner
 from medusa_train.inference.sampling import Sampling
 from medusa_train.inference.step import Steps
 from medusa_train.models.backbone import Backbone
@@ -79,10 +79,10 @@ def test_plain_turns_of_every_family(family: str) -> None:
     assert outcome(chat(Decoder(backbone, continues=True))) == expected
 
 
-@pytest.mark.parametrize("runner", [StepRunner, TapeRunner])
+@pytest.mark.parametrize("runner", [FixedShapeRunner, TapeRunner])
 @pytest.mark.parametrize("kind", ["plain", *KINDS])
 def test_turns_in_steps_of_fixed_shape(
-    kind: str, runner: type[StepRunner], monkeypatch: pytest.MonkeyPatch
+    kind: str, runner: type[FixedShapeRunner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small_blocks(monkeypatch, 16)
     backbone = random_backbone("llama")

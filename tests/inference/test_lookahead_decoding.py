@@ -158,9 +158,9 @@ def test_branch_tokens_are_neither_accepted_nor_kept() -> None:
     assert proposal.branch is not None
     assert proposal.tree.size == 2  # after 30: 5 9
     assert proposal.branch.tokens.shape == (2, 5)
-    all_tokens, rows = proposal.rows()
-    assert all_tokens.shape == (2, 8)
-    assert rows.size == 7
+    tokens, tree_and_branch = proposal.pass_inputs()
+    assert tokens.shape == (2, 8)
+    assert tree_and_branch.size == 7
     assert draft.limits(Tree.empty()) == (2 * 2 + 5, 3)
     states = torch.arange(16).view(2, 8, 1)
     assert proposal.outputs(states).flatten().tolist() == [0, 1, 2, 5, 6, 7, 8, 9, 10, 13, 14, 15]

@@ -14,7 +14,7 @@ from medusa_train.errors import MedusaError
 from medusa_train.inference.accept import Rule, Typical
 from medusa_train.inference.batch import BatchDecoder, PendingRequest
 from medusa_train.inference.generate import Decoder, Generation
-from medusa_train.inference.runners import Replayable, Step, StepRunner
+from medusa_train.inference.runners import FixedShapeRunner, Replayable, Step
 from medusa_train.inference.sampling import Sampling
 from medusa_train.inference.step import Steps
 from medusa_train.models.backbone import Backbone
@@ -45,7 +45,7 @@ FAMILIES = ["llama", "mistral-window", "gemma3"]
 RULES = {"sample": Sampling(1.5), "top-p": Sampling(0.8, top_p=0.9), "typical": Typical(1.0)}
 
 
-class CountingRunner(StepRunner):
+class CountingRunner(FixedShapeRunner):
     """Notes the shapes of steps: rows, columns that attention reads, columns of the caches."""
 
     def __init__(self) -> None:
@@ -201,7 +201,7 @@ def test_the_contexts_end(kind: str) -> None:
     draft, tree = draft_of(kind, backbone)
     plain = answers_alone(Decoder(backbone), 17, ())
     assert {out.finish for out in plain} == {"length", "context"}
-    backbone.step_runner = StepRunner()
+    backbone.step_runner = FixedShapeRunner()
     for rows in (2, 5):
         answers, sizes = streamed(BatchDecoder(backbone, draft, tree), 17, rows=rows, queue=QUEUE)
         assert results(answers) == results(plain)
@@ -213,7 +213,7 @@ def test_no_memory_is_allocated_for_further_batches(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backbone = random_backbone("llama")
-    backbone.step_runner = StepRunner()
+    backbone.step_runner = FixedShapeRunner()
     decoder = BatchDecoder(backbone, *draft_of(kind, backbone))
     expected = decoder.generate_batch(PROMPTS, 30, ())
     with monkeypatch.context() as patch:
@@ -246,7 +246,7 @@ def test_prompts_of_similar_length_share_a_prefill_pass(monkeypatch: pytest.Monk
     backbone = random_backbone("llama")
     draft = random_draft("hydra++", backbone)
     expected = [Decoder(backbone, draft, TREE).generate(prompt, 16, ()) for prompt in QUEUE]
-    backbone.step_runner = StepRunner()
+    backbone.step_runner = FixedShapeRunner()
     monkeypatch.setattr("medusa_train.inference.batch.PREFILL_PADDING", 3)
     assert details(BatchDecoder(backbone, draft, TREE).generate_batch(QUEUE, 16, ())) == details(
         expected
@@ -313,7 +313,7 @@ def test_compiled_passes_get_contiguous_inputs_and_the_memory_of_all_rows(tree: 
     backbone = random_backbone("llama")
     draft = random_draft("medusa", backbone)
     expected = alone(backbone, draft, tree, 14, [7])
-    backbone.step_runner, passes = StepRunner(), Passes(backbone)
+    backbone.step_runner, passes = FixedShapeRunner(), Passes(backbone)
     backbone.compiled = passes  # type: ignore[assignment]
     answers, sizes = streamed(BatchDecoder(backbone, draft, tree), 14, [7], queue=QUEUE, rows=4)
     assert details(answers) == details(expected)
@@ -327,7 +327,7 @@ def test_an_answer_started_before_the_other_ones_first_step_ends_it() -> None:
     backbone = random_backbone("llama")
     draft = random_draft("amphista", backbone)
     expected = Decoder(backbone, draft, TREE).generate(PROMPTS[2], 20).tokens
-    backbone.step_runner = StepRunner()
+    backbone.step_runner = FixedShapeRunner()
     decoder = Decoder(backbone, draft, TREE)
 
     def tokens(steps: Iterator[tuple[list[int], int]], rest: Callable[[], None]) -> list[int]:

@@ -9,16 +9,14 @@ import pytest
 import torch
 
 from medusa_train.inference.accept import Rule, Typical
-from medusa_train.inference.generate import Decoder, Generation
-from medusa_train.inference.runners import (
+from medusa_train.inference.cuda_graphs import (
     CudaGraphRunner,
     GraphRunner,
-    Replayable,
-    Step,
-    StepRunner,
     graph_obstacle,
     graph_runner,
 )
+from medusa_train.inference.generate import Decoder, Generation
+from medusa_train.inference.runners import FixedShapeRunner, Replayable, Step
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Proposer
 from medusa_train.trees.slots import KEY_BLOCK, Slots
@@ -53,13 +51,13 @@ def test_steps_give_the_tokens_and_paths_of_the_loop(kind: str, family: str) -> 
     backbone = random_backbone(family)
     if kind == "plain":
         expected = answers(backbone)
-        backbone.step_runner = StepRunner()
+        backbone.step_runner = FixedShapeRunner()
         assert paths(answers(backbone)) == paths(expected)
         return
     draft = random_draft(kind, backbone)
     with draft.no_early_exit():
         expected = answers(backbone, draft, TREE)
-    backbone.step_runner = StepRunner()
+    backbone.step_runner = FixedShapeRunner()
     assert paths(answers(backbone, draft, TREE)) == paths(expected)
     assert sum(sum(one.accepted) for one in expected) > 3  # paths were compacted
 
@@ -73,7 +71,7 @@ def test_replayed_steps_give_the_same(kind: str, family: str) -> None:
     """
     backbone = random_backbone(family)
     draft, tree = (None, None) if kind == "plain" else (random_draft(kind, backbone), TREE)
-    backbone.step_runner = StepRunner()
+    backbone.step_runner = FixedShapeRunner()
     expected = answers(backbone, draft, tree)
     runner = backbone.step_runner = TapeRunner()
     assert paths(answers(backbone, draft, tree)) == paths(expected)
@@ -154,7 +152,7 @@ def test_no_replay_reads_weights_that_have_moved(by: str) -> None:
     move_weights(backbone, draft, by)
     after = decoder.generate(PROMPTS[0], 24, ())
     assert runner.captures > count
-    backbone.step_runner = StepRunner()
+    backbone.step_runner = FixedShapeRunner()
     assert paths([after]) == paths([Decoder(backbone, draft, TREE).generate(PROMPTS[0], 24, ())])
     assert by == "draft" or after.tokens != before.tokens
 

@@ -45,7 +45,7 @@ class Proposal:
     early: Tensor | None = None
     branch: LookaheadBranch | None = None
 
-    def rows(self) -> tuple[Tensor, Tree | RowTrees | TreeAndBranch]:
+    def pass_inputs(self) -> tuple[Tensor, Tree | RowTrees | TreeAndBranch]:
         """Return the tokens of the pass, the branch tokens' last, and the tree that all of them
         form.
         """

@@ -1,0 +1,169 @@
+"""CUDA graphs: capture decoding steps, and replay them.
+
+A step over a few tokens launches hundreds of small kernels, which on a GPU takes longer than they
+run. A CUDA graph replays them with one launch, with the shapes and addresses that they were
+captured with: those of `inference.runners.FixedShapeRunner`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+import torch
+
+from medusa_train.inference.runners import FixedShapeRunner, Replayable, Step
+from medusa_train.models.backbone import Backbone
+from medusa_train.models.hf_config import has_experts, length_dependent_rope
+from medusa_train.models.precision import is_out_of_memory
+
+_log = logging.getLogger(__name__)
+
+
+class _NotCaptured(NamedTuple):
+    """A step that is run in place of a replay."""
+
+    replay: Step
+
+
+class GraphRunner(FixedShapeRunner):
+    """Captures each step when it is first run, and replays it from then on.
+
+    All graphs share one memory pool. That is safe in any order of replays, since a step leaves
+    nothing in it: results are copied to buffers outside. If capture fails, steps run as they are
+    and a warning says so.
+
+    Attributes:
+        works: whether no capture failed so far.
+    """
+
+    def __init__(self) -> None:
+        self.works = True
+
+    def run(self, graphs: dict[Hashable, Replayable], key: Hashable, step: Step) -> None:
+        """Run `step`, or replay what was captured under `key`.
+
+        The first run is the warm-up; capture runs nothing.
+        """
+        if key in graphs:
+            graphs[key].replay()
+            return
+        if not self.works:
+            step()
+            return
+        self._warm_up(step)
+        try:
+            graphs[key] = self._capture(step)
+        except RuntimeError as error:
+            if is_out_of_memory(error):  # this step alone goes on without a graph
+                graphs[key] = _NotCaptured(step)
+                return
+            self.works = False
+            reason = str(error).strip().partition("\n")[0]
+            _log.warning("CUDA graphs: capture failed, decoding goes on without graphs: %s", reason)
+
+    def _warm_up(self, step: Step) -> None:
+        """Run the step before it is captured."""
+        raise NotImplementedError
+
+    def _capture(self, step: Step) -> Replayable:
+        """Return what repeats the step, which capture need not run."""
+        raise NotImplementedError
+
+
+class CudaGraphRunner(GraphRunner):
+    """Captures steps as `torch.cuda.CUDAGraph`; see torch's notes on CUDA graphs, "Whole-network
+    capture".
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+        self._first: torch.cuda.CUDAGraph | None = None  # that was captured
+
+    def _warm_up(self, step: Step) -> None:
+        """Run the step on the stream of the captures, so that lazily created kernels and workspaces
+        exist.
+        """
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            step()
+        current.wait_stream(self._stream)
+
+    def _capture(self, step: Step) -> Replayable:
+        """Return the graph of the step.
+
+        Raises:
+            RuntimeError: the step waits for the device, or memory is short.
+        """
+        current = torch.cuda.current_stream(self._device)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # other threads may use the device during a capture, for example to write a checkpoint
+            with torch.cuda.graph(
+                graph, self._pool, self._stream, capture_error_mode="thread_local"
+            ):
+                step()
+        except RuntimeError:
+            # before torch 2.13 the allocator still counts a failed capture as underway, and
+            # `empty_cache` then fails
+            with contextlib.suppress(RuntimeError, AttributeError):
+                torch._C._cuda_endAllocateToPool(current.device_index, self._pool)
+            raise
+        finally:
+            # a failed capture leaves its own stream as the current one
+            torch.cuda.set_stream(current)
+        # nothing can be captured to a pool all of whose graphs are gone
+        if self._first is None:
+            self._first = graph
+        return graph
+
+
+def use_cuda_graphs(backbone: Backbone) -> None:
+    """Decode in steps that are captured as CUDA graphs, on a GPU and where they can be captured."""
+    if backbone.step_runner is None:
+        backbone.step_runner = graph_runner(backbone.device, backbone.model)
+
+
+def graph_runner(device: torch.device, model: Any) -> CudaGraphRunner | None:
+    """Return a runner that captures the steps of a transformers model on a GPU; None if they cannot
+    be captured.
+    """
+    if device.type != "cuda":
+        return None
+    if (obstacle := graph_obstacle(model)) is not None:
+        _log.info("no CUDA graphs, since the model %s", obstacle)
+        return None
+    return CudaGraphRunner(device)
+
+
+def graph_obstacle(model: Any) -> str | None:
+    """Return why a transformers model waits for the device in a pass, so that it can't be captured;
+    None: it can.
+    """
+    config = model.config.get_text_config()
+    if (rope_type := length_dependent_rope(config)) is not None:
+        return f"changes its rotary angles with the length ({rope_type})"
+    if has_experts(config):
+        return "routes tokens to experts"
+    # products in 8 bits look for outliers on the host, those in 4 bits wait for nothing
+    quantization = getattr(model.config, "quantization_config", None)
+    four_bit = getattr(quantization, "load_in_4bit", False)
+    if getattr(model, "is_quantized", False) and not four_bit:
+        return "is quantized in 8 bits"
+    return None
+
+
+def weight_addresses(module: torch.nn.Module) -> list[int]:
+    """Return where the parameters and buffers of a module lie."""
+    found: list[int] = []
+    for part in module.modules():
+        for tensor in (*part._parameters.values(), *part._buffers.values()):
+            if tensor is not None:
+                found.append(tensor.data_ptr())
+    return found
