@@ -107,9 +107,10 @@ def fetch_heads(repo: str) -> Path:
 
     offline = hub_is_unreachable()
     try:
-        return Path(
-            snapshot_download(repo, allow_patterns=list(_HEADS_FILES), local_files_only=offline)
+        directory = snapshot_download(
+            repo, allow_patterns=list(_HEADS_FILES), local_files_only=offline
         )
+        return Path(directory)
     except Exception as error:  # the clients of the hub and of HTTP raise many unrelated exceptions
         reason = describe_hub_error(error, repo, "model")
         if reason is None and offline:
@@ -133,6 +134,7 @@ def _download(url: str, target: Path, size: int, etag: str, on_bytes: OnBytes | 
         furthest = done
         attempt = 0  # attempts without progress
         while done < size:
+            # 1. The bytes from `done` on.
             broken: Exception | None = None
             try:
                 _append(url, part, done, size, on_bytes)
@@ -141,9 +143,14 @@ def _download(url: str, target: Path, size: int, etag: str, on_bytes: OnBytes | 
                     raise
                 broken = error
             done = _size_of(part)
-            # a server that starts over from the first byte makes progress only beyond the last time
-            attempt = 1 if done > furthest else attempt + 1
-            furthest = max(furthest, done)
+            # 2. Progress: a server that starts over from the first byte makes it only beyond the
+            # last time.
+            if done > furthest:
+                attempt = 1
+                furthest = done
+            else:
+                attempt += 1
+            # 3. Once more, unless it has failed too often.
             if done < size and attempt >= MAX_ATTEMPTS:
                 if broken is not None:
                     raise broken
@@ -154,16 +161,19 @@ def _download(url: str, target: Path, size: int, etag: str, on_bytes: OnBytes | 
                 )
             if done < size:
                 time.sleep(attempt)
-        if done != size or (
-            re.fullmatch("[0-9a-f]{64}", etag) is not None and _sha256(part) != etag
-        ):
+        is_damaged = done != size
+        if not is_damaged and re.fullmatch("[0-9a-f]{64}", etag):
+            is_damaged = _sha256(part) != etag
+        if is_damaged:
             part.unlink()
             raise FetchError("the download was damaged and is deleted; run the command again")
         part.replace(target)
 
 
 def _size_of(part: Path) -> int:
-    return part.stat().st_size if part.exists() else 0
+    if not part.exists():
+        return 0
+    return part.stat().st_size
 
 
 def _append(url: str, part: Path, done: int, size: int, on_bytes: OnBytes | None) -> None:
@@ -212,7 +222,7 @@ def check_length(stated: str | None, expected: int) -> None:
 def _sha256(path: Path) -> str:
     digest = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(1 << 20):
+        for block in iter(lambda: file.read(1 << 20), b""):
             digest.update(block)
     return digest.hexdigest()
 
@@ -226,7 +236,8 @@ def describe_hub_error(
     from huggingface_hub import constants
     from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, RepositoryNotFoundError
 
-    page = f"{constants.ENDPOINT}/{'datasets/' if kind == 'dataset' else ''}{name}"
+    folder = "datasets/" if kind == "dataset" else ""
+    page = f"{constants.ENDPOINT}/{folder}{name}"
     login = "log in with `hf auth login` or set HF_TOKEN"
     for cause in _causes(error):
         status = getattr(getattr(cause, "response", None), "status_code", None)
