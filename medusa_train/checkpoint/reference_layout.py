@@ -31,7 +31,10 @@ _BLOCK = re.compile(r"(\d+)\.(\d+)\.linear\.(weight|bias)")
 _HEAD = re.compile(r"(\d+)\.(\d+)\.(weight|bias)")
 #: The first head's own lm_head; absent where all share the backbone's.
 LM_HEAD_0 = "lm_heads.0.weight"
-_OURS = re.compile(r"blocks\.(\d+)\.(\d+)\.linear\.(weight|bias)|lm_heads\.(\d+)\.(weight|bias)")
+_FIRST_BLOCK = "blocks.0.0.linear.weight"
+_STATE_NAME = re.compile(
+    r"blocks\.(\d+)\.(\d+)\.linear\.(weight|bias)|lm_heads\.(\d+)\.(weight|bias)"
+)
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,8 @@ class HeadTensors:
     @property
     def hidden_size(self) -> int:
         """Hidden size, d."""
-        return self.state["blocks.0.0.linear.weight" if self.shared else LM_HEAD_0].shape[1]
+        first = _FIRST_BLOCK if self.shared else LM_HEAD_0
+        return self.state[first].shape[1]
 
     @property
     def vocab_size(self) -> int | None:
@@ -76,12 +80,16 @@ class HeadTensors:
             return self.state[_EMBEDDING].shape[0]
         if self.token_map is not None:
             return self.backbone_tokens
-        return None if self.shared else self.state[LM_HEAD_0].shape[0]
+        if self.shared:
+            return None
+        return self.state[LM_HEAD_0].shape[0]
 
     @property
     def markov_rank(self) -> int:
         """Rank of the Markov bias, 0 without one."""
-        return self.state[_EMBEDDING].shape[-1] if _EMBEDDING in self.state else 0
+        if _EMBEDDING not in self.state:
+            return 0
+        return self.state[_EMBEDDING].shape[-1]
 
 
 def to_reference(state: Mapping[str, Tensor], num_layers: int) -> dict[str, Tensor]:
@@ -90,15 +98,13 @@ def to_reference(state: Mapping[str, Tensor], num_layers: int) -> dict[str, Tens
 
 
 def _reference_name(name: str, num_layers: int) -> str:
-    match = _OURS.fullmatch(name)
+    match = _STATE_NAME.fullmatch(name)
     if match is None:
         return name  # of the token map or a Markov bias
     head, block, kind, lm_head, lm_head_kind = match.groups()
-    return (
-        f"{head}.{block}.linear.{kind}"
-        if lm_head is None
-        else f"{lm_head}.{num_layers}.{lm_head_kind}"
-    )
+    if lm_head is None:
+        return f"{head}.{block}.linear.{kind}"
+    return f"{lm_head}.{num_layers}.{lm_head_kind}"
 
 
 def from_reference(tensors: Mapping[str, Tensor], source: str = "the heads file") -> HeadTensors:
@@ -111,21 +117,27 @@ def from_reference(tensors: Mapping[str, Tensor], source: str = "the heads file"
     lm_head_index: dict[str, int] = {}  # of each head: its number of blocks
     for full_name, tensor in tensors.items():
         name = _PREFIX.sub("", full_name)
-        if match := _BLOCK.fullmatch(name):
-            state[f"blocks.{match[1]}.{match[2]}.linear.{match[3]}"] = tensor
-        elif name == TOKEN_MAP or name in _MARKOV:  # the same in the file and in the state dict
+        if name == TOKEN_MAP or name in _MARKOV:  # the same in the file and in the state dict
             state[name] = tensor
-        elif match := _HEAD.fullmatch(name):
-            if lm_head_index.setdefault(match[1], int(match[2])) != int(match[2]):
+        elif (match := _BLOCK.fullmatch(name)) is not None:
+            head, block, kind = match.groups()
+            state[f"blocks.{head}.{block}.linear.{kind}"] = tensor
+        elif (match := _HEAD.fullmatch(name)) is not None:
+            head, index, kind = match.groups()
+            if lm_head_index.setdefault(head, int(index)) != int(index):
                 raise CheckpointError(f"{source}: {full_name}: a head has two lm_head matrices")
-            state[f"lm_heads.{match[1]}.{match[3]}"] = tensor
+            state[f"lm_heads.{head}.{kind}"] = tensor
         else:
             raise CheckpointError(
                 f"{source}: {full_name} is not a weight of Medusa heads in the public code's layout"
             )
-    if len(counts := sorted(set(lm_head_index.values()))) > 1:
+    counts = sorted(set(lm_head_index.values()))
+    if len(counts) > 1:
         raise CheckpointError(f"{source}: the heads have different numbers of blocks: {counts}")
-    return checked_heads(state, source, counts[0] if counts else None)
+    num_layers = None
+    if counts:
+        num_layers = counts[0]
+    return checked_heads(state, source, num_layers)
 
 
 def checked_heads(
@@ -137,17 +149,22 @@ def checked_heads(
         num_layers: blocks per head, if the file states it; defaults to the largest number that a
             head has.
     """
-    blocks = [match for name in state if (match := _OURS.fullmatch(name)) and match[1] is not None]
-    numbers = {match[1] for match in blocks} | {
-        name.split(".")[1] for name in state if name.startswith("lm_heads.")
-    }
-    if not numbers:
+    head_numbers = set()
+    block_numbers = set()
+    for name in state:
+        if name.startswith("lm_heads."):
+            head_numbers.add(name.split(".")[1])
+        match = _STATE_NAME.fullmatch(name)
+        if match is not None and match[1] is not None:
+            head_numbers.add(match[1])
+            block_numbers.add(match[2])
+    if not head_numbers:
         raise CheckpointError(f"{source}: holds no heads")
     if num_layers is None:
-        num_layers = len({match[2] for match in blocks})
+        num_layers = len(block_numbers)
     if TOKEN_MAP in state:
         state[TOKEN_MAP] = checked_token_map(state, source)
-    heads = HeadTensors(len(numbers), num_layers, state)
+    heads = HeadTensors(len(head_numbers), num_layers, state)
     _check_tensors(heads, source)
     return heads
 
@@ -159,20 +176,39 @@ def shared_block_warning(heads: HeadTensors) -> str | None:
     It builds one block per head and repeats it, so of several distinct blocks only the last one is
     used.
     """
-    distinct = any(
-        not torch.equal(
-            heads.state[f"blocks.{i}.0.linear.{kind}"], heads.state[f"blocks.{i}.{j}.linear.{kind}"]
-        )
-        for i in range(heads.num_heads)
-        for j in range(1, heads.num_layers)
-        for kind in ("weight", "bias")
-    )
-    if not distinct:
+    if not _has_distinct_blocks(heads):
         return None
     return (
         f"these heads have {heads.num_layers} distinct blocks each; the public Medusa loader shares"
         " one block among all layers of a head, so it does not compute what was trained (TGI does)"
     )
+
+
+def _has_distinct_blocks(heads: HeadTensors) -> bool:
+    for i in range(heads.num_heads):
+        for j in range(1, heads.num_layers):
+            for kind in ("weight", "bias"):
+                first = heads.state[f"blocks.{i}.0.linear.{kind}"]
+                if not torch.equal(first, heads.state[f"blocks.{i}.{j}.linear.{kind}"]):
+                    return True
+    return False
+
+
+def _expected_names(heads: HeadTensors) -> set[str]:
+    """Return the names of all tensors of heads with these numbers, but for the token map."""
+    names = heads.state.keys()
+    lm_head_kinds = {name.rpartition(".")[2] for name in names if name.startswith("lm_heads.")}
+    if lm_head_kinds:
+        lm_head_kinds.add("weight")
+    expected = set()
+    for i in range(heads.num_heads):
+        for j in range(heads.num_layers):
+            expected.add(f"blocks.{i}.{j}.linear.weight")
+            expected.add(f"blocks.{i}.{j}.linear.bias")
+        expected |= {f"lm_heads.{i}.{kind}" for kind in lm_head_kinds}
+    if _MARKOV & names:
+        expected |= _MARKOV
+    return expected
 
 
 def _check_tensors(heads: HeadTensors, source: str) -> None:
@@ -181,31 +217,38 @@ def _check_tensors(heads: HeadTensors, source: str) -> None:
     def listed(names: set[str]) -> str:
         return ", ".join(_reference_name(name, heads.num_layers) for name in sorted(names))
 
+    # 1. The names.
     state = heads.state
-    lm_head_kinds = {name.rpartition(".")[2] for name in state if name.startswith("lm_heads.")}
-    lm_head_kinds |= {"weight"} if lm_head_kinds else set()
-    blocks = [
-        f"blocks.{i}.{j}.linear" for i in range(heads.num_heads) for j in range(heads.num_layers)
-    ]
-    expected = {f"{block}.{kind}" for block in blocks for kind in ("weight", "bias")}
-    expected |= {f"lm_heads.{i}.{kind}" for i in range(heads.num_heads) for kind in lm_head_kinds}
-    expected |= _MARKOV if _MARKOV & state.keys() else set()
-    if missing := expected - state.keys():
+    expected = _expected_names(heads)
+    missing = expected - state.keys()
+    if missing:
         raise CheckpointError(f"{source}: incomplete, {listed(missing)} missing")
-    if extra := state.keys() - expected - {TOKEN_MAP}:
+    extra = state.keys() - expected - {TOKEN_MAP}
+    if extra:
         raise CheckpointError(f"{source}: weights that belong to no head: {listed(extra)}")
-    first = "blocks.0.0.linear.weight" if heads.shared else LM_HEAD_0
+    # 2. The sizes, of which the first matrix says two.
+    first = _FIRST_BLOCK if heads.shared else LM_HEAD_0
     if state[first].dim() != 2:
         raise CheckpointError(
             f"{source}: {listed({first})} is not a matrix: shape {list(state[first].shape)}"
         )
-    rows, width = state[first].shape
-    tokens = rows if heads.token_map is None and not heads.shared else heads.vocab_size
-    predicted = tokens if heads.token_map is None else len(heads.token_map)
-    shapes = {_EMBEDDING: (tokens, heads.markov_rank), _OUTPUT: (predicted, heads.markov_rank)}
+    lm_head_rows, width = state[first].shape
+    tokens = heads.vocab_size
+    if heads.token_map is None and not heads.shared:
+        tokens = lm_head_rows
+    predicted = tokens
+    if heads.token_map is not None:
+        predicted = len(heads.token_map)
+    # 3. The shapes.
     for name in sorted(expected):
-        size = rows if name.startswith("lm_heads.") else width
-        shape = shapes.get(name, (size,) if name.endswith(".bias") else (size, width))
+        size = lm_head_rows if name.startswith("lm_heads.") else width
+        shape: tuple[int | None, ...] = (size, width)
+        if name.endswith(".bias"):
+            shape = (size,)
+        elif name == _EMBEDDING:
+            shape = (tokens, heads.markov_rank)
+        elif name == _OUTPUT:
+            shape = (predicted, heads.markov_rank)
         if tuple(state[name].shape) != shape:
             found = list(state[name].shape)
             raise CheckpointError(f"{source}: {listed({name})} is {found}, expected {list(shape)}")
@@ -216,12 +259,8 @@ def checked_token_map(state: Mapping[str, Tensor], source: str) -> Tensor:
     rows.
     """
     tokens = state[TOKEN_MAP]
-    if (
-        tokens.dim() != 1
-        or tokens.is_floating_point()
-        or tokens.dtype == torch.bool
-        or not len(tokens)
-    ):
+    are_integers = not tokens.is_floating_point() and tokens.dtype != torch.bool
+    if tokens.dim() != 1 or not are_integers or not len(tokens):
         raise CheckpointError(
             f"{source}: {TOKEN_MAP} is not a list of token ids ({list(tokens.shape)}"
             f" {tokens.dtype})"

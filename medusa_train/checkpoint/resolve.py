@@ -29,9 +29,13 @@ SAFETENSORS = "medusa_lm_head.safetensors"
 PICKLED = "medusa_lm_head.pt"
 HEADS_CONFIG = "config.json"
 MODEL_FILES = ("model.safetensors", "pytorch_model.bin")
-#: Values of the key `tree` that are no files: the tree of tree.json, none, or another in every
-# step, of a given size.
-FIXED, NO_TREE, DYNAMIC = "fixed", "none", re.compile(r"dynamic(:[1-9]\d*x[1-9]\d*)?")
+# Values of the key `tree` that are no files.
+#: The tree of tree.json.
+FIXED = "fixed"
+#: No tree.
+NO_TREE = "none"
+#: Another tree in every step, of a given size.
+DYNAMIC = re.compile(r"dynamic(:[1-9]\d*x[1-9]\d*)?")
 #: Prefixes of the heads in the state dict of a Medusa-2 full model.
 PREFIXES = ("medusa_head.", "medusa_heads.")
 
@@ -129,7 +133,8 @@ class ModelPaths:
                 f"draft {lookup.name}: {self.base_model} has no heads; name a run with --model, or"
                 f" set draft: {lookup.kind}"
             )
-        if (kind := heads_kind(self.heads)) != lookup.heads:
+        kind = heads_kind(self.heads)
+        if kind != lookup.heads:
             raise CheckpointError(
                 f"draft {lookup.name}: the heads in {self.heads} are {kind};"
                 f" {_advice(kind, lookup)}"
@@ -145,12 +150,12 @@ class ModelPaths:
             raise CheckpointError(
                 f"tree {tree}: {self.base_model} has no heads; name a run with --model"
             )
-        if not DRAFT_CONFIGS.get(kind := heads_kind(self.heads), DraftConfig).dynamic_trees:
-            able = " or ".join(
-                name for name, config in DRAFT_CONFIGS.items() if config.dynamic_trees
-            )
+        kind = heads_kind(self.heads)
+        if not DRAFT_CONFIGS.get(kind, DraftConfig).dynamic_trees:
+            able = [name for name, config in DRAFT_CONFIGS.items() if config.dynamic_trees]
             raise CheckpointError(
-                f"tree {tree}: needs {able}, but {self.heads} is {kind}; use --tree {FIXED}"
+                f"tree {tree}: needs {' or '.join(able)}, but {self.heads} is {kind}; use --tree"
+                f" {FIXED}"
             )
         return replace(self, tree_mode=tree)
 
@@ -158,11 +163,11 @@ class ModelPaths:
         """Return the paths with another threshold of drafting; raises CheckpointError for heads
         that have none.
         """
-        kind = "no heads" if self.heads is None else heads_kind(self.heads)
-        if (
-            threshold is not None
-            and "threshold" not in DRAFT_CONFIGS.get(kind, DraftConfig).model_fields
-        ):
+        kind = "no heads"
+        if self.heads is not None:
+            kind = heads_kind(self.heads)
+        keys = DRAFT_CONFIGS.get(kind, DraftConfig).model_fields
+        if threshold is not None and "threshold" not in keys:
             raise CheckpointError(
                 f"threshold: stops the drafting of Kangaroo, but {self.home} has {kind}; remove it"
             )
@@ -171,18 +176,18 @@ class ModelPaths:
     @property
     def backbone_form(self) -> str:
         """How the backbone is loaded for decoding, in words for reports."""
-        if self.adapter is not None:
-            return (
-                f"{self.quantization}, dequantised, adapter folded in"
-                if self.quantization
-                else "adapter folded in"
-            )
-        return self.quantization or "unquantised"
+        if self.adapter is None:
+            return self.quantization or "unquantised"
+        if self.quantization:
+            return f"{self.quantization}, dequantised, adapter folded in"
+        return "adapter folded in"
 
     @property
     def name(self) -> str | None:
         """Name of the model in reports; None without heads."""
-        return None if self.heads is None else str(self.home)
+        if self.heads is None:
+            return None
+        return str(self.home)
 
 
 def resolve_model(
@@ -216,27 +221,36 @@ def resolve_model(
         threshold: confidence up to which drafting stops; None: the heads' own.
         gpu_kernels: parts for GPUs that decoding uses, see the key.
     """
-    paths = _resolve(model, base_model, Path(tree) if names_tree_file(tree) else None)
-    if lookup is None or lookup.heads is not None:  # others choose their trees themselves
+    # 1. Where the backbone, the heads and a tree file are.
+    tree_file = None
+    if names_tree_file(tree):
+        tree_file = Path(tree)
+    paths = _resolve(model, base_model, tree_file)
+    # 2. What it drafts with. Drafts without training that stand alone choose their trees themselves.
+    if lookup is None or lookup.heads is not None:
         if str(tree) == NO_TREE:
-            paths, lookup = replace(paths, tree=None, tree_mode=NO_TREE), None
+            paths = replace(paths, tree=None, tree_mode=NO_TREE)
+            lookup = None
         elif DYNAMIC.fullmatch(str(tree)):
             paths = paths.with_dynamic_trees(str(tree))
     paths = paths.with_lookup(lookup).with_threshold(threshold)
-    if (
-        needs_backbone
-        and resolve_path(paths.base_model) is None
-        and looks_like_path(paths.base_model)
-    ):
-        advice = "" if base_model else f" (named by {paths.home}; give another with --base-model)"
-        raise BackboneError(f"base_model {paths.base_model}: no such directory{advice}")
+    # 3. Whether the backbone is there.
+    base = paths.base_model
+    if needs_backbone and resolve_path(base) is None and looks_like_path(base):
+        advice = f" (named by {paths.home}; give another with --base-model)"
+        if base_model:
+            advice = ""
+        raise BackboneError(f"base_model {base}: no such directory{advice}")
+    # 4. What the user says in place of the run.
+    if chat_template_kwargs is None:
+        chat_template_kwargs = paths.chat_template_kwargs
+    if special_tokens is None:
+        special_tokens = paths.special_tokens
     return replace(
         paths,
         chat_template=chat_template or paths.chat_template,
-        chat_template_kwargs=(
-            paths.chat_template_kwargs if chat_template_kwargs is None else chat_template_kwargs
-        ),
-        special_tokens=paths.special_tokens if special_tokens is None else special_tokens,
+        chat_template_kwargs=chat_template_kwargs,
+        special_tokens=special_tokens,
         trust_remote_code=trust_remote_code,
         asks_for_remote_code=paths.asks_for_remote_code and not trust_remote_code,
         gpu_kernels=tuple(sorted(set(gpu_kernels))),
@@ -245,9 +259,9 @@ def resolve_model(
 
 def names_tree_file(tree: str | Path | None) -> TypeGuard[str | Path]:
     """Return whether a value of the key `tree` is a file."""
-    return (
-        tree is not None and str(tree) not in (FIXED, NO_TREE) and not DYNAMIC.fullmatch(str(tree))
-    )
+    if tree is None or str(tree) in (FIXED, NO_TREE):
+        return False
+    return DYNAMIC.fullmatch(str(tree)) is None
 
 
 def runs_directory() -> Path:
@@ -266,13 +280,12 @@ def newest_run(runs: Path) -> Path:
             " CONFIG.yaml` first, or name a run (or, to measure the baselines alone, a"
             " base_model)."
         )
-    return max(
-        trained,
-        key=lambda run: (
-            max(one.stat().st_mtime for one in find_heads(run / HEADS).files),
-            run.name,
-        ),
-    )
+
+    def written(run: Path) -> tuple[float, str]:
+        times = [file.stat().st_mtime for file in find_heads(run / HEADS).files]
+        return max(times), run.name
+
+    return max(trained, key=written)
 
 
 class HeadFiles(NamedTuple):
@@ -287,19 +300,20 @@ class HeadFiles(NamedTuple):
 
 def find_heads(directory: Path) -> HeadFiles:
     """Find the draft heads in a directory by the names of its files and its config.json."""
+    # 1. A file with a name of its own.
     for layout, names in _OWN_FILES.items():
-        if files := [path for name in names if (path := directory / name).is_file()]:
-            return HeadFiles(directory, layout, files[:1])
-    config, weights = (
-        read_mapping(directory / HEADS_CONFIG),
-        sorted(directory.glob("*.safetensors")),
-    )
+        for name in names:
+            if (directory / name).is_file():
+                return HeadFiles(directory, layout, [directory / name])
+    # 2. What config.json says.
+    config = read_mapping(directory / HEADS_CONFIG)
+    weights = sorted(directory.glob("*.safetensors"))
     if config.get("model_type") == "medusa" and weights:
         return HeadFiles(directory, "vllm", weights)
     if _is_eagle3(config):
-        return HeadFiles(
-            directory, "eagle3", weights or sorted(directory.glob("pytorch_model.bin"))
-        )
+        weights = weights or sorted(directory.glob("pytorch_model.bin"))
+        return HeadFiles(directory, "eagle3", weights)
+    # 3. The tensors of a full model.
     shards = sorted(set(_shards_with_heads(directory)))
     return HeadFiles(directory, "model" if shards else None, shards)
 
@@ -338,9 +352,11 @@ def _holds_merged(name: str) -> bool:
 def heads_kind(directory: Path) -> str:
     """Return the kind of the heads in `directory`, as in the key `draft`."""
     layout = find_heads(directory).layout
-    if layout != "draft":
-        return "eagle3" if layout == "eagle3" else "medusa"
-    return str(read_mapping(directory / HEADS_CONFIG).get("draft"))
+    if layout == "draft":
+        return str(read_mapping(directory / HEADS_CONFIG).get("draft"))
+    if layout == "eagle3":
+        return "eagle3"
+    return "medusa"
 
 
 def _advice(kind: str, lookup: LookupChoice) -> str:
@@ -357,14 +373,14 @@ def _resolve(model: str | None, base_model: str | None, tree: Path | None) -> Mo
         if name == "merged":  # RUN/export/merged, which every run may have
             name = "-".join(Path(base).resolve().parts[-3:])
         return ModelPaths(runs_directory() / "baselines" / name, base, None, None, None)
-    directory = newest_run(runs_directory()) if model is None else _existing_directory(model)
-    if model is not None and resolve_path(model) is None:
-        return _resolve_fetched(model, directory, base_model, tree)
-    if (
-        directory.name == HEADS
-        and find_heads(directory).layout
-        and (directory.parent / CONFIG).is_file()
-    ):
+    if model is None:
+        directory = newest_run(runs_directory())
+    else:
+        directory = _existing_directory(model)
+        if resolve_path(model) is None:
+            return _resolve_fetched(model, directory, base_model, tree)
+    is_heads_of_run = directory.name == HEADS and (directory.parent / CONFIG).is_file()
+    if is_heads_of_run and find_heads(directory).layout:
         directory = directory.parent  # RUN/heads means RUN
     if find_heads(directory / HEADS).layout:
         return _resolve_run(directory, base_model, tree)
@@ -420,15 +436,24 @@ def _resolve_run(run: Path, base_model: str | None, tree: Path | None) -> ModelP
         raise CheckpointError(
             f"{run / 'config.yaml'}: names no base_model; give it with --base-model NAME"
         )
-    quantization: Quantization | None = None
+    # 1. The backbone that decodes: the one that the run trained, the one that it was trained on, or
+    # another, which may have the adapter in it already.
     is_other = _local_or_hub(base) != _local_or_hub(str(config.get("base_model")))
-    is_merged = is_other and _holds_merged(_local_or_hub(base))  # the adapter is in it already
+    is_merged = is_other and _holds_merged(_local_or_hub(base))
+    quantization: Quantization | None = None
     if base_model is None and (run / MODEL / HEADS_CONFIG).is_file():
         base = str(run / MODEL)  # a joint run without an adapter trained the backbone itself
-    elif not is_merged and (config.get("load_in_4bit") or config.get("load_in_8bit")):
+    elif not is_merged:
         # Heads over a quantised backbone were trained on its hidden states, not on those of the
         # original.
-        quantization = "nf4" if config.get("load_in_4bit") else "int8"
+        if config.get("load_in_4bit"):
+            quantization = "nf4"
+        elif config.get("load_in_8bit"):
+            quantization = "int8"
+    adapter = None
+    if not is_merged and (run / ADAPTER / "adapter_config.json").is_file():
+        adapter = run / ADAPTER
+    # 2. What is said of chats.
     template = config.get("chat_template")
     template_kwargs = config.get("chat_template_kwargs")
     special_tokens = config.get("special_tokens")
@@ -438,11 +463,7 @@ def _resolve_run(run: Path, base_model: str | None, tree: Path | None) -> ModelP
         heads=run / HEADS,
         tree=_resolve_tree(tree, run),
         chat_template=template if isinstance(template, str) else None,
-        adapter=(
-            run / ADAPTER
-            if (run / ADAPTER / "adapter_config.json").is_file() and not is_merged
-            else None
-        ),
+        adapter=adapter,
         quantization=quantization,
         asks_for_remote_code=base_model is None and config.get("trust_remote_code") is True,
         chat_template_kwargs=template_kwargs if isinstance(template_kwargs, dict) else {},
@@ -472,13 +493,19 @@ def names_no_backbone(model: str) -> bool:
 
 
 def _local_or_hub(name: str) -> str:
+    """Return the path of a local model, or the name unchanged."""
     local = resolve_path(name)
-    return name if local is None else str(local)
+    if local is None:
+        return name
+    return str(local)
 
 
 def _resolve_tree(tree: Path | None, home: Path) -> Path | None:
+    """Return the tree file that was given, or else tree.json of `home` if there is one."""
     if tree is None:
-        return home / TREE if (home / TREE).is_file() else None
+        if not (home / TREE).is_file():
+            return None
+        return home / TREE
     path = resolve_path(tree)
     if path is None:
         raise CheckpointError(
@@ -535,7 +562,10 @@ def _read_config(path: Path) -> dict[str, Any]:
         return {}
     try:
         text = path.read_text(encoding="utf-8")
-        content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        if path.suffix == ".json":
+            content = json.loads(text)
+        else:
+            content = yaml.safe_load(text)
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise CheckpointError(f"{path}: cannot be read ({error})") from None
     if not isinstance(content, dict):
