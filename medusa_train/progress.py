@@ -16,6 +16,7 @@ Figures that are logged (loss, accuracy) belong to `metrics_log`.
 from __future__ import annotations
 
 import math
+import threading
 import time
 from typing import Any
 
@@ -28,6 +29,8 @@ from medusa_train.hub import FETCHING
 
 #: Seconds between two lines where the output is not a terminal.
 LINE_SECONDS = 10.0
+#: Seconds of a ticking phase without a bar before its first line.
+SILENT_SECONDS = 5.0
 #: Seconds between two redraws of a bar by the caller's updates.
 REDRAW_SECONDS = 0.1
 
@@ -45,6 +48,7 @@ class RunProgress:
     Attributes:
         seconds: wall time of every finished phase by name, in order; phases of the same name are
             added up.
+        last_line: `time.perf_counter()` when a line was printed last.
     """
 
     def __init__(
@@ -59,7 +63,7 @@ class RunProgress:
         self.line_seconds = line_seconds
         self.seconds: dict[str, float] = {}
         self._started = time.perf_counter() if started is None else started
-        self._last_line = time.perf_counter()
+        self.last_line = time.perf_counter()
 
     @property
     def total_seconds(self) -> float:
@@ -83,9 +87,10 @@ class RunProgress:
             total: number of units to do, None where it is unknown.
             unit: the name of a unit, in the plural ("turns").
             completed: units that an earlier run already did; they do not count for the time left.
-            ticking: show the elapsed time beside the bar from a thread although nothing advances,
-                for loading a model. Never for a phase in which something is timed: the thread would
-                run beside it.
+            ticking: show the elapsed time from a thread although nothing advances, for loading a
+                model: beside the bar, or in a line after `SILENT_SECONDS` and then every
+                `line_seconds`. Never for a phase in which something is timed: the thread would run
+                beside it.
             inline: the phase is part of one that is shown already: print lines in place of a bar,
                 the first after `line_seconds`.
         """
@@ -113,11 +118,11 @@ class RunProgress:
 
     def reset_clock(self) -> None:
         """Make the next progress line due in `line_seconds`."""
-        self._last_line = time.perf_counter()
+        self.last_line = time.perf_counter()
 
     def print_if_due(self, line: str) -> None:
         """Print a progress line unless the last line is less than `line_seconds` old."""
-        if time.perf_counter() - self._last_line >= self.line_seconds:
+        if time.perf_counter() - self.last_line >= self.line_seconds:
             self.print(line)
 
 
@@ -141,6 +146,8 @@ class Phase:
         self._progress, self._inline = progress, inline
         self._first, self._tokens, self._detail, self._last_redraw = completed, 0, "", 0.0
         self._has_bar = progress.console.is_terminal and not inline
+        self._prints_time = ticking and not self._has_bar
+        self._stopped = threading.Event()
         self._bar = rich_progress.Progress(
             *_columns(total),
             console=progress.console,
@@ -169,13 +176,17 @@ class Phase:
         self._bar.start_task(self._task.id)
         if self._inline:
             self._progress.reset_clock()
-            return
-        if self._has_bar:
+        elif self._has_bar:
             self._bar.start()
-        self._show()
+        if not self._inline:
+            self._show()
+        if self._prints_time:
+            self._stopped.clear()
+            threading.Thread(target=self._print_time, daemon=True).start()
 
     def stop(self) -> None:
         """Record the wall time and stop showing the phase; `with` does this."""
+        self._stopped.set()
         if self._has_bar:
             self._bar.stop()
         recorded = self._progress.seconds
@@ -224,6 +235,16 @@ class Phase:
             if total is None or done <= 0
             else duration(self.seconds / done * max(total - self.completed, 0))
         )
+
+    def _print_time(self) -> None:
+        """Print a line whenever nothing was printed for a while, until the phase ends."""
+        wait = SILENT_SECONDS
+        printed = self._progress.last_line
+        while not self._stopped.wait(wait):
+            if self._progress.last_line == printed:
+                self._progress.print(self.line())
+            printed = self._progress.last_line
+            wait = self._progress.line_seconds
 
     def _show(self) -> None:
         if not self._has_bar:

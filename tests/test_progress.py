@@ -93,6 +93,22 @@ def test_a_ticking_phase_shows_that_time_passes():
         assert re.search("0:00:0[1-9]", shown(progress))
 
 
+def test_a_ticking_phase_of_a_log_file_says_that_it_goes_on(monkeypatch):
+    """A line once it was silent for a while, and further ones; none where it is over before."""
+    monkeypatch.setattr("medusa_train.progress.SILENT_SECONDS", 0.05)
+    progress = RunProgress(console(False), line_seconds=0.05)
+    with progress.phase("loading", ticking=True):
+        end = time.monotonic() + 30
+        while shown(progress).count("loading: 0 s so far\n") < 2 and time.monotonic() < end:
+            time.sleep(0.01)
+        assert shown(progress).count("loading: 0 s so far\n") >= 2
+    monkeypatch.setattr("medusa_train.progress.SILENT_SECONDS", 30)
+    progress = RunProgress(console(False))
+    with progress.phase("loading", ticking=True):
+        assert threading.active_count() > 1
+    assert not shown(progress)
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [(0.4, "0 s"), (59.6, "1 min 00 s"), (185, "3 min 05 s"), (7640, "2 h 07 min")],

@@ -22,6 +22,7 @@ from medusa_train.cli.common import (
 from medusa_train.config.paths import looks_like_path, resolve_path
 from medusa_train.config.schema import ExportConfig
 from medusa_train.config.types import ExportTarget
+from medusa_train.progress import RunProgress
 
 if TYPE_CHECKING:
     from medusa_train.export.write import Exported
@@ -89,15 +90,18 @@ def export(
     if cfg.base_model and looks_like_path(paths.base_model) and not Path(paths.base_model).is_dir():
         paths = replace(paths, base_model=str(resolve_path(cfg.base_model) or cfg.base_model))
 
-    from medusa_train.export.write import (  # imports torch, so only after the paths are checked
-        export_run,
-        local_base_model,
-        path_warning,
-        push,
-    )
+    progress = RunProgress(error_console())
+    with progress.phase("importing torch and transformers", ticking=True):
+        from medusa_train.export.write import (  # only after the paths are checked
+            export_run,
+            local_base_model,
+            path_warning,
+            push,
+        )
 
     target = Path(cfg.output_dir).expanduser() if cfg.output_dir else None
-    exported = export_run(paths, cfg.to, target, base_model=cfg.base_model, licence=cfg.license)
+    with progress.phase(f"exporting to {cfg.to}", ticking=True):
+        exported = export_run(paths, cfg.to, target, base_model=cfg.base_model, licence=cfg.license)
     console = output_console(highlight=False, soft_wrap=True)
     _print_export(exported, str(paths.home), console)
     if cfg.push_to_hub is not None:
@@ -138,7 +142,9 @@ def export_after_training(
         run, None, None, trust_remote_code=trust_remote_code, needs_backbone=False
     )
     for to in sorted(targets, key=lambda to: to != "merged"):
-        _print_export(export_run(paths, to), run, console)
+        with RunProgress(error_console()).phase(f"exporting to {to}", ticking=True):
+            exported = export_run(paths, to)
+        _print_export(exported, run, console)
 
 
 def _print_export(exported: Exported, home: str, console: Console) -> None:

@@ -421,20 +421,24 @@ def train_distributed(
 
     If one process fails, it reports the error and the others exit as well.
     """
-    from medusa_train.training.distributed import (
-        PeerError,
-        check_same_config,
-        init_distributed,
-        is_communication_error,
-        is_lost_peer,
-    )
+    from medusa_train.progress import RunProgress
+
+    progress = RunProgress(console)
+    with progress.phase("importing torch and transformers", ticking=True):
+        from medusa_train.training.distributed import (
+            PeerError,
+            check_same_config,
+            init_distributed,
+            is_communication_error,
+            is_lost_peer,
+        )
+        from medusa_train.training.stages import train_stages
 
     try:
         stop_without_launcher()
-        world = init_distributed(process)
+        with progress.phase(f"waiting for {process.size} processes", ticking=True):
+            world = init_distributed(process)
         check_same_config(world, cfg.model_dump(mode="json"))
-        from medusa_train.training.stages import train_stages
-
         code = train_stages(cfg, console, results, world)
         world.destroy()
         if code:

@@ -175,7 +175,8 @@ def _generate(
     if part is not None:
         prompts = [prompt for prompt in prompts if part.holds(prompt)]
     target = shard_output(out, part)
-    dtype = resolve_dtype(cfg)
+    with RunProgress(console).phase("importing torch", ticking=True):
+        dtype = resolve_dtype(cfg)
     with OutputWriter(target, output_settings(cfg, dtype)) as writer:
         if writer.done:
             writer.check_prompts(prompts)
@@ -223,6 +224,7 @@ def _run(
     console: Console,
 ) -> None:
     """Answer `prompts` with a progress bar and print the statistics."""
+    loading = RunProgress(console).phase("loading the model", ticking=True)
     from medusa_train.selfdistill.engines import open_engine
     from medusa_train.selfdistill.modes import build_mode
     from medusa_train.selfdistill.run import distill
@@ -233,7 +235,7 @@ def _run(
     answers = sum(
         cfg.rounds if cfg.mode == "selftalk" else len(prompt.turns) or 1 for prompt in todo
     )
-    engine = open_engine(cfg, dtype, answers, console.print)
+    engine = open_engine(cfg, dtype, answers, console.print, loading)
     try:
         with RunProgress(console).phase(
             "conversations", len(prompts), completed=len(prompts) - len(todo)

@@ -178,8 +178,10 @@ def train(
     if process is not None:
         code = train_distributed(process, cfg, console, results)
     else:
-        from medusa_train.training.stages import train_stages
+        from medusa_train.progress import RunProgress
 
+        with RunProgress(console).phase("importing torch and transformers", ticking=True):
+            from medusa_train.training.stages import train_stages
         code = train_stages(cfg, console, results)
     if code == 0 and cfg.export:
         from medusa_train.cli.export import export_after_training

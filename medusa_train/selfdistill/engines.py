@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -106,13 +107,18 @@ def resolve_dtype(cfg: SelfDistillConfig) -> str | None:
 
 
 def open_engine(
-    cfg: SelfDistillConfig, dtype: str | None, answers: int, note: Callable[[str], None]
+    cfg: SelfDistillConfig,
+    dtype: str | None,
+    answers: int,
+    note: Callable[[str], None],
+    loading: AbstractContextManager[object] | None = None,
 ) -> Engine:
     """Load the model, or connect to the server, that generates the answers.
 
     Args:
         answers: number of answers to generate, by which `compile: auto` decides.
         note: receives that decision, and lines about servers that do not answer.
+        loading: entered while the weights are read.
     """
     if cfg.engine == "openai":
         from medusa_train.selfdistill.openai_engine import OpenAIEngine
@@ -133,7 +139,8 @@ def open_engine(
     assert dtype is not None  # only a server has none
     if torch.cuda.is_available() and "LOCAL_RANK" in os.environ:  # set by a launcher
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-    return open_hf_engine(cfg, resolve_model_paths(cfg), dtype, answers, note)
+    paths = resolve_model_paths(cfg)
+    return open_hf_engine(cfg, paths, dtype, answers, note, loading)
 
 
 def server_sampling(cfg: SelfDistillConfig) -> ServerSampling:
@@ -146,7 +153,12 @@ def server_sampling(cfg: SelfDistillConfig) -> ServerSampling:
 
 
 def open_hf_engine(
-    cfg: SelfDistillConfig, paths: ModelPaths, dtype: str, answers: int, note: Callable[[str], None]
+    cfg: SelfDistillConfig,
+    paths: ModelPaths,
+    dtype: str,
+    answers: int,
+    note: Callable[[str], None],
+    loading: AbstractContextManager[object] | None = None,
 ) -> HFEngine:
     """Load the model in this process, compile it where wanted, and return its engine; see
     `open_engine`.
@@ -163,7 +175,8 @@ def open_hf_engine(
 
     # 1. load it, and name what is not used, and what ends answers
     # float32 answers are reproducible on other machines only without prepacked weights
-    model = load_with_draft(paths, dtype, prepack=dtype != "float32")
+    with nullcontext() if loading is None else loading:
+        model = load_with_draft(paths, dtype, prepack=dtype != "float32")
     trees = model.draft is not None
     chat = ChatEncoder(model.backbone.tokenizer, paths.chat_template, paths.chat_template_kwargs)
     unused = chat.template.describe_unused_kwargs()

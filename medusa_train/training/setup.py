@@ -95,13 +95,15 @@ def build_trainer(
 
     # The checkpoint that this stage starts from, before the strategy partitions or copies weights.
     store = CheckpointStore(cfg.run_dir, cfg.save_total_limit)
-    checkpoint = load_checkpoint(start, store, world)
-    backbone = world.run_on_main(lambda: fingerprint_backbone(cfg.base_model))
-    if checkpoint is not None:
-        check_backbone(checkpoint, cfg.base_model, backbone, console)
-        with world.failing_together():
-            restore_weights(checkpoint, draft, recipe, world)
-    strategy = build_strategy(cfg, draft, recipe, plan, world, console)
+    with progress.phase("reading the checkpoint", ticking=True):
+        checkpoint = load_checkpoint(start, store, world)
+        backbone = world.run_on_main(lambda: fingerprint_backbone(cfg.base_model))
+        if checkpoint is not None:
+            check_backbone(checkpoint, cfg.base_model, backbone, console)
+            with world.failing_together():
+                restore_weights(checkpoint, draft, recipe, world)
+    with progress.phase(_strategy_phase(cfg, world), ticking=True):
+        strategy = build_strategy(cfg, draft, recipe, plan, world, console)
     if not world.is_main:
         # other dropout masks per process, now that weights are equal
         torch.manual_seed(hash((cfg.seed, world.rank)))
@@ -262,6 +264,13 @@ def make_plan(cfg: TrainConfig, micro_batches_per_epoch: int, processes: int = 1
         eval_every=every(cfg.eval_steps, cfg.evals_per_epoch),
         save_every=every(cfg.save_steps, cfg.saves_per_epoch),
     )
+
+
+def _strategy_phase(cfg: TrainConfig, world: World) -> str:
+    """Return what the time for building the strategy is called."""
+    if world.size == 1 and cfg.deepspeed is None:
+        return "preparing the optimizer"
+    return "starting DeepSpeed (which compiles an extension once)"
 
 
 def build_strategy(

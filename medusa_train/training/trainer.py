@@ -316,7 +316,7 @@ class Trainer:
         """Save the run's state."""
         state = self.state
         state.data = self.loader.state_dict()
-        with self.progress.phase("checkpoints", inline=True):
+        with self.progress.phase("checkpoints", inline=True, ticking=True):
             snapshot = take_snapshot(self.draft, self.recipe, self.strategy, state, self.world)
             self.world.run_on_main(lambda: self.store.save(state.step, snapshot, state.best_step))
         self._resumable_best = state.best_step
@@ -325,7 +325,7 @@ class Trainer:
         """Save the weights of the best evaluation; keep those that the last checkpoint needs for
         resuming.
         """
-        with self.progress.phase("checkpoints", inline=True):
+        with self.progress.phase("checkpoints", inline=True, ticking=True):
             weights = take_weights(self.draft, self.recipe, self.world)
             self.world.run_on_main(
                 lambda: self.store.save_best(self.state.step, weights, {self._resumable_best})

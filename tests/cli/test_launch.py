@@ -14,6 +14,7 @@ from unittest.mock import Mock
 import pytest
 import torch.distributed as dist
 import yaml
+from rich.console import Console
 from typer.testing import CliRunner
 
 from medusa_train.cli.launch import (
@@ -243,7 +244,8 @@ def test_errors_of_the_back_ends(error, reported, rank, monkeypatch, capsys, tmp
     cfg = TrainConfig(
         base_model="none", datasets=[{"path": "none", "type": "sharegpt"}], output_dir=str(tmp_path)
     )
-    assert train_distributed(ProcessInfo(rank, 2, rank, "127.0.0.1", 1), cfg, Mock(), Mock()) == 1
+    quiet = Console(quiet=True)
+    assert train_distributed(ProcessInfo(rank, 2, rank, "127.0.0.1", 1), cfg, quiet, quiet) == 1
     printed = " ".join(capsys.readouterr().err.split())
     assert " ".join(reported[rank].split()) in printed
     assert ("process" in printed) is bool(reported[rank])

@@ -4,8 +4,11 @@ import pytest
 import torch
 
 from medusa_train.progress import RunProgress
+from medusa_train.training.distributed import World
 from medusa_train.training.load_data import load_data
-from medusa_train.training.setup import build_trainer, make_plan
+from medusa_train.training.process_info import ProcessInfo
+from medusa_train.training.setup import _strategy_phase, build_trainer, make_plan
+from tests.slow import slow_down
 from tests.training.conftest import train
 
 
@@ -78,3 +81,28 @@ def test_the_schedule_and_tf32_arrive(make_config, console, monkeypatch):
     keys |= {"max_steps": 100, "warmup_ratio": 0.07}  # as floats, 0.07 * 100 > 7 and 1.1 * 50 > 55
     assert make_plan(make_config(**keys), 9).warmup_steps == 7
     assert make_plan(make_config(num_epochs=1.1, max_steps=None), 2 * 50).total_steps == 55
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        ("setup.load_backbone", "loading the model"),
+        ("setup.load_checkpoint", "reading the checkpoint"),
+        ("setup.build_strategy", "preparing the optimizer"),
+        ("trainer.take_snapshot", "checkpoints"),
+    ],
+)
+def test_what_takes_seconds_says_so(place, words, make_config, console, monkeypatch):
+    """In a log file, where no bar is shown: each of these was silent."""
+    monkeypatch.setattr("medusa_train.progress.SILENT_SECONDS", 0.2)
+    slow_down(monkeypatch, f"medusa_train.training.{place}")
+    train(make_config(max_steps=1), console)
+    assert f"{words}: 0 s so far\n" in console.file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("size", "name"), [(1, "preparing"), (2, "starting DeepSpeed (which compiles")]
+)
+def test_the_time_that_deepspeed_takes_is_named(size, name, make_config):
+    world = World(ProcessInfo(0, size, 0, "127.0.0.1", 1))
+    assert _strategy_phase(make_config(), world).startswith(name)
