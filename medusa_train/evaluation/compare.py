@@ -17,7 +17,7 @@ from medusa_train.config.paths import resolve_path
 from medusa_train.errors import CheckpointError, ConfigError
 from medusa_train.evaluation.report import equal_cell
 from medusa_train.evaluation.report_page import speedup_figure
-from medusa_train.inference.decoding_settings import describe_mode, mode_of
+from medusa_train.inference.decoding_mode import describe_mode, mode_of
 from medusa_train.pages.page import Section, Table, number, render_page, write_files
 
 #: Keys of `meta` that must be equal for speeds to be comparable, with their labels.

@@ -64,7 +64,8 @@ from medusa_train.evaluation.report import Report, model_id, terminal_report, wr
 from medusa_train.evaluation.run_metadata import collect_metadata, measurement_settings
 from medusa_train.evaluation.timed_decoders import extra_baselines
 from medusa_train.evaluation.timing import SpeedTest
-from medusa_train.inference.decoding_settings import DecodingMode, DecodingSettings
+from medusa_train.inference.decoding_mode import DecodingMode
+from medusa_train.inference.decoding_settings import DecodingSettings
 from medusa_train.inference.detokenize import token_pieces
 from medusa_train.models.precision import (
     WeightMemory,

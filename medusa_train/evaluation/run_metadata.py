@@ -25,7 +25,7 @@ from medusa_train.evaluation.output_equality import EQUALITY_DTYPES
 from medusa_train.evaluation.questions import Bench
 from medusa_train.evaluation.records import SkippedTurn, TurnRecord
 from medusa_train.evaluation.timed_decoders import GENERATE, describe_baseline, reference_decoders
-from medusa_train.inference.decoding_settings import DecodingMode
+from medusa_train.inference.decoding_mode import DecodingMode
 from medusa_train.io import installed_version
 from medusa_train.models.drafts.lookup import RestDraft
 from medusa_train.models.precision import device_name

@@ -19,7 +19,7 @@ from medusa_train.errors import BackboneError
 from medusa_train.evaluation.records import TimedAnswer
 from medusa_train.inference.accept import Rule
 from medusa_train.inference.batch import BatchDecoder
-from medusa_train.inference.decoding_settings import DecodingMode
+from medusa_train.inference.decoding_mode import DecodingMode
 from medusa_train.inference.generate import Decoder
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Proposer

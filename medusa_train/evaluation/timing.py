@@ -26,7 +26,7 @@ from medusa_train.evaluation.timed_decoders import (
     reference_decoders,
 )
 from medusa_train.inference.batch import BatchDecoder
-from medusa_train.inference.decoding_settings import DecodingMode
+from medusa_train.inference.decoding_mode import DecodingMode
 from medusa_train.inference.detokenize import answer_text
 from medusa_train.inference.generate import Decoder
 from medusa_train.models.drafts.base import Proposer

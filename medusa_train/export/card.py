@@ -18,7 +18,7 @@ from medusa_train.checkpoint.resolve import MERGED_CARD, ModelPaths, find_heads,
 from medusa_train.checkpoint.run_directory import CONFIG
 from medusa_train.config.types import ExportTarget
 from medusa_train.data.sources import PUBLIC_DATASETS
-from medusa_train.inference.decoding_settings import mode_of
+from medusa_train.inference.decoding_mode import mode_of
 from medusa_train.pages.page import Table, number
 from medusa_train.tree_search.traces import digest_files
 

@@ -7,18 +7,18 @@ from typing import Any
 
 from medusa_train.data.conversation import REASONING_TAGS
 
-_INCOMPLETE = "\ufffd"  # at the end of a decoded text: its last character needs further tokens
+#: At the end of a decoded text: its last character needs further tokens.
+_INCOMPLETE = "\ufffd"
 
 
 def hidden_ids(tokenizer: Any, shown: Collection[str] = REASONING_TAGS) -> frozenset[int]:
     """Return the special tokens that no answer shows: all but reasoning tags, which are special in
     some models.
     """
-    special = {
-        token: str(added)
-        for token, added in tokenizer.added_tokens_decoder.items()
-        if added.special
-    }
+    special: dict[int, str] = {}
+    for token, added in tokenizer.added_tokens_decoder.items():
+        if added.special:
+            special[token] = str(added)
     special |= dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
     return frozenset(token for token, text in special.items() if text not in shown)
 
@@ -29,9 +29,13 @@ def answer_text(
     """Decode an answer without special tokens, see `hidden_ids`."""
     hidden = hidden_ids(tokenizer, shown)
     kept = [token for token in tokens if token not in hidden]
-    return str(
-        tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    )
+    return _decode(tokenizer, kept)
+
+
+def _decode(tokenizer: Any, tokens: Sequence[int]) -> str:
+    """Return the text of exactly these tokens, special ones and spaces included."""
+    text = tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return str(text)
 
 
 class Detokenizer:
@@ -52,12 +56,14 @@ class Detokenizer:
         self._tokens: list[int] = []
         # tokens[context:done] are decoded again as context for tokens[done:], whose text is not
         # returned yet
-        self._context = self._done = 0
+        self._context = 0
+        self._done = 0
 
     def push(self, token: int) -> str:
         """Add a token and return the text that it completes, which may be empty."""
         self._tokens.append(token)
-        if self._decode(self._context, len(self._tokens)).endswith(_INCOMPLETE):
+        text = self._decode(self._context, len(self._tokens))
+        if text.endswith(_INCOMPLETE):
             return ""
         return self.finish()
 
@@ -69,18 +75,15 @@ class Detokenizer:
         if not text.startswith(returned):
             text = returned + self._decode(self._done, len(self._tokens))
         if len(text) > len(returned):  # a skipped token alone is no context
-            self._context, self._done = self._done, len(self._tokens)
+            self._context = self._done
+            self._done = len(self._tokens)
         return text[len(returned) :]
 
     def _decode(self, start: int, end: int) -> str:
         tokens = [token for token in self._tokens[start:end] if token not in self._hidden]
         if not tokens:
             return ""
-        return str(
-            self._tokenizer.decode(
-                tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
-            )
-        )
+        return _decode(self._tokenizer, tokens)
 
 
 def token_pieces(tokenizer: Any, tokens: Sequence[int]) -> tuple[str, ...]:
@@ -88,8 +91,9 @@ def token_pieces(tokenizer: Any, tokens: Sequence[int]) -> tuple[str, ...]:
     if not tokens:
         return ()
     detokenizer = Detokenizer(tokenizer)
-    *pieces, last = [detokenizer.push(token) for token in tokens]
-    return (*pieces, last + detokenizer.finish())
+    pieces = [detokenizer.push(token) for token in tokens]
+    pieces[-1] += detokenizer.finish()
+    return tuple(pieces)
 
 
 class TextStream:
@@ -120,7 +124,9 @@ class TextStream:
 
     def _until_stop(self, text: str) -> str:
         self._held += text
-        matches = [index for stop in self._stop if (index := self._held.find(stop)) >= 0]
+        # the first stop string in the text ends it
+        found = [self._held.find(stop) for stop in self._stop]
+        matches = [index for index in found if index >= 0]
         if matches:
             self.stopped = True
             self._held = self._held[: min(matches)]
@@ -128,14 +134,18 @@ class TextStream:
         return self._release(self._partial_stop_length())
 
     def _partial_stop_length(self) -> int:
-        """Number of last characters that could be the beginning of a stop string."""
-        for count in range(min(len(self._held), max(map(len, self._stop), default=1) - 1), 0, -1):
-            if any(stop.startswith(self._held[-count:]) for stop in self._stop):
+        """Return the number of last characters that could be the beginning of a stop string."""
+        longest_stop = max((len(stop) for stop in self._stop), default=1)
+        longest = min(len(self._held), longest_stop - 1)
+        for count in range(longest, 0, -1):
+            end = self._held[-count:]
+            if any(stop.startswith(end) for stop in self._stop):
                 return count
         return 0
 
     def _release(self, keep: int = 0) -> str:
         """Return the held text except its last `keep` characters."""
         end = len(self._held) - keep
-        released, self._held = self._held[:end], self._held[end:]
+        released = self._held[:end]
+        self._held = self._held[end:]
         return released

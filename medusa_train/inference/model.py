@@ -15,7 +15,13 @@ from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import MedusaError
 from medusa_train.inference.accept import Rule, Typical
 from medusa_train.inference.detokenize import TextStream
-from medusa_train.inference.generate import Decoder, FinishReason, Step, finish_reason
+from medusa_train.inference.generate import (
+    Decoder,
+    FinishReason,
+    Step,
+    finish_reason,
+    stop_tokens,
+)
 from medusa_train.inference.sampling import Sampling
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Proposer
@@ -36,8 +42,8 @@ class Reply:
     """A streamed answer. Iterate over it for its pieces; the attributes grow with them.
 
     Attributes:
-        text: the text so far. tokens: ids so far, including the closing end-of-text token or the
-            stop string's tokens.
+        text: the text so far.
+        tokens: ids so far, including the closing end-of-text token or the stop string's tokens.
         steps: verification passes; the prefill, which gives the first token, is not counted.
         seconds: wall time.
         finish: "eos", "length" (max_new_tokens), "context" (the model's positions are used up) or
@@ -57,7 +63,9 @@ class Reply:
     @property
     def tokens_per_step(self) -> float:
         """Acceleration rate; 1.0 for plain decoding."""
-        return (len(self.tokens) - 1) / self.steps if self.steps else 1.0
+        if not self.steps:
+            return 1.0
+        return (len(self.tokens) - 1) / self.steps
 
     def __post_init__(self) -> None:
         self._pieces = self._generate()
@@ -68,28 +76,29 @@ class Reply:
     def _generate(self) -> Iterator[Piece]:
         started = time.perf_counter()
         for step in self._steps:
-            self.steps += bool(self.tokens)
-            for i, token in enumerate(step.tokens):
+            if self.tokens:  # the first step is the prefill
+                self.steps += 1
+            for index, token in enumerate(step.tokens):
                 self.tokens.append(token)
-                piece = Piece(
-                    "" if token in self._stops else self._stream.push(token), i < step.accepted
-                )
-                self.text += piece.text
+                text = ""
+                if token not in self._stops:
+                    text = self._stream.push(token)
+                self.text += text
                 self.seconds = time.perf_counter() - started
-                if piece.text:
-                    yield piece
+                if text:
+                    yield Piece(text, drafted=index < step.accepted)
                 if self._stream.stopped:
                     self.finish = "stop"
                     return
-        rest = Piece(self._stream.finish(), False)
-        self.text += rest.text
-        if rest.text:
-            yield rest
-        self.finish = (
-            "stop"
-            if self._stream.stopped
-            else finish_reason(self.tokens, self._stops, self._max_new_tokens)
-        )
+        # what was held back as the possible beginning of a stop string
+        text = self._stream.finish()
+        self.text += text
+        if text:
+            yield Piece(text, drafted=False)
+        if self._stream.stopped:
+            self.finish = "stop"
+        else:
+            self.finish = finish_reason(self.tokens, self._stops, self._max_new_tokens)
 
     def read(self) -> str:
         """Generate the rest and return the whole text."""
@@ -102,8 +111,8 @@ class Model:
     """A backbone with its draft and tree that takes and returns text.
 
     Args:
-        backbone: the language model. draft, tree: for speculative decoding; without them decoding
-            is plain.
+        backbone: the language model.
+        draft, tree: for speculative decoding; without them decoding is plain.
         chat_template: name of the chat template, or a Jinja file; None for the tokenizer's.
         chat_template_kwargs: variables of the chat template.
     """
@@ -152,8 +161,8 @@ class Model:
             temperature: 0 for greedy decoding; above 0, sampling from the model's distribution.
             top_p, top_k: restrict that distribution, as in transformers.
             typical: typical acceptance at this temperature instead of sampling: longer steps, but
-                the tokens do not follow the model's distribution. epsilon, delta: its thresholds
-                (see `Typical`).
+                the tokens do not follow the model's distribution.
+            epsilon, delta: thresholds of typical acceptance, see `Typical`.
             stop: strings that end the answer; they are not part of it. None: no strings.
             eos_ids: tokens that end the answer; by default the model's.
             seed: for sampling; None for a new one in every call.
@@ -164,34 +173,32 @@ class Model:
             MedusaError: the prompt does not fit the model's context, an option is out of range, or
                 the model has no chat template.
         """
-        rule: Rule = None  # greedy: the limit of both other rules
-        if temperature:
-            rule = (
-                Typical(temperature, epsilon, delta)
-                if typical
-                else Sampling(temperature, top_k, top_p)
-            )
+        # 1. the acceptance rule; greedy decoding is the limit of both others
+        rule: Rule = None
+        if temperature and typical:
+            rule = Typical(temperature, epsilon, delta)
+        elif temperature:
+            rule = Sampling(temperature, top_k, top_p)
         generator = torch.Generator()
         if seed is None:
             generator.seed()
         else:
             generator.manual_seed(seed)
-        texts = _stop_strings(stop)
+        # 2. where the answer ends. A stop string that is a special token is found among the tokens,
+        # since the text is decoded without these
         tokenizer = self.backbone.tokenizer
-        stops = frozenset(self.backbone.eos_ids if eos_ids is None else eos_ids)
-        special = {
-            str(token): n for n, token in tokenizer.added_tokens_decoder.items() if token.special
-        }
-        # the text is decoded without them
-        stops |= {special[text] for text in texts if text in special}
-        return Reply(
-            self._decoder.stream(self._ids(prompt, raw), max_new_tokens, stops, rule, generator),
-            TextStream(tokenizer, texts),
-            stops,
-            max_new_tokens,
-        )
+        stop_texts = _stop_strings(stop)
+        stops = set(stop_tokens(self.backbone, eos_ids))
+        for token_id, token in tokenizer.added_tokens_decoder.items():
+            if token.special and str(token) in stop_texts:
+                stops.add(token_id)
+        # 3. the stream of tokens, and its text
+        prompt_ids = self._ids(prompt, raw)
+        steps = self._decoder.stream(prompt_ids, max_new_tokens, stops, rule, generator)
+        return Reply(steps, TextStream(tokenizer, stop_texts), frozenset(stops), max_new_tokens)
 
     def _ids(self, prompt: Prompt, raw: bool) -> list[int]:
+        """Return the token ids of a prompt, by the chat template unless it is `raw`."""
         if raw:
             return list(self.backbone.tokenizer(prompt)["input_ids"])
         if isinstance(prompt, str):
@@ -202,10 +209,15 @@ class Model:
 
 
 def _stop_strings(stop: str | Sequence[str] | None) -> list[str]:
-    """Return the strings that end an answer; MedusaError for others, or an empty one."""
+    """Return the strings that end an answer.
+
+    Raises:
+        MedusaError: one is empty, or no string.
+    """
     if stop is None:
         return []
     texts = [stop] if isinstance(stop, str) else list(stop)
-    if not all(isinstance(text, str) and text for text in texts):
-        raise MedusaError(f"stop: expected strings that are not empty, got {stop!r}")
+    for text in texts:
+        if not isinstance(text, str) or not text:
+            raise MedusaError(f"stop: expected strings that are not empty, got {stop!r}")
     return texts

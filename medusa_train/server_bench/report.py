@@ -13,7 +13,7 @@ from rich.console import Group
 from rich.text import Text
 
 from medusa_train.evaluation.report_page import meta_rows
-from medusa_train.inference.decoding_settings import describe_mode, mode_of
+from medusa_train.inference.decoding_mode import describe_mode, mode_of
 from medusa_train.pages.charts import Bar, bars
 from medusa_train.pages.page import (
     Figure,

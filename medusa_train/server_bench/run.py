@@ -23,7 +23,7 @@ from medusa_train.errors import ConfigError, MedusaError, ServerError
 from medusa_train.evaluation.questions import Bench
 from medusa_train.evaluation.records import MeasurementLog
 from medusa_train.evaluation.run_metadata import bench_settings, model_settings
-from medusa_train.inference.decoding_settings import DecodingMode
+from medusa_train.inference.decoding_mode import DecodingMode
 from medusa_train.progress import Phase, RunProgress
 from medusa_train.selfdistill.openai_engine import ServerSampling
 from medusa_train.server_bench.figures import Cell, collect_cells, summarize

@@ -12,7 +12,7 @@ from medusa_train.errors import BackboneError, DataError
 from medusa_train.evaluation.questions import Question, load_bench
 from medusa_train.evaluation.records import SkippedTurn, TimedAnswer
 from medusa_train.evaluation.timing import SpeedTest
-from medusa_train.inference.decoding_settings import DecodingMode
+from medusa_train.inference.decoding_mode import DecodingMode
 from medusa_train.inference.runners import FixedShapeRunner
 from medusa_train.models.backbone import Backbone
 from medusa_train.trees.slots import Slots

@@ -15,7 +15,7 @@ from medusa_train.config.load import load_config
 from medusa_train.config.schema import EvalConfig
 from medusa_train.errors import ConfigError, ServerError
 from medusa_train.evaluation.questions import load_bench
-from medusa_train.inference.decoding_settings import DecodingMode
+from medusa_train.inference.decoding_mode import DecodingMode
 from medusa_train.progress import RunProgress
 from medusa_train.server_bench.measure import Conversation, ServerBench, Target
 from medusa_train.server_bench.report import figures_table
