@@ -26,8 +26,10 @@ from medusa_train.cli.common import (
     table_console,
     with_keys,
 )
+from medusa_train.config.docs import format_config
 from medusa_train.config.paths import expand_user, looks_like_path, resolve_path
 from medusa_train.config.schema import EvalConfig
+from medusa_train.console_streams import printed_all
 from medusa_train.errors import BackboneError, ConfigError
 from medusa_train.progress import RunProgress
 from medusa_train.training.signals import signals_by_default
@@ -115,7 +117,15 @@ def evaluate(
     interactive: Annotated[
         bool, typer.Option("--interactive", metavar="", help="Chat with the model in the terminal.")
     ] = False,
-) -> None:
+    print_config: Annotated[
+        bool,
+        typer.Option(
+            "--print-config",
+            metavar="",
+            help="Print all values and where they are set, then exit.",
+        ),
+    ] = False,
+) -> int:
     """Measure speed and output equality of the tree, plain decoding, and transformers' generate; or
     servers.
     """
@@ -126,8 +136,11 @@ def evaluate(
         )
     if compare:
         _compare(arguments or [], flags["bench"], flags["output_dir"])
-        return
+        return 0
     cfg = read_arguments(EvalConfig, arguments or [], flags=flags)
+    if print_config:
+        print(format_config(cfg), end="")
+        return printed_all()
     questions = None if interactive else _load_bench(cfg)
     if cfg.uses_server:
         if calibrate or interactive or questions is None:
@@ -135,7 +148,7 @@ def evaluate(
                 "--calibrate and --interactive use no server; remove --serve, or server_url"
             )
         _measure_servers(cfg, questions, RunProgress(table_console(), started))
-        return
+        return 0
     if calibrate and cfg.draft is not None:
         raise ConfigError(f"--calibrate fits the tree of a run's heads; remove draft: {cfg.draft}")
     paths = _resolve_paths(cfg)
@@ -155,6 +168,7 @@ def evaluate(
             from medusa_train.evaluation.run import evaluate as run_evaluation
         command = shlex.join(["medusa-eval", *sys.argv[1:]])
         _print_paths(console, run_evaluation(cfg, questions, paths, command, progress)[1])
+    return 0
 
 
 def _load_bench(cfg: EvalConfig) -> Bench:

@@ -18,6 +18,7 @@ from medusa_train.cli.common import (
     split_arguments,
     with_keys,
 )
+from medusa_train.config.docs import format_config
 from medusa_train.config.schema import SelfDistillConfig
 from medusa_train.console_streams import printed_all
 from medusa_train.errors import signal_exit_code
@@ -93,6 +94,14 @@ def selfdistill(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", metavar="", help="Print the first prompts, then exit.")
     ] = False,
+    print_config: Annotated[
+        bool,
+        typer.Option(
+            "--print-config",
+            metavar="",
+            help="Print all values and where they are set, then exit.",
+        ),
+    ] = False,
     local_rank: Annotated[
         int, typer.Option("--local_rank", hidden=True)
     ] = 0,  # passed by DeepSpeed's launcher
@@ -103,6 +112,9 @@ def selfdistill(
     flags["server_url"] = server_url or None
     refuse_training_config(split_arguments(arguments or [])[0])
     cfg = read_arguments(SelfDistillConfig, arguments or [], flags=flags)
+    if print_config:
+        print(format_config(cfg), end="")
+        return printed_all()
 
     from medusa_train.data.builtin_templates import get_template
     from medusa_train.selfdistill.engines import resolve_model_paths

@@ -7,6 +7,8 @@ import torch
 from typer.testing import CliRunner
 
 from medusa_train.cli.evaluate import app
+from medusa_train.config.paths import PROJECT_ROOT
+from medusa_train.config.schema import EvalConfig
 from medusa_train.models.precision import emulates_bf16
 from tests.evaluation.tiny_model import write_backbone, write_bench, write_run
 
@@ -130,3 +132,14 @@ def test_mistakes_end_with_a_message_and_their_exit_code(
     assert result.exit_code == code
     assert message in " ".join(result.stderr.split())
     assert "Traceback" not in result.output
+
+
+def test_print_config_shows_every_value_and_runs_nothing() -> None:
+    example = str(PROJECT_ROOT / "configs/examples/evaluate.yaml")
+    result = runner.invoke(app, [example, "--print-config", "--model", "runs/mine", "limit=3"])
+    assert result.exit_code == 0, result.output
+    lines = {line.split(":")[0]: line for line in result.stdout.splitlines()}
+    assert set(lines) == set(EvalConfig.model_fields)
+    assert lines["limit"].split() == ["limit:", "3", "#", "override", "'limit=3'"]
+    assert lines["model"].startswith("model: runs/mine ")
+    assert lines["batch_size"].endswith("evaluate.yaml:14")

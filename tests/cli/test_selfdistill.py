@@ -587,3 +587,14 @@ def test_an_edited_prompt_file_is_refused(at_work: Path) -> None:
         result.exit_code,
         "no prompts are left (1 short)" in " ".join(result.output.split()),
     ) == (1, True)
+
+
+def test_print_config_shows_every_value_and_runs_nothing(at_work: Path) -> None:
+    example = str(CONFIGS / "examples/selfdistill.yaml")
+    result = runner.invoke(app, [example, "--print-config", "--model", "MODEL"])
+    assert result.exit_code == 0, result.output
+    lines = {line.split(":")[0]: line for line in result.stdout.splitlines()}
+    assert set(lines) == set(SelfDistillConfig.model_fields)
+    assert lines["base_model"].startswith("base_model: MODEL ")
+    assert lines["sample"].endswith("selfdistill.yaml:8")
+    assert not (at_work / "data.jsonl").exists()

@@ -267,6 +267,26 @@ def test_every_shipped_configuration_is_valid_and_names_its_run(path: Path) -> N
     assert (cfg.recipe == "medusa2") == ("_m2" in path.stem)
 
 
+@pytest.mark.parametrize(
+    ("name", "cls"), [("selfdistill", SelfDistillConfig), ("evaluate", EvalConfig)]
+)
+def test_the_examples_of_the_other_commands_are_valid(name: str, cls: type[Config]) -> None:
+    """Their values are the defaults, but for those that an example has to choose."""
+    overrides = {"selfdistill": ["base_model=MODEL"], "evaluate": []}[name]
+    cfg = load_config(cls, PROJECT_ROOT / f"configs/examples/{name}.yaml", overrides)
+    assert cfg.ignored == ()
+    chosen = {
+        key
+        for key in cfg.model_fields_set - {"engine"}  # follows from server_url
+        if getattr(cfg, key) != type(cfg).model_fields[key].default
+    }
+    expected = {
+        "selfdistill": {"base_model", "seed_dataset", "sample", "output"},
+        "evaluate": {"bench", "limit", "max_new_tokens", "compile"},
+    }
+    assert chosen == expected[name]
+
+
 @pytest.mark.parametrize("name", FOR_ANY_MODEL)
 def test_a_configuration_for_any_model_asks_for_the_model(name: str) -> None:
     with pytest.raises(ConfigError) as caught:
