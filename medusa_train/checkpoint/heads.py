@@ -63,11 +63,12 @@ def save_draft(draft: Draft, directory: Path | str, base_model: str) -> Path:
     """
     directory = Path(directory)
     if isinstance(draft, MedusaDraft):
-        tokens = None if draft.token_map is None else draft.vocab_size
+        backbone_tokens = None
+        if draft.token_map is not None:
+            backbone_tokens = draft.vocab_size
         state = dict(draft.state_dict())
-        return write_heads(
-            HeadTensors(draft.num_heads, draft.num_layers, state, base_model, tokens), directory
-        )
+        heads = HeadTensors(draft.num_heads, draft.num_layers, state, base_model, backbone_tokens)
+        return write_heads(heads, directory)
     tensors = draft.state_dict()
     config = {"draft": draft_name(draft), **draft.settings, "base_model_name_or_path": base_model}
     write_weights(directory, DRAFT, tensors, config)
@@ -78,22 +79,26 @@ def load_draft(
     directory: Path | str, backbone: Backbone, dtype: torch.dtype | None = None
 ) -> Draft:
     """Load a draft of any kind for `backbone`, on its device; `dtype` defaults to the backbone's."""
+    # 1. The files.
     found = find_heads(Path(directory))
     tensors, config = _read_files(found)
     if found.layout not in ("draft", "eagle3"):
-        return _new_medusa(
-            _medusa_tensors(found, tensors, config), found.directory, backbone, dtype
-        )
-    if found.layout == "eagle3":
+        heads = _medusa_tensors(found, tensors, config)
+        return _new_medusa(heads, found.directory, backbone, dtype)
+    is_eagle3 = found.layout == "eagle3"  # as servers read it
+    if is_eagle3:
         _check_target(found.directory, tensors, backbone, config)
+    # 2. A draft with these settings.
     draft = _new_draft(config, found.directory, tensors, backbone, dtype)
-    if found.layout == "eagle3" and (bias := draft.state_dict().get("lm_heads.0.bias")) is not None:
+    bias = draft.state_dict().get("lm_heads.0.bias")
+    if is_eagle3 and bias is not None:
         tensors["lm_heads.0.bias"] = torch.zeros_like(bias)  # these layouts have none
+    # 3. Its weights.
     try:
         draft.load_state_dict(tensors)
     except RuntimeError as error:
         first = str(error).splitlines()[1].strip()  # below the name of the draft's class
-        if found.layout == "eagle3":  # its widths are the backbone's
+        if is_eagle3:  # its widths are the backbone's
             raise CheckpointError(
                 f"{found.directory}: the tensors are not those that config.json describes: {first}"
             ) from None
@@ -132,10 +137,12 @@ def _check_target(
 def _does_not_fit(
     path: Path, backbone: Backbone, problem: str, config: Mapping[str, Any]
 ) -> CheckpointError:
+    """Return the error of a draft that was made for another backbone."""
     base_model = config.get("base_model_name_or_path")
+    trained_on = f" ({base_model})" if base_model else ""
     return CheckpointError(
-        f"{path}: does not fit {backbone.name or 'the backbone'} ({problem}). "
-        "Name the backbone it was trained on" + (f" ({base_model})." if base_model else ".")
+        f"{path}: does not fit {backbone.name or 'the backbone'} ({problem}). Name the backbone it"
+        f" was trained on{trained_on}."
     )
 
 
@@ -148,7 +155,9 @@ def _new_draft(
 ) -> Draft:
     """Build an untrained draft with the settings of a config.json and the vocabulary of `tensors`."""
     path = directory / HEADS_CONFIG
-    kind = config.get("draft") if isinstance(config, dict) else None
+    kind = None
+    if isinstance(config, dict):
+        kind = config.get("draft")
     if kind not in DRAFTS:
         raise CheckpointError(f"{path}: draft: {kind!r} is none of {', '.join(DRAFTS)}")
     settings = {name: value for name, value in config.items() if name not in _NOT_SETTINGS}
@@ -157,13 +166,12 @@ def _new_draft(
             raise CheckpointError(
                 f"{directory / DRAFT}: {TOKEN_MAP} is missing, but {path} has vocab_size"
             )
-        settings[TOKEN_MAP] = tokens = checked_token_map(tensors, str(directory / DRAFT))
-        if int(tokens.max()) >= backbone.vocab_size:
-            problem = (
-                f"{TOKEN_MAP} has the token {int(tokens.max())}, the backbone {backbone.vocab_size}"
-                " tokens"
-            )
+        tokens = checked_token_map(tensors, str(directory / DRAFT))
+        last = int(tokens.max())
+        if last >= backbone.vocab_size:
+            problem = f"{TOKEN_MAP} has the token {last}, the backbone {backbone.vocab_size} tokens"
             raise _does_not_fit(directory / DRAFT, backbone, problem, config)
+        settings[TOKEN_MAP] = tokens
     try:
         return DRAFTS[kind].from_backbone(backbone, dtype=dtype, **settings)
     except (TypeError, ValueError) as error:
@@ -177,15 +185,17 @@ def _new_medusa(
 
     Logit soft cap and scale are the backbone's; the lm_heads have a bias only if the file has one.
     """
-    vocab_size = backbone.vocab_size if heads.vocab_size is None else heads.vocab_size
+    vocab_size = heads.vocab_size
+    if vocab_size is None:
+        vocab_size = backbone.vocab_size
     if heads.token_map is not None:
         vocab_size = max(vocab_size, int(heads.token_map.max()) + 1)
     if (heads.hidden_size, vocab_size) != (backbone.hidden_size, backbone.vocab_size):
+        trained_on = f" ({heads.base_model})" if heads.base_model else ""
         raise CheckpointError(
             f"{directory}: made for hidden size {heads.hidden_size} and a vocabulary of"
             f" {vocab_size}, but {backbone.name or 'the backbone'} has {backbone.hidden_size} and"
-            f" {backbone.vocab_size}. Name the backbone they were trained on"
-            + (f" ({heads.base_model})." if heads.base_model else ".")
+            f" {backbone.vocab_size}. Name the backbone they were trained on{trained_on}."
         )
     lm_head = backbone.lm_head()
     draft = MedusaDraft(
@@ -283,7 +293,9 @@ def _medusa_tensors(found: HeadFiles, tensors: dict[str, Tensor], config: Any) -
     directory, layout, files = found
     if not isinstance(config, dict):
         raise CheckpointError(f"{directory / HEADS_CONFIG}: expected a mapping of keys")
-    source = str(files[0] if len(files) == 1 else directory)
+    source = str(directory)
+    if len(files) == 1:
+        source = str(files[0])
     if layout == "vllm":
         heads = from_vllm(tensors, config, source)
     else:
@@ -292,7 +304,9 @@ def _medusa_tensors(found: HeadFiles, tensors: dict[str, Tensor], config: Any) -
         warn_once(f"{source}: {note}")
     if heads.token_map is not None and isinstance(config.get("vocab_size"), int):
         heads = replace(heads, backbone_tokens=config["vocab_size"])
-    base = str(directory) if layout == "model" else config.get("base_model_name_or_path")
+    base = config.get("base_model_name_or_path")
+    if layout == "model":
+        base = str(directory)
     return replace(heads, base_model=base if isinstance(base, str) else None)
 
 
@@ -368,9 +382,13 @@ def _read_files(found: HeadFiles) -> tuple[dict[str, Tensor], Any]:
             f"{directory}: no Medusa heads here (neither {SAFETENSORS} nor {PICKLED}, no directory"
             f" in vLLM's layout, no model with {PREFIXES[0]}* weights)"
         )
-    without_config = layout in ("reference", "model") and not (directory / HEADS_CONFIG).is_file()
-    config = {} if without_config else read_json(directory / HEADS_CONFIG)
-    prefixes = PREFIXES if layout == "model" else ("",)  # the backbone's tensors are not read
+    # 1. config.json, which Medusa heads may lack.
+    needs_config = layout not in ("reference", "model")
+    config = {}
+    if needs_config or (directory / HEADS_CONFIG).is_file():
+        config = read_json(directory / HEADS_CONFIG)
+    # 2. The tensors, without the backbone's.
+    prefixes = PREFIXES if layout == "model" else ("",)
     tensors: dict[str, Tensor] = {}
     for path in files:
         if path.suffix == ".safetensors":
@@ -378,16 +396,16 @@ def _read_files(found: HeadFiles) -> tuple[dict[str, Tensor], Any]:
                 checksums.check(path, expected_here=layout in ("draft", "reference"))
             tensors |= read_tensors(path, prefixes)
         else:
-            pickled = read_pickled_tensors(path)
-            tensors |= {
-                name: tensor for name, tensor in pickled.items() if name.startswith(prefixes)
-            }
+            for name, tensor in read_pickled_tensors(path).items():
+                if name.startswith(prefixes):
+                    tensors[name] = tensor
     problem = describe_not_finite(tensors.items())
     if problem is not None:
         raise CheckpointError(
             f"{directory}: {problem}: the file is damaged, or training failed; use an earlier"
             " checkpoint, or train again"
         )
+    # 3. The names of this program.
     if layout == "eagle3":
         base_model = config.get("base_model_name_or_path")
         tensors, settings = from_eagle3(tensors, config, str(directory))

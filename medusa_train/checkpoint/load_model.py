@@ -52,7 +52,10 @@ class LoadedModel:
         """What to decode with: heads, a draft without training, or both merged; None for plain
         decoding.
         """
-        return self.lookup if self.heads is None else self._with_lookup(self.heads)
+        heads = self.heads
+        if heads is None:
+            return self.lookup
+        return self._with_lookup(heads)
 
     @property
     def heads(self) -> Proposer | None:
@@ -61,18 +64,23 @@ class LoadedModel:
         None with an empty tree: it drafts nothing, so decoding is plain.
         """
         if self.dynamic is None:
-            has_nodes = self.tree is not None and self.tree.size > 0
-            return self.draft if has_nodes else None
+            if self.tree is None or self.tree.size == 0:
+                return None
+            return self.draft
         assert isinstance(self.draft, Eagle3Draft)  # `resolve_model` refuses others
         return self.draft.with_dynamic_trees(self.dynamic)
 
     @property
     def fixed_proposer(self) -> Proposer | None:
         """The same with the fixed `tree`."""
-        return self.lookup if self.draft is None else self._with_lookup(self.draft)
+        if self.draft is None:
+            return self.lookup
+        return self._with_lookup(self.draft)
 
     def _with_lookup(self, heads: Proposer) -> Proposer:
-        return heads if self.lookup is None else MergedDraft(heads, self.lookup)
+        if self.lookup is None:
+            return heads
+        return MergedDraft(heads, self.lookup)
 
 
 def load_with_draft(
@@ -86,6 +94,7 @@ def load_with_draft(
             that is measured to be faster. Floating-point sums are then rounded in another order.
         compiled: compile the decoding passes of `rows` rows, see `compile_backbone`.
     """
+    # 1. The backbone.
     if paths.adapter is None:
         backbone = load_base_model(paths, dtype)
     else:
@@ -96,8 +105,10 @@ def load_with_draft(
     # a graph fills the whole tree: its host would wait at every level to stop early
     if paths.threshold is None:
         use_cuda_graphs(backbone)
-    draft = None if paths.heads is None else load_draft(paths.heads, backbone, backbone.dtype)
-    if draft is not None:
+    # 2. The heads.
+    draft = None
+    if paths.heads is not None:
+        draft = load_draft(paths.heads, backbone, backbone.dtype)
         backbone.decoding_need = draft.needs
         if paths.threshold is not None:
             draft.threshold = paths.threshold
@@ -105,7 +116,10 @@ def load_with_draft(
             prepack_linears(draft)
     if compiled:
         compile_backbone(backbone, paths, rows=rows, trees=paths.has_draft)
-    lookup = None if paths.lookup is None else load_lookup(paths.lookup, backbone.tokenizer)
+    # 3. The draft without training, and the tree.
+    lookup = None
+    if paths.lookup is not None:
+        lookup = load_lookup(paths.lookup, backbone.tokenizer)
     if draft is None or paths.tree_mode == NO_TREE:
         return LoadedModel(backbone, draft, None, lookup)
     tree = load_tree(paths, draft.num_heads)
@@ -123,9 +137,8 @@ def load_lookup(choice: LookupChoice, tokenizer: Any) -> LookupDraft:
         return PromptLookupDraft(**choice.settings)
     settings = {name: value for name, value in choice.settings.items() if name != "datastore"}
     path = resolve_path(choice.datastore) or Path(choice.datastore)
-    return RestDraft(
-        read_datastore(path, tokenizer, settings["max_ngram"] + settings["max_tokens"]), **settings
-    )
+    order = settings["max_ngram"] + settings["max_tokens"]
+    return RestDraft(read_datastore(path, tokenizer, order), **settings)
 
 
 def load_base_model(paths: ModelPaths, dtype: str) -> Backbone:
@@ -133,8 +146,9 @@ def load_base_model(paths: ModelPaths, dtype: str) -> Backbone:
 
     Raises BackboneError.
     """
-    # merging an adapter dequantises
-    quantization = paths.quantization if paths.adapter is None else None
+    quantization = paths.quantization
+    if paths.adapter is not None:
+        quantization = None  # merging an adapter dequantises
     backbone = load_backbone(
         paths.base_model,
         dtype=dtype,
@@ -197,7 +211,10 @@ def dynamic_size(paths: ModelPaths, tree: Tree) -> Limits | None:
     if paths.tree_mode == FIXED:
         return None
     size = paths.tree_mode.partition(":")[2]
-    return Limits(*map(int, size.split("x"))) if size else Limits(tree.size, tree.max_depth)
+    if not size:
+        return Limits(tree.size, tree.max_depth)
+    nodes, depth = size.split("x")
+    return Limits(int(nodes), int(depth))
 
 
 def compile_backbone(
@@ -227,7 +244,8 @@ def compile_cache_dir() -> Path:
     Programs are loaded and run, so they never lie in a run, which may be somebody else's.
     torch finds them by their source and settings, so models share the folder.
     """
-    if value := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
+    value = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    if value:
         from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
         if value != default_cache_dir():  # torch sets its default there on first use

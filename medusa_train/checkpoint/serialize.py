@@ -20,9 +20,17 @@ from medusa_train.io import sync
 _BLOCK = 1 << 20
 #: Names of dtypes in safetensors files.
 _DTYPE_NAMES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 
 
 def write_tensors(
@@ -34,23 +42,26 @@ def write_tensors(
     written one after the other, so that no more than one of them is copied at a time, and the
     checksum needs no second pass over the file.
     """
-    # the widest dtypes first keep every tensor aligned, since the header is padded to 8 bytes
+    # 1. The header: name, dtype, shape and place of each tensor. The widest dtypes first keep every
+    # tensor aligned, since the header is padded to 8 bytes.
     ordered = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     end = 0
     for name in ordered:
-        tensor, begin = tensors[name], end
-        end += tensor.numel() * tensor.element_size()
-        shape = list(tensor.shape)
+        tensor = tensors[name]
+        start = end
+        end += tensor.nbytes
         header[name] = {
             "dtype": _DTYPE_NAMES[tensor.dtype],
-            "shape": shape,
-            "data_offsets": [begin, end],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
         }
-    described = json.dumps(header, separators=(",", ":")).encode()
-    described += b" " * (-len(described) % 8)
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    padding = b" " * (-len(encoded) % 8)
+    encoded += padding
+    # 2. Its length in 8 bytes, the header, and the values.
     with path.open("wb") as file:
-        value = _write(file, len(described).to_bytes(8, "little") + described, 0)
+        value = _write(file, len(encoded).to_bytes(8, "little") + encoded, 0)
         for name in ordered:
             plain = tensors[name].detach().cpu().contiguous().reshape(-1)
             value = _write(file, plain.view(torch.uint8).numpy().data, value)
@@ -116,9 +127,8 @@ def read_pickled_tensors(path: Path) -> dict[str, Tensor]:
             f"{path}: refused, cannot be read as plain tensors: {_reason(error)}\nA .pt file can"
             " contain code that runs on loading; only files of plain tensors are read."
         ) from error
-    if not isinstance(loaded, Mapping) or not all(
-        isinstance(value, Tensor) for value in loaded.values()
-    ):
+    is_mapping = isinstance(loaded, Mapping)
+    if not is_mapping or not all(isinstance(value, Tensor) for value in loaded.values()):
         raise CheckpointError(f"{path}: holds something other than named tensors")
     return {str(name): value for name, value in loaded.items()}
 
@@ -145,7 +155,7 @@ def checksum(path: Path) -> int:
     """Return the CRC-32 of a file's bytes."""
     value = 0
     with path.open("rb") as file:
-        while block := file.read(_BLOCK):
+        for block in iter(lambda: file.read(_BLOCK), b""):
             value = zlib.crc32(block, value)
     return value
 
@@ -191,6 +201,7 @@ def join_tensors(tensors: Mapping[str, Tensor], value: Any) -> Any:
 
 
 def _split(state: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    """Return the JSON value of the state at `path`, and add its tensors to `tensors`."""
     if isinstance(state, Tensor):
         name = path or "tensor"
         while name in tensors:  # {"a/b": .., "a": {"b": ..}}
@@ -203,7 +214,9 @@ def _split(state: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         return _split_mapping(state, path, tensors)
     if isinstance(state, list | tuple):
         items = [_split(item, _join(path, i), tensors) for i, item in enumerate(state)]
-        return items if isinstance(state, list) else {_TUPLE: items}
+        if isinstance(state, tuple):
+            return {_TUPLE: items}
+        return items
     raise TypeError(f"{path or 'state'}: a {type(state).__name__} cannot be saved without pickle")
 
 
@@ -220,4 +233,6 @@ def _split_mapping(state: Mapping[Any, Any], path: str, tensors: dict[str, Tenso
 
 
 def _join(path: str, key: object) -> str:
-    return f"{path}/{key}" if path else str(key)
+    if not path:
+        return str(key)
+    return f"{path}/{key}"

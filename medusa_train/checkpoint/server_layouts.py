@@ -53,7 +53,8 @@ from medusa_train.io import warn_once
 
 _BLOCK = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)")
 _HEAD = re.compile(r"lm_heads\.(\d+)\.(weight|bias)")
-_OUR_BLOCK = re.compile(r"blocks\.(\d+)\.(\d+)\.linear\.(weight|bias)")
+#: In the state dict of a `MedusaDraft`.
+_STATE_BLOCK = re.compile(r"blocks\.(\d+)\.(\d+)\.linear\.(weight|bias)")
 _REDUCED = "medusa_vocab_size"
 _OTHER_METHODS = {"eagle-": "eagle", "eagle3": "eagle3", "dflash": "dflash", "dspark": "dspark"}
 """Words in the path of a draft model by which vLLM chooses another method than the one that it was given."""
@@ -70,8 +71,9 @@ def to_vllm(
     """
     tensors = {}
     for name, tensor in heads.state.items():
-        if match := _OUR_BLOCK.fullmatch(name):
-            tensors[f"blocks.{match[1]}.layers.{match[2]}.{match[3]}"] = tensor
+        if (match := _STATE_BLOCK.fullmatch(name)) is not None:
+            head, block, kind = match.groups()
+            tensors[f"blocks.{head}.layers.{block}.{kind}"] = tensor
         elif name.endswith(".weight") or name == TOKEN_MAP:
             tensors[name] = tensor
     if heads.shared:
@@ -90,8 +92,9 @@ def to_vllm(
             )
         else:
             vocab_size = heads.vocab_size
-        for name in [name for name in tensors if _HEAD.fullmatch(name)]:
-            tensors[name] = expand_rows(tensors[name], heads.token_map, vocab_size)
+        for name in tensors:
+            if _HEAD.fullmatch(name):
+                tensors[name] = expand_rows(tensors[name], heads.token_map, vocab_size)
     config: dict[str, Any] = {
         "model_type": "medusa",
         "architectures": ["MedusaModel"],
@@ -119,9 +122,10 @@ def expand_rows(matrix: Tensor, token_map: Tensor, vocab_size: int) -> Tensor:
     which is never above the greatest of them, whatever the hidden state; without a bias, rows of
     zeros or of large numbers have no such bound.
     """
-    rows = matrix.float().mean(0).to(matrix.dtype).repeat(vocab_size, 1)
-    rows[token_map] = matrix
-    return rows
+    mean = matrix.float().mean(0).to(matrix.dtype)  # [d]
+    expanded = mean.repeat(vocab_size, 1)  # [V, d]
+    expanded[token_map] = matrix
+    return expanded
 
 
 def from_vllm(tensors: Mapping[str, Tensor], config: Mapping[str, Any], source: str) -> HeadTensors:
@@ -135,8 +139,9 @@ def from_vllm(tensors: Mapping[str, Tensor], config: Mapping[str, Any], source: 
     state: dict[str, Tensor] = {}
     for full_name, tensor in tensors.items():
         name = full_name.replace("medusa_heads.", "")  # as vLLM's loader does
-        if match := _BLOCK.fullmatch(name):
-            state[f"blocks.{match[1]}.{match[2]}.linear.{match[3]}"] = tensor
+        if (match := _BLOCK.fullmatch(name)) is not None:
+            head, block, kind = match.groups()
+            state[f"blocks.{head}.{block}.linear.{kind}"] = tensor
         elif _HEAD.fullmatch(name) or name == TOKEN_MAP:
             state[name] = tensor
         else:
@@ -147,37 +152,43 @@ def from_vllm(tensors: Mapping[str, Tensor], config: Mapping[str, Any], source: 
         state.pop(LM_HEAD_0, None)
     _apply_token_map(state, config, source)
     if not config.get("medusa_fc_bias", False):
-        weights = [
-            name for name in state if name.startswith("blocks.") and name.endswith(".weight")
-        ]
-        written = [state.get(name.removesuffix("weight") + "bias") for name in weights]
-        if any(bias is not None and bool(bias.any()) for bias in written):
-            warn_once(
-                f"{source}: the biases of the blocks are not used, as in vLLM, since config.json"
-                " lacks medusa_fc_bias: true"
-            )
-        for name in weights:  # the loader ignores biases of the file in this case
-            state[name.removesuffix("weight") + "bias"] = state[name].new_zeros(len(state[name]))
+        _clear_biases(state, source)
     return checked_heads(state, source)
+
+
+def _clear_biases(state: dict[str, Tensor], source: str) -> None:
+    """Give the blocks biases of zeros; vLLM's loader ignores those of the file, which is said."""
+    weights = [name for name in state if name.startswith("blocks.") and name.endswith(".weight")]
+    has_biases = False
+    for name in weights:
+        bias_name = name.removesuffix("weight") + "bias"
+        bias = state.get(bias_name)
+        if bias is not None and bool(bias.any()):
+            has_biases = True
+        state[bias_name] = state[name].new_zeros(len(state[name]))
+    if has_biases:
+        warn_once(
+            f"{source}: the biases of the blocks are not used, as in vLLM, since config.json"
+            " lacks medusa_fc_bias: true"
+        )
 
 
 def _apply_token_map(state: dict[str, Tensor], config: Mapping[str, Any], source: str) -> None:
     """Reduce the matrices to the rows of token_map, or remove an unused token_map, as the loader
     does.
     """
-    size, full = config.get(_REDUCED, config.get("truncated_vocab_size")), config.get("vocab_size")
     tokens = state.pop(TOKEN_MAP, None)
-    if not isinstance(size, int) or not isinstance(full, int) or size >= full:
+    size = config.get(_REDUCED, config.get("truncated_vocab_size"))
+    full_size = config.get("vocab_size")
+    if not isinstance(size, int) or not isinstance(full_size, int) or size >= full_size:
         return
-    if tokens is None or len(tokens) != size:
-        problem = (
-            "there is no token_map" if tokens is None else f"token_map has {len(tokens)} tokens"
-        )
-        raise CheckpointError(
-            f"{source}: config.json says that the vocabulary has {size} tokens, but {problem}"
-        )
-    for name in [name for name in state if _HEAD.fullmatch(name)]:
-        if len(state[name]) > size:
+    expected = f"{source}: config.json says that the vocabulary has {size} tokens"
+    if tokens is None:
+        raise CheckpointError(f"{expected}, but there is no token_map")
+    if len(tokens) != size:
+        raise CheckpointError(f"{expected}, but token_map has {len(tokens)} tokens")
+    for name in state:
+        if _HEAD.fullmatch(name) and len(state[name]) > size:
             state[name] = state[name][tokens.long()]
     state[TOKEN_MAP] = tokens
 
@@ -207,9 +218,18 @@ _LAYER, _SPECULATORS_LAYER = "midlayer.", "layers.0."
 _STATES = "eagle_aux_hidden_state_layer_ids"
 #: Entries of the layer's config.json.
 LAYER_KEYS = (
-    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act",
-    "rms_norm_eps", "max_position_embeddings", "rope_parameters", "attention_bias", "mlp_bias",
-)  # fmt: skip
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "rms_norm_eps",
+    "max_position_embeddings",
+    "rope_parameters",
+    "attention_bias",
+    "mlp_bias",
+)
 
 
 def to_eagle3(
@@ -227,22 +247,26 @@ def to_eagle3(
         layer: config.json of its layer, as of a Llama model.
         vocab_size: V, of the backbone. base_model: its name.
     """
-    tensors = {
-        name: tensor
-        for name, tensor in state.items()
-        if not name.startswith(("lm_heads.", TOKEN_MAP))
-    }
+    # 1. Tensors with the same names.
+    tensors = {}
+    for name, tensor in state.items():
+        if not name.startswith(("lm_heads.", TOKEN_MAP)):
+            tensors[name] = tensor
+    # 2. lm_head in the order of tokens, and which tokens they are. vLLM refuses that for a draft
+    # that has all tokens.
+    tokens = torch.arange(vocab_size)
+    if TOKEN_MAP in state:
+        tokens = state[TOKEN_MAP].cpu()  # [N]
+    ordered, order = tokens.sort()
+    tensors["lm_head.weight"] = state[LM_HEAD_0].cpu()[order]  # [N, d]
+    if len(ordered) < vocab_size:
+        tensors["d2t"] = ordered - torch.arange(len(ordered))
+        tensors["t2d"] = torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, ordered, True)
+    # 3. config.json
     norms: dict[str, Any] = {key: True for key in EAGLE3_NORMS if settings.get(key)}
     width = tensors["fc.weight"].shape[1] // len(settings["layers"])
     if width != layer["hidden_size"]:
         norms["target_hidden_size"] = width
-    tokens = state.get(TOKEN_MAP)
-    tokens = torch.arange(vocab_size) if tokens is None else tokens.cpu()
-    ordered, rows = tokens.sort()
-    tensors["lm_head.weight"] = state[LM_HEAD_0].cpu()[rows]
-    if len(ordered) < vocab_size:  # vLLM refuses them for a draft that has all tokens
-        tensors["d2t"] = ordered - torch.arange(len(ordered))
-        tensors["t2d"] = torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, ordered, True)
     rope = dict(layer.get("rope_parameters") or {})
     config = {
         "architectures": [EAGLE3],
@@ -269,44 +293,50 @@ def for_target(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Change what vLLM reads into what `to` reads, where they differ."""
     if to == "sglang":
-        if config["norm_before_residual"]:
-            raise CheckpointError(
-                "SGLang does not compute norm_before_residual; export --to vllm or speculators"
-            )
-        if config.get("norm_before_fc"):
-            raise CheckpointError(
-                "SGLang does not compute norm_before_fc; export --to vllm or speculators"
-            )
-        eagle = {
-            _STATES: [layers - 1 for layers in config.pop(_STATES)],
-            "use_aux_hidden_state": True,
-        }
+        for norm in ("norm_before_residual", "norm_before_fc"):
+            if config.get(norm):
+                raise CheckpointError(
+                    f"SGLang does not compute {norm}; export --to vllm or speculators"
+                )
+        states = [layers - 1 for layers in config.pop(_STATES)]
+        eagle = {_STATES: states, "use_aux_hidden_state": True}
         return tensors, {**config, "eagle_config": eagle}
-    if to != "speculators":
-        return tensors, config
-    named = {
-        name.replace(_LAYER, _SPECULATORS_LAYER, 1): tensor for name, tensor in tensors.items()
-    }
-    own = (
+    if to == "speculators":
+        return _for_speculators(tensors, config, draft_tokens)
+    return tensors, config
+
+
+def _for_speculators(
+    tensors: dict[str, Tensor], config: dict[str, Any], draft_tokens: int
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Rename the layer, and put its entries of config.json into one of their own."""
+    renamed = {}
+    for name, tensor in tensors.items():
+        renamed[name.replace(_LAYER, _SPECULATORS_LAYER, 1)] = tensor
+    at_the_top = {
         "draft_vocab_size",
         "tie_word_embeddings",
         "norm_before_residual",
         _STATES,
         "torch_dtype",
-        *(key for key in (*EAGLE3_NORMS, "target_hidden_size") if key in config),
-    )
-    base_model = config["base_model_name_or_path"]
-    layer = {
-        key: value
-        for key, value in config.items()
-        if key not in own and key != "base_model_name_or_path"
+        "target_hidden_size",
+        *EAGLE3_NORMS,
     }
+    base_model = config["base_model_name_or_path"]
+    draft = {}
+    layer = {}
+    for key, value in config.items():
+        if key in at_the_top:
+            draft[key] = value
+        elif key != "base_model_name_or_path":
+            layer[key] = value
+    layer["architectures"] = ["LlamaForCausalLM"]
     proposal = {"proposal_type": "greedy", "speculative_tokens": draft_tokens}
-    return named, {
+    return renamed, {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
-        **{key: config[key] for key in own},
-        "transformer_layer_config": {**layer, "architectures": ["LlamaForCausalLM"]},
+        **draft,
+        "transformer_layer_config": layer,
         "speculators_config": {
             "algorithm": "eagle3",
             "proposal_methods": [proposal],
@@ -545,7 +575,8 @@ def _draft_tokens(
             f"{source}: lm_head has {rows} rows, but draft_vocab_size is {named} in config.json"
         )
     size = layer.get("vocab_size")
-    size = len(tensors["t2d"]) if size is None and "t2d" in tensors else size
+    if size is None and "t2d" in tensors:
+        size = len(tensors["t2d"])
     if size is not None and rows >= size:
         if "d2t" in tensors and bool(tensors["d2t"].any()):
             raise CheckpointError(

@@ -73,17 +73,21 @@ class CheckpointStore:
                 unchanged.
             TypeError: the state holds something that cannot be saved without pickle.
         """
+        # 1. The state, and its weights once more if they are the best.
         path = self._save(f"step-{step}", step, state, f"the checkpoint of step {step}")
         if best == step:
-            self.save_best(
-                step, {name: part for name, part in state.items() if name in WEIGHTS}, linked=path
-            )
+            weights = {name: part for name, part in state.items() if name in WEIGHTS}
+            self.save_best(step, weights, linked=path)
         if best is not None:
             self._delete_best({best})
-        keep = {step, best if best is not None and self.best(best) == self.at(best) else step}
-        for old in self.steps()[: -self.limit] if self.limit else ():
-            if old not in keep:
-                _delete(self.root / f"step-{old}")
+        # 2. Delete the oldest, but for one that alone has the best weights.
+        if self.limit:
+            keep = {step}
+            if best is not None and self.best(best) == self.at(best):
+                keep.add(best)
+            for old in self.steps()[: -self.limit]:
+                if old not in keep:
+                    _delete(self.root / f"step-{old}")
         return path
 
     def save_best(
@@ -126,16 +130,15 @@ class CheckpointStore:
         except WRITE_ERRORS as error:
             # before free space is measured for the message
             shutil.rmtree(temporary, ignore_errors=True)
-            needed = sum(
-                tensor.nbytes for tensors, _ in parts.values() for tensor in tensors.values()
-            )
+            needed = 0
+            for tensors, _ in parts.values():
+                needed += sum(tensor.nbytes for tensor in tensors.values())
             reason = write_failure(what, self.root, error, needed)
-            last = [
-                f"The last good one is {self.root / f'step-{step}'}." for step in self.steps()[-1:]
-            ]
-            raise CheckpointError(
-                "\n".join([reason, *(last or ["There is no earlier one."])])
-            ) from error
+            earlier = "There is no earlier one."
+            steps = self.steps()
+            if steps:
+                earlier = f"The last good one is {self.root / f'step-{steps[-1]}'}."
+            raise CheckpointError(f"{reason}\n{earlier}") from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
         return self.root / name
@@ -144,23 +147,27 @@ class CheckpointStore:
         """List the steps of complete checkpoints in ascending order."""
         if not self.root.is_dir():
             return []
-        matches = (
-            _NAME.fullmatch(path.name)
-            for path in self.root.iterdir()
-            if (path / MANIFEST).is_file()
-        )
-        return sorted(int(match[1]) for match in matches if match)
+        steps = []
+        for path in self.root.iterdir():
+            match = _NAME.fullmatch(path.name)
+            if match is not None and (path / MANIFEST).is_file():
+                steps.append(int(match[1]))
+        return sorted(steps)
 
     def latest(self) -> Path | None:
         """Return the newest checkpoint, or None."""
         self._restore_replaced()
         steps = self.steps()
-        return self.root / f"step-{steps[-1]}" if steps else None
+        if not steps:
+            return None
+        return self.root / f"step-{steps[-1]}"
 
     def at(self, step: int) -> Path | None:
         """Return the checkpoint of `step`, or None."""
         self._restore_replaced()
-        return self.root / f"step-{step}" if step in self.steps() else None
+        if step not in self.steps():
+            return None
+        return self.root / f"step-{step}"
 
     def best(self, step: int) -> Path | None:
         """Return the weights of the best evaluation, after `step`; None if they are not there.
@@ -169,7 +176,9 @@ class CheckpointStore:
         """
         self._restore_replaced()
         path = self.root / f"best-{step}"
-        return path if (path / MANIFEST).is_file() else self.at(step)
+        if (path / MANIFEST).is_file():
+            return path
+        return self.at(step)
 
     def load(
         self, path: Path | str, *, verify: bool = True, parts: Collection[str] | None = None
@@ -197,6 +206,7 @@ class CheckpointStore:
             raise CheckpointError(f"{error}{self._others(path)}") from error
 
     def _publish(self, temporary: Path, final: Path) -> None:
+        """Give a complete checkpoint its name, in place of an earlier one."""
         old = self.root / f".old-{final.name}"
         # a directory can't be renamed onto a full one; _restore_replaced undoes this after a crash
         if final.exists():
@@ -223,8 +233,12 @@ class CheckpointStore:
                 _delete(path)
 
     def _others(self, path: Path) -> str:
-        others = [f"step-{step}" for step in self.steps() if self.root / f"step-{step}" != path]
-        return f"\nOther checkpoints in {self.root}: {', '.join(others)}" if others else ""
+        """Name the checkpoints beside `path`, for messages."""
+        names = [f"step-{step}" for step in self.steps()]
+        others = [name for name in names if self.root / name != path]
+        if not others:
+            return ""
+        return f"\nOther checkpoints in {self.root}: {', '.join(others)}"
 
 
 def _write(
@@ -234,21 +248,27 @@ def _write(
     linked: Path | None,
 ) -> None:
     """Write a checkpoint's files; those of tensors are links to the files of `linked`, if given."""
-    checksums = {
-        STATE: write_json(directory / STATE, {name: value for name, (_, value) in parts.items()})
-    }
-    present = {} if linked is None else _read_manifest(linked / MANIFEST)["files"]
+    # 1. The plain values of all parts.
+    values = {part: value for part, (_, value) in parts.items()}
+    checksums = {STATE: write_json(directory / STATE, values)}
+    # 2. The tensors of each part.
+    linked_files = {}
+    if linked is not None:
+        linked_files = _read_manifest(linked / MANIFEST)["files"]
     for part, (tensors, _) in parts.items():
+        if not tensors:
+            continue
         name = f"{part}.safetensors"
-        if tensors and linked is not None:
+        if linked is not None:
             _link_or_copy(linked / name, directory / name)
-            checksums[name] = present[name]["crc32"]
-        elif tensors:
+            checksums[name] = linked_files[name]["crc32"]
+        else:
             checksums[name] = write_tensors(directory / name, tensors)
-    files = {
-        n: {"bytes": (directory / n).stat().st_size, "crc32": checksums[n]}
-        for n in sorted(checksums)
-    }
+    # 3. The manifest, with which the checkpoint is complete.
+    files = {}
+    for name in sorted(checksums):
+        size = (directory / name).stat().st_size
+        files[name] = {"bytes": size, "crc32": checksums[name]}
     manifest = {"format": _FORMAT, "step": step, "files": files}
     write_json(directory / MANIFEST, {**manifest, "crc32": _crc(manifest)})
     sync(directory)
@@ -272,6 +292,7 @@ def _crc(manifest: Mapping[str, Any]) -> int:
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
+    """Read a manifest, and check its format and its own checksum."""
     manifest = read_json(path)
     if not isinstance(manifest, dict) or "format" not in manifest:
         raise CheckpointError(f"{path}: not a checkpoint manifest")
@@ -285,6 +306,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _read(path: Path, verify: bool, parts: Collection[str] | None) -> dict[str, Any]:
+    """Read the parts of a state; with `verify` the checksums of their tensors are compared."""
     files = _read_manifest(path / MANIFEST)["files"]
     _verify(path / STATE, files[STATE])
     state = {}
@@ -301,6 +323,7 @@ def _read(path: Path, verify: bool, parts: Collection[str] | None) -> dict[str, 
 
 
 def _verify(path: Path, expected: Mapping[str, int], *, checksums: bool = True) -> None:
+    """Raise CheckpointError unless a file has the size, and the checksum, of the manifest."""
     if not path.is_file():
         raise CheckpointError(f"{path}: missing; the checkpoint is incomplete")
     size = path.stat().st_size
