@@ -7,11 +7,13 @@ Times a plain step, steps over trees of 1 to 128 nodes, the Medusa heads alone a
 whole decoding loop: on the tiny backbone, random Llamas of 160M to 13B parameters or a model
 directory, for single rows at several contexts, over dtypes and settings, all in turns. Settings:
 `stock` weights; weights `prepacked` for oneDNN, attention for few rows; `static` buffers;
-`compiled` passes of single rows. On a GPU steps in static buffers are CUDA graphs, and compiled
-passes are part of them: that is how a GPU decodes, without and with `compile: true`. Each row names
-the way of its steps, which is the same for the plain step, the trees, the heads and the loops. The
-floor of a step is its bytes of weights and cache over the measured read bandwidth, or its
-operations over the measured matrix rate, whichever takes longer. Writes decode.md and decode.json
+`compiled` passes of single rows; on a GPU also `split` (static, with the key gpu_kernels:
+split_attention). There all settings of a dtype have the same weights in memory, steps in static
+buffers are CUDA graphs, and compiled passes are part of them: that is how a GPU decodes, without
+and with `compile: true`. Each row names the way of its steps, which is the same for the plain step,
+the trees, the heads and the loops. The floor of a step is its bytes of weights and cache over the
+measured read bandwidth, or its operations over the measured matrix rate, whichever takes longer.
+Writes decode.md and decode.json
 to `--out` after every context.
 """
 
@@ -68,10 +70,14 @@ from medusa_train.models.prepack import prepack_linears  # noqa: E402
 from medusa_train.tree_search.fit import paths_by_product  # noqa: E402
 from medusa_train.trees.tree import Tree  # noqa: E402
 
-SETTINGS = ("stock", "prepacked", "static", "compiled")
+SETTINGS = ("stock", "prepacked", "static", "split", "compiled")
+#: Of the key `gpu_kernels`, by setting.
+KERNELS = {"split": ("split_attention",)}
+#: Heads of the loops: over the whole vocabulary, over some tokens, or with the backbone's lm_head.
+HEAD_KINDS = ("full", "32768", "shared")
 HEADS = 5
 HEADS_ROW = "heads"
-LOOP_NODES = (16, 64)  # trees with which the whole loop is timed, beside plain decoding
+LOOP_NODES = (16, 63)  # trees with which the whole loop is timed, beside plain decoding
 MEMORY_SHARE = 0.9  # of the free memory that may be used
 # calls in a row that are timed, after one that is not: a step finds in the caches what the last one
 # left
@@ -95,7 +101,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         help=f"tiny, {', '.join(SHAPES)}, or a model directory",
     )
     parser.add_argument("--contexts", nargs="+", type=int, metavar="N", help="128 1024")
-    parser.add_argument("--nodes", nargs="+", type=int, metavar="N", help="1 8 16 32 64")
+    parser.add_argument("--nodes", nargs="+", type=int, metavar="N", help="1 8 16 32 63")
     parser.add_argument(
         "--dtypes", nargs="+", choices=["float32", "bfloat16", "float16"], help="float32 bfloat16"
     )
@@ -104,6 +110,13 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         nargs="+",
         choices=SETTINGS,
         help="stock prepacked compiled; on a GPU stock static compiled",
+    )
+    parser.add_argument(
+        "--heads",
+        nargs="+",
+        choices=HEAD_KINDS,
+        default=["full"],
+        help="over the whole vocabulary, 32,768 tokens, or with the backbone's lm_head (full)",
     )
     parser.add_argument("--threads", type=int, metavar="N", help="on a CPU; all cores")
     parser.add_argument("--seconds", type=float, help="per shape and context (20)")
@@ -116,7 +129,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
             else ["tiny", *(SHAPES if cuda else ["160M"])]
         )
     args.contexts = args.contexts or [128, 1024]
-    args.nodes = sorted(set(args.nodes or ([1, 16, 64] if quick else [1, 8, 16, 32, 64])) - {0})
+    # with the root 63 nodes fill a tile of 64 rows; one more would begin another
+    args.nodes = sorted(set(args.nodes or ([1, 16, 63] if quick else [1, 8, 16, 32, 63])) - {0})
     args.dtypes = args.dtypes or ["float32", "bfloat16"]
     wanted = args.settings or (
         ("stock", "static", "compiled") if cuda else ("stock", "prepacked", "compiled")
@@ -140,10 +154,15 @@ class Unsupported(Exception):
 
 @dataclass
 class Loaded:
-    """A model in one dtype and setting, with Medusa heads."""
+    """A model in one dtype and setting, with Medusa heads of each kind."""
 
     backbone: Backbone
-    draft: MedusaDraft
+    drafts: dict[str, MedusaDraft]
+
+    @property
+    def draft(self) -> MedusaDraft:
+        """The heads that are timed alone."""
+        return next(iter(self.drafts.values()))
 
 
 @dataclass
@@ -165,17 +184,34 @@ class Shape:
         config = AutoConfig.from_pretrained(directory).get_text_config()
         return cls(directory.name, directory, config, Sizes.of(config))
 
-    def bytes_needed(self, dtype: str, setting: str, cpu: bool, positions: int) -> int:
+    def bytes_needed(
+        self, dtype: str, setting: str, cpu: bool, positions: int, shared: bool = False
+    ) -> int:
         """Estimate bytes of weights, heads and caches; on a CPU, prepacking and compiling copy the
         weights.
+
+        Args:
+            shared: whether another setting's weights are used.
         """
         heads = self.sizes.head_weights(HEADS)
         copied = heads + self.sizes.read if setting in ("prepacked", "compiled") and cpu else 0
         caches = 4 * self.sizes.cached(positions, 1)  # of the passes and of three loops
+        if shared:
+            return caches * getattr(torch, dtype).itemsize
         return (self.sizes.total + heads + copied + caches) * getattr(torch, dtype).itemsize
 
-    def load(self, dtype: str, setting: str, device: torch.device) -> Loaded:
+    def load(
+        self,
+        dtype: str,
+        setting: str,
+        device: torch.device,
+        heads: Sequence[str] = HEAD_KINDS[:1],
+        shared: Loaded | None = None,
+    ) -> Loaded:
         """Load backbone and heads; compiled passes are for torch's current number of threads.
+
+        Args:
+            shared: in the same dtype, whose weights and heads are used again; random weights only.
 
         Raises:
             Unsupported: the setting cannot be used with this model here.
@@ -183,19 +219,27 @@ class Shape:
         if setting == "prepacked" and device.type != "cpu":
             raise Unsupported("weights are prepacked on CPUs only")
         if self.directory is None:
-            backbone = Backbone(
-                random_model(self.config, getattr(torch, dtype), device), None, self.name
-            )
+            weights = None if shared is None else shared.backbone.model
+            model = random_model(self.config, getattr(torch, dtype), device, weights)
+            backbone = Backbone(model, None, self.name)
         else:
             backbone = load_backbone(str(self.directory), dtype=dtype, device=device)
-        with device:  # or large heads would be created on the CPU first
-            draft = MedusaDraft.from_backbone(backbone, HEADS)
+        try:
+            backbone.use_gpu_kernels(KERNELS.get(setting, ()))
+        except BackboneError as error:
+            raise Unsupported(f"not run: {str(error).partition('; ')[2]}") from error
+        if shared is None:
+            with device:  # or large heads would be created on the CPU first
+                drafts = {kind: heads_of(backbone, kind) for kind in heads}
+        else:
+            drafts = shared.drafts
         if setting == "prepacked":
-            if not any([prepack_linears(backbone.model), prepack_linears(draft)]):
+            packed = [prepack_linears(module) for module in (backbone.model, *drafts.values())]
+            if not any(packed):
                 raise Unsupported(
                     "not prepacked: no faster here, dtype not supported, or too little memory"
                 )
-        elif setting == "static":
+        elif setting == "static" or setting in KERNELS:
             backbone.step_runner = (
                 FixedShapeRunner() if device.type == "cpu" else graph_runner(device, backbone.model)
             )
@@ -213,8 +257,18 @@ class Shape:
                     .removesuffix("; leave the key out")
                 )
                 raise Unsupported(f"not compiled: {reason}") from error
-            prepack_linears(draft)
-        return Loaded(backbone, draft)
+            for draft in drafts.values():
+                prepack_linears(draft)
+        return Loaded(backbone, drafts)
+
+
+def heads_of(backbone: Backbone, kind: str) -> MedusaDraft:
+    """Create heads of one of `HEAD_KINDS`."""
+    if kind.isdigit():
+        size = min(int(kind), backbone.vocab_size)
+        token_map = torch.arange(size, device=backbone.device)
+        return MedusaDraft.from_backbone(backbone, HEADS, vocab_size=size, token_map=token_map)
+    return MedusaDraft.from_backbone(backbone, HEADS, share_lm_head=kind == "shared")
 
 
 Model = tuple[str, str]  # dtype and setting
@@ -231,13 +285,16 @@ def load_models(
     loaded: dict[Model, Loaded] = {}
     obstacles: list[tuple[Model, str]] = []
     for model in itertools.product(args.dtypes, args.settings):
-        size = shape.bytes_needed(*model, device.type == "cpu", positions)
+        on_gpu = device.type == "cuda" and shape.directory is None
+        alike = [one for (dtype, _), one in loaded.items() if dtype == model[0] and on_gpu]
+        shared = alike[0] if alike else None
+        size = shape.bytes_needed(*model, device.type == "cpu", positions, shared is not None)
         try:
             if size > left:
                 raise Unsupported(
                     f"does not fit: needs {size / 1e9:.1f} GB, {left / 1e9:.1f} GB are left"
                 )
-            loaded[model] = shape.load(*model, device)
+            loaded[model] = shape.load(*model, device, args.heads, shared)
             left -= size
         except Unsupported as error:
             obstacles.append((model, str(error)))
@@ -301,15 +358,27 @@ def timed_calls(
     yield Timed(setup, HEADS_ROW, proposal(one.backbone, one.draft, largest), floor=least, how=how)
     if setup.context + LOOP_TOKENS > one.backbone.max_context:
         return
-    for count in (0, *(n for n in LOOP_NODES if n in trees)):
-        tree = trees[count]
-        loop = Loop(one.backbone, one.draft, tree, setup.context)
-        weights = read + (sizes.head_weights(tree.max_depth) if count else 0)
-        operations = sizes.step_operations(count + 1, setup.context, 1) + sizes.head_operations(
-            tree.max_depth, 1
-        )
-        name = f"loop, tree {count}" if count else "loop, plain"
-        yield Timed(setup, name, loop, loop.prepare, floor(weights, operations), how)
+    plain = Loop(one.backbone, one.draft, trees[0], setup.context)
+    least = floor(read, sizes.step_operations(1, setup.context, 1))
+    yield Timed(setup, "loop, plain", plain, plain.prepare, least, how)
+    for kind, draft in one.drafts.items():
+        for count in (n for n in LOOP_NODES if n in trees):
+            tree = trees[count]
+            loop = Loop(one.backbone, draft, tree, setup.context)
+            heads = weights_of_heads(sizes, kind, tree.max_depth)
+            operations = sizes.step_operations(count + 1, setup.context, 1) + 2 * heads
+            name = f"loop, tree {count}" + ("" if kind == "full" else f", {kind} heads")
+            yield Timed(setup, name, loop, loop.prepare, floor(read + heads, operations), how)
+
+
+def weights_of_heads(sizes: Sizes, kind: str, heads: int) -> int:
+    """Return the weights that `heads` heads of a kind read: lm_head once where they share it."""
+    if kind == "full":
+        return sizes.head_weights(heads)
+    blocks = heads * (sizes.hidden**2 + sizes.hidden)
+    if kind == "shared":
+        return blocks + sizes.vocab * sizes.hidden
+    return blocks + heads * min(int(kind), sizes.vocab) * sizes.hidden
 
 
 def cases_of(
@@ -424,7 +493,11 @@ def write_report(out: Path, machine: Mapping[str, Any], rates: Rates, rows: Sequ
         figures = {
             name: [round(ms, 3), round(row.floor_ms[name], 3)] for name, ms in row.ms.items()
         }
-        measured = {"steps": row.steps, "ms_and_floor": figures}
+        measured = {
+            "steps": row.steps,
+            "ms_and_floor": figures,
+            "plain_tokens_per_s": round(1000 / row.ms["plain"], 1) if "plain" in row.ms else None,
+        }
         content.append(
             {**asdict(row.setup), **(measured if figures else {"obstacle": row.obstacle})}
         )
@@ -441,14 +514,15 @@ def tables(rates: Rates, rows: Sequence[Row]) -> list[str]:
             name for row in rows for name in row.ms if name not in ("plain", "loop, plain")
         )
     )
-    titles = ["shape", "context", "dtype", "setting", "steps", "plain ms", "floor / plain"]
+    titles = ["shape", "context", "dtype", "setting", "steps", "plain ms", "plain tokens/s"]
+    titles += ["floor / plain"]
     titles += [f"{name} ms" if name == HEADS_ROW else name for name in names]
     lines = []
     for row in rows:
         at = row.setup
         first = [at.shape, f"{at.context:,}", at.dtype, at.setting]
         if "plain" not in row.ms:
-            lines.append([*first, row.obstacle, *[""] * (len(names) + 2)])
+            lines.append([*first, row.obstacle, *[""] * (len(names) + 3)])
             continue
         plain = row.ms["plain"]
         lines.append(
@@ -456,6 +530,7 @@ def tables(rates: Rates, rows: Sequence[Row]) -> list[str]:
                 *first,
                 row.steps,
                 f"{plain:.3f}",
+                f"{1000 / plain:,.1f}",
                 f"{row.floor_ms['plain'] / plain:.2f}",
                 *(_cell(row, n) for n in names),
             ]
@@ -465,8 +540,8 @@ def tables(rates: Rates, rows: Sequence[Row]) -> list[str]:
     )
     note = (
         f"Measured rates: reads {rates.bandwidth / 1e9:,.1f} GB/s; products {speeds}. Trees and"
-        " loops with trees: over the plain step or loop of the same row. A floor above the plain"
-        " step was read from caches."
+        " loops with trees: over the plain step or loop of the same row, and steps per second, which"
+        " the tokens of a step multiply. A floor above the plain step was read from caches."
     )
     return [note, table(titles, lines, 5)]
 
@@ -475,7 +550,7 @@ def _cell(row: Row, name: str) -> str:
     if name == HEADS_ROW:
         return f"{row.ms[name]:.3f}" if name in row.ms else ""
     ratio = row.over_plain(name)
-    return "" if ratio is None else f"{ratio:.2f}"
+    return "" if ratio is None else f"{ratio:.2f} ({1000 / row.ms[name]:,.0f}/s)"
 
 
 def measure_shape(

@@ -264,11 +264,11 @@ def goals(steps: Mapping[str, Record]) -> list[Record]:
             )
         )
         found.append(("plain step over its byte floor", plain / floor, "<=", 1.25))
-        if "tree 64" in best:
+        if "tree 63" in best:
             found.append(
                 (
-                    "step of 64 nodes without heads over plain step",
-                    best["tree 64"][0] / plain,
+                    "step of 63 nodes without heads over plain step",
+                    best["tree 63"][0] / plain,
                     "<=",
                     1.08,
                 )

@@ -162,7 +162,7 @@ def plan(work: str = "runs/gpu") -> list[Step]:
             "--nodes",
             "1",
             "16",
-            "64",
+            "63",
             "--dtypes",
             "bfloat16",
         )

@@ -22,11 +22,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from medusa_train.models.loading import keep_trainable_kernels
 
-#: hidden size, MLP size, layers, attention heads, key/value heads
-SHAPES = {
+#: hidden size, MLP size, layers, attention heads, key/value heads, and the vocabulary where it is not
+# `VOCAB_SIZE`; 8B is Llama 3.1
+SHAPES: dict[str, tuple[int, ...]] = {
     "160M": (768, 3072, 12, 12, 12),
     "1B": (2048, 5632, 22, 32, 4),
     "7B": (4096, 11008, 32, 32, 32),
+    "8B": (4096, 14336, 32, 32, 8, 128256),
     "13B": (5120, 13824, 40, 40, 40),
 }
 VOCAB_SIZE = 32000
@@ -53,11 +55,21 @@ def llama_config(
 
 
 @torch.no_grad()
-def random_model(config: LlamaConfig, dtype: torch.dtype, device: torch.device) -> Any:
-    """Create a model with random weights directly in `dtype` on `device`."""
+def random_model(
+    config: LlamaConfig, dtype: torch.dtype, device: torch.device, shared: Any = None
+) -> Any:
+    """Create a model with random weights directly in `dtype` on `device`.
+
+    Args:
+        shared: a model of this shape, whose weights are used in place of new ones.
+    """
     torch.backends.cuda.enable_cudnn_sdp(False)  # as `load_backbone` does on a GPU
     with torch.device("meta"):
         model = LlamaForCausalLM._from_config(config, dtype=dtype, attn_implementation="sdpa")
+    if shared is not None:
+        model.load_state_dict(shared.state_dict(), assign=True)
+        model.model.rotary_emb = type(model.model.rotary_emb)(config=config).to(device)
+        return model.eval().requires_grad_(False)
     model.to_empty(device=device)
     # a buffer, lost by to_empty
     model.model.rotary_emb = type(model.model.rotary_emb)(config=config).to(device)
@@ -207,9 +219,12 @@ def read_bandwidth(device: torch.device, seconds: float = 1.0, size: int | None 
 def matrix_rate(
     device: torch.device, dtype: torch.dtype, seconds: float = 1.0, width: int | None = None
 ) -> float:
-    """Return operations per second of an n x n matrix product, 2 n^3 operations each."""
+    """Return operations per second of an n x n matrix product, 2 n^3 operations each.
+
+    Its numbers have both signs: a GPU takes less power, and may clock higher, where sums only grow.
+    """
     width = width or (8192 if device.type == "cuda" else 2048)
-    left, right = (torch.rand(width, width, device=device).to(dtype) for _ in range(2))
+    left, right = (torch.randn(width, width, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(left)
     return 2 * width**3 / fastest_call(lambda: torch.mm(left, right, out=out), device, seconds)
 

@@ -4,8 +4,10 @@ cost?
     python benchmarks/train.py --quick --parts loss
     python benchmarks/train.py --parts shape7b           # a whole step at the shape of a 7B model; meant for a GPU
 
-Parts: `loss` (loss and gradients over given states), `shape7b` (a whole step at the shape of a 7B
-model), `compiled7b` (the same with torch_compile, which only Medusa-1 takes). The loss is measured
+Parts: `loss` (loss and gradients over given states), `medusa1_7b` and `medusa2_7b` (a whole step at the
+shape of a 7B model: the micro-batches that the recipe's configuration accumulates, and the optimizer),
+`shape7b` (both), `compiled7b` (Medusa-1 with torch_compile, which Medusa-2 does not take), `unchecked7b`
+(Medusa-2 without gradient checkpointing). Medusa-2 has its teacher's pass. The loss is measured
 by two methods in turns. naive: logits of backbone and heads stacked as one float tensor [K + 1, B,
 T, V], a shifted slice and `cross_entropy` for each. ours: `medusa_train/losses`, a chunk of logits
 at a time, with gradients as one process computes them. Every case runs in a process of its own.
@@ -36,6 +38,7 @@ sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
 
 import peft  # noqa: E402, F401 (imported before memory is measured, since it takes some)
 import torch  # noqa: E402
+import yaml  # noqa: E402
 from shapes import (  # noqa: E402
     SHAPES,
     Sizes,
@@ -67,7 +70,17 @@ from medusa_train.training.backbone_recipe import build_backbone_recipe  # noqa:
 from medusa_train.training.estimate import Estimate  # noqa: E402
 from medusa_train.training.optimizer_step import build_optimizer, parameter_groups  # noqa: E402
 
-PARTS = ("loss", "shape7b", "compiled7b")
+PARTS = ("loss", "shape7b", "medusa1_7b", "medusa2_7b", "compiled7b", "unchecked7b")
+#: Whole steps of each part: recipe and method.
+STEPS = {
+    "medusa1_7b": ("shape1", "ours"),
+    "medusa2_7b": ("shape2", "ours"),
+    "compiled7b": ("shape1", "compiled"),
+    "unchecked7b": ("shape2", "unchecked"),
+}
+#: Whose gradient_accumulation_steps count.
+CONFIGS = {"shape1": "vicuna7b_m1.yaml", "shape2": "vicuna7b_m2.yaml"}
+METHOD_TITLES = {"compiled": ", compiled", "unchecked": ", no gradient checkpointing"}
 DECAY, LAMBDA0 = 0.8, 0.2  # c and lambda0 (Medusa, Training Strategies)
 SMALL_LLAMA = (128, 256, 2, 4, 4, 512)  # runs the code of `shape7b` where there is no GPU
 #: As in configs/vicuna7b_m1.yaml and configs/vicuna7b_m2.yaml.
@@ -79,6 +92,7 @@ QLORA_KEYS = {
     "lora_alpha": 16,
 }
 QLORA_KEYS |= {"lora_dropout": 0.05, "lora_target_linear": True, "gradient_checkpointing": True}
+QLORA_KEYS |= {"medusa_self_distillation": True}
 TITLES = {
     "shape1": "Medusa-1, 7B shape, frozen backbone in bfloat16",
     "shape2": "Medusa-2, 7B shape, QLoRA (NF4)",
@@ -91,9 +105,11 @@ class Case:
 
     Attributes:
         what: `loss`, or a whole step: one of `TITLES`.
-        method: `naive` (`loss` only), `ours`, or `compiled` (with torch_compile).
+        method: `naive` (`loss` only), `ours`, `compiled` (with torch_compile), or `unchecked`
+        (without gradient checkpointing).
         dtype: of the products; parameters and gradients are float32. tokens, vocab, heads, width:
         T, V, K, d. masked: share of positions without a loss. rows: of a micro-batch.
+        accumulation: micro-batches of an optimizer step.
         repeats: measurements at most. seconds: after which no further one begins.
     """
 
@@ -106,6 +122,7 @@ class Case:
     width: int = 1024
     masked: float = 0.0
     rows: int = 1
+    accumulation: int = 1
     repeats: int = 3
     seconds: float = 20.0
 
@@ -293,7 +310,7 @@ def measure_loss(case: Case) -> Result:
 
 
 class Step:
-    """One optimizer step: forward, loss, backward, clipping, optimizer."""
+    """One optimizer step: micro-batches with forward, loss and backward, then clipping and optimizer."""
 
     def __init__(self, cfg: TrainConfig, backbone: Backbone, precision: Precision) -> None:
         self.cfg = cfg
@@ -305,7 +322,7 @@ class Step:
         self.objective = Objective(
             self.draft,
             cfg.medusa_decay_coefficient,
-            lm="ce" if self.student.joint else None,
+            lm="kl" if self.student.joint else None,
             heads_coefficient=cfg.medusa_heads_coefficient,
         )
         trained = self.student.parameters.values()
@@ -319,19 +336,28 @@ class Step:
         )
         self.optimizer = build_optimizer(cfg.optimizer, groups, precision.device)[0]
 
-    def __call__(self, batch: Batch) -> float:
-        """Train on `batch` and return its loss."""
-        feats = self.student.features(batch)
-        lm_head = self.student.backbone.lm_head() if self.student.joint else None
-        cut, counts = GraphCut(), self.objective.target_counts(batch)
-        feats = replace(feats, hidden=cut.detach(feats.hidden))
-        with self.student.precision.autocast():
-            loss = self.objective.loss(feats, batch, counts, lm_head=lm_head, grad_scale=1.0).loss
-        cut.backward()
+    def __call__(self, batch: Batch, accumulation: int = 1) -> float:
+        """Train on `batch` `accumulation` times, and return the loss of the last one."""
+        for _ in range(accumulation):
+            loss = self.micro_batch(batch)
         torch.nn.utils.clip_grad_norm_(self.parameters, self.cfg.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return float(loss)
+
+    def micro_batch(self, batch: Batch) -> Tensor:
+        """Add the gradients of a micro-batch, and return its loss."""
+        feats = self.student.features(batch)
+        teacher = self.student.teacher(batch, feats) if self.objective.needs_teacher else None
+        lm_head = self.student.backbone.lm_head() if self.student.joint else None
+        cut, counts = GraphCut(), self.objective.target_counts(batch)
+        feats = replace(feats, hidden=cut.detach(feats.hidden))
+        with self.student.precision.autocast():
+            loss = self.objective.loss(
+                feats, batch, counts, lm_head=lm_head, teacher=teacher, grad_scale=1.0
+            ).loss
+        cut.backward()
+        return loss
 
 
 def shape_setup(case: Case, precision: Precision) -> tuple[TrainConfig, Backbone, Batch]:
@@ -348,6 +374,8 @@ def shape_setup(case: Case, precision: Precision) -> tuple[TrainConfig, Backbone
     }
     medusa1 = {"recipe": "medusa1", "torch_compile": case.method == "compiled"}
     keys |= {"medusa_num_heads": case.heads, **(QLORA_KEYS if case.what == "shape2" else medusa1)}
+    if case.method == "unchecked":
+        keys["gradient_checkpointing"] = False
     cfg = TrainConfig.model_validate(keys).resolved()
     torch.manual_seed(0)
     tokens = torch.randint(config.vocab_size, (case.rows, case.tokens), device=precision.device)
@@ -374,7 +402,7 @@ def measure_step(case: Case) -> Result:
     memory = PeakMemory()
     step = Step(cfg, backbone, precision)
     step(batch)  # warms up kernels and creates the optimizer states
-    seconds, loss = repeated(lambda: step(batch), case)
+    seconds, loss = repeated(lambda: step(batch, case.accumulation), case)
     states = (state for group in step.optimizer.state.values() for state in group.values())
     # parameters, gradients, optimizer
     held = 2 * tensor_bytes(step.parameters) + tensor_bytes(states)
@@ -387,7 +415,7 @@ def measure_step(case: Case) -> Result:
         True,
         seconds,
         loss,
-        rows * width,
+        rows * width * case.accumulation,
         max(0, peak - held),  # a small shape's lies below what torch allocated before
         total=weights + peak,
         estimate=estimate.total,
@@ -395,7 +423,8 @@ def measure_step(case: Case) -> Result:
             Sizes.of(backbone.config), cfg.medusa_num_heads, width, trained
         )
         * rows
-        * width,
+        * width
+        * case.accumulation,
         rate=rate,
     )
 
@@ -436,10 +465,11 @@ def loss_table(measured: Mapping[Case, Result]) -> str:
         rows.append(
             [
                 case.dtype,
-                *(f"{count:,}" for count in (case.vocab, case.tokens, case.heads)),
+                *(f"{count:,}" for count in (case.vocab, case.width, case.tokens, case.heads)),
                 f"{case.masked:.0%}",
                 *(f"{one.median:.2f}" if one.fits else "does not fit" for one in (naive, ours)),
                 f"{naive.median / ours.median:.2f}" if fit else "",
+                f"{ours.tokens / ours.median:,.0f}" if ours.fits else "",
                 *(megabytes(one.peak, one.fits) for one in (naive, ours)),
                 f"{ours.peak / naive.peak:.3f}" if fit else "",
                 *(megabytes(one.accumulating, one.fits) for one in (naive, ours)),
@@ -449,12 +479,14 @@ def loss_table(measured: Mapping[Case, Result]) -> str:
     titles = [
         "dtype",
         "V",
+        "d",
         "T",
         "K",
         "masked",
         "naive s",
         "ours s",
         "times faster",
+        "ours tokens/s",
         "naive MB",
         "ours MB",
         "share",
@@ -468,8 +500,8 @@ def step_table(measured: Mapping[Case, Result]) -> str:
     for case, one in measured.items():
         if case.what == "loss":
             continue
-        compiled = ", compiled" if case.method == "compiled" else ""
-        first = [TITLES[case.what] + compiled, f"{case.rows} x {case.tokens:,}"]
+        rows_and_steps = f"{case.accumulation} x {case.rows} x {case.tokens:,}"
+        first = [TITLES[case.what] + METHOD_TITLES.get(case.method, ""), rows_and_steps]
         if not one.fits:
             rows.append([*first, "does not fit", *[""] * 4])
             continue
@@ -499,6 +531,7 @@ def write_report(out: Path, machine: dict[str, Any], measured: Mapping[Case, Res
                 f"{key}_mb": round(size / 1e6) for key in sizes if (size := getattr(one, key))
             }
             figures["tokens_counted"] = one.tokens
+            figures["tokens_per_s"] = round(one.tokens / one.median)
             if one.rate:
                 figures["mfu"] = round(one.operations / one.median / one.rate, 4)
         cases.append({**settings, **figures})
@@ -540,6 +573,13 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--tokens", nargs="+", type=int, metavar="T", help="512 2048")
     parser.add_argument("--vocab", nargs="+", type=int, metavar="V", help="32000 128000")
     parser.add_argument("--heads", nargs="+", type=int, default=[1, 5], metavar="K", help="1 5")
+    parser.add_argument("--width", type=int, default=1024, help="of states, for the loss (1024)")
+    parser.add_argument(
+        "--accumulation",
+        type=int,
+        metavar="N",
+        help="micro-batches of a whole step; as the recipe's configuration has it, 2 on a CPU",
+    )
     parser.add_argument(
         "--sequences",
         nargs="+",
@@ -568,7 +608,7 @@ def case_pairs(args: argparse.Namespace) -> list[list[Case]]:
     """List the cases: those of the loss as [naive, ours], to be measured in turns, and whole steps
     alone.
     """
-    common = Case("", "ours", repeats=args.repeats, seconds=args.seconds)
+    common = Case("", "ours", width=args.width, repeats=args.repeats, seconds=args.seconds)
     most = max(args.heads)
     cases: list[Case] = []
     for dtype in args.dtypes if "loss" in args.parts else ():
@@ -579,21 +619,36 @@ def case_pairs(args: argparse.Namespace) -> list[list[Case]]:
             for vocab, tokens, heads, masked in shapes
             if heads == most or not masked
         ]
-    if {"shape7b", "compiled7b"} & set(args.parts):
-        if not find_spec("bitsandbytes"):
-            print("shape7b: skipping QLoRA, bitsandbytes is not installed", flush=True)
-        lengths = args.sequences or ([2048, 4096] if torch.cuda.is_available() else [64, 128])
-        steps = [("shape1", "ours"), ("shape2", "ours")] if "shape7b" in args.parts else []
-        steps = [step for step in steps if step[0] == "shape1" or find_spec("bitsandbytes")]
-        steps += [("shape1", "compiled")] if "compiled7b" in args.parts else []
-        for (what, method), tokens in itertools.product(steps, lengths):
-            case = replace(
-                common, what=what, method=method, dtype="bfloat16", tokens=tokens, rows=args.rows
-            )
-            cases.append(case)
+    named = set(args.parts)
+    if "shape7b" in named:
+        named |= {"medusa1_7b", "medusa2_7b"}
+    steps = [step for part, step in STEPS.items() if part in named]
+    if not find_spec("bitsandbytes") and any(what == "shape2" for what, _ in steps):
+        print("skipping QLoRA, bitsandbytes is not installed", flush=True)
+        steps = [step for step in steps if step[0] != "shape2"]
+    cuda = torch.cuda.is_available()
+    lengths = args.sequences or ([2048, 4096] if cuda else [64, 128])
+    for (what, method), tokens in itertools.product(steps, lengths):
+        accumulation = args.accumulation or (configured_accumulation(what) if cuda else 2)
+        case = replace(
+            common,
+            what=what,
+            method=method,
+            dtype="bfloat16",
+            tokens=tokens,
+            rows=args.rows,
+            accumulation=accumulation,
+        )
+        cases.append(case)
     return [
         [replace(case, method="naive"), case] if case.what == "loss" else [case] for case in cases
     ]
+
+
+def configured_accumulation(what: str) -> int:
+    """Return the micro-batches of an optimizer step in the configuration of a recipe."""
+    keys = yaml.safe_load((ROOT / "configs" / CONFIGS[what]).read_text(encoding="utf-8"))
+    return int(keys["gradient_accumulation_steps"])
 
 
 def measure_here(case: Case) -> Result:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from decode import likely_tree
 from decode_steps import Context
-from shapes import Rates, llama_config, random_model
+from shapes import Rates, Sizes, llama_config, random_model
 
 from medusa_train.inference import step as step_module
 from medusa_train.inference.accept import accept
@@ -60,6 +60,36 @@ def test_static_steps_compute_what_passes_do(
             assert torch.equal(context._slots.storage(20)[..., :20, :], before)
 
 
+@pytest.mark.parametrize(
+    ("kind", "by_hand"),
+    [
+        ("full", 3 * (32 * 32 + 32 + 61 * 32)),
+        ("40", 3 * (32 * 32 + 32 + 40 * 32)),
+        ("shared", 3 * (32 * 32 + 32) + 61 * 32),
+    ],
+)
+def test_weights_that_heads_of_each_kind_read(kind: str, by_hand: int) -> None:
+    assert decode.weights_of_heads(Sizes.of(SMALL), kind, 3) == by_hand
+
+
+def test_settings_of_a_dtype_share_weights_and_heads() -> None:
+    shape = decode.Shape("small", None, SMALL, Sizes.of(SMALL))
+    first = shape.load("float32", "stock", CPU, ("full", "32768", "shared"))
+    second = shape.load("float32", "static", CPU, (), first)
+    mine, other = first.backbone.model, second.backbone.model
+    assert mine is not other
+    assert mine.lm_head.weight.data_ptr() == other.lm_head.weight.data_ptr()
+    assert list(second.drafts) == ["full", "32768", "shared"]
+    rates = Rates(1e9, {"float32": 1e10})
+    setup = decode.Setup("small", 20, "float32", "static")
+    names = [case.name for case in decode.timed_calls(second, shape, setup, [16], rates)]
+    assert names[-3:] == [
+        "loop, tree 16",
+        "loop, tree 16, 32768 heads",
+        "loop, tree 16, shared heads",
+    ]
+
+
 def test_the_whole_command_on_a_model_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -68,7 +98,7 @@ def test_the_whole_command_on_a_model_directory(
     monkeypatch.setattr(prepack, "_is_faster", lambda weights: False)
     model = write_backbone(tmp_path / "model")
     words = ["--quick", "--shapes", str(model), "--contexts", "32", "300", "--nodes", "2", "16"]
-    words += ["--settings", "stock", "prepacked", "static", "compiled"]
+    words += ["--settings", "stock", "prepacked", "static", "split", "compiled"]
     assert (
         decode.main(
             [*words, "--dtypes", "float32", "--seconds", "0.01", "--out", str(tmp_path / "out")]
@@ -87,6 +117,9 @@ def test_the_whole_command_on_a_model_directory(
         assert list(rows[setting, 32]["ms_and_floor"]) == [*passes, "loop, plain", "loop, tree 16"]
         assert rows[setting, 32]["steps"] == steps
     assert rows["stock", 300]["obstacle"] == "not run: the model has 256 positions"
+    plain = rows["stock", 32]["ms_and_floor"]["plain"][0]
+    assert rows["stock", 32]["plain_tokens_per_s"] == pytest.approx(1000 / plain, rel=0.02)
     assert rows["prepacked", 0]["obstacle"].startswith("not prepacked")
+    assert "there is no GPU" in rows["split", 0]["obstacle"]
     with pytest.raises(SystemExit):
-        decode.parse_arguments(["--shapes", "8B"])
+        decode.parse_arguments(["--shapes", "9B"])

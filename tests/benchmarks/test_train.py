@@ -3,10 +3,14 @@ the tables add up.
 """
 
 from dataclasses import replace
+from importlib.util import find_spec
 
 import pytest
+import torch
 import train
 from train import Case, measure_loss, measure_step
+
+from medusa_train.models.precision import Precision
 
 SMALL = Case("loss", "naive", tokens=64, vocab=61, width=16, heads=2, repeats=1)
 
@@ -24,9 +28,37 @@ def test_both_methods_compute_one_loss(dtype: str, masked: float) -> None:
 def test_the_small_stand_in_for_7b_is_measured(what: str) -> None:
     if what == "shape2":
         pytest.importorskip("bitsandbytes")
-    one = measure_step(Case(what, "ours", dtype="bfloat16", tokens=16, rows=2, heads=2, repeats=1))
-    assert one.tokens == 32
+    case = Case(what, "ours", "bfloat16", tokens=16, rows=2, heads=2, accumulation=3, repeats=1)
+    one = measure_step(case)
+    assert one.tokens == 3 * 32
     assert min(one.operations, one.rate, one.estimate or 0) > 0
+
+
+@pytest.mark.parametrize(("what", "teacher"), [("shape1", 0), ("shape2", 2)])
+def test_medusa_2_has_its_teachers_pass(
+    what: str, teacher: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if what == "shape2":
+        pytest.importorskip("bitsandbytes")
+    precision = Precision(torch.device("cpu"), torch.bfloat16)
+    cfg, backbone, batch = train.shape_setup(
+        Case(what, "ours", dtype="bfloat16", tokens=16, heads=2), precision
+    )
+    step = train.Step(cfg, backbone, precision)
+    updates, passes = [], []
+    run, update = step.student.teacher, step.optimizer.step
+    monkeypatch.setattr(step.student, "teacher", lambda *given: passes.append(1) or run(*given))
+    monkeypatch.setattr(step.optimizer, "step", lambda: updates.append(1) or update())
+    step(batch, 2)
+    assert (len(updates), len(passes)) == (1, teacher)
+
+
+def test_steps_accumulate_as_the_configurations_do() -> None:
+    assert train.configured_accumulation("shape1") == 16
+    assert train.configured_accumulation("shape2") == 32
+    args = train.parse_arguments(["--parts", "unchecked7b", "--accumulation", "5"])
+    if find_spec("bitsandbytes"):
+        assert [case.accumulation for (case,) in train.case_pairs(args)] == [5, 5]
 
 
 def test_parts_name_their_cases() -> None:
