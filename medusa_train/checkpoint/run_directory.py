@@ -10,7 +10,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -79,46 +79,19 @@ def check_output_dir(cfg: TrainConfig) -> None:
     """Check that `output_dir` is writable, and empty unless the configuration resumes or overwrites
     the run in it.
     """
+    # 1. The directory itself.
     out = cfg.run_dir
     check_writable(out)
     resume = cfg.resume_from_checkpoint
     checkpoint = named_checkpoint(resume, out)
     _check_links(out)
+    # 2. A run that is overwritten.
     files = [name for name in RUN_FILES if _is_used(out / name)]
-    if (
-        cfg.overwrite_output_dir
-        and cfg.initial_run is not None
-        and cfg.initial_run.resolve() == out.resolve()
-    ):
-        raise ConfigError(
-            "overwrite_output_dir: would delete the heads of lora_model_dir; set another output_dir"
-        )
-    base = resolve_path(cfg.base_model)
-    deleted = [(out / name).resolve() for name in files]
-    if (
-        cfg.overwrite_output_dir
-        and base is not None
-        and any(map(base.resolve().is_relative_to, deleted))
-    ):
-        raise ConfigError(
-            "overwrite_output_dir: would delete the backbone, base_model; set another output_dir"
-        )
-    if (
-        cfg.overwrite_output_dir
-        and files
-        and not {CONFIG, METRICS, HEADS, CHECKPOINTS, STAGE_ONE}.intersection(files)
-    ):
-        raise ConfigError(
-            f"overwrite_output_dir: {out} holds {', '.join(files)}, but no run; set another"
-            " output_dir"
-        )
-    linked = [name for name in files if name != CHECKPOINTS and _is_elsewhere(out / name)]
-    if cfg.overwrite_output_dir and linked:
-        raise ConfigError(
-            f"overwrite_output_dir: {out / linked[0]} is a link or a mount point, whose content is"
-            " not deleted; empty it, or set another output_dir"
-        )
-    if not files or cfg.overwrite_output_dir:
+    if cfg.overwrite_output_dir:
+        _check_overwriting(cfg, files)
+        return
+    # 3. A run that is resumed.
+    if not files:
         return
     if resume is None:
         raise ConfigError(
@@ -135,6 +108,36 @@ def check_output_dir(cfg: TrainConfig) -> None:
         raise ConfigError(
             f"output_dir: {out} already holds a run, and {resume} is a checkpoint of another run; "
             "set output_dir to that run's directory, or to a new one"
+        )
+
+
+def _check_overwriting(cfg: TrainConfig, files: Sequence[str]) -> None:
+    """Check that overwriting deletes neither what the run needs nor what belongs to no run.
+
+    Args:
+        files: the names of `RUN_FILES` that are in `output_dir`.
+    """
+    out = cfg.run_dir
+    if cfg.initial_run is not None and cfg.initial_run.resolve() == out.resolve():
+        raise ConfigError(
+            "overwrite_output_dir: would delete the heads of lora_model_dir; set another output_dir"
+        )
+    base = resolve_path(cfg.base_model)
+    deleted = [(out / name).resolve() for name in files]
+    if base is not None and any(map(base.resolve().is_relative_to, deleted)):
+        raise ConfigError(
+            "overwrite_output_dir: would delete the backbone, base_model; set another output_dir"
+        )
+    if files and not {CONFIG, METRICS, HEADS, CHECKPOINTS, STAGE_ONE}.intersection(files):
+        raise ConfigError(
+            f"overwrite_output_dir: {out} holds {', '.join(files)}, but no run; set another"
+            " output_dir"
+        )
+    linked = [name for name in files if name != CHECKPOINTS and _is_elsewhere(out / name)]
+    if linked:
+        raise ConfigError(
+            f"overwrite_output_dir: {out / linked[0]} is a link or a mount point, whose content is"
+            " not deleted; empty it, or set another output_dir"
         )
 
 
@@ -167,16 +170,19 @@ def changed_weight_keys(cfg: TrainConfig, run: Path) -> list[str]:
         before = _weight_keys(load_config(TrainConfig, run / CONFIG))
     except ConfigError:
         return []
-    return [
-        f"{key}: was {json.dumps(before[key])}, now {json.dumps(value)}"
-        for key, value in _weight_keys(cfg).items()
-        if key in before and before[key] != value
-        # not the rank of an adapter that came with lora_model_dir
-        if not key.startswith("lora_") or cfg.lora_model_dir is None or key in cfg.model_fields_set
-    ]
+    changed = []
+    for key, value in _weight_keys(cfg).items():
+        if key not in before or before[key] == value:
+            continue
+        came_with_adapter = key.startswith("lora_") and cfg.lora_model_dir is not None
+        if came_with_adapter and key not in cfg.model_fields_set:
+            continue
+        changed.append(f"{key}: was {json.dumps(before[key])}, now {json.dumps(value)}")
+    return changed
 
 
 def _weight_keys(cfg: TrainConfig) -> dict[str, Any]:
+    """Return the values behind weights and optimizer, by key."""
     others = {name: getattr(cfg, name) for name in WEIGHT_KEYS if name not in cfg.ineffective_keys}
     return {**cfg.heads_keys, "base_model": _absolute(cfg.base_model), **others}
 
@@ -185,7 +191,8 @@ def check_nothing_is_lost(out: Path) -> Path | None:
     """Check that resuming without any checkpoint, which is None, would not overwrite the results of
     an earlier run.
     """
-    if results := [f"{name}/" for name in RESULTS if _is_used(out / name)]:
+    results = [f"{name}/" for name in RESULTS if _is_used(out / name)]
+    if results:
         raise CheckpointError(
             f"resume_from_checkpoint: no checkpoint to resume from: {out} holds"
             f" {', '.join(results)} but no complete checkpoint. Replace resume_from_checkpoint by"
@@ -206,9 +213,10 @@ def prepare_output_dir(out: Path, step: int, initial_run: Path | None = None) ->
     with writing(out):
         out.mkdir(parents=True, exist_ok=True)
         start = (initial_run or out).resolve()
-        files = [
-            out / name for name in RUN_FILES if not start.is_relative_to((out / name).resolve())
-        ]
+        files = []
+        for name in RUN_FILES:
+            if not start.is_relative_to((out / name).resolve()):
+                files.append(out / name)
         if step > 0 or _is_elsewhere(out / CHECKPOINTS):
             for path in _stale_checkpoints(out, step):
                 shutil.rmtree(path)
@@ -255,33 +263,48 @@ def write_config(cfg: TrainConfig, out: Path) -> None:
     in full.
     """
     portable = _with_absolute_paths(cfg)
-    if (first := stage_one_config(cfg)) is not None:
-        whole, part = (
-            yaml.safe_load(dump_config(values))
-            for values in (portable, _with_absolute_paths(first))
-        )
-        same = {key for key in SHARED_WITH_STAGE_ONE if key in part and whole.get(key) == part[key]}
-        stage = {key: value for key, value in part.items() if key not in {*NOT_IN_STAGE_ONE, *same}}
-        stage |= {key: None for key in SHARED_WITH_STAGE_ONE if key in whole and key not in part}
+    first = stage_one_config(cfg)
+    if first is not None:
+        stage = _stage_one_values(portable, _with_absolute_paths(first))
         portable = portable.model_copy(update={"stage_one": stage})
     with writing(out):
         replace_text(out / CONFIG, dump_config(portable))
 
 
+def _stage_one_values(cfg: TrainConfig, first: TrainConfig) -> dict[str, Any]:
+    """Return the keys of stage one that it does not have from the whole run; null for those that
+    the run has and it has not.
+    """
+    whole = yaml.safe_load(dump_config(cfg))
+    stage_one = yaml.safe_load(dump_config(first))
+    written: dict[str, Any] = {}
+    for key, value in stage_one.items():
+        is_the_same = key in SHARED_WITH_STAGE_ONE and whole.get(key) == value
+        if not is_the_same and key not in NOT_IN_STAGE_ONE:
+            written[key] = value
+    for key in SHARED_WITH_STAGE_ONE:
+        if key in whole and key not in stage_one:
+            written[key] = None
+    return written
+
+
 def _with_absolute_paths(cfg: TrainConfig) -> TrainConfig:
-    update = {
+    """Return the configuration with absolute paths, without what concerns one command alone."""
+    update: dict[str, Any] = {
         "base_model": _absolute(cfg.base_model),
-        "lora_model_dir": cfg.lora_model_dir and _absolute(cfg.lora_model_dir),
         "datasets": [_absolute_dataset(entry) for entry in cfg.datasets],
-        "test_datasets": (
-            cfg.test_datasets and [_absolute_dataset(entry) for entry in cfg.test_datasets]
-        ),
         "chat_template": _absolute_template(cfg.chat_template),
-        "dataset_prepared_path": cfg.prepared_dir and str(cfg.prepared_dir.absolute()),
-        "deepspeed": _absolute(cfg.deepspeed) if isinstance(cfg.deepspeed, str) else cfg.deepspeed,
         "resume_from_checkpoint": None,
         "overwrite_output_dir": False,
     }
+    if cfg.lora_model_dir:
+        update["lora_model_dir"] = _absolute(cfg.lora_model_dir)
+    if cfg.test_datasets:
+        update["test_datasets"] = [_absolute_dataset(entry) for entry in cfg.test_datasets]
+    if cfg.prepared_dir:
+        update["dataset_prepared_path"] = str(cfg.prepared_dir.absolute())
+    if isinstance(cfg.deepspeed, str):
+        update["deepspeed"] = _absolute(cfg.deepspeed)
     return cfg.model_copy(update=update)
 
 
@@ -313,8 +336,11 @@ def only_writer(out: Path, work: str = "training") -> Iterator[None]:
 
 
 def _absolute(name: str) -> str:
+    """Return the absolute path of what exists, or the name unchanged."""
     local = resolve_path(name)
-    return name if local is None else str(local.resolve())
+    if local is None:
+        return name
+    return str(local.resolve())
 
 
 def _absolute_dataset(entry: DatasetConfig) -> DatasetConfig:
@@ -330,7 +356,9 @@ def _absolute_dataset(entry: DatasetConfig) -> DatasetConfig:
 
 def _absolute_template(name: str | None) -> str | None:
     """Return the path of a template's file; names of built-in templates are unchanged."""
-    return _absolute(name) if name is not None and name.endswith(TEMPLATE_SUFFIX) else name
+    if name is None or not name.endswith(TEMPLATE_SUFFIX):
+        return name
+    return _absolute(name)
 
 
 def _stale_checkpoints(out: Path, step: int) -> list[Path]:
@@ -338,28 +366,31 @@ def _stale_checkpoints(out: Path, step: int) -> list[Path]:
     written completely.
     """
     checkpoints = out / CHECKPOINTS
-    numbers = {
-        path: path.name.partition("-")[2]
-        for path in (*checkpoints.glob("step-*"), *checkpoints.glob("best-*"))
-    }
-    later = [path for path, number in numbers.items() if number.isdigit() and int(number) > step]
-    unfinished = [*checkpoints.glob(".tmp-*-*")]
+    stale = []
+    for path in (*checkpoints.glob("step-*"), *checkpoints.glob("best-*")):
+        number = path.name.partition("-")[2]
+        if number.isdigit() and int(number) > step:
+            stale.append(path)
+    stale += checkpoints.glob(".tmp-*-*")
     if step == 0:
-        unfinished += checkpoints.glob(".old-*-*")
-    return [*later, *unfinished]
+        stale += checkpoints.glob(".old-*-*")
+    return stale
 
 
 def _list_checkpoints(out: Path) -> str:
+    """Name the checkpoints of a run, for messages."""
     names = sorted(path.name for path in (out / CHECKPOINTS).glob("step-*"))
-    return f" ({out / CHECKPOINTS} holds {', '.join(names)})" if names else ""
+    if not names:
+        return ""
+    return f" ({out / CHECKPOINTS} holds {', '.join(names)})"
 
 
 def check_inputs(cfg: TrainConfig) -> None:
     """Check that local inputs exist, before torch is imported."""
+    missing = missing_inputs(cfg)
     first = stage_one_config(cfg)
-    missing = list(
-        dict.fromkeys([*missing_inputs(cfg), *([] if first is None else missing_inputs(first))])
-    )
+    if first is not None:
+        missing = list(dict.fromkeys(missing + missing_inputs(first)))
     if len(missing) == 1:
         raise MedusaError(missing[0])
     if missing:
