@@ -101,7 +101,14 @@ def export(
 
     target = Path(cfg.output_dir).expanduser() if cfg.output_dir else None
     with progress.phase(f"exporting to {cfg.to}", ticking=True):
-        exported = export_run(paths, cfg.to, target, base_model=cfg.base_model, licence=cfg.license)
+        exported = export_run(
+            paths,
+            cfg.to,
+            target,
+            base_model=cfg.base_model,
+            licence=cfg.license,
+            announce=progress.print,
+        )
     console = output_console(highlight=False, soft_wrap=True)
     _print_export(exported, str(paths.home), console)
     if cfg.push_to_hub is not None:
@@ -142,8 +149,9 @@ def export_after_training(
         run, None, None, trust_remote_code=trust_remote_code, needs_backbone=False
     )
     for to in sorted(targets, key=lambda to: to != "merged"):
-        with RunProgress(error_console()).phase(f"exporting to {to}", ticking=True):
-            exported = export_run(paths, to)
+        progress = RunProgress(error_console())
+        with progress.phase(f"exporting to {to}", ticking=True):
+            exported = export_run(paths, to, announce=progress.print)
         _print_export(exported, run, console)
 
 

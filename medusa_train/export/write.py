@@ -46,8 +46,10 @@ from medusa_train.export.targets import (
     write_eagle3,
     write_merged,
 )
+from medusa_train.export.vllm_models import vllm_eagle3_warnings
 from medusa_train.hub import hub_is_unreachable
-from medusa_train.io import WRITE_ERRORS, replace_text, write_failure
+from medusa_train.io import WRITE_ERRORS, describe_size, replace_text, write_failure
+from medusa_train.models.loading import resolve_backbone
 
 PUBLIC_HEADS = 5
 """The public Medusa loader builds five heads regardless of config.json."""
@@ -59,6 +61,10 @@ BIAS_IGNORED = (
 
 CARD = "README.md"
 CHOICES = "medusa_choices.json"
+#: Targets that store lm_head as whole matrices [V, d].
+WHOLE_LM_HEADS = ("vllm", "reference", "trtllm")
+#: Matrices that take as many bytes are announced before they are written.
+ANNOUNCED = 256 * 2**20
 #: Marks a directory whose export is not complete.
 UNFINISHED = ".unfinished-export"
 
@@ -81,6 +87,7 @@ def export_run(
     *,
     base_model: str | None = None,
     licence: str | None = None,
+    announce: Callable[[str], object] = lambda line: None,
 ) -> Exported:
     """Write the model at `paths` in the layout of `to`, with a model card.
 
@@ -88,6 +95,7 @@ def export_run(
         target: output directory; defaults to export/TO beside the heads.
         base_model: backbone to name in config.json; defaults to its absolute path or hub name.
         licence: licence to name on the card; defaults to the base model's.
+        announce: prints a line before anything large is written.
     """
     if paths.heads is None:
         raise CheckpointError(f"{paths.home}: holds no heads to export")
@@ -95,7 +103,7 @@ def export_run(
     if target is not None:
         _check_target(paths, to, target)
     with _repeatable(exported.target):
-        _write(paths, to, exported, base_model, licence)
+        _write(paths, to, exported, base_model, licence, announce)
     return exported
 
 
@@ -105,6 +113,7 @@ def _write(
     exported: Exported,
     base_model: str | None,
     licence: str | None,
+    announce: Callable[[str], object],
 ) -> None:
     """Write the files of an export, and add facts and warnings to `exported`."""
     assert paths.heads is not None
@@ -113,6 +122,8 @@ def _write(
         exported.facts += write_eagle3(paths, paths.heads, to, exported.target, base, licence)
         if "lm_heads.0.bias" in read_eagle3(paths.heads)[0]:
             exported.warnings.append(BIAS_IGNORED)
+        if to in ("vllm", "speculators"):
+            exported.warnings += vllm_eagle3_warnings(paths)
         if base_model is None:
             exported.warnings += stop_warnings(paths)
         return
@@ -123,6 +134,8 @@ def _write(
     heads = replace(read_heads(paths.heads), base_model=base_model or _backbone_name(paths))
     _check_layout(paths, heads, to)
     card = model_card(paths, heads, to, licence)
+    if to in WHOLE_LM_HEADS:
+        announce_lm_heads(paths, heads, to, announce)
     if to == MERGED:
         _write_merged(paths, exported, card)
     else:
@@ -220,6 +233,27 @@ def _check_layout(paths: ModelPaths, heads: HeadTensors, to: ExportTarget) -> No
             f"{paths.heads}: these heads have a draft vocabulary of {len(heads.token_map):,} tokens"
             f" (medusa_vocab_size), which the layout of {to} cannot store; export --to vllm or"
             " transformers, or train without medusa_vocab_size"
+        )
+
+
+def announce_lm_heads(
+    paths: ModelPaths, heads: HeadTensors, to: ExportTarget, announce: Callable[[str], object]
+) -> None:
+    """Say how large the whole lm_head matrices are that `to` stores, which may be shared or reduced
+    in the run.
+    """
+    tokens = heads.vocab_size
+    if tokens is None:
+        _, config = resolve_backbone(paths.base_model, trust_remote_code=paths.trust_remote_code)
+        tokens = config.get_text_config().vocab_size
+    # vLLM's layout alone can say that all heads have the first one's matrix
+    matrices = 1 if heads.shared and to == "vllm" else heads.num_heads
+    itemsize = heads.state["blocks.0.0.linear.weight"].itemsize
+    size = matrices * tokens * heads.hidden_size * itemsize
+    if size >= ANNOUNCED:
+        announce(
+            f"writing {describe_size(size)}: {to} stores {matrices} lm_head"
+            f" {'matrix' if matrices == 1 else 'matrices'} of {tokens:,} tokens"
         )
 
 

@@ -1,6 +1,7 @@
 """EAGLE-3 drafts in the layouts of vLLM, SGLang and speculators: names, shapes, and reading back."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -273,3 +274,24 @@ def test_entries_and_tensors_that_are_not_read_are_named_once(
     load_draft(target, backbone)
     load_draft(target, backbone)
     assert caplog.messages == [f"{target}: not read: rotary_emb.inv_freq, zyxw"]
+
+
+@pytest.mark.parametrize(
+    ("to", "architecture", "warned"),
+    [
+        ("vllm", "Gemma3ForCausalLM", True),
+        ("speculators", "Gemma3ForCausalLM", True),
+        ("sglang", "Gemma3ForCausalLM", False),
+        ("vllm", "LlamaForCausalLM", False),
+    ],
+)
+def test_a_backbone_without_states_in_vllm_is_named(
+    to, architecture, warned, backbone, backbone_dir, tmp_path: Path
+) -> None:
+    base = Path(shutil.copytree(backbone_dir, tmp_path / "base"))
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**config, "architectures": [architecture]}))
+    heads = save_draft(new_draft(backbone), tmp_path / "heads", str(base))
+    exported = export_run(resolve_model(str(heads), None, None), to, tmp_path / to)
+    said = [w for w in exported.warnings if "cannot draft with EAGLE-3 for Gemma3ForCausalLM" in w]
+    assert len(said) == warned

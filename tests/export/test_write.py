@@ -17,6 +17,7 @@ from medusa_train.checkpoint.reference_layout import HeadTensors
 from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.config.types import ExportTarget
 from medusa_train.errors import CheckpointError, ConfigError, MedusaError
+from medusa_train.export import write
 from medusa_train.export.write import export_run, local_base_model, push, warnings_for
 from medusa_train.inference.generate import Decoder
 from medusa_train.models.loading import load_backbone
@@ -307,3 +308,25 @@ def test_an_export_that_was_killed_is_repeated(
     (target / ".weights.abcd.tmp").touch()
     export_run(paths, to, target)
     assert not [path for path in target.iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize(
+    ("to", "shared", "matrices"),
+    [("vllm", True, 1), ("vllm", False, 3), ("reference", True, 3), ("tgi", True, 0)],
+)
+def test_lm_head_matrices_are_announced_before_they_are_written(
+    to, shared, matrices, make_run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(write, "ANNOUNCED", 1)
+    paths = resolve_model(str(make_run(shared=shared, num_heads=3)), None, None)
+    lines: list[str] = []
+    exported = export_run(paths, to, announce=lines.append)
+    assert len(lines) == bool(matrices)
+    if matrices:
+        amount = lines[0].removeprefix("writing ").partition(":")[0]
+        number, unit = amount.split(" ")
+        assert f" stores {matrices} lm_head " in lines[0]
+        assert unit == "KiB"
+        written = sum(path.stat().st_size for path in exported.target.iterdir())
+        # the blocks of the heads come on top
+        assert 0.2 * written < float(number) * 1024 < written

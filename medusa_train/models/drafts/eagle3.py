@@ -34,6 +34,10 @@ from medusa_train.trees.tree import Tree
 
 #: Layers whose states are read.
 NUM_STATES = 3
+#: Part of the backbone's last norm with which a draft begins. g_high, which fc passes on, foretells
+#: x_{t+1}, and the draft has to guess x_{t+2}: with the whole norm it begins sure of a wrong token,
+#: at a loss above that of equal chances.
+CONFIDENCE_AT_START = 0.25
 
 
 class Eagle3Draft(LMHeadsDraft):
@@ -61,8 +65,8 @@ class Eagle3Draft(LMHeadsDraft):
 
     Layer, norm and fc are those of vLLM's and SGLang's `eagle3`: Llama's, whatever the backbone's
     family, with norms of embedding and state before the attention, which reads both. Initially fc
-    passes g_high on, the layer is a copy of the backbone's last one where shapes fit, and W a copy
-    of lm_head; the paper does not specify it.
+    passes g_high on, the layer is a copy of the backbone's last one where shapes fit, W a copy of
+    lm_head, and the norm before it a quarter of the backbone's; the paper does not specify it.
 
     Args:
         backbone: the model whose embeddings and lm_head are used; it is neither kept nor changed.
@@ -176,6 +180,7 @@ class Eagle3Draft(LMHeadsDraft):
         with gathered([*last_layer.parameters(), *backbone.body.norm.parameters()]):
             self.midlayer.init_from(last_layer)
             copy_norm(self.norm, backbone.body.norm)
+        self.norm.weight.mul_(CONFIDENCE_AT_START)
 
     def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> Eagle3Draft:
         """Keep the rotary frequencies in float32 through `.to(dtype)`."""

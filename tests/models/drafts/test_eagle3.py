@@ -2,18 +2,20 @@
 as in training.
 """
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
+from torch.nn.functional import cross_entropy, silu
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from medusa_train.config.drafts import default_layers
 from medusa_train.models.drafts import eagle3_attention
-from medusa_train.models.drafts.eagle3 import Eagle3Draft
-from medusa_train.models.features import Rows
+from medusa_train.models.drafts.eagle3 import CONFIDENCE_AT_START, Eagle3Draft
+from medusa_train.models.features import Features, Rows
 from medusa_train.trees.tree import Tree
-from tests.families import random_backbone
+from tests.families import FAMILIES, random_backbone
 from tests.models.drafts.steps import DraftRows
 
 TOKENS = torch.tensor([[3, 14, 15, 9, 26, 5, 35, 8], [7, 20, 30, 40, 2, 11, 12, 13]])
@@ -165,7 +167,8 @@ def test_it_starts_from_the_last_layer_of_the_backbone() -> None:
         draft.midlayer.self_attn.k_proj.weight[:, 32:], source.self_attn.k_proj.weight
     )
     assert torch.equal(draft.midlayer.mlp.down_proj.weight, source.mlp.down_proj.weight)
-    torch.testing.assert_close(draft.norm.weight, backbone.body.norm.weight, atol=1e-5, rtol=0)
+    norm = CONFIDENCE_AT_START * backbone.body.norm.weight
+    torch.testing.assert_close(draft.norm.weight, norm, atol=1e-5, rtol=0)
     assert torch.equal(draft.lm_head(3).weight, backbone.output_embeddings.weight)
     early = torch.randn(1, 2, 96, dtype=torch.float64)
     torch.testing.assert_close(early[..., 64:], draft.fc(early))
@@ -202,3 +205,35 @@ def test_its_norms_start_as_those_before_attention_and_mlp(
 def test_default_layers_are_those_of_vllm() -> None:
     assert default_layers(32) == (2, 16, 29)
     assert default_layers(4) == (1, 2, 3)
+
+
+def losses(draft: Eagle3Draft, feats: Features, tokens: Tensor) -> list[float]:
+    """Nats per token of each step of training."""
+    steps = draft.head_states(feats, Rows.from_tokens(tokens))
+    return [
+        next_token_loss(draft.lm_head(k).logits(states), tokens, ahead=k + 1)
+        for k, states in enumerate(steps, start=1)
+    ]
+
+
+def next_token_loss(logits: Tensor, tokens: Tensor, ahead: int) -> float:
+    """Nats of tokens[:, t + ahead] given logits [B, T, V] at t."""
+    targets = tokens[:, ahead:]
+    return float(cross_entropy(logits[:, : targets.shape[1]].flatten(0, 1), targets.flatten()))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_a_new_draft_is_not_sure_of_what_it_has_not_learned(family: str) -> None:
+    """On text that the backbone is sure and wrong about, a draft begins near equal chances."""
+    backbone = random_backbone(family)
+    tokens = torch.randint(2, 60, (4, 40), generator=torch.Generator().manual_seed(0))
+    lm_head = backbone.output_embeddings
+    equal_chances = math.log(backbone.vocab_size)
+    own = 0.0
+    while own < 2 * equal_chances:  # a wrong token costs much, as in a model that was trained
+        lm_head.weight.mul_(1.2)
+        own = next_token_loss(lm_head(backbone.run(tokens).hidden), tokens, ahead=1)
+    draft = Eagle3Draft.from_backbone(backbone, num_heads=3, train_steps=3)
+    for loss in losses(draft, backbone.run(tokens, need=draft.needs), tokens):
+        assert loss < equal_chances + 0.15 * own
