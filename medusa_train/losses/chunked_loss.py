@@ -1,6 +1,6 @@
-"""The loss of one predictor and its gradients, computed a chunk of rows at a time.
+"""The loss of one predictor and its gradients, computed a chunk of positions at a time.
 
-    hidden [N, d] -- rows with a target --> states [C, d] of a chunk
+    hidden [N, d] -- positions with a target --> states [C, d] of a chunk
         |  1. one product W h
     products [C, V]
         |  2. block by block: log-softmax [b, V] -> sums of the loss -> gradient, in the products' place
@@ -13,8 +13,8 @@ A block of logits fits the caches, and only blocks are float32: chunks are in th
 Every target is a distribution: the label, a teacher's prediction, or a mixture. The loss is a
 cross-entropy up to a constant, and its gradient with respect to the logits is softmax minus target.
 
-Letters: N rows of states, M of them with a target, C of a chunk, b of a block; V tokens, d the width of
-states, r of a low-rank part (LoRA, or a bias of the token before).
+Letters: N positions (the B x T of a micro-batch, flattened), M of them with a target, C of a chunk, b
+of a block; V tokens, d the width of states, r of a low-rank part (LoRA, or a bias of the token before).
 """
 
 from __future__ import annotations
@@ -29,11 +29,14 @@ from torch.nn.functional import log_softmax
 from medusa_train.losses.logits import Projection, product_dtype
 from medusa_train.models.lm_head import LMHead
 
+#: Bytes of a chunk's logits.
 _CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
 #: Chunks of a GPU grow up to so many bytes, and to this fraction of its memory.
 _MAX_CHUNK_BYTES = 2 << 30
 _MEMORY_SHARE = 1 / 32
-_MIN_ROWS = 512
+#: Positions of the smallest chunk.
+_LEAST_CHUNK = 512
+#: Bytes of a block's float32 logits.
 _BLOCK_BYTES = {"cpu": 2 << 20, "cuda": 64 << 20}
 
 
@@ -41,9 +44,9 @@ class Teacher(NamedTuple):
     """The teacher's part of the target; it gets no gradients.
 
     Attributes:
-        hidden: [N, d'], aligned with the student's rows.
+        hidden: [N, d'], aligned with the student's positions.
         lm_head: over the same V tokens; its LoRA branch is applied without dropout.
-        shift: row n of the student is compared with row n + shift of the teacher.
+        shift: position n of the student is compared with position n + shift of the teacher.
         teacher_weight: weight of the teacher in the target; the label has the rest.
         divergence: subtract the teacher's entropy: KL instead of cross-entropy, with the same
             gradient.
@@ -60,12 +63,14 @@ class LossInputs(NamedTuple):
     """What a loss is computed from, besides the student's hidden states and the low-rank z.
 
     Attributes:
-        rows: long [M], indices of the supervised rows among N. labels: long [M], rows of the
-            weight.
-        autocast: the products' dtype under autocast. chunk: rows of a product; None: `chunk_rows`.
+        positions: those with a target, long [M], indices among N.
+        labels: their targets, long [M], indices of logits.
+        lm_head: of the student. teacher: None for labels only.
+        autocast: the products' dtype under autocast.
+        chunk: positions of a product; None: `chunk_size`.
     """
 
-    rows: Tensor
+    positions: Tensor
     labels: Tensor
     lm_head: LMHead
     teacher: Teacher | None
@@ -77,9 +82,9 @@ class Gradients(NamedTuple):
     """Tensors that receive a loss's gradients; None where none is needed.
 
     Attributes:
-        hidden: [N, d], z: [M, r], zeros: each supervised row is written once.
-        weight: [V, d], bias: [V], up: [V, r], in the dtype of the softmax: gradients are added to
-            them.
+        hidden, z: [N, d] and [M, r], zeros: each supervised position is written once.
+        weight, bias, up: [V, d], [V] and [V, r], in the dtype of the softmax: gradients are added
+            to them.
     """
 
     hidden: Tensor | None = None
@@ -93,12 +98,17 @@ NO_GRADIENTS = Gradients()
 
 
 class ChunkedLoss:
-    """Sums over supervised rows, and the gradients of their loss.
+    """Sums over supervised positions, and the gradients of their loss.
+
+    Args:
+        device: of the states.
+        grads: get `scale` times the loss's gradients added.
 
     Attributes:
-        correct: long scalar, rows whose argmax is the label. ce, kl: cross-entropy against the
-        labels and KL(teacher || student) in nats, float32 (float64 for float64 weights). entropy:
-        the teacher's.
+        correct: long scalar, positions whose argmax is the label.
+        ce, kl: cross-entropy against the labels and KL(teacher || student) in nats, float32
+            (float64 for float64 weights).
+        entropy: the teacher's.
     """
 
     def __init__(
@@ -108,82 +118,93 @@ class ChunkedLoss:
         grads: Gradients = NO_GRADIENTS,
         scale: float = 1.0,
     ) -> None:
-        """Prepare buffers for states on `device`; `scale` times the loss's gradients will be added
-        to `grads`.
-        """
         self.inputs = inputs
         self.grads = grads
-        self.scale = scale
         self.any_grad = any(grad is not None for grad in grads)
         student = Projection(inputs.lm_head, inputs.autocast)
         self.student = student
-        # sums over rows may exceed float16's range whatever the loss scale, unless they are scaled
-        # before
+
+        # 1. where the gradient is scaled: sums over positions may exceed float16's range whatever
+        # the loss scale, unless they are scaled before
+        self.scale = scale
         is_half = student.weight.dtype == torch.float16
         self.scale_before = scale if is_half else 1.0
         self.scale_after = 1.0 if is_half else scale
 
+        # 2. the sums
         self.correct = inputs.labels.new_zeros(())
         self.ce = student.weight.new_zeros((), dtype=student.dtype)
         self.kl = torch.zeros_like(self.ce)
         self.entropy = torch.zeros_like(self.ce)
 
+        # 3. positions of a chunk and of a block
         vocab = student.weight.shape[0]
-        self.chunk = inputs.chunk or chunk_rows(
-            vocab, device.type, student.buffer_dtype.itemsize, gpu_bytes(device)
-        )
-        self.block = block_rows(vocab, device.type)
-        rows = min(self.chunk, inputs.rows.shape[0])
-        # [C, V]: W h of a chunk, and later the gradient over it
-        self.products = student.weight.new_empty(rows, vocab, dtype=student.buffer_dtype)
-        self.teacher: _TeacherRows | None = None
-        if inputs.teacher is not None:
-            self.teacher = _TeacherRows(inputs.teacher, inputs, student, rows)
+        chunk = inputs.chunk
+        if chunk is None:
+            itemsize = student.buffer_dtype.itemsize
+            chunk = chunk_size(vocab, device.type, itemsize, gpu_bytes(device))
+        self.chunk = chunk
+        self.block = block_size(vocab, device.type)
 
-    def add_rows(self, hidden: Tensor, z: Tensor | None) -> None:
-        """Add all supervised rows, of states [N, d] and low-rank z [M, r]."""
-        count = self.inputs.rows.shape[0]  # M
+        # 4. [C, V]: W h of a chunk, and later the gradient over it
+        largest = min(chunk, len(inputs.positions))
+        self.products = student.weight.new_empty(largest, vocab, dtype=student.buffer_dtype)
+        self.teacher: _TeacherLogits | None = None
+        if inputs.teacher is not None:
+            self.teacher = _TeacherLogits(inputs.teacher, inputs, student, largest)
+
+    def add_all(self, hidden: Tensor, z: Tensor | None) -> None:
+        """Add all supervised positions, of states [N, d] and low-rank z [M, r]."""
+        count = len(self.inputs.positions)  # M
         for start in range(0, count, self.chunk):
-            self._add_chunk(hidden, z, slice(start, min(start + self.chunk, count)))
+            end = min(start + self.chunk, count)
+            self._add_chunk(hidden, z, slice(start, end))
 
     def loss(self) -> Tensor:
         """Return the loss from the sums so far."""
         if self.teacher is None:
             return self.ce.clone()
-        soft = self.kl if self.teacher.divergence else self.kl + self.entropy
+        soft = self.kl
+        if not self.teacher.divergence:
+            soft = soft + self.entropy  # cross-entropy
         weight = self.teacher.teacher_weight
         return weight * soft + (1.0 - weight) * self.ce
 
     def _add_chunk(self, hidden: Tensor, z: Tensor | None, part: slice) -> None:
-        """Add the supervised rows in `part`, C of M."""
+        """Add the supervised positions in `part`, C of M."""
         # 1. the products of the whole chunk
-        rows = self.inputs.rows[part]  # [C] indices among N
-        count = len(rows)
-        states = hidden[rows].to(self.student.weight.dtype)  # [C, d]
+        positions = self.inputs.positions[part]  # [C] indices among N
+        count = len(positions)
+        states = hidden[positions].to(self.student.weight.dtype)  # [C, d]
         products = self.products[:count]  # [C, V]
         self.student.product(states, products)
         if self.teacher is not None:
             self.teacher.product(part)
         # 2. loss, and the gradient over the logits in the products' place, block by block
         for first in range(0, count, self.block):
-            self._add_block(z, slice(first, min(first + self.block, count)), part.start)
+            last = min(first + self.block, count)
+            self._add_block(z, slice(first, last), part.start)
         # 3. from there to weights and states
         if self.any_grad:
-            self._add_grads(products, states, None if z is None else z[part], rows, part)
+            chunk_z = None if z is None else z[part]  # [C, r]
+            self._add_grads(products, states, chunk_z, positions, part)
 
     def _add_block(self, z: Tensor | None, block: slice, start: int) -> None:
-        """Add the rows `block`, b of the chunk that starts at `start`; their products become the
-        gradient over them.
+        """Add the positions `block`, b of the chunk that starts at `start`; their products become
+        the gradient over them.
         """
-        student, teacher = self.student, self.teacher
-        part = slice(start + block.start, start + block.stop)  # among the supervised rows
+        student = self.student
+        teacher = self.teacher
+        part = slice(start + block.start, start + block.stop)  # among the supervised positions
         product = self.products[block]  # [b, V]
         labels = self.inputs.labels[part].unsqueeze(1)  # [b, 1]
+        block_z = None if z is None else z[part]  # [b, r]
 
         # 1. the student's log-probabilities
-        logits = student.raw_logits(product, None if z is None else z[part])  # [b, V]
+        logits = student.raw_logits(product, block_z)  # [b, V]
         # scale and soft cap, which follow, are monotonic
-        self.correct += (logits.argmax(dim=1, keepdim=True) == labels).sum()
+        best = logits.argmax(dim=1, keepdim=True)  # [b, 1]
+        self.correct += (best == labels).sum()
         log_probs = log_softmax(student.transform_(logits), dim=1)  # [b, V]
 
         # 2. against the labels
@@ -210,7 +231,8 @@ class ChunkedLoss:
         if soft_target is not None:
             grad -= soft_target
         if label_weight:
-            grad.scatter_add_(1, labels, grad.new_full((1, 1), -label_weight).expand_as(labels))
+            minus_weight = grad.new_full((1, 1), -label_weight).expand_as(labels)  # [b, 1]
+            grad.scatter_add_(1, labels, minus_weight)
 
         # 5. the gradient over the raw logits, before scale and soft cap
         student.transform_grad_(grad, logits)
@@ -221,12 +243,17 @@ class ChunkedLoss:
         product.copy_(grad)
 
     def _add_grads(
-        self, grad: Tensor, states: Tensor, z: Tensor | None, rows: Tensor, part: slice
+        self, grad: Tensor, states: Tensor, z: Tensor | None, positions: Tensor, part: slice
     ) -> None:
-        """Backpropagate the raw logits' gradient [C, V], times `scale_before`, to weights, z and
-        hidden states.
+        """Backpropagate the raw logits' gradient to weights, z and hidden states.
+
+        Args:
+            grad: [C, V], times `scale_before`.
+            states: [C, d]. z: [C, r].
+            positions: of the chunk among N, long [C]. part: of the chunk among M.
         """
-        student, grads = self.student, self.grads
+        student = self.student
+        grads = self.grads
         # 1. through the low-rank part, up [V, r] z [C, r]
         if student.up is not None and z is not None:
             narrow = grad.to(student.up.dtype)
@@ -240,7 +267,7 @@ class ChunkedLoss:
         grad = grad.to(student.weight.dtype)
         if grads.hidden is not None:
             grad_states = (grad @ student.weight).to(grads.hidden.dtype)  # [C, d]
-            grads.hidden.index_copy_(0, rows, grad_states.mul_(self.scale_after))
+            grads.hidden.index_copy_(0, positions, grad_states.mul_(self.scale_after))
         if grads.weight is not None:
             _add_product(grads.weight, grad, states, self.scale_after)
 
@@ -250,22 +277,26 @@ def _add_product(total: Tensor, grad: Tensor, states: Tensor, scale: float) -> N
     if grad.dtype == total.dtype:
         total.addmm_(grad.t(), states, alpha=scale)
         return
-    # a product of lower precision needs a temporary: a few rows at a time, which stay in the caches
-    rows = block_rows(states.shape[1], states.device.type)
-    for part, columns in zip(total.split(rows), grad.split(rows, dim=1), strict=True):
+    # a product of lower precision needs a temporary: of a few tokens at a time, which stay in the
+    # caches
+    count = block_size(states.shape[1], states.device.type)
+    for part, columns in zip(total.split(count), grad.split(count, dim=1), strict=True):
         part.add_(columns.t() @ states, alpha=scale)
 
 
-class _TeacherRows:
-    """The teacher's log-probabilities for the student's supervised rows [M]."""
+class _TeacherLogits:
+    """The teacher's log-probabilities for the student's supervised positions [M].
+
+    Args:
+        chunk: positions of the largest chunk.
+    """
 
     def __init__(
         self, teacher: Teacher, inputs: LossInputs, student: Projection, chunk: int
     ) -> None:
-        """Prepare a buffer for the products of `chunk` rows."""
         self.teacher_weight = teacher.teacher_weight
         self.divergence = teacher.divergence
-        self.rows = inputs.rows + teacher.shift
+        self.positions = inputs.positions + teacher.shift  # [M]
         self.hidden = teacher.hidden.detach()
         self.projection = Projection(teacher.lm_head, inputs.autocast, shared=student)
         weight = self.projection.weight
@@ -274,25 +305,27 @@ class _TeacherRows:
         self.z: Tensor | None = None  # [M, r]
         low_rank = teacher.lm_head.low_rank
         if low_rank is not None:  # without dropout
-            a = low_rank.a.detach().to(product_dtype(low_rank.a, inputs.autocast))  # [r, d]
-            self.z = (self.hidden[self.rows].to(a.dtype) @ a.t()) * low_rank.scaling
+            a = low_rank.a.detach().to(product_dtype(low_rank.a, inputs.autocast))  # [r, d']
+            states = self.hidden[self.positions].to(a.dtype)  # [M, d']
+            self.z = (states @ a.t()) * low_rank.scaling
 
     def product(self, part: slice) -> None:
-        """Compute W h of a chunk of supervised rows."""
-        states = self.hidden[self.rows[part]].to(self.projection.weight.dtype)  # [C, d']
+        """Compute W h of a chunk of supervised positions."""
+        positions = self.positions[part]  # [C]
+        states = self.hidden[positions].to(self.projection.weight.dtype)  # [C, d']
         self.projection.product(states, self.products[: len(states)])
 
     def log_probs(self, block: slice, part: slice) -> Tensor:
-        """Return log-probabilities [b, V] of the rows `block` of the chunk, `part` of all; their
-        products may be overwritten.
+        """Return log-probabilities [b, V] of the positions `block` of the chunk, `part` of all M;
+        their products may be overwritten.
         """
-        z = None if self.z is None else self.z[part]
-        logits = self.projection.raw_logits(self.products[block], z)
+        z = None if self.z is None else self.z[part]  # [b, r]
+        logits = self.projection.raw_logits(self.products[block], z)  # [b, V]
         return log_softmax(self.projection.transform_(logits), dim=1)
 
 
-def chunk_rows(vocab: int, device: str, itemsize: int = 4, memory: int = 0) -> int:
-    """Return the rows of one chunk: its logits (`itemsize` bytes each) stay small compared with the
+def chunk_size(vocab: int, device: str, itemsize: int = 4, memory: int = 0) -> int:
+    """Return the positions of one chunk: its logits (`itemsize` bytes each) stay small compared with the
     weights.
 
     At least 512, since every chunk reads the whole weight and, if trained, its whole gradient. On a
@@ -302,7 +335,7 @@ def chunk_rows(vocab: int, device: str, itemsize: int = 4, memory: int = 0) -> i
     size = _CHUNK_BYTES.get(device, _CHUNK_BYTES["cuda"])
     while 2 * size <= min(_MAX_CHUNK_BYTES, _MEMORY_SHARE * memory):
         size *= 2
-    return max(_MIN_ROWS, size // (itemsize * vocab))
+    return max(_LEAST_CHUNK, size // (itemsize * vocab))
 
 
 @cache
@@ -316,6 +349,6 @@ def gpu_bytes(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).total_memory)
 
 
-def block_rows(vocab: int, device: str) -> int:
-    """Return the rows of one softmax: few enough for the CPU's caches, many enough to fill a GPU."""
+def block_size(vocab: int, device: str) -> int:
+    """Return the positions of one softmax: few enough for the CPU's caches, many enough to fill a GPU."""
     return max(1, _BLOCK_BYTES.get(device, _BLOCK_BYTES["cuda"]) // (4 * vocab))

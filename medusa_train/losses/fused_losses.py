@@ -1,7 +1,7 @@
 """Cross-entropy and distillation losses fused with the lm_head product, so that no [N, V] logits
 are kept.
 
-Logits are computed a chunk of rows at a time, and used while the chunk is in memory (as in Liger
+Logits are computed a chunk of positions at a time, and used while the chunk is in memory (as in Liger
 Kernel's fused linear cross-entropy, https://arxiv.org/abs/2410.10989): see `chunked_loss.py`.
 Gradients are computed in one of two ways:
 
@@ -30,11 +30,11 @@ from medusa_train.models.precision import autocast_dtype
 
 
 class LossSums(NamedTuple):
-    """Sums over the supervised rows of one call, float32 (float64 for float64 weights).
+    """Sums over the supervised positions of one call, float32 (float64 for float64 weights).
 
     Attributes:
         loss_sum: the loss in nats; the only differentiable one, without `grad_scale`.
-        correct: long scalar, rows whose argmax is the label.
+        correct: long scalar, positions whose argmax is the label.
         ce_sum: cross-entropy against the labels, in nats.
         kl_sum: KL(teacher || student) in nats; 0 without a teacher.
     """
@@ -54,10 +54,10 @@ def linear_loss(
     chunk: int | None = None,
     grad_scale: float | None = None,
 ) -> LossSums:
-    """Sum over rows of the cross-entropy (or divergence) between the target distribution and the
-    student's.
+    """Sum over positions of the cross-entropy (or divergence) between the target distribution and
+    the student's.
 
-    Rows with target IGNORE_INDEX are removed before every product. `hidden`, weight, bias and
+    Positions with target IGNORE_INDEX are removed before every product. `hidden`, weight, bias and
     low-rank matrices get gradients in their own dtype if they require them, the teacher gets none.
     Products run in the weight's dtype or autocast's (a float32 master weight is cast once per
     pass); softmax and loss are float32. A divergence from a teacher whose distribution equals the
@@ -67,10 +67,10 @@ def linear_loss(
         hidden: [N, d].
         lm_head: weight [V, d], bias [V] or None, softcap, scale, low_rank or token_bias (hidden is
             then [N, d + r]).
-        targets: long [N], rows of the weight (token ids, unless there is a token_map) or
+        targets: long [N], indices of logits (token ids, unless there is a token_map) or
             IGNORE_INDEX.
         teacher: its part of the target distribution; None for labels only.
-        chunk: rows per chunk; default `chunk_rows`.
+        chunk: positions per chunk; default `chunk_size`.
         grad_scale: if given, `grad_scale` times the gradients are computed now, and the returned
             loss has no graph. Those of leaf matrices in the softmax's dtype are added to `.grad`
             directly, without running hooks; the others, and those of `hidden`, go through their
@@ -79,41 +79,53 @@ def linear_loss(
     Raises:
         IndexError: a target is neither IGNORE_INDEX nor in [0, V).
     """
-    rows, labels = _supervised_rows(targets, lm_head)
-    hidden, z = low_rank_input(hidden, lm_head, rows)
+    # 1. the positions with a target, and what the matrices read there
+    positions, labels = _supervised_positions(targets, lm_head)
+    hidden, z = low_rank_input(hidden, lm_head, positions)
+    autocast = autocast_dtype(hidden.device.type)
+    inputs = LossInputs(positions, labels, lm_head, teacher, autocast, chunk)
+    # 2. the sums over them, with gradients at once or in autograd's backward pass
     tensors = (hidden, lm_head.weight, lm_head.bias, z, low_rank_matrix(lm_head))
-    inputs = LossInputs(rows, labels, lm_head, teacher, autocast_dtype(hidden.device.type), chunk)
     if grad_scale is not None:
         return _loss_and_gradients(tensors, inputs, grad_scale)
     return LossSums(*_LinearLoss.apply(*tensors, inputs))
 
 
-def _supervised_rows(targets: Tensor, lm_head: LMHead) -> tuple[Tensor, Tensor]:
-    """Return the indices of the rows with a target, and their targets, after checking these."""
-    rows = (targets != IGNORE_INDEX).nonzero().squeeze(1)
-    labels = targets[rows]
+def _supervised_positions(targets: Tensor, lm_head: LMHead) -> tuple[Tensor, Tensor]:
+    """Return the indices of the positions with a target, and their targets, long [M] each.
+
+    Raises:
+        IndexError: a target is none of the lm_head's logits.
+    """
+    positions = (targets != IGNORE_INDEX).nonzero().squeeze(1)
+    labels = targets[positions]
     vocab = lm_head.weight.shape[0]
     if labels.numel():
         low, high = torch.stack(labels.aminmax()).tolist()  # one transfer from the device
         if low < 0 or high >= vocab:
             raise IndexError(f"targets from {low} to {high} do not fit a vocabulary of {vocab}")
-    return rows, labels
+    return positions, labels
 
 
 def _loss_and_gradients(
     tensors: Sequence[Tensor | None], inputs: LossInputs, scale: float
 ) -> LossSums:
-    """Compute the sums and `scale` times the gradients of hidden, weight, bias, z and up."""
-    hidden, z = tensors[0], tensors[3]
+    """Compute the sums and `scale` times the gradients.
+
+    Args:
+        tensors: hidden, weight, bias, z and up.
+    """
+    hidden, _, _, z, _ = tensors
     assert hidden is not None
     # all casts are explicit, and no backward pass runs under autocast
     with torch.autocast(hidden.device.type, enabled=False):
+        # 1. the sums, and the gradients over these tensors
         with torch.no_grad():
             trained = [tensor is not None and tensor.requires_grad for tensor in tensors]
             grads = _zero_gradients(tensors, trained, in_place=True)
             sums = ChunkedLoss(inputs, hidden.device, grads, scale)
-            sums.add_rows(hidden, z)
-        # gradients that were not added to `.grad` directly go through the tensors' graphs
+            sums.add_all(hidden, z)
+        # 2. those that were not added to `.grad` directly go through the tensors' graphs
         outputs: list[Tensor] = []
         output_grads: list[Tensor] = []
         for tensor, grad in zip(tensors, grads, strict=True):
@@ -146,15 +158,23 @@ class GraphCut:
 
     def backward(self) -> None:
         """Pass on the gradients that the leaves have got."""
-        pairs = [(state, leaf.grad) for state, leaf in self._pairs if leaf.grad is not None]
+        states: list[Tensor] = []
+        grads: list[Tensor] = []
+        for state, leaf in self._pairs:
+            if leaf.grad is not None:
+                states.append(state)
+                grads.append(leaf.grad)
         self._pairs.clear()
-        if pairs:
-            states, grads = zip(*pairs, strict=True)
+        if states:
             with torch.autocast(states[0].device.type, enabled=False):
                 torch.autograd.backward(states, grads)
 
 
 class _LinearLoss(torch.autograd.Function):
+    """The sums, whose gradients are computed in the backward pass, from logits that are computed
+    again.
+    """
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -167,7 +187,7 @@ class _LinearLoss(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         with torch.autocast(hidden.device.type, enabled=False):  # all casts are explicit
             sums = ChunkedLoss(inputs, hidden.device)
-            sums.add_rows(hidden, z)
+            sums.add_all(hidden, z)
         ctx.inputs = inputs
         ctx.save_for_backward(hidden, weight, bias, z, up)
         ctx.mark_non_differentiable(sums.correct, sums.ce, sums.kl)
@@ -176,36 +196,42 @@ class _LinearLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        tensors = ctx.saved_tensors
+        tensors = ctx.saved_tensors  # hidden, weight, bias, z and up
+        hidden, _, _, z, _ = tensors
         grads = _zero_gradients(tensors, ctx.needs_input_grad[: len(tensors)])
         # the factor (1 / number of targets, loss scaling) comes before casting: sums may exceed
         # float16's range
-        hidden, z = tensors[0], tensors[3]
         sums = ChunkedLoss(ctx.inputs, hidden.device, grads, float(grad_loss))
-        sums.add_rows(hidden, z)
-        cast = [
-            None if tensor is None or grad is None else grad.to(tensor.dtype)
-            for tensor, grad in zip(tensors, grads, strict=True)
-        ]
+        sums.add_all(hidden, z)
+        cast: list[Tensor | None] = []
+        for tensor, grad in zip(tensors, grads, strict=True):
+            if tensor is None or grad is None:
+                cast.append(None)
+            else:
+                cast.append(grad.to(tensor.dtype))
         return (*cast, None)
 
 
 def _zero_gradients(
     tensors: Sequence[Tensor | None], trained: Sequence[bool], in_place: bool = False
 ) -> Gradients:
-    """Return a zero gradient for each trained one of hidden, weight, bias, z and up.
+    """Return a zero gradient for each tensor that is trained.
 
-    Those of matrices are float32 (float64 for float64 weights), since they are sums over many rows.
+    Those of matrices are float32 (float64 for float64 weights), since they are sums over many
+    positions.
 
     Args:
+        tensors: hidden, weight, bias, z and up. trained: of each.
         in_place: return the matrices' `.grad` where it can be added to directly, zeros if there is
             none so far.
     """
     weight = tensors[1]
     assert weight is not None
-    sums = torch.float64 if weight.dtype == torch.float64 else torch.float32
-    # of hidden, weight, bias, z and up; None: the tensor's own
-    dtypes = (None, sums, sums, None, sums)
+    dtype_of_sums = torch.float32
+    if weight.dtype == torch.float64:
+        dtype_of_sums = torch.float64
+    # None: the tensor's own
+    dtypes = (None, dtype_of_sums, dtype_of_sums, None, dtype_of_sums)
     grads: list[Tensor | None] = []
     for tensor, wanted, dtype in zip(tensors, trained, dtypes, strict=True):
         if tensor is None or not wanted:

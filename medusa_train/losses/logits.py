@@ -10,32 +10,44 @@ from medusa_train.models.lm_head import LMHead
 
 def product_dtype(matrix: Tensor, autocast: torch.dtype | None) -> torch.dtype:
     """Return the dtype in which products with a matrix run: autocast's, if any, else the matrix's."""
-    return matrix.dtype if autocast is None or matrix.dtype == torch.float64 else autocast
+    if autocast is None or matrix.dtype == torch.float64:
+        return matrix.dtype
+    return autocast
 
 
 def low_rank_matrix(lm_head: LMHead) -> Tensor | None:
     """Return the matrix [V, r] that adds a low-rank part to W h: LoRA's B or the token bias; None
     without one.
     """
-    return lm_head.token_bias if lm_head.low_rank is None else lm_head.low_rank.b
+    if lm_head.low_rank is not None:
+        return lm_head.low_rank.b
+    return lm_head.token_bias
 
 
-def low_rank_input(hidden: Tensor, lm_head: LMHead, rows: Tensor) -> tuple[Tensor, Tensor | None]:
+def low_rank_input(
+    hidden: Tensor, lm_head: LMHead, positions: Tensor
+) -> tuple[Tensor, Tensor | None]:
     """Split `hidden`, [N, d] or with a token bias [N, d + r], into what W reads, [N, d], and z at
-    `rows`, [M, r].
+    `positions`, [M, r].
 
     z is the input of `low_rank_matrix`; autograd handles what leads to it (LoRA's A and dropout, or
     an embedding).
     """
     if lm_head.token_bias is not None:
-        width = lm_head.weight.shape[1]
-        return hidden[:, :width], hidden[rows, width:]
-    return hidden, None if lm_head.low_rank is None else lm_head.low_rank.project_down(hidden[rows])
+        width = lm_head.weight.shape[1]  # d
+        return hidden[:, :width], hidden[positions, width:]
+    if lm_head.low_rank is not None:
+        return hidden, lm_head.low_rank.project_down(hidden[positions])
+    return hidden, None
 
 
 class Projection:
     """The products and logit transform of an lm_head, detached from the graph and cast to the
     products' dtype.
+
+    Args:
+        autocast: dtype of the products, if any.
+        shared: its cast weight is used again if it has the same source.
 
     Attributes:
         weight: [V, d], in the dtype of its products.
@@ -49,22 +61,28 @@ class Projection:
     def __init__(
         self, lm_head: LMHead, autocast: torch.dtype | None = None, shared: Projection | None = None
     ) -> None:
-        """Cast the matrices to `autocast`, if any; reuse the cast weight of `shared` if it has the
-        same source.
-        """
+        # 1. W
         self.source = lm_head.weight
-        self.dtype = torch.float64 if self.source.dtype == torch.float64 else torch.float32
         if shared is not None and shared.source is self.source:
             self.weight = shared.weight
         else:
             self.weight = self.source.detach().to(product_dtype(self.source, autocast))
-        self.bias = None if lm_head.bias is None else lm_head.bias.detach().to(self.dtype)
+        # 2. the bias, in the dtype of logits
+        self.dtype = torch.float32
+        if self.source.dtype == torch.float64:
+            self.dtype = torch.float64
+        self.bias: Tensor | None = None
+        if lm_head.bias is not None:
+            self.bias = lm_head.bias.detach().to(self.dtype)
+        # 3. the low-rank matrix; the buffer holds W h, and later the gradient that goes through
+        # both matrices
+        self.up: Tensor | None = None
+        self.buffer_dtype = self.weight.dtype
         up = low_rank_matrix(lm_head)
-        self.up = None if up is None else up.detach().to(product_dtype(up, autocast))
-        # the buffer holds W h, and later the gradient that goes through both matrices
-        self.buffer_dtype = torch.promote_types(
-            self.weight.dtype, (self.weight if self.up is None else self.up).dtype
-        )
+        if up is not None:
+            self.up = up.detach().to(product_dtype(up, autocast))
+            self.buffer_dtype = torch.promote_types(self.weight.dtype, self.up.dtype)
+        # 4. the transform
         self.scale = lm_head.scale
         self.softcap = lm_head.softcap
 
@@ -76,8 +94,8 @@ class Projection:
             out.copy_(states @ self.weight.t())
 
     def raw_logits(self, product: Tensor, z: Tensor | None) -> Tensor:
-        """Return logits [C, V] before scale and soft cap, from W h (which may be overwritten) and z
-        [C, r].
+        """Return logits [b, V] before scale and soft cap, from W h [b, V] (which may be
+        overwritten) and z [b, r].
         """
         logits = product.to(self.dtype)
         if self.bias is not None:
@@ -101,7 +119,7 @@ class Projection:
     def transform_grad_(self, grad: Tensor, logits: Tensor) -> None:
         """Turn `grad` into the raw logits' gradient in place; overwrites the transformed `logits`."""
         if self.softcap is not None:
-            # tanh' = 1 - tanh^2
-            grad.addcmul_(grad, logits.div_(self.softcap).square_(), value=-1.0)
+            tanh = logits.div_(self.softcap)
+            grad.addcmul_(grad, tanh.square_(), value=-1.0)  # tanh' = 1 - tanh^2
         if self.scale != 1.0:
             grad *= self.scale

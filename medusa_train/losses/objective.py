@@ -24,7 +24,8 @@ class LMSums:
     """The language model's sums over the valid targets of one micro-batch; detached scalars.
 
     Attributes:
-        ce: cross-entropy against the labels in nats. kl: KL to the teacher in nats, 0 without one.
+        ce: cross-entropy against the labels in nats.
+        kl: KL to the teacher in nats, 0 without one.
         count: valid targets.
     """
 
@@ -68,6 +69,19 @@ class Objective:
     in S: `L_k = 1/|{t: y in S}| * sum_{t: y in S} CE(q_t, p_k,t)`, p_k,t being its softmax over S.
     With teacher weight s, `q_t = s * p0_{t+k|S} + (1 - s) * onehot(y)`, where `p0_{|S}(x) = p0(x) /
     sum_{x' in S} p0(x')` for x in S is the teacher's distribution restricted to S.
+
+    Args:
+        draft: the heads.
+        decay: c, `medusa_decay_coefficient`.
+        lm: the language model's loss: None (frozen), "ce" against labels, or "kl" to the
+            teacher (`medusa_self_distillation`).
+        rho: weight of the teacher in the target of "ce" (`medusa_distillation_regularization`);
+            unused by "kl".
+        heads_coefficient: maximum of lambda0, `medusa_heads_coefficient`.
+        schedule: of lambda0, `medusa_scheduler`.
+        soft_targets: weight of the teacher in the heads' targets: head k at t against the
+            teacher at t + k.
+        weight: factor on the heads' loss with a frozen backbone, instead of lambda0.
     """
 
     def __init__(
@@ -82,26 +96,12 @@ class Objective:
         soft_targets: float = 0.0,
         weight: float = 1.0,
     ) -> None:
-        """Configure the terms.
-
-        Args:
-            draft: the heads.
-            decay: c, `medusa_decay_coefficient`.
-            lm: the language model's loss: None (frozen), "ce" against labels, or "kl" to the
-                teacher (`medusa_self_distillation`).
-            rho: weight of the teacher in the target of "ce" (`medusa_distillation_regularization`);
-                unused by "kl".
-            heads_coefficient: maximum of lambda0, `medusa_heads_coefficient`.
-            schedule: of lambda0, `medusa_scheduler`.
-            soft_targets: weight of the teacher in the heads' targets: head k at t against the
-                teacher at t + k.
-            weight: factor on the heads' loss with a frozen backbone, instead of lambda0.
-        """
         self.draft = draft
         self.decay = decay
         self.lm = lm
-        # in the language model's target
-        self.teacher_weight = {None: 0.0, "ce": rho, "kl": 1.0}[lm]
+        self.teacher_weight = {None: 0.0, "ce": rho, "kl": 1.0}[
+            lm
+        ]  # in the language model's target
         self.heads_coefficient = heads_coefficient
         self.schedule = schedule
         self.soft_targets = soft_targets
@@ -123,9 +123,11 @@ class Objective:
         Their sum over the global batch (micro-batches and processes) is the argument `counts_total`
         of `loss`.
         """
-        targets = [self._target_rows(batch, k) for k in range(1, self.draft.trained_heads + 1)]
+        targets: list[Tensor] = []
         if self.lm is not None:
-            targets.insert(0, _targets(batch, 0))
+            targets.append(_targets(batch, 0))
+        for k in range(1, self.draft.trained_heads + 1):
+            targets.append(self._target_indices(batch, k))
         return _count(targets)
 
     def loss(
@@ -158,28 +160,38 @@ class Objective:
                 and the returned loss has no graph. States in `feats` must not have one either, see
                 `GraphCut`.
         """
+        # 1. the factor on each term's sum, and on its gradients
         factors = self._factors(counts_total, progress)
-        scales = [None if grad_scale is None else grad_scale * factor for factor in factors]
+        scales: list[float | None] = [None] * len(factors)
+        if grad_scale is not None:
+            scales = [grad_scale * factor for factor in factors]
+
+        # 2. the language model's term
         terms: list[LossSums] = []
         if self.lm is not None:
             assert lm_head is not None
-            target = _targets(batch, 0).flatten()
-            theirs = _teacher(teacher, 0, self.teacher_weight, divergence=self.lm == "kl")
-            terms.append(
-                linear_loss(
-                    feats.hidden.flatten(0, -2), lm_head, target, theirs, grad_scale=scales[0]
-                )
-            )
+            states = feats.hidden.flatten(0, -2)  # [B * T, d]
+            target = _targets(batch, 0).flatten()  # [B * T]
+            soft_target = _teacher(teacher, 0, self.teacher_weight, divergence=self.lm == "kl")
+            terms.append(linear_loss(states, lm_head, target, soft_target, grad_scale=scales[0]))
+
+        # 3. the heads' terms
         heads = self._head_terms(feats, batch, teacher, scales[len(terms) :])
-        counts = self.target_counts(batch)
-        lm = LMSums(terms[0].ce_sum, terms[0].kl_sum, counts[0]) if terms else None
+        counts = self.target_counts(batch)  # [K] or [1 + K]
+        lm: LMSums | None = None
+        if terms:
+            lm = LMSums(terms[0].ce_sum, terms[0].kl_sum, counts[0])
         terms += heads
+
+        # 4. their sum
+        contributions = []
+        for term, factor in zip(terms, factors, strict=True):
+            contributions.append(term.loss_sum * factor)
+        head_targets = [_targets(batch, k) for k in range(1, len(heads) + 1)]
         return ObjectiveOutput(
-            loss=torch.stack(
-                [term.loss_sum * factor for term, factor in zip(terms, factors, strict=True)]
-            ).sum(),
+            loss=torch.stack(contributions).sum(),
             head_correct=torch.stack([term.correct for term in heads]),
-            head_counts=_count([_targets(batch, k) for k in range(1, len(heads) + 1)]),
+            head_counts=_count(head_targets),
             head_in_vocab=counts[-len(heads) :],
             lm=lm,
         )
@@ -192,45 +204,53 @@ class Objective:
         scales: Sequence[float | None],
     ) -> list[LossSums]:
         """Return the sums of each head, and accumulate gradients where `scales` are numbers."""
+        # 1. the teacher over the heads' vocabulary
         tokens = self.draft.lm_head(1).token_map  # the same for all heads
         if teacher is not None and tokens is not None and self.soft_targets:
-            teacher = (teacher[0], teacher[1].restrict_to(tokens))
+            hidden, teacher_head = teacher
+            teacher = (hidden, teacher_head.restrict_to(tokens))
+        # 2. head by head; where heads share layers, gradients of all of them are collected before
+        # they pass through these
         terms: list[LossSums] = []
         cut = GraphCut()
         for k, states in enumerate(self.draft.head_states(feats, batch), start=1):
             scale = scales[k - 1]
-            student = (
-                states if scale is None or self.draft.independent_heads else cut.detach(states)
-            )
-            theirs = _teacher(teacher, k, self.soft_targets)
-            student, target = student.flatten(0, -2), self._target_rows(batch, k).flatten()
-            terms.append(
-                linear_loss(student, self.draft.lm_head(k), target, theirs, grad_scale=scale)
-            )
+            if scale is not None and not self.draft.independent_heads:
+                states = cut.detach(states)
+            student = states.flatten(0, -2)  # [B * T, d]
+            target = self._target_indices(batch, k).flatten()  # [B * T]
+            soft_target = _teacher(teacher, k, self.soft_targets)
+            lm_head = self.draft.lm_head(k)
+            terms.append(linear_loss(student, lm_head, target, soft_target, grad_scale=scale))
         cut.backward()
         return terms
 
     def _factors(self, totals: Tensor, progress: float) -> list[float]:
-        """Return the factor on each term's sum in L: its weight over its number of targets."""
-        scale = (
-            self.weight
-            if self.lm is None
-            else self.heads_coefficient * lambda0(self.schedule, progress)
-        )
-        weights = [scale * self.head_weight(k) for k in range(1, self.draft.trained_heads + 1)]
-        if self.lm is not None:
-            weights.insert(0, 1.0)
-        return [
-            weight / max(1, count) for weight, count in zip(weights, totals.tolist(), strict=True)
-        ]
+        """Return the factor on each term's sum in L: its weight over its number of targets.
 
-    def _target_rows(self, batch: Batch, k: int) -> Tensor:
-        """Return head k's targets [B, T] as rows of its lm_head, IGNORE_INDEX where there is none."""
-        target, head = _targets(batch, k), self.draft.lm_head(k)
+        Args:
+            totals: targets of each term in the global batch, long [K] or [1 + K].
+        """
+        weights: list[float] = []
+        heads_weight = self.weight
+        if self.lm is not None:
+            weights.append(1.0)
+            heads_weight = self.heads_coefficient * lambda0(self.schedule, progress)
+        for k in range(1, self.draft.trained_heads + 1):
+            weights.append(heads_weight * self.head_weight(k))
+        counts = totals.tolist()
+        return [weight / max(1, count) for weight, count in zip(weights, counts, strict=True)]
+
+    def _target_indices(self, batch: Batch, k: int) -> Tensor:
+        """Return which logit of head k each position should predict, long [B, T]; IGNORE_INDEX
+        where there is none.
+        """
+        target = _targets(batch, k)
+        head = self.draft.lm_head(k)
         if head.token_map is None:
             return target
-        rows = head.rows_of(target)
-        return torch.where(rows < 0, IGNORE_INDEX, rows)
+        indices = head.indices_of(target)
+        return torch.where(indices < 0, IGNORE_INDEX, indices)
 
 
 def lambda0(schedule: str, progress: float) -> float:
@@ -247,16 +267,22 @@ def lambda0(schedule: str, progress: float) -> float:
         return 1.0
     if schedule == "linear":
         return s
-    return math.sin(
-        math.pi / 2 * min(s / float(schedule.removeprefix("sine").removeprefix("_") or 1.0), 1.0)
-    )
+    rise = 1.0  # R
+    end = schedule.removeprefix("sine").removeprefix("_")
+    if end:
+        rise = float(end)
+    return math.sin(math.pi / 2 * min(s / rise, 1.0))
 
 
 def _targets(batch: Batch, k: int) -> Tensor:
+    """Return the token t + k + 1 of the same document at each position t, long [B, T]; IGNORE_INDEX
+    where there is none or it is not supervised.
+    """
     return shift_labels(batch.labels, k, batch.segments)
 
 
 def _count(targets: Sequence[Tensor]) -> Tensor:
+    """Return how many targets each of several [B, T] has, long [len(targets)]."""
     return torch.stack([(target != IGNORE_INDEX).sum() for target in targets])
 
 
@@ -270,4 +296,5 @@ def _teacher(
     """
     if teacher is None or not weight:
         return None
-    return Teacher(teacher[0].flatten(0, -2), teacher[1], k, weight, divergence)
+    states, lm_head = teacher  # [B, T, d']
+    return Teacher(states.flatten(0, -2), lm_head, k, weight, divergence)

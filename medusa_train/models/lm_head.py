@@ -170,8 +170,8 @@ class LMHead:
             token_bias=token_bias,
         )
 
-    def rows_of(self, tokens: Tensor) -> Tensor:
-        """Return which logit belongs to each token id (any shape), long: a row of W; -1 for tokens
+    def indices_of(self, tokens: Tensor) -> Tensor:
+        """Return which logit belongs to each token id (any shape), long; -1 for tokens
         outside a reduced vocabulary.
         """
         if self.token_map is None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from medusa_train.config.schema import TrainConfig
-from medusa_train.losses.chunked_loss import block_rows, chunk_rows, gpu_bytes
+from medusa_train.losses.chunked_loss import block_size, chunk_size, gpu_bytes
 from medusa_train.models.drafts import DRAFTS
 from medusa_train.models.hf_config import decoder_of, head_dim, key_value_heads, quantization_of
 from medusa_train.models.lora import LM_HEAD, linear_names
@@ -337,9 +337,9 @@ class Estimate:
         One lm_head at a time is cast to the compute dtype; its gradient is added to `.grad`, which
         is counted elsewhere. A GPU with more memory takes larger chunks.
         """
-        chunk = chunk_rows(vocab, device, item, gpu_bytes(torch.device(device)))
+        chunk = chunk_size(vocab, device, item, gpu_bytes(torch.device(device)))
         logits = (2 if taught else 1) * min(chunk, tokens) * vocab * item
-        block = min(block_rows(vocab, device), tokens) * vocab * _TRAINED
+        block = min(block_size(vocab, device), tokens) * vocab * _TRAINED
         matrix = vocab * self._text.hidden_size * item if item < _TRAINED else 0
         # logits and log-probabilities, and the teacher's, with its probabilities; float32 logits
         # need no copy

@@ -195,25 +195,25 @@ def _head_sums(draft: Draft, batch: Batch, feats: Features) -> tuple[Tensor, Ten
         target = shift_labels(batch.labels, i + 1, batch.segments)
         valid = target != IGNORE_INDEX
         head = draft.lm_head(i + 1)
-        rows = head.rows_of(target[valid])
-        loss, target_ranks = _score(hidden[valid], rows, head)
+        indices = head.indices_of(target[valid])
+        loss, target_ranks = _score(hidden[valid], indices, head)
         hits = torch.bincount(target_ranks[target_ranks >= 0], minlength=MAX_RANK).cumsum(dim=0)
         sums[i] = torch.tensor(
-            [loss, len(rows), int((rows >= 0).sum()), *hits.tolist()], dtype=torch.float64
+            [loss, len(indices), int((indices >= 0).sum()), *hits.tolist()], dtype=torch.float64
         )
         ranks[..., i][valid.cpu()] = target_ranks.to(ranks.dtype)
     return sums, ranks
 
 
-def _score(hidden: Tensor, rows: Tensor, head: LMHead) -> tuple[float, Tensor]:
+def _score(hidden: Tensor, indices: Tensor, head: LMHead) -> tuple[float, Tensor]:
     """Sum the cross-entropy of states [N, d], `ROWS` at a time, and rank their targets, [N] on the
     CPU.
 
-    `rows` [N] are the targets' rows of the head's matrix, -1 where its vocabulary lacks the token:
-    no loss, rank -1.
+    `indices` [N] are the targets as logits of the head, -1 where its vocabulary lacks the token: no
+    loss, rank -1.
     """
     loss, ranks = 0.0, [torch.zeros(0, dtype=torch.long)]
-    for states, targets in zip(hidden.split(ROWS), rows.split(ROWS), strict=True):
+    for states, targets in zip(hidden.split(ROWS), indices.split(ROWS), strict=True):
         if not len(targets):
             continue
         logits = head.logits(states).float()

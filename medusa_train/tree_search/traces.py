@@ -189,7 +189,7 @@ def trace_answer(backbone: Backbone, draft: Draft, prompt: list[int], answer: li
             confidence = [round(p, 6) for p in logits.float().softmax(-1).amax(-1).tolist()]
         guesses = head.guesses(read, logits, MAX_RANK)
         ranks[: count - k, k - 1] = rank_of(
-            guesses, head.rows_of(tokens[0, len(prompt) + k :])
+            guesses, head.indices_of(tokens[0, len(prompt) + k :])
         ).cpu()
     return Trace(
         ranks.tolist(), [min(heads, count - 1 - position) for position in range(count)], confidence

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from medusa_train.data.batch import IGNORE_INDEX
-from medusa_train.losses.chunked_loss import chunk_rows, gpu_bytes
+from medusa_train.losses.chunked_loss import chunk_size, gpu_bytes
 from medusa_train.losses.fused_losses import linear_loss
 from medusa_train.models.lm_head import LMHead, LowRank
 from tests.losses.plain import (
@@ -310,8 +310,8 @@ def test_chunks_of_a_gpu_grow_with_its_memory(
     assert there == [memory] * 3
     assert len(asked) == 1
     assert gpu_bytes(torch.device("cpu")) == 0
-    assert chunk_rows(128_000, "cuda", 2, memory) == rows
-    assert chunk_rows(128_000, "cpu", 2, 0) == 512
+    assert chunk_size(128_000, "cuda", 2, memory) == rows
+    assert chunk_size(128_000, "cpu", 2, 0) == 512
 
 
 def test_sums_beyond_float16_are_scaled_before_they_are_rounded() -> None:

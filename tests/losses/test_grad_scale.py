@@ -146,7 +146,7 @@ def test_memory_is_flat_in_the_number_of_heads(
 ) -> None:
     """Also while gradients are accumulated, and a small part of [K + 1, T, V] float32 logits."""
     tokens, vocab, width = 1024, 500, 16
-    monkeypatch.setattr(chunked_loss, "_MIN_ROWS", 64)
+    monkeypatch.setattr(chunked_loss, "_LEAST_CHUNK", 64)
     monkeypatch.setitem(chunked_loss._CHUNK_BYTES, "cpu", 64 * vocab * 4)
     monkeypatch.setitem(chunked_loss._BLOCK_BYTES, "cpu", 32 * vocab * 4)
     few, many = (objective_peaks(heads, dtype, tokens, vocab, width) for heads in (1, 5))

@@ -14,11 +14,11 @@ def test_a_restricted_lm_head_keeps_every_part_of_its_rows() -> None:
     reduced = full.restrict_to(KEPT)
     torch.testing.assert_close(reduced.logits(hidden), full.logits(hidden)[..., KEPT])
     tokens = torch.tensor([[40, 1, 2], [-100, 60, 61]])
-    assert reduced.rows_of(tokens).tolist() == [[0, -1, 14], [-1, 4, -1]]
-    assert full.rows_of(tokens) is full.tokens_of(tokens) is tokens
+    assert reduced.indices_of(tokens).tolist() == [[0, -1, 14], [-1, 4, -1]]
+    assert full.indices_of(tokens) is full.tokens_of(tokens) is tokens
     assert reduced.tokens_of(torch.tensor([[0, 14], [4, 4]])).tolist() == [[40, 2], [60, 60]]
     twice = reduced.restrict_to(torch.tensor([4, 0]))
-    assert twice.rows_of(torch.tensor([60, 40, 4, 0])).tolist() == [0, 1, -1, -1]
+    assert twice.indices_of(torch.tensor([60, 40, 4, 0])).tolist() == [0, 1, -1, -1]
     assert twice.tokens_of(torch.tensor([0, 1])).tolist() == [60, 40]
 
 
