@@ -98,24 +98,29 @@ def printable(text: str) -> str:
     return "".join("\N{REPLACEMENT CHARACTER}" if _is_control(c) else c for c in text.expandtabs(4))
 
 
+#: Ranges of marks of writing direction.
+_DIRECTION_MARKS = (("\u200e", "\u200f"), ("\u202a", "\u202e"), ("\u2066", "\u2069"))
+
+
 def _is_control(character: str) -> bool:
     """Return whether a terminal acts on it: control characters except newline, and marks of writing
     direction.
     """
-    direction = "\u200e" <= character <= "\u200f" or "\u202a" <= character <= "\u202e"
-    return (
-        direction
-        or "\u2066" <= character <= "\u2069"
-        or (category(character) in ("Cc", "Cs") and character != "\n")
-    )
+    for first, last in _DIRECTION_MARKS:
+        if first <= character <= last:
+            return True
+    return character != "\n" and category(character) in ("Cc", "Cs")
 
 
 def _figures(reply: Reply) -> str:
+    """Return tokens, tokens per step and speed of an answer, and why it ended early."""
     endings = {
         "length": ", stopped at max_new_tokens",
         "context": ", stopped: the context is full",
         None: ", interrupted",
     }
-    speed = f", {len(reply.tokens) / reply.seconds:.0f} tokens/s" if reply.seconds else ""
-    rate = f"{reply.tokens_per_step:.2f} tokens per step"
-    return f"{len(reply.tokens)} tokens, {rate}{speed}{endings.get(reply.finish, '')}"
+    count = len(reply.tokens)
+    figures = f"{count} tokens, {reply.tokens_per_step:.2f} tokens per step"
+    if reply.seconds:
+        figures += f", {count / reply.seconds:.0f} tokens/s"
+    return figures + endings.get(reply.finish, "")

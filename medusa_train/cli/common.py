@@ -24,6 +24,7 @@ from types import TracebackType
 from typing import Annotated, Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin
 
 import typer
+from pydantic.fields import FieldInfo
 from rich.console import Console
 
 from medusa_train.config.load import load_config
@@ -69,7 +70,9 @@ def output_console(**options: Any) -> Console:
 def table_console() -> Console:
     """Return a console for tables, which is wide in a log file or a pipe."""
     console = output_console()
-    return console if console.is_terminal else output_console(width=PIPE_WIDTH)
+    if console.is_terminal:
+        return console
+    return output_console(width=PIPE_WIDTH)
 
 
 def join_lines(text: str) -> str:
@@ -131,38 +134,35 @@ def with_keys(cls: type[Config], *names: str) -> Callable[[Callable[..., Any]], 
             values.pop("version")
             return command(flags={name: values.pop(name) for name in keys}, **values)
 
-        signature = inspect.signature(command, eval_str=True)
-        parameters = [one for name, one in signature.parameters.items() if name != "flags"]
-        for name, option in keys.items():
-            field = cls.model_fields[name]
-            kind = bool if field.annotation is bool else str
-            default = field.default if kind is str else None
-            kinds = (field.annotation, *get_args(field.annotation))
-            choices = [
-                str(one)
-                for literal in kinds
-                if get_origin(literal) is Literal
-                for one in get_args(literal)
-            ]
-            described = field.description or ""
-            if not all(choice in described for choice in choices):
-                described += f" ({', '.join(choices)})"
-            described += "" if default is None else f"; default: {default}"
-            option_info = typer.Option(
-                *option.split(), help=described, metavar=_value_name(field.annotation)
-            )
-            hint = Annotated[kind | None, option_info]  # type: ignore[valid-type]
-            parameters.append(
-                inspect.Parameter(
-                    name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hint
-                )
-            )
         keyword = inspect.Parameter.KEYWORD_ONLY
+        signature = inspect.signature(command, eval_str=True)
+        parameters = list(signature.parameters.values())
+        parameters = [parameter for parameter in parameters if parameter.name != "flags"]
+        for name, option in keys.items():
+            hint = _option_hint(cls.model_fields[name], option)
+            parameters.append(inspect.Parameter(name, keyword, default=None, annotation=hint))
         parameters.append(inspect.Parameter("version", keyword, default=False, annotation=_VERSION))
         wrapper.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         return wrapper
 
     return decorate
+
+
+def _option_hint(field: FieldInfo, option: str) -> Any:
+    """Return the annotation of a key's option, by which typer reads and describes it."""
+    kind = bool if field.annotation is bool else str
+    described = field.description or ""
+    choices: list[str] = []
+    for part in (field.annotation, *get_args(field.annotation)):
+        if get_origin(part) is Literal:
+            choices += [str(value) for value in get_args(part)]
+    if not all(choice in described for choice in choices):
+        described += f" ({', '.join(choices)})"
+    if kind is str and field.default is not None:
+        described += f"; default: {field.default}"
+    metavar = _value_name(field.annotation)
+    option_info = typer.Option(*option.split(), help=described, metavar=metavar)
+    return Annotated[kind | None, option_info]
 
 
 def run_command(command: Callable[P, int | None]) -> Callable[P, None]:
@@ -213,12 +213,14 @@ def _explain(error: BaseException) -> tuple[int, str] | None:
     """Return exit code and message of an error that is no bug."""
     if isinstance(error, MedusaError):
         return error.exit_code, str(error)
+    if isinstance(error, Terminated):
+        return signal_exit_code(error), "terminated"
     if isinstance(error, KeyboardInterrupt):
-        return signal_exit_code(error), (
-            "terminated" if isinstance(error, Terminated) else "interrupted"
-        )
-    if isinstance(error, OSError) and (error.filename is not None or error.errno in _DISK_ERRORS):
-        return 1, f"{'' if error.filename is None else f'{error.filename}: '}{error.strerror}"
+        return signal_exit_code(error), "interrupted"
+    if isinstance(error, OSError) and error.filename is not None:
+        return 1, f"{error.filename}: {error.strerror}"
+    if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
+        return 1, str(error.strerror)
     if type(error).__name__ == "OutOfMemoryError":  # torch's, which not every command imports
         return (
             1,
@@ -242,7 +244,9 @@ def report_failed_streams() -> None:
     for failure in failed_streams():
         if failure.endswith(os.strerror(errno.EPIPE)):
             continue
-        other = error_console() if failure.startswith("stdout") else output_console()
+        other = output_console()
+        if failure.startswith("stdout"):
+            other = error_console()
         other.print(f"{failure}; what was printed there is incomplete", soft_wrap=True)
 
 
@@ -270,15 +274,18 @@ def split_arguments(arguments: Iterable[str]) -> tuple[Path | None, list[str]]:
     overrides: list[str] = []
     paths: list[str] = []
     for argument in arguments:
-        (overrides if OVERRIDE.match(argument) and not os.path.isfile(argument) else paths).append(
-            argument
-        )
+        if OVERRIDE.match(argument) and not os.path.isfile(argument):
+            overrides.append(argument)
+        else:
+            paths.append(argument)
     if len(paths) > 1:
         raise ConfigError(
             f"expected one configuration file, got {' and '.join(paths)}; overrides are written"
             " key=value, without spaces around ="
         )
-    return (Path(paths[0]) if paths else None), overrides
+    if not paths:
+        return None, overrides
+    return Path(paths[0]), overrides
 
 
 def read_arguments(

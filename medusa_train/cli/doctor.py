@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,41 +66,35 @@ def machine() -> Iterator[Line]:
     yield "packages", ", ".join(f"{name} {installed_version(name)}" for name in PACKAGES)
     yield "C++ compiler", _ask(_compiler)
     yield "nvidia-smi", _ask(_driver)
-    if (failure := _ask(_import_libraries)) != "imported":
-        yield "torch", failure
+    imported = _ask(_import_libraries)
+    if imported != "imported":
+        yield "torch", imported
         yield "result", WITHOUT_TORCH
         return
     import torch
 
-    from medusa_train.models.precision import default_device, emulates_bf16, has_fast_bf16
+    from medusa_train.models.precision import default_device
 
     device = default_device()
-    yield (
-        "torch",
-        (
-            f"built for CUDA {torch.version.cuda};"
-            f" {_ask(lambda: f'{torch.cuda.device_count()} GPUs visible')}"
-        ),
-    )
-    for index in range(torch.cuda.device_count() if device.type == "cuda" else 0):
-        yield f"GPU {index}", _ask(lambda index=index: _gpu(index))  # type: ignore[misc]
+    visible = _ask(lambda: f"{torch.cuda.device_count()} GPUs visible")
+    yield "torch", f"built for CUDA {torch.version.cuda}; {visible}"
+    if device.type == "cuda":
+        for index in range(torch.cuda.device_count()):
+            yield f"GPU {index}", _ask(partial(_gpu, index))
     yield "environment", _environment()
-    yield (
-        "NCCL",
-        _ask(_nccl) if device.type == "cuda" else "not used without a GPU; gloo connects processes",
-    )
+    nccl = "not used without a GPU; gloo connects processes"
+    if device.type == "cuda":
+        nccl = _ask(_nccl)
+    yield "NCCL", nccl
     yield "/dev/shm", _ask(_shared_memory)
-    yield "bitsandbytes", _ask(lambda: _bitsandbytes(device))
-    yield "attention of packed rows", _ask(lambda: _attention(device, torch.bfloat16))
-    yield "torch.compile", _ask(lambda: _compile(device))
-    fast = _ask(
-        lambda: "fast" if has_fast_bf16(device) else "emulated" if emulates_bf16(device) else "slow"
-    )
-    yield "bfloat16", fast
-    yield (
-        "CUDA graphs",
-        _ask(_capture) if device.type == "cuda" else "none without a GPU; steps run as they are",
-    )
+    yield "bitsandbytes", _ask(partial(_bitsandbytes, device))
+    yield "attention of packed rows", _ask(partial(_attention, device, torch.bfloat16))
+    yield "torch.compile", _ask(partial(_compile, device))
+    yield "bfloat16", _ask(partial(_bf16_speed, device))
+    graphs = "none without a GPU; steps run as they are"
+    if device.type == "cuda":
+        graphs = _ask(_capture)
+    yield "CUDA graphs", graphs
 
 
 def choices(cfg: TrainConfig) -> Iterator[Line]:
@@ -111,12 +106,13 @@ def choices(cfg: TrainConfig) -> Iterator[Line]:
 
     device = default_device()
     precision = choose_precision(cfg.bf16, device, fp16=cfg.fp16)
-    asked = "fp16: true" if cfg.fp16 else f"bf16: {str(cfg.bf16).lower()}"
-    yield (
-        asked,
-        f"computes in {precision}"
-        + (", since a CPU is slow in float16" if cfg.fp16 and not _gpus() else ""),
-    )
+    computes = f"computes in {precision}"
+    if cfg.fp16:
+        if not _gpus():
+            computes += ", since a CPU is slow in float16"
+        yield "fp16: true", computes
+    else:
+        yield f"bf16: {str(cfg.bf16).lower()}", computes
     group = {
         "params": [torch.nn.Parameter(torch.zeros(1, device=device))],
         "lr": 0.0,
@@ -128,11 +124,11 @@ def choices(cfg: TrainConfig) -> Iterator[Line]:
     )
     for key in ("load_in_4bit", "load_in_8bit"):
         if getattr(cfg, key):
-            yield f"{key}: true", _ask(lambda: _bitsandbytes(device))
+            yield f"{key}: true", _ask(partial(_bitsandbytes, device))
     if cfg.sample_packing:
-        yield "sample_packing: true", _ask(lambda: _attention(device, precision.dtype))
+        yield "sample_packing: true", _ask(partial(_attention, device, precision.dtype))
     if cfg.torch_compile:
-        yield "torch_compile: true", _ask(lambda: _compile(device))
+        yield "torch_compile: true", _ask(partial(_compile, device))
     if cfg.deepspeed is not None and importlib.util.find_spec("deepspeed") is None:
         yield "deepspeed", "is not installed, so training stops: pip install deepspeed"
 
@@ -144,7 +140,8 @@ def _ask(question: Callable[[], str]) -> str:
     try:
         return question()
     except Exception as error:
-        return f"failed: {type(error).__name__}: {excerpt(str(error).strip().partition(chr(10))[0], 200)}"
+        first_line = str(error).strip().partition("\n")[0]
+        return f"failed: {type(error).__name__}: {excerpt(first_line, 200)}"
 
 
 def _output(*command: str) -> str:
@@ -154,11 +151,8 @@ def _output(*command: str) -> str:
 
 
 def _memory() -> str:
-    total = next(
-        line
-        for line in Path("/proc/meminfo").read_text().splitlines()
-        if line.startswith("MemTotal")
-    )
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    total = next(line for line in lines if line.startswith("MemTotal"))  # MemTotal: 1234 kB
     return _gib(int(total.split()[1]) << 10)
 
 
@@ -190,7 +184,9 @@ def _import_libraries() -> str:
 def _gpus() -> int:
     import torch
 
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not torch.cuda.is_available():
+        return 0
+    return torch.cuda.device_count()
 
 
 def _gpu(index: int) -> str:
@@ -204,9 +200,8 @@ def _gpu(index: int) -> str:
 
 def _environment() -> str:
     names = ("CUDA_", "NCCL_", "OMP_", "PYTORCH_", "DS_", "CXX", "RANK", "WORLD_SIZE", "LOCAL_RANK")
-    found = [
-        f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(names)
-    ]
+    variables = sorted(os.environ.items())
+    found = [f"{name}={value}" for name, value in variables if name.startswith(names)]
     return ", ".join(found) or "no variable of CUDA, NCCL, OpenMP or PyTorch is set"
 
 
@@ -217,11 +212,10 @@ def _nccl() -> str:
 
 
 def _shared_memory() -> str:
-    usage = shutil.disk_usage("/dev/shm")
-    little = usage.free < SHARED_MEMORY and _gpus() > 1
-    return f"{_gib(usage.free)} free" + (
-        ": too little for NCCL; start containers with --shm-size=8g" if little else ""
-    )
+    free = shutil.disk_usage("/dev/shm").free
+    if free < SHARED_MEMORY and _gpus() > 1:
+        return f"{_gib(free)} free: too little for NCCL; start containers with --shm-size=8g"
+    return f"{_gib(free)} free"
 
 
 def _bitsandbytes(device: torch.device) -> str:
@@ -230,7 +224,8 @@ def _bitsandbytes(device: torch.device) -> str:
     obstacle = bitsandbytes_obstacle(device)
     if obstacle is not None:
         return f"not usable: {obstacle}"
-    return f"has a library for the {'GPU' if device.type == 'cuda' else 'CPU'}"
+    kind = "GPU" if device.type == "cuda" else "CPU"
+    return f"has a library for the {kind}"
 
 
 def _attention(device: torch.device, dtype: torch.dtype) -> str:
@@ -242,23 +237,28 @@ def _attention(device: torch.device, dtype: torch.dtype) -> str:
     obstacle = flash_obstacle(device.type, dtype, capped=False, supported=True, installed=installed)
     if obstacle is None:
         return "flash-attn's varlen kernel, if the model supports it"
-    other = (
-        "torch's varlen kernel"
-        if uses_varlen_kernel(device, dtype, 64)
-        else "one sdpa call per document"
-    )
-    return f"{other} ({obstacle})"
+    if uses_varlen_kernel(device, dtype, 64):
+        return f"torch's varlen kernel ({obstacle})"
+    return f"one sdpa call per document ({obstacle})"
 
 
 def _compile(device: torch.device) -> str:
     from medusa_train.models.compiled import has_compiler
 
+    if has_compiler(device):
+        return "can compile"
     needed = "a C++ compiler and Python.h" if device.type == "cpu" else "Triton"
-    return (
-        "can compile"
-        if has_compiler(device)
-        else f"not usable, `true` may be refused: it needs {needed}"
-    )
+    return f"not usable, `true` may be refused: it needs {needed}"
+
+
+def _bf16_speed(device: torch.device) -> str:
+    from medusa_train.models.precision import emulates_bf16, has_fast_bf16
+
+    if has_fast_bf16(device):
+        return "fast"
+    if emulates_bf16(device):
+        return "emulated"
+    return "slow"
 
 
 def _capture() -> str:
@@ -269,4 +269,7 @@ def _capture() -> str:
     with torch.cuda.graph(graph):
         numbers.add_(1)
     graph.replay()
-    return "work" if numbers.tolist() == [1.0] * 8 else f"failed: a replay gave {numbers.tolist()}"
+    found = numbers.tolist()
+    if found != [1.0] * 8:
+        return f"failed: a replay gave {found}"
+    return "work"

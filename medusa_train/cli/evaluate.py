@@ -129,6 +129,7 @@ def evaluate(
     """Measure speed and output equality of the tree, plain decoding, and transformers' generate; or
     servers.
     """
+    # 1. The arguments.
     started = time.perf_counter()
     if calibrate + compare + interactive > 1:
         raise ConfigError(
@@ -141,7 +142,10 @@ def evaluate(
     if print_config:
         print(format_config(cfg), end="")
         return printed_all()
-    questions = None if interactive else _load_bench(cfg)
+    # 2. The questions, the model and the place of the results.
+    questions = None
+    if not interactive:
+        questions = _load_bench(cfg)
     if cfg.uses_server:
         if calibrate or interactive or questions is None:
             raise ConfigError(
@@ -153,7 +157,11 @@ def evaluate(
         raise ConfigError(f"--calibrate fits the tree of a run's heads; remove draft: {cfg.draft}")
     paths = _resolve_paths(cfg)
     if not interactive:
-        check_writable(expand_user(cfg.output_dir) if cfg.output_dir else paths.home / "eval")
+        out = paths.home / "eval"
+        if cfg.output_dir:
+            out = expand_user(cfg.output_dir)
+        check_writable(out)
+    # 3. A chat, a tree, or an evaluation.
     console = table_console()
     progress = RunProgress(console, started)
     progress.print(_first_line(cfg, questions, paths))
@@ -167,7 +175,8 @@ def evaluate(
         with progress.phase("importing torch and transformers", ticking=True):
             from medusa_train.evaluation.run import evaluate as run_evaluation
         command = shlex.join(["medusa-eval", *sys.argv[1:]])
-        _print_paths(console, run_evaluation(cfg, questions, paths, command, progress)[1])
+        _, written = run_evaluation(cfg, questions, paths, command, progress)
+        _print_paths(console, written)
     return 0
 
 
@@ -204,16 +213,26 @@ def _measure_servers(cfg: EvalConfig, bench: Bench, progress: RunProgress) -> No
 
     With a running server, a run only sets the directory.
     """
-    # names of the server, not of this machine
-    at_server = {"base_model": None, "chat_template": None}
-    local = cfg if cfg.serve else cfg.model_copy(update=at_server)
-    paths = _resolve_paths(local) if cfg.serve or cfg.model is not None else None
-    drafts = cfg.draft if paths is None or cfg.draft else f"the heads of {paths.name or paths.home}"
-    what = f"vLLM with {drafts}" if cfg.serve else cfg.server_url
-    versus = f" against {cfg.against}" if cfg.against else ""
+    # 1. The model: with a running server, base_model and chat_template are names of the server.
+    paths = None
+    if cfg.serve:
+        paths = _resolve_paths(cfg)
+    elif cfg.model is not None:
+        at_server = {"base_model": None, "chat_template": None}
+        paths = _resolve_paths(cfg.model_copy(update=at_server))
+    # 2. What is measured, in one line.
+    what = str(cfg.server_url)
+    if cfg.serve:
+        drafts = str(cfg.draft)
+        if paths is not None and not cfg.draft:
+            drafts = f"the heads of {paths.name or paths.home}"
+        what = f"vLLM with {drafts}"
+    if cfg.against:
+        what += f" against {cfg.against}"
     asked = f"bench {bench.name}: {len(bench.questions)} questions of {bench.path}"
     counts = ", ".join(map(str, cfg.concurrency))
-    progress.print(f"medusa-eval: {what}{versus}; {asked}; concurrency {counts}")
+    progress.print(f"medusa-eval: {what}; {asked}; concurrency {counts}")
+    # 3. The measurement.
     with progress.phase("importing torch and transformers", ticking=True):
         from medusa_train.server_bench.run import measure_servers
     command = shlex.join(["medusa-eval", *sys.argv[1:]])
@@ -250,10 +269,10 @@ def _compare(names: list[str], bench: str | None, output_dir: str | None) -> Non
     reports = load_reports(names, bench)
     console = table_console()
     console.print(show(reports))
-    _print_paths(
-        console,
-        write(reports, expand_user(output_dir) if output_dir else runs_directory() / "compare"),
-    )
+    out = runs_directory() / "compare"
+    if output_dir:
+        out = expand_user(output_dir)
+    _print_paths(console, write(reports, out))
 
 
 def _print_paths(console: Console, written: Sequence[Path]) -> None:
@@ -264,12 +283,12 @@ def _print_paths(console: Console, written: Sequence[Path]) -> None:
 
 def _first_line(cfg: EvalConfig, bench: Bench | None, paths: ModelPaths) -> str:
     """Return what is evaluated, defaults included."""
-    asked = (
-        ""
-        if bench is None
-        else f"; bench {bench.name}: {len(bench.questions)} questions of {bench.path}"
-    )
-    draft = "" if paths.lookup is None else f", draft {paths.lookup.describe()}"
+    asked = ""
+    if bench is not None:
+        asked = f"; bench {bench.name}: {len(bench.questions)} questions of {bench.path}"
+    draft = ""
+    if paths.lookup is not None:
+        draft = f", draft {paths.lookup.describe()}"
     if paths.name is None:
         return f"medusa-eval: backbone {paths.base_model}{draft or ' alone, no heads'}{asked}"
     newest = " (the newest run)" if cfg.model is None else ""

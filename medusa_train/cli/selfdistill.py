@@ -244,14 +244,15 @@ def _run(
     from medusa_train.selfdistill.settings import record_metadata
 
     todo = [prompt for prompt in prompts if prompt.id not in writer.done]
-    answers = sum(
-        cfg.rounds if cfg.mode == "selftalk" else len(prompt.turns) or 1 for prompt in todo
-    )
+    if cfg.mode == "selftalk":
+        answers = cfg.rounds * len(todo)
+    else:
+        answers = sum(len(prompt.turns) or 1 for prompt in todo)
     engine = open_engine(cfg, dtype, answers, console.print, loading)
     try:
-        with RunProgress(console).phase(
-            "conversations", len(prompts), completed=len(prompts) - len(todo)
-        ) as phase:
+        progress = RunProgress(console)
+        done = len(prompts) - len(todo)
+        with progress.phase("conversations", len(prompts), completed=done) as phase:
             stats = distill(
                 prompts,
                 engine,
@@ -275,7 +276,9 @@ def _merge(cfg: SelfDistillConfig, prompts: list[Prompt], out: Path, console: Co
     from medusa_train.selfdistill.output import dropped_path, merge
     from medusa_train.selfdistill.settings import output_settings
 
-    dtype = None if cfg.dtype == "auto" else resolve_dtype(cfg)
+    dtype = None
+    if cfg.dtype != "auto":
+        dtype = resolve_dtype(cfg)
     merged = merge(out, output_settings(cfg, dtype), [prompt.id for prompt in prompts])
     if not merged.conversations:
         shards = out.with_name(f"{out.stem}.shard-*{out.suffix}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from textwrap import indent
 
@@ -142,16 +143,22 @@ def train(
     if doctor:
         from medusa_train.cli.doctor import doctor as examine
 
-        code = examine((lambda: read_arguments(TrainConfig, arguments)) if arguments else None)
-        return code or printed_all()
+        read_config = None
+        if arguments:
+            read_config = partial(read_arguments, TrainConfig, arguments)
+        return examine(read_config) or printed_all()
+    # 1. One of several processes, or the one that starts them.
     flags["resume_from_checkpoint"] = resume
-    process, only_print = process_info_from_env(), inspect or print_config
+    process = process_info_from_env()
+    only_print = inspect or print_config
     if process is not None and process.rank > 0:
         if not only_print:
             exit_now(run_worker(process, arguments or [], flags))
         return 0
-    if process is None and not only_print and (hostfile is not None or num_gpus not in (None, 1)):
+    is_launcher = hostfile is not None or num_gpus not in (None, 1)
+    if process is None and is_launcher and not only_print:
         return check_and_launch(arguments or [], flags, num_gpus, hostfile, master_port)
+    # 2. The configuration.
     cfg = read_arguments(TrainConfig, arguments or [], flags=flags)
     if print_config:
         print(format_config(cfg), end="")
@@ -160,9 +167,10 @@ def train(
         return printed_all()
     console = error_console()
     path, _ = split_arguments(arguments or [])
-    for line in headline(cfg, str(path) if path else "command line"):
+    for line in headline(cfg, str(path or "command line")):
         console.print(line)
 
+    # 3. The output directory and the inputs.
     results = table_console()
     from medusa_train.checkpoint.run_directory import check_inputs, check_output_dir
 
@@ -175,6 +183,7 @@ def train(
         from medusa_train.training.inspect import inspect_run
 
         return inspect_run(cfg, console, results, num_gpus or 1) or printed_all()
+    # 4. Training, and the exports.
     if process is not None:
         code = train_distributed(process, cfg, console, results)
     else:
