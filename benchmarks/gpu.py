@@ -4,6 +4,7 @@ benchmarks/gpu.sh`.
     bash benchmarks/gpu.sh --dry-run          # list and check every step, and the wheels; needs no GPU
     WHEELS=wheels bash benchmarks/gpu.sh      # 25 minutes at most
     WHEELS=wheels bash benchmarks/gpu.sh --part 2   # one part of 8 minutes at most
+    WHEELS=wheels bash benchmarks/gpu.sh --minutes 15   # or 8: what is worth most, first things first
 
 Finished steps are kept in gpu.json and not run again, so an interrupted run continues with the same
 command, also on another machine that has `--out`. Logs, runs and raw measurements go to `--work`.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import operator
 import os
 import signal
@@ -29,11 +31,21 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
 
 from decode_steps import GRAPHS  # noqa: E402
-from gpu_plan import ALL_SECONDS, BUILT, PART_SECONDS, Step, plan, problems_of, wheels  # noqa: E402
+from gpu_plan import (  # noqa: E402
+    ALL_SECONDS,
+    BUILT,
+    PART_SECONDS,
+    Step,
+    plan,
+    problems_of,
+    short_plan,
+    wheels,
+)
 from shared import machine_facts, machine_line, rounded, table, write_result  # noqa: E402
 
 from medusa_train.cli.common import quiet_libraries  # noqa: E402
 
+MINUTES = (15, 8)
 GRACE = 10  # seconds between SIGINT and SIGKILL
 DONE, FAILED, STOPPED, SKIPPED = "done", "failed", "stopped at its limit", "skipped"
 #: Of a report of medusa-eval.
@@ -69,8 +81,15 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument(
         "--work", default="runs/gpu", metavar="DIR", help="logs, trained models (runs/gpu)"
     )
-    parser.add_argument(
+    chosen = parser.add_mutually_exclusive_group()
+    chosen.add_argument(
         "--part", type=int, choices=sorted({step.part for step in plan()}), help="default: all"
+    )
+    chosen.add_argument(
+        "--minutes",
+        type=int,
+        choices=MINUTES,
+        help="another plan, of what so many minutes are worth most for; no step begins after them",
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="list and check steps; exit code 1 if one cannot run"
@@ -99,8 +118,15 @@ def pending(steps: Sequence[Step], part: int | None, record: Record) -> list[Ste
     return chosen[::-1]
 
 
-def run_step(step: Step, log: Path) -> Record:
-    """Run one step with its output in `log`, and stop it and its children at its limit."""
+def run_step(step: Step, log: Path, left: float = math.inf) -> Record:
+    """Run one step with its output in `log`, and stop it and its children at its limit.
+
+    Args:
+        left: seconds of all steps that are left.
+    """
+    if left < step.expected / 2:
+        return {"status": SKIPPED, "seconds": 0, "reason": f"{max(0, left):.0f} s were left"}
+    limit = min(step.limit, left)
     absent = [
         f"{path} is missing: {how}"
         for path, how in step.needs.items()
@@ -117,7 +143,7 @@ def run_step(step: Step, log: Path) -> Record:
             step.command, cwd=ROOT, stdout=file, stderr=file, start_new_session=True
         )
         try:
-            code = process.wait(step.limit)
+            code = process.wait(limit)
             status = DONE if code == 0 else FAILED
         except subprocess.TimeoutExpired:
             code, status = None, STOPPED
@@ -125,7 +151,7 @@ def run_step(step: Step, log: Path) -> Record:
             end_group(process)
     record: Record = {"status": status, "seconds": round(time.monotonic() - started)}
     if status != DONE:
-        record["reason"] = f"exit code {code}" if code is not None else f"after {step.limit} s"
+        record["reason"] = f"exit code {code}" if code is not None else f"after {limit:.0f} s"
         last = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         record["output"] = [line[:200] for line in last[-12:]]
     return record
@@ -212,12 +238,15 @@ def run(
         flush=True,
     )
     succeeded = True
+    end = math.inf if args.minutes is None else time.monotonic() + 60 * args.minutes
     for step in todo:
         print(
             f"{step.name}: about {step.expected} s, at most {step.limit} s ...", end=" ", flush=True
         )
         one = {"part": step.part, "device": record["machine"]["device"], "words": list(step.words)}
-        one |= run_step(step, ROOT / args.work / f"{step.name}.log") | results_of(step)
+        left = end - time.monotonic()
+        ran = run_step(step, ROOT / args.work / f"{step.name}.log", left)
+        one |= ran | ({} if ran["status"] == SKIPPED else results_of(step))
         print(
             f"{one['status']} after {one['seconds']} s {one.get('reason', '')}".rstrip(), flush=True
         )
@@ -349,18 +378,20 @@ def dry_run(steps: Sequence[Step], args: argparse.Namespace) -> bool:
     run.
     """
     todo = pending(steps, args.part, load_record(args.out))
+    most = ALL_SECONDS if args.minutes is None else 60 * args.minutes
+    most_of_part = PART_SECONDS if args.minutes is None else most
     total = sum(step.limit for step in steps)
-    print(f"all parts: at most {total} s of {ALL_SECONDS} s")
-    problems = int(total > ALL_SECONDS)
+    print(f"all parts: at most {total} s of {most} s")
+    problems = int(total > most)
     for part in sorted({step.part for step in steps}):
         chosen = [step for step in steps if step.part == part]
         expected, limit = (
             sum(getattr(step, name) for step in chosen) for name in ("expected", "limit")
         )
         print(f"part {part}: about {expected} s, at most {limit} s")
-        if limit > PART_SECONDS:
+        if limit > most_of_part:
             problems += 1
-            print(f"  problem: a part may take {PART_SECONDS} s")
+            print(f"  problem: a part may take {most_of_part} s")
         for step in chosen:
             state = "" if step in todo else " (not run: finished before, or of another part)"
             print(f"  {step.name}: about {step.expected} s, at most {step.limit} s{state}")
@@ -396,7 +427,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run or check; the exit code is 0 if every step succeeded, or could."""
     args = parse_arguments(arguments)
     quiet_libraries()
-    steps = plan(args.work)
+    steps = plan(args.work) if args.minutes is None else short_plan(args.minutes, args.work)
     return 0 if (dry_run(steps, args) if args.dry_run else run(steps, args, arguments)) else 1
 
 

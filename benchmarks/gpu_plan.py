@@ -122,21 +122,6 @@ def plan(work: str = "runs/gpu") -> list[Step]:
             figures=f"{out}/report.json",
         )
 
-    def script(
-        file: str, part: int, arguments: tuple[str, ...], expected: int, limit: int, name: str
-    ) -> Step:
-        out = f"{work}/{name}"
-        words = (f"{file}.py", *arguments, "--out", out)
-        return Step(
-            name,
-            part,
-            words,
-            expected,
-            limit,
-            page=f"{out}/{file}.md",
-            figures=f"{out}/{file}.json",
-        )
-
     def tests(name: str, part: int, expected: int, limit: int) -> Step:
         figures = f"{work}/{name}.xml"
         words = (
@@ -169,14 +154,14 @@ def plan(work: str = "runs/gpu") -> list[Step]:
         words += ("--settings", *settings, "--seconds", f"{TIMED_SECONDS}")
         expected = START_SECONDS + len(shapes) * (TIMED_SECONDS + load * len(settings))
         # a script may take three times --seconds for the calls of one shape
-        return script(
-            "decode", part, words, expected, expected + 2 * TIMED_SECONDS * len(shapes), name
-        )
+        limit = expected + 2 * TIMED_SECONDS * len(shapes)
+        return script("decode", part, words, expected, limit, name, work)
 
     def training(name: str, part: int, cases: int, words: tuple[str, ...]) -> Step:
         words += ("--dtypes", "bfloat16", "--rounds", "1", "--seconds", f"{CASE_SECONDS}")
         expected = START_SECONDS + cases * (CASE_SECONDS + PROCESS_SECONDS)
-        return script("train", part, words, expected, expected + 2 * PROCESS_SECONDS, name)
+        limit = expected + 2 * PROCESS_SECONDS
+        return script("train", part, words, expected, limit, name, work)
 
     data = (
         *(f"data/selfdistill/{name}.jsonl.gz" for name in ("smollm2", "smollm2_validation")),
@@ -208,7 +193,7 @@ def plan(work: str = "runs/gpu") -> list[Step]:
         measure("smollm2_m1", 3, SMOLLM2_BENCH, 40, 70),
         measure("smollm2_m1", 3, SMOLLM2_BENCH, 30, 60, rows=8),
         measure("smollm2_m1", 3, SMOLLM2_BENCH, 30, 60, rows=32),
-        replace(script("selfdistill", 3, distilled, 60, 110, "selfdistill"), needs=smollm2),
+        replace(script("selfdistill", 3, distilled, 60, 110, "selfdistill", work), needs=smollm2),
         training(
             "train-7b-8-rows",
             4,
@@ -216,6 +201,73 @@ def plan(work: str = "runs/gpu") -> list[Step]:
             ("--parts", "shape7b", "compiled7b", "--sequences", "2048", "--rows", "8"),
         ),
         decode("decode-compiled", 4, ("7B",), ("compiled",), LOAD_SECONDS + 2 * COMPILE_SECONDS),
+    ]
+
+
+def script(
+    file: str,
+    part: int,
+    arguments: Sequence[str],
+    expected: int,
+    limit: int,
+    name: str,
+    work: str,
+) -> Step:
+    """Return a step that runs a script of benchmarks/, with its page and figures."""
+    out = f"{work}/{name}"
+    words = (f"{file}.py", *arguments, "--out", out)
+    page, figures = f"{out}/{file}.md", f"{out}/{file}.json"
+    return Step(name, part, words, expected, limit, page=page, figures=figures)
+
+
+#: Of the settings of decode.py and gpu_profile.py, in the order in which each adds to the last.
+VARIANTS = ("static", "split")
+
+
+def short_plan(minutes: int, work: str = "runs/gpu") -> list[Step]:
+    """List what 15 or 8 minutes are worth most for, in this order; `--minutes`.
+
+    Each step writes its result when it ends, and decoding and training also after every context and
+    case, so that a machine that is taken away loses little.
+    """
+
+    def step(name: str, expected: int, limit: int, *words: str) -> Step:
+        file, *arguments = words
+        return script(file, 1, arguments, expected, limit, name, work)
+
+    def decode(name: str, seconds: int, expected: int, limit: int, *words: str) -> Step:
+        common = ("--nodes", "63", "--dtypes", "bfloat16", "--seconds", str(seconds))
+        return step(name, expected, limit, "decode", *common, *words)
+
+    def train(name: str, expected: int, limit: int, *words: str) -> Step:
+        common = ("--dtypes", "bfloat16", "--rounds", "1", "--seconds", "6")
+        return step(name, expected, limit, "train", *common, *words)
+
+    kernels = step("kernels", 45, 70, "gpu_kernels")
+    static = ("--settings", *VARIANTS)
+    seven, eight = ("--shapes", "7B"), ("--shapes", "8B")
+    heads = ("--heads", "full", "32768", "shared")
+    if minutes <= 8:
+        contexts = ("--contexts", "1024")
+        profile = step("profile", 45, 70, "gpu_profile", "decode", *contexts, *static)
+        return [
+            kernels,
+            profile,
+            decode("variants-7b", 6, 90, 150, *seven, *contexts, *static),
+            decode("loops-8b", 6, 80, 130, *eight, *contexts, *static, *heads),
+        ]
+    contexts = ("--contexts", "1024", "4096")
+    loss = ("--parts", "loss", "--width", "4096", "--tokens", "2048", "--vocab", "32000")
+    lengths = ("--sequences", "2048")
+    return [
+        kernels,
+        step("profile", 75, 110, "gpu_profile", "decode", *contexts, *static),
+        decode("variants-7b", 10, 170, 240, *seven, *contexts, *static),
+        decode("loops-8b", 6, 80, 120, *eight, "--contexts", "1024", *static, *heads),
+        step("profile-train", 35, 60, "gpu_profile", "train", "--parts", "medusa1_7b"),
+        train("train-7b", 70, 110, "--parts", "medusa1_7b", "compiled7b", *lengths),
+        train("train-qlora", 60, 90, "--parts", "unchecked7b", *lengths),
+        train("train-loss", 60, 90, *loss, "--heads", "5"),
     ]
 
 

@@ -340,10 +340,14 @@ class Step:
         """Train on `batch` `accumulation` times, and return the loss of the last one."""
         for _ in range(accumulation):
             loss = self.micro_batch(batch)
-        torch.nn.utils.clip_grad_norm_(self.parameters, self.cfg.max_grad_norm)
-        self.optimizer.step()
+        self.update()
         self.optimizer.zero_grad(set_to_none=True)
         return float(loss)
+
+    def update(self) -> None:
+        """Clip the gradients and update the weights."""
+        torch.nn.utils.clip_grad_norm_(self.parameters, self.cfg.max_grad_norm)
+        self.optimizer.step()
 
     def micro_batch(self, batch: Batch) -> Tensor:
         """Add the gradients of a micro-batch, and return its loss."""

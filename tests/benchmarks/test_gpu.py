@@ -16,6 +16,7 @@ from gpu_plan import (
     Step,
     plan,
     problems_of,
+    short_plan,
     wheels,
 )
 
@@ -38,6 +39,44 @@ def test_parts_take_eight_minutes_and_all_of_them_25() -> None:
     assert sorted(parts) == [1, 2, 3, 4]
     assert max(parts.values()) <= PART_SECONDS
     assert sum(parts.values()) <= ALL_SECONDS
+
+
+@pytest.mark.parametrize("minutes", gpu.MINUTES)
+def test_short_plans_fit_their_minutes_and_begin_with_the_kernels(minutes: int) -> None:
+    steps = short_plan(minutes)
+    assert sum(one.limit for one in steps) <= 60 * minutes
+    assert all(one.expected < one.limit for one in steps)
+    assert [one.name for one in steps][:4] == ["kernels", "profile", "variants-7b", "loops-8b"]
+    assert len({one.name for one in steps}) == len(steps)
+
+
+@pytest.mark.parametrize("minutes", gpu.MINUTES)
+def test_a_dry_run_of_a_short_plan_finds_no_problem(
+    minutes: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert gpu.main(["--minutes", str(minutes), "--dry-run", "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "every step can run" in printed
+    assert all(f"  {one.name}: about" in printed for one in short_plan(minutes))
+
+
+def test_no_step_begins_after_the_minutes_and_none_outlasts_them(tmp_path: Path) -> None:
+    steps = [step("late", "pass", expected=60, limit=90)]
+    record = gpu.run_step(steps[0], tmp_path / "log", 20.0)
+    assert (record["status"], record["reason"]) == ("skipped", "20 s were left")
+    record = gpu.run_step(step("long", "__import__('time').sleep(60)"), tmp_path / "log", 2.0)
+    assert (record["status"], record["reason"]) == ("stopped at its limit", "after 2 s")
+
+
+def test_every_step_is_on_disk_when_it_ends(tmp_path: Path) -> None:
+    seen = tmp_path / "seen"
+    out = tmp_path / "gpu.json"
+    steps = [
+        step("first", "pass"),
+        step("second", f"open({str(seen)!r}, 'w').write(open({str(out)!r}).read())"),
+    ]
+    assert gpu.run(steps, arguments(tmp_path, "--minutes", "8"), [])
+    assert list(json.loads(seen.read_text())["steps"]) == ["first"]
 
 
 @pytest.mark.parametrize("one", plan(), ids=[one.name for one in plan()])

@@ -1,0 +1,235 @@
+"""Where does the time of a decoding step or a training step go, by class of kernel?
+
+    python benchmarks/gpu_profile.py decode --contexts 1024 4096 --nodes 0 63 --settings static split
+    python benchmarks/gpu_profile.py train --parts medusa1_7b
+
+Runs steps at the shape of a 7B model under torch's profiler: the milliseconds of a step on the clock, those
+of its kernels, and for each class of kernels its milliseconds, number and share. What the clock has beyond
+the kernels are gaps between them. Without a GPU a small stand-in runs, whose operators are classed by name.
+Writes gpu_profile.md and gpu_profile.json to `--out` after every profile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
+
+import torch  # noqa: E402
+from decode import KERNELS, Shape, Unsupported, likely_tree  # noqa: E402
+from decode_steps import Context  # noqa: E402
+from shapes import Sizes, llama_config  # noqa: E402
+from shared import machine_facts, rounded, table, write_page  # noqa: E402
+from torch.autograd import DeviceType  # noqa: E402
+from torch.profiler import ProfilerActivity, profile  # noqa: E402
+from train import SMALL_LLAMA, STEPS, Case, Step, device_and_precision, shape_setup  # noqa: E402
+
+from medusa_train.cli.common import quiet_libraries  # noqa: E402
+from medusa_train.models.precision import release_memory  # noqa: E402
+from medusa_train.trees.tree import Tree  # noqa: E402
+
+#: Classes of kernels by what their names contain, the first that fits.
+CLASSES = {
+    "attention": r"fmha|flash|attend|attention|_merge\b",
+    "products": r"gemm|gemv|gemvx|cutlass|nvjet|xmma|cublas|splitk|dot_kernel|bmm|addmm|::mm|linear",
+    "softmax": r"softmax|logsumexp",
+    "optimizer": r"adam|optimizer|multi_tensor|foreach",
+    "quantization": r"quant|nf4",
+    "copies": r"memcpy|memset|copy|_to_copy|::cat|fill",
+    "indexing": r"index|gather|scatter|sort|topk|argmax|embedding",
+    "reductions": r"reduce|norm|mean|sum",
+    "elementwise": r"triton|elementwise|vectorized|::mul|::add|::neg|silu|rsqrt|::pow|::cos|::sin",
+}
+LARGEST = 6  # kernels that are named
+STEPS_PROFILED = 5
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Of one step.
+
+    Attributes:
+        what, setting: of the step. context, nodes: of a decoding step.
+        ms, kernel_ms: on the clock, without the profiler, and of all kernels.
+        kernels: their number. classes: by class, milliseconds and number. largest: names of the
+            kernels that take longest, with the same.
+    """
+
+    what: str
+    setting: str
+    context: int
+    nodes: int
+    ms: float
+    kernel_ms: float
+    kernels: float
+    classes: dict[str, list[float]]
+    largest: list[list[Any]]
+
+
+def class_of(name: str) -> str:
+    """Return the class of a kernel, or "other"."""
+    for kind, pattern in CLASSES.items():
+        if re.search(pattern, name, re.IGNORECASE):
+            return kind
+    return "other"
+
+
+def profiled(step: Callable[[], object], count: int = STEPS_PROFILED) -> dict[str, Any]:
+    """Run a step `count` times on the clock and as often under the profiler; return the figures of
+    one.
+    """
+    cuda = torch.cuda.is_available()
+    wait = torch.cuda.synchronize if cuda else (lambda: None)
+    # 1. on the clock
+    step()
+    wait()
+    started = time.perf_counter()
+    for _ in range(count):
+        step()
+    wait()
+    milliseconds = 1000 * (time.perf_counter() - started) / count
+    # 2. under the profiler
+    activities = [ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]
+    with profile(activities=activities) as run:
+        for _ in range(count):
+            step()
+        wait()
+    return {"ms": milliseconds, **summary(run.key_averages(), count, cuda)}
+
+
+def summary(events: Iterable[Any], count: int, cuda: bool) -> dict[str, Any]:
+    """Sum up the profiler's averages of `count` steps."""
+    found: list[tuple[str, float, float]] = []  # name, milliseconds and number of a step
+    for event in events:
+        if cuda and event.device_type != DeviceType.CUDA:
+            continue
+        microseconds = event.self_device_time_total if cuda else event.self_cpu_time_total
+        found.append((event.key, microseconds / 1000 / count, event.count / count))
+    classes: dict[str, list[float]] = {}
+    for name, milliseconds, number in found:
+        total = classes.setdefault(class_of(name), [0.0, 0.0])
+        total[0] += milliseconds
+        total[1] += number
+    found.sort(key=lambda one: -one[1])
+    return {
+        "kernel_ms": sum(one[1] for one in found),
+        "kernels": sum(one[2] for one in found),
+        "classes": dict(sorted(classes.items(), key=lambda one: -one[1][0])),
+        "largest": [[name[:100], *rest] for name, *rest in found[:LARGEST]],
+    }
+
+
+def decoding(args: argparse.Namespace, device: torch.device) -> Iterable[Profile]:
+    """Profile steps of a random model at the shape of a 7B model."""
+    cuda = device.type == "cuda"
+    shape = Shape.of("7B")
+    if not cuda:
+        config = llama_config(*SMALL_LLAMA)
+        shape = Shape("small", None, config, Sizes.of(config))
+    shared = None
+    for setting in args.settings:
+        try:
+            one = shape.load("bfloat16", setting, device, (), shared)
+        except Unsupported as error:
+            print(f"{setting}: {error}", flush=True)
+            continue
+        shared = shared or one
+        for context in args.contexts:
+            steps = Context(one.backbone, context, max(args.nodes))
+            for nodes in args.nodes:
+                step = steps.step(likely_tree(nodes) if nodes else Tree.empty())
+
+                def again(step: Any = step) -> None:
+                    step.prepare()
+                    step()
+
+                step.prepare()
+                what = f"tree {nodes}" if nodes else "plain"
+                yield Profile(what, setting, context, nodes, **profiled(again))
+            del steps, step
+            release_memory()
+
+
+def training(args: argparse.Namespace) -> Iterable[Profile]:
+    """Profile a micro-batch, and the step of the optimizer after it, at the shape of a 7B model."""
+    for part in args.parts:
+        what, method = STEPS[part]
+        tokens = 2048 if torch.cuda.is_available() else 32
+        case = Case(what, method, dtype="bfloat16", tokens=tokens, rows=2)
+        precision = device_and_precision(case)
+        cfg, backbone, batch = shape_setup(case, precision)
+        step = Step(cfg, backbone, precision)
+        step(batch)
+        yield Profile(part, "micro-batch", tokens, 0, **profiled(partial(step.micro_batch, batch)))
+        step.micro_batch(batch)
+        yield Profile(part, "optimizer", tokens, 0, **profiled(step.update, 2))
+        del step, backbone, batch
+        release_memory()
+
+
+def write_report(out: Path, machine: dict[str, Any], profiles: Sequence[Profile]) -> str:
+    """Write gpu_profile.md and gpu_profile.json; returns the page."""
+    kinds = [*CLASSES, "other"]
+    lines = []
+    for one in profiles:
+        cells = [one.what, one.setting, f"{one.context:,}", f"{one.ms:.2f}", f"{one.kernel_ms:.2f}"]
+        cells.append(f"{one.kernels:,.0f}")
+        for kind in kinds:
+            milliseconds, number = one.classes.get(kind, (0.0, 0.0))
+            cells.append(f"{milliseconds:.2f} ({number:,.0f})" if number else "")
+        lines.append(cells)
+    titles = ["step", "setting", "positions", "ms", "kernels' ms", "kernels", *kinds]
+    note = "Milliseconds of a step by class of kernel, and the number of kernels in parentheses."
+    if machine["kind"] != "cuda":
+        note += " **Without a GPU a small stand-in ran; its figures say nothing.**"
+    record = {"machine": machine, "profiles": [rounded(asdict(one)) for one in profiles]}
+    return write_page(
+        out, "gpu_profile", "Where a step's time goes", record, [note, table(titles, lines, 2)]
+    )
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=["decode", "train"])
+    parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/profile"), metavar="DIR")
+    parser.add_argument("--contexts", nargs="+", type=int, default=[1024, 4096], metavar="N")
+    parser.add_argument("--nodes", nargs="+", type=int, default=[0, 63], metavar="N", help="0 63")
+    parser.add_argument(
+        "--settings",
+        nargs="+",
+        default=["static"],
+        choices=["stock", "static", "compiled", *KERNELS],
+    )
+    parser.add_argument("--parts", nargs="+", default=["medusa1_7b"], choices=STEPS)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Profile everything that was asked for, and write the result."""
+    quiet_libraries()
+    args = parse_arguments(arguments)
+    machine = machine_facts(__file__, arguments)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    profiles: list[Profile] = []
+    page = ""
+    for one in decoding(args, device) if args.what == "decode" else training(args):
+        profiles.append(one)
+        page = write_report(args.out, machine, profiles)
+    print(page)
+    return 0 if profiles else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
