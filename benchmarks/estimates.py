@@ -45,7 +45,8 @@ NF4 = "load_in_4bit=true"
 FEW_TOKENS = "medusa_vocab_size=32768"
 ONE_ROW = "micro_batch_size=1"
 HALF_ROW = "sequence_len=4096"
-#: Configuration, shape, and the overrides with which a GPU of 24, 48 and 80 GB is enough.
+#: Configuration, shape, and the overrides with which a GPU of 24, 48 and 80 GB is enough, in the
+#: order of GPUS; the second GPU of 80 GB has those of the first.
 ROWS: list[tuple[str, PretrainedConfig, list[list[str]]]] = [
     ("llama31_8b_m1", LLAMA_8B, [[NF4, FEW_TOKENS, ONE_ROW], [NF4], []]),
     ("llama31_8b_m2", LLAMA_8B, [["stage_one." + NF4, FEW_TOKENS], ["stage_one." + NF4], []]),
@@ -84,7 +85,8 @@ def make_table() -> str:
         "|---|---|---|---:|---:|---:|",
     ]
     for name, shape, settings in ROWS:
-        for gpu, overrides in zip(GPUS, settings, strict=False):
+        wanted = settings if len(settings) < 3 else [*settings, settings[2]]
+        for gpu, overrides in zip(GPUS, wanted, strict=False):
             lines.append("| " + " | ".join(estimate_row(name, shape, overrides, gpu)) + " |")
     return "\n".join(lines)
 

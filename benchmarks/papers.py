@@ -68,7 +68,6 @@ from medusa_train.evaluation.questions import Bench, load_bench  # noqa: E402
 from medusa_train.inference.decoding_settings import DecodingSettings  # noqa: E402
 from medusa_train.io import replace_text  # noqa: E402
 from medusa_train.models.loading import resolve_backbone  # noqa: E402
-from medusa_train.training.estimate import GPUS  # noqa: E402
 from medusa_train.tree_search.fit import AcceptedLength, Trace, fit_trees  # noqa: E402
 from medusa_train.tree_search.traces import load_traces, weights_key  # noqa: E402
 from medusa_train.trees.tree import Tree  # noqa: E402
@@ -593,7 +592,7 @@ def inspect(plan: Plan) -> None:
             )
             if done.returncode:
                 print(done.stderr.strip())
-                shape, gpu = backbone_config(stage.load()), list(GPUS)[-1]
+                shape, gpu = backbone_config(stage.load()), "H100, 80 GB"
                 cells = estimate_row(stage.config, shape, list(stage.overrides), gpu)[2:]
                 rows[stage.directory] = [f"`{stage.directory.name}`", *cells]
             else:

@@ -1,5 +1,6 @@
 """The README and docs/ are true: paths and links exist, commands are valid, Python blocks run."""
 
+import ast
 import os
 import re
 import shlex
@@ -176,6 +177,53 @@ def test_the_architecture_page_lists_the_files() -> None:
     page = TEXTS["architecture.md"]
     assert page.split(FILES_START)[1].strip() == file_list()
     assert len(page.encode()) <= 20 * 1024
+
+
+def texts_of_the_code() -> list[str]:
+    """Every string of the package, with {} where a formatted one has a value."""
+    texts = []
+    for path in (PROJECT_ROOT / "medusa_train").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value)
+            if isinstance(node, ast.JoinedStr):
+                parts = [
+                    str(part.value) if isinstance(part, ast.Constant) else "{}"
+                    for part in node.values
+                ]
+                texts.append("".join(parts))
+    return texts
+
+
+def test_the_messages_of_troubleshooting_are_those_of_the_code() -> None:
+    """A quoted message stands in the code, part by part between its dots."""
+    table = TEXTS["troubleshooting.md"].split("## Messages")[1].split("\n\n")[2]
+    messages = re.findall(r"^\| `([^`]+)` \|", table, flags=re.MULTILINE)
+    assert len(messages) == len(table.splitlines()) - 2
+    code = "\n".join(texts_of_the_code())
+    parts = [part.strip() for message in messages for part in message.split("...")]
+    keys = {"base_model: is missing": "is missing ("}  # the key stands before the message
+    assert [part for part in parts if keys.get(part, part) not in code] == []
+
+
+def anchors(text: str) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_links_lead_to_a_heading(name: str) -> None:
+    page = next(page for page in PAGES if page.name == name)
+    lost = []
+    for link in re.findall(r"\]\(([^)\s]*#[^)\s]+)\)", TEXTS[name]):
+        path, anchor = link.split("#")
+        if "://" in link:
+            continue
+        target = (page.parent / path).resolve() if path else page
+        if anchor not in anchors(target.read_text(encoding="utf-8")):
+            lost.append(link)
+    assert lost == []
 
 
 def test_the_readme_is_short() -> None:

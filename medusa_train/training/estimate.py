@@ -20,7 +20,12 @@ from medusa_train.training.backbone_recipe import unfrozen_modules
 
 #: Dense bfloat16 operations per second of one GPU, by the vendor's data sheets: name with memory
 # -> rate.
-GPUS = {"RTX 4090, 24 GB": 165e12, "L40S, 48 GB": 362e12, "H100, 80 GB": 989e12}
+GPUS = {
+    "RTX 4090, 24 GB": 165e12,
+    "L40S, 48 GB": 362e12,
+    "H100, 80 GB": 989e12,
+    "A100, 80 GB": 312e12,
+}
 #: Share of that rate by recipe, measured at 7B shape on an H100, joint training with QLoRA
 # (benchmarks/results/gpu.md).
 UTILIZATION: dict[str | None, float] = {"medusa1": 0.38, "medusa2": 0.27}
