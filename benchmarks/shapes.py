@@ -21,6 +21,7 @@ from torch.nn.functional import linear
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from medusa_train.models.loading import keep_trainable_kernels
+from medusa_train.models.precision import choose_kernels, default_device
 
 #: hidden size, MLP size, layers, attention heads, key/value heads, and the vocabulary where it is not
 # `VOCAB_SIZE`; 8B is Llama 3.1
@@ -63,7 +64,7 @@ def random_model(
     Args:
         shared: a model of this shape, whose weights are used in place of new ones.
     """
-    torch.backends.cuda.enable_cudnn_sdp(False)  # as `load_backbone` does on a GPU
+    choose_kernels(default_device())
     with torch.device("meta"):
         model = LlamaForCausalLM._from_config(config, dtype=dtype, attn_implementation="sdpa")
     if shared is not None:

@@ -127,4 +127,5 @@ def random_backbone(
     family: str, seed: int = 0, dtype: torch.dtype = torch.float64, **changes: object
 ) -> Backbone:
     """Wrap `random_model` for tests that decode token ids only."""
-    return Backbone(random_model(family, seed, **changes).to(dtype), NoTokenizer(), family)
+    model = random_model(family, seed, **changes).to(dtype)
+    return Backbone(model.eval().requires_grad_(False), NoTokenizer(), family)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from medusa_train.models.drafts.lookahead import LookaheadDraft
 from medusa_train.models.drafts.lookup import LookupDraft, PromptLookupDraft, RestDraft
 from medusa_train.models.loading import load_backbone, load_tokenizer, resolve_backbone
 from medusa_train.models.lora import Adapter
+from medusa_train.models.precision import choose_kernels, default_device
 from medusa_train.models.prepack import prepack_linears
 from medusa_train.models.stop_tokens import StopTokens, chat_encoder_or_none, find_stop_tokens
 from medusa_train.trees.tree import Tree
@@ -47,7 +49,7 @@ class LoadedModel:
     lookup: LookupDraft | None = None
     dynamic: Limits | None = None
 
-    @property
+    @cached_property
     def proposer(self) -> Proposer | None:
         """What to decode with: heads, a draft without training, or both merged; None for plain
         decoding.
@@ -57,7 +59,7 @@ class LoadedModel:
             return self.lookup
         return self._with_lookup(heads)
 
-    @property
+    @cached_property
     def heads(self) -> Proposer | None:
         """The trained part of `proposer`: heads, with dynamic trees if there are any.
 
@@ -70,7 +72,7 @@ class LoadedModel:
         assert isinstance(self.draft, Eagle3Draft)  # `resolve_model` refuses others
         return self.draft.with_dynamic_trees(self.dynamic)
 
-    @property
+    @cached_property
     def fixed_proposer(self) -> Proposer | None:
         """The same with the fixed `tree`."""
         if self.draft is None:
@@ -149,6 +151,7 @@ def load_base_model(paths: ModelPaths, dtype: str) -> Backbone:
     quantization = paths.quantization
     if paths.adapter is not None:
         quantization = None  # merging an adapter dequantises
+    choose_kernels(default_device())
     backbone = load_backbone(
         paths.base_model,
         dtype=dtype,
@@ -257,6 +260,7 @@ def _load_merged(paths: ModelPaths, adapter: Path, dtype: str) -> Backbone:
     """Load the backbone as in training, quantised or not, merge the adapter into it, and cast it to
     `dtype`.
     """
+    choose_kernels(default_device())
     backbone = load_backbone(
         paths.base_model,
         dtype=dtype,

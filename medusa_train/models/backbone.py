@@ -113,7 +113,6 @@ class Backbone:
         self.compiled: CompiledPass | None = None
         self.step_runner: Any = None
         self.gpu_kernels: tuple[str, ...] = ()
-        model.eval().requires_grad_(False)
 
     def end_answers_by(
         self, chat_template: str | None, chat_template_kwargs: Mapping[str, Any] | None = None

@@ -254,7 +254,7 @@ def _small_copy(backbone: Backbone) -> Backbone:
             # as large as those of trained models, so that a token depends on the others
             if parameter.dim() > 1:
                 torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
-    return Backbone(model, backbone.tokenizer, backbone.name)
+    return Backbone(model.eval().requires_grad_(False), backbone.tokenizer, backbone.name)
 
 
 @torch.no_grad()

@@ -65,11 +65,6 @@ def load_backbone(
     # 1. where it is, and what it is computed with
     source, config = resolve_backbone(name, trust_remote_code=trust_remote_code)
     device = default_device() if device is None else torch.device(device)
-    if device.type == "cuda":
-        # cuDNN's attention, torch's first choice on sm90 and sm100, builds a plan for each shape:
-        # trees and unpacked batches have a new one every step, which took 0.4 s each on a B200
-        # (FunASR issue 3704; not measured here)
-        torch.backends.cuda.enable_cudnn_sdp(False)
     dtype = parse_dtype(dtype, device)
     # sdpa cannot soft-cap attention scores; eager can, and takes an additive mask as well
     capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
@@ -107,6 +102,7 @@ def load_backbone(
     # 3. what it can be used for
     if quantization_of(model) in ("nf4", "fp4"):  # also where the checkpoint is stored so
         keep_trainable_kernels(model)
+    model.eval().requires_grad_(False)  # until a recipe trains it
     backbone = Backbone(model, tokenizer, name)
     with gathering_modules(model):  # training may load it partitioned
         check_model(backbone)

@@ -210,6 +210,17 @@ def release_memory() -> None:
         torch.cuda.empty_cache()
 
 
+def choose_kernels(device: torch.device) -> None:
+    """Set which kernels this process takes on `device`: called once before a model is loaded, by
+    what trains or decodes, since it holds for the whole process.
+    """
+    if device.type == "cuda":
+        # cuDNN's attention, torch's first choice on sm90 and sm100, builds a plan for each shape:
+        # trees and unpacked batches have a new one every step, which took 0.4 s each on a B200
+        # (FunASR issue 3704; not measured here)
+        torch.backends.cuda.enable_cudnn_sdp(False)
+
+
 def limit_kernel_cache() -> None:
     """Let oneDNN cache 64 kernels with their buffers; its default, 1,024, takes gigabytes where
     shapes vary.

@@ -34,7 +34,7 @@ from medusa_train.models.drafts import DRAFTS, draft_name
 from medusa_train.models.drafts.base import Draft
 from medusa_train.models.loading import choose_attention, load_backbone
 from medusa_train.models.partitioned import full_shape, gathered, gathering_modules, is_partitioned
-from medusa_train.models.precision import choose_precision, limit_kernel_cache
+from medusa_train.models.precision import choose_kernels, choose_precision, limit_kernel_cache
 from medusa_train.progress import RunProgress
 from medusa_train.training.backbone_recipe import (
     BackboneRecipe,
@@ -78,6 +78,7 @@ def build_trainer(
     """Build everything that trains, and restore what the stage starts from."""
     console = progress.console
     limit_kernel_cache()
+    choose_kernels(world.device)
     with progress.phase("loading the model", ticking=True):
         with world.failing_together():
             draft, recipe = _load_model(cfg, data, console, world)

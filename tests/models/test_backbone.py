@@ -14,7 +14,7 @@ from medusa_train.models.compatibility import check_model
 from medusa_train.models.features import FeatureSpec
 from medusa_train.models.hf_config import context_length
 from medusa_train.models.loading import resolve_backbone
-from tests.families import FAMILIES, NoTokenizer, random_backbone
+from tests.families import FAMILIES, NoTokenizer, random_backbone, random_model
 from tests.models.test_compatibility import SMALL
 
 
@@ -154,3 +154,10 @@ def test_transformed_embeddings_are_rejected() -> None:
     config = LlamaConfig(**SMALL)
     with pytest.raises(BackboneError, match="not a scaled token embedding"):
         Backbone(Strange(config), NoTokenizer()).embedding()
+
+
+def test_a_backbone_leaves_the_model_that_it_wraps_as_it_is() -> None:
+    model = random_model("llama").train()
+    Backbone(model, NoTokenizer())
+    assert model.training
+    assert all(parameter.requires_grad for parameter in model.parameters())

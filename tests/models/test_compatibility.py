@@ -192,9 +192,9 @@ def test_a_model_that_cannot_verify_a_tree_is_rejected(
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, 0, 0.5)
     # passes without the fault
-    check_model(Backbone(LlamaForCausalLM(config).to(dtype), NoTokenizer()))
+    check_model(Backbone(LlamaForCausalLM(config).to(dtype).eval(), NoTokenizer()))
     with pytest.raises(BackboneError, match="4-D attention mask") as caught:
-        check_model(Backbone(model.to(dtype), NoTokenizer()))
+        check_model(Backbone(model.to(dtype).eval(), NoTokenizer()))
     assert kind.__name__ in str(caught.value)
 
 
@@ -213,8 +213,8 @@ def test_a_mixture_of_experts_that_cannot_verify_a_tree_is_rejected(dtype: torch
     config = transformers.MixtralConfig(
         **SMALL, num_key_value_heads=1, num_local_experts=8, sliding_window=None, eos_token_id=None
     )
-    check_model(Backbone(transformers.MixtralForCausalLM(config).to(dtype), NoTokenizer()))
-    faulty = Backbone(ExpertsIgnoreTheMask(config).to(dtype), NoTokenizer())
+    check_model(Backbone(transformers.MixtralForCausalLM(config).to(dtype).eval(), NoTokenizer()))
+    faulty = Backbone(ExpertsIgnoreTheMask(config).to(dtype).eval(), NoTokenizer())
     if dtype == torch.float32:
         for parameter in faulty.model.parameters():
             torch.nn.init.normal_(parameter, 0, 0.5)
@@ -231,7 +231,8 @@ def test_experts_of_every_family_are_probed_in_half_precision(family: str) -> No
     )
     check_model(
         Backbone(
-            getattr(transformers, f"{family}ForCausalLM")(config).to(torch.bfloat16), NoTokenizer()
+            getattr(transformers, f"{family}ForCausalLM")(config).to(torch.bfloat16).eval(),
+            NoTokenizer(),
         )
     )
 

@@ -78,23 +78,6 @@ def test_weights_are_read_straight_to_a_gpu(monkeypatch: pytest.MonkeyPatch) -> 
     assert loading_options(None, torch.bfloat16, cuda) == {}
 
 
-def test_attention_on_a_gpu_is_not_cudnns(whole: Path) -> None:
-    """It would build a plan for each of a tree's key lengths."""
-    before = torch.backends.cuda.cudnn_sdp_enabled()
-    try:
-        torch.backends.cuda.enable_cudnn_sdp(True)
-        load_backbone(str(whole), device="cpu")
-        assert torch.backends.cuda.cudnn_sdp_enabled()
-        if torch.cuda.is_available():
-            load_backbone(str(whole), device="cuda")
-        else:
-            with pytest.raises((AssertionError, RuntimeError)):  # after it was chosen
-                load_backbone(str(whole), device="cuda")
-        assert not torch.backends.cuda.cudnn_sdp_enabled()
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(before)
-
-
 def test_of_several_files_the_torn_one_is_named(whole: Path, tmp_path: Path) -> None:
     directory = tmp_path / "sharded"
     backbone = load_backbone(str(whole))

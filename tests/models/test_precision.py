@@ -11,6 +11,7 @@ from medusa_train.models import precision
 from medusa_train.models.precision import (
     WeightMemory,
     auto_dtype,
+    choose_kernels,
     choose_precision,
     is_out_of_memory,
     parse_dtype,
@@ -130,3 +131,16 @@ def test_memory_of_freed_tensors_goes_back_to_the_system() -> None:
     before = psutil.Process().memory_info().rss
     return_free_memory()
     assert psutil.Process().memory_info().rss < before - 50e6 * len(kept) / 20
+
+
+def test_attention_on_a_gpu_is_not_cudnns() -> None:
+    """It would build a plan for each of a tree's key lengths."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        choose_kernels(torch.device("cpu"))
+        assert torch.backends.cuda.cudnn_sdp_enabled()
+        choose_kernels(torch.device("cuda"))
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)

@@ -5,7 +5,8 @@ may be absent.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -174,17 +175,29 @@ class DraftLayer(nn.Module):
         Args:
             bounds: of documents, for attention that separates them without a mask.
         """
-        # transformers looks the kernel up in the configuration at each call
-        self.body.config._attn_implementation = self._documents if bounds else self._attention
-        out = self.body(
-            inputs_embeds=states,
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=cache is not None,
-            **(bounds or {}),
-        )
+        with self._document_attention(enabled=bounds is not None):
+            out = self.body(
+                inputs_embeds=states,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=cache is not None,
+                **(bounds or {}),
+            )
         return out.last_hidden_state
+
+    @contextmanager
+    def _document_attention(self, *, enabled: bool) -> Iterator[None]:
+        """Let the layer attend by the bounds of documents within the block, if `enabled`."""
+        if not enabled:
+            yield
+            return
+        # transformers looks the kernel up in the configuration at each call
+        self.body.config._attn_implementation = self._documents
+        try:
+            yield
+        finally:
+            self.body.config._attn_implementation = self._attention
 
 
 def _single_layer_config(backbone: Backbone) -> Any:
