@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from medusa_train.inference.generate import Decoder
-from medusa_train.inference.runners import StepRunner
+from medusa_train.inference.runners import FixedShapeRunner
 from medusa_train.models import split_attention as kernels
 from medusa_train.models.attention import FOLDED_HEADS, SPLIT_KEYS, use_split_keys
 from medusa_train.models.split_attention import can_split, split_attention
@@ -121,10 +121,10 @@ def test_torch_compile_may_take_it_for_one_operation() -> None:
     torch.library.opcheck(split_attention, (folded, key, value, mask, 0.3))
 
 
-@pytest.mark.parametrize("runner", [None, StepRunner()], ids=["eager", "fixed"])
+@pytest.mark.parametrize("runner", [None, FixedShapeRunner()], ids=["eager", "fixed"])
 @pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma3"])
 def test_decoding_gives_the_same_text(
-    family: str, runner: StepRunner | None, monkeypatch: pytest.MonkeyPatch
+    family: str, runner: FixedShapeRunner | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In float32, which a GPU does not use; the draft has a layer of its own."""
     monkeypatch.setattr(kernels, "ITEM_SIZES", (2, 4))
