@@ -386,17 +386,23 @@ def _list_checkpoints(out: Path) -> str:
 
 
 def check_inputs(cfg: TrainConfig) -> None:
-    """Check that local inputs exist, before torch is imported."""
+    """Check that local inputs exist, before torch is imported.
+
+    Raises:
+        MedusaError: all that are missing; ConfigError if the file of `deepspeed`, which is a part
+            of the configuration, is among them.
+    """
     missing = missing_inputs(cfg)
     first = stage_one_config(cfg)
     if first is not None:
         missing = list(dict.fromkeys(missing + missing_inputs(first)))
-    if len(missing) == 1:
-        raise MedusaError(missing[0])
-    if missing:
-        raise MedusaError(
-            f"{len(missing)} inputs are missing:\n" + "\n".join(f"  {line}" for line in missing)
-        )
+    if not missing:
+        return
+    listed = "\n".join(f"  {line}" for line in missing)
+    message = missing[0] if len(missing) == 1 else f"{len(missing)} inputs are missing:\n{listed}"
+    if any(line.startswith("deepspeed: ") for line in missing):
+        raise ConfigError(message)
+    raise MedusaError(message)
 
 
 def missing_inputs(cfg: TrainConfig) -> list[str]:

@@ -54,7 +54,8 @@ def test_all_missing_inputs_are_reported_at_once_and_before_torch(config_file, t
     ]
     arguments.append("test_datasets=[{path: absent/t.jsonl}]")
     done = run_alone(*arguments)
-    assert done.stdout.split() == ["exit", "1", "False"]
+    # a file of the configuration is missing, too
+    assert done.stdout.split() == ["exit", "2", "False"]
     assert done.stderr[done.stderr.index("error: ") :].splitlines() == [
         "error: 5 inputs are missing:",
         f"  base_model: {tmp_path / 'absent-model'}: no such directory",
