@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from medusa_train.errors import CheckpointError
-from medusa_train.io import replace_file, warn_once
+from medusa_train.io import parse_json, replace_file, warn_once
 
 #: The entry of the metadata as it stands in a file before its checksum is known.
 NAME = "crc32"
@@ -34,7 +34,7 @@ def add_checksum(path: Path) -> None:
 
     def write(target: Path) -> None:
         with path.open("rb") as source, target.open("wb") as file:
-            header = json.loads(source.read(int.from_bytes(source.read(_LENGTH), "little")))
+            header = parse_json(source.read(int.from_bytes(source.read(_LENGTH), "little")))
             header["__metadata__"] = {**header.get("__metadata__", {}), NAME: EMPTY}
             described = json.dumps(header, separators=(",", ":")).encode()
             described += b" " * (-len(described) % 8)  # tensors stay aligned
@@ -96,7 +96,7 @@ def _position(path: Path) -> int | None:
             return None
         header = file.read(length)
     try:
-        value: Any = json.loads(header)
+        value: Any = parse_json(header)
         metadata = value.get("__metadata__") or {}
         has_checksum = NAME in metadata
     except (ValueError, AttributeError):

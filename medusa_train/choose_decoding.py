@@ -19,7 +19,7 @@ from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import BackboneError
 from medusa_train.inference.batch import BatchDecoder
 from medusa_train.inference.cuda_graphs import use_cuda_graphs
-from medusa_train.io import replace_text
+from medusa_train.io import parse_json, replace_text
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.compiled import has_compiler
 from medusa_train.models.loading import resolve_backbone
@@ -92,7 +92,7 @@ class Decisions:
 def _read_decisions(file: Path) -> list[dict[str, Any]]:
     """Read the decisions of a file; none where it is missing or damaged: they are made again."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = parse_json(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return []
     if not isinstance(found, list):

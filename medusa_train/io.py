@@ -12,6 +12,7 @@ import re
 import secrets
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -47,6 +48,30 @@ def installed_version(package: str) -> str:
 def warn_once(message: str) -> None:
     """Log a warning; the same one only once per process."""
     logging.getLogger("medusa_train").warning(message)
+
+
+class RepeatedKeyError(ValueError):
+    """An object of JSON has a key twice; Python's reader keeps the last one in silence."""
+
+
+def unique_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Build an object of JSON; raises RepeatedKeyError."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        counts = Counter(name for name, _ in pairs)
+        (name, _), *_ = counts.most_common(1)
+        raise RepeatedKeyError(f"the key {name!r} stands twice in an object")
+    return found
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Parse JSON; ValueError for anything else, for deep nesting, and for an object with a key
+    twice.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=unique_object)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:

@@ -7,7 +7,6 @@ a warning; the run continues.
 
 from __future__ import annotations
 
-import json
 import netrc
 import os
 import time
@@ -24,6 +23,7 @@ from medusa_train.console_streams import failed_streams
 from medusa_train.io import (
     JsonLinesFile,
     complete_lines,
+    parse_json,
     replace_bytes,
     replace_text,
     write_failure,
@@ -153,7 +153,7 @@ def truncate_log(path: Path, step: int, evaluated: int) -> None:
 
 def _keep(line: bytes, step: int, evaluated: int) -> bool:
     try:
-        record = json.loads(line)
+        record = parse_json(line)
         return float(record["step"]) <= (evaluated if record.get("kind") == "eval" else step)
     except (ValueError, KeyError, TypeError, AttributeError):
         return False

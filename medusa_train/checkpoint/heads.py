@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from torch import Tensor
 
 from medusa_train import checksums
@@ -43,6 +44,7 @@ from medusa_train.checkpoint.serialize import (
     write_tensors,
 )
 from medusa_train.checkpoint.server_layouts import from_eagle3, from_vllm
+from medusa_train.config.types import format_value
 from medusa_train.errors import CheckpointError
 from medusa_train.io import WRITE_ERRORS, replace_file, warn_once, write_failure
 from medusa_train.models.backbone import Backbone
@@ -54,6 +56,11 @@ from medusa_train.models.finite import describe_not_finite
 VLLM_WEIGHTS = "model.safetensors"
 #: Entries of config.json that are no settings of a draft.
 _NOT_SETTINGS = ("draft", "base_model_name_or_path")
+#: Parameters of drafts that are no settings.
+_NOT_IN_JSON = ("backbone", "token_map", "dtype")
+_STRICT = ConfigDict(strict=True, allow_inf_nan=False)
+#: No draft has more heads, layers or blocks: what a damaged file says is not built.
+_MAX_SETTING = 1000
 
 
 def save_draft(draft: Draft, directory: Path | str, base_model: str) -> Path:
@@ -113,7 +120,37 @@ def read_eagle3(directory: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     tensors, config = _read_files(find_heads(directory))
     if config.get("draft") != "eagle3":
         raise CheckpointError(f"{directory}: holds no EAGLE-3 draft")
-    return tensors, {name: value for name, value in config.items() if name not in _NOT_SETTINGS}
+    return tensors, _settings(config, find_heads(directory).directory / HEADS_CONFIG)
+
+
+def _settings(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Return the settings of a draft in its config.json, each of the type that the draft has for it."""
+    kind = config["draft"]
+    settings = {name: value for name, value in config.items() if name not in _NOT_SETTINGS}
+    types = get_type_hints(DRAFTS[kind].__init__)
+    for name, value in settings.items():
+        if isinstance(value, Tensor):  # the vocabulary of another trainer's draft
+            continue
+        if name not in types or name in _NOT_IN_JSON:
+            raise CheckpointError(
+                f"{path}: not valid settings of a {kind} draft: {name} is none of them; remove it,"
+                " or use the version that wrote it"
+            )
+        try:
+            TypeAdapter(types[name], config=_STRICT).validate_python(value)
+        except ValidationError as error:
+            reason = error.errors(include_url=False)[0]["msg"]
+            raise CheckpointError(
+                f"{path}: not valid settings of a {kind} draft: {name}: {format_value(value)}:"
+                f" {reason}"
+            ) from None
+        is_number = isinstance(value, int) and not name.endswith("_size")
+        if is_number and value > _MAX_SETTING:
+            raise CheckpointError(f"{path}: {name}: {format_value(value)} is more than a draft has")
+    layers = settings.get("layers")
+    if layers is not None and len(layers) != 3:
+        raise CheckpointError(f"{path}: layers must be three numbers, it is {layers!r}")
+    return settings
 
 
 def _check_target(
@@ -158,9 +195,9 @@ def _new_draft(
     kind = None
     if isinstance(config, dict):
         kind = config.get("draft")
-    if kind not in DRAFTS:
+    if not isinstance(kind, str) or kind not in DRAFTS:
         raise CheckpointError(f"{path}: draft: {kind!r} is none of {', '.join(DRAFTS)}")
-    settings = {name: value for name, value in config.items() if name not in _NOT_SETTINGS}
+    settings = _settings(config, path)
     if settings.get("vocab_size") is not None:
         if TOKEN_MAP not in tensors:
             raise CheckpointError(
@@ -174,7 +211,9 @@ def _new_draft(
         settings[TOKEN_MAP] = tokens
     try:
         return DRAFTS[kind].from_backbone(backbone, dtype=dtype, **settings)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
         raise CheckpointError(f"{path}: not valid settings of a {kind} draft: {error}") from error
 
 

@@ -24,7 +24,13 @@ from medusa_train.models.drafts.combined import MergedDraft
 from medusa_train.models.drafts.eagle3 import Eagle3Draft
 from medusa_train.models.drafts.lookahead import LookaheadDraft
 from medusa_train.models.drafts.lookup import LookupDraft, PromptLookupDraft, RestDraft
-from medusa_train.models.loading import load_backbone, load_tokenizer, resolve_backbone
+from medusa_train.models.loading import (
+    UNREADABLE,
+    describe_unreadable,
+    load_backbone,
+    load_tokenizer,
+    resolve_backbone,
+)
 from medusa_train.models.lora import Adapter
 from medusa_train.models.precision import choose_kernels, default_device
 from medusa_train.models.prepack import prepack_linears
@@ -180,6 +186,11 @@ def read_stop_tokens(paths: ModelPaths) -> tuple[StopTokens, Any]:
         )
     except OSError:  # no such file: transformers takes it from config.json then
         generation_config = GenerationConfig.from_model_config(config)
+    except UNREADABLE as error:
+        raise BackboneError(
+            f"base_model {paths.base_model}: cannot read generation_config.json:"
+            f" {describe_unreadable(error)}"
+        ) from error
     chat = chat_encoder_or_none(tokenizer, paths.chat_template, paths.chat_template_kwargs)
     vocab_size = config.get_text_config().vocab_size
     return find_stop_tokens(generation_config, tokenizer, vocab_size, chat), tokenizer

@@ -6,7 +6,6 @@ Reads no weights and imports no torch, so that a command refuses a wrong path wi
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,6 +22,7 @@ from medusa_train.config.paths import looks_like_path, resolve_path
 from medusa_train.config.types import Quantization
 from medusa_train.errors import BackboneError, CheckpointError, DataError
 from medusa_train.hub import FetchError, fetch_heads, hub_is_unreachable
+from medusa_train.io import parse_json
 
 DRAFT = "draft.safetensors"
 SAFETENSORS = "medusa_lm_head.safetensors"
@@ -563,9 +563,11 @@ def _read_config(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".json":
-            content = json.loads(text)
+            content = parse_json(text)
         else:
             content = yaml.safe_load(text)
+    except RecursionError:
+        raise CheckpointError(f"{path}: cannot be read (nested too deeply)") from None
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise CheckpointError(f"{path}: cannot be read ({error})") from None
     if not isinstance(content, dict):

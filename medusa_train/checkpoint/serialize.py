@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from medusa_train.errors import CheckpointError
-from medusa_train.io import sync
+from medusa_train.io import parse_json, sync
 
 #: Bytes that are read, or written and summed, at a time.
 _BLOCK = 1 << 20
@@ -146,7 +146,7 @@ def _reason(error: Exception) -> str:
 def read_json(path: Path) -> Any:
     """Read a JSON file."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from medusa_train.data.conversation import Conversation, is_looping
 from medusa_train.data.tokenize import ChatEncoder
+from medusa_train.io import parse_json
 
 Outcome = Literal["complete", "truncated", "too_long", "unsupervised"]
 
@@ -250,10 +251,10 @@ class EncodedExamples:
         """Restore what `to_bytes` returned, or raise CorruptDataError."""
         try:
             tensors = load(content)
-            header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+            header = parse_json(content[8 : 8 + int.from_bytes(content[:8], "little")])
             if header["__metadata__"]["crc32"] != str(_checksum(tensors)):
                 raise CorruptDataError("checksum mismatch")
-            info = json.loads(tensors["about"].numpy().tobytes())
+            info = parse_json(tensors["about"].numpy().tobytes())
             lengths = tensors["lengths"].tolist()
         except (SafetensorError, KeyError, ValueError) as error:
             raise CorruptDataError(str(error).split("\n")[0]) from None

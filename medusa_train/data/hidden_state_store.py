@@ -13,7 +13,6 @@ directory need no locks. Where several shards have an entry for a key, the newes
 
 from __future__ import annotations
 
-import json
 import os
 import time
 import zlib
@@ -27,7 +26,7 @@ import torch
 from torch import Tensor
 
 from medusa_train.data.examples import Example
-from medusa_train.io import JsonLinesFile, complete_lines
+from medusa_train.io import JsonLinesFile, complete_lines, parse_json
 
 _INDEX, _VALUES = ".jsonl", ".states"
 
@@ -88,7 +87,7 @@ class StateStore:
             for offset, line in complete_lines(path, self._indexed.get(path, 0)):
                 self._indexed[path] = offset + len(line)
                 try:
-                    record = json.loads(line)
+                    record = parse_json(line)
                     numbers = (int(record["tokens"]), int(record["offset"]), int(record["crc32"]))
                     self._entries[str(record["key"])] = _Entry(path.with_suffix(_VALUES), *numbers)
                 except (ValueError, TypeError, KeyError):

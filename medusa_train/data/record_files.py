@@ -9,13 +9,13 @@ import gzip
 import io
 import json
 import zlib
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from medusa_train.errors import DataError
+from medusa_train.io import RepeatedKeyError, unique_object
 
 PARQUET = ".parquet"
 #: Names that are read from data are shown with at most so many characters.
@@ -123,30 +123,16 @@ def _read_lines(path: Path, data: bytes) -> Iterator[RawRecord]:
 def _decode(line: bytes) -> tuple[Any, str | None]:
     """Return the value of a line and None, or None and why it cannot be decoded."""
     try:
-        return json.loads(line.decode("utf-8"), object_pairs_hook=_object), None
+        return json.loads(line.decode("utf-8"), object_pairs_hook=unique_object), None
     except (ValueError, RecursionError) as error:
         return None, _reason(error)
-
-
-class _RepeatedKey(ValueError):
-    """An object has a key twice; JSON readers keep the last one in silence."""
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of JSON; raises _RepeatedKey."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        counts = Counter(name for name, _ in pairs)
-        (name, _), *_ = counts.most_common(1)
-        raise _RepeatedKey(f"the key {name!r} stands twice in an object")
-    return found
 
 
 def _reason(error: Exception) -> str:
     """Say why text could not be decoded; valid JSON may exceed a limit of Python."""
     if isinstance(error, UnicodeDecodeError):
         return f"not UTF-8 text (byte {error.start + 1} of the line)"
-    if isinstance(error, _RepeatedKey):
+    if isinstance(error, RepeatedKeyError):
         return str(error)
     if isinstance(error, json.JSONDecodeError):
         return f"not valid JSON: {error.msg} (column {error.colno})"
@@ -164,7 +150,7 @@ def _read_array(path: Path, data: bytes) -> Iterator[RawRecord]:
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise DataError(f"{path}:{line}: not UTF-8 text") from None
-    decoder = json.JSONDecoder(object_pairs_hook=_object)
+    decoder = json.JSONDecoder(object_pairs_hook=unique_object)
     is_one_line = "\n" not in text.strip()
     position = _skip_space(text, text.index("[") + 1)
     number = 0

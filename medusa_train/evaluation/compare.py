@@ -4,7 +4,6 @@ compare.json.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from medusa_train.errors import CheckpointError, ConfigError
 from medusa_train.evaluation.report import equal_cell
 from medusa_train.evaluation.report_page import speedup_figure
 from medusa_train.inference.decoding_mode import describe_mode, mode_of
+from medusa_train.io import parse_json
 from medusa_train.pages.page import Section, Table, number, render_page, write_files
 
 #: Keys of `meta` that must be equal for speeds to be comparable, with their labels.
@@ -75,7 +75,7 @@ def load_reports(names: Sequence[str], bench: str | None) -> list[Evaluated]:
             f"--compare: the evaluations decode in different modes ({measured}).\n"
             "Name reports of one mode, as RUN/eval/BENCH or by --bench."
         )
-    benches = [report["meta"]["bench"] for report in reports]
+    benches = [str(report["meta"]["bench"]) for report in reports]
     evaluated = []
     for name, bench_of_report, report in zip(names, benches, reports, strict=True):
         title = name.rstrip("/")
@@ -106,11 +106,17 @@ def _find(name: str, bench: str | None) -> Path:
 
 def _read(path: Path) -> Mapping[str, Any]:
     try:
-        report = json.loads(path.read_text(encoding="utf-8"))
-        report["meta"]["bench"], report["overall"]["answers"], report["categories"]
-    except (OSError, ValueError, KeyError, TypeError):
-        raise CheckpointError(f"{path}: not a report of medusa-eval") from None
-    return _without_empty_tree(report)
+        report = _without_empty_tree(parse_json(path.read_text(encoding="utf-8")))
+        # all that is shown of it later
+        alone = [Evaluated(str(report["meta"]["bench"]), report)]
+        runs_table(alone)
+        categories_table(alone)
+        differences(alone)
+        speedup_figure({"": report})
+        describe_mode(mode_of(report["meta"]))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        raise CheckpointError(f"{path}: not a report of medusa-eval, or damaged") from None
+    return report
 
 
 def _lacks_tree(meta: Mapping[str, Any]) -> bool:

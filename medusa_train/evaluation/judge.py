@@ -21,7 +21,7 @@ from medusa_train.data.conversation import without_reasoning
 from medusa_train.errors import ServerError
 from medusa_train.evaluation.questions import Question
 from medusa_train.evaluation.records import TimedAnswer, TurnRecord
-from medusa_train.io import JsonLinesFile, complete_lines
+from medusa_train.io import JsonLinesFile, complete_lines, parse_json
 from medusa_train.servers.client import OpenAIClient, run_concurrently
 from medusa_train.servers.rejections import RequestRejected
 
@@ -208,7 +208,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
     judgements = []
     for _, line in complete_lines(path):
         try:
-            record = json.loads(line)
+            record = parse_json(line)
             for key in ("question_id", "turn", "judge", "user_prompt", "score"):
                 record[key]
         except (ValueError, KeyError, TypeError):

@@ -13,7 +13,13 @@ from typing import Any, Generic, TypeVar
 from pydantic import TypeAdapter
 
 from medusa_train.evaluation.questions import Question
-from medusa_train.io import JsonLinesFile, complete_lines, json_line, replace_bytes
+from medusa_train.io import (
+    JsonLinesFile,
+    complete_lines,
+    json_line,
+    parse_json,
+    replace_bytes,
+)
 from medusa_train.tree_search.fit import Trace
 
 
@@ -158,7 +164,7 @@ class MeasurementLog(Generic[Entry]):
         """Read an existing file; one that cannot be read counts as none."""
         try:
             first, *lines = [line for _, line in complete_lines(self.path)]
-            header = json.loads(first)
+            header = parse_json(first)
             stored = header["settings"]
             keys = {**stored, **self._settings}
             self.differing = [key for key in keys if stored.get(key) != self._settings.get(key)]
@@ -168,7 +174,7 @@ class MeasurementLog(Generic[Entry]):
             return
         with contextlib.suppress(ValueError, KeyError, TypeError):
             for line in lines:
-                self.entries.append(self._parse(json.loads(line)))
+                self.entries.append(self._parse(parse_json(line)))
         if self.entries:
             self.header = header
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
 import re
@@ -61,12 +60,14 @@ from medusa_train.evaluation.records import (
     turn_log,
 )
 from medusa_train.evaluation.report import Report, model_id, terminal_report, write_report
+from medusa_train.evaluation.report_page import size_figures
 from medusa_train.evaluation.run_metadata import collect_metadata, measurement_settings
 from medusa_train.evaluation.timed_decoders import extra_baselines
 from medusa_train.evaluation.timing import SpeedTest
 from medusa_train.inference.decoding_mode import DecodingMode
 from medusa_train.inference.decoding_settings import DecodingSettings
 from medusa_train.inference.detokenize import token_pieces
+from medusa_train.io import parse_json, warn_once
 from medusa_train.models.precision import (
     WeightMemory,
     catch_out_of_memory,
@@ -519,11 +520,16 @@ def trace_records(records: Sequence[TurnRecord], model: LoadedModel, progress: R
 
 
 def _calibration(paths: ModelPaths) -> dict[str, Any] | None:
-    """Return how the tree was chosen, from tree.json; None if it does not say."""
+    """Return how the tree was chosen, from tree.json; None if it does not say, or is damaged there."""
     if paths.tree is None:
         return None
-    record = json.loads(paths.tree.read_text(encoding="utf-8"))
+    record = parse_json(paths.tree.read_text(encoding="utf-8"))
     if not isinstance(record, dict) or "sizes" not in record:
+        return None
+    try:
+        size_figures(record["sizes"], record.get("nodes"))
+    except (ValueError, LookupError, TypeError, AttributeError):
+        warn_once(f"{paths.tree}: its sizes cannot be read: the report does not show them")
         return None
     return {
         key: value

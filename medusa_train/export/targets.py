@@ -59,7 +59,9 @@ def check_vllm_config(config: Mapping[str, Any]) -> None:
     path = Path(config["base_model_name_or_path"] or "") / "config.json"
     if path.is_absolute() and path.is_file():
         backbone = read_json(path)
-        backbone |= backbone.get("text_config", {})
+        if not isinstance(backbone, dict):
+            raise CheckpointError(f"{path}: expected an object of JSON")
+        backbone |= backbone.get("text_config") or {}
         for key in ("vocab_size", "hidden_size"):
             if (size := backbone.get(key, config[key])) != config[key]:
                 raise CheckpointError(

@@ -4,7 +4,6 @@ it.
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 
 from medusa_train.errors import CheckpointError
+from medusa_train.io import parse_json
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.loading import quantization_of
 from medusa_train.models.precision import device_name
@@ -78,7 +78,7 @@ class DecodingSettings:
             CheckpointError: the file cannot be read.
         """
         try:
-            record = json.loads(path.read_text(encoding="utf-8"))
+            record = parse_json(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{path}: not a tree file ({error})") from error
         settings = record.get(_KEY) if isinstance(record, dict) else None

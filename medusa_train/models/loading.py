@@ -13,6 +13,7 @@ from zipfile import is_zipfile
 
 import torch
 from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from transformers import AddedToken, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
@@ -37,6 +38,18 @@ from medusa_train.models.precision import default_device, parse_dtype
 #: Roles of tokens that no model reads: padding is masked, and what a vocabulary lacks, as
 #: `special_tokens` may name it, cannot occur in a text.
 _NOT_READ = ("pad_token", "unk_token")
+#: What transformers and tokenizers raise for files that are not what they should be.
+UNREADABLE = (
+    OSError,
+    ValueError,
+    ImportError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    ArithmeticError,
+    RecursionError,
+    StrictDataclassError,
+)
 #: How transformers names the repository of the code, where that is not the model's. For code of a
 #: config, transformers 5.16 gives the bare name in place of the sentence.
 _CODE_OF_ANOTHER = re.compile(r"(?:custom code contained in|\A) ?(\S+) (?:which|You can inspect)")
@@ -83,14 +96,18 @@ def load_backbone(
             local_files_only=hub_is_unreachable(),
             **loading_options(quantization, dtype, device),
         )
-    except (OSError, ValueError, ImportError) as error:
+    except UNREADABLE as error:
         _refuse_remote_code(error, source)
-        reason = describe_hub_error(error, name, "model") or error
+        reason = describe_hub_error(error, name, "model") or describe_unreadable(error)
         raise BackboneError(f"base_model {name}: loading failed: {reason}") from error
     except (SafetensorError, UnpicklingError, EOFError, RuntimeError) as error:
         damaged = _damaged_file(source)
         if damaged is None:
-            raise  # such as memory that does not suffice
+            if isinstance(error, torch.OutOfMemoryError) or "memory" in str(error):
+                raise
+            raise BackboneError(
+                f"base_model {name}: loading failed: {describe_unreadable(error)}"
+            ) from error
         reason = str(error).partition(". ")[0] or type(error).__name__
         raise BackboneError(
             f"base_model {name}: {damaged}: incomplete or damaged ({reason}); copy or download it"
@@ -132,11 +149,28 @@ def load_tokenizer(
         tokenizer = AutoTokenizer.from_pretrained(
             resolved, trust_remote_code=trust_remote_code, **options
         )
-    except (OSError, ValueError, ImportError) as error:
+    except UNREADABLE as error:
         _refuse_remote_code(error, resolved)
-        raise BackboneError(f"base_model {resolved}: cannot load its tokenizer: {error}") from error
+        raise BackboneError(
+            f"base_model {resolved}: cannot load its tokenizer: {describe_unreadable(error)}"
+        ) from error
+    if not isinstance(tokenizer.model_max_length, (int, float)):
+        raise BackboneError(
+            f"base_model {resolved}: tokenizer_config.json: model_max_length must be a number, it is"
+            f" {tokenizer.model_max_length!r}"
+        )
     _set_special_tokens(tokenizer, special_tokens or {}, resolved)
     return tokenizer
+
+
+def describe_unreadable(error: Exception) -> str:
+    """Return the message of an error of a library; short ones, such as a name alone, after its type."""
+    text = str(error).strip()
+    if isinstance(error, RecursionError):
+        return "JSON that is nested too deeply"
+    if isinstance(error, (OSError, ValueError, ImportError)) and text:
+        return text
+    return f"{type(error).__name__}: {text}"
 
 
 def _set_special_tokens(tokenizer: Any, special_tokens: Mapping[str, str], name: str) -> None:
@@ -230,10 +264,12 @@ def resolve_backbone(name: str, *, trust_remote_code: bool = False) -> tuple[str
         config = AutoConfig.from_pretrained(
             source, trust_remote_code=trust_remote_code, local_files_only=hub_is_unreachable()
         )
-    except (OSError, ValueError) as error:
+    except UNREADABLE as error:
         _refuse_remote_code(error, source)
         if local is not None:
-            raise BackboneError(f"base_model {name}: cannot read config.json: {error}") from error
+            raise BackboneError(
+                f"base_model {name}: cannot read config.json: {describe_unreadable(error)}"
+            ) from error
         # not refused before: the hub may have models of an owner with a local directory
         if similar is not None:
             raise BackboneError(

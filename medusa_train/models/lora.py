@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 
 from medusa_train import checksums
 from medusa_train.errors import BackboneError, CheckpointError
+from medusa_train.io import parse_json, warn_once
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.finite import describe_not_finite
 
@@ -42,6 +42,7 @@ class LoraSpec:
 
 #: The weights of an adapter, as PEFT names the file.
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
 
 
 def _adapter_weights(peft: Any) -> Iterator[tuple[str, Tensor]]:
@@ -96,7 +97,9 @@ class Adapter:
         """
         from peft import PeftModel
 
-        read_adapter_config(directory)
+        unknown = _unknown_entries(read_adapter_config(directory))
+        if unknown:
+            warn_once(f"{directory / CONFIG}: not read: {', '.join(unknown)}")
         weights = directory / ADAPTER_WEIGHTS
         if weights.is_file():
             checksums.check(weights)
@@ -114,7 +117,9 @@ class Adapter:
                 )
         except SafetensorError as error:
             raise CheckpointError(f"{weights}: cannot be read as safetensors: {error}") from error
-        except (OSError, ValueError, RuntimeError, KeyError, UserWarning) as error:
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # PEFT passes on whatever its many kinds of adapters raise
             raise CheckpointError(
                 f"{directory}: cannot load this adapter into {backbone.name}: {error}"
             ) from error
@@ -167,7 +172,10 @@ class Adapter:
         """
         if getattr(self.backbone.model, "is_quantized", False):
             self._dequantize()
-        self.backbone.model = self.peft.merge_and_unload()
+        try:
+            self.backbone.model = self.peft.merge_and_unload()
+        except NotImplementedError as error:  # such as aLoRA's
+            raise CheckpointError(f"this adapter cannot be merged: {error}") from error
         self.backbone.model.eval().requires_grad_(False)
 
     def _dequantize(self) -> None:
@@ -183,16 +191,27 @@ def read_adapter_config(directory: Path) -> dict[str, Any]:
     """Read adapter_config.json, which PEFT writes; raises CheckpointError if it is missing or not
     JSON.
     """
-    path = directory / "adapter_config.json"
+    path = directory / CONFIG
     if not path.is_file():
         raise CheckpointError(f"{directory}: not an adapter: no adapter_config.json")
     try:
-        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        config: dict[str, Any] = parse_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise CheckpointError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(config, dict) or "peft_type" not in config:
         raise CheckpointError(f"{path}: not the configuration of an adapter (no peft_type)")
     return config
+
+
+def _unknown_entries(config: Mapping[str, Any]) -> list[str]:
+    """Return the entries of adapter_config.json that the installed PEFT leaves out."""
+    from peft import PEFT_TYPE_TO_CONFIG_MAPPING
+
+    known = PEFT_TYPE_TO_CONFIG_MAPPING.get(str(config["peft_type"]))
+    if known is None:  # which PEFT refuses
+        return []
+    names = {field.name for field in fields(known)}
+    return sorted(name for name, value in config.items() if name not in names and value is not None)
 
 
 def linear_names(model: Any) -> list[str]:

@@ -17,7 +17,13 @@ from typing import Any, NamedTuple
 
 from medusa_train.data.record_files import settings_path
 from medusa_train.errors import ConfigError, DataError
-from medusa_train.io import JsonLinesFile, complete_lines, replace_bytes, replace_text
+from medusa_train.io import (
+    JsonLinesFile,
+    complete_lines,
+    parse_json,
+    replace_bytes,
+    replace_text,
+)
 from medusa_train.masking import excerpt, mask_keys
 from medusa_train.selfdistill.answers import is_asked_again
 from medusa_train.selfdistill.prompts import Prompt, Shard
@@ -29,7 +35,7 @@ def _read_lines(path: Path) -> Iterator[tuple[str, bytes]]:
     """Yield the id and the line of every conversation of a file; raises DataError if one has no id."""
     for number, (_, line) in enumerate(complete_lines(path), start=1):
         try:
-            yield str(json.loads(line)["id"]), line
+            yield str(parse_json(line)["id"]), line
         except (ValueError, TypeError, KeyError):
             raise DataError(
                 f"{path}:{number}: not a conversation (a JSON object with an id); "
@@ -43,9 +49,21 @@ def _read_dropped(path: Path, *, from_server: bool) -> Iterator[tuple[str, str, 
     Files of earlier versions also list those that a server lost.
     """
     for name, line in _read_lines(path):
-        reason = _drop_reason(json.loads(line))
+        reason = _drop_reason(parse_json(line))
         if not is_asked_again(reason, from_server=from_server):
             yield name, reason, line
+
+
+def _first_question(line: bytes) -> str | None:
+    """Return the first message of the user in a line; None if it has none, or is no conversation."""
+    try:
+        messages = parse_json(line)["messages"]
+        said = [message["content"] for message in messages if message["role"] == "user"]
+    except (LookupError, TypeError):
+        return None
+    if not said or not isinstance(said[0], str):
+        return None
+    return said[0]
 
 
 def _drop_reason(record: Mapping[str, Any]) -> str:
@@ -104,12 +122,18 @@ class OutputWriter:
         # keys are masked in the file
         asked = {prompt.id: mask_keys(prompt.turns[0]) for prompt in prompts if prompt.turns}
         for name, line in _read_lines(self.lines.path):
-            messages = json.loads(line).get("messages", ())
-            said = [message["content"] for message in messages if message["role"] == "user"]
-            if said and name in asked and asked[name] != said[0]:
+            if name not in asked:
+                continue
+            said = _first_question(line)
+            if said is None:
+                raise DataError(
+                    f"{self.lines.path}: the conversation {name} has no messages with role and"
+                    " content; fix or delete the file, or choose another output"
+                )
+            if asked[name] != said:
                 raise ConfigError(
                     f"output {self.output}: it answers other prompts with the same ids; {name} asks"
-                    f" {excerpt(said[0], 60)!r}, and now {excerpt(asked[name], 60)!r}. Choose another"
+                    f" {excerpt(said, 60)!r}, and now {excerpt(asked[name], 60)!r}. Choose another"
                     " output=FILE.jsonl"
                 )
 
@@ -167,7 +191,7 @@ def write_settings(output: Path, settings: Mapping[str, Any]) -> None:
 def _read_settings(output: Path) -> dict[str, Any] | None:
     path = settings_path(output)
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
+        return dict(parse_json(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         return None
     except (ValueError, TypeError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -16,6 +15,7 @@ from typing import Any
 from medusa_train.config.paths import resolve_path
 from medusa_train.config.schema import TrainConfig
 from medusa_train.errors import ConfigError, MedusaError
+from medusa_train.io import parse_json
 
 AUTO = "auto"
 #: Used by several processes if `deepspeed` is not set.
@@ -147,24 +147,12 @@ def search_path(environ: Mapping[str, str] = os.environ) -> str:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique)
-    except RecursionError:
-        raise ConfigError(f"deepspeed: {path}: cannot read JSON: nested too deeply") from None
+        value = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"deepspeed: {path}: cannot read JSON: {error}") from error
     if not isinstance(value, dict):
         raise ConfigError(f"deepspeed: {path}: not a JSON object")
     return value
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build an object of JSON; ValueError for a name that is there twice."""
-    found: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in found:
-            raise ValueError(f"{name} is there twice")
-        found[name] = value
-    return found
 
 
 def _without_auto(value: Any) -> Any:

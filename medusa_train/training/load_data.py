@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -21,6 +20,7 @@ from medusa_train.data.record_files import settings_path
 from medusa_train.data.sources import OnProgress
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import DataError, MedusaError
+from medusa_train.io import parse_json
 from medusa_train.models.hf_config import context_length, rope_switch
 from medusa_train.models.loading import load_tokenizer, unneeded_special_tokens
 from medusa_train.training.distributed import SINGLE_PROCESS, World
@@ -242,7 +242,7 @@ def _template_notes(cfg: TrainConfig, encoder: ChatEncoder) -> Iterator[str]:
         ours = encoder.with_settings(template=entry.conversation)
         # not a settings file after all, or the template rejects the chat
         with suppress(OSError, ValueError, TypeError, AttributeError, MedusaError):
-            made = json.loads(settings.read_text(encoding="utf-8"))
+            made = parse_json(settings.read_text(encoding="utf-8"))
             kwargs, name = made.get("chat_template_kwargs") or {}, made.get("chat_template")
             # of a backbone, not a run: the tokenizer's template
             own = "model" in made and "weights" not in made

@@ -22,7 +22,7 @@ from medusa_train.checkpoint.resolve import ModelPaths, find_heads
 from medusa_train.data.dataset import EncodedDataset
 from medusa_train.inference.batch import REFILL_FRACTION, BatchDecoder, PendingRequest
 from medusa_train.inference.decoding_settings import DecodingSettings
-from medusa_train.io import replace_file
+from medusa_train.io import parse_json, replace_file
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft
 from medusa_train.models.features import Rows
@@ -280,7 +280,7 @@ def load_traces(path: Path, key: Key) -> TracedAnswers | None:
         return None
     try:
         with np.load(path) as arrays:
-            if json.loads(str(arrays["key"])) != key:
+            if parse_json(str(arrays["key"])) != key:
                 return None
             ranks, tokens, answers = arrays["ranks"], arrays["tokens"], arrays["answers"]
             prompt = arrays["prompt"].tolist()

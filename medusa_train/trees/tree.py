@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from medusa_train.errors import CheckpointError, DataError
-from medusa_train.io import replace_text
+from medusa_train.io import parse_json, replace_text
 from medusa_train.trees.masks import NodeMasks
 
 #: A path from the root: the rank of each node among its siblings' top-k candidates.
@@ -212,7 +212,7 @@ class Tree(Nodes):
             CheckpointError: the file is missing, not JSON, or not a tree.
         """
         try:
-            record = json.loads(path.read_text(encoding="utf-8"))
+            record = parse_json(path.read_text(encoding="utf-8"))
             paths = record
             if isinstance(record, dict):
                 paths = record["medusa_choices"]
