@@ -27,6 +27,7 @@ from medusa_train.data.conversation import (
 )
 from medusa_train.data.record_files import RawRecord, read_file, shown_name
 from medusa_train.errors import DataError
+from medusa_train.io import parse_json
 
 MAX_SHOWN_PROBLEMS = 5
 
@@ -410,7 +411,7 @@ def _tools(value: object) -> list[Any]:
         if not value.strip():
             return []
         try:
-            value = json.loads(value)
+            value = parse_json(value)
         except ValueError as error:
             raise RecordError(f"'{TOOLS}' is not valid JSON: {error}") from None
     if not isinstance(value, (list, tuple)) or not all(isinstance(t, Mapping) for t in value):

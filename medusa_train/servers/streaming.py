@@ -114,7 +114,7 @@ def _parse(data: str) -> dict[str, Any]:
     try:
         chunk = json.loads(data)
         error = chunk.get("error")
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         raise StreamError(
             f"the stream holds something else than JSON objects: {excerpt(data, 80)}"
         ) from None

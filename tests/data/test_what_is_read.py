@@ -337,6 +337,7 @@ def test_chats_with_other_tools_are_other_chats() -> None:
     [
         ({"tools": "{"}, "'tools' is not valid JSON"),
         ({"tools": "f"}, "'tools' is not valid JSON"),
+        ({"tools": "[" * 5000}, "'tools' is not valid JSON: nested too deeply"),
         ({"tools": ["f"]}, "'tools' must be a list of objects"),
         ({"chat_template_kwargs": {"messages": []}}, "messages: set by rendering itself"),
         ({"chat_template_kwargs": {"mdoe": 1}}, "not in the chat template: mdoe"),
