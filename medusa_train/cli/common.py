@@ -261,6 +261,9 @@ def quiet_libraries() -> None:
     if not sys.stderr.isatty():
         # also of loading; useless in a log file
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        hub = sys.modules.get("huggingface_hub.utils")
+        if hub is not None:  # it has read the variable already
+            hub.disable_progress_bars()
     # warns about kernels that are not installed
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     for category in (FutureWarning, DeprecationWarning):

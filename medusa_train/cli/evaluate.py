@@ -276,9 +276,17 @@ def _compare(names: list[str], bench: str | None, output_dir: str | None) -> Non
 
 
 def _print_paths(console: Console, written: Sequence[Path]) -> None:
-    console.print(
-        f"report: {', '.join(str(path) for path in written)}", highlight=False, soft_wrap=True
-    )
+    """Print the page to open, and the names of the files beside it."""
+    pages = [path for path in written if path.suffix == ".html"]
+    page = (pages or list(written))[0]
+    console.print(f"report: {page}", highlight=False, soft_wrap=True)
+    others = [
+        str(path.relative_to(page.parent) if path.is_relative_to(page.parent) else path)
+        for path in written
+        if path != page
+    ]
+    if others:
+        console.print(f"beside it: {', '.join(others)}", highlight=False, soft_wrap=True)
 
 
 def _first_line(cfg: EvalConfig, bench: Bench | None, paths: ModelPaths) -> str:

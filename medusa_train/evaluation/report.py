@@ -165,8 +165,15 @@ def terminal_report(report: Report) -> Group:
     return Group(
         Text(title_of(report), style="bold"),
         *(table.terminal(padding=0) for table in tables),
-        Text("\n".join(summary_of(report))),
+        Text("\n".join([*summary_of(report), *_terms_of(report)])),
     )
+
+
+def _terms_of(report: Report) -> list[str]:
+    """Explain the figure that readers ask for most, where it is shown."""
+    if report.overall["overhead"] is None:
+        return []
+    return ["Overhead: time of a step with the tree divided by time of a plain step."]
 
 
 # Tables

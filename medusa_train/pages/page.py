@@ -14,10 +14,14 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 from rich import box
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table as TerminalTable
 
 from medusa_train.io import replace_text
 from medusa_train.pages.charts import PALETTE
+
+#: A width that no table reaches.
+_UNLIMITED = 10_000
 
 
 @dataclass(frozen=True)
@@ -54,8 +58,21 @@ class Table:
         lines = ["| " + " | ".join(cells) + " |" for cells in (self.titles, *rows)]
         return "\n".join([lines[0], "|---|" + "---:|" * (len(self.titles) - 1), *lines[1:]])
 
-    def terminal(self, padding: int = 1) -> TerminalTable:
-        """Return the table for a console: narrow columns, with intervals below their values.
+    def terminal(self, padding: int = 1) -> FittedTable:
+        """Return the table for a console, as wide as the console allows."""
+        return FittedTable(self, padding)
+
+    def whole(self) -> TerminalTable:
+        """Return the table with every title and every figure on one line."""
+        table = TerminalTable(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+        for number, title in enumerate(self.titles):
+            is_figure = number and any(row[number][:1].isdigit() for row in self.rows)
+            table.add_column(title, justify="right" if is_figure else "left", no_wrap=True)
+        self._add_rows(table, self.rows)
+        return table
+
+    def narrow(self, padding: int) -> TerminalTable:
+        """Return the table with narrow columns, and intervals below their values.
 
         Numbers are never cut off: the first column gives way.
         """
@@ -73,14 +90,35 @@ class Table:
                     min_width=width,
                     no_wrap=True,
                 )
+        rows = [[row[0], *(cell.replace(" (", "\n(") for cell in row[1:])] for row in self.rows]
+        self._add_rows(table, rows)
+        return table
+
+    def _add_rows(self, table: TerminalTable, rows: Sequence[Sequence[str]]) -> None:
+        """Add `rows`, the cells of this table as they are shown, with a line between groups."""
         grouped = len({row[0] for row in self.rows}) < len(self.rows)
         for number, row in enumerate(self.rows):
             is_overall = self.overall and number == len(self.rows) - 1
             if is_overall or (grouped and number and row[0] != self.rows[number - 1][0]):
                 table.add_section()
-            cells = [row[0], *(cell.replace(" (", "\n(") for cell in row[1:])]
-            table.add_row(*cells, style="bold" if is_overall else None)
-        return table
+            table.add_row(*rows[number], style="bold" if is_overall else None)
+
+
+@dataclass(frozen=True)
+class FittedTable:
+    """A table on a console: whole where the width is there, else narrow, with `padding`."""
+
+    table: Table
+    padding: int
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield the table that fits."""
+        whole = self.table.whole()
+        unlimited = options.update(max_width=_UNLIMITED)
+        if whole.__rich_measure__(console, unlimited).maximum <= options.max_width:
+            yield whole
+        else:
+            yield self.table.narrow(self.padding)
 
 
 def number(

@@ -186,6 +186,19 @@ def test_libraries_are_quiet_unless_the_user_says_otherwise(
     monkeypatch.undo()
 
 
+def test_loaders_draw_no_bars_into_a_log() -> None:
+    """Also where the hub's library is imported before a command starts."""
+    code = (
+        "import huggingface_hub.utils as hub; from medusa_train.cli.common import quiet_libraries;"
+        " quiet_libraries(); print(hub.are_progress_bars_disabled())"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "HF_HUB_DISABLE_PROGRESS_BARS"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True
+    )
+    assert done.stdout.strip() == "True"
+
+
 def test_the_trace_of_a_known_error_is_shown_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEDUSA_DEBUG", "1")
     with pytest.raises(DataError):

@@ -134,6 +134,22 @@ def test_mistakes_end_with_a_message_and_their_exit_code(
     assert "Traceback" not in result.output
 
 
+def test_the_page_to_open_stands_alone_in_its_line(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(workplace)
+    words = ["--bench", "small.jsonl", "--limit", "1", "--max-new-tokens", "4", "dtype=float32"]
+    result = runner.invoke(app, [*words, "warmup=0", "--output-dir", "out"])
+    assert result.exit_code == 0, result.output
+    lines = result.output.splitlines()
+    number = lines.index("report: out/report.html")
+    assert lines[number + 1].startswith("beside it: report.json, report.md, answers.jsonl")
+    assert "model_answer/first.jsonl" in lines[number + 1]
+    assert "Overhead: time of a step with the tree divided by time of a plain step." in lines
+    page = (workplace / "out" / "report.html").read_text(encoding="utf-8")
+    assert "overhead: time of a step with the tree divided by time of a plain step." in page
+
+
 def test_print_config_shows_every_value_and_runs_nothing() -> None:
     example = str(PROJECT_ROOT / "configs/examples/evaluate.yaml")
     result = runner.invoke(app, [example, "--print-config", "--model", "runs/mine", "limit=3"])

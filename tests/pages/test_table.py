@@ -38,7 +38,7 @@ def shown(table: Table, width: int = 40) -> list[str]:
 
 
 def test_the_terminal_shows_intervals_below_their_values_and_groups_rows() -> None:
-    assert [line for line in shown(TABLE) if "─" not in line] == [
+    assert [line for line in shown(TABLE, 34) if "─" not in line] == [
         *["speed", "category up name", "a|b 1.27x k=1", "(1.20-1.34)", "", "all - k=2"]
     ]
     assert shown(Table(["n", "x"], [["1", "2"], ["1", "3"], ["2", "4"]]))[2:] == [
@@ -53,6 +53,11 @@ def test_the_terminal_shows_intervals_below_their_values_and_groups_rows() -> No
         ["category", *(f"{n} equal" for n in range(8))], [["a long category", *(["140/160"] * 8)]]
     )
     assert " ".join(shown(wide, 80)).count("140/160") == 8
+
+
+def test_the_terminal_keeps_titles_and_intervals_on_one_line_where_the_width_is_there() -> None:
+    lines = [line for line in shown(TABLE, 80) if "─" not in line]
+    assert lines == ["category speed up name", "a|b 1.27x (1.20-1.34) k=1", "", "all - k=2"]
 
 
 def test_a_number_has_its_digits_unit_and_interval() -> None:
