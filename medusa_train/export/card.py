@@ -26,12 +26,34 @@ Json = Mapping[str, Any]
 
 #: Keys of config.yaml that the card lists.
 SETTINGS = (
-    "recipe", "eagle3", "medusa_decay_coefficient", "medusa_heads_coefficient", "medusa_scheduler",
-    "medusa_self_distillation", "medusa_soft_targets", "adapter", "lora_r", "lora_alpha", "lora_dropout",
-    "load_in_4bit", "load_in_8bit", "sequence_len", "num_epochs", "max_steps", "micro_batch_size",
-    "gradient_accumulation_steps", "optimizer", "learning_rate", "medusa_lr_multiplier", "lr_scheduler",
-    "warmup_steps", "weight_decay", "chat_template", "chat_template_kwargs", "seed",
-)  # fmt: skip
+    "recipe",
+    "eagle3",
+    "medusa_decay_coefficient",
+    "medusa_heads_coefficient",
+    "medusa_scheduler",
+    "medusa_self_distillation",
+    "medusa_soft_targets",
+    "adapter",
+    "lora_r",
+    "lora_alpha",
+    "lora_dropout",
+    "load_in_4bit",
+    "load_in_8bit",
+    "sequence_len",
+    "num_epochs",
+    "max_steps",
+    "micro_batch_size",
+    "gradient_accumulation_steps",
+    "optimizer",
+    "learning_rate",
+    "medusa_lr_multiplier",
+    "lr_scheduler",
+    "warmup_steps",
+    "weight_decay",
+    "chat_template",
+    "chat_template_kwargs",
+    "seed",
+)
 
 
 _USE: dict[ExportTarget, str] = {
@@ -75,10 +97,12 @@ def model_card(paths: ModelPaths, heads: HeadTensors, to: ExportTarget, licence:
     """Return the card of Medusa heads, or of the backbone that was trained with them; see `card`."""
     what = MERGED_CARD if to == "merged" else "Medusa heads"
     use = partial(_USE[to].format, heads=heads.num_heads)
-    description, backbone = _description(heads, to), heads.base_model
+    description = _description(heads, to)
+    backbone = heads.base_model
     if paths.trained_backbone and to != "merged":
         description += " They were trained together with the backbone: decode with the merged one."
-        backbone = None if backbone == paths.base_model else backbone
+        if backbone == paths.base_model:
+            backbone = None
     return card(paths, what, description, use, backbone, licence, served_by_vllm=to == "vllm")
 
 
@@ -101,38 +125,49 @@ def card(
             gives.
         licence: the one to name; None: the base model's.
     """
+    # 1. What was measured of these heads. A run that was trained on keeps the reports of earlier
+    # ones; older reports do not say which they measured.
+    weights = None
+    if paths.heads is not None:
+        weights = digest_files(find_heads(paths.heads).files)[:16]
+
+    def measured(pattern: str, is_shown: Callable[[Json], bool]) -> list[Json]:
+        reports: list[Json] = []
+        for path in sorted(paths.home.glob(pattern)):
+            report = read_mapping(path)
+            if is_shown(report) and report["meta"].get("weights", weights) == weights:
+                reports.append(report)
+        return reports
+
+    reports = measured("eval/*/report.json", _is_default)
+    served = measured("eval/served-*/served.json", _compares_servers)
+    in_servers = ""
+    if served:
+        in_servers = _served(served)
+    elif served_by_vllm:
+        in_servers = NOT_MEASURED
+    # 2. The backbone to serve, by a name that others have, too.
     run = read_mapping(paths.home / CONFIG)
-    reports = [read_mapping(path) for path in sorted(paths.home.glob("eval/*/report.json"))]
-    weights = None if paths.heads is None else digest_files(find_heads(paths.heads).files)[:16]
-    # a run that was trained on keeps the reports of earlier heads; older ones do not say which they
-    # measured
-    reports = [
-        one
-        for one in reports
-        if _is_default(one) and one["meta"].get("weights", weights) == weights
-    ]
-    served = [read_mapping(path) for path in sorted(paths.home.glob("eval/served-*/served.json"))]
-    # others measured one server alone
-    served = [
-        one
-        for one in served
-        if one.get("recommendation") and one["meta"].get("weights", weights) == weights
-    ]
     base = str(run.get("base_model") or paths.base_model)
+    if not _is_hub_name(backbone or ""):
+        backbone = "BACKBONE"
+    # 3. The parts in their order, without empty ones.
     parts = [
         _header(base, run, licence or _licence_of(base), tag),
         f"# {what} for {_public(base)}",
         description,
-        use(
-            backbone=backbone if _is_hub_name(backbone or "") else "BACKBONE",
-            chain=_chain(reports, is_served=bool(served)),
-        ),
+        use(backbone=backbone, chain=_chain(reports, is_served=bool(served))),
         _training(run),
         _measured(reports),
-        _served(served) if served else NOT_MEASURED if served_by_vllm else "",
+        in_servers,
         f"## Licence\n\n{licence or 'That of the base model applies to what was trained on it.'}",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _compares_servers(report: Json) -> bool:
+    """Return whether servers were compared; other reports measured one server alone."""
+    return bool(report.get("recommendation"))
 
 
 def _header(base: str, run: dict[str, Any], licence: str | None, tag: str) -> str:
@@ -148,15 +183,15 @@ def _header(base: str, run: dict[str, Any], licence: str | None, tag: str) -> st
 def _description(heads: HeadTensors, to: ExportTarget) -> str:
     if to == "merged":
         return "The backbone that a joint (Medusa-2) run trained."
-    reduced = (
-        None if heads.token_map is None else f"the {len(heads.token_map):,} most frequent tokens"
-    )
-    matrix = (
-        "the backbone's lm_head, shared"
-        if heads.shared
-        else reduced or f"{heads.vocab_size:,} tokens"
-    )
-    matrix += f", {reduced}" if heads.shared and reduced else ""
+    tokens = ""
+    if heads.token_map is not None:
+        tokens = f"the {len(heads.token_map):,} most frequent tokens"
+    if heads.shared:
+        matrix = "the backbone's lm_head, shared"
+        if tokens:
+            matrix += f", {tokens}"
+    else:
+        matrix = tokens or f"{heads.vocab_size:,} tokens"
     layers = f"{heads.num_layers} residual block{'' if heads.num_layers == 1 else 's'}"
     return (
         f"{heads.num_heads} draft heads with {layers} each (hidden size {heads.hidden_size:,},"
@@ -170,15 +205,19 @@ def _description(heads: HeadTensors, to: ExportTarget) -> str:
 
 def _training(run: dict[str, Any]) -> str:
     """Describe data and settings of the run; empty where neither is known."""
+    parts = []
     data = ", ".join(_public(name) for name in _data(run))
-    rows = [
-        [f"`{key}`", _without_directory(str(run[key]))]
-        for key in SETTINGS
-        if run.get(key) not in (None, False)
-    ]
-    parts = [f"Data: {data}."] if data else []
-    parts += [Table(["setting", "value"], rows).markdown()] if rows else []
-    return "\n\n".join(["## Training", *parts]) if parts else ""
+    if data:
+        parts.append(f"Data: {data}.")
+    rows = []
+    for key in SETTINGS:
+        if run.get(key) not in (None, False):
+            rows.append([f"`{key}`", _without_directory(str(run[key]))])
+    if rows:
+        parts.append(Table(["setting", "value"], rows).markdown())
+    if not parts:
+        return ""
+    return "\n\n".join(["## Training", *parts])
 
 
 def _chain(reports: Sequence[Json], *, is_served: bool) -> str:
@@ -188,15 +227,15 @@ def _chain(reports: Sequence[Json], *, is_served: bool) -> str:
     rates = []
     for report in reports:
         overall = report["overall"]
-        if chain := overall.get("chain_rates"):
-            by_length = ", ".join(
-                f"{rate:.2f} with N = {k}" for k, rate in enumerate(chain, start=1)
-            )
-            tree = overall.get("acceleration_rate")
-            rates.append(
-                f"on {report['meta']['bench']} {by_length}"
-                + ("" if tree is None else f" (tree: {tree:.2f})")
-            )
+        chain = overall.get("chain_rates")
+        if not chain:
+            continue
+        by_length = [f"{rate:.2f} with N = {k}" for k, rate in enumerate(chain, start=1)]
+        clause = f"on {report['meta']['bench']} {', '.join(by_length)}"
+        tree = overall.get("acceleration_rate")
+        if tree is not None:
+            clause += f" (tree: {tree:.2f})"
+        rates.append(clause)
     if not rates:
         return "What that chain gives was not measured here."
     speed = "speed in a server is below" if is_served else "speed in vLLM was not measured here"
@@ -211,18 +250,18 @@ NOTHING_MEASURED = "\n\nNothing has been measured yet (`medusa-eval`)."
 
 def _measured(reports: Sequence[Json]) -> str:
     """Return a table of the evaluations in the run directory; a sentence where there are none."""
-    # earlier versions gave a ratio without a tree, too: of the same loop to itself
-    without_tree = [report for report in reports if report["meta"].get("tree_nodes") == 0]
-    shown = [
-        report
-        for report in reports
-        if report["overall"].get("speedup") is not None and report not in without_tree
-    ]
-    unused = "".join(
-        f"\n\nOn {report['meta'].get('device')} in {report['meta'].get('dtype')}"
-        f" ({report['meta']['bench']}) no tree is used: none was clearly faster than plain decoding."
-        for report in without_tree
-    )
+    shown = []
+    unused = ""
+    for report in reports:
+        meta = report["meta"]
+        # earlier versions gave a ratio without a tree, too: of the same loop to itself
+        if meta.get("tree_nodes") == 0:
+            unused += (
+                f"\n\nOn {meta.get('device')} in {meta.get('dtype')} ({meta['bench']}) no tree is"
+                " used: none was clearly faster than plain decoding."
+            )
+        elif report["overall"].get("speedup") is not None:
+            shown.append(report)
     if not shown:
         return f"## Measured{unused or NOTHING_MEASURED}"
     titles = [
@@ -234,23 +273,26 @@ def _measured(reports: Sequence[Json]) -> str:
         "with the chain",
         "overhead",
         "speedup",
+        "over generate",
+        "equal float32",
+        "equal bfloat16",
     ]
-    titles += ["over generate", "equal float32", "equal bfloat16"]
     rows = []
     for report in shown:
-        overall, meta = report["overall"], report["meta"]
-        names = ("overhead", "speedup", "speedup_over_generate")
-        figures = [
-            overall.get("acceleration_rate"),
-            (overall.get("chain_rates") or [None])[-1],
-            *map(overall.get, names),
-        ]
-        equal = [overall.get(key) for key in ("equal_answers", "equal_answers_bf16")]
-        rows.append([str(meta.get(key)) for key in ("bench", "device", "dtype", "tree_nodes")])
-        rows[-1] += map(number, figures)
-        rows[-1] += [
-            "-" if value is None else f"{value}/{overall.get('answers')}" for value in equal
-        ]
+        meta = report["meta"]
+        overall = report["overall"]
+        chain_rates = overall.get("chain_rates") or [None]
+        row = [str(meta.get(key)) for key in ("bench", "device", "dtype", "tree_nodes")]
+        row.append(number(overall.get("acceleration_rate")))
+        row.append(number(chain_rates[-1]))
+        for key in ("overhead", "speedup", "speedup_over_generate"):
+            row.append(number(overall.get(key)))
+        for key in ("equal_answers", "equal_answers_bf16"):
+            equal = "-"
+            if overall.get(key) is not None:
+                equal = f"{overall[key]}/{overall.get('answers')}"
+            row.append(equal)
+        rows.append(row)
     return (
         f"## Measured\n\n{Table(titles, rows).markdown()}\n\nOne answer at a time, with the tree in"
         " `tree.json` of the run; *with the chain*: tokens per step with the top-1 tokens of all"
@@ -280,12 +322,9 @@ def _data(run: dict[str, Any]) -> list[str]:
 
 def _is_hub_name(name: str) -> bool:
     """Whether a name is a repository of the hub (`owner/name`) rather than a local path."""
-    local = (
-        name.startswith((".", "/", "~"))
-        or name.endswith((".jsonl", ".json", ".parquet"))
-        or Path(name).exists()
-    )
-    return name.count("/") == 1 and not local
+    if name.startswith((".", "/", "~")) or name.endswith((".jsonl", ".json", ".parquet")):
+        return False
+    return name.count("/") == 1 and not Path(name).exists()
 
 
 def _hub_repository(name: str) -> str | None:
@@ -310,10 +349,14 @@ def _licence_of(base: str) -> str | None:
     """Read the licence from the model card of a local base model; None where it has none."""
     try:
         text = (Path(base) / "README.md").read_text(encoding="utf-8")
-        header = yaml.safe_load(text.split("---")[1]) if text.startswith("---") else None
+        if not text.startswith("---"):
+            return None
+        header = yaml.safe_load(text.split("---")[1])
     except (OSError, ValueError, IndexError, yaml.YAMLError):
         return None
-    licence = header.get("license") if isinstance(header, dict) else None
+    if not isinstance(header, dict):
+        return None
+    licence = header.get("license")
     return licence if isinstance(licence, str) else None
 
 
@@ -353,47 +396,53 @@ def speed_table(report: Json) -> Table:
     """Return a row per concurrency: tokens/s without heads, their ratio for every N, and what to
     serve.
     """
+    # 1. The figures by concurrency and setting.
     plain = {figures["concurrency"]: figures for figures in report["plain"]}
-    ratios = {
-        (one["concurrency"], _setting(one)): one
-        for one in report["cells"]
-        if one.get("ratio") is not None
-    }
-    settings = sorted(
-        {setting for _, setting in ratios}, key=lambda setting: (len(setting), setting)
-    )
+    measured = {}
+    settings = set()
+    for figures in report["cells"]:
+        if figures.get("ratio") is not None:
+            setting = _setting(figures)
+            measured[figures["concurrency"], setting] = figures
+            settings.add(setting)
+    ordered = sorted(settings, key=lambda setting: (len(setting), setting))
+    # 2. The rows; what was not measured is empty.
     rows = []
-    for one in report["recommendation"]:
-        concurrency = one["concurrency"]
-        rate = plain.get(concurrency)
-        cells = [ratios.get((concurrency, setting)) for setting in settings]
-        rows.append(
-            [
-                str(concurrency),
-                "" if rate is None else f"{rate['tokens_per_s']:.1f}",
-                *(
-                    "" if cell is None else number(cell["ratio"], 2, "x", cell["ratio_interval"])
-                    for cell in cells
-                ),
-                choice(one),
-            ]
-        )
-    return Table(["concurrency", "plain tokens/s", *settings, "serve"], rows)
+    for entry in report["recommendation"]:
+        concurrency = entry["concurrency"]
+        row = [str(concurrency)]
+        rate = ""
+        if concurrency in plain:
+            rate = f"{plain[concurrency]['tokens_per_s']:.1f}"
+        row.append(rate)
+        for setting in ordered:
+            ratio = ""
+            figures = measured.get((concurrency, setting))
+            if figures is not None:
+                ratio = number(figures["ratio"], 2, "x", figures["ratio_interval"])
+            row.append(ratio)
+        row.append(choice(entry))
+        rows.append(row)
+    return Table(["concurrency", "plain tokens/s", *ordered, "serve"], rows)
 
 
 def advice(report: Json) -> str:
     """Return what to serve by concurrency: equal choices of adjacent concurrencies in one clause."""
     groups: list[tuple[str, list[str]]] = []
-    for one in report["recommendation"]:
-        if not groups or groups[-1][0] != choice(one):
-            groups.append((choice(one), []))
-        groups[-1][1].append(str(one["concurrency"]))
+    for entry in report["recommendation"]:
+        chosen = choice(entry)
+        if not groups or groups[-1][0] != chosen:
+            groups.append((chosen, []))
+        _, numbers = groups[-1]
+        numbers.append(str(entry["concurrency"]))
     return "; ".join(f"concurrency {', '.join(numbers)}: {chosen}" for chosen, numbers in groups)
 
 
-def choice(one: Json) -> str:
+def choice(entry: Json) -> str:
     """Return the setting that an entry of `recommendation` advises, or off."""
-    return _setting(one) if one["use"] else "off"
+    if not entry["use"]:
+        return "off"
+    return _setting(entry)
 
 
 def _setting(figures: Json) -> str:
@@ -410,13 +459,15 @@ def _describe(report: Json) -> str:
     """
     meta = report["meta"]
     server = str(meta.get("server") or "an OpenAI-compatible server")
-    if arguments := meta.get("arguments"):
+    arguments = meta.get("arguments")
+    if arguments:
         server += f", `{shlex.join(map(_without_directory, arguments))}`"
     parts = [f"{server}, {str(meta.get('date', ''))[:10]}."]
     mode = mode_of(meta)
-    decoding = (
-        "greedy" if mode["acceptance"] == "greedy" else f"temperature {mode['temperature']:g}"
-    )
+    if mode["acceptance"] == "greedy":
+        decoding = "greedy"
+    else:
+        decoding = f"temperature {mode['temperature']:g}"
     asked = (
         f"{meta['questions']} questions, {decoding}, at most {meta['max_new_tokens']} new tokens"
     )
@@ -428,5 +479,8 @@ def _describe(report: Json) -> str:
 def _without_directory(argument: str) -> str:
     """Return an argument with only the last part of a local path in it."""
     option, equals, value = argument.rpartition("=")
-    name = Path(value).name if value.startswith(("/", "~")) else _DIRECTORY.sub("", value)
+    if value.startswith(("/", "~")):
+        name = Path(value).name
+    else:
+        name = _DIRECTORY.sub("", value)
     return option + equals + name

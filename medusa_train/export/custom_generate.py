@@ -78,29 +78,30 @@ def generate(
     Args:
         medusa_heads: the directory; by default the one that `generate` got as `custom_generate`.
     """
+    # 1. Where the heads are.
     source = medusa_heads or _requested_directory(sys._getframe(1))
     hub = {name: arguments.pop(name) for name in HUB_OPTIONS if name in arguments}
     for name in ("assistant_model", "synced_gpus"):
         if arguments.pop(name, None):
             raise refusal(f"{name} is not supported")
-    # generate does not pass `tokenizer` on to callables, so the criterion that needs it is built
-    # here
-    tokenizer, stop_strings = arguments.pop("tokenizer", None), arguments.pop("stop_strings", None)
+    # 2. What ends an answer. `generate` does not pass `tokenizer` on to callables, so the criterion
+    # that needs it is built here.
+    criteria = list(arguments.get("stopping_criteria") or [])
+    tokenizer = arguments.pop("tokenizer", None)
+    stop_strings = arguments.pop("stop_strings", None)
     if stop_strings is not None:
-        given = arguments.get("stopping_criteria") or []
-        arguments["stopping_criteria"] = StoppingCriteriaList(
-            [*given, StopStringCriteria(tokenizer, stop_strings)]
-        )
+        criteria.append(StopStringCriteria(tokenizer, stop_strings))
     stop_token_ids = _read_json(source, "config.json", hub).get("stop_token_ids")
     if stop_token_ids and arguments.get("eos_token_id") is None:
-        given = arguments.get("stopping_criteria") or []
-        arguments["stopping_criteria"] = StoppingCriteriaList(
-            [*given, EosTokenCriteria(stop_token_ids)]
-        )
-    record = _read_json(source, "tree.json", hub)
-    choices = record["medusa_choices"] if isinstance(record, dict) else record
-    # `generate` of transformers prepares the inputs, processors and stopping criteria, and then
-    # calls `decode`
+        criteria.append(EosTokenCriteria(stop_token_ids))
+    if criteria:
+        arguments["stopping_criteria"] = StoppingCriteriaList(criteria)
+    # 3. The tree.
+    choices = _read_json(source, "tree.json", hub)
+    if isinstance(choices, dict):
+        choices = choices["medusa_choices"]
+    # 4. `generate` of transformers prepares the inputs, processors and stopping criteria, and then
+    # calls `decode`.
     method = partial(
         decode,
         heads=load_heads(model, source, hub),
@@ -117,9 +118,8 @@ def _requested_directory(caller: Any) -> str:
     path nor the argument on, so that this is the only trace of where the heads are.
     """
     directory = caller.f_locals.get("custom_generate")
-    if caller.f_globals.get("__name__") != GenerationMixin.__module__ or not isinstance(
-        directory, str
-    ):
+    is_generate = caller.f_globals.get("__name__") == GenerationMixin.__module__
+    if not is_generate or not isinstance(directory, str):
         raise refusal("pass the directory of the heads as medusa_heads=DIRECTORY")
     return directory
 
@@ -153,14 +153,14 @@ class Tree:
         self.depth = len(paths[-1])
         self.width = 1 + max(path[-1] for path in paths)
         self.depths = torch.tensor([0, *map(len, paths)], device=device)
-        self.guesses = torch.tensor(
-            [(len(path) - 1) * self.width + path[-1] for path in paths], device=device
-        )
+        guesses = [(len(path) - 1) * self.width + path[-1] for path in paths]
+        self.guesses = torch.tensor(guesses, device=device)
         self.ancestors = torch.eye(len(nodes), dtype=torch.bool, device=device)
         self.children: list[list[int]] = [[] for _ in nodes]
         for node, path in enumerate(paths, start=1):
-            self.children[nodes[path[:-1]]].append(node)
-            self.ancestors[node] |= self.ancestors[nodes[path[:-1]]]
+            parent = nodes[path[:-1]]
+            self.children[parent].append(node)
+            self.ancestors[node] |= self.ancestors[parent]
 
 
 class Heads:
@@ -173,35 +173,38 @@ class Heads:
     def __init__(
         self, tensors: dict[str, Tensor], count: int, blocks: int, lm_head: Any, source: str
     ) -> None:
-        self.blocks = [
-            [
-                (tensors[f"{head}.{block}.linear.weight"], tensors[f"{head}.{block}.linear.bias"])
-                for block in range(blocks)
-            ]
-            for head in range(count)
-        ]
+        # 1. (weight, bias) of every block of every head, and of every head's own matrix.
+        self.blocks: list[list[tuple[Tensor, Tensor]]] = []
+        self.matrices: list[tuple[Tensor, Tensor | None]] = []
+        for head in range(count):
+            layers = []
+            for block in range(blocks):
+                name = f"{head}.{block}.linear"
+                layers.append((tensors[f"{name}.weight"], tensors[f"{name}.bias"]))
+            self.blocks.append(layers)
+            name = f"{head}.{blocks}"
+            if f"{name}.weight" in tensors:
+                self.matrices.append((tensors[f"{name}.weight"], tensors.get(f"{name}.bias")))
         self.token_map = tensors.get("token_map")
-        names = [f"{head}.{blocks}" for head in range(count)]
-        self.matrices = [
-            (tensors[f"{n}.weight"], tensors.get(f"{n}.bias"))
-            for n in names
-            if f"{n}.weight" in tensors
-        ]
+        # 2. Whether they are this model's.
         vocabulary, hidden_size = lm_head.weight.shape
-        rows = vocabulary if self.token_map is None else len(self.token_map)
-        width = (self.blocks[0][0] if blocks else self.matrices[0])[0].shape[1]
-        if width != hidden_size or any(len(weight) != rows for weight, _ in self.matrices):
+        predicted = vocabulary
+        if self.token_map is not None:
+            predicted = len(self.token_map)
+        self.first_weight = (self.blocks[0] or self.matrices)[0][0]  # all are on its device
+        width = self.first_weight.shape[1]
+        if width != hidden_size or any(len(weight) != predicted for weight, _ in self.matrices):
             raise refusal(
                 f"{source}: not the heads of this model (hidden size {hidden_size}, {vocabulary}"
                 " tokens)"
             )
+        # 3. The rows of lm_head that heads with a reduced vocabulary share.
         if self.token_map is not None and not self.matrices:
+            weight = lm_head.weight[self.token_map]
             bias = getattr(lm_head, "bias", None)
-            restricted = (
-                lm_head.weight[self.token_map],
-                None if bias is None else bias[self.token_map],
-            )
-            self.matrices = [restricted] * count
+            if bias is not None:
+                bias = bias[self.token_map]
+            self.matrices = [(weight, bias)] * count
 
     def guess(self, hidden: Tensor, lm_head: Any, tree: Tree) -> Tensor:
         """Return the tokens of nodes 1 .. n, long [n], from the hidden state [d] of the last
@@ -210,16 +213,22 @@ class Heads:
         Scale and soft cap, which some models apply to logits, do not change the order of tokens.
         """
         best = []
-        # a model may be spread over several devices
-        hidden = hidden.to((self.blocks[0] or self.matrices)[0][0].device)
+        hidden = hidden.to(self.first_weight.device)  # a model may be spread over several devices
         for head in range(tree.depth):
-            state = hidden
+            state = hidden  # [d]
             for weight, bias in self.blocks[head]:
                 state = state + silu(linear(state, weight, bias))
-            logits = linear(state, *self.matrices[head]) if self.matrices else lm_head(state)
+            if self.matrices:
+                weight, matrix_bias = self.matrices[head]
+                logits = linear(state, weight, matrix_bias)  # [V], or [N]
+            else:
+                logits = lm_head(state)
             best.append(logits.topk(tree.width).indices)
-        tokens = torch.cat(best)[tree.guesses.to(hidden.device)]
-        return tokens if self.token_map is None else self.token_map[tokens]
+        table = torch.cat(best)  # [depth x width]
+        tokens = table[tree.guesses.to(hidden.device)]  # [n]
+        if self.token_map is None:
+            return tokens
+        return self.token_map[tokens]
 
 
 @torch.no_grad()
@@ -228,22 +237,19 @@ def load_heads(model: Any, source: str, hub: dict[str, Any]) -> Heads:
     change.
     """
     key = (source, model.dtype, model.device)
-    if model not in _loaded or _loaded[model][0] != key:
-        config, lm_head = _read_json(source, "config.json", hub), model.get_output_embeddings()
-        tensors = load_file(cached_file(source, "medusa_lm_head.safetensors", **hub))
-        tensors = {
-            name: tensor.to(
-                lm_head.weight.device, model.dtype if tensor.is_floating_point() else torch.long
-            )
-            for name, tensor in tensors.items()
-        }
-        _loaded[model] = (
-            key,
-            Heads(
-                tensors, config["medusa_num_heads"], config["medusa_num_layers"], lm_head, source
-            ),
-        )
-    return _loaded[model][1]
+    if model in _loaded:
+        loaded_key, heads = _loaded[model]
+        if loaded_key == key:
+            return heads
+    config = _read_json(source, "config.json", hub)
+    lm_head = model.get_output_embeddings()
+    tensors = load_file(cached_file(source, "medusa_lm_head.safetensors", **hub))
+    for name, tensor in tensors.items():
+        dtype = model.dtype if tensor.is_floating_point() else torch.long
+        tensors[name] = tensor.to(lm_head.weight.device, dtype)
+    heads = Heads(tensors, config["medusa_num_heads"], config["medusa_num_layers"], lm_head, source)
+    _loaded[model] = (key, heads)
+    return heads
 
 
 def decode(
@@ -298,22 +304,28 @@ def decode(
                 return True
         return False
 
-    keep_one = {"logits_to_keep": 1} if "logits_to_keep" in model_kwargs else {}
+    # 1. The prompt: its last hidden state, and the token after it, which is the root.
+    options = {}
+    if "logits_to_keep" in model_kwargs:
+        options["logits_to_keep"] = 1
     hidden, logits = forward(
-        model, lm_head, prompt.to(model.device), past_key_values=cache, **keep_one
+        model, lm_head, prompt.to(model.device), past_key_values=cache, **options
     )
-    last, root = hidden[0, -1], int(choose(logits[0, -1:]))
+    last = hidden[0, -1]  # [d]
+    root = int(choose(logits[0, -1:]))
     done = append([root])
     branches = torch.zeros(tree.ancestors.shape, dtype=hidden.dtype, device=hidden.device)
-    branches.masked_fill_(~tree.ancestors.to(hidden.device), float("-inf"))
+    branches.masked_fill_(~tree.ancestors.to(hidden.device), float("-inf"))  # [n + 1, n + 1]
     while not done:
+        # 2. Guess the tokens of the tree.
         length = cache.get_seq_length()
-        guesses = heads.guess(last, lm_head, tree)
-        nodes = torch.cat([guesses.new_tensor([root]), guesses])
-        # a node attends to the text so far, to its ancestors and to itself
-        mask = torch.cat([branches.new_zeros(len(nodes), length), branches], dim=1)[None, None]
-        # nodes beyond max_length are never kept, but the model must not see positions that it would
-        # not reach
+        guesses = heads.guess(last, lm_head, tree)  # [n]
+        nodes = torch.cat([guesses.new_tensor([root]), guesses])  # [n + 1]
+        # 3. Run the model over all of them. A node attends to the text so far, to its ancestors and
+        # to itself. Nodes beyond max_length are never kept, but the model must not see positions
+        # that it would not reach.
+        text = branches.new_zeros(len(nodes), length)
+        mask = torch.cat([text, branches], dim=1)[None, None]  # [1, 1, n + 1, length + n + 1]
         positions = (length + tree.depths).clamp(max=generation_config.max_length - 1)[None]
         hidden, logits = forward(
             model,
@@ -323,17 +335,17 @@ def decode(
             position_ids=positions,
             past_key_values=cache,
         )
+        # 4. Keep the path that the model generates itself; its last token is the next root.
         path, tokens = accept(nodes, choose(logits[0]), tree)
         keep_path(cache, length, path)
-        last, root = hidden[0, path[-1]], tokens[-1]
+        last = hidden[0, path[-1]]
+        root = tokens[-1]
         done = append(tokens)
     if streamer is not None:
         streamer.end()
-    return (
-        GenerateDecoderOnlyOutput(sequences=sequence)
-        if generation_config.return_dict_in_generate
-        else sequence
-    )
+    if generation_config.return_dict_in_generate:
+        return GenerateDecoderOnlyOutput(sequences=sequence)
+    return sequence
 
 
 def forward(model: Any, lm_head: Any, tokens: Tensor, **arguments: Any) -> tuple[Tensor, Tensor]:
@@ -341,7 +353,8 @@ def forward(model: Any, lm_head: Any, tokens: Tensor, **arguments: Any) -> tuple
     inputs: list[Tensor] = []
     hook = lm_head.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
     try:
-        with sdpa_kernel(KERNELS) if tokens.is_cuda else nullcontext():
+        kernels = sdpa_kernel(KERNELS) if tokens.is_cuda else nullcontext()
+        with kernels:
             logits = model(tokens, use_cache=True, **arguments).logits
     finally:
         hook.remove()
@@ -363,13 +376,14 @@ def accept(nodes: Tensor, following: Tensor, tree: Tree) -> tuple[list[int], lis
     """
     # one transfer from the device
     guessed, chosen = torch.stack([nodes, following.to(nodes.device)]).tolist()
-    path, tokens = [0], [chosen[0]]
-    while child := next(
-        (child for child in tree.children[path[-1]] if guessed[child] == tokens[-1]), 0
-    ):
-        path.append(child)
-        tokens.append(chosen[child])
-    return path, tokens
+    path = [0]
+    tokens = [chosen[0]]
+    while True:
+        equal = [child for child in tree.children[path[-1]] if guessed[child] == tokens[-1]]
+        if not equal:
+            return path, tokens
+        path.append(equal[0])
+        tokens.append(chosen[equal[0]])
 
 
 def keep_path(cache: DynamicCache, length: int, path: list[int]) -> None:
@@ -377,12 +391,13 @@ def keep_path(cache: DynamicCache, length: int, path: list[int]) -> None:
     of the others.
     """
     end = length + len(path)
-    rows = torch.tensor(path) + length
+    kept = torch.tensor(path) + length  # positions of the accepted nodes
+    is_in_place = path[-1] == len(path) - 1
     for layer in cache.layers:
         for name in ("keys", "values"):
-            stored = getattr(layer, name)
-            if path[-1] != len(path) - 1:  # else they are there already
-                stored[:, :, length:end] = stored[:, :, rows.to(stored.device)]
+            stored = getattr(layer, name)  # [1, kv_heads, length + n + 1, head_dim]
+            if not is_in_place:
+                stored[:, :, length:end] = stored[:, :, kept.to(stored.device)]
             setattr(layer, name, stored[:, :, :end])
 
 
@@ -399,7 +414,8 @@ def check_supported(
 ) -> None:
     """Raise a ValueError with everything that this decoding does not support."""
     problems = []
-    if (attention := model.config.get_text_config()._attn_implementation) not in ("sdpa", "eager"):
+    attention = model.config.get_text_config()._attn_implementation
+    if attention not in ("sdpa", "eager"):
         problems.append(
             f"attn_implementation={attention!r} takes no mask for a tree; load the model with"
             " 'sdpa'"
@@ -417,12 +433,9 @@ def check_supported(
     for name in OUTPUTS:
         if getattr(generation_config, name) and generation_config.return_dict_in_generate:
             problems.append(f"{name} is not supported")
-    inputs = sorted(
-        name
-        for name, value in model_kwargs.items()
-        if value is not None and name not in MODEL_INPUTS
-    )
-    problems += [f"the model input {name} is not supported" for name in inputs]
+    for name, value in sorted(model_kwargs.items()):
+        if value is not None and name not in MODEL_INPUTS:
+            problems.append(f"the model input {name} is not supported")
     if problems:
         raise refusal("; ".join(problems))
 
@@ -436,9 +449,11 @@ def unpadded_prompt(
             f"one sequence at a time, got {len(input_ids)} (batch size times num_return_sequences);"
             " call generate for each prompt"
         )
-    padding = 0 if attention_mask is None else int((attention_mask == 0).sum())
-    if attention_mask is not None and bool(attention_mask[0, :padding].any()):
-        raise refusal("attention_mask may only mask padding on the left")
+    padding = 0
+    if attention_mask is not None:
+        padding = int((attention_mask == 0).sum())
+        if bool(attention_mask[0, :padding].any()):
+            raise refusal("attention_mask may only mask padding on the left")
     prompt = input_ids[:, padding:]
     expected = torch.arange(prompt.shape[1], device=input_ids.device)[None]
     if position_ids is not None and not torch.equal(position_ids[..., padding:], expected):

@@ -57,17 +57,19 @@ CUSTOM_GENERATE_REQUIREMENTS = "torch>=2.9\ntransformers>=5.16\n"
 def check_vllm_config(config: Mapping[str, Any]) -> None:
     """Check that vLLM would load heads with this config.json on the backbone that it names."""
     path = Path(config["base_model_name_or_path"] or "") / "config.json"
-    if path.is_absolute() and path.is_file():
-        backbone = read_json(path)
-        if not isinstance(backbone, dict):
-            raise CheckpointError(f"{path}: expected an object of JSON")
-        backbone |= backbone.get("text_config") or {}
-        for key in ("vocab_size", "hidden_size"):
-            if (size := backbone.get(key, config[key])) != config[key]:
-                raise CheckpointError(
-                    f"vLLM would not load these heads: their {key} is {config[key]}, that of {path}"
-                    f" {size}"
-                )
+    if not path.is_absolute() or not path.is_file():
+        return
+    backbone = read_json(path)
+    if not isinstance(backbone, dict):
+        raise CheckpointError(f"{path}: expected an object of JSON")
+    backbone |= backbone.get("text_config") or {}
+    for key in ("vocab_size", "hidden_size"):
+        size = backbone.get(key, config[key])
+        if size != config[key]:
+            raise CheckpointError(
+                f"vLLM would not load these heads: their {key} is {config[key]}, that of {path}"
+                f" {size}"
+            )
 
 
 def tensorrt_config(paths: ModelPaths, num_heads: int) -> dict[str, Any]:
@@ -88,15 +90,16 @@ def medusa_choices(paths: ModelPaths, num_heads: int) -> tuple[str, str | None]:
     """Return the run's tree as the value of `--medusa_choices`, and a warning where there is no
     usable tree.
     """
-    tree = Tree.empty() if paths.tree is None else Tree.load(paths.tree)
-    if tree.size and tree.size <= MAX_NODES and tree.max_depth <= num_heads:
+    advice = "pass a --medusa_choices to TensorRT-LLM yourself"
+    if paths.tree is None:
+        return "", f"no tree.json in the run: {advice}"
+    tree = Tree.load(paths.tree)
+    if 0 < tree.size <= MAX_NODES and tree.max_depth <= num_heads:
         return json.dumps([list(path) for path in tree.paths]), None
-    reason = (
+    return "", (
         f"{paths.tree} has {tree.size} nodes and depth {tree.max_depth}; TensorRT-LLM accepts 1 to"
-        f" {MAX_NODES} nodes, and there are {num_heads} heads"
+        f" {MAX_NODES} nodes, and there are {num_heads} heads: {advice}"
     )
-    reason = "no tree.json in the run" if paths.tree is None else reason
-    return "", f"{reason}: pass a --medusa_choices to TensorRT-LLM yourself"
 
 
 def write_custom_generate(paths: ModelPaths, num_heads: int, directory: Path) -> str:
@@ -130,11 +133,14 @@ def load_trained_backbone(paths: ModelPaths) -> Backbone:
     first: merged into the original weights it would give another model.
     """
     _, config = resolve_backbone(paths.base_model, trust_remote_code=paths.trust_remote_code)
+    quantization = None
+    if paths.adapter is not None:
+        quantization = paths.quantization
     backbone = load_backbone(
         paths.base_model,
         dtype=getattr(config, "dtype", None) or "float32",
         device="cpu",  # a GPU may have no room for the unquantised weights
-        quantization=paths.quantization if paths.adapter is not None else None,
+        quantization=quantization,
         trust_remote_code=paths.trust_remote_code,
         special_tokens=paths.special_tokens,
     )
@@ -156,6 +162,7 @@ def write_merged(paths: ModelPaths, target: Path, card: str | None = None) -> st
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
+        # 1. The model and its tokenizer.
         if (model := paths.trained_model) is not None:
             shutil.copytree(model, temporary, dirs_exist_ok=True)
             original = read_mapping(paths.home / CONFIG).get("base_model")
@@ -167,10 +174,12 @@ def write_merged(paths: ModelPaths, target: Path, card: str | None = None) -> st
             content = _save_merged_adapter(paths, temporary)
             _copy_tokenizer(model_directory(paths.base_model), temporary)
             _set_special_tokens(temporary, paths.special_tokens)
-        if paths.chat_template is not None:  # the one that the run was trained with
+        # 2. The chat template of training, and the card.
+        if paths.chat_template is not None:
             _set_chat_template(temporary, get_template(paths.chat_template).source)
         if card is not None:
             replace_text(temporary / "README.md", card)
+        # 3. The directory gets its name when it is complete.
         _make_readable(temporary)
         if target.exists():
             shutil.rmtree(target)
@@ -198,9 +207,11 @@ def _copy_tokenizer(source: Path, directory: Path) -> None:
 
 
 def _set_special_tokens(directory: Path, special_tokens: Mapping[str, str]) -> None:
-    if special_tokens:
-        path = directory / TOKENIZER_CONFIG
-        replace_text(path, json.dumps({**read_json(path), **special_tokens}, indent=2) + "\n")
+    if not special_tokens:
+        return
+    path = directory / TOKENIZER_CONFIG
+    config = {**read_json(path), **special_tokens}
+    replace_text(path, json.dumps(config, indent=2) + "\n")
 
 
 def _set_chat_template(directory: Path, template: str) -> None:
@@ -208,8 +219,11 @@ def _set_chat_template(directory: Path, template: str) -> None:
     tokenizer_config.json for those that do not know that.
     """
     path = directory / TOKENIZER_CONFIG
-    config = read_json(path) if path.is_file() else {}
-    replace_text(path, json.dumps({**config, "chat_template": template}, indent=2) + "\n")
+    config = {}
+    if path.is_file():
+        config = read_json(path)
+    config["chat_template"] = template
+    replace_text(path, json.dumps(config, indent=2) + "\n")
     replace_text(directory / CHAT_TEMPLATE, template)
     (directory / "chat_template.json").unlink(missing_ok=True)
 
@@ -242,9 +256,13 @@ def _save_merged_adapter(paths: ModelPaths, directory: Path) -> str:
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     untie_config(backbone)
     backbone.save(directory)
-    dequantised = f"dequantised from {paths.quantization}, " if paths.quantization else ""
-    merged = "adapter merged, " if paths.adapter is not None else ""
-    return f"{paths.base_model}, {dequantised}{merged}{str(backbone.dtype).removeprefix('torch.')}"
+    facts = [paths.base_model]
+    if paths.quantization:
+        facts.append(f"dequantised from {paths.quantization}")
+    if paths.adapter is not None:
+        facts.append("adapter merged")
+    facts.append(str(backbone.dtype).removeprefix("torch."))
+    return ", ".join(facts)
 
 
 # EAGLE-3
@@ -288,6 +306,7 @@ def write_eagle3(
         raise CheckpointError(
             f"{heads}: an EAGLE-3 draft is exported --to {', '.join(_EAGLE3_COMMANDS)}, not to {to}"
         )
+    # 1. Tensors and config.json as the server reads them.
     state, settings = read_eagle3(heads)
     _, backbone = resolve_backbone(paths.base_model, trust_remote_code=paths.trust_remote_code)
     text_config = backbone.get_text_config()
@@ -295,12 +314,15 @@ def write_eagle3(
     layer = layer_config(text_config, settings.get("layer")).to_dict()
     tensors, config = to_eagle3(state, settings, layer, text_config.vocab_size, base_model)
     tensors, config = for_target(tensors, config, to, min(3, settings.get("num_heads", 3)))
+    # 2. The card.
     drafted = f"{config['draft_vocab_size']:,} of {text_config.vocab_size:,} tokens"
+    layers = ", ".join(map(str, settings["layers"]))
+    use = _EAGLE3_USE % _EAGLE3_COMMANDS[to]
     text = card(
         paths,
         "EAGLE-3 draft",
-        _EAGLE3_DESCRIPTION.format(layers=", ".join(map(str, settings["layers"])), tokens=drafted),
-        partial((_EAGLE3_USE % _EAGLE3_COMMANDS[to]).format, directory="THIS_DIRECTORY"),
+        _EAGLE3_DESCRIPTION.format(layers=layers, tokens=drafted),
+        partial(use.format, directory="THIS_DIRECTORY"),
         base_model,
         licence,
         served_by_vllm=to != "sglang",
@@ -308,11 +330,13 @@ def write_eagle3(
     )
     write_weights(target, VLLM_WEIGHTS, tensors, config)
     replace_text(target / "README.md", text)
-    facts = [f"EAGLE-3, {drafted}; backbone {base_model}"]
-    directory = str(target) if to == "vllm" else quote(str(target))  # there it stands within quotes
+    # 3. How to serve it.
+    directory = str(target)
+    if to != "vllm":  # there it stands within quotes
+        directory = quote(directory)
     command = _EAGLE3_COMMANDS[to].format(directory=directory, backbone=quote(base_model))
     return [
-        *facts,
+        f"EAGLE-3, {drafted}; backbone {base_model}",
         f"serve it: {command}",
         "servers draft a chain, or a tree of their own; tree.json is not read",
     ]
