@@ -76,7 +76,10 @@ def export(
 
     from medusa_train.checkpoint.resolve import names_no_backbone, resolve_model
 
-    base_model = cfg.base_model if cfg.run is not None and names_no_backbone(cfg.run) else None
+    # 1. The run, and the backbone where it names none.
+    base_model = None
+    if cfg.run is not None and names_no_backbone(cfg.run):
+        base_model = cfg.base_model
     paths = resolve_model(
         cfg.run,
         base_model,
@@ -86,10 +89,11 @@ def export(
     )
     if (note := paths.remote_code_note) is not None:
         error_console().print(f"note: {note}")
-    # it has moved
-    if cfg.base_model and looks_like_path(paths.base_model) and not Path(paths.base_model).is_dir():
+    has_moved = looks_like_path(paths.base_model) and not Path(paths.base_model).is_dir()
+    if cfg.base_model and has_moved:
         paths = replace(paths, base_model=str(resolve_path(cfg.base_model) or cfg.base_model))
 
+    # 2. The export.
     progress = RunProgress(error_console())
     with progress.phase("importing torch and transformers", ticking=True):
         from medusa_train.export.write import (  # only after the paths are checked
@@ -99,7 +103,9 @@ def export(
             push,
         )
 
-    target = Path(cfg.output_dir).expanduser() if cfg.output_dir else None
+    target = None
+    if cfg.output_dir:
+        target = Path(cfg.output_dir).expanduser()
     with progress.phase(f"exporting to {cfg.to}", ticking=True):
         exported = export_run(
             paths,
@@ -111,6 +117,7 @@ def export(
         )
     console = output_console(highlight=False, soft_wrap=True)
     _print_export(exported, str(paths.home), console)
+    # 3. The upload.
     if cfg.push_to_hub is not None:
         if (path := local_base_model(exported.target)) is not None:
             error_console().print(
@@ -127,13 +134,15 @@ def _read_config(arguments: list[str], flags: dict[str, str | None]) -> ExportCo
     """Read the configuration from the command line; an argument that is neither YAML file nor
     key=value is the run.
     """
-    run = next(
-        (a for a in arguments if not OVERRIDE.match(a) and not a.endswith((".yaml", ".yml"))), None
-    )
-    rest = list(arguments)
-    if run is not None:
-        rest.remove(run)
-    return read_arguments(ExportConfig, rest, flags={"run": run, **flags})
+    run = None
+    others = []
+    for argument in arguments:
+        is_run = not OVERRIDE.match(argument) and not argument.endswith((".yaml", ".yml"))
+        if is_run and run is None:
+            run = argument
+        else:
+            others.append(argument)
+    return read_arguments(ExportConfig, others, flags={"run": run, **flags})
 
 
 def export_after_training(

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from medusa_train.checkpoint.heads import (
@@ -116,11 +115,13 @@ def _write(
     announce: Callable[[str], object],
 ) -> None:
     """Write the files of an export, and add facts and warnings to `exported`."""
+    # 1. An EAGLE-3 draft.
     assert paths.heads is not None
     if heads_kind(paths.heads) == "eagle3":
         base = base_model or _backbone_name(paths)
         exported.facts += write_eagle3(paths, paths.heads, to, exported.target, base, licence)
-        if "lm_heads.0.bias" in read_eagle3(paths.heads)[0]:
+        state, _ = read_eagle3(paths.heads)
+        if "lm_heads.0.bias" in state:
             exported.warnings.append(BIAS_IGNORED)
         if to in ("vllm", "speculators"):
             exported.warnings += vllm_eagle3_warnings(paths)
@@ -131,6 +132,7 @@ def _write(
         raise CheckpointError(
             f"{paths.heads}: {to} reads EAGLE-3 drafts only; export --to vllm, tgi or transformers"
         )
+    # 2. Medusa heads, or the backbone that was trained with them.
     heads = replace(read_heads(paths.heads), base_model=base_model or _backbone_name(paths))
     _check_layout(paths, heads, to)
     card = model_card(paths, heads, to, licence)
@@ -140,16 +142,18 @@ def _write(
         _write_merged(paths, exported, card)
     else:
         _WRITERS[to](paths, heads, exported)
+    # 3. What the user should know.
     exported.warnings += warnings_for(to, heads)
-    if to != MERGED:
-        exported.facts.insert(0, describe(heads))
-        if base_model is None:
-            exported.warnings += backbone_warnings(paths)
-            if to != "transformers":  # whose code reads them
-                exported.warnings += stop_warnings(paths)
-        replace_text(exported.target / CARD, card)
-        if paths.tree is not None:
-            replace_text(exported.target / TREE, paths.tree.read_text(encoding="utf-8"))
+    if to == MERGED:
+        return
+    exported.facts.insert(0, describe(heads))
+    if base_model is None:
+        exported.warnings += backbone_warnings(paths)
+        if to != "transformers":  # whose code reads them
+            exported.warnings += stop_warnings(paths)
+    replace_text(exported.target / CARD, card)
+    if paths.tree is not None:
+        replace_text(exported.target / TREE, paths.tree.read_text(encoding="utf-8"))
 
 
 @contextmanager
@@ -186,7 +190,9 @@ def _repeatable(target: Path) -> Iterator[None]:
 
 def _empty(directory: Path) -> None:
     """Delete what is in a directory, not itself: it may be a link."""
-    for path in directory.iterdir() if directory.is_dir() else ():
+    if not directory.is_dir():
+        return
+    for path in directory.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:
@@ -197,26 +203,28 @@ def _check_target(paths: ModelPaths, to: ExportTarget, target: Path) -> None:
     """Refuse to write over files of other programs, of the user, or of the run itself."""
     if target.exists() and not target.is_dir():
         raise CheckpointError(f"output_dir: {target} is a file, not a directory")
-    own = [
-        path.resolve()
-        for path in (paths.home, paths.heads, Path(paths.base_model))
-        if path is not None
-    ]
-    is_new = not target.exists() or not any(target.iterdir()) or (target / UNFINISHED).is_file()
-    if to == MERGED:  # replaces the whole directory
-        foreign = not is_new and not holds_merged(target)
-    else:
-        foreign = not is_new and find_heads(target).layout in (None, "model")
-        # another run's
-        foreign = foreign or (target.name == HEADS and (target.parent / CONFIG).is_file())
-        weights = VLLM_WEIGHTS if to in ("vllm", "sglang", "speculators") else SAFETENSORS
-        # vLLM reads them all
-        foreign = foreign or any(path.name != weights for path in target.glob("*.safetensors"))
-    if foreign or target.resolve() in own:
+    own = [paths.home.resolve(), Path(paths.base_model).resolve()]
+    if paths.heads is not None:
+        own.append(paths.heads.resolve())
+    if target.resolve() in own or _holds_other_files(target, to):
         raise CheckpointError(
             f"output_dir: {target} holds other files that would be overwritten; name a new"
             " directory"
         )
+
+
+def _holds_other_files(target: Path, to: ExportTarget) -> bool:
+    """Return whether a directory holds anything but an earlier export of the same kind."""
+    is_new = not target.exists() or not any(target.iterdir()) or (target / UNFINISHED).is_file()
+    if to == MERGED:  # replaces the whole directory
+        return not is_new and not holds_merged(target)
+    if not is_new and find_heads(target).layout in (None, "model"):
+        return True
+    if target.name == HEADS and (target.parent / CONFIG).is_file():  # another run's
+        return True
+    weights = VLLM_WEIGHTS if to in ("vllm", "sglang", "speculators") else SAFETENSORS
+    # vLLM reads them all
+    return any(path.name != weights for path in target.glob("*.safetensors"))
 
 
 def _check_layout(paths: ModelPaths, heads: HeadTensors, to: ExportTarget) -> None:
@@ -251,15 +259,18 @@ def announce_lm_heads(
     itemsize = heads.state["blocks.0.0.linear.weight"].itemsize
     size = matrices * tokens * heads.hidden_size * itemsize
     if size >= ANNOUNCED:
+        noun = "matrix" if matrices == 1 else "matrices"
         announce(
-            f"writing {describe_size(size)}: {to} stores {matrices} lm_head"
-            f" {'matrix' if matrices == 1 else 'matrices'} of {tokens:,} tokens"
+            f"writing {describe_size(size)}: {to} stores {matrices} lm_head {noun} of {tokens:,}"
+            " tokens"
         )
 
 
 def describe(heads: HeadTensors) -> str:
     """Describe heads in one line."""
-    matrix = "the lm_head of the backbone" if heads.shared else f"V {heads.vocab_size}"
+    matrix = f"V {heads.vocab_size}"
+    if heads.shared:
+        matrix = "the lm_head of the backbone"
     if heads.token_map is not None:
         matrix += f", draft vocabulary of {len(heads.token_map):,} tokens"
     if heads.markov_rank:
@@ -279,8 +290,8 @@ def warnings_for(to: ExportTarget, heads: HeadTensors) -> list[str]:
     if to in ("tgi", "reference-v2") and heads.shared and heads.num_layers != 1:
         warnings.append("TGI reads heads that share lm_head only with one block each")
     if to == "reference":
-        if shared := shared_block_warning(heads):
-            warnings.append(shared)
+        if (warning := shared_block_warning(heads)) is not None:
+            warnings.append(warning)
         if heads.num_heads < PUBLIC_HEADS:
             warnings.append(
                 f"the public Medusa loader always builds {PUBLIC_HEADS} heads: those beyond the"
@@ -329,7 +340,9 @@ def _backbone_name(paths: ModelPaths) -> str:
     if (merged := _merged_directory(paths)) is not None:
         return str(merged.resolve())
     base = Path(paths.base_model)
-    return str(base.resolve()) if base.is_dir() else paths.base_model
+    if not base.is_dir():
+        return paths.base_model
+    return str(base.resolve())
 
 
 def _merged_directory(paths: ModelPaths) -> Path | None:
@@ -338,7 +351,8 @@ def _merged_directory(paths: ModelPaths) -> Path | None:
     if paths.adapter is None or not (merged / "config.json").is_file():
         return None
     adapter_time = max(path.stat().st_mtime for path in paths.adapter.iterdir())
-    return merged if (merged / "config.json").stat().st_mtime >= adapter_time else None
+    is_older = (merged / "config.json").stat().st_mtime < adapter_time
+    return None if is_older else merged
 
 
 def _with_lm_head_copies(paths: ModelPaths, heads: HeadTensors, exported: Exported) -> HeadTensors:
@@ -348,7 +362,8 @@ def _with_lm_head_copies(paths: ModelPaths, heads: HeadTensors, exported: Export
     exported.facts.append(
         "target format cannot share lm_head: a copy of that lm_head for each head"
     )
-    return with_own_lm_heads(heads, *_lm_head(paths, heads, exported))
+    weight, bias = _lm_head(paths, heads, exported)
+    return with_own_lm_heads(heads, weight, bias)
 
 
 def _lm_head(
@@ -357,16 +372,21 @@ def _lm_head(
     """Load weight [V, d] and bias [V] of the trained backbone's lm_head, on the CPU, in the heads'
     dtype.
     """
+    dtype = heads.state["blocks.0.0.linear.weight"].dtype
     lm_head = load_trained_backbone(paths).lm_head()
-    if lm_head.bias is not None:
-        exported.warnings.append(BIAS_IGNORED)
-    device, dtype = torch.device("cpu"), heads.state["blocks.0.0.linear.weight"].dtype
-    weight = lm_head.weight.detach().to(device, dtype)
-    return weight, None if lm_head.bias is None else lm_head.bias.detach().to(device, dtype)
+    weight = lm_head.weight.detach().to("cpu", dtype)
+    if lm_head.bias is None:
+        return weight, None
+    exported.warnings.append(BIAS_IGNORED)
+    return weight, lm_head.bias.detach().to("cpu", dtype)
 
 
 def _write_reference(paths: ModelPaths, heads: HeadTensors, exported: Exported) -> None:
     write_heads(_with_lm_head_copies(paths, heads, exported), exported.target, pickled=True)
+
+
+def _write_tgi(paths: ModelPaths, heads: HeadTensors, exported: Exported) -> None:
+    write_heads(heads, exported.target, pickled=True)
 
 
 def _write_reference_v2(paths: ModelPaths, heads: HeadTensors, exported: Exported) -> None:
@@ -379,7 +399,10 @@ def _write_reference_v2(paths: ModelPaths, heads: HeadTensors, exported: Exporte
 
 
 def _write_vllm(paths: ModelPaths, heads: HeadTensors, exported: Exported) -> None:
-    tensors, config = to_vllm(heads, _lm_head(paths, heads, exported)[0] if heads.shared else None)
+    shared_weight = None
+    if heads.shared:
+        shared_weight, _ = _lm_head(paths, heads, exported)
+    tensors, config = to_vllm(heads, shared_weight)
     check_vllm_config(config)
     write_weights(exported.target, VLLM_WEIGHTS, tensors, config)
     exported.facts.append(
@@ -410,9 +433,8 @@ def path_warning(path: str) -> str | None:
 
 def _write_tensorrt(paths: ModelPaths, heads: HeadTensors, exported: Exported) -> None:
     config = tensorrt_config(paths, heads.num_heads)
-    write_heads(
-        _with_lm_head_copies(paths, heads, exported), exported.target, pickled=True, config=config
-    )
+    with_lm_heads = _with_lm_head_copies(paths, heads, exported)
+    write_heads(with_lm_heads, exported.target, pickled=True, config=config)
     choices, warning = medusa_choices(paths, heads.num_heads)
     if warning:
         (exported.target / CHOICES).unlink(missing_ok=True)  # of an earlier tree
@@ -424,8 +446,11 @@ def _write_tensorrt(paths: ModelPaths, heads: HeadTensors, exported: Exported) -
 
 def _write_transformers(paths: ModelPaths, heads: HeadTensors, exported: Exported) -> None:
     exported.facts.append(write_custom_generate(paths, heads.num_heads, exported.target))
+    config = {}
     added = added_stop_tokens(paths)
-    write_heads(heads, exported.target, config={"stop_token_ids": list(added)} if added else None)
+    if added:
+        config["stop_token_ids"] = list(added)
+    write_heads(heads, exported.target, config=config)
 
 
 def _write_merged(paths: ModelPaths, exported: Exported, card: str) -> None:
@@ -441,7 +466,7 @@ def _write_merged(paths: ModelPaths, exported: Exported, card: str) -> None:
 _WRITERS: dict[ExportTarget, Callable[[ModelPaths, HeadTensors, Exported], object]] = {
     "reference": _write_reference,
     "reference-v2": _write_reference_v2,
-    "tgi": lambda paths, heads, exported: write_heads(heads, exported.target, pickled=True),
+    "tgi": _write_tgi,
     "vllm": _write_vllm,
     "trtllm": _write_tensorrt,
     "transformers": _write_transformers,
@@ -476,9 +501,8 @@ def push(directory: Path, repo: str, *, private: bool, api: Any = None) -> str:
             repo_type="model",
             ignore_patterns=["eval/*", "compiled/*"],
         )
-    except (
-        Exception
-    ) as error:  # the client raises a dozen unrelated types: no token, no permission, no network
+    # the client raises a dozen unrelated types: no token, no permission, no network
+    except Exception as error:
         raise MedusaError(
             f"upload of {directory} to {repo} failed: {error}\nLog in with `hf auth login` (or set"
             " HF_TOKEN) with a token that has write access; the export is complete"
@@ -491,5 +515,9 @@ def local_base_model(directory: Path) -> str | None:
     it is no path.
     """
     config = directory / "config.json"
-    base = read_json(config).get("base_model_name_or_path") if config.is_file() else None
-    return base if isinstance(base, str) and Path(base).is_absolute() else None
+    if not config.is_file():
+        return None
+    base = read_json(config).get("base_model_name_or_path")
+    if not isinstance(base, str) or not Path(base).is_absolute():
+        return None
+    return base
