@@ -206,6 +206,7 @@ def kill_until_done(job: Job, where: Path, kills: int, draw: random.Random) -> T
         out.mkdir()
         while True:
             log = where / f"{tally.kills.total()}.log"
+            log.write_text("")  # a kill may come before it is opened
             process = start(log, call, job.program, job.arguments(out))
             number = draw.choice(SIGNALS)
             # most in the middle of what is left, some at once

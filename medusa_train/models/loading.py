@@ -285,8 +285,13 @@ def resolve_backbone(name: str, *, trust_remote_code: bool = False) -> tuple[str
                 f" --local-dir {name}`"
             ) from error
         reason = describe_hub_error(error, name, "model")
-        if not reason:
+        if not reason and hub_is_unreachable():
             reason = "no network, or HF_HUB_OFFLINE is set, and it is not in the cache"
+        if not reason:
+            reason = (
+                "what it answered is no model's config.json; does a proxy answer in its place?"
+                f" ({str(error).strip().partition(chr(10))[0]})"
+            )
         raise BackboneError(
             f"base_model {name}: not a local directory, and not available from the Hugging Face"
             f" hub: {reason}.\nDownload it where there is a network (`hf download {name} --local-dir"

@@ -141,3 +141,18 @@ def test_code_of_a_repository_needs_the_user_and_the_message_names_it(tmp_path: 
         assert f"Python code of the repository {named}" in str(error.value)
         assert "trust_remote_code=true" in str(error.value)
         assert not ran.exists()
+
+
+def test_a_page_in_place_of_a_config_is_not_called_a_missing_network(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a proxy answers that wants a login."""
+    monkeypatch.setattr(
+        loading.AutoConfig, "from_pretrained", Mock(side_effect=OSError("not valid JSON\nmore"))
+    )
+    monkeypatch.setattr(loading, "hub_is_unreachable", lambda: False)
+    with pytest.raises(BackboneError, match=r"a proxy answer in its place\? \(not valid JSON\)"):
+        resolve_backbone("some/model")
+    monkeypatch.setattr(loading, "hub_is_unreachable", lambda: True)
+    with pytest.raises(BackboneError, match="no network, or HF_HUB_OFFLINE is set"):
+        resolve_backbone("some/model")
