@@ -655,6 +655,30 @@ def gpu_clock_table() -> str:
     return table((*head, "without loops:", "equal bf16:", "loops:"), rows)
 
 
+def gpu_training_table() -> str:
+    """Training steps at 7B shape on the H100."""
+    content = results("gpu")
+    one, two = content["steps"]["train-7b"]["figures"]["cases"]
+    many = content["after"]["medusa2_8_rows"]
+    rows = []
+    for title, case, tokens in (
+        ("Medusa-1, backbone in bfloat16", one, one["tokens_counted"]),
+        ("Medusa-2, QLoRA with gradient checkpointing", two, two["tokens_counted"]),
+        ("the same with 8 rows", many, many["tokens"]),
+    ):
+        rows.append(
+            [
+                title,
+                f"{tokens / case['seconds']:,.0f}",
+                f"{case['mfu']:.2f}",
+                f"{case['total_mb'] / 1000:.1f} GB",
+                f"{case['estimate_mb'] / 1000:.1f} GB",
+            ]
+        )
+    head = ("what", "tokens/s:", "of the measured matrix rate:", "memory:", "by `--inspect`:")
+    return table(head, rows)
+
+
 def estimate_7b() -> str:
     """What heads would give at 7B shape if they guessed as well as SmolLM2's."""
     per_step = results("gpu")["after"]["smollm2_by_the_clock"]["medusa1"]["acceleration_rate"]
