@@ -69,7 +69,7 @@ from medusa_train.inference.decoding_settings import DecodingSettings  # noqa: E
 from medusa_train.io import replace_text  # noqa: E402
 from medusa_train.models.loading import resolve_backbone  # noqa: E402
 from medusa_train.tree_search.fit import AcceptedLength, Trace, fit_trees  # noqa: E402
-from medusa_train.tree_search.traces import load_traces, weights_key  # noqa: E402
+from medusa_train.tree_search.kept_traces import load_traces, weights_key  # noqa: E402
 from medusa_train.trees.tree import Tree  # noqa: E402
 
 EXPERIMENTS = ROOT / "benchmarks" / "papers"

@@ -21,19 +21,15 @@ from medusa_train.evaluation.questions import Bench
 from medusa_train.inference.decoding_settings import DecodingSettings
 from medusa_train.pages.page import Table, number
 from medusa_train.progress import RunProgress
-from medusa_train.tree_search.choose import (
+from medusa_train.tree_search.choose_tree import (
     MIN_CONVERSATIONS,
     TreeChoice,
     answer_prompts,
     choose_tree,
     timing_budget,
 )
-from medusa_train.tree_search.traces import (
-    Prompts,
-    load_traces,
-    prompts_by_conversation,
-    weights_key,
-)
+from medusa_train.tree_search.kept_traces import load_traces, weights_key
+from medusa_train.tree_search.traces import Prompts, prompts_by_conversation
 
 LEAST_TOKENS = 2000  # to fit a tree to
 

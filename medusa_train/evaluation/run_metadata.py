@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import transformers
 
+from medusa_train.checkpoint.digest import digest_files
 from medusa_train.checkpoint.load_model import LoadedModel, added_stop_tokens
 from medusa_train.checkpoint.resolve import FIXED, ModelPaths, find_heads
 from medusa_train.config.paths import public_name
@@ -30,7 +31,6 @@ from medusa_train.io import installed_version
 from medusa_train.models.drafts.lookup import RestDraft
 from medusa_train.models.precision import device_name
 from medusa_train.models.prepack import is_prepacked
-from medusa_train.tree_search.traces import digest_files
 from medusa_train.trees.tree import Tree
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from medusa_train.checkpoint.digest import digest_files
 from medusa_train.checkpoint.reference_layout import HeadTensors
 from medusa_train.checkpoint.resolve import MERGED_CARD, ModelPaths, find_heads, read_mapping
 from medusa_train.checkpoint.run_directory import CONFIG
@@ -20,7 +21,6 @@ from medusa_train.config.types import ExportTarget
 from medusa_train.data.sources import PUBLIC_DATASETS
 from medusa_train.inference.decoding_mode import mode_of
 from medusa_train.pages.page import Table, number
-from medusa_train.tree_search.traces import digest_files
 
 Json = Mapping[str, Any]
 

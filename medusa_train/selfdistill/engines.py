@@ -75,7 +75,7 @@ def weights_digest(cfg: SelfDistillConfig) -> str | None:
 
     `a/merged` and `b/merged` have the same name there. None for other names, and for servers.
     """
-    from medusa_train.tree_search.traces import digest_files
+    from medusa_train.checkpoint.digest import digest_files
 
     if cfg.engine == "openai":
         return None

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from medusa_train.checkpoint.digest import digest_files
 from medusa_train.checkpoint.load_model import read_stop_tokens
 from medusa_train.checkpoint.resolve import ModelPaths, find_heads, runs_directory
 from medusa_train.checkpoint.run_directory import only_writer
@@ -44,7 +45,6 @@ from medusa_train.server_bench.measure import (
 )
 from medusa_train.server_bench.report import terminal_report, write_report
 from medusa_train.server_bench.serve import ServedModel, ServerPool, prepare_model
-from medusa_train.tree_search.traces import digest_files
 
 ATTEMPTS = 3  # at a block in which requests fail
 FOREIGN_TRAFFIC = 1.2  # generated tokens by the server's counter, relative to those of the answers

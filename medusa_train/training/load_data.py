@@ -25,7 +25,7 @@ from medusa_train.models.hf_config import context_length, rope_switch
 from medusa_train.models.loading import load_tokenizer, unneeded_special_tokens
 from medusa_train.training.distributed import SINGLE_PROCESS, World
 from medusa_train.training.preflight import check_run
-from medusa_train.tree_search.choose import MIN_CONVERSATIONS
+from medusa_train.tree_search.choose_tree import MIN_CONVERSATIONS
 
 #: Axolotl's default for `type: sharegpt`.
 SHAREGPT_TEMPLATE = "vicuna_v1.1"

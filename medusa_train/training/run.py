@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from medusa_train.checkpoint.digest import digest_files
 from medusa_train.checkpoint.heads import save_draft
 from medusa_train.checkpoint.resolve import find_heads, resolve_model
 from medusa_train.checkpoint.run_directory import CONFIG, HEADS, METRICS, TREE, writing
@@ -34,14 +35,14 @@ from medusa_train.training.setup import build_trainer
 from medusa_train.training.signals import StopRequest
 from medusa_train.training.trainer import Outcome, Trainer
 from medusa_train.training.validation import NODES, ValidationResult
-from medusa_train.tree_search.choose import (
+from medusa_train.tree_search.choose_tree import (
     MIN_CONVERSATIONS,
     TreeChoice,
     answer_prompts,
     choose_tree,
     timing_budget,
 )
-from medusa_train.tree_search.traces import Prompts, digest_files, prompts_by_conversation
+from medusa_train.tree_search.traces import Prompts, prompts_by_conversation
 
 
 def train(

@@ -13,7 +13,9 @@ from functools import cached_property
 
 from medusa_train.trees.tree import Ranks, Tree
 
-MAX_RANK = 10  # lower-ranked draft tokens are never worth a node (published trees end at rank 9)
+#: Draft tokens ranked lower are never worth a node (published trees end at rank 9).
+MAX_RANK = 10
+#: Parts of cross-validation.
 _FOLDS = 3
 
 
@@ -46,24 +48,35 @@ class Trace:
     @cached_property
     def _paths(self) -> list[Ranks]:
         """`path` of every position, cached because a tree search reads them hundreds of times."""
-        return [tuple(ranks[: ranks.index(-1)] if -1 in ranks else ranks) for ranks in self.ranks]
+        paths: list[Ranks] = []
+        for ranks in self.ranks:
+            hits = itertools.takewhile(lambda rank: rank >= 0, ranks)
+            paths.append(tuple(hits))
+        return paths
 
     def stop_early(self, threshold: float) -> Trace:
         """Return what chains accept that end with a token of at most this confidence, see
         `KangarooDraft.threshold`.
         """
-        ranks = []
-        for position, row in enumerate(self.ranks):
-            drafted = enumerate(self.confidence[position : position + len(row)], start=1)
-            end = next((k for k, confidence in drafted if confidence <= threshold), len(row))
-            ranks.append(row[:end] + [-1] * (len(row) - end))
-        return Trace(ranks, self.targets, self.confidence)
+        stopped: list[list[int]] = []
+        for position, ranks in enumerate(self.ranks):
+            heads = len(ranks)
+            # the first token with too little confidence is the last of its chain
+            end = heads
+            for k, confidence in enumerate(self.confidence[position : position + heads], start=1):
+                if confidence <= threshold:
+                    end = k
+                    break
+            stopped.append(ranks[:end] + [-1] * (heads - end))
+        return Trace(stopped, self.targets, self.confidence)
 
     def simulate(self, tree: Tree | AcceptedLength) -> list[int]:
         """Simulate decoding with `tree`: return the positions at which its steps start."""
         accepted = AcceptedLength(tree) if isinstance(tree, Tree) else tree
-        paths, end = self._paths, len(self.ranks) - 1
-        starts, position = [], 0
+        paths = self._paths
+        end = len(self.ranks) - 1
+        starts: list[int] = []
+        position = 0
         while position < end:
             starts.append(position)
             position += accepted[paths[position]] + 1
@@ -91,7 +104,10 @@ def tokens_per_step(traces: Sequence[Trace], tree: Tree) -> float:
     """
     accepted = AcceptedLength(tree)
     steps = sum(len(trace.simulate(accepted)) for trace in traces)
-    return sum(len(trace.ranks) - 1 for trace in traces) / steps if steps else 1.0
+    tokens = sum(len(trace.ranks) - 1 for trace in traces)
+    if not steps:
+        return 1.0
+    return tokens / steps
 
 
 def node_acceptance(traces: Sequence[Trace], tree: Tree) -> list[float] | None:
@@ -109,28 +125,30 @@ def node_acceptance(traces: Sequence[Trace], tree: Tree) -> list[float] | None:
         for start in starts:
             path = trace.path(start)
             accepted.update(path[:depth] for depth in range(1, len(path) + 1))
-    return [accepted[path] / steps for path in tree.paths] if steps else None
+    if not steps:
+        return None
+    return [accepted[path] / steps for path in tree.paths]
 
 
 def head_accuracy(traces: Sequence[Trace]) -> list[list[float]]:
     """Return the top-1 .. top-10 accuracy of every head over all positions that have a target,
     [K][10].
     """
-    heads = len(traces[0].ranks[0]) if traces else 0
-    table = []
-    for k in range(heads):
-        ranks = [
-            row[k]
-            for trace in traces
-            for row, known in zip(trace.ranks, trace.targets, strict=True)
-            if known > k
-        ]
-        table.append(
-            [
-                sum(0 <= rank < top for rank in ranks) / max(len(ranks), 1)
-                for top in range(1, MAX_RANK + 1)
-            ]
-        )
+    if not traces:
+        return []
+    table: list[list[float]] = []
+    for k in range(len(traces[0].ranks[0])):
+        # head k + 1 at all positions with a target: how often the target has each rank
+        count = 0
+        hits: Counter[int] = Counter()
+        for trace in traces:
+            for ranks, known in zip(trace.ranks, trace.targets, strict=True):
+                if known > k:
+                    count += 1
+                    hits[ranks[k]] += 1
+        # ranks below 1, 2, ..., 10
+        top_hits = itertools.accumulate(hits[rank] for rank in range(MAX_RANK))
+        table.append([top / max(count, 1) for top in top_hits])
     return table
 
 
@@ -139,8 +157,8 @@ class TreeCandidate:
     """A fixed tree with its acceptance and its cost.
 
     Attributes:
-        tokens_per_step: simulated on answers that the tree was not fitted to. step_ms: measured
-            latency.
+        tokens_per_step: simulated on answers that the tree was not fitted to.
+        step_ms: measured latency in milliseconds.
     """
 
     tree: Tree
@@ -166,13 +184,18 @@ def fit_trees(
     accuracies on their path, as if heads erred independently. There are fewer than `size` nodes
     where no other guess was ever right.
     """
-    # of a single guess: the difference of neighbours in top-1 .. top-10 accuracy
-    accuracy = [
-        [row[0], *(b - a for a, b in itertools.pairwise(row))]
-        for row in head_accuracy(traces)[:max_depth]
-    ]
-    useful = itertools.takewhile(lambda one: one[0] > 0, paths_by_product(accuracy))
-    paths = [path for _, path in itertools.islice(useful, max(sizes, default=0))]
+    # 1. the accuracy of a single guess: the difference of neighbours in top-1 .. top-10 accuracy
+    accuracy: list[list[float]] = []
+    for top in head_accuracy(traces)[:max_depth]:
+        single = [later - earlier for earlier, later in itertools.pairwise(top)]
+        accuracy.append([top[0], *single])
+    # 2. the paths with the largest products
+    paths: list[Ranks] = []
+    largest = max(sizes, default=0)
+    for product, path in paths_by_product(accuracy):
+        if product <= 0 or len(paths) == largest:
+            break
+        paths.append(path)
     return {size: Tree.from_paths(paths[:size]) for size in sizes}
 
 
@@ -186,27 +209,29 @@ def paths_by_product(probabilities: Sequence[Sequence[float]]) -> Iterator[tuple
     Args:
         probabilities: of every head's draft tokens by rank, each at most 1, in any order.
     """
-    levels = [
-        sorted(zip(row, range(len(row)), strict=True), key=lambda one: -one[0])
-        for row in probabilities
-    ]
-    # minus the product, path, position in level, parent's product
+    # 1. the guesses of each head, the likeliest first: probability and rank
+    levels: list[list[tuple[float, int]]] = []
+    for of_head in probabilities:
+        guesses = [(probability, rank) for rank, probability in enumerate(of_head)]
+        levels.append(sorted(guesses, key=lambda guess: -guess[0]))
+    # 2. the best path that is not yet yielded below each parent, the largest product first: minus
+    # the product, path, place in its level, parent's product
     queue: list[tuple[float, Ranks, int, float]] = []
 
-    def push(parent: Ranks, product: float, position: int) -> None:
+    def push(parent: Ranks, product: float, place: int) -> None:
         level = levels[len(parent)]
-        if position < len(level):
-            value, rank = level[position]
-            heapq.heappush(queue, (-product * value, (*parent, rank), position, product))
+        if place < len(level):
+            probability, rank = level[place]
+            heapq.heappush(queue, (-product * probability, (*parent, rank), place, product))
 
     if levels:
         push((), 1.0, 0)
     while queue:
-        negative, path, position, above = heapq.heappop(queue)
+        negative, path, place, above = heapq.heappop(queue)
         yield -negative, path
-        push(path[:-1], above, position + 1)
+        push(path[:-1], above, place + 1)  # its next sibling
         if len(path) < len(levels):
-            push(path, -negative, 0)
+            push(path, -negative, 0)  # its first child
 
 
 def cross_validate(
@@ -220,16 +245,21 @@ def cross_validate(
     Args:
         conversations: the traces of each conversation's answers, of two or more.
     """
+    # 1. every third conversation is one part
     folds = min(_FOLDS, len(conversations))
-    parts = [
-        [trace for traces in conversations[start::folds] for trace in traces]
-        for start in range(folds)
-    ]
-    tokens = sum(len(trace.ranks) - 1 for part in parts for trace in part)
+    parts: list[list[Trace]] = []
+    for start in range(folds):
+        parts.append(list(itertools.chain.from_iterable(conversations[start::folds])))
+    # 2. decode each part with trees fitted to the others
     steps = dict.fromkeys(sizes, 0)
     for index, held_out in enumerate(parts):
-        fit = [trace for other, part in enumerate(parts) if other != index for trace in part]
-        for size, tree in fit_trees(fit, sizes, max_depth).items():
+        others = parts[:index] + parts[index + 1 :]
+        fitted_to = list(itertools.chain.from_iterable(others))
+        for size, tree in fit_trees(fitted_to, sizes, max_depth).items():
             accepted = AcceptedLength(tree)
             steps[size] += sum(len(trace.simulate(accepted)) for trace in held_out)
+    # 3. tokens and steps over all parts; the first token of an answer comes from the prefill
+    tokens = 0
+    for part in parts:
+        tokens += sum(len(trace.ranks) - 1 for trace in part)
     return {size: tokens / max(count, 1) for size, count in steps.items()}

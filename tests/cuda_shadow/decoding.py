@@ -24,7 +24,8 @@ from medusa_train.inference.step import Steps
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Proposer
 from medusa_train.progress import RunProgress
-from medusa_train.tree_search import choose
+from medusa_train.tree_search import choose_tree as module
+from medusa_train.tree_search import time_steps
 from medusa_train.tree_search.traces import trace_conversations
 from medusa_train.trees.slots import Slots
 from tests.cuda_shadow.device import CaptureError, DeviceError, Transfers, capturing, counted
@@ -193,15 +194,15 @@ def test_trees_that_differ_from_step_to_step(name: str) -> None:
 
 @pytest.mark.parametrize("kind", ["medusa", "kangaroo"])
 def test_choosing_a_tree(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choose, "SIZES", (0, 1, 4))
-    monkeypatch.setattr(choose, "TIMED_TOKENS", 6)
-    monkeypatch.setattr(choose, "THOROUGH", choose.Effort(rounds=1, steps=2))
+    monkeypatch.setattr(module, "SIZES", (0, 1, 4))
+    monkeypatch.setattr(time_steps, "TIMED_TOKENS", 6)
+    monkeypatch.setattr(module, "THOROUGH", time_steps.Effort(rounds=1, steps=2))
     backbone = on_gpu("llama")
     draft, prompts = random_draft(kind, backbone), [[4 + i, 20, 30 + i] for i in range(4)]
     traces = trace_conversations(
         backbone, draft, [[prompt] for prompt in prompts], max_new_tokens=8, token_budget=32
     )
-    assert choose.choose_tree(backbone, draft, traces, RunProgress(Console(file=io.StringIO())))
+    assert module.choose_tree(backbone, draft, traces, RunProgress(Console(file=io.StringIO())))
 
 
 @pytest.mark.parametrize("draft", [None, "prompt_lookup"])

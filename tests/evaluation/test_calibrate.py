@@ -24,7 +24,7 @@ from medusa_train.evaluation.calibrate import (
 from medusa_train.evaluation.questions import load_bench
 from medusa_train.inference.decoding_settings import DecodingSettings
 from medusa_train.progress import RunProgress
-from medusa_train.tree_search import choose
+from medusa_train.tree_search import choose_tree as module
 from medusa_train.trees.tree import Tree
 from tests.evaluation.tiny_model import write_backbone, write_run
 
@@ -48,7 +48,7 @@ def run(paths_of: Path, bench: Path, out: Path | None, **keys: object) -> tuple[
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choose, "SIZES", (0, 2, 6))
+    monkeypatch.setattr(module, "SIZES", (0, 2, 6))
 
 
 @pytest.fixture

@@ -18,8 +18,8 @@ from medusa_train.models.drafts.base import DraftStep, Proposal
 from medusa_train.models.drafts.kangaroo import KangarooDraft
 from medusa_train.models.features import Rows
 from medusa_train.progress import RunProgress
-from medusa_train.tree_search.choose import QUICK, time_steps
 from medusa_train.tree_search.fit import AcceptedLength
+from medusa_train.tree_search.time_steps import QUICK, time_steps
 from medusa_train.tree_search.traces import trace_answer
 from medusa_train.trees.tree import Level, Tree
 from tests.families import FAMILIES, random_backbone

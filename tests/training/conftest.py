@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from medusa_train.config.schema import TrainConfig
 from medusa_train.training.stages import train_stages
 from medusa_train.training.trainer import Trainer
-from medusa_train.tree_search.choose import Effort
+from medusa_train.tree_search.time_steps import Effort
 from tests.families import random_model
 
 SPECIAL = ["<s>", "</s>", "<|user|>", "<|assistant|>"]
@@ -145,8 +145,8 @@ def short_latency_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
     """Time every tree on 8 tokens and one round: which tree is chosen does not matter to these
     tests.
     """
-    monkeypatch.setattr("medusa_train.tree_search.choose.TIMED_TOKENS", 8)
-    monkeypatch.setattr("medusa_train.tree_search.choose.THOROUGH", Effort(1, 8))
+    monkeypatch.setattr("medusa_train.tree_search.time_steps.TIMED_TOKENS", 8)
+    monkeypatch.setattr("medusa_train.tree_search.choose_tree.THOROUGH", Effort(1, 8))
 
 
 @pytest.fixture

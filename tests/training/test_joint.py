@@ -15,7 +15,7 @@ from medusa_train.inference.decoding_settings import DecodingSettings
 from medusa_train.models.features import capture_inputs
 from medusa_train.models.precision import Precision
 from medusa_train.training.backbone_recipe import build_backbone_recipe
-from medusa_train.tree_search.traces import load_traces, weights_key
+from medusa_train.tree_search.kept_traces import load_traces, weights_key
 from tests.families import random_backbone
 from tests.training.conftest import LORA, metrics, train
 

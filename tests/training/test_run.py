@@ -17,7 +17,7 @@ from medusa_train.inference.decoding_settings import DecodingSettings
 from medusa_train.training.distributed import World
 from medusa_train.training.stages import train_stages
 from medusa_train.training.trainer import NonFiniteLossError, Trainer
-from medusa_train.tree_search.traces import load_traces, weights_key
+from medusa_train.tree_search.kept_traces import load_traces, weights_key
 from tests.training.conftest import LORA, metrics, train
 
 

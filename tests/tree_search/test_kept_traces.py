@@ -5,12 +5,8 @@ from pathlib import Path
 
 from medusa_train.checkpoint.resolve import ModelPaths, resolve_model
 from medusa_train.inference.decoding_settings import DecodingSettings
-from medusa_train.tree_search.traces import (
-    load_traces,
-    save_traces,
-    trace_conversations,
-    weights_key,
-)
+from medusa_train.tree_search.kept_traces import load_traces, save_traces, weights_key
+from medusa_train.tree_search.traces import trace_conversations
 from tests.evaluation.tiny_model import write_backbone, write_run
 from tests.families import random_backbone
 from tests.tree_search.test_traces import noisy_heads

@@ -13,14 +13,8 @@ from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.models.lm_head import LMHead
 from medusa_train.tree_search import traces as traces_module
 from medusa_train.tree_search.fit import MAX_RANK, Trace, head_accuracy, tokens_per_step
-from medusa_train.tree_search.traces import (
-    TracedAnswers,
-    greedy_answers,
-    load_traces,
-    rank_of,
-    save_traces,
-    trace_answer,
-)
+from medusa_train.tree_search.kept_traces import load_traces, save_traces
+from medusa_train.tree_search.traces import TracedAnswers, greedy_answers, rank_of, trace_answer
 from medusa_train.trees.tree import Tree
 from tests.families import random_backbone
 

@@ -16,26 +16,20 @@ from medusa_train.errors import MedusaError
 from medusa_train.inference.generate import Decoder, Step
 from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.progress import RunProgress
-from medusa_train.tree_search import choose
-from medusa_train.tree_search.choose import (
-    QUICK,
-    THOROUGH,
-    Effort,
+from medusa_train.tree_search import choose_tree as module
+from medusa_train.tree_search import time_steps as timing
+from medusa_train.tree_search.choose_tree import (
     TreeChoice,
     choose_tree,
     interpolate,
     merge_timings,
     smallest_of_the_fastest,
-    time_steps,
     timing_budget,
 )
 from medusa_train.tree_search.fit import Trace, TreeCandidate
-from medusa_train.tree_search.traces import (
-    TracedAnswers,
-    load_traces,
-    trace_conversations,
-    weights_key,
-)
+from medusa_train.tree_search.kept_traces import load_traces, weights_key
+from medusa_train.tree_search.time_steps import QUICK, THOROUGH, Effort, time_steps
+from medusa_train.tree_search.traces import TracedAnswers, trace_conversations
 from medusa_train.trees.tree import Tree
 from tests.families import random_backbone
 from tests.tree_search.test_traces import noisy_heads
@@ -85,8 +79,8 @@ def chosen_by(
         assert len(set(trees)) == len(trees)
         return {tree: step_ms(tree, len(calls) - 1) for tree in trees}
 
-    monkeypatch.setattr(choose, "time_steps", measure)
-    monkeypatch.setattr(choose, "SIZES", tuple(size for size in choose.SIZES if size <= 8))
+    monkeypatch.setattr(module, "time_steps", measure)
+    monkeypatch.setattr(module, "SIZES", tuple(size for size in module.SIZES if size <= 8))
     drawn = random.Random(0)
     heads = [drawn.choices([*range(len(one) - 1), -1], one, k=500) for one in odds]
     traces = [Trace([list(ranks) for ranks in zip(*heads, strict=True)], [len(odds)] * 500)] * 2
@@ -173,7 +167,7 @@ def test_timing_is_bounded_by_the_seconds_that_are_given(monkeypatch: pytest.Mon
     """A slow model is timed quickly, whatever the number of answered tokens."""
     timed: list[tuple[Effort, float | None]] = []
     clock = [0.0]
-    monkeypatch.setattr(choose.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(module.time, "perf_counter", lambda: clock[0])
 
     def measure(
         backbone: object,
@@ -188,8 +182,8 @@ def test_timing_is_bounded_by_the_seconds_that_are_given(monkeypatch: pytest.Mon
         clock[0] += len(trees) * (effort.rounds + 1)
         return {tree: 1.0 + tree.size for tree in trees}
 
-    monkeypatch.setattr(choose, "time_steps", measure)
-    monkeypatch.setattr(choose, "SIZES", (0, 1, 2))
+    monkeypatch.setattr(module, "time_steps", measure)
+    monkeypatch.setattr(module, "SIZES", (0, 1, 2))
     backbone = random_backbone("llama")
     traced = TracedAnswers([[Trace([[0, 0, 0]] * 9, [3] * 9)]] * 3, [1, 2, 3])
     for seconds, effort in ((100.0, QUICK), (1000.0, THOROUGH)):
@@ -209,7 +203,7 @@ def test_timing_is_bounded_by_the_seconds_that_are_given(monkeypatch: pytest.Mon
 
 def test_after_the_deadline_no_further_round_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     counted: list[int] = []
-    monkeypatch.setattr(choose, "_later_step_ms", lambda *given: counted.append(1) or 2.0)
+    monkeypatch.setattr(timing, "_later_step_ms", lambda *given: counted.append(1) or 2.0)
     backbone = random_backbone("llama")
     for deadline, continuations in ((0.0, 2), (None, 1 + QUICK.rounds)):
         counted.clear()
@@ -222,7 +216,7 @@ def test_after_the_deadline_no_further_round_begins(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_tree_is_chosen_and_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(choose, "SIZES", (0, 2, 5))
+    monkeypatch.setattr(module, "SIZES", (0, 2, 5))
     backbone = random_backbone("llama", dtype=torch.float32)
     draft = noisy_heads(backbone)
     conversations = [
@@ -252,7 +246,7 @@ def test_a_tree_is_chosen_and_written(monkeypatch: pytest.MonkeyPatch, tmp_path:
 def test_the_first_step_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The draft reads the prompt in it, once in an answer of any length."""
     clock = [0.0]
-    monkeypatch.setattr(choose.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(module.time, "perf_counter", lambda: clock[0])
 
     class Steps(Decoder):
         def stream(self, *args: Any, **options: Any) -> Iterator[Step]:
@@ -260,7 +254,7 @@ def test_the_first_step_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
                 clock[0] += seconds
                 yield Step([1], 0)
 
-    monkeypatch.setattr(choose, "Decoder", Steps)
+    monkeypatch.setattr(timing, "Decoder", Steps)
     backbone, trees = random_backbone("llama"), [Tree.empty(), Tree.chain(1)]
     measured = time_steps(
         backbone, noisy_heads(backbone), [*trees, Tree.empty()], [1, 2, 3], quiet(), QUICK
@@ -290,7 +284,7 @@ def test_quickly_fewer_trees_are_timed_after_a_shorter_prompt(
 def test_a_prompt_that_fills_the_context_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     backbone, long = random_backbone("llama"), list(range(2, 60)) * 2
     draft, trace = noisy_heads(backbone), Trace([[0, 0, 0]] * 9, [3] * 9)
-    monkeypatch.setattr(choose, "SIZES", (0, 1))
+    monkeypatch.setattr(module, "SIZES", (0, 1))
     assert (
         choose_tree(backbone, draft, TracedAnswers([[trace]] * 3, long), quiet(), quick=True)
         .sizes[0]
