@@ -14,6 +14,7 @@ from medusa_train.checkpoint.resolve import ModelPaths, resolve_model
 from medusa_train.config.drafts import LOOKUPS, LookupChoice
 from medusa_train.config.load import load_config
 from medusa_train.config.schema import EvalConfig
+from medusa_train.errors import ConfigError
 
 if TYPE_CHECKING:
     from medusa_train.inference.model import Model
@@ -65,6 +66,8 @@ def load(
         CheckpointError: no such run or heads, or files that cannot be read.
         BackboneError: the backbone cannot be found or loaded.
     """
+    if draft_settings and draft is None:
+        raise ConfigError("draft_settings are those of a draft without training: name it as draft")
     lookup = None if draft is None else _choose_lookup(draft, draft_settings or {})
     paths = resolve_model(
         None if model is None else str(model),

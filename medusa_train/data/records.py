@@ -27,7 +27,7 @@ from medusa_train.data.conversation import (
 )
 from medusa_train.data.record_files import RawRecord, read_file, shown_name
 from medusa_train.errors import DataError
-from medusa_train.io import parse_json
+from medusa_train.io import parse_json, warn_once
 
 MAX_SHOWN_PROBLEMS = 5
 
@@ -743,11 +743,17 @@ def read_messages(chat: Sequence[Message | Mapping[str, Any]]) -> list[Message]:
     """Read the messages of a chat that is to be answered, as OpenAI's clients hold them.
 
     Read are `role`, `content` (text, or a list of text parts) and the reasoning of an answer beside
-    it; `tool_calls` are refused, and other keys, such as `name`, are nothing that templates print.
+    it; `tool_calls` are refused, and other keys, such as `name`, are named in a warning, once.
 
     Raises DataError, which names the message.
     """
+    if not isinstance(chat, Sequence) or isinstance(chat, (str, bytes)):
+        raise DataError(
+            f"a prompt is text, or a list of messages with role and content; it is"
+            f" {_json_type(chat)}"
+        )
     messages = []
+    unread = Unread()
     for number, turn in enumerate(chat, start=1):
         if isinstance(turn, Message):
             messages.append(turn)
@@ -758,14 +764,26 @@ def read_messages(chat: Sequence[Message | Mapping[str, Any]]) -> list[Message]:
         if turn.get("tool_calls"):
             raise DataError(f"message {number} ({role}): tool_calls are not supported")
         try:
-            content = _content(turn.get("content"), number, "content")
+            content = _content(turn.get("content"), number, "content", unread)
             reasoning = ""
             if role == "assistant":
                 reasoning = _reasoning_of(turn, number)
         except RecordError as error:
             raise DataError(str(error)) from None
+        read = {"role", "content", "tool_calls"}
+        if role == "assistant":
+            read |= {*REASONING_KEYS}
+        unread.turn_keys.update(_unread_keys(turn, read))
         text = join_reasoning(reasoning, content)
+        if SURROGATES.search(text):
+            raise DataError(
+                f"message {number} ({role}) contains a lone surrogate, which UTF-8 cannot encode"
+            )
         messages.append(Message(role, text))
+    if unread.turn_keys:
+        # without the counts, which differ from call to call
+        names = ", ".join(map(shown_name, sorted(unread.turn_keys)))
+        warn_once(f"messages: not read: {names}")
     return messages
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -23,6 +23,7 @@ from medusa_train.inference.generate import (
     stop_tokens,
 )
 from medusa_train.inference.sampling import Sampling
+from medusa_train.io import warn_once
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Proposer
 from medusa_train.trees.tree import Tree
@@ -202,9 +203,11 @@ class Model:
         if raw:
             return list(self.backbone.tokenizer(prompt)["input_ids"])
         if isinstance(prompt, str):
-            prompt = [Message("user", prompt)]
+            prompt = [{"role": "user", "content": prompt}]
         if self._chat is None:
             self._chat = ChatEncoder(self.backbone.tokenizer, self._template, self._template_kwargs)
+            if (note := self._chat.template.describe_unused_kwargs()) is not None:
+                warn_once(note)
         return self._chat.prompt(read_messages(prompt))
 
 
@@ -216,6 +219,8 @@ def _stop_strings(stop: str | Sequence[str] | None) -> list[str]:
     """
     if stop is None:
         return []
+    if not isinstance(stop, (str, Sequence, Set)):
+        raise MedusaError(f"stop: expected a string or a list of strings, got {stop!r}")
     texts = [stop] if isinstance(stop, str) else list(stop)
     for text in texts:
         if not isinstance(text, str) or not text:

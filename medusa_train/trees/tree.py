@@ -223,6 +223,8 @@ class Tree(Nodes):
             return cls.from_paths(paths)
         except FileNotFoundError:
             raise CheckpointError(f"{path}: no such tree file") from None
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
         except (ValueError, KeyError, TypeError, DataError) as error:
             raise CheckpointError(
                 f"{path}: not a tree file ({error}); expected medusa_choices: [[0], ...]"

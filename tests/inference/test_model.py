@@ -145,3 +145,44 @@ def test_a_script_that_ends_within_an_answer_prints_no_traceback(tmp_path: Path)
     )
     assert done.stdout.endswith(" stop\n")
     assert "Traceback" not in done.stderr
+
+
+def test_keys_of_messages_that_are_not_read_are_named_once(
+    model: Model, caplog: pytest.LogCaptureFixture
+) -> None:
+    part = {"type": "text", "text": "Hi?", "cache": 1}
+    chat = [{"role": "user", "content": [part], "weight_of_it": 0, "reasoning": "R", "x": None}]
+    for _ in range(2):
+        model.generate(chat, 2)
+    (record,) = caplog.records
+    assert record.getMessage() == "messages: not read: content.cache, reasoning, weight_of_it"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "reason"),
+    [
+        (None, {}, "a prompt is text, or a list of messages"),
+        (5, {}, "it is a number"),
+        ("\ud800", {}, "lone surrogate"),
+        ("Hi?", {"stop": 5}, "expected a string or a list of strings, got 5"),
+    ],
+)
+def test_prompts_and_options_of_another_type_are_refused(
+    model: Model, prompt: object, options: dict[str, object], reason: str
+) -> None:
+    with pytest.raises(MedusaError, match=reason):
+        model.generate(prompt, 2, **options)  # type: ignore[arg-type]
+
+
+def test_what_has_no_effect_on_a_loaded_model_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = write_run(tmp_path / "run", write_backbone(tmp_path / "backbone"))
+    with pytest.raises(MedusaError, match="draft_settings are those of a draft without training"):
+        load(run, draft_settings={"max_ngram": 3})
+    with pytest.raises(MedusaError, match="cannot be read: Is a directory"):
+        load(run, tree=run)
+    model = load(run, dtype="float32", chat_template_kwargs={"enable_thinking_": False})
+    model.generate("Hi?", 2)
+    (record,) = caplog.records
+    assert record.getMessage().endswith("not in the chat template: enable_thinking_")
