@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,12 +68,11 @@ class BackboneRecipe:
 
     def _run(self, batch: Batch, need: FeatureSpec) -> Features:
         """Run the backbone on `batch`; without a graph if it is frozen."""
-        programs = nullcontext() if self.compiled is None else self.compiled.active()
-        with (
-            torch.set_grad_enabled(self.joint and torch.is_grad_enabled()),
-            self._autocast(),
-            programs,
-        ):
+        programs: AbstractContextManager[Any] = nullcontext()
+        if self.compiled is not None:
+            programs = self.compiled.active()
+        has_graph = self.joint and torch.is_grad_enabled()
+        with torch.set_grad_enabled(has_graph), self._autocast(), programs:
             return self.backbone.run(
                 batch.tokens, positions=batch.positions, segments=batch.segments, need=need
             )
@@ -96,22 +95,22 @@ class BackboneRecipe:
     @property
     def saved(self) -> list[nn.Parameter]:
         """The parameters that `save_trained` writes."""
-        whole_model = self.joint and self.adapter is None
-        return list(self.backbone.model.parameters() if whole_model else self.parameters.values())
+        if self.joint and self.adapter is None:
+            return list(self.backbone.model.parameters())
+        return list(self.parameters.values())
 
     def load_state_dict(self, state: dict[str, Tensor], world: World = SINGLE_PROCESS) -> None:
         """Load the trained parameters, whole, by name; ValueError if names or shapes differ.
 
         Of parameters that are partitioned, only rank 0 reads the values.
         """
-        if set(state) != set(self.parameters):
-            raise ValueError(
-                f"{len(set(state) ^ set(self.parameters))} trained parameters of the backbone"
-                " differ"
-            )
+        different = set(state) ^ set(self.parameters)
+        if different:
+            raise ValueError(f"{len(different)} trained parameters of the backbone differ")
         with torch.no_grad():
             for name, parameter in self.parameters.items():
-                if (shape := full_shape(parameter)) != state[name].shape:
+                shape = full_shape(parameter)
+                if shape != state[name].shape:
                     raise ValueError(
                         f"{name}: shape {list(shape)}, saved shape {list(state[name].shape)}"
                     )
@@ -132,11 +131,9 @@ class BackboneRecipe:
     def _autocast(self) -> Any:
         # a frozen backbone computes in its weights' dtype; trained parameters are float32 beside
         # bfloat16 ones
-        return (
-            self.precision.autocast()
-            if self.joint
-            else torch.autocast(self.precision.device.type, enabled=False)
-        )
+        if self.joint:
+            return self.precision.autocast()
+        return torch.autocast(self.precision.device.type, enabled=False)
 
 
 def build_backbone_recipe(
@@ -145,36 +142,49 @@ def build_backbone_recipe(
     """Attach or load an adapter, or unfreeze layers, as the recipe asks; the backbone is frozen
     otherwise.
     """
+    # 1. A frozen backbone.
     if cfg.recipe == "medusa1":
-        compiled = (
-            CompiledLayers(backbone.layers, backbone.layer_types) if cfg.torch_compile else None
-        )
+        compiled = None
+        if cfg.torch_compile:
+            compiled = CompiledLayers(backbone.layers, backbone.layer_types)
         return BackboneRecipe(backbone, precision, compiled=compiled)
+    # 2. An adapter, or layers that are trained themselves.
     if cfg.gradient_checkpointing:
         backbone.model.gradient_checkpointing_enable({"use_reentrant": False})
-    adapter = None if cfg.adapter is None else _build_adapter(cfg, backbone)
-    if adapter is None:
-        layers = cfg.medusa_num_unfreeze_layers  # 0: full joint training, embeddings included
-        for module in unfrozen_modules(backbone.model, layers) if layers else [backbone.model]:
-            to_float32(module)
-            module.requires_grad_(True)
-        embedding = backbone.model.get_input_embeddings()
-        if layers and embedding.weight is backbone.model.get_output_embeddings().weight:
-            # tied to lm_head, which is trained: else gradients would go through the layers that
-            # stay frozen, too
-            embedding.register_forward_hook(lambda module, args, out: out.detach())
+    adapter = None
+    if cfg.adapter is not None:
+        adapter = _build_adapter(cfg, backbone)
+    else:
+        _unfreeze(backbone.model, cfg.medusa_num_unfreeze_layers)
     trained = {name: p for name, p in backbone.model.named_parameters() if p.requires_grad}
     return BackboneRecipe(backbone, precision, adapter, trained)
 
 
 def _build_adapter(cfg: TrainConfig, backbone: Backbone) -> Adapter:
+    """Load the adapter of the run that this one starts from, or attach a new one."""
     if (initial := find_initial_adapter(cfg.initial_run)) is not None:
         return Adapter.load(backbone, initial, trainable=True)
-    targets = None if cfg.lora_target_linear else tuple(cfg.lora_target_modules or ()) or None
+    targets = None
+    if cfg.lora_target_modules and not cfg.lora_target_linear:
+        targets = tuple(cfg.lora_target_modules)
     saved = tuple(cfg.lora_modules_to_save or ())
-    return Adapter.attach(
-        backbone, LoraSpec(cfg.lora_r, cfg.lora_alpha, cfg.lora_dropout, targets, saved)
-    )
+    spec = LoraSpec(cfg.lora_r, cfg.lora_alpha, cfg.lora_dropout, targets, saved)
+    return Adapter.attach(backbone, spec)
+
+
+def _unfreeze(model: Any, layers: int) -> None:
+    """Train the last `layers` layers in float32; 0: the whole model, embeddings included."""
+    modules = [model]
+    if layers:
+        modules = unfrozen_modules(model, layers)
+    for module in modules:
+        to_float32(module)
+        module.requires_grad_(True)
+    embedding = model.get_input_embeddings()
+    if layers and embedding.weight is model.get_output_embeddings().weight:
+        # tied to lm_head, which is trained: else gradients would go through the layers that stay
+        # frozen, too
+        embedding.register_forward_hook(lambda module, args, out: out.detach())
 
 
 def unfrozen_modules(model: Any, layers: int) -> list[nn.Module]:
@@ -202,4 +212,8 @@ def find_initial_adapter(run: Path | None) -> Path | None:
 
 
 def _find_initial(run: Path | None, name: str, holds: Callable[[Path], bool]) -> Path | None:
-    return None if run is None else next((path for path in (run / name, run) if holds(path)), None)
+    if run is None:
+        return None
+    if holds(run / name):
+        return run / name
+    return run if holds(run) else None

@@ -33,13 +33,15 @@ class MicroBatchResult:
     @classmethod
     def from_output(cls, batch: Batch, output: ObjectiveOutput) -> MicroBatchResult:
         """Detach what the objective returned for `batch`; nothing is transferred from the device."""
-        loss, lm = output.loss.detach(), output.lm
-        backbone = [torch.zeros_like(loss)] * 3 if lm is None else [lm.ce, lm.kl, lm.count]
-        heads = [output.head_correct, output.head_counts, output.head_in_vocab]
-        figures = [loss, (batch.segments >= 0).sum(), *backbone, *heads]
-        return cls(
-            batch.records, loss, torch.cat([figure.double().flatten() for figure in figures])
-        )
+        loss = output.loss.detach()
+        tokens = (batch.segments >= 0).sum()
+        backbone = [torch.zeros_like(loss)] * 3
+        if output.lm is not None:
+            backbone = [output.lm.ce, output.lm.kl, output.lm.count]
+        heads = [output.head_correct, output.head_counts, output.head_in_vocab]  # [K] each
+        figures = [loss, tokens, *backbone, *heads]
+        row = torch.cat([figure.double().flatten() for figure in figures])
+        return cls(batch.records, loss, row)
 
 
 @dataclass
@@ -64,12 +66,20 @@ class StepTotals:
     @classmethod
     def reduce(cls, results: Sequence[MicroBatchResult], world: World) -> StepTotals:
         """Sum this process's micro-batches, then all processes."""
-        row = world.sum(torch.stack([result.row for result in results]).sum(dim=0))
-        loss, tokens, ce, kl, targets, *rest = row.tolist()
-        heads = [int(number) for number in rest]
-        count = len(heads) // 3
-        parts = (heads[start : start + count] for start in (0, count, 2 * count))
-        return cls(loss, int(tokens), ce, kl, int(targets), *parts)
+        rows = torch.stack([result.row for result in results])  # [micro-batches, 5 + 3 K]
+        loss, tokens, ce, kl, targets, *heads = world.sum(rows.sum(dim=0)).tolist()
+        counted = [int(number) for number in heads]
+        k = len(counted) // 3
+        return cls(
+            loss,
+            int(tokens),
+            ce,
+            kl,
+            int(targets),
+            correct=counted[:k],
+            counts=counted[k : 2 * k],
+            known=counted[2 * k :],
+        )
 
 
 @dataclass
@@ -92,14 +102,14 @@ class Window(StepTotals):
         self.steps += 1
         self.grad_norm += grad_norm
         self.seconds += seconds
-        for name, number in vars(totals).items():
-            before = getattr(self, name)
-            lists = isinstance(number, list) and before  # empty in a new window
-            setattr(
-                self,
-                name,
-                [a + b for a, b in zip(before, number, strict=True)] if lists else before + number,
-            )
+        self.loss += totals.loss
+        self.tokens += totals.tokens
+        self.lm_ce += totals.lm_ce
+        self.lm_kl += totals.lm_kl
+        self.lm_count += totals.lm_count
+        self.correct = _add_per_head(self.correct, totals.correct)
+        self.counts = _add_per_head(self.counts, totals.counts)
+        self.known = _add_per_head(self.known, totals.known)
 
     def means(self) -> dict[str, Any]:
         """Return the window's figures of a training record in metrics.jsonl.
@@ -108,10 +118,10 @@ class Window(StepTotals):
         are left out where the backbone is frozen; `outside_vocabulary`, the share of targets that a
         reduced draft vocabulary lacks, and `overscaled_steps` where they are zero.
         """
-        heads = zip(self.correct, self.counts, strict=True)
+        pairs = zip(self.correct, self.counts, strict=True)
         means: dict[str, Any] = {
             "loss": self.loss / self.steps,
-            "head_top1": [correct / count if count else 0.0 for correct, count in heads],
+            "head_top1": [correct / max(count, 1) for correct, count in pairs],
             "grad_norm": self.grad_norm / max(self.steps - self.overscaled, 1),
             "lr": self.lr,
             "tokens_per_s": self.tokens / max(self.seconds, 1e-9),
@@ -123,3 +133,9 @@ class Window(StepTotals):
         if self.overscaled:
             means["overscaled_steps"] = self.overscaled
         return means
+
+
+def _add_per_head(sums: list[int], counts: list[int]) -> list[int]:
+    if not sums:  # of a new window
+        return list(counts)
+    return [total + count for total, count in zip(sums, counts, strict=True)]

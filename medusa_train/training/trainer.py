@@ -85,8 +85,9 @@ class Plan:
 
     def _is_due(self, step: int, every: float) -> bool:
         # an interval that ends with a step is complete in spite of rounding
-        done, before = (math.floor(number / every + ROUNDING) for number in (step, step - 1))
-        return step >= self.total_steps or done > before
+        done = math.floor(step / every + ROUNDING)
+        done_before = math.floor((step - 1) / every + ROUNDING)
+        return step >= self.total_steps or done > done_before
 
 
 @dataclass
@@ -151,13 +152,15 @@ class Trainer:
             NonFiniteLossError: the loss or gradient is NaN/Inf and `max_nonfinite_steps` steps were
                 skipped already.
         """
-        state, plan = self.state, self.plan
-        # a run stopped during the evaluation of its last step resumes with that evaluation
+        state = self.state
+        plan = self.plan
+        # 1. A run stopped during the evaluation of its last step resumes with that evaluation.
         if state.step and plan.evaluates(state.step) and state.evaluated != state.step:
             if self._evaluate_and_log(stop):
                 self._save_checkpoint()
             if self.world.any(bool(stop)):
                 return Outcome.INTERRUPTED
+        # 2. Train, evaluate and save.
         batches = iter(self.loader)
         self.recipe.train()
         self.draft.train()
@@ -172,9 +175,12 @@ class Trainer:
                 self._save_best()
             if stopping:
                 return Outcome.INTERRUPTED
-        if self.world.any(bool(stop)):  # it came while the last checkpoint was written
+        # 3. Say why it ended; a signal may have come while the last checkpoint was written.
+        if self.world.any(bool(stop)):
             return Outcome.INTERRUPTED
-        return Outcome.EARLY if self._out_of_patience() else Outcome.FINISHED
+        if self._out_of_patience():
+            return Outcome.EARLY
+        return Outcome.FINISHED
 
     def train_step(self, batches: Iterator[Batch]) -> None:
         """Run one optimizer step over `accumulation` micro-batches of every process.
@@ -183,37 +189,36 @@ class Trainer:
         step's loss is the mean over its targets, however they are split into micro-batches and
         processes.
         """
-        state, strategy = self.state, self.strategy
+        state = self.state
+        strategy = self.strategy
         started = time.perf_counter()
 
-        # batch
-        micro_batches = [
-            next(batches).to(self.recipe.backbone.device) for _ in range(self.accumulation)
-        ]
-        counts = torch.stack([self.objective.target_counts(batch) for batch in micro_batches]).sum(
-            dim=0
-        )
-        counts = self.world.sum(counts)
+        # 1. The batch, and the targets of the whole global batch.
+        device = self.recipe.backbone.device
+        micro_batches = [next(batches).to(device) for _ in range(self.accumulation)]
+        counts = torch.stack([self.objective.target_counts(batch) for batch in micro_batches])
+        counts = self.world.sum(counts.sum(dim=0))
 
-        # features -> loss -> backward
+        # 2. Features, loss and backward pass.
         results: list[MicroBatchResult] = []
         for batch in micro_batches:
             output = strategy.forward_backward(self.compute_loss, batch, counts)
             results.append(MicroBatchResult.from_output(batch, output))
         totals = StepTotals.reduce(results, self.world)
 
-        # clip -> step
+        # 3. Clip the gradients and step the optimizer, unless something is NaN/Inf.
         state.window.lr = strategy.lr
-        grad_norm = strategy.step() if math.isfinite(totals.loss) else math.nan
-        # float16 overflow: the loss scale was halved
-        if math.isfinite(totals.loss) and strategy.found_inf:
-            strategy.skip()
-            state.window.overscaled += 1
-            grad_norm = 0.0
+        grad_norm = math.nan
+        if math.isfinite(totals.loss):
+            grad_norm = strategy.step()
+            if strategy.found_inf:  # float16 overflow: the loss scale was halved
+                strategy.skip()
+                state.window.overscaled += 1
+                grad_norm = 0.0
         if not math.isfinite(grad_norm):
             self._skip_step(totals.loss, results)
 
-        # log
+        # 4. Count the step, and log.
         seconds = time.perf_counter() - started
         state.step += 1
         state.epoch = self.plan.epoch(state.step)
@@ -231,8 +236,15 @@ class Trainer:
         """Run backbone, teacher and heads on one micro-batch; `counts` and `grad_scale` as in
         `Objective.loss`.
         """
+        # 1. The backbone, and the teacher where the loss has one.
         feats = self.recipe.features(batch, self.draft.needs)
-        teacher = self.recipe.teacher(batch, feats) if self.objective.needs_teacher else None
+        teacher = None
+        if self.objective.needs_teacher:
+            teacher = self.recipe.teacher(batch, feats)
+        lm_head = None
+        if self.recipe.joint:
+            lm_head = self.recipe.backbone.lm_head()
+        # 2. The losses. Those that accumulate their own gradients stop at the backbone's states.
         cut = GraphCut()
         if grad_scale is not None:
             feats = replace(feats, hidden=cut.detach(feats.hidden))
@@ -242,10 +254,11 @@ class Trainer:
                 batch,
                 counts,
                 progress=self.state.step / self.plan.total_steps,
-                lm_head=self.recipe.backbone.lm_head() if self.recipe.joint else None,
+                lm_head=lm_head,
                 teacher=teacher,
                 grad_scale=grad_scale,
             )
+        # 3. The sum of their gradients goes on through the backbone, once.
         cut.backward()
         return output
 
@@ -296,7 +309,8 @@ class Trainer:
     def _log(self, last_batch: Batch) -> None:
         """Log the means since the last log line and start the next window."""
         return_free_memory()
-        window, self.state.window = self.state.window, Window()
+        window = self.state.window
+        self.state.window = Window()
         if not window.steps:  # all of them were skipped
             return
         record = {
@@ -308,8 +322,10 @@ class Trainer:
             record.pop("lm_kl", None)
         if self.state.skipped:
             record["skipped_steps"] = self.state.skipped
-        if self.top_k_in_log and (result := self.evaluate([last_batch])) is not None:
-            record["head_top"] = result.top
+        if self.top_k_in_log:
+            result = self.evaluate([last_batch])
+            if result is not None:
+                record["head_top"] = result.top
         self.loggers.log("train", self.state.step, record)
 
     def _save_checkpoint(self) -> None:
@@ -338,20 +354,29 @@ class Trainer:
         The log names the records of the micro-batches with a NaN/Inf loss, or of all if only the
         gradient is NaN/Inf.
         """
-        state, step = self.state, self.state.step + 1
-        suspects = [r for r in results if math.isfinite(loss) or not math.isfinite(float(r.loss))]
-        gathered = self.world.gather([record for result in suspects for record in result.records])
-        records = [record for part in gathered for record in part]
+        # 1. The records, of all processes.
+        own_records: list[str] = []
+        for result in results:
+            if math.isfinite(loss) or not math.isfinite(float(result.loss)):
+                own_records += result.records
+        records: list[str] = []
+        for part in self.world.gather(own_records):
+            records += part
+        # 2. Abort, or skip the step.
+        state = self.state
+        step = state.step + 1
         if state.skipped >= self.max_nonfinite_steps:
-            raise self.world.error_on_main(
-                non_finite_error(step, loss, records, state.skipped, self.store.latest())
-            )
+            error = non_finite_error(step, loss, records, state.skipped, self.store.latest())
+            raise self.world.error_on_main(error)
         self.strategy.skip()
         state.skipped += 1
-        counts = {"skipped_steps": state.skipped, "max_nonfinite_steps": self.max_nonfinite_steps}
-        self.loggers.log(
-            "skipped", step, {"reason": non_finite_reason(loss), "records": records, **counts}
-        )
+        record = {
+            "reason": non_finite_reason(loss),
+            "records": records,
+            "skipped_steps": state.skipped,
+            "max_nonfinite_steps": self.max_nonfinite_steps,
+        }
+        self.loggers.log("skipped", step, record)
 
 
 def _counted(batches: Iterable[Batch], phase: Phase) -> Iterator[Batch]:
@@ -367,19 +392,21 @@ class NonFiniteLossError(MedusaError):
 
 def non_finite_reason(loss: float) -> str:
     """Tell a loss that is NaN/Inf from a finite loss with a NaN/Inf gradient."""
-    return f"the loss is {loss}" + (", its gradient is not finite" if math.isfinite(loss) else "")
+    if math.isfinite(loss):
+        return f"the loss is {loss}, its gradient is not finite"
+    return f"the loss is {loss}"
 
 
 def non_finite_error(
     step: int, loss: float, records: list[str], skipped: int, checkpoint: Path | None
 ) -> NonFiniteLossError:
     """Build the error that aborts training at a NaN/Inf step, after `skipped` others."""
-    where = (
-        f"The last good checkpoint is {checkpoint}."
-        if checkpoint
-        else "There is no checkpoint yet."
-    )
-    before = f" (max_nonfinite_steps: {skipped} were skipped before)" if skipped else ""
+    where = "There is no checkpoint yet."
+    if checkpoint:
+        where = f"The last good checkpoint is {checkpoint}."
+    before = ""
+    if skipped:
+        before = f" (max_nonfinite_steps: {skipped} were skipped before)"
     return NonFiniteLossError(
         f"step {step}: {non_finite_reason(loss)}{before}.\n"
         f"Records in this step: {', '.join(records)}.\n{where}\n"

@@ -77,22 +77,23 @@ class ValidationResult:
 
     def record(self) -> dict[str, Any]:
         """Return the figures of an evaluation record in metrics.jsonl."""
-        return {
+        record: dict[str, Any] = {
             "loss": self.loss,
             "objective": self.objective,
             "head_loss": self.head_loss,
             "head_top1": [accuracies[0] for accuracies in self.top],
             "head_top": self.top,
             "targets": self.targets,
-            **({} if self.in_vocab == self.targets else {"targets_in_vocabulary": self.in_vocab}),
-            **({} if self.lm_loss is None else {"lm_loss": self.lm_loss}),
-            **({} if self.lm_kl is None else {"lm_kl": self.lm_kl}),
-            **(
-                {}
-                if self.acceptance_length is None
-                else {"acceptance_length": self.acceptance_length}
-            ),
         }
+        if self.in_vocab != self.targets:
+            record["targets_in_vocabulary"] = self.in_vocab
+        if self.lm_loss is not None:
+            record["lm_loss"] = self.lm_loss
+        if self.lm_kl is not None:
+            record["lm_kl"] = self.lm_kl
+        if self.acceptance_length is not None:
+            record["acceptance_length"] = self.acceptance_length
+        return record
 
 
 @torch.no_grad()
@@ -116,10 +117,9 @@ def validate(
         stop: called before every batch; True in any process aborts the evaluation, which then
             returns None.
     """
-    sums, lm = (
-        torch.zeros(draft.num_heads, 3 + MAX_RANK, dtype=torch.float64),
-        torch.zeros(3, dtype=torch.float64),
-    )
+    # 1. Sums over this process's batches.
+    head_sums = torch.zeros(draft.num_heads, 3 + MAX_RANK, dtype=torch.float64)
+    lm_sums = torch.zeros(3, dtype=torch.float64)
     conversations: list[list[RankedConversation]] = []  # per batch
     was_training = draft.training
     recipe.train(False)
@@ -131,37 +131,43 @@ def validate(
             batch = batch.to(recipe.backbone.device)
             feats = recipe.features(batch, draft.needs)
             with recipe.precision.autocast():
-                of_batch, ranks = _head_sums(draft, batch, feats)
-                sums += of_batch
+                batch_sums, ranks = _head_sums(draft, batch, feats)
+                head_sums += batch_sums
                 if recipe.joint:
-                    lm += _lm_sums(recipe, batch, feats)
-            conversations.append(
-                ranked_conversations(batch.labels.cpu(), batch.segments.cpu(), ranks)
-            )
+                    lm_sums += _lm_sums(recipe, batch, feats)
+            ranked = ranked_conversations(batch.labels.cpu(), batch.segments.cpu(), ranks)
+            conversations.append(ranked)
     finally:
         recipe.train()
         draft.train(was_training)
-    loss, targets, in_vocab, hits = world.sum(sums).split([1, 1, 1, MAX_RANK], dim=1)
+    # 2. Means over all processes: of every head, and of the backbone.
+    loss, targets, in_vocab, hits = world.sum(head_sums).split([1, 1, 1, MAX_RANK], dim=1)
     head_loss = (loss / in_vocab.clamp(min=1)).flatten().tolist()
-    ce, kl, lm_count = world.sum(lm).tolist()
-    lm_loss = ce / lm_count if lm_count else None
-    lm_kl = kl / lm_count if lm_count and recipe.adapter is not None else None
-    heads = sum(
-        objective.head_weight(k) * mean
-        for k, mean in enumerate(head_loss[: draft.trained_heads], start=1)
-    )
-    # processes take turns with the batches
-    turns = zip_longest(*world.gather(conversations), fillvalue=[])
+    ce, kl, lm_count = world.sum(lm_sums).tolist()
+    lm_loss = None
+    lm_kl = None
+    if lm_count:
+        lm_loss = ce / lm_count
+        if recipe.adapter is not None:
+            lm_kl = kl / lm_count
+    heads_loss = 0.0
+    for k, mean in enumerate(head_loss[: draft.trained_heads], start=1):
+        heads_loss += objective.head_weight(k) * mean
+    # 3. The conversations in the order of the batches, with which processes take turns.
+    ordered: list[RankedConversation] = []
+    for batches_of_turn in zip_longest(*world.gather(conversations), fillvalue=[]):
+        for ranked in batches_of_turn:
+            ordered += ranked
     return ValidationResult(
-        loss=heads,
-        objective=validation_objective(objective, heads, lm_loss, lm_kl),
+        loss=heads_loss,
+        objective=validation_objective(objective, heads_loss, lm_loss, lm_kl),
         head_loss=head_loss,
         top=(hits / targets.clamp(min=1)).tolist(),
         targets=targets.long().flatten().tolist(),
         in_vocab=in_vocab.long().flatten().tolist(),
         lm_loss=lm_loss,
         lm_kl=lm_kl,
-        conversations=[one for turn in turns for of_batch in turn for one in of_batch],
+        conversations=ordered,
     )
 
 
@@ -190,18 +196,22 @@ def _head_sums(draft: Draft, batch: Batch, feats: Features) -> tuple[Tensor, Ten
         int8 [B, T, K], -1 beyond the last rank kept. Both on the CPU.
     """
     sums = torch.zeros(draft.num_heads, 3 + MAX_RANK, dtype=torch.float64)
-    ranks = torch.full((*batch.labels.shape, draft.num_heads), -1, dtype=torch.int8)
+    ranks = torch.full((*batch.labels.shape, draft.num_heads), -1, dtype=torch.int8)  # [B, T, K]
     for i, hidden in enumerate(draft.teacher_forced_states(feats, batch)):
-        target = shift_labels(batch.labels, i + 1, batch.segments)
-        valid = target != IGNORE_INDEX
+        # 1. The targets of head i + 1.
+        target = shift_labels(batch.labels, i + 1, batch.segments)  # [B, T]
+        valid = target != IGNORE_INDEX  # [B, T], N of them true
         head = draft.lm_head(i + 1)
-        indices = head.indices_of(target[valid])
+        indices = head.indices_of(target[valid])  # [N]
+        # 2. Their loss and ranks.
         loss, target_ranks = _score(hidden[valid], indices, head)
-        hits = torch.bincount(target_ranks[target_ranks >= 0], minlength=MAX_RANK).cumsum(dim=0)
-        sums[i] = torch.tensor(
-            [loss, len(indices), int((indices >= 0).sum()), *hits.tolist()], dtype=torch.float64
-        )
         ranks[..., i][valid.cpu()] = target_ranks.to(ranks.dtype)
+        # 3. How many are among the best 1, 2, ..., 10 guesses.
+        kept = target_ranks[target_ranks >= 0]
+        hits = torch.bincount(kept, minlength=MAX_RANK).cumsum(dim=0)  # [10]
+        known = int((indices >= 0).sum())
+        figures = [loss, len(indices), known, *hits.tolist()]
+        sums[i] = torch.tensor(figures, dtype=torch.float64)
     return sums, ranks
 
 
@@ -212,13 +222,15 @@ def _score(hidden: Tensor, indices: Tensor, head: LMHead) -> tuple[float, Tensor
     `indices` [N] are the targets as logits of the head, -1 where its vocabulary lacks the token: no
     loss, rank -1.
     """
-    loss, ranks = 0.0, [torch.zeros(0, dtype=torch.long)]
+    loss = 0.0
+    ranks = [torch.zeros(0, dtype=torch.long)]
     for states, targets in zip(hidden.split(ROWS), indices.split(ROWS), strict=True):
         if not len(targets):
             continue
-        logits = head.logits(states).float()
+        logits = head.logits(states).float()  # [ROWS, V]
         loss += float(cross_entropy(logits, targets, reduction="sum", ignore_index=-1))
-        ranks.append(rank_of(head.guesses(states, logits, MAX_RANK), targets).cpu())
+        guesses = head.guesses(states, logits, MAX_RANK)  # [ROWS, 10]
+        ranks.append(rank_of(guesses, targets).cpu())
     return loss, torch.cat(ranks)
 
 
@@ -226,15 +238,15 @@ def _lm_sums(recipe: BackboneRecipe, batch: Batch, feats: Features) -> Tensor:
     """Sum a trained backbone's cross-entropy, KL from its teacher, and targets: float64 [3] on the
     CPU.
     """
-    target = shift_labels(batch.labels, 0, batch.segments).flatten()
-    theirs = None
+    target = shift_labels(batch.labels, 0, batch.segments).flatten()  # [B * T]
+    teacher = None
     if recipe.adapter is not None:
-        teacher, teacher_lm_head = recipe.teacher(batch, feats)
-        theirs = Teacher(teacher.flatten(0, 1), teacher_lm_head, divergence=True)
-    sums = linear_loss(feats.hidden.flatten(0, 1), recipe.backbone.lm_head(), target, theirs)
-    return torch.stack(
-        [figure.double() for figure in (sums.ce_sum, sums.kl_sum, (target != IGNORE_INDEX).sum())]
-    ).cpu()
+        states, teacher_lm_head = recipe.teacher(batch, feats)  # [B, T, d]
+        teacher = Teacher(states.flatten(0, 1), teacher_lm_head, divergence=True)
+    hidden = feats.hidden.flatten(0, 1)  # [B * T, d]
+    sums = linear_loss(hidden, recipe.backbone.lm_head(), target, teacher)
+    count = (target != IGNORE_INDEX).sum()
+    return torch.stack([sums.ce_sum.double(), sums.kl_sum.double(), count.double()]).cpu()
 
 
 def _share_of(batches: Iterable[Batch], world: World) -> Iterator[Batch]:
@@ -272,15 +284,21 @@ def ranked_conversations(
         ranks: int8 [B, T, K], the rank that head k at t gives the token at t + k + 1; -1 beyond the
             last rank kept.
     """
-    # 1 where an answer begins, -1 after its end
-    roots = pad((shift_labels(labels, 0, segments) != IGNORE_INDEX).int(), (1, 1)).diff(dim=1)
-    starts, ends = (roots == 1).nonzero().tolist(), (roots == -1).nonzero().tolist()
+    # 1. Where answers begin (1) and end (-1): a row is padded with a position on either side.
+    is_answer = shift_labels(labels, 0, segments) != IGNORE_INDEX  # [B, T]
+    borders = pad(is_answer.int(), (1, 1)).diff(dim=1)  # [B, T + 1]
+    starts = (borders == 1).nonzero().tolist()
+    ends = (borders == -1).nonzero().tolist()
     conversations: dict[tuple[int, int], RankedConversation] = {}
     for (row, start), (_, end) in zip(starts, ends, strict=True):
-        answer = ranks[row, start:end].clone()
+        # 2. The ranks of an answer, without those of targets behind its end.
+        answer = ranks[row, start:end].clone()  # [tokens, K]
         for k in range(1, answer.shape[1] + 1):
-            answer[max(len(answer) - k, 0) :, k - 1] = -1
-        conversations.setdefault((row, int(segments[row, start])), []).append(answer)
+            first_outside = max(len(answer) - k, 0)
+            answer[first_outside:, k - 1] = -1
+        # 3. It belongs to the document that it begins in.
+        document = (row, int(segments[row, start]))
+        conversations.setdefault(document, []).append(answer)
     return list(conversations.values())
 
 
@@ -291,18 +309,26 @@ def simulate(conversations: Sequence[RankedConversation], nodes: int = NODES) ->
     1.0: no guess is accepted. The estimate is two-fold cross-validated over conversations: the mean
     of a tree fitted to one half and evaluated on the other, and vice versa.
     """
-    total = sum(len(answer) for conversation in conversations for answer in conversation)
+    # 1. Every n-th conversation of a larger set.
+    total = 0
+    for conversation in conversations:
+        total += sum(map(len, conversation))
     used = conversations[:: max(1, math.ceil(total / MAX_SIMULATED_TOKENS))]
     if len(used) < 2:
         return None
-    traces = [[_trace(answer) for answer in conversation] for conversation in used]
-    first, second = ([trace for answers in traces[half::2] for trace in answers] for half in (0, 1))
-    folds = ((first, second), (second, first))
-    return (
-        sum(tokens_per_step(rest, fit_trees(fitted, [nodes])[nodes]) for fitted, rest in folds) / 2
-    )
+    # 2. Two halves of them.
+    halves: tuple[list[Trace], list[Trace]] = ([], [])
+    for number, conversation in enumerate(used):
+        halves[number % 2].extend(map(_trace, conversation))
+    # 3. A tree for each, measured on the other.
+    first, second = halves
+    tree_of_first = fit_trees(first, [nodes])[nodes]
+    tree_of_second = fit_trees(second, [nodes])[nodes]
+    return (tokens_per_step(second, tree_of_first) + tokens_per_step(first, tree_of_second)) / 2
 
 
 def _trace(ranks: Tensor) -> Trace:
+    """Return the trace of an answer: its ranks, and how many heads have a target at each token."""
     tokens, heads = ranks.shape
-    return Trace(ranks.tolist(), [min(heads, tokens - 1 - position) for position in range(tokens)])
+    targets = [min(heads, tokens - 1 - position) for position in range(tokens)]
+    return Trace(ranks.tolist(), targets)
