@@ -421,7 +421,9 @@ def eagle3_short() -> str:
 
 def eagle3_pairs() -> list[tuple[str, Json, Json]]:
     """Return the runs of Medusa-1 and EAGLE-3 on one machine and day, by name of the text."""
-    runs = {name: (place, run) for name, place, _, run in compiled_rows()}
+    runs: dict[str, tuple[str, Json]] = {}
+    for name, place, _, run in compiled_rows():
+        runs.setdefault(name, (place, run))  # of two alike, that of more questions
     pairs = (
         ("Medusa-1, Markov bias, four epochs of both texts", "EAGLE-3, four epochs of both texts"),
         ("Medusa-1, one epoch of both texts", "EAGLE-3, one epoch of both texts"),

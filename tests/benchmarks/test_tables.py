@@ -33,6 +33,22 @@ def test_every_result_page_has_an_answer_a_table_and_a_line_in_the_list() -> Non
     assert names == set(tables.ANSWERS) == set(tables.TABLES) == set(tables.SHORT)
 
 
+def test_the_pairs_of_eagle3_and_medusa1_are_of_equal_questions() -> None:
+    """Two rows of a table may have the same name, with other numbers of questions."""
+    rows = result_tables.compiled_rows()
+    found = [
+        [(place, number) for _, place, number, run in rows if run == one]
+        for _, *pair in result_tables.eagle3_pairs()
+        for one in pair
+    ]
+    assert len(found) == 6
+    assert [first == second for first, second in zip(found[::2], found[1::2], strict=True)] == [
+        True,
+        True,
+        True,
+    ]
+
+
 def test_every_marked_block_is_generated() -> None:
     """A block without its function would never be written again."""
     generated_elsewhere = {"keys", "estimates"}
