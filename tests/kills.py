@@ -28,11 +28,11 @@ from tests.training.conftest import figures
 from tests.training.mishap import start, wait
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
-#: Exit codes by shell convention, and those of a process that had not begun to handle signals.
+#: Exit codes by signal.
 CODES = {
-    signal.SIGKILL: (-signal.SIGKILL,),
-    signal.SIGTERM: (128 + signal.SIGTERM, -signal.SIGTERM),
-    signal.SIGINT: (128 + signal.SIGINT, -signal.SIGINT),
+    signal.SIGKILL: -signal.SIGKILL,
+    signal.SIGTERM: 128 + signal.SIGTERM,
+    signal.SIGINT: 128 + signal.SIGINT,
 }
 
 
@@ -217,7 +217,9 @@ def kill_until_done(job: Job, where: Path, kills: int, draw: random.Random) -> T
                 code = wait(process)
                 text = log.read_text(encoding="utf-8", errors="replace")
                 assert "Traceback" not in text, text
-                if code in CODES[number]:
+                if not text:
+                    continue  # the command had not begun
+                if code == CODES[number]:
                     tally.kills[number.name] += 1
                     continue
                 tally.ended_first += 1
