@@ -1270,30 +1270,39 @@ def untrained_table() -> str:
 
 
 def acceptance_table() -> str:
-    """Top-1 of the first head and tokens per step of SmolLM2's heads by tokens of text."""
-    ablation = results("eagle3_smollm2")["ablation"]["rows"]
-    levers = results("drafts_smollm2")["levers"]
-    equal = results("drafts_smollm2")["equal_text"]
-    both = results("drafts_smollm2")["both_texts"]
-    longest = _four_epochs(results("drafts_smollm2"))
+    """Top-1 per head and tokens per step of the models at hand, by tokens of text."""
+    few = results("eagle3_smollm2")["ablation"]["rows"]
+    few_heads = results("papers_smollm2")["experiments"]["amphista_fig1"]["rows"]["Medusa"]
+    loops = results("losses_smollm2")["losses"]["t0"]["medusa1"]["trees"]
+    content = results("drafts_smollm2")
     held_out = results("eagle3_smollm2")["held_out"]
+    longest = _four_epochs(content)
+    tiny = drafts_run()["drafts"]["medusa1"]["tiny"]
+    answers = _shares([few_heads[f"head {number}, top 1"] for number in range(1, 5)])
+    half = content["levers"]["medusa1"]
+    loop_trees = [f"{loops[tree]['rate']:.2f}" for tree in ("chain", "32")]
     rows: list[Cells] = [
-        ["Medusa-1", "0.20M", "-", f"{ablation['Medusa-1']['chain of 3']:.2f}", "-"],
-        ["EAGLE-3", "0.20M", "-", f"{ablation['EAGLE-3']['chain of 3']:.2f}", "-"],
-        ["Medusa-1", "0.49M", "-", f"{levers['medusa1'][0]:.2f}", f"{levers['medusa1'][2]:.2f}"],
+        ["Medusa-1", "0.20M", f"{answers} (answers)", f"{few['Medusa-1']['chain of 3']:.2f}", "-"],
+        ["EAGLE-3", "0.20M", "-", f"{few['EAGLE-3']['chain of 3']:.2f}", "-"],
+        ["Medusa-1", "0.49M", "-", f"{half[0]:.2f}", f"{half[2]:.2f}"],
+        ["Medusa-1", "0.86M, half of it loops", "-", *loop_trees],
     ]
-    for name, title in (("medusa1", "Medusa-1"), ("eagle3", "EAGLE-3")):
-        top1 = held_out[name]["top1"][1]
-        trees = [f"{equal[name][tree]['rate']:.2f}" for tree in ("chain", "32")]
-        rows.append([title, "1.94M, half of it new", _shares(top1), *trees])
-    for name, title in (("medusa1", "Medusa-1"), ("eagle3", "EAGLE-3")):
-        trees = [f"{both[name][tree]:.2f}" for tree in ("chain", "32")]
-        rows.append([title, "1.94M, all new", _shares(both[name]["held_out_top1"]), *trees])
+    names = (("medusa1", "Medusa-1"), ("eagle3", "EAGLE-3"))
+    for name, title in names:
+        top1 = _shares(held_out[name]["top1"][1])
+        trees = [f"{content['equal_text'][name][tree]['rate']:.2f}" for tree in ("chain", "32")]
+        rows.append([title, "1.94M, the same text twice", top1, *trees])
+    for name, title in names:
+        draft = content["both_texts"][name]
+        trees = [f"{draft[tree]:.2f}" for tree in ("chain", "32")]
+        rows.append([title, "1.94M, each text once", _shares(draft["held_out_top1"]), *trees])
     for name in ("Medusa-1, Markov bias", "EAGLE-3"):
-        draft = longest[name]
-        trees = [f"{draft[tree]:.2f}" for tree in ("chain", "32 nodes")]
-        rows.append([name, "7.77M, a quarter of it new", "-", *trees])
-    head = ("SmolLM2, 135M", "tokens read", "top-1 per head:", "chain: tokens per step:")
+        trees = [f"{longest[name][tree]:.2f}" for tree in ("chain", "32 nodes")]
+        rows.append([name, "7.77M, the same texts four times", "-", *trees])
+    shares = f"{_shares(tiny['accuracy'])} (answers)"
+    chain = f"{tiny['chain']['tokens_per_step']:.2f}"
+    rows.append(["built-in 11M model, Medusa-1, its own questions", "1.18M", shares, chain, "-"])
+    head = ("draft of SmolLM2", "tokens read", "top-1 per head:", "chain: tokens per step:")
     return table((*head, "32 nodes:"), rows)
 
 
