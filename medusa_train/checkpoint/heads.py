@@ -34,6 +34,7 @@ from medusa_train.checkpoint.resolve import (
     SAFETENSORS,
     HeadFiles,
     find_heads,
+    heads_of_other_kinds,
 )
 from medusa_train.checkpoint.serialize import (
     read_json,
@@ -56,6 +57,8 @@ from medusa_train.models.finite import describe_not_finite
 VLLM_WEIGHTS = "model.safetensors"
 #: Entries of config.json that are no settings of a draft.
 _NOT_SETTINGS = ("draft", "base_model_name_or_path")
+#: Tensors of whole numbers: maps between the tokens of the draft and of the backbone.
+_MAPS = (TOKEN_MAP, "d2t", "t2d")
 #: Parameters of drafts that are no settings.
 _NOT_IN_JSON = ("backbone", "token_map", "dtype")
 _STRICT = ConfigDict(strict=True, allow_inf_nan=False)
@@ -105,7 +108,8 @@ def load_draft(
         draft.load_state_dict(tensors)
     except RuntimeError as error:
         first = str(error).splitlines()[1].strip()  # below the name of the draft's class
-        if is_eagle3:  # its widths are the backbone's
+        names_differ = first.startswith(("Missing key", "Unexpected key"))
+        if is_eagle3 or names_differ:  # whose widths are the backbone's
             raise CheckpointError(
                 f"{found.directory}: the tensors are not those that config.json describes: {first}"
             ) from None
@@ -421,6 +425,12 @@ def _read_files(found: HeadFiles) -> tuple[dict[str, Tensor], Any]:
             f"{directory}: no Medusa heads here (neither {SAFETENSORS} nor {PICKLED}, no directory"
             f" in vLLM's layout, no model with {PREFIXES[0]}* weights)"
         )
+    others = heads_of_other_kinds(found)
+    if others:
+        raise CheckpointError(
+            f"{directory}: holds heads of two kinds, {files[0].name} and {others[0]}; move one of them"
+            " to a directory of its own"
+        )
     # 1. config.json, which Medusa heads may lack.
     needs_config = layout not in ("reference", "model")
     config = {}
@@ -438,6 +448,12 @@ def _read_files(found: HeadFiles) -> tuple[dict[str, Tensor], Any]:
             for name, tensor in read_pickled_tensors(path).items():
                 if name.startswith(prefixes):
                     tensors[name] = tensor
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point() and name not in _MAPS:
+            raise CheckpointError(
+                f"{directory}: {name} holds whole numbers ({tensor.dtype}), not weights: quantized"
+                " heads are not read"
+            )
     problem = describe_not_finite(tensors.items())
     if problem is not None:
         raise CheckpointError(

@@ -318,6 +318,15 @@ def find_heads(directory: Path) -> HeadFiles:
     return HeadFiles(directory, "model" if shards else None, shards)
 
 
+def heads_of_other_kinds(found: HeadFiles) -> list[str]:
+    """Return the files of heads of another kind beside those that were found by their names."""
+    others: list[str] = []
+    for layout, names in _OWN_FILES.items():
+        if layout != found.layout:
+            others += [name for name in names if (found.directory / name).is_file()]
+    return others
+
+
 def _is_eagle3(config: Mapping[str, Any]) -> bool:
     """Return whether a config.json is that of an EAGLE-3 draft: ours for servers, speculators', or
     of EAGLE's authors.

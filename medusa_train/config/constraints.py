@@ -522,11 +522,19 @@ def _without_questions(key: str) -> Constraint:
     )
 
 
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
 #: Constraints of `medusa-selfdistill`.
 SELFDISTILL_CONSTRAINTS: tuple[Constraint, ...] = (
     Constraint(
         ("seed_dataset",),
-        lambda cfg: cfg.seed_dataset.isdigit() and resolve_path(cfg.seed_dataset) is None,
+        lambda cfg: _is_number(cfg.seed_dataset) and resolve_path(cfg.seed_dataset) is None,
         "names the prompts; for the random seed write seed=N",
     ),
     Constraint(

@@ -23,6 +23,7 @@ from medusa_train.config.paths import looks_like_path, nearest_path, resolve_pat
 from medusa_train.config.types import SPECIAL_TOKENS, Quantization
 from medusa_train.errors import BackboneError, ConfigError
 from medusa_train.hub import describe_hub_error, hub_is_unreachable
+from medusa_train.io import parse_json
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.compatibility import check_architecture, check_model
 from medusa_train.models.document_attention import (
@@ -98,7 +99,11 @@ def load_backbone(
         )
     except UNREADABLE as error:
         _refuse_remote_code(error, source)
-        reason = describe_hub_error(error, name, "model") or describe_unreadable(error)
+        reason = (
+            describe_hub_error(error, name, "model")
+            or _describe_index(source)
+            or describe_unreadable(error)
+        )
         raise BackboneError(f"base_model {name}: loading failed: {reason}") from error
     except (SafetensorError, UnpicklingError, EOFError, RuntimeError) as error:
         damaged = _damaged_file(source)
@@ -219,6 +224,24 @@ def model_directory(source: str) -> Path:
     if isinstance(cached, str):
         return Path(cached).parent
     return directory
+
+
+def _describe_index(source: str) -> str | None:
+    """Name an index of weight files that is not what transformers writes; None without one."""
+    for path in sorted(model_directory(source).glob("*.index.json")):
+        try:
+            index = parse_json(path.read_text(encoding="utf-8"))
+            files = index["weight_map"].values()
+            is_valid = isinstance(index["metadata"], dict)
+            is_valid = is_valid and all((path.parent / str(file)).is_file() for file in files)
+        except (OSError, ValueError, LookupError, TypeError, AttributeError):
+            is_valid = False
+        if not is_valid:
+            return (
+                f"{path} is damaged, or names files that are not there; copy or download the model"
+                " again"
+            )
+    return None
 
 
 def _damaged_file(source: str) -> Path | None:

@@ -309,3 +309,38 @@ def test_biases_that_vllm_ignores_are_named(
     shown = " ".join(record.message for record in caplog.records)
     assert "the biases of the blocks are not used, as in vLLM" in shown
     assert "config.json, not read: abcd" in shown
+
+
+def test_weights_of_whole_numbers_are_refused(backbone: Backbone, tmp_path: Path) -> None:
+    """They would be read as if they were not quantized."""
+    save_draft(trained(backbone), tmp_path, "base")
+    tensors = load_file(tmp_path / SAFETENSORS)
+    name = next(iter(tensors))
+    tensors[name] = tensors[name].to(torch.int8)
+    save_file(tensors, tmp_path / SAFETENSORS)
+    with pytest.raises(
+        CheckpointError, match=f"{name} holds whole numbers .torch.int8., not weigh"
+    ):
+        load_draft(tmp_path, backbone)
+
+
+def test_heads_of_two_kinds_in_one_directory_are_named(backbone: Backbone, tmp_path: Path) -> None:
+    save_draft(trained(backbone), tmp_path, "base")
+    save_draft(DRAFTS["hydra"].from_backbone(backbone, num_heads=2), tmp_path, "base")
+    with pytest.raises(CheckpointError, match=f"two kinds, draft.safetensors and {SAFETENSORS}"):
+        load_draft(tmp_path, backbone)
+
+
+@pytest.mark.parametrize("extra", [True, False])
+def test_a_tensor_too_many_or_too_few_is_not_blamed_on_the_backbone(
+    extra: bool, backbone: Backbone, tmp_path: Path
+) -> None:
+    save_draft(DRAFTS["hydra"].from_backbone(backbone, num_heads=2), tmp_path, "base")
+    tensors = load_file(tmp_path / "draft.safetensors")
+    if extra:
+        tensors["further"] = torch.zeros(2)
+    else:
+        del tensors["lm_heads.0.weight"]
+    save_file(tensors, tmp_path / "draft.safetensors")
+    with pytest.raises(CheckpointError, match=r"not those that config\.json describes"):
+        load_draft(tmp_path, backbone)

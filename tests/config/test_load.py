@@ -3,7 +3,12 @@ from pathlib import Path
 import pytest
 
 from medusa_train.config.load import dump_config, load_config
-from medusa_train.config.schema import IGNORED_AXOLOTL_KEYS, EvalConfig, TrainConfig
+from medusa_train.config.schema import (
+    IGNORED_AXOLOTL_KEYS,
+    EvalConfig,
+    SelfDistillConfig,
+    TrainConfig,
+)
 from medusa_train.config.types import CHAT_TEMPLATES
 from medusa_train.data.builtin_templates import TEMPLATES
 from medusa_train.errors import ConfigError
@@ -417,3 +422,9 @@ def test_what_only_a_shell_expands_is_refused(value: str) -> None:
 def test_an_empty_list_of_files_is_refused() -> None:
     (problem,) = problems(None, REQUIRED[0], "datasets=[{path: d, data_files: []}]")
     assert "data_files: name a file, or leave the key out" in problem
+
+
+@pytest.mark.parametrize("value", ["42", "-1", "1.5"])
+def test_a_number_in_place_of_prompts_is_taken_for_a_random_seed(value: str) -> None:
+    with pytest.raises(ConfigError, match="for the random seed write seed=N"):
+        load_config(SelfDistillConfig, None, [f"seed_dataset='{value}'"])

@@ -156,3 +156,16 @@ def test_a_page_in_place_of_a_config_is_not_called_a_missing_network(
     monkeypatch.setattr(loading, "hub_is_unreachable", lambda: True)
     with pytest.raises(BackboneError, match="no network, or HF_HUB_OFFLINE is set"):
         resolve_backbone("some/model")
+
+
+@pytest.mark.parametrize(
+    "index", ["[1]", '{"weight_map": [1]}', '{"weight_map": {"a": "absent"}, "metadata": {}}']
+)
+def test_a_damaged_index_of_weights_is_named(tmp_path: Path, index: str) -> None:
+    write_backbone(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "model-00001-of-00001.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(
+        BackboneError, match=r"model\.safetensors\.index\.json is damaged, or names"
+    ):
+        load_backbone(str(tmp_path))
