@@ -186,8 +186,9 @@ class ChunkedLoss:
             self._add_block(z, slice(first, last), part.start)
         # 3. from there to weights and states
         if self.any_grad:
-            chunk_z = None if z is None else z[part]  # [C, r]
-            self._add_grads(products, states, chunk_z, positions, part)
+            if z is not None:
+                z = z[part]  # [C, r]
+            self._add_grads(products, states, z, positions, part)
 
     def _add_block(self, z: Tensor | None, block: slice, start: int) -> None:
         """Add the positions `block`, b of the chunk that starts at `start`; their products become
@@ -198,10 +199,11 @@ class ChunkedLoss:
         part = slice(start + block.start, start + block.stop)  # among the supervised positions
         product = self.products[block]  # [b, V]
         labels = self.inputs.labels[part].unsqueeze(1)  # [b, 1]
-        block_z = None if z is None else z[part]  # [b, r]
+        if z is not None:
+            z = z[part]  # [b, r]
 
         # 1. the student's log-probabilities
-        logits = student.raw_logits(product, block_z)  # [b, V]
+        logits = student.raw_logits(product, z)  # [b, V]
         # scale and soft cap, which follow, are monotonic
         best = logits.argmax(dim=1, keepdim=True)  # [b, 1]
         self.correct += (best == labels).sum()
@@ -319,7 +321,9 @@ class _TeacherLogits:
         """Return log-probabilities [b, V] of the positions `block` of the chunk, `part` of all M;
         their products may be overwritten.
         """
-        z = None if self.z is None else self.z[part]  # [b, r]
+        z = self.z
+        if z is not None:
+            z = z[part]  # [b, r]
         logits = self.projection.raw_logits(self.products[block], z)  # [b, V]
         return log_softmax(self.projection.transform_(logits), dim=1)
 

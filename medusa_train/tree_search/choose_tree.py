@@ -191,19 +191,17 @@ def choose_tree(
         )
     traces = traced.traces
 
-    # 1. the effort: quick where a thorough choice would take longer than it may
+    # 1. the effort
     started = time.perf_counter()
     longest = max(1, backbone.max_context - TIMED_TOKENS)
     prompt = traced.prompt[-longest:]
-    if seconds is not None and not quick:
-        needed = _thorough_seconds(backbone, draft, prompt, progress)
-        quick = needed > seconds
-        if quick:
-            progress.print(
-                f"timing fewer steps of fewer trees: all would take about {needed:.0f} s,"
-                f" {seconds:.0f} s are left for it after this run; medusa-eval --calibrate times all"
-            )
+    deadline: float | None = None
+    if seconds is not None:
+        deadline = started + seconds
+        quick = quick or _must_be_quick(backbone, draft, prompt, progress, seconds)
+    effort = THOROUGH
     if quick:
+        effort = QUICK
         prompt = prompt[-QUICK_PROMPT:]
     time_trees = partial(
         time_steps,
@@ -211,8 +209,8 @@ def choose_tree(
         draft,
         prompt=prompt,
         progress=progress,
-        effort=QUICK if quick else THOROUGH,
-        deadline=None if seconds is None else started + seconds,
+        effort=effort,
+        deadline=deadline,
     )
 
     # 2. time a tree of each size
@@ -262,15 +260,25 @@ def timing_budget(run_seconds: float) -> float:
     return max(LEAST_TIMING_SECONDS, TIMING_SHARE * run_seconds)
 
 
-def _thorough_seconds(
-    backbone: Backbone, draft: Draft, prompt: list[int], progress: RunProgress
-) -> float:
-    """Estimate the seconds of a thorough choice from two plain continuations of `prompt`."""
+def _must_be_quick(
+    backbone: Backbone, draft: Draft, prompt: list[int], progress: RunProgress, seconds: float
+) -> bool:
+    """Return whether a thorough choice would take longer than `seconds`, and say so.
+
+    Its time is estimated from two plain continuations of `prompt`.
+    """
     started = time.perf_counter()
     effort = Effort(1, THOROUGH.steps)
     time_steps(backbone, draft, [Tree.empty()], prompt, progress, effort)
     continuation = (time.perf_counter() - started) / 2
-    return continuation * THOROUGH_TREES * (THOROUGH.rounds + 1)
+    needed = continuation * THOROUGH_TREES * (THOROUGH.rounds + 1)
+    if needed <= seconds:
+        return False
+    progress.print(
+        f"timing fewer steps of fewer trees: all would take about {needed:.0f} s,"
+        f" {seconds:.0f} s are left for it after this run; medusa-eval --calibrate times all"
+    )
+    return True
 
 
 def merge_timings(
@@ -290,7 +298,9 @@ def merge_timings(
     for candidate in first.values():
         if candidate.tree in repeated and candidate.tree.size:
             ratios.append(repeated[candidate.tree].step_ms / candidate.step_ms)
-    drift = statistics.median(ratios) if ratios else 1.0
+    drift = 1.0
+    if ratios:
+        drift = statistics.median(ratios)
     # 2. the fastest of each size that was timed again
     fastest: dict[int, TreeCandidate] = {}
     for candidate in again:

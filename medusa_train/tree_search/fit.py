@@ -72,7 +72,9 @@ class Trace:
 
     def simulate(self, tree: Tree | AcceptedLength) -> list[int]:
         """Simulate decoding with `tree`: return the positions at which its steps start."""
-        accepted = AcceptedLength(tree) if isinstance(tree, Tree) else tree
+        accepted = tree
+        if isinstance(accepted, Tree):
+            accepted = AcceptedLength(accepted)
         paths = self._paths
         end = len(self.ranks) - 1
         starts: list[int] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ class TracedAnswers:
     @property
     def traces(self) -> list[Trace]:
         """The traces of all conversations."""
-        return [trace for conversation in self.conversations for trace in conversation]
+        return list(chain.from_iterable(self.conversations))
 
     @property
     def tokens(self) -> int:
@@ -104,7 +104,9 @@ def trace_conversations(
             traced.setdefault(owners[i], []).append(trace)
     # 3. the median prompt
     by_length = sorted((prompts[i] for i in answers), key=len)
-    median = by_length[len(by_length) // 2] if by_length else []
+    median: list[int] = []
+    if by_length:
+        median = by_length[len(by_length) // 2]
     return TracedAnswers(list(traced.values()), median)
 
 

@@ -303,7 +303,9 @@ class TreeLevels:
         """
         # 1. its inner nodes
         inner = [node for node in range(first, last) if node in place_of]
-        inner_first = place_of[inner[0]] if inner else len(place_of)
+        inner_first = len(place_of)
+        if inner:
+            inner_first = place_of[inner[0]]
         # 2. the next level: parent and rank of each node
         parents: list[int] = []
         ranks: list[int] = []

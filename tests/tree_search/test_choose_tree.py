@@ -3,9 +3,8 @@
 import io
 import json
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,11 +12,9 @@ from rich.console import Console
 
 from medusa_train.checkpoint.resolve import ModelPaths
 from medusa_train.errors import MedusaError
-from medusa_train.inference.generate import Decoder, Step
 from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.progress import RunProgress
 from medusa_train.tree_search import choose_tree as module
-from medusa_train.tree_search import time_steps as timing
 from medusa_train.tree_search.choose_tree import (
     TreeChoice,
     choose_tree,
@@ -201,20 +198,6 @@ def test_timing_is_bounded_by_the_seconds_that_are_given(monkeypatch: pytest.Mon
     assert timing_budget(400) == 100
 
 
-def test_after_the_deadline_no_further_round_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-    counted: list[int] = []
-    monkeypatch.setattr(timing, "_later_step_ms", lambda *given: counted.append(1) or 2.0)
-    backbone = random_backbone("llama")
-    for deadline, continuations in ((0.0, 2), (None, 1 + QUICK.rounds)):
-        counted.clear()
-        options: dict[str, Any] = {"deadline": deadline}
-        measured = time_steps(
-            backbone, noisy_heads(backbone), [Tree.chain(1)], [1, 2], quiet(), QUICK, **options
-        )
-        assert measured == {Tree.chain(1): 2.0}
-        assert len(counted) == continuations  # a warm-up and one round in any case
-
-
 def test_a_tree_is_chosen_and_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(module, "SIZES", (0, 2, 5))
     backbone = random_backbone("llama", dtype=torch.float32)
@@ -241,25 +224,6 @@ def test_a_tree_is_chosen_and_written(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert [len(row) for row in record["head_accuracy"]] == [10] * 3
     with pytest.raises(MedusaError, match="3 or more answered chats, got 2"):
         choose_tree(backbone, draft, TracedAnswers(traced.conversations[:2], [1]), quiet())
-
-
-def test_the_first_step_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The draft reads the prompt in it, once in an answer of any length."""
-    clock = [0.0]
-    monkeypatch.setattr(module.time, "perf_counter", lambda: clock[0])
-
-    class Steps(Decoder):
-        def stream(self, *args: Any, **options: Any) -> Iterator[Step]:
-            for seconds in (100.0, 50.0, *[0.002] * 20):  # prefill, first step, later steps
-                clock[0] += seconds
-                yield Step([1], 0)
-
-    monkeypatch.setattr(timing, "Decoder", Steps)
-    backbone, trees = random_backbone("llama"), [Tree.empty(), Tree.chain(1)]
-    measured = time_steps(
-        backbone, noisy_heads(backbone), [*trees, Tree.empty()], [1, 2, 3], quiet(), QUICK
-    )
-    assert measured == pytest.approx(dict.fromkeys(trees, 2.0))
 
 
 def test_quickly_fewer_trees_are_timed_after_a_shorter_prompt(
