@@ -30,6 +30,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
 
+from coder_plan import CODERS, coder_plan  # noqa: E402
 from decode_steps import GRAPHS  # noqa: E402
 from gpu_plan import (  # noqa: E402
     ALL_SECONDS,
@@ -90,6 +91,12 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         type=int,
         choices=MINUTES,
         help="another plan, of what so many minutes are worth most for; no step begins after them",
+    )
+    chosen.add_argument(
+        "--coder",
+        choices=CODERS,
+        help="another plan: a model that people run, from its pieces to HumanEval; tiny: the same"
+        " with the embedded model, on a CPU",
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="list and check steps; exit code 1 if one cannot run"
@@ -379,7 +386,7 @@ def dry_run(steps: Sequence[Step], args: argparse.Namespace) -> bool:
     """
     todo = pending(steps, args.part, load_record(args.out))
     most = ALL_SECONDS if args.minutes is None else 60 * args.minutes
-    most_of_part = PART_SECONDS if args.minutes is None else most
+    most_of_part = PART_SECONDS if args.minutes is None and args.coder is None else most
     total = sum(step.limit for step in steps)
     print(f"all parts: at most {total} s of {most} s")
     problems = int(total > most)
@@ -427,7 +434,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run or check; the exit code is 0 if every step succeeded, or could."""
     args = parse_arguments(arguments)
     quiet_libraries()
-    steps = plan(args.work) if args.minutes is None else short_plan(args.minutes, args.work)
+    if args.coder is not None:
+        steps = coder_plan(args.coder, args.work)
+    elif args.minutes is not None:
+        steps = short_plan(args.minutes, args.work)
+    else:
+        steps = plan(args.work)
     return 0 if (dry_run(steps, args) if args.dry_run else run(steps, args, arguments)) else 1
 
 

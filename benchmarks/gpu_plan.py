@@ -51,7 +51,11 @@ WHEELS += (
 WHEELS += ("pydantic_core", "pytest", "pytest-xdist", "execnet", "typing-inspection")
 #: Packages that PyPI has as source only: their wheels are built, and need torch for that.
 BUILT = ("deepspeed",)
-COMMANDS = {"train": "medusa_train.cli.train", "eval": "medusa_train.cli.evaluate"}
+COMMANDS = {
+    "train": "medusa_train.cli.train",
+    "eval": "medusa_train.cli.evaluate",
+    "selfdistill": "medusa_train.cli.selfdistill",
+}
 
 
 @dataclass(frozen=True)
@@ -309,7 +313,7 @@ def command_problems(
     from typer.main import get_command
 
     from medusa_train.cli.common import read_arguments
-    from medusa_train.config.schema import EvalConfig, TrainConfig
+    from medusa_train.config.schema import EvalConfig, SelfDistillConfig, TrainConfig
     from medusa_train.errors import MedusaError
     from medusa_train.evaluation.questions import load_bench
 
@@ -322,13 +326,19 @@ def command_problems(
             key: value for key, value in given.items() if value is not None and value is not False
         }
         words = flags.pop("arguments", None) or []
+        if program == "selfdistill":
+            # options of the command that are no keys
+            flags = {key: value for key, value in flags.items() if value and key != "local_rank"}
+            read_arguments(SelfDistillConfig, words, flags=flags)
+            return []
         if program == "eval":
             load_bench(read_arguments(EvalConfig, words, flags=flags).bench, print)
             return []
         cfg = read_arguments(TrainConfig, words, flags=flags)
     except (usage_error, MedusaError) as error:
         return [str(error)]
-    ready = {str(Path(path).parent) for path in made if path is not None}
+    written = [path for path in made if path is not None]
+    ready = {*written, *(str(Path(path).parent) for path in written)}
     paths = [cfg.base_model, *(dataset.path for dataset in cfg.datasets)]
     return [
         f"{path} is missing" for path in paths if path not in ready and not (ROOT / path).exists()

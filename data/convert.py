@@ -226,8 +226,19 @@ def convert(gguf: Path, model: Model, out: Path) -> None:
     shutil.rmtree(part, ignore_errors=True)
     weights.save_pretrained(part)
     tokenizer.save_pretrained(part)
+    make_readable(part)
     shutil.rmtree(out, ignore_errors=True)
     part.rename(out)
+
+
+def make_readable(folder: Path) -> None:
+    """Give files the mode that new files get; safetensors writes them for their owner alone."""
+    probe = folder / ".mode"
+    probe.touch()
+    mode = probe.stat().st_mode
+    probe.unlink()
+    for path in folder.iterdir():
+        path.chmod(mode & 0o777)
 
 
 def tie_to_output(weights: PreTrainedModel) -> None:

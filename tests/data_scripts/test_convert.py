@@ -109,6 +109,11 @@ def test_one_matrix_serves_both_after_saving(convert: ModuleType, tmp_path: Path
     output = model.lm_head.weight.detach().clone()
     convert.tie_to_output(model)
     model.save_pretrained(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    weights.chmod(0o600)  # as safetensors writes them
+    convert.make_readable(tmp_path)
+    assert weights.stat().st_mode & 0o777 == (tmp_path / "config.json").stat().st_mode & 0o777
+    assert weights.stat().st_mode & 0o444 == 0o444
     loaded = Qwen2ForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(loaded.model.embed_tokens.weight, output)
     assert torch.equal(loaded.lm_head.weight, output)

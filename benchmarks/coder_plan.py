@@ -1,0 +1,132 @@
+"""A model that people run, from its pieces to HumanEval on a GPU: `benchmarks/gpu.sh --coder 0.5b`.
+
+    python benchmarks/coder_pieces.py pack qwen2.5-coder-0.5b --out runs/gpu/pieces   # beforehand
+    python data/make_prompts.py qwen_coder --count 1500 --output runs/gpu/coder_prompts.jsonl
+
+`tiny` does the same with the embedded model in a few minutes on a CPU, to see that every step runs.
+Answers are not scored here, since that runs the model's code: `medusa-eval --bench humaneval
+--model RUN` scores them elsewhere, in the sandbox, without generating them again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gpu_plan import Step
+
+PIECES = "runs/gpu/pieces"
+PROMPTS = "runs/gpu/coder_prompts.jsonl"
+SHIPPED = "data/selfdistill/qwen_coder.jsonl.gz"
+
+
+@dataclass(frozen=True)
+class Coder:
+    """What the plan does with one model.
+
+    Attributes:
+        model: directory that pieces are joined to, or that is there.
+        recipes: configurations of Medusa-1 and EAGLE-3.
+        prompts: how many are answered. bench, questions: what is decoded. datasets: what is trained
+            on beside the answers.
+        seconds: expected of joining, of answering, of training each draft, of each evaluation.
+        keys: further keys of the training.
+    """
+
+    model: str
+    recipes: tuple[str, str]
+    prompts: int
+    bench: str
+    questions: int
+    seconds: tuple[int, int, int, int]
+    datasets: tuple[str, ...] = ()
+    pieces: str | None = PIECES
+    keys: tuple[str, ...] = ()
+
+
+CODERS = {
+    "0.5b": Coder(
+        model="models/qwen2.5-coder-0.5b-instruct",
+        recipes=("qwen25_coder_05b_m1", "qwen25_coder_05b_eagle3"),
+        prompts=1000,
+        bench="humaneval",
+        questions=60,
+        seconds=(60, 120, 90, 50),
+        datasets=(SHIPPED,),
+    ),
+    "1.5b": Coder(
+        model="models/qwen2.5-coder-1.5b-instruct",
+        recipes=("qwen25_coder_15b_m1", "qwen25_coder_15b_eagle3"),
+        prompts=1500,
+        bench="humaneval",
+        questions=40,
+        seconds=(120, 180, 120, 60),
+    ),
+    "tiny": Coder(
+        model="data/tiny",
+        recipes=("tiny_m1", "tiny_eagle3"),
+        prompts=8,
+        bench="data/bench/code/question.jsonl",
+        questions=2,
+        seconds=(0, 40, 60, 60),
+        pieces=None,
+        keys=("max_steps=2", "calibration_tokens=60", "val_set_size=0.5", "warmup_steps=0"),
+    ),
+}
+
+
+def coder_plan(name: str, work: str = "runs/gpu") -> list[Step]:
+    """List the steps of one model in order; each writes its result when it ends."""
+    coder = CODERS[name]
+    joining, answering, training, evaluating = coder.seconds
+    config = f"{coder.model}/config.json"
+    steps = []
+
+    # 1. The model, from the pieces that came along.
+    if coder.pieces is not None:
+        manifest = {f"{coder.pieces}/pieces.json": "python benchmarks/coder_pieces.py pack"}
+        words = ("coder_pieces.py", "join", coder.pieces)
+        steps.append(_step("join", words, joining, manifest, makes=config))
+
+    # 2. Its own answers, in batches: the text of the training.
+    answers = f"{work}/coder_answers.jsonl"
+    words = ("selfdistill", "--model", coder.model, "--prompts", PROMPTS, "--output", answers)
+    words += ("--limit", str(coder.prompts))
+    words += ("max_new_tokens=768" if name != "tiny" else "max_new_tokens=32",)
+    words += ("temperature=0.3", "batch_size=64", "drop_truncated=false", "drop_looping=false")
+    make_prompts = f"python data/make_prompts.py qwen_coder --count 1500 --output {PROMPTS}"
+    needs = {config: "step join", PROMPTS: make_prompts}
+    steps.append(_step("answers", words, answering, needs, makes=answers))
+
+    # 3. Two drafts, and what each of them makes of decoding.
+    paths = (answers, *coder.datasets)
+    datasets = ", ".join(f"{{path: {path}, type: messages}}" for path in paths)
+    for recipe in coder.recipes:
+        run = f"{work}/{recipe}"
+        words = ("train", f"configs/{recipe}.yaml", f"base_model={coder.model}")
+        words += (f"datasets=[{datasets}]", f"output_dir={run}", "overwrite_output_dir=true")
+        needs = {config: "step join", answers: "step answers"}
+        tree = f"{run}/tree.json"
+        train = _step(f"{recipe}-train", (*words, *coder.keys), training, needs, makes=tree)
+        steps.append(train)
+        out = f"{work}/{recipe}-eval"
+        words = ("eval", "--bench", coder.bench, "--model", run, "--limit", str(coder.questions))
+        words += ("--output-dir", out, "score=false", "generate=false", "prompt_lookup=false")
+        words += ("--max-new-tokens", "512" if name != "tiny" else "32")
+        page = (f"{out}/report.md", f"{out}/report.json")
+        needs = {tree: f"step {train.name}"}
+        steps.append(_step(f"{recipe}-eval", words, evaluating, needs, report=page))
+    return steps
+
+
+def _step(
+    name: str,
+    words: tuple[str, ...],
+    seconds: int,
+    needs: dict[str, str],
+    makes: str | None = None,
+    report: tuple[str, str] | None = None,
+) -> Step:
+    """Return a step that is stopped after half as long again as it should take."""
+    page, figures = report or (None, None)
+    limit = seconds + seconds // 2 + 30
+    return Step(f"coder-{name}", 1, words, seconds, limit, needs, makes, page, figures)
