@@ -1,0 +1,16 @@
+"""Pages of reports: how many columns their cards have."""
+
+import pytest
+
+from medusa_train.pages.page import Figure, Section, render_page
+
+
+@pytest.mark.parametrize(("count", "columns"), [(2, "cards"), (3, "cards"), (4, "cards two")])
+def test_no_card_stands_alone_in_its_row(count: int, columns: str) -> None:
+    """Three cards fit a row; a wide one has its own."""
+    figures = [Figure(f"figure {number}", "<svg></svg>", "") for number in range(count)]
+    wide = Figure("the tree", "<svg></svg>", "", wide=True)
+    page = render_page("title", "subtitle", [Section("Draft", figures=[*figures, wide])])
+    assert f'<div class="{columns}">' in page
+    assert page.count("<figure>") == count
+    assert "<figure class=wide>" in page
