@@ -55,9 +55,9 @@ class Strategy(ABC):
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.loss_scale = loss_scale
-        self.parameters: list[nn.Parameter] = [
-            p for group in optimizer.param_groups for p in group["params"]
-        ]
+        self.parameters: list[nn.Parameter] = []
+        for group in optimizer.param_groups:
+            self.parameters += group["params"]
         self.max_grad_norm = max_grad_norm if max_grad_norm > 0 else math.inf
 
     @property
@@ -122,15 +122,12 @@ class Strategy(ABC):
         """Return the state of optimizer, schedule and loss scale, as nested dicts and lists of
         tensors and numbers.
         """
-        schedule = {
-            name: value
-            for name, value in self.scheduler.state_dict().items()
-            if name != "lr_lambdas"
-        }
+        schedule = self.scheduler.state_dict()
+        del schedule["lr_lambdas"]
         state = {"optimizer": self._optimizer_state(), "scheduler": schedule}
-        return (
-            state if self.loss_scale is None else {**state, "loss_scale": asdict(self.loss_scale)}
-        )
+        if self.loss_scale is not None:
+            state["loss_scale"] = asdict(self.loss_scale)
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict`; learning rates, weight decay and schedule stay those of this run.
@@ -141,12 +138,15 @@ class Strategy(ABC):
         Raises:
             ValueError: it belongs to other parameters.
         """
+        # 1. The moments of the optimizer.
         self._load_optimizer(state["optimizer"])
+        # 2. The step of the schedule, with this run's learning rates.
         scheduler = self.scheduler
-        done, peaks = int(state["scheduler"]["last_epoch"]), list(scheduler.base_lrs)
-        rates = [
-            peak * factor(done) for peak, factor in zip(peaks, scheduler.lr_lambdas, strict=True)
-        ]
+        done = int(state["scheduler"]["last_epoch"])
+        peaks = list(scheduler.base_lrs)
+        rates = []
+        for peak, factor in zip(peaks, scheduler.lr_lambdas, strict=True):
+            rates.append(peak * factor(done))
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
         current = {
@@ -155,7 +155,7 @@ class Strategy(ABC):
             "_last_lr": rates,
         }
         scheduler.load_state_dict({**state["scheduler"], **current})
-        # absent if it was trained in another precision
+        # 3. The loss scale, which is absent if it was trained in another precision.
         if self.loss_scale is not None and "loss_scale" in state:
             self.loss_scale.value = float(state["loss_scale"]["value"])
             self.loss_scale.good = int(state["loss_scale"]["good"])
@@ -171,8 +171,9 @@ class Strategy(ABC):
         before.
         """
         if self.loss_scale is not None:
-            for grad in [p.grad for p in self.parameters if p.grad is not None]:
-                grad.div_(self.loss_scale.value)
+            for parameter in self.parameters:
+                if parameter.grad is not None:
+                    parameter.grad.div_(self.loss_scale.value)
         return float(nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm))
 
     @abstractmethod
@@ -195,7 +196,10 @@ class LocalStrategy(Strategy):
         """Compute the loss of one micro-batch; gradients are accumulated term by term, while it is
         computed.
         """
-        return compute(*args, grad_scale=1.0 if self.loss_scale is None else self.loss_scale.value)
+        grad_scale = 1.0
+        if self.loss_scale is not None:
+            grad_scale = self.loss_scale.value
+        return compute(*args, grad_scale=grad_scale)
 
     def _update(self) -> float:
         norm = self._clip()
@@ -231,26 +235,27 @@ class LossScale:
         was above 1.
         """
         if overflowed:
-            lowered = self.value > 1.0
-            self.value, self.good = max(1.0, self.value / 2.0), 0
-            return lowered
+            was_above_one = self.value > 1.0
+            self.value = max(1.0, self.value / 2.0)
+            self.good = 0
+            return was_above_one
         self.good += 1
         if self.good == self.WINDOW:
-            self.value, self.good = self.value * 2.0, 0
+            self.value *= 2.0
+            self.good = 0
         return False
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Load a `state_dict` but for learning rates, weight decay, betas and epsilon; ValueError if its moments have
-    other names.
+    """Load a `state_dict` but for learning rates, weight decay, betas and epsilon; ValueError if its
+    moments have other names.
     """
     entry = next(iter(saved["state"].values()), None)
     if entry and ("exp_avg" in entry) != isinstance(optimizer, torch.optim.AdamW):
         raise ValueError("the state of another optimizer")
-    kept = [
-        {name: group[name] for name in _NOT_RESTORED if name in group}
-        for group in optimizer.param_groups
-    ]
+    kept = []
+    for group in optimizer.param_groups:
+        kept.append({name: group[name] for name in _NOT_RESTORED if name in group})
     if getattr(optimizer, "is_paged", False):
         _load_paged(optimizer, saved)
     else:
@@ -268,21 +273,25 @@ def _load_paged(optimizer: Any, saved: dict[str, Any]) -> None:
     """
     rest: dict[Any, dict[str, Any]] = {}
     moments: dict[Any, dict[str, Tensor]] = {}
+    # 1. Everything else, as usual. bitsandbytes hides the moments in a dict of their own.
     for number, entry in saved["state"].items():
-        flat = {name: value for name, value in entry.items() if not isinstance(value, dict)}
-        # bitsandbytes hides them in one
-        for nested in (value for value in entry.values() if isinstance(value, dict)):
-            flat.update(nested)
+        flat: dict[str, Any] = {}
+        nested: dict[str, Any] = {}
+        for name, value in entry.items():
+            if isinstance(value, dict):
+                nested.update(value)
+            else:
+                flat[name] = value
+        flat |= nested
         moments[number] = {name: flat.pop(name) for name in _MOMENTS if name in flat}
         rest[number] = flat
     optimizer.load_state_dict({**saved, "state": rest})
-    numbers = (number for group in saved["param_groups"] for number in group["params"])
-    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    for number, parameter in zip(numbers, parameters, strict=True):
-        for name, value in moments.get(number, {}).items():
-            optimizer.state[parameter][name] = optimizer.get_state_buffer(
-                parameter, dtype=value.dtype
-            ).copy_(value)
+    # 2. The moments of each parameter.
+    for saved_group, group in zip(saved["param_groups"], optimizer.param_groups, strict=True):
+        for number, parameter in zip(saved_group["params"], group["params"], strict=True):
+            for name, value in moments.get(number, {}).items():
+                buffer = optimizer.get_state_buffer(parameter, dtype=value.dtype)
+                optimizer.state[parameter][name] = buffer.copy_(value)
 
 
 # Optimizer and schedule
@@ -312,10 +321,19 @@ def parameter_groups(
     """
     groups: list[ParameterGroup] = []
     for parameters, lr in ((heads, heads_lr), (backbone, backbone_lr)):
-        trained = [p for p in parameters if p.requires_grad]
-        for decay, decays in ((weight_decay, True), (0.0, False)):
-            if chosen := [p for p in trained if (len(full_shape(p)) >= 2) == decays]:
-                groups.append({"params": chosen, "lr": lr, "weight_decay": decay})
+        matrices = []
+        vectors = []
+        for parameter in parameters:
+            if not parameter.requires_grad:
+                continue
+            if len(full_shape(parameter)) >= 2:
+                matrices.append(parameter)
+            else:
+                vectors.append(parameter)
+        if matrices:
+            groups.append({"params": matrices, "lr": lr, "weight_decay": weight_decay})
+        if vectors:
+            groups.append({"params": vectors, "lr": lr, "weight_decay": 0.0})
     return groups
 
 
@@ -368,6 +386,7 @@ def build_scheduler(
     """
     options = None
     if name == "cosine" and lowest:
-        name, options = "cosine_with_min_lr", {"min_lr_rate": lowest}
+        name = "cosine_with_min_lr"
+        options = {"min_lr_rate": lowest}
     scheduler: LambdaLR = get_scheduler(name, optimizer, warmup_steps, total_steps, options)
     return scheduler

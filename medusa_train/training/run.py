@@ -80,8 +80,13 @@ def train(
 def _train_and_finish(
     cfg: TrainConfig, data: TrainingData, trainer: Trainer, progress: RunProgress, results: Console
 ) -> int:
-    console, world, state = progress.console, trainer.world, trainer.state
-    seconds_before, first = state.seconds, state.step  # of the run that is resumed
+    """Train to the end or to a request to stop; return the exit code."""
+    console = progress.console
+    world = trainer.world
+    state = trainer.state
+    # 1. The steps.
+    first_step = state.step  # of the run that is resumed
+    seconds_before = state.seconds
     with trainer.loggers, StopRequest(lambda line: console.print(line, style="yellow")) as stop:
         outcome = trainer.run(stop)
     progress.seconds["training"] = state.seconds - seconds_before
@@ -94,17 +99,22 @@ def _train_and_finish(
         # the signal may have reached only one of the processes
         return max(world.gather(stop.exit_code))
 
-    step = _restore_best(trainer, console) if outcome is Outcome.EARLY else state.step
-    # nothing was left to train
+    # 2. The weights to save, and their evaluation, which is missing where nothing was left to train.
+    step = state.step
+    if outcome is Outcome.EARLY:
+        step = _restore_best(trainer, console)
     if trainer.last_validation is None and trainer.validation_batches is not None:
         trainer.last_validation = trainer.evaluate(trainer.validation_batches())
+    # 3. What all processes do together.
     trainer.strategy.release([*trainer.draft.parameters(), *trainer.recipe.saved])
-    cache = trainer.recipe.cache
-    states = None if cache is None else cache.describe(world)  # of all processes
+    states = None
+    if trainer.recipe.cache is not None:
+        states = trainer.recipe.cache.describe(world)
+    # 4. What needs no other process: the files, the tree and the closing tables.
     try:
-        if world.is_main:  # the remaining work needs no other process
+        if world.is_main:
             with writing(trainer.output_dir):
-                is_fitted = first == state.step and _has_tree_of_its_heads(trainer.output_dir)
+                is_fitted = first_step == state.step and _has_tree_of_its_heads(trainer.output_dir)
                 _finish(cfg, data, trainer, step, progress, results, is_fitted, states)
     finally:
         world.gather(None)  # the others wait, since NCCL's connections must be closed together
@@ -124,11 +134,14 @@ def _finish(
     """Save the weights of `step`, which the trainer holds, choose the tree and print the closing
     tables.
     """
-    out, draft, validation = trainer.output_dir, trainer.draft, trainer.last_validation
+    out = trainer.output_dir
+    draft = trainer.draft
+    validation = trainer.last_validation
+    # 1. The weights, in the dtype in which they decode; checkpoints keep float32.
     before = digest_files(find_heads(out / HEADS).files)
     trainer.recipe.save_trained(out)
-    # checkpoints keep float32
     save_draft(draft.to(trainer.recipe.precision.dtype), out / HEADS, cfg.base_model)
+    # 2. The tree, unless it was fitted to these heads before.
     choice = None
     if is_fitted and digest_files(find_heads(out / HEADS).files) == before:
         os.utime(out / TREE)  # or it would be older than the heads, which were just saved again
@@ -150,26 +163,34 @@ def _finish(
             progress,
             trust_remote_code=cfg.trust_remote_code,
         )
+    # 3. The closing tables, and what to do next in a line that can be copied.
     if (table := heads_table(validation, choice)) is not None:
         results.print(table)
     results.print(summary(cfg, trainer, step, choice, progress, states))
-    embedded = (resolve_path(cfg.base_model) or Path()).resolve() == (
-        PROJECT_ROOT / "data" / "tiny"
-    ).resolve()
-    lacks_tree = cfg.calibration_tokens and trainer.strategy.partitioned
-    bench = ["--calibrate"] if lacks_tree else ["--bench", "tiny" if embedded else "mtbench"]
-    following = (
-        shlex.join(["medusa-eval", *bench, "--model", str(out)])
-        if trainer.whole_run is None
-        else "stage two"
-    )
-    # a line that can be copied
+    lacks_tree = bool(cfg.calibration_tokens) and trainer.strategy.partitioned
+    following = "stage two"
+    if trainer.whole_run is None:
+        following = _next_command(cfg.base_model, out, lacks_tree)
     results.print(Text(f"next: {following}", style="bold"), soft_wrap=True)
+
+
+def _next_command(base_model: str, out: Path, lacks_tree: bool) -> str:
+    """Return the command that measures a finished run, or fits its tree."""
+    shipped = (PROJECT_ROOT / "data" / "tiny").resolve()
+    backbone = resolve_path(base_model) or Path()
+    if lacks_tree:
+        options = ["--calibrate"]
+    elif backbone.resolve() == shipped:
+        options = ["--bench", "tiny"]
+    else:
+        options = ["--bench", "mtbench"]
+    return shlex.join(["medusa-eval", *options, "--model", str(out)])
 
 
 def _has_tree_of_its_heads(run: Path) -> bool:
     """Return whether a run was finished before: its tree is written after its heads."""
-    tree, heads = run / TREE, run / HEADS
+    tree = run / TREE
+    heads = run / HEADS
     return tree.is_file() and heads.is_dir() and tree.stat().st_mtime >= heads.stat().st_mtime
 
 
@@ -180,21 +201,26 @@ def resume_command(trainer: Trainer) -> str:
     """Return the command that resumes a stopped run, relative to the directory that it was started
     in.
     """
+    # 1. The processes on this machine: by torchrun's name, and DeepSpeed's.
     processes = trainer.world.size
-    # else started again as it was, by srun or torchrun
-    on_one = os.environ.get("SLURM_NNODES", "1") == "1"
-    # torchrun's name, and DeepSpeed's
     known = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE"))
-    local = int(known or (processes if on_one else 0))
-    options = ["--num-gpus", str(processes)] if processes > 1 and local == processes else []
-    if os.environ.get(LAUNCH_OPTIONS):
-        options = shlex.split(os.environ[LAUNCH_OPTIONS])
+    if known:
+        local = int(known)
+    elif os.environ.get("SLURM_NNODES", "1") == "1":
+        local = processes
+    else:
+        local = 0
+    # 2. The command. With processes on several machines it is started again as it was, by srun or
+    # torchrun.
     config = (trainer.whole_run or trainer.output_dir) / CONFIG
-    # the run's own file cannot allow it
-    trust = ["trust_remote_code=true"] if trainer.trust_remote_code else []
-    return shlex.join(
-        ["medusa-train", str(config), "resume_from_checkpoint=auto", *trust, *options]
-    )
+    command = ["medusa-train", str(config), "resume_from_checkpoint=auto"]
+    if trainer.trust_remote_code:  # the run's own file cannot allow it
+        command.append("trust_remote_code=true")
+    if os.environ.get(LAUNCH_OPTIONS):
+        command += shlex.split(os.environ[LAUNCH_OPTIONS])
+    elif processes > 1 and local == processes:
+        command += ["--num-gpus", str(processes)]
+    return shlex.join(command)
 
 
 @contextmanager
@@ -216,41 +242,45 @@ def _explain_out_of_memory(cfg: TrainConfig) -> Iterator[None]:
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        fewer = (
-            f"micro_batch_size: {max(1, cfg.micro_batch_size // 2)} with more"
-            " gradient_accumulation_steps"
-        )
-        advice = {
-            fewer: cfg.micro_batch_size > 1,
-            f"a sequence_len below {cfg.sequence_len}": True,
-            "gradient_checkpointing: true": (
-                cfg.recipe == "medusa2" and not cfg.gradient_checkpointing
-            ),
-            "optimizer: paged_adamw_8bit": "8bit" not in cfg.optimizer and "RANK" not in os.environ,
-            "load_in_4bit: true": (
-                not cfg.load_in_4bit and (cfg.recipe == "medusa1" or cfg.adapter is not None)
-            ),
-            "a medusa_vocab_size": cfg.draft == "medusa" and cfg.medusa_vocab_size is None,
-        }
         raise MedusaError(
             f"not enough memory for this run ({str(error).partition('. ')[0]}).\nTo use less"
-            f" memory: {'; '.join(name for name, applies in advice.items() if applies)}.\n--inspect"
+            f" memory: {'; '.join(_keys_for_less_memory(cfg))}.\n--inspect"
             " estimates the parts. Where torch reports much memory as reserved but unallocated,"
             " set PYTORCH_ALLOC_CONF=expandable_segments:True."
         ) from error
 
 
+def _keys_for_less_memory(cfg: TrainConfig) -> Iterator[str]:
+    if cfg.micro_batch_size > 1:
+        half = cfg.micro_batch_size // 2
+        yield f"micro_batch_size: {half} with more gradient_accumulation_steps"
+    yield f"a sequence_len below {cfg.sequence_len}"
+    if cfg.recipe == "medusa2" and not cfg.gradient_checkpointing:
+        yield "gradient_checkpointing: true"
+    if "8bit" not in cfg.optimizer and "RANK" not in os.environ:
+        yield "optimizer: paged_adamw_8bit"
+    can_be_quantized = cfg.recipe == "medusa1" or cfg.adapter is not None
+    if can_be_quantized and not cfg.load_in_4bit:
+        yield "load_in_4bit: true"
+    if cfg.draft == "medusa" and cfg.medusa_vocab_size is None:
+        yield "a medusa_vocab_size"
+
+
 def _describe_interruption(trainer: Trainer) -> str:
     """Say what is saved of a run that was interrupted within a step, or while it was finishing."""
-    state, store, heads = trainer.state, trainer.store, trainer.output_dir / HEADS
-    if store.at(state.step) is not None and heads.exists() and trainer.whole_run is None:
+    step = trainer.state.step
+    heads = trainer.output_dir / HEADS
+    is_saved = trainer.store.at(step) is not None
+    if is_saved and heads.exists() and trainer.whole_run is None:
         status = f"{heads} is saved, {TREE} is not. To create it"
-    elif store.at(state.step) is not None:
+    elif is_saved:
         status = "the checkpoint is saved. To resume"
     else:
-        latest = store.latest()
-        saved = "there is no checkpoint" if latest is None else f"the last checkpoint is {latest}"
-        status = f"step {state.step} was the last completed step, {saved}. To resume"
+        saved = "there is no checkpoint"
+        latest = trainer.store.latest()
+        if latest is not None:
+            saved = f"the last checkpoint is {latest}"
+        status = f"step {step} was the last completed step, {saved}. To resume"
     return f"stopped: {status}:\n  {resume_command(trainer)}"
 
 
@@ -361,7 +391,10 @@ def heads_table(validation: ValidationResult | None, choice: TreeChoice | None) 
         table.add_column(f"{name}\ntop-1", justify="right")
         table.add_column(f"{name}\ntop-5", justify="right")
     for k, accuracies in enumerate(zip(*columns.values(), strict=True), start=1):
-        table.add_row(str(k), *(f"{top[rank - 1]:.3f}" for top in accuracies for rank in (1, 5)))
+        row = [str(k)]
+        for top in accuracies:  # top-1, top-2, ...
+            row += [f"{top[0]:.3f}", f"{top[4]:.3f}"]
+        table.add_row(*row)
     return table
 
 
@@ -379,26 +412,30 @@ def summary(
         step: whose weights were saved; after early stopping not the last one.
         states: what was read of stored hidden states, in words.
     """
-    state, validation, out = trainer.state, trainer.last_validation, trainer.output_dir
+    state = trainer.state
+    validation = trainer.last_validation
+    out = trainer.output_dir
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     table.add_row("trained", Text(f"{cfg.draft_config.describe()} on {cfg.base_model}"))
-    speed = state.tokens / state.seconds if state.seconds else 0.0
+    # 1. What was trained, and how fast.
+    speed = 0.0
+    if state.seconds:
+        speed = state.tokens / state.seconds
     skipped = f", {state.skipped} of them skipped" if state.skipped else ""
     table.add_row(
         "run",
         f"{state.step:,} steps{skipped}, {state.epoch:.2f} epochs, {state.tokens:,} tokens, "
         f"{duration(state.seconds)} ({speed:,.0f} tokens/s)",
     )
+    # 2. How good it is.
     if validation is not None:
         lowest = f" ({state.best})" if state.best_step != step else ""
         saved = f", as of step {step}" if step != state.step else ""
-        objective = (
-            "held-out loss"
-            if validation.lm_loss is None
-            else "held-out objective (backbone + lambda0 x heads)"
-        )
+        objective = "held-out loss"
+        if validation.lm_loss is not None:
+            objective = "held-out objective (backbone + lambda0 x heads)"
         table.add_row(objective, f"{validation.objective:.4f}{saved}{lowest}")
         if (length := validation.acceptance_length) is not None:
             table.add_row(
@@ -407,12 +444,11 @@ def summary(
                 f" of {NODES} nodes (comparable between evaluations and runs)",
             )
     if choice is not None:
-        held_out = (
-            ""
-            if validation is not None
-            else "; no data are held out: chosen on prompts of the training set"
-        )
-        table.add_row("tree", choice.describe() + held_out)
+        described = choice.describe()
+        if validation is None:
+            described += "; no data are held out: chosen on prompts of the training set"
+        table.add_row("tree", described)
+    # 3. What it took.
     if states is not None:
         table.add_row("hidden states", Text(states))
     if cfg.calibration_tokens and trainer.strategy.partitioned:
