@@ -35,15 +35,13 @@ from medusa_train.checkpoint.server_layouts import method_in_path, to_vllm, with
 from medusa_train.config.types import ExportTarget
 from medusa_train.errors import CheckpointError, ConfigError, MedusaError
 from medusa_train.export.card import model_card
+from medusa_train.export.eagle3_draft import write_eagle3
+from medusa_train.export.merged_model import MERGED, load_trained_backbone, write_merged
 from medusa_train.export.targets import (
-    MERGED,
     check_vllm_config,
-    load_trained_backbone,
     medusa_choices,
     tensorrt_config,
     write_custom_generate,
-    write_eagle3,
-    write_merged,
 )
 from medusa_train.export.vllm_models import vllm_eagle3_warnings
 from medusa_train.hub import hub_is_unreachable

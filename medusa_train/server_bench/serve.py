@@ -27,7 +27,7 @@ from medusa_train.config.drafts import LookupChoice
 from medusa_train.config.schema import EvalConfig
 from medusa_train.data.builtin_templates import get_template
 from medusa_train.errors import ConfigError, ServerError
-from medusa_train.export.targets import write_merged
+from medusa_train.export.merged_model import write_merged
 from medusa_train.export.write import export_run
 from medusa_train.io import mask_file, replace_text
 from medusa_train.masking import excerpt, mask
