@@ -1,5 +1,6 @@
 """LoRA adapters: teacher, tied lm_head, saving and merging, and 4-bit backbones."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -218,3 +219,16 @@ def test_damaged_and_not_finite_adapters_are_refused(tmp_path: Path) -> None:
     adapter.save(tmp_path)
     with pytest.raises(CheckpointError, match=r"lora_A.* is NaN or infinite"):
         Adapter.load(random_backbone("llama", dtype=torch.float32), tmp_path)
+
+
+def test_entries_that_peft_leaves_out_are_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    Adapter.attach(random_backbone("llama", dtype=torch.float32), LoraSpec(r=4)).save(tmp_path)
+    path = tmp_path / "adapter_config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps({**config, "lora_gamma": 2, "lora_none": None}), encoding="utf-8")
+    for _ in range(2):
+        Adapter.load(random_backbone("llama", dtype=torch.float32), tmp_path)
+    (line,) = [record.getMessage() for record in caplog.records if "not read" in record.message]
+    assert line == f"{path}: not read: lora_gamma"
