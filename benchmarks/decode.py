@@ -7,8 +7,8 @@ Times a plain step, steps over trees of 1 to 128 nodes, the Medusa heads alone a
 whole decoding loop: on the tiny backbone, random Llamas of 160M to 13B parameters or a model
 directory, for single rows at several contexts, over dtypes and settings, all in turns. Settings:
 `stock` weights; weights `prepacked` for oneDNN, attention for few rows; `static` buffers;
-`compiled` passes of single rows; on a GPU also `split` (static, with the key gpu_kernels:
-split_attention). There all settings of a dtype have the same weights in memory, steps in static
+`compiled` passes of single rows; on a GPU also `split`, `layers`, `fused` and `descent` (static, with
+more and more of the key gpu_kernels). There all settings of a dtype have the same weights in memory, steps in static
 buffers are CUDA graphs, and compiled passes are part of them: that is how a GPU decodes, without
 and with `compile: true`. Each row names the way of its steps, which is the same for the plain step,
 the trees, the heads and the loops. The floor of a step is its bytes of weights and cache over the
@@ -70,9 +70,14 @@ from medusa_train.models.prepack import prepack_linears  # noqa: E402
 from medusa_train.tree_search.fit import paths_by_product  # noqa: E402
 from medusa_train.trees.tree import Tree  # noqa: E402
 
-SETTINGS = ("stock", "prepacked", "static", "split", "compiled")
-#: Of the key `gpu_kernels`, by setting.
-KERNELS = {"split": ("split_attention",)}
+#: Of the key `gpu_kernels`, by setting: each adds to the one before.
+KERNELS = {
+    "split": ("split_attention",),
+    "layers": ("split_attention", "layer_programs"),
+    "fused": ("split_attention", "layer_programs", "fused_linears"),
+    "descent": ("split_attention", "layer_programs", "fused_linears", "coordinate_descent"),
+}
+SETTINGS = ("stock", "prepacked", "static", *KERNELS, "compiled")
 #: Heads of the loops: over the whole vocabulary, over some tokens, or with the backbone's lm_head.
 HEAD_KINDS = ("full", "32768", "shared")
 HEADS = 5
@@ -197,7 +202,8 @@ class Shape:
         copied = heads + self.sizes.read if setting in ("prepacked", "compiled") and cpu else 0
         caches = 4 * self.sizes.cached(positions, 1)  # of the passes and of three loops
         if shared:
-            return caches * getattr(torch, dtype).itemsize
+            fused = self.sizes.body if "fused_linears" in KERNELS.get(setting, ()) else 0
+            return (caches + fused) * getattr(torch, dtype).itemsize
         return (self.sizes.total + heads + copied + caches) * getattr(torch, dtype).itemsize
 
     def load(

@@ -225,7 +225,7 @@ def script(
 
 
 #: Of the settings of decode.py and gpu_profile.py, in the order in which each adds to the last.
-VARIANTS = ("static", "split")
+VARIANTS = ("static", "split", "layers", "fused", "descent")
 
 
 def short_plan(minutes: int, work: str = "runs/gpu") -> list[Step]:
@@ -248,7 +248,7 @@ def short_plan(minutes: int, work: str = "runs/gpu") -> list[Step]:
         return step(name, expected, limit, "train", *common, *words)
 
     kernels = step("kernels", 45, 70, "gpu_kernels")
-    static = ("--settings", *VARIANTS)
+    static = ("--settings", *VARIANTS[:2])
     seven, eight = ("--shapes", "7B"), ("--shapes", "8B")
     heads = ("--heads", "full", "32768", "shared")
     if minutes <= 8:
@@ -257,7 +257,7 @@ def short_plan(minutes: int, work: str = "runs/gpu") -> list[Step]:
         return [
             kernels,
             profile,
-            decode("variants-7b", 6, 90, 150, *seven, *contexts, *static),
+            decode("variants-7b", 6, 120, 180, *seven, *contexts, "--settings", *VARIANTS[:3]),
             decode("loops-8b", 6, 80, 130, *eight, *contexts, *static, *heads),
         ]
     contexts = ("--contexts", "1024", "4096")
@@ -266,12 +266,12 @@ def short_plan(minutes: int, work: str = "runs/gpu") -> list[Step]:
     return [
         kernels,
         step("profile", 75, 110, "gpu_profile", "decode", *contexts, *static),
-        decode("variants-7b", 10, 170, 240, *seven, *contexts, *static),
+        decode("variants-7b", 10, 200, 260, *seven, *contexts, "--settings", *VARIANTS),
         decode("loops-8b", 6, 80, 120, *eight, "--contexts", "1024", *static, *heads),
         step("profile-train", 35, 60, "gpu_profile", "train", "--parts", "medusa1_7b"),
         train("train-7b", 70, 110, "--parts", "medusa1_7b", "compiled7b", *lengths),
         train("train-qlora", 60, 90, "--parts", "unchecked7b", *lengths),
-        train("train-loss", 60, 90, *loss, "--heads", "5"),
+        train("train-loss", 50, 80, *loss, "--heads", "5"),
     ]
 
 

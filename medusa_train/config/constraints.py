@@ -350,6 +350,18 @@ _REFUSED_SERVE_ARGS = frozenset(
 # been read.
 EVAL_CONSTRAINTS: tuple[Constraint, ...] = (
     Constraint(
+        ("gpu_kernels", "compile"),
+        lambda cfg: "layer_programs" in cfg.gpu_kernels and cfg.compile is True,
+        "layer_programs and compile: true both compile the layers; set compile: false",
+    ),
+    Constraint(
+        ("gpu_kernels",),
+        lambda cfg: (
+            "coordinate_descent" in cfg.gpu_kernels and "layer_programs" not in cfg.gpu_kernels
+        ),
+        "coordinate_descent is for programs; add layer_programs",
+    ),
+    Constraint(
         ("bench", "score", "allow_code_execution", "serve", "server_url"),
         lambda cfg: (
             cfg.bench == "humaneval"

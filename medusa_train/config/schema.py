@@ -993,7 +993,9 @@ class EvalConfig(Config):
     gpu_kernels: GpuKernels = key(
         [],
         "parts for GPUs that no GPU has measured yet; split_attention: attention of few tokens over"
-        " a long context as a Triton kernel that splits the context",
+        " a long context as a Triton kernel that splits the context; layer_programs: one compiled"
+        " program for all decoder layers of a kind; fused_linears: projections of the same states"
+        " as one product; coordinate_descent: layer_programs that try several tilings",
     )
     acceptance: Literal["greedy", "sampling", "typical"] = key(
         "greedy",

@@ -410,7 +410,7 @@ IntList = Annotated[
     BeforeValidator(_as_list),
     WithJsonSchema(_one_or_more({"type": "integer", "minimum": 1})),
 ]
-GpuKernel = Literal["split_attention"]
+GpuKernel = Literal["split_attention", "layer_programs", "fused_linears", "coordinate_descent"]
 #: Parts for GPUs; a single one is a list of one.
 GpuKernels = Annotated[
     list[GpuKernel],

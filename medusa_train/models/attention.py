@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
@@ -63,30 +62,25 @@ def use_folded_heads(model: Any) -> str:
     return str(config._attn_implementation)
 
 
-def use_split_keys(model: Any, device: torch.device) -> str:
-    """Switch a model on a GPU, its `device`, to `split_key_forward`; return its attention's name now.
+def use_split_keys(model: Any) -> str:
+    """Switch a model on a GPU to `split_key_forward`; return its attention's name now.
 
     Raises:
-        BackboneError: the kernel does not compute this model's attention here.
+        BackboneError: the kernel does not compute this model's attention.
     """
+    from medusa_train.models.split_attention import HEAD_SIZES, ITEM_SIZES
+
     config = model.config.get_text_config()
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     obstacle = None
-    if device.type != "cuda":
-        obstacle = "there is no GPU"
-    elif importlib.util.find_spec("triton") is None:
-        obstacle = "Triton is not installed"
-    elif config._attn_implementation != FOLDED_HEADS:
+    if config._attn_implementation != FOLDED_HEADS:
         obstacle = f"the model's attention is {config._attn_implementation} in {model.dtype}"
-    else:
-        from medusa_train.models.split_attention import HEAD_SIZES, ITEM_SIZES
-
-        if model.dtype.itemsize not in ITEM_SIZES or size not in HEAD_SIZES:
-            obstacle = f"the model has heads of {size} numbers in {model.dtype}"
+    elif model.dtype.itemsize not in ITEM_SIZES or size not in HEAD_SIZES:
+        obstacle = f"the model has heads of {size} numbers in {model.dtype}"
     if obstacle is not None:
         raise BackboneError(
-            f"gpu_kernels: split_attention needs a GPU, Triton, torch's attention, and heads of 16"
-            f" to 256 numbers (a power of two) in 16 bits; {obstacle}. Leave it out"
+            "gpu_kernels: split_attention needs torch's attention, and heads of 16 to 256 numbers (a"
+            f" power of two) in 16 bits; {obstacle}. Leave it out"
         )
     AttentionInterface.register(SPLIT_KEYS, split_key_forward)
     AttentionMaskInterface.register(SPLIT_KEYS, sdpa_mask)

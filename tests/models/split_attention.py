@@ -138,7 +138,7 @@ def test_decoding_gives_the_same_text(
     expected = Decoder(backbone, weights, TREE).generate(PROMPTS[0], 9)
     assert not calls
     assert backbone.attention == FOLDED_HEADS
-    backbone.attention = use_split_keys(backbone.model, torch.device("cuda"))
+    backbone.attention = use_split_keys(backbone.model)
     assert backbone.attention == SPLIT_KEYS
     draft = random_draft("hydra++", backbone)
     draft.load_state_dict(weights.state_dict())

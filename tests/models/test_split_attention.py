@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -16,12 +16,12 @@ from medusa_train.checkpoint.load_model import load_with_draft
 from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.config.load import load_config
 from medusa_train.config.schema import EvalConfig
+from medusa_train.config.types import GpuKernel
 from medusa_train.errors import BackboneError
 from medusa_train.models.attention import FOLDED_HEADS, use_split_keys
 from tests.families import random_backbone
 
 ROOT = Path(__file__).resolve().parents[2]
-CUDA = torch.device("cuda")
 #: Folded queries and sizes of heads for which kernels are built.
 TILES = [(1, 64), (7, 128), (32, 128), (260, 64), (260, 128), (7, 256), (260, 256)]
 MOST_SHARED = 100 << 10  # bytes, so that two programs fit a multiprocessor of an H100
@@ -105,9 +105,7 @@ def test_builds_without_spills(rows: int, dim: int, architecture: int, tmp_path:
 
 
 def test_it_is_refused_where_it_computes_nothing() -> None:
-    model = random_backbone("llama", dtype=torch.bfloat16, head_dim=16).model
-    with pytest.raises(BackboneError, match="there is no GPU"):
-        use_split_keys(model, torch.device("cpu"))
+    pytest.importorskip("triton", reason="Triton is for Linux alone")
     heads_of_8 = random_backbone("llama", dtype=torch.bfloat16).model
     capped = random_backbone("gemma2", dtype=torch.bfloat16).model
     in_float32 = random_backbone("llama", dtype=torch.float32, head_dim=16).model
@@ -118,20 +116,35 @@ def test_it_is_refused_where_it_computes_nothing() -> None:
     ):
         before = refused.config._attn_implementation
         with pytest.raises(BackboneError, match=f"{reason}.*Leave it out"):
-            use_split_keys(refused, CUDA)
+            use_split_keys(refused)
         assert refused.config._attn_implementation == before
 
 
-def test_it_is_refused_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    model = random_backbone("llama", dtype=torch.bfloat16, head_dim=16).model
-    with pytest.raises(BackboneError, match="Triton is not installed"):
-        use_split_keys(model, CUDA)
+@pytest.mark.parametrize("name", get_args(GpuKernel))
+def test_kernels_are_refused_where_they_cannot_run(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backbone = random_backbone("llama", dtype=torch.bfloat16, head_dim=16)
+    with pytest.raises(BackboneError, match=f"{name}: need a GPU.*there is no GPU"):
+        backbone.use_gpu_kernels([name])
+    backbone.device = torch.device("cuda")
+    with monkeypatch.context() as patch:
+        patch.setattr("medusa_train.models.backbone.has_compiler", lambda device: False)
+        with pytest.raises(BackboneError, match="Triton is not installed"):
+            backbone.use_gpu_kernels([name])
+    monkeypatch.setattr("medusa_train.models.backbone.has_compiler", lambda device: True)
+    backbone.config.num_experts = 4
+    with pytest.raises(BackboneError, match="has experts"):
+        backbone.use_gpu_kernels([name])
+    backbone.model.is_quantized = True
+    with pytest.raises(BackboneError, match="is quantized"):
+        backbone.use_gpu_kernels([name])
+    assert backbone.gpu_kernels == ()
 
 
 def test_a_model_is_not_loaded_without_it() -> None:
     paths = resolve_model(None, str(ROOT / "data" / "tiny"), None, gpu_kernels=["split_attention"])
-    with pytest.raises(BackboneError, match="split_attention needs a GPU"):
+    with pytest.raises(BackboneError, match="split_attention: need a GPU"):
         load_with_draft(paths, "bfloat16", prepack=False)
 
 
