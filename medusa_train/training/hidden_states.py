@@ -73,8 +73,10 @@ class HiddenStateCache:
             states, missing = self._read(batch, documents)
         if not self.world.any(bool(missing)):
             self.read += len(documents)
-            first, *early = states.to(self.device, non_blocking=True)
-            return Features(first, torch.cat(early, dim=-1) if early else None)
+            first, *early = states.to(self.device, non_blocking=True)  # [B, T, d] each
+            if not early:
+                return Features(first, None)
+            return Features(first, torch.cat(early, dim=-1))
         feats = compute()
         self.computed += len(documents)
         # views, so that stored values replace computed ones in `feats`
@@ -163,9 +165,11 @@ class _Document:
 
 
 def _states_of(feats: Features) -> list[Tensor]:
-    """The states of one width d, [B, T, d] each."""
+    """Return the states of one width d, [B, T, d] each."""
+    if feats.early is None:
+        return [feats.hidden]
     width = feats.hidden.shape[-1]
-    return [feats.hidden, *(() if feats.early is None else feats.early.split(width, dim=-1))]
+    return [feats.hidden, *feats.early.split(width, dim=-1)]
 
 
 # Start of a run

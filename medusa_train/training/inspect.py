@@ -36,7 +36,8 @@ from medusa_train.training.stages import TITLES, load_stages
 #: Samples that are shown, and tokens of each.
 SAMPLES, MAX_TOKENS = 3, 400
 #: Bytes of a GPU that torch's allocator does not count.
-_CONTEXT, _NCCL = 1 << 30, 1 << 30
+_CONTEXT = 1 << 30
+_NCCL = 1 << 30
 #: Aligns the tables of the page.
 LABEL_WIDTH = 10
 SUPERVISED = "bold green"
@@ -51,7 +52,8 @@ class _Stage:
     ) -> None:
         self.cfg, self.data, self.model_config = cfg, data, model_config
         self.vocab_size = int(model_config.get_text_config().vocab_size)
-        self.loader = loader = BatchLoader(data.train, cfg.micro_batch_size, seed=cfg.seed)
+        loader = BatchLoader(data.train, cfg.micro_batch_size, seed=cfg.seed)
+        self.loader = loader
         self.processes = processes
         self.plan = make_plan(cfg, loader.batches_per_epoch, processes)
         self.device = default_device()
@@ -85,7 +87,9 @@ def inspect_run(cfg: TrainConfig, console: Console, results: Console, processes:
         MedusaError: an error of configuration or data, also one of so many processes.
     """
     first = stage_one_config(cfg)
-    configs = [cfg] if first is None else [first, cfg]
+    configs = [cfg]
+    if first is not None:
+        configs = [first, cfg]
     if processes > 1:
         for config in configs:
             check_run(config, processes)
@@ -133,10 +137,10 @@ def inspect_run(cfg: TrainConfig, console: Console, results: Console, processes:
 def _samples(train: EncodedDataset, tokenizer: Any) -> Iterator[RenderableType]:
     for example in _chosen(train.examples):
         supervised = int(example.supervised.sum())
-        row = f", row {example.row + 1}" if example.row else ""
-        yield Text(
-            f"{example.source}{row}: {len(example):,} tokens, {supervised:,} supervised", "bold"
-        )
+        place = example.source
+        if example.row:
+            place += f", row {example.row + 1}"
+        yield Text(f"{place}: {len(example):,} tokens, {supervised:,} supervised", "bold")
         yield Padding(masked_text(example, tokenizer), (0, 0, 1, 2))
 
 
@@ -146,8 +150,8 @@ def _chosen(examples: Sequence[Example]) -> list[Example]:
     each = max(1, SAMPLES // len(numbers))
     shown: list[Example] = []
     for number in numbers:
-        of_this = (example for example in examples if example.dataset == number)
-        shown += islice(of_this, each)
+        examples_of_dataset = (example for example in examples if example.dataset == number)
+        shown += islice(examples_of_dataset, each)
     # a later row shows what the template makes of earlier turns
     if not any(example.row for example in shown):
         shown += islice((example for example in examples if example.row), 1)
@@ -170,7 +174,8 @@ def masked_text(example: Example, tokenizer: Any, limit: int = MAX_TOKENS) -> Te
         whole = tokenizer.decode(
             tokens[:stop], skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
-        piece, before = whole[len(before) :], whole
+        piece = whole[len(before) :]
+        before = whole
         if supervised[start]:
             text.append(f"«{piece}»", SUPERVISED)
         else:
@@ -182,13 +187,10 @@ def masked_text(example: Example, tokenizer: Any, limit: int = MAX_TOKENS) -> Te
 
 def _data_table(stage: _Stage, tokenizer: Any) -> Table:
     table = _grid()
-    cfg, loader, plan, train, validation = (
-        stage.cfg,
-        stage.loader,
-        stage.plan,
-        stage.data.train,
-        stage.data.validation,
-    )
+    cfg = stage.cfg
+    plan = stage.plan
+    train = stage.data.train
+    validation = stage.data.validation
     lengths = [len(example) for example in train.examples]
     table.add_row("training", _describe_tokens(train))
     for line in _describe_datasets(cfg, train):
@@ -210,7 +212,7 @@ def _data_table(stage: _Stage, tokenizer: Any) -> Table:
             "vocabulary", describe_vocabulary(token_map, train, validation, stage.vocab_size)
         )
     table.add_row("loss", cfg.describe_loss())
-    table.add_row("rows", _describe_rows(train, loader))
+    table.add_row("rows", _describe_rows(train, stage.loader))
     batch = f"{cfg.micro_batch_size} x {cfg.gradient_accumulation_steps}"
     if stage.processes > 1:
         batch += f" x {stage.processes}"
@@ -234,8 +236,10 @@ def _describe_datasets(cfg: TrainConfig, train: EncodedDataset) -> Iterator[str]
         return
     for number, entry in enumerate(cfg.datasets):
         examples = [example for example in train.examples if example.dataset == number]
-        part = EncodedDataset(examples, train.report)
-        yield f"{entry.path}: {_describe_tokens(part) if examples else 'nothing'}"
+        described = "nothing"
+        if examples:
+            described = _describe_tokens(EncodedDataset(examples, train.report))
+        yield f"{entry.path}: {described}"
 
 
 def _describe_tokens(dataset: EncodedDataset) -> str:
@@ -256,14 +260,13 @@ def _describe_answers(dataset: EncodedDataset) -> str:
 
 def _describe_rows(train: EncodedDataset, loader: BatchLoader) -> str:
     tokens, rows = train.tokens, loader.rows_per_epoch
-    kind = (
-        "one conversation each"
-        if train.conversations == len(train)
-        else "one row of a conversation each"
-    )
     if train.row_len is not None:
         full = tokens / (rows * train.row_len)
         kind = f"{rows:,} packed rows of {train.row_len:,} tokens per epoch, {full:.1%} full"
+    elif train.conversations == len(train):
+        kind = "one conversation each"
+    else:
+        kind = "one row of a conversation each"
     return (
         f"{kind}; {1 - tokens / loader.positions_per_epoch:.1%} of the computed positions are"
         " padding"
@@ -322,11 +325,13 @@ def _memory_table(stage: _Stage) -> Table:
 
 def _time_table(stages: Sequence[_Stage]) -> Table:
     def duration_at(rate: float) -> str:
-        return duration(
-            sum(3600 * estimate_hours(one.operations, one.cfg.recipe, rate) for one in stages)
-        )
+        hours = 0.0
+        for stage in stages:
+            hours += estimate_hours(stage.operations, stage.cfg.recipe, rate)
+        return duration(3600 * hours)
 
-    table, total = _grid(), sum(stage.operations for stage in stages)
+    table = _grid()
+    total = sum(stage.operations for stage in stages)
     shares = " and ".join(f"{UTILIZATION[stage.cfg.recipe]:.0%}" for stage in stages)
     note = f"at {shares} of its matrix rate, as an H100 at 7B shape; small models take longer:"
     table.add_row("time", f"{total:.1e} operations. One GPU {note}")

@@ -31,10 +31,13 @@ def check_run(cfg: TrainConfig, processes: int) -> tuple[str, Any]:
     its config.
     """
     resolved, config = resolve_backbone(cfg.base_model, trust_remote_code=cfg.trust_remote_code)
-    check_8bit_states(cfg, config, stage_of(check_deepspeed(cfg, processes)), processes)
+    # 1. The processes, and the weights to start from.
+    zero_stage = stage_of(check_deepspeed(cfg, processes))
+    check_8bit_states(cfg, config, zero_stage, processes)
     if processes > 1 or cfg.deepspeed is not None:
         check_compiler(torch.cuda.is_available())
     check_initial_weights(cfg)
+    # 2. The draft and the recipe on this backbone.
     text_config = config.get_text_config()
     check_vocabulary(
         cfg.draft_config.settings.get("vocab_size"),
@@ -42,11 +45,8 @@ def check_run(cfg: TrainConfig, processes: int) -> tuple[str, Any]:
         cfg.draft_config.vocab_size_key,
     )
     stored = (quantization_of(config) or {}).get("quant_method")
-    if (
-        cfg.recipe == "medusa2"
-        and stored is not None
-        and (stored != "bitsandbytes" or cfg.adapter is None)
-    ):
+    can_be_merged = stored is None or (stored == "bitsandbytes" and cfg.adapter is not None)
+    if cfg.recipe == "medusa2" and not can_be_merged:
         raise ConfigError(
             f"base_model: {cfg.base_model} is quantized ({stored}), and joint training needs an"
             " adapter that can be merged: name the original model, with load_in_4bit: true and"
@@ -82,7 +82,8 @@ def check_initial_weights(cfg: TrainConfig) -> None:
     """Check, before anything is loaded, that this run can start from `lora_model_dir`."""
     if cfg.lora_model_dir is None:
         return
-    home, backbone = cfg.initial_run, resolve_path(cfg.base_model)
+    # 1. There are heads or an adapter.
+    home = cfg.initial_run
     adapter = find_initial_adapter(home)
     if home is None or (adapter is None and find_initial_heads(home) is None):
         raise CheckpointError(
@@ -90,15 +91,17 @@ def check_initial_weights(cfg: TrainConfig) -> None:
             " one into it first (for example medusa-train configs/tiny_m1.yaml), or remove the key"
             " to start from untrained heads."
         )
-    if adapter is not None and (cfg.recipe == "medusa1" or cfg.adapter is None):
-        raise ConfigError(
-            f"lora_model_dir: {cfg.lora_model_dir} was trained jointly: its heads belong to the"
-            f" adapter in {adapter}, which this run would drop. Use recipe: medusa2 with an"
-            " adapter, or a run that trained heads only"
-        )
+    # 2. The backbone of heads that were trained jointly is this run's.
     if adapter is not None:
+        if cfg.recipe == "medusa1" or cfg.adapter is None:
+            raise ConfigError(
+                f"lora_model_dir: {cfg.lora_model_dir} was trained jointly: its heads belong to the"
+                f" adapter in {adapter}, which this run would drop. Use recipe: medusa2 with an"
+                " adapter, or a run that trained heads only"
+            )
         _check_adapter(cfg, adapter)
     model = home / MODEL
+    backbone = resolve_path(cfg.base_model)
     if model.is_dir() and (backbone is None or backbone.resolve() != model.resolve()):
         raise ConfigError(
             f"lora_model_dir: {cfg.lora_model_dir} was trained jointly: its heads belong to the"
@@ -109,26 +112,33 @@ def check_initial_weights(cfg: TrainConfig) -> None:
 
 def _check_adapter(cfg: TrainConfig, directory: Path) -> None:
     """Compare the configuration's adapter settings with those of the adapter to start from."""
+    # 1. The adapter's, under the names of keys.
     saved = read_adapter_config(directory)
     targets = saved.get("target_modules") or ()
+    if isinstance(targets, str):
+        targets = [targets]
     stored = {
         "lora_r": saved.get("r"),
         "lora_alpha": saved.get("lora_alpha"),
         "lora_dropout": saved.get("lora_dropout"),
-        "lora_target_modules": [targets] if isinstance(targets, str) else sorted(targets),
+        "lora_target_modules": sorted(targets),
         "lora_modules_to_save": sorted(saved.get("modules_to_save") or ()),
     }
-    configured = {key: getattr(cfg, key) for key in stored if key in cfg.model_fields_set}
-    configured = {key: value for key, value in configured.items() if value is not None}
-    configured |= {
-        key: sorted(value) for key, value in configured.items() if isinstance(value, list)
-    }
-    if cfg.lora_target_linear:  # which overrides them
-        configured.pop("lora_target_modules", None)
-    if different := [key for key in configured if configured[key] != stored[key]]:
-        trained, wanted = (
-            ", ".join(f"{key}: {of[key]}" for key in different) for of in (stored, configured)
-        )
+    # 2. What the user set otherwise.
+    trained = []
+    wanted = []
+    for key, stored_value in stored.items():
+        value = getattr(cfg, key)
+        if isinstance(value, list):
+            value = sorted(value)
+        is_overridden = key == "lora_target_modules" and cfg.lora_target_linear
+        if key not in cfg.model_fields_set or value is None or is_overridden:
+            continue
+        if value != stored_value:
+            trained.append(f"{key}: {stored_value}")
+            wanted.append(f"{key}: {value}")
+    if trained:
         raise ConfigError(
-            f"lora_model_dir: the adapter in {directory} has {trained}, the configuration {wanted}"
+            f"lora_model_dir: the adapter in {directory} has {', '.join(trained)}, the"
+            f" configuration {', '.join(wanted)}"
         )

@@ -44,12 +44,14 @@ class ProcessInfo:
 def process_info_from_env(environ: Mapping[str, str] = os.environ) -> ProcessInfo | None:
     """Read the variables set by torchrun, DeepSpeed's launcher or srun; None for a single process."""
     if "RANK" in environ and "WORLD_SIZE" in environ:
-        rank, size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
-        local_rank, port = (
-            _number(environ, "LOCAL_RANK", rank),
-            _number(environ, "MASTER_PORT", _DEFAULT_PORT),
+        rank = _number(environ, "RANK")
+        info = ProcessInfo(
+            rank,
+            size=_number(environ, "WORLD_SIZE"),
+            local_rank=_number(environ, "LOCAL_RANK", rank),
+            address=environ.get("MASTER_ADDR", "127.0.0.1"),
+            port=_number(environ, "MASTER_PORT", _DEFAULT_PORT),
         )
-        info = ProcessInfo(rank, size, local_rank, environ.get("MASTER_ADDR", "127.0.0.1"), port)
     elif "SLURM_PROCID" in environ and "SLURM_STEP_NUM_TASKS" in environ:
         # a batch script outside srun has SLURM_PROCID=0 as well, but no SLURM_STEP_NUM_TASKS
         info = _from_slurm(environ)
@@ -65,17 +67,26 @@ def process_info_from_env(environ: Mapping[str, str] = os.environ) -> ProcessInf
 def first_host(nodes: str) -> str:
     """Return the first host of a SLURM node list: gpu003 for `gpu[003-004,007],login`."""
     match = re.match(r"([^\[,]+)(?:\[(\w+))?", nodes)
-    return "".join(part for part in match.groups() if part) if match else "127.0.0.1"
+    if match is None:
+        return "127.0.0.1"
+    name, first_number = match.groups(default="")
+    return name + first_number
 
 
 def _from_slurm(environ: Mapping[str, str]) -> ProcessInfo:
-    rank, size = _number(environ, "SLURM_PROCID"), _number(environ, "SLURM_STEP_NUM_TASKS")
+    rank = _number(environ, "SLURM_PROCID")
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
-    address = environ.get("MASTER_ADDR") or first_host(nodes)
     # all tasks of a step must derive the same port without communicating
-    job, step = _number(environ, "SLURM_JOB_ID", 0), _number(environ, "SLURM_STEP_ID", 0)
-    port = _number(environ, "MASTER_PORT", 20000 + (31 * job + step) % 20000)
-    return ProcessInfo(rank, size, _number(environ, "SLURM_LOCALID", rank), address, port)
+    job = _number(environ, "SLURM_JOB_ID", 0)
+    step = _number(environ, "SLURM_STEP_ID", 0)
+    port_of_step = 20000 + (31 * job + step) % 20000
+    return ProcessInfo(
+        rank,
+        size=_number(environ, "SLURM_STEP_NUM_TASKS"),
+        local_rank=_number(environ, "SLURM_LOCALID", rank),
+        address=environ.get("MASTER_ADDR") or first_host(nodes),
+        port=_number(environ, "MASTER_PORT", port_of_step),
+    )
 
 
 def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:

@@ -24,8 +24,10 @@ def stop_signals() -> list[signal.Signals]:
     """List the signals that ask for an end; a closed terminal's only where it is not ignored
     (`nohup`).
     """
-    hangup = [] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [signal.SIGHUP]
-    return [signal.SIGINT, signal.SIGTERM, *hangup]
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    return numbers
 
 
 def leave_terminal() -> None:
@@ -69,8 +71,10 @@ class _Handler:
     """A signal handler; all that are nested in each other count the same signals."""
 
     def __init__(self, handle: Callable[[int], None]) -> None:
+        self.signals = StopSignals()
         outer = signal.getsignal(signal.SIGTERM)
-        self.signals: StopSignals = outer.signals if isinstance(outer, _Handler) else StopSignals()
+        if isinstance(outer, _Handler):
+            self.signals = outer.signals
         self._handle = handle
         self._before: dict[int, Any] = {}
 
