@@ -29,7 +29,6 @@ from result_tables import (  # noqa: E402
     estimate_7b,
     gpu_clock_table,
     gpu_training_table,
-    heads_table,
     nodes_table,
     results,
     served_cells,
@@ -139,7 +138,7 @@ MARKED: dict[str, dict[str, Block]] = {
     "benchmarks/results/compiled_smollm2.md": {"specbench": specbench_table},
     "benchmarks/results/eagle3_smollm2.md": {"sessions": eagle3_served_table},
     "benchmarks/results/gpu.md": {"clock": gpu_clock_table, "training": gpu_training_table},
-    "benchmarks/results/papers_smollm2.md": {"heads": heads_table, "nodes": nodes_table},
+    "benchmarks/results/papers_smollm2.md": {"nodes": nodes_table},
     "benchmarks/results/papers_speed_smollm2.md": {
         "table6": table6_table,
         "epsilon": epsilon_table,
