@@ -70,13 +70,13 @@ def prepare(where: Path) -> None:
         lines = (PROJECT_ROOT / source).read_text(encoding="utf-8").splitlines(keepends=True)
         (where / name).write_text("".join(lines[:count]), encoding="utf-8")
     questions = []
-    for number, line in enumerate((where / "prompts.jsonl").read_text().splitlines()[:5]):
+    for number, line in enumerate((where / "prompts.jsonl").read_text().splitlines()[:3]):
         text = json.loads(line)["conversations"][0]["value"]
         questions.append(json.dumps({"question_id": number, "turns": [text, "Why?"]}) + "\n")
     (where / "bench.jsonl").write_text("".join(questions))
 
 
-def jobs(where: Path, steps: int = 12) -> list[Job]:
+def jobs(where: Path, steps: int = 9) -> list[Job]:
     """Return the four jobs, which read the data that `prepare` wrote; the evaluation needs a run in
     `where`/heads.
     """
@@ -110,7 +110,7 @@ def jobs(where: Path, steps: int = 12) -> list[Job]:
 
     def evaluation(out: Path) -> list[str]:
         words = ["--model", str(where / "heads"), "--bench", str(where / "bench.jsonl")]
-        return [*words, "dtype=float32", "max_new_tokens=24", f"output_dir={out}"]
+        return [*words, "dtype=float32", "max_new_tokens=16", f"output_dir={out}"]
 
     return [
         Job("Medusa-2 QLoRA in two stages", "train", two_stages, weights_and_figures),
