@@ -215,7 +215,14 @@ def _new_draft(
         settings[TOKEN_MAP] = tokens
     try:
         return DRAFTS[kind].from_backbone(backbone, dtype=dtype, **settings)
-    except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
+    except (
+        TypeError,
+        ValueError,
+        LookupError,
+        AttributeError,
+        ArithmeticError,
+        RuntimeError,
+    ) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
         raise CheckpointError(f"{path}: not valid settings of a {kind} draft: {error}") from error

@@ -114,7 +114,7 @@ def _read(path: Path) -> Mapping[str, Any]:
         differences(alone)
         speedup_figure({"": report})
         describe_mode(mode_of(report["meta"]))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError):
         raise CheckpointError(f"{path}: not a report of medusa-eval, or damaged") from None
     return report
 

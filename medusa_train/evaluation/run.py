@@ -528,7 +528,7 @@ def _calibration(paths: ModelPaths) -> dict[str, Any] | None:
         return None
     try:
         size_figures(record["sizes"], record.get("nodes"))
-    except (ValueError, LookupError, TypeError, AttributeError):
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError):
         warn_once(f"{paths.tree}: its sizes cannot be read: the report does not show them")
         return None
     return {
