@@ -15,6 +15,7 @@ from medusa_train.inference.sampling import Sampling
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts import DRAFTS, draft_name
 from medusa_train.models.drafts.base import Draft
+from medusa_train.models.drafts.eagle3 import CONFIDENCE_AT_START, Eagle3Draft
 from medusa_train.models.features import Rows
 from medusa_train.tree_search.fit import AcceptedLength
 from medusa_train.tree_search.traces import trace_answer, trace_conversations
@@ -60,6 +61,8 @@ def random_draft(kind: str, backbone: Backbone, spread: float = 0.03) -> Draft:
     draft = DRAFTS[draft_of(kind)].from_backbone(backbone, **SETTINGS[kind])
     torch.manual_seed(1)
     with torch.no_grad():
+        if isinstance(draft, Eagle3Draft):  # as sure as a trained one
+            draft.norm.weight.div_(CONFIDENCE_AT_START)
         # a product of two matrices is smaller than either
         for name, parameter in draft.named_parameters():
             parameter.add_(

@@ -52,9 +52,9 @@ class Eagle3Draft(LMHeadsDraft):
         a_k = Layer(E(x_{t+k}), a_{k-1})                             softmax(W norm(a_k)) guesses x_{t+k+1}
 
     x_{t+1} is the root of the tree, the backbone's own next token, and x_{t+2} .. is the path of
-    draft tokens below it. E is the backbone's embedding. The layer's attention sees a_1's keys of
-    all positions up to t, and those of a_2 .. a_k of its own path. In the code Layer is `midlayer`
-    and W `lm_heads[0]`.
+    draft tokens below it. E is the backbone's embedding. In step k the layer's attention sees the
+    keys that step 1 computed at all positions up to t, and those that steps 2 .. k computed on its
+    own path. In the code Layer is `midlayer` and W `lm_heads[0]`.
 
     *Decoding* (EAGLE-3, Inference Pipeline): `read` computes a_1 for the tokens that the last step
     accepted, `guess` a_2, a_3, ... level by level for the nodes of the tree.
@@ -69,7 +69,8 @@ class Eagle3Draft(LMHeadsDraft):
     lm_head, and the norm before it a quarter of the backbone's; the paper does not specify it.
 
     Args:
-        backbone: the model whose embeddings and lm_head are used; it is neither kept nor changed.
+        backbone: the model whose lm_head is copied; of its embeddings the draft keeps a reference,
+            which is neither saved nor trained.
         num_heads: K, the depth of the deepest tree.
         train_steps: steps of the training-time test.
         layers: after how many of the backbone's layers the three states are read; by default
@@ -255,14 +256,19 @@ class Eagle3Draft(LMHeadsDraft):
         return self._run_steps(feats, batch, self.num_heads)
 
     def _run_steps(self, feats: Features, batch: TokenRows, steps: int) -> Iterator[Tensor]:
-        """Yield norm(a_k) of all positions, [B, T, d], for k = 1..steps."""
+        """Yield norm(a_k) of all positions, [B, T, d], for k = 1..steps.
+
+        `losses.objective` compares W norm(a_k) with x_{t+k+1}, or with the backbone's distribution
+        there. Gradients flow through all steps.
+        """
         assert feats.early is not None
         # 1. step 1 reads the backbone's states; later ones read the outputs of the step before
         x = self.combine(feats.early)  # [B, T, d]
         mask_dtype = autocast_dtype(x.device.type) or x.dtype
         attention = TrainingAttention(document_mask(batch.segments, mask_dtype))
         for k in range(1, steps + 1):
-            # 2. E of the data's token x_{t+k} at each t; 0 past the end of the document
+            # 2. E of the data's token x_{t+k} at each t, 0 past the end of the document;
+            # shift_labels(tokens, j) is x_{t+1+j}
             tokens = shift_labels(batch.tokens, k - 1, batch.segments)  # [B, T]
             past_end = tokens == IGNORE_INDEX
             e = self.embedding(tokens.masked_fill(past_end, 0))  # [B, T, d]
@@ -304,9 +310,10 @@ class Eagle3Draft(LMHeadsDraft):
         return self.dynamic is None
 
     def prefill(self, feats: Features, tokens: Tensor, caches: Sequence[PromptCache]) -> None:
-        """Run the layer over the prompts.
+        """Run the layer over what is new of the prompts, which comes in one call.
 
-        The token after the last position is not known yet; `read` reads this position again.
+        The token after the last position is not known yet: its entry is wrong until `read`, whose
+        first path is this position, writes it again.
         """
         assert feats.early is not None
         following = tokens.roll(-1, dims=1)  # [B, T]; after the last position any token
@@ -315,6 +322,10 @@ class Eagle3Draft(LMHeadsDraft):
     def read(self, step: DraftStep) -> Tensor:
         """Compute a_1 along the accepted path, which the roots follow; return that of the last
         accepted nodes, [B, d].
+
+        The path is the last root and the nodes accepted below it; after a prefill the last position
+        of the prompt. Shorter paths are padded to D + 1, and the next `read` overwrites the padding,
+        as it does the entries of the draft tokens.
         """
         accepted = step.accepted
         assert accepted.feats.early is not None
@@ -337,8 +348,10 @@ class Eagle3Draft(LMHeadsDraft):
         levels = step.tree.by_level
 
         # 1. Where the layer writes and what it sees there, for all nodes below the root that have
-        # children (`inner`). The tree `inner_nodes` begins with the position before the root and
-        # the root, which `read` has read; without these two, children of the root have depth 0
+        # children (`inner`): a column for each of them; siblings share a position. The tree
+        # `inner_nodes`, which serves other drafts too, begins with the position before the root and
+        # the root. Here both are in the one column that `read` wrote, so they are skipped, and
+        # children of the root have depth 0
         depths = levels.inner_nodes.depths[2:] - 2  # [inner]
         lengths = step.accepted.lengths[:, None]  # [B, 1]
         columns = lengths + torch.arange(len(depths), device=lengths.device)  # [B, inner]
@@ -363,13 +376,13 @@ class Eagle3Draft(LMHeadsDraft):
                 break  # which has no children
             # 4. what the layer reads there: each node's token, and the output at its parent
             carried = normed if self.norm_output else a
-            x = carried[:, level.parents]  # [B, next, d]
+            x = carried[:, level.parents]  # [B, next, d]; parents are numbered among these m nodes
             read_tokens = level_tokens
             if next_level.inner is not None:  # not all of them have children
                 read_tokens = level_tokens[:, next_level.inner]  # [B, m], m of the next level
                 x = x[:, next_level.inner]  # [B, m, d]
             both = self._join(read_tokens, x)  # [B, m, 2 d]
-            # 5. run it; the root is the first node with children, but has no place in `columns`
+            # 5. run it; `inner_first` counts the root as 0, which has no place in `columns`
             here = slice(next_level.inner_first - 1, next_level.inner_last - 1)
             a = cache.run(
                 self.midlayer, both, columns[:, here], positions[:, here], mask[:, :, here]
@@ -414,21 +427,31 @@ class Eagle3Draft(LMHeadsDraft):
         lengths = step.accepted.lengths[:, None]  # [B, 1]
 
         def guess_children(a: Tensor) -> tuple[Tensor, Tensor]:
+            """Return the logits of the children, and what the layer reads of a at each of them."""
             normed = self.norm(a)  # [B, m, d]
+            # transformed, since trees grow by probabilities that are multiplied along a path
             logits = head.transform(self.lm_heads[0](normed))  # [B, m, N]
             carried = normed if self.norm_output else a
             return logits, carried
 
         def run_nodes(tokens: Tensor, x: Tensor, depth: int, visible: Tensor) -> Tensor:
-            # the k nodes stand in the columns behind those that were run before them
-            k = tokens.shape[1]
+            """Run the layer at m nodes: tokens [B, m], x [B, m, d] -> [B, m, d].
+
+            Args:
+                depth: of the nodes; 1: children of the root.
+                visible: which of the nodes that were run each of these sees, [B, m, num_run]; the
+                    last m are these themselves.
+            """
+            # they stand in the columns behind those that were run before them
+            num_nodes = tokens.shape[1]
             num_run = visible.shape[2]
-            columns = lengths + torch.arange(num_run - k, num_run, device=lengths.device)  # [B, k]
-            positions = lengths.expand(-1, k) + (depth - 1)  # [B, k]
+            new = torch.arange(num_run - num_nodes, num_run, device=lengths.device)
+            columns = lengths + new  # [B, m]
+            positions = lengths.expand(-1, num_nodes) + (depth - 1)  # [B, m]
             masks = NodeMasks(visible, lengths, window=None, dtype=x.dtype)
-            mask = masks.at(lengths[:, 0], cache.key_length)  # [B, 1, k, key_length]
-            both = self._join(tokens, x)  # [B, k, 2 d]
-            return cache.run(self.midlayer, both, columns, positions, mask)  # [B, k, d]
+            mask = masks.at(lengths[:, 0], cache.key_length)  # [B, 1, m, key_length]
+            both = self._join(tokens, x)  # [B, m, 2 d]
+            return cache.run(self.midlayer, both, columns, positions, mask)  # [B, m, d]
 
         return grow_trees(step.roots, states, size, head, guess_children, run_nodes)
 

@@ -31,7 +31,7 @@ class Eagle3Layer(nn.Module):
     """Llama's decoder layer, whose attention reads a state x and an embedding e (EAGLE-3,
     Inference Pipeline).
 
-        x = x + Attention([norm_e(e) ; norm_x(x)])       q, k and v are 2 d wide, o is d wide
+        x = x + Attention([norm_e(e) ; norm_x(x)])       q, k, v take 2 d inputs; o returns d
         x = x + MLP(norm(x))
 
     The names of its weights are those of vLLM's and SGLang's drafts.
