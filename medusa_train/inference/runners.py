@@ -71,9 +71,10 @@ class EagerRunner:
 
 
 class FixedShapeRunner:
-    """Runs steps of fixed shape, as they are: `inference.cuda_graphs` captures and replays them.
+    """Runs steps of fixed shape one after the other; the subclass in `inference.cuda_graphs`
+    captures them and replays what it captured.
 
-    Steps run over 2, 4, 8, ... of the allocated rows and read whole blocks of columns, so that few
+    Steps run over 2, 4, 8, ... rows, at most all that are allocated, and read whole blocks of columns, so that few
     graphs are captured. Rows that are not active read their first position, and what they write is
     ignored.
     """
@@ -81,7 +82,8 @@ class FixedShapeRunner:
     is_fixed = True
 
     def num_rows(self, active: int, allocated: int) -> int:
-        """Return how many rows a pass over `active` of the allocated rows has: a power of two.
+        """Return how many rows a pass over `active` rows has: a power of two, at least 2, at most
+        all that are allocated.
 
         A pass over a single row needs memory for a single row, which compiled programs expect.
         """

@@ -316,8 +316,8 @@ class Steps:
 
     @property
     def committed(self) -> int:
-        """Positions of the first row that its slots and the draft's hold for good; 0 after other
-        steps used the same slots.
+        """Positions of the first row that its slots and the draft's hold for good: up to its last
+        root, which the draft has not read; 0 after other steps used the same slots.
         """
         if not self._starts or self.slots.resets != self._resets:
             return 0
@@ -336,7 +336,8 @@ class Steps:
         """Verify a tree below the root of each row, and accept a path by `rule`, see `accept`.
 
         Args:
-            roots: the next token of each row. roots_only: verify no draft tokens.
+            roots: the next token of each row.
+            roots_only: verify no draft tokens; steps of fixed shape verify their tree all the same.
         """
         runner = self._runner
         count = len(roots)
@@ -345,7 +346,8 @@ class Steps:
         packed = self._pack(roots, rows)
         moved = any(path[-1] != len(path) - 1 for path in self._paths)
         for index, path in enumerate(self._paths):
-            self._starts[index] += len(path)  # where the new root stands
+            # from here on where the new root stands: `packed` still has that of the last one
+            self._starts[index] += len(path)
         room = self._key_length(max(self._starts) + self.limits.size + 1)
 
         if isinstance(runner, FixedShapeRunner):
@@ -371,7 +373,7 @@ class Steps:
         self._paths = [row.path for row in accepted]
         if self._draft is not None:
             for draft_row, row in zip(self._draft_rows, accepted, strict=True):
-                self._draft.extend_row(draft_row, row.tokens[:-1])
+                self._draft.extend_row(draft_row, row.tokens[:-1])  # without the next root
         return accepted
 
     def _pack(self, roots: Sequence[int], rows: int) -> list[list[int]]:
@@ -414,7 +416,7 @@ class Steps:
         lengths = starts + counts  # [B], of what is committed: where the new roots stand
         storage = self.slots.storage(room)
 
-        # 1. compact
+        # 1. compact; a draft's slots need it not: `read` writes its accepted positions itself
         if moved and path.shape[1] > 1:
             compact(storage, starts, path)
 
@@ -422,7 +424,9 @@ class Steps:
         proposal = Proposal(root_tokens[:, None], self._root)
         nodes: NodeSlots | None = None
         if draft is not None:
-            if draft.fixed_shape and not roots_only:  # its tree is known
+            # its tree is known: a draft that runs the backbone's first layers at the nodes writes
+            # their keys and values, and the pass begins above them with `proposal.early`
+            if draft.fixed_shape and not roots_only:
                 nodes = self._place_nodes(self._tree, self._masks, lengths, storage, room)
             step = DraftStep(
                 accepted=self._accepted_path(path, counts, starts),
@@ -476,6 +480,7 @@ class Steps:
                 are 311 MB, which each step would copy.
         """
         rows = len(packed)
+        # free again: accepting the last step waited for the device
         self._host_inputs[:rows].copy_(torch.tensor(packed))
         self._inputs[:rows].copy_(self._host_inputs[:rows], non_blocking=True)
         inputs = self._inputs[:rows]  # [B, 3 + D + 1]
@@ -485,6 +490,8 @@ class Steps:
                 shape = (*self._hidden.shape[:2], self._backbone.vocab_size)
                 self._logits = self._hidden.new_zeros(shape)
             logits = self._logits
+        # `storage` enlarges the buffers now if it must: a graph stands for addresses, which change
+        # with the number of columns of a buffer
         columns = [slots.storage(room).shape[4] for slots in self._all_slots]
         key = (rows, room, *columns, keep_logits)
         runner.run(self._graphs, key, lambda: self._fixed_step(inputs, room, logits))
@@ -499,7 +506,7 @@ class Steps:
         if logits is not None:
             logits[:rows] = verified.logits
         self._choices[:rows, 0] = next_tokens_of(verified.logits)
-        self._choices[:rows, 1] = verified.proposal.tokens
+        self._choices[:rows, 1] = verified.proposal.tokens  # of plain decoding, too
 
     def _accepted_path(self, path: Tensor, counts: Tensor, starts: Tensor) -> AcceptedPath:
         """Return the accepted nodes of B rows, with the states that were kept of them."""

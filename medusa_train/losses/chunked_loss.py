@@ -10,6 +10,9 @@
 
 A block of logits fits the caches, and only blocks are float32: chunks are in the products' dtype.
 
+Nothing here is seen by autograd: `losses.fused_losses` calls it within its own backward formula and
+passes the gradients on.
+
 Every target is a distribution: the label, a teacher's prediction, or a mixture. The loss is a
 cross-entropy up to a constant, and its gradient with respect to the logits is softmax minus target.
 
@@ -46,7 +49,8 @@ class Teacher(NamedTuple):
     Attributes:
         hidden: [N, d'], aligned with the student's positions.
         lm_head: over the same V tokens; its LoRA branch is applied without dropout.
-        shift: position n of the student is compared with position n + shift of the teacher.
+        shift: position n of the student is compared with position n + shift of the teacher, which
+            is in the same row for every position with a target.
         teacher_weight: weight of the teacher in the target; the label has the rest.
         divergence: subtract the teacher's entropy: KL instead of cross-entropy, with the same
             gradient.
@@ -60,7 +64,8 @@ class Teacher(NamedTuple):
 
 
 class LossInputs(NamedTuple):
-    """What a loss is computed from, besides the student's hidden states and the low-rank z.
+    """What a loss is computed from, besides the student's hidden states and z [M, r], the input of
+    a low-rank part: logits are W h + up z.
 
     Attributes:
         positions: those with a target, long [M], indices among N.
@@ -82,7 +87,8 @@ class Gradients(NamedTuple):
     """Tensors that receive a loss's gradients; None where none is needed.
 
     Attributes:
-        hidden, z: [N, d] and [M, r], zeros: each supervised position is written once.
+        hidden, z: [N, d] and [M, r], zeros: each supervised position is assigned once. That of
+            `hidden` is of the path through W; z's path to it is the caller's.
         weight, bias, up: [V, d], [V] and [V, r], in the dtype of the softmax: gradients are added
             to them.
     """
@@ -102,13 +108,13 @@ class ChunkedLoss:
 
     Args:
         device: of the states.
-        grads: get `scale` times the loss's gradients added.
+        grads: get `scale` times the gradients of the sum that `loss` returns.
 
     Attributes:
         correct: long scalar, positions whose argmax is the label.
         ce, kl: cross-entropy against the labels and KL(teacher || student) in nats, float32
             (float64 for float64 weights).
-        entropy: the teacher's.
+        entropy: the teacher's; it stays 0 for a loss that is the divergence alone.
     """
 
     def __init__(
@@ -124,8 +130,9 @@ class ChunkedLoss:
         student = Projection(inputs.lm_head, inputs.autocast)
         self.student = student
 
-        # 1. where the gradient is scaled: sums over positions may exceed float16's range whatever
-        # the loss scale, unless they are scaled before
+        # 1. where the gradient is scaled. In float16 before the products that sum over positions,
+        # or the sums may exceed its range whatever the loss scale; else after them, where there is
+        # less to multiply. The bias, summed in the softmax's dtype, is scaled on its own
         self.scale = scale
         is_half = student.weight.dtype == torch.float16
         self.scale_before = scale if is_half else 1.0
@@ -207,7 +214,8 @@ class ChunkedLoss:
         # scale and soft cap, which follow, are monotonic
         best = logits.argmax(dim=1, keepdim=True)  # [b, 1]
         self.correct += (best == labels).sum()
-        log_probs = log_softmax(student.transform_(logits), dim=1)  # [b, V]
+        logits = student.transform_(logits)  # in place: now scaled and soft-capped
+        log_probs = log_softmax(logits, dim=1)  # [b, V]
 
         # 2. against the labels
         self.ce -= log_probs.gather(1, labels).sum()
@@ -236,7 +244,8 @@ class ChunkedLoss:
             minus_weight = grad.new_full((1, 1), -label_weight).expand_as(labels)  # [b, 1]
             grad.scatter_add_(1, labels, minus_weight)
 
-        # 5. the gradient over the raw logits, before scale and soft cap
+        # 5. the gradient over the raw logits: through soft cap and scale, whose derivative is
+        # computed from the capped logits
         student.transform_grad_(grad, logits)
         if self.grads.bias is not None:
             self.grads.bias.add_(grad.sum(dim=0), alpha=self.scale)
@@ -281,9 +290,9 @@ def _add_product(total: Tensor, grad: Tensor, states: Tensor, scale: float) -> N
         return
     # a product of lower precision needs a temporary: of a few tokens at a time, which stay in the
     # caches
-    count = block_size(states.shape[1], states.device.type)
-    for part, columns in zip(total.split(count), grad.split(count, dim=1), strict=True):
-        part.add_(columns.t() @ states, alpha=scale)
+    tokens = block_size(states.shape[1], states.device.type)
+    for weight_rows, columns in zip(total.split(tokens), grad.split(tokens, dim=1), strict=True):
+        weight_rows.add_(columns.t() @ states, alpha=scale)
 
 
 class _TeacherLogits:
@@ -300,6 +309,7 @@ class _TeacherLogits:
         self.divergence = teacher.divergence
         self.positions = inputs.positions + teacher.shift  # [M]
         self.hidden = teacher.hidden.detach()
+        # where it has the student's W, the copy of it in the products' dtype is used again
         self.projection = Projection(teacher.lm_head, inputs.autocast, shared=student)
         weight = self.projection.weight
         # [C, V]: W h of a chunk
@@ -333,8 +343,8 @@ def chunk_size(vocab: int, device: str, itemsize: int = 4, memory: int = 0) -> i
     weights.
 
     At least 512, since every chunk reads the whole weight and, if trained, its whole gradient. On a
-    GPU more, in powers of two, according to its `memory` in bytes: not to what is free, or
-    gradients would be summed in another order beside other processes, and after a resume.
+    GPU more, in powers of two, according to its whole `memory` in bytes. What is free of it differs
+    beside other processes and after a resume, and with it the order in which gradients are summed.
     """
     size = _CHUNK_BYTES.get(device, _CHUNK_BYTES["cuda"])
     while 2 * size <= min(_MAX_CHUNK_BYTES, _MEMORY_SHARE * memory):
@@ -354,5 +364,7 @@ def gpu_bytes(device: torch.device) -> int:
 
 
 def block_size(vocab: int, device: str) -> int:
-    """Return the positions of one softmax: few enough for the CPU's caches, many enough to fill a GPU."""
+    """Return how many rows of `vocab` float32 numbers are computed at a time: few enough for the
+    CPU's caches, many enough to fill a GPU.
+    """
     return max(1, _BLOCK_BYTES.get(device, _BLOCK_BYTES["cuda"]) // (4 * vocab))

@@ -201,7 +201,7 @@ def describe_differences(
         )
 
 
-def keep_best(
+def forget_incomparable_best(
     state: TrainState, validation: str, store: CheckpointStore, patience: int | None, world: World
 ) -> None:
     """Forget the best evaluation where later ones cannot be compared with it: it was measured on

@@ -61,7 +61,7 @@ from medusa_train.training.resume import (
     StageStart,
     check_backbone,
     describe_differences,
-    keep_best,
+    forget_incomparable_best,
     load_checkpoint,
 )
 from medusa_train.training.snapshot import TrainState, restore_state, restore_weights
@@ -114,7 +114,9 @@ def build_trainer(
             state = restore_state(checkpoint, strategy, world)
             loader.load_state_dict(state.data)
             describe_differences(checkpoint, state, plan, world.size, console)
-    keep_best(state, data.validation.fingerprint(), store, cfg.early_stopping_patience, world)
+    forget_incomparable_best(
+        state, data.validation.fingerprint(), store, cfg.early_stopping_patience, world
+    )
     if backbone is not None:  # else that of the checkpoint stands for a later resume
         state.backbone = backbone
 

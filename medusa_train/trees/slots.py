@@ -6,9 +6,9 @@ right behind them, node i to column length + i:
     row 0   c c c c c c c r n n n        c committed, r root, n nodes of the tree
     row 1   c c c c c r n n n . .        . never written, or left over: masked
 
-Before the next step `compact` moves the accepted nodes to columns length, length + 1, ...
-What lies behind them is overwritten by the next tree, and masked until then. How many positions of
-a row are committed is counted by the caller.
+The root, node 0, stays in column length. Before the next step `compact` moves the nodes accepted
+below it to columns length + 1, length + 2, ... What lies behind them is overwritten by the next
+tree, and masked until then. How many positions of a row are committed is counted by the caller.
 """
 
 from __future__ import annotations

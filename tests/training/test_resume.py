@@ -6,7 +6,12 @@ from medusa_train.checkpoint.store import MANIFEST
 from medusa_train.config.load import stage_one_config
 from medusa_train.errors import CheckpointError
 from medusa_train.training.distributed import SINGLE_PROCESS
-from medusa_train.training.resume import NEW_STAGE, ResumePlan, keep_best, plan_resume
+from medusa_train.training.resume import (
+    NEW_STAGE,
+    ResumePlan,
+    forget_incomparable_best,
+    plan_resume,
+)
 from medusa_train.training.snapshot import TrainState
 from tests.training.conftest import LORA
 
@@ -99,6 +104,6 @@ class Store:
 )
 def test_the_best_evaluation_is_kept_where_later_ones_compare(validation, step, patience, kept):
     state = TrainState(best_loss=1.0, best_step=step, evals_since_best=4, validation=validation)
-    keep_best(state, "same", Store(), patience, SINGLE_PROCESS)
+    forget_incomparable_best(state, "same", Store(), patience, SINGLE_PROCESS)
     assert (state.best_loss, state.evals_since_best) == ((1.0, 4) if kept else (None, 0))
     assert state.validation == "same"
