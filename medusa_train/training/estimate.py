@@ -87,10 +87,11 @@ class Estimate:
             rows: rows of a micro-batch. width: tokens of its longest row.
             dtype: compute dtype, also of the backbone's unquantized weights.
         """
-        optimizer, joint = self._cfg.optimizer, self._unfrozen
-        states = round(
-            self.trained * (ADAM_8BIT if "8bit" in optimizer and device != "cpu" else ADAM)
-        )
+        optimizer = self._cfg.optimizer
+        joint = self._unfrozen
+        has_8bit_states = "8bit" in optimizer and device != "cpu"
+        bytes_of_states = ADAM_8BIT if has_8bit_states else ADAM
+        states = round(self.trained * bytes_of_states)
         frozen = _count(self._model.parameters()) - joint
         shared_rows = 0  # of lm_head, which heads with a reduced vocabulary copy once and share
         if self._settings.get("share_lm_head") and self._settings.get("vocab_size"):
@@ -127,46 +128,51 @@ class Estimate:
             tokens, supervised: of an epoch. epochs: their number.
             width: tokens of a row; on average a token attends to half of them.
         """
-        cfg, text, lm_head = self._cfg, self._text, self._lm_head.numel()
-        lists = [
-            module
-            for module in decoder_of(self._model).children()
-            if isinstance(module, nn.ModuleList)
-        ]
-        layers = sum(map(self._used, max(lists, key=len).parameters()))  # `layers`, Falcon's `h`
+        cfg = self._cfg
+        text = self._text
+        # 1. One pass forward through the backbone's layers: `layers`, Falcon's `h`.
+        children = decoder_of(self._model).children()
+        lists = [module for module in children if isinstance(module, nn.ModuleList)]
+        layers = sum(map(self._used, max(lists, key=len).parameters()))
         attention = (
             4 * text.num_hidden_layers * text.num_attention_heads * head_dim(text) * width / 2
         )
-        body = tokens * (2 * layers + attention)  # one pass forward
-        in_heads = (
-            self._heads_operations(tokens, supervised, attention / text.num_hidden_layers) * epochs
-        )
+        forward = tokens * (2 * layers + attention)
+        # 2. The draft, forward and backward.
+        attention_of_layer = attention / text.num_hidden_layers
+        in_draft = self._heads_operations(tokens, supervised, attention_of_layer) * epochs
+        # 3. A frozen backbone: forward passes alone, one where their states are stored.
         if cfg.recipe == "medusa1":
-            return body * (min(epochs, 1) if cfg.cache_hidden_states else epochs) + in_heads
+            passes = epochs
+            if cfg.cache_hidden_states:
+                passes = min(epochs, 1)
+            return forward * passes + in_draft
+        # 4. A trained one: also the teacher's pass, those backward, and its lm_head.
         backward = 1 if cfg.adapter else 2
-        passed = (
-            self._trained_depth / text.num_hidden_layers * (cfg.gradient_checkpointing + backward)
-        )
-        in_body = body * (1 + self._has_teacher + passed)
-        return (
-            in_body + 2 * lm_head * supervised * (1 + self._has_teacher + backward)
-        ) * epochs + in_heads
+        trained_share = self._trained_depth / text.num_hidden_layers
+        passed_again = trained_share * (cfg.gradient_checkpointing + backward)
+        in_layers = forward * (1 + self._has_teacher + passed_again)
+        lm_head_passes = 1 + self._has_teacher + backward
+        in_lm_head = 2 * self._lm_head.numel() * supervised * lm_head_passes
+        return (in_layers + in_lm_head) * epochs + in_draft
 
     def _used(self, weight: Tensor) -> float:
         """Count the elements of a backbone's parameter that a token is multiplied by: of experts,
         those it goes to.
         """
-        experts = getattr(self._text, "num_experts_per_tok", None) if weight.dim() == 3 else None
-        return weight.numel() * (experts / weight.shape[0] if experts else 1)
+        experts = getattr(self._text, "num_experts_per_tok", None)
+        if weight.dim() != 3 or not experts:
+            return weight.numel()
+        return weight.numel() * (experts / weight.shape[0])
 
     @property
     def _trained_depth(self) -> int:
         """Last layers that keep activations for gradients: one below those that are trained keeps
         nothing.
         """
-        return (
-            not self._cfg.adapter and self._cfg.medusa_num_unfreeze_layers
-        ) or self._text.num_hidden_layers
+        if self._cfg.adapter or not self._cfg.medusa_num_unfreeze_layers:
+            return int(self._text.num_hidden_layers)
+        return self._cfg.medusa_num_unfreeze_layers
 
     def _heads_operations(self, tokens: int, supervised: int, attention: float) -> float:
         """Estimate the operations of an epoch in the draft; `attention` is what a layer's takes per
@@ -175,29 +181,28 @@ class Estimate:
         section = self._section
         hidden = self._text.hidden_size
         shared = section.shared_lm_heads
+        # 1. Weights that every token is multiplied by. The embeddings of a Markov bias are looked
+        # up; matrices that give logits are counted apart, by the positions that need logits.
         rank = self._settings.get("markov_rank", 0)
-        # the embeddings of a Markov bias are looked up
-        weights = self._count_heads(markov_rank=0) if rank else self._heads
-        # matrices that give logits are counted apart, by the positions that need logits
+        weights = self._heads
+        if rank:
+            weights = self._count_heads(markov_rank=0)
         weights -= (section.output_matrices - shared) * self._draft_vocab * hidden
         once = section.weights_used_once(hidden)
         weights = section.repeats * (weights - once) + once
         outputs = section.repeats * section.output_matrices
-        # of Amphista, over the vectors of all heads
-        if blocks := self._settings.get("auto_blocks"):
-            weights += (
-                (outputs - 1)
-                * blocks
-                * 4
-                * hidden
-                * self._text.num_attention_heads
-                * head_dim(self._text)
-            )
-        states = (6 * weights + 3 * section.layer_passes * attention) * tokens
-        each = (4 if shared else 6) * (hidden + rank) + (
-            2 * hidden if section.heads_loss.soft_targets else 0
-        )
-        return states + outputs * each * self._draft_vocab * supervised
+        # 2. Attention of Amphista over the vectors of all heads.
+        blocks = self._settings.get("auto_blocks")
+        if blocks:
+            attended = self._text.num_attention_heads * head_dim(self._text)
+            weights += (outputs - 1) * blocks * 4 * hidden * attended
+        in_states = (6 * weights + 3 * section.layer_passes * attention) * tokens
+        # 3. Logits of every output: forward, backward to the states, and to a matrix of its own;
+        # and the teacher's.
+        per_logit = (4 if shared else 6) * (hidden + rank)
+        if section.heads_loss.soft_targets:
+            per_logit += 2 * hidden
+        return in_states + outputs * per_logit * self._draft_vocab * supervised
 
     def _count_heads(self, **changes: Any) -> int:
         return DRAFTS[self._cfg.draft].count_parameters(
@@ -212,8 +217,13 @@ class Estimate:
         if self._cfg.recipe == "medusa1" or self._cfg.adapter:
             return 0
         layers = self._cfg.medusa_num_unfreeze_layers
-        modules = unfrozen_modules(self._model, layers) if layers else [self._model]
-        return _count({id(p): p for module in modules for p in module.parameters()}.values())
+        modules = [self._model]
+        if layers:
+            modules = unfrozen_modules(self._model, layers)
+        distinct: dict[int, Tensor] = {}
+        for module in modules:
+            distinct |= {id(parameter): parameter for parameter in module.parameters()}
+        return _count(distinct.values())
 
     @cached_property
     def _adapted_names(self) -> set[str]:
@@ -245,19 +255,25 @@ class Estimate:
         """
         if self._cfg.quantization is not None:
             return _NF4 if self._cfg.quantization == "nf4" else 1
-        if (stored := quantization_of(self._model.config)) is None:
+        stored = quantization_of(self._model.config)
+        if stored is None:
             return None
-        return (stored.get("bits") or (4 if stored.get("load_in_4bit") else 8)) / 8
+        bits = stored.get("bits")
+        if not bits:
+            bits = 4 if stored.get("load_in_4bit") else 8
+        return float(bits / 8)
 
     @cached_property
     def _quantized(self) -> list[Tensor]:
         """Weights that quantization applies to: every linear layer except lm_head."""
         if self._weight_bytes is None:
             return []
-        head = self._model.get_output_embeddings()
-        return [
-            m.weight for m in self._model.modules() if isinstance(m, nn.Linear) and m is not head
-        ]
+        lm_head = self._model.get_output_embeddings()
+        weights = []
+        for module in self._model.modules():
+            if isinstance(module, nn.Linear) and module is not lm_head:
+                weights.append(module.weight)
+        return weights
 
     def _backbone_bytes(self, dtype: torch.dtype) -> float:
         quantized = _count(self._quantized)
@@ -270,39 +286,42 @@ class Estimate:
 
         Activations of the backbone's layers (their inputs alone if it recomputes them), copies of
         trained layers in the compute dtype, the attention mask of packed rows (for soft-capped
-        scores only), and what comes one after the
-        other: one layer that is not kept, the backbone's loss, and a head with its loss.
+        scores only), and what comes one after the other: one layer that is not kept, the backbone's
+        loss, and a head with its loss.
         """
-        cfg, text, tokens = self._cfg, self._text, rows * width
+        cfg = self._cfg
+        text = self._text
+        tokens = rows * width
         states = tokens * text.hidden_size * item
         layer = tokens * self._layer_bytes(item, device)
-        # heads at a time
+        # 1. The draft: a head at a time, or all of them.
         alive = 1 if DRAFTS[cfg.draft].independent_heads else self._section.num_heads
         heads = alive * (3 * self._section.blocks_per_head + 1) * states
-        heads += (
-            self._section.layer_passes * tokens * self._layer_bytes(item, device, of_draft=True)
-        )
-        if rank := self._settings.get("markov_rank"):
-            # a head's states with the embeddings of its Markov bias
+        layer_of_draft = tokens * self._layer_bytes(item, device, of_draft=True)
+        heads += self._section.layer_passes * layer_of_draft
+        rank = self._settings.get("markov_rank")
+        if rank:  # a head's states with the embeddings of its Markov bias
             heads += states + tokens * rank * item
+        # 2. The mask of packed rows.
+        mask = 0
         capped = getattr(text, "attn_logit_softcapping", None) is not None
-        mask = (
-            rows * width * width * item
-            if cfg.sample_packing and (capped or self._section.masks_packed_rows)
-            else 0
-        )
-        # of a quantized matrix a product takes a copy in the compute dtype
+        if cfg.sample_packing and (capped or self._section.masks_packed_rows):
+            mask = rows * width * width * item
+        # 3. A frozen backbone. Of a quantized matrix a product takes a copy in the compute dtype.
         single = max((weight.numel() for weight in self._quantized), default=0) * item
         later = heads + self._heads_loss(tokens, item, device)
         if cfg.recipe == "medusa1":
             return mask + max(single + layer, states + later)
+        # 4. A trained one. With several micro-batches the gradients of the one before are there all
+        # the time.
         backbone_loss = self._loss_buffers(
             self._lm_head.shape[0], tokens, item, device, taught=self._has_teacher
         )
-        # else the gradients of the micro-batch before are there all the time
         if cfg.gradient_accumulation_steps == 1:
             later = max(later, backbone_loss - self._heads * _TRAINED)
-            lm_head = self._lm_head.numel() if self._unfrozen else 0
+            lm_head = 0
+            if self._unfrozen:
+                lm_head = self._lm_head.numel()
             later -= (self._unfrozen - lm_head + self._adapter) * _TRAINED
         else:
             later = max(later, backbone_loss)
@@ -310,7 +329,9 @@ class Estimate:
         if cfg.gradient_checkpointing:
             inputs = depth * tokens * text.hidden_size * (_TRAINED if self._unfrozen else item)
             return mask + inputs + max(single + layer, states + later)
-        copies = self._unfrozen * item if item < _TRAINED else 0
+        copies = 0
+        if item < _TRAINED:
+            copies = self._unfrozen * item
         return mask + depth * layer + copies + max(single, states + later)
 
     @property
@@ -325,13 +346,10 @@ class Estimate:
         """
         taught = bool(self._section.heads_loss.soft_targets)
         lm_head_rows, hidden = self._lm_head.shape
-        teacher_rows = (
-            self._draft_vocab * hidden * item if self._draft_vocab < lm_head_rows and taught else 0
-        )
-        return (
-            self._loss_buffers(self._draft_vocab, tokens, item, device, taught=taught)
-            + teacher_rows
-        )
+        size = self._loss_buffers(self._draft_vocab, tokens, item, device, taught=taught)
+        if taught and self._draft_vocab < lm_head_rows:
+            size += self._draft_vocab * hidden * item
+        return size
 
     def _loss_buffers(
         self, vocab: int, tokens: int, item: int, device: str, *, taught: bool
@@ -345,7 +363,9 @@ class Estimate:
         chunk = chunk_size(vocab, device, item, gpu_bytes(torch.device(device)))
         logits = (2 if taught else 1) * min(chunk, tokens) * vocab * item
         block = min(block_size(vocab, device), tokens) * vocab * _TRAINED
-        matrix = vocab * self._text.hidden_size * item if item < _TRAINED else 0
+        matrix = 0
+        if item < _TRAINED:
+            matrix = vocab * self._text.hidden_size * item
         # logits and log-probabilities, and the teacher's, with its probabilities; float32 logits
         # need no copy
         blocks = (4 if taught else 2) - (item == _TRAINED)
@@ -360,33 +380,41 @@ class Estimate:
         and trained norms their float32 output. Dropout keeps a mask: of bytes on a GPU, in float32
         on a CPU.
         """
-        cfg, text = self._cfg, self._text
+        cfg = self._cfg
+        text = self._text
         hidden = text.hidden_size
         inner = getattr(text, "intermediate_size", None) or 4 * hidden
         attention = 2 * (text.num_attention_heads + key_value_heads(text)) * head_dim(text)
         adapted = 0
-        # input sizes of a layer's adapted linear layers; lm_head is not one of them
         if cfg.adapter and not of_draft:
-            modules = (
-                (path.rpartition(".")[2], module) for path, module in self._model.named_modules()
-            )
-            linear = (module for name, module in modules if name in self._adapted_names - {LM_HEAD})
-            adapted = (
-                sum(m.in_features for m in linear if isinstance(m, nn.Linear))
-                // text.num_hidden_layers
-            )
-        norms, inputs = 4 * hidden, 2 * hidden + inner
-        # also embeddings and their norm, and their values side by side with the states
+            adapted = self._adapted_inputs()
+        # 1. What norms keep, and the inputs of linear layers. A draft's layer also has embeddings
+        # and their norm, and their values side by side with the states.
+        norms = 4 * hidden
+        inputs = 2 * hidden + inner
+        is_half = item < _TRAINED
         if of_draft:
-            norms, inputs = 12 * hidden, 8 * hidden + inner
-        elif item < _TRAINED and cfg.adapter:
+            norms = 12 * hidden
+            inputs = 8 * hidden + inner
+        elif is_half and cfg.adapter:
             inputs = adapted
-        elif item < _TRAINED and cfg.recipe == "medusa2":
-            norms, inputs = 8 * hidden, 5 * hidden + inner
-        masks = (
-            adapted * (1 if device == "cuda" else _TRAINED) if adapted and cfg.lora_dropout else 0
-        )
+        elif is_half and cfg.recipe == "medusa2":
+            norms = 8 * hidden
+            inputs = 5 * hidden + inner
+        # 2. The masks of dropout.
+        masks = 0
+        if cfg.lora_dropout:
+            masks = adapted * (1 if device == "cuda" else _TRAINED)
         return (norms + attention + 3 * inner + inputs) * item + masks
+
+    def _adapted_inputs(self) -> int:
+        """Return the sum of the input sizes of a layer's adapted linear layers, without lm_head."""
+        total = 0
+        for path, module in self._model.named_modules():
+            name = path.rpartition(".")[2]
+            if isinstance(module, nn.Linear) and name in self._adapted_names - {LM_HEAD}:
+                total += module.in_features
+        return int(total // self._text.num_hidden_layers)
 
 
 def _count(parameters: Iterable[Tensor]) -> int:
