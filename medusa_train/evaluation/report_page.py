@@ -20,17 +20,19 @@ from medusa_train.pages.page import (
 
 Json = Mapping[str, Any]
 
-TERMS = (
-    "tokens per step: generated tokens per forward pass of the model; 1.0 for plain decoding.",
-    "overhead: time of a step with the tree divided by time of a plain step.",
-    "speedup: tokens per second over those of the same loop without a tree, prefill included;"
-    " over generate: over those of generate of transformers.",
-    "equal fp32, equal bf16: answers that equal plain greedy decoding token for token; +n had two"
-    " best tokens with the same logit. In bfloat16 passes over one token and over several round"
-    " differently.",
-    "loops: answers that repeat eight tokens three times, which are easier to draft.",
-    "Brackets hold 95 % bootstrap intervals over questions.",
-)
+#: What the columns mean, by the title of the first of them.
+TERMS = {
+    "tokens per step": "tokens per step: generated tokens per forward pass of the model; 1.0 for"
+    " plain decoding.",
+    "overhead": "overhead: time of a step with the tree divided by time of a plain step.",
+    "speedup": "speedup: tokens per second over those of the same loop without a tree, prefill"
+    " included; over generate: over those of generate of transformers.",
+    "equal fp32": "equal fp32, equal bf16: answers that equal plain greedy decoding token for token;"
+    " +n had two best tokens with the same logit. In bfloat16 passes over one token and over"
+    " several round differently.",
+    "loops": "loops: answers that repeat eight tokens three times, which are easier to draft.",
+}
+BRACKETS = "Brackets hold 95 % bootstrap intervals over questions."
 SPEEDUP_CAPTION = (
     "Total tokens per second over those of plain decoding (the same loop without a tree). "
     "Whiskers: 95 % bootstrap intervals over questions."
@@ -45,7 +47,7 @@ def sections_of(
     """
     return [
         Section(lines=summary),
-        Section("Speed", figures=_speed_figures(report), tables=tables, remarks=TERMS),
+        Section("Speed", figures=_speed_figures(report), tables=tables, remarks=terms_of(tables)),
         Section(
             "Draft",
             figures=_draft_figures(report),
@@ -54,6 +56,12 @@ def sections_of(
         answers_section(answers),
         Section("Run", facts=meta_rows(report["meta"])),
     ]
+
+
+def terms_of(tables: Sequence[Table]) -> list[str]:
+    """Explain the columns that the tables show."""
+    shown = {title for table in tables for title in table.titles}
+    return [*(text for title, text in TERMS.items() if title in shown), BRACKETS]
 
 
 def html_page(report: Json, sections: Sequence[Section]) -> str:
