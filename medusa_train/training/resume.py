@@ -7,6 +7,7 @@ differs.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -138,13 +139,11 @@ def _has_finished_heads(stage_one: TrainConfig, cfg: TrainConfig) -> bool:
 
 
 def load_checkpoint(
-    start: StageStart, store: CheckpointStore, world: World = SINGLE_PROCESS
-) -> LoadedCheckpoint | None:
-    """Load the checkpoint that a stage starts from, in every process; None for a new stage."""
-    if start.checkpoint is None:
-        return None
-    snapshot = load_snapshot(store, start.checkpoint, world)
-    return LoadedCheckpoint(start.checkpoint, snapshot, start.changed)
+    path: Path, changed: Sequence[str], store: CheckpointStore, world: World = SINGLE_PROCESS
+) -> LoadedCheckpoint:
+    """Load the checkpoint that a stage starts from, in every process."""
+    snapshot = load_snapshot(store, path, world)
+    return LoadedCheckpoint(path, snapshot, changed)
 
 
 def check_backbone(

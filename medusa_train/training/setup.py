@@ -75,10 +75,17 @@ def build_trainer(
     world: World = SINGLE_PROCESS,
     start: StageStart = NEW_STAGE,
 ) -> Trainer:
-    """Build everything that trains, and restore what the stage starts from."""
+    """Build everything that trains, and restore what the stage starts from.
+
+    The order matters: a checkpoint's weights are restored before the strategy partitions or copies
+    them, its optimizer after there is one, and nothing is written to the run directory before all of
+    it succeeded.
+    """
     console = progress.console
     limit_kernel_cache()
     choose_kernels(world.device)
+
+    # 1. Backbone and heads.
     with progress.phase("loading the model", ticking=True):
         with world.failing_together():
             draft, recipe = _load_model(cfg, data, console, world)
@@ -87,6 +94,8 @@ def build_trainer(
             recipe.cache = open_hidden_states(
                 cfg.prepared_dir, documents, draft.needs, recipe.backbone, world, console, cfg.tf32
             )
+
+    # 2. The batches, and the plan of the steps.
     loader = BatchLoader(
         data.train, cfg.micro_batch_size, seed=cfg.seed, rank=world.rank, size=world.size
     )
@@ -94,15 +103,18 @@ def build_trainer(
     for line in _describe_run(cfg, data, recipe, draft, plan, world.size):
         console.print(line, style="yellow" if line.startswith("note:") else None)
 
-    # The checkpoint that this stage starts from, before the strategy partitions or copies weights.
+    # 3. The weights of the checkpoint.
     store = CheckpointStore(cfg.run_dir, cfg.save_total_limit)
-    with progress.phase("reading the checkpoint", ticking=True):
-        checkpoint = load_checkpoint(start, store, world)
-        backbone = world.run_on_main(lambda: fingerprint_backbone(cfg.base_model))
-        if checkpoint is not None:
+    backbone = world.run_on_main(lambda: fingerprint_backbone(cfg.base_model))
+    checkpoint = None
+    if start.checkpoint is not None:
+        with progress.phase("reading the checkpoint", ticking=True):
+            checkpoint = load_checkpoint(start.checkpoint, start.changed, store, world)
             check_backbone(checkpoint, cfg.base_model, backbone, console)
             with world.failing_together():
                 restore_weights(checkpoint, draft, recipe, world)
+
+    # 4. The optimizer, and its state with the counters and random generators.
     with progress.phase(_strategy_phase(cfg, world), ticking=True):
         strategy = build_strategy(cfg, draft, recipe, plan, world, console)
     if not world.is_main:
@@ -120,6 +132,7 @@ def build_trainer(
     if backbone is not None:  # else that of the checkpoint stands for a later resume
         state.backbone = backbone
 
+    # 5. The run directory, with the configuration as it was used, and the logs.
     used: dict[str, Any] = {"chat_template": data.chat_template, "sequence_len": data.sequence_len}
     if recipe.adapter is not None:  # which may have come with lora_model_dir
         lora = recipe.adapter.peft.peft_config["default"]
@@ -253,17 +266,22 @@ def make_plan(cfg: TrainConfig, micro_batches_per_epoch: int, processes: int = 1
     if warmup is None:
         warmup = math.ceil((cfg.warmup_ratio or 0.0) * total - ROUNDING)
 
+    if cfg.lr_scheduler == "constant":
+        warmup = 0
+
     def every(steps: float | None, times_per_epoch: int | None) -> float:
+        """Return the steps between two evaluations or checkpoints."""
         if not steps:
             return per_epoch / (times_per_epoch or 1)
-        # below 1: a fraction of the run
-        return max(1, round(steps * total)) if steps < 1 else steps
+        if steps < 1:  # a fraction of the run
+            return max(1, round(steps * total))
+        return steps
 
     return Plan(
-        total,
-        per_epoch,
-        0 if cfg.lr_scheduler == "constant" else warmup,
-        cfg.logging_steps,
+        total_steps=total,
+        steps_per_epoch=per_epoch,
+        warmup_steps=warmup,
+        logging_steps=cfg.logging_steps,
         eval_every=every(cfg.eval_steps, cfg.evals_per_epoch),
         save_every=every(cfg.save_steps, cfg.saves_per_epoch),
     )

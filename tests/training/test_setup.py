@@ -94,9 +94,14 @@ def test_the_schedule_and_tf32_arrive(make_config, console, monkeypatch):
 )
 def test_what_takes_seconds_says_so(place, words, make_config, console, monkeypatch):
     """In a log file, where no bar is shown: each of these was silent."""
+    cfg = make_config(max_steps=1)
+    if place == "setup.load_checkpoint":
+        train(cfg, console)
+        assert words not in console.file.getvalue()  # a new run has none to read
+        cfg = make_config(max_steps=2, resume_from_checkpoint="auto")
     monkeypatch.setattr("medusa_train.progress.SILENT_SECONDS", 0.2)
     slow_down(monkeypatch, f"medusa_train.training.{place}")
-    train(make_config(max_steps=1), console)
+    train(cfg, console)
     assert f"{words}: 0 s so far\n" in console.file.getvalue()
 
 
