@@ -141,7 +141,9 @@ class DeepSpeedStrategy(Strategy):
             group["params"] = []
         if self._stage == 3:
             _forget_module(self._root)
-        self._engine = self._root = None  # the engine's hooks refer to both
+        # the engine's hooks refer to both
+        self._engine = None
+        self._root = None
 
     def step(self) -> float:
         """Clip by the global norm, step optimizer and schedule, drop the gradients; return the norm
@@ -196,11 +198,9 @@ class DeepSpeedStrategy(Strategy):
         self._pending = False
         if self._stage > 0:
             self._engine.step()
-            return (
-                float(self._engine.get_global_grad_norm())
-                if self._engine.was_step_applied()
-                else math.inf
-            )
+            if not self._engine.was_step_applied():
+                return math.inf
+            return float(self._engine.get_global_grad_norm())
         # gradients and optimizer states are whole in every process, as without DeepSpeed
         norm = self._clip()
         if math.isfinite(norm):
@@ -214,21 +214,21 @@ class DeepSpeedStrategy(Strategy):
         """Return the flat float32 partitions that this process's optimizer updates, one per
         parameter group.
         """
-        name = (
-            "single_partition_of_fp32_groups" if self._stage < 3 else "fp32_partitioned_groups_flat"
-        )
+        name = "single_partition_of_fp32_groups"
+        if self._stage == 3:
+            name = "fp32_partitioned_groups_flat"
         return list(getattr(self._engine.optimizer, name))
 
     def _param_groups(self) -> list[dict[str, Any]]:
         """Return the parameter groups as `Optimizer.state_dict` does: parameters are numbered
         through all groups.
         """
-        described, first = [], 0
+        described = []
+        first = 0
         for group, parameters in zip(self.optimizer.param_groups, self._groups, strict=True):
-            numbers = list(range(first, first := first + len(parameters)))
-            described.append(
-                {**{k: v for k, v in group.items() if k != "params"}, "params": numbers}
-            )
+            end = first + len(parameters)
+            described.append({**group, "params": list(range(first, end))})
+            first = end
         return described
 
     def _gather_optimizer(self) -> dict[int, dict[str, Any]]:
@@ -243,7 +243,7 @@ class DeepSpeedStrategy(Strategy):
         self._link_optimizer_state()
         gathered: dict[int, dict[str, Any]] = {}
         for number, parameter in enumerate(self.parameters):
-            entry = {k: v.clone() if isinstance(v, Tensor) else v for k, v in counters.items()}
+            entry = {key: _counter(value, None) for key, value in counters.items()}
             for key in elementwise:
                 full = self._deepspeed.utils.safe_get_full_optimizer_state(parameter, key)
                 entry[key] = full.cpu() if self._world.is_main else None
@@ -258,18 +258,22 @@ class DeepSpeedStrategy(Strategy):
             raise ValueError(
                 f"optimizer state has {len(saved)} parameters, expected {len(self.parameters)}"
             )
-        fused = any(self.optimizer.defaults.get(name) for name in ("fused", "capturable"))
         entry = saved[0]
+        elementwise = [key for key, value in entry.items() if _is_elementwise(value)]
+        # 1. A state for each flat partition; fused optimizers want their counters on its device.
+        fused = any(self.optimizer.defaults.get(name) for name in ("fused", "capturable"))
         for flat in self._flat_groups():
-            self.optimizer.state[flat] = {
-                key: torch.zeros_like(flat)
-                if _is_elementwise(value)
-                else _counter(value, flat if fused else None)
-                for key, value in entry.items()
-            }
+            state = {}
+            for key, value in entry.items():
+                if key in elementwise:
+                    state[key] = torch.zeros_like(flat)
+                else:
+                    state[key] = _counter(value, flat if fused else None)
+            self.optimizer.state[flat] = state
+        # 2. The values of each parameter, in its slice of a partition.
         self._link_optimizer_state()
         for number, parameter in enumerate(self.parameters):
-            for key in [key for key, value in entry.items() if _is_elementwise(value)]:
+            for key in elementwise:
                 self._set_optimizer_state(parameter, key, saved[number][key])
 
     def _link_optimizer_state(self) -> None:
@@ -308,9 +312,13 @@ def _is_elementwise(value: Any) -> bool:
 
 
 def _counter(value: Any, like: Tensor | None) -> Any:
+    """Return a copy of a counter of the optimizer, on the device of `like` if given."""
     if not isinstance(value, Tensor):
         return value
-    return value.clone() if like is None else value.clone().to(like.device)
+    copy = value.clone()
+    if like is None:
+        return copy
+    return copy.to(like.device)
 
 
 @contextlib.contextmanager
@@ -361,11 +369,12 @@ def unlink_shared_buffer(world: World, directory: Path = Path("/dev/shm")) -> No
     open.
     """
     world.gather(None)  # all have opened it
-    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
-    if hasattr(os, "getuid"):
-        (
-            directory / f"deepspeed_allreduce_buffer_{os.getuid()}_{address}_{port}_{world.rank}"
-        ).unlink(missing_ok=True)
+    if not hasattr(os, "getuid"):
+        return
+    address = os.environ.get("MASTER_ADDR", "")
+    port = os.environ.get("MASTER_PORT", "")
+    name = f"deepspeed_allreduce_buffer_{os.getuid()}_{address}_{port}_{world.rank}"
+    (directory / name).unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
