@@ -347,8 +347,9 @@ def _schedule_problems(section: Mapping[str, Any], cfg: TrainConfig) -> Iterator
     """Compare the section with the run's schedule."""
     kind = section.get("type")
     if kind not in (None, AUTO) and _SCHEDULES.get(str(kind)) != cfg.lr_scheduler:
-        ours = _SCHEDULES.get(str(kind))
-        instead = "lr_scheduler" if ours is None else f"lr_scheduler: {ours}"
+        instead = "lr_scheduler"
+        if str(kind) in _SCHEDULES:
+            instead = f"lr_scheduler: {_SCHEDULES[str(kind)]}"
         yield (
             f"scheduler.type: {kind}, but lr_scheduler is {cfg.lr_scheduler}; remove the section,"
             f" or set {instead} in the YAML"
@@ -433,10 +434,12 @@ def _unlike(
         if name not in expected:
             yield _unknown(name, expected, f"{where}.")
             continue
-        ours, key = expected[name]
-        if not compare or _agrees(value, ours):
+        run_value, key = expected[name]
+        if not compare or _agrees(value, run_value):
             continue
-        shown = ours if isinstance(ours, list) else format_value(ours)
+        shown = run_value
+        if not isinstance(run_value, list):
+            shown = format_value(run_value)
         if key is None:
             yield f'{where}.{name}: {value}, but it is {shown} here; remove it, or set it to "auto"'
         else:
@@ -446,8 +449,9 @@ def _unlike(
 
 def _unknown(name: str, known: Iterable[str], prefix: str = "") -> str:
     nearest = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=0.65)
-    advice = f"did you mean {prefix}{nearest[0]}?" if nearest else "remove it"
-    return f"{prefix}{name}: unknown key; {advice}"
+    if nearest:
+        return f"{prefix}{name}: unknown key; did you mean {prefix}{nearest[0]}?"
+    return f"{prefix}{name}: unknown key; remove it"
 
 
 def _wrong_type(where: str, value: Any, types: tuple[type, ...]) -> Iterator[str]:
@@ -461,17 +465,18 @@ def _wrong_type(where: str, value: Any, types: tuple[type, ...]) -> Iterator[str
         yield f"{where}: expected {_TYPE_NAMES[types[0]]}, got {value!r}"
 
 
-def _agrees(value: Any, ours: Any) -> bool:
+def _agrees(value: Any, run_value: Any) -> bool:
     """Return whether a value is left to the run, or equal to the run's."""
     if value is None or value == AUTO:
         return True
-    if isinstance(value, bool) or isinstance(ours, bool):
-        return value is ours
-    if isinstance(ours, list):
-        numbers = [_number(item) for item in value] if isinstance(value, list) else None
-        return numbers == ours
+    if isinstance(value, bool) or isinstance(run_value, bool):
+        return value is run_value
+    if isinstance(run_value, list):
+        return isinstance(value, list) and [_number(item) for item in value] == run_value
     number = _number(value)
-    return value == ours if number is None else number == ours
+    if number is None:
+        return bool(value == run_value)
+    return bool(number == run_value)
 
 
 def _number(value: Any) -> float | None:
