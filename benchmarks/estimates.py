@@ -62,6 +62,7 @@ def estimate_row(name: str, shape: PretrainedConfig, overrides: list[str], gpu: 
     path = Path(name) if name.endswith(".yaml") else ROOT / "configs" / f"{name}.yaml"
     run = load_config(TrainConfig, path, overrides)
     total, disk, hours = 0.0, 0.0, 0.0
+    epochs = []
     for cfg in filter(None, (stage_one_config(run), run)):
         width, estimate = int(cfg.sequence_len), Estimate(cfg, shape)
         memory = estimate.memory(
@@ -69,20 +70,22 @@ def estimate_row(name: str, shape: PretrainedConfig, overrides: list[str], gpu: 
         )
         total = max(total, memory.total)
         disk += (cfg.save_total_limit + 1) * memory.checkpoint + 2 * memory.weights
+        epochs.append(f"{cfg.num_epochs:g}")
         text = {"tokens": TOKENS, "supervised": round(SUPERVISED * TOKENS)}
         text["width"] = width if cfg.sample_packing else 1000
         hours += estimate_hours(
             estimate.operations(**text, epochs=cfg.num_epochs), cfg.recipe, GPUS[gpu]
         )
     cells: list[Any] = [f"`{name}`", " ".join(f"`{one}`" for one in overrides) or "as it is", gpu]
-    return [*cells, f"{total / GIB:.0f} GiB", f"{disk / GIB:.0f} GiB", f"{hours:.1f}"]
+    cells += [f"{total / GIB:.0f} GiB", f"{disk / GIB:.0f} GiB", " + ".join(epochs), f"{hours:.1f}"]
+    return cells
 
 
 def make_table() -> str:
     """Return the table in Markdown, with one row for each configuration and GPU."""
     lines = [
-        "| configuration | with | GPU | memory | disk | hours |",
-        "|---|---|---|---:|---:|---:|",
+        "| configuration | with | GPU | memory | disk | epochs | hours |",
+        "|---|---|---|---:|---:|---:|---:|",
     ]
     for name, shape, settings in ROWS:
         wanted = settings if len(settings) < 3 else [*settings, settings[2]]
