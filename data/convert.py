@@ -38,6 +38,7 @@ from transformers import (
 from transformers.utils import logging
 
 from medusa_train.hub import describe_hub_error, hub_is_unreachable
+from medusa_train.io import make_readable
 from medusa_train.progress import RunProgress
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -229,16 +230,6 @@ def convert(gguf: Path, model: Model, out: Path) -> None:
     make_readable(part)
     shutil.rmtree(out, ignore_errors=True)
     part.rename(out)
-
-
-def make_readable(folder: Path) -> None:
-    """Give files the mode that new files get; safetensors writes them for their owner alone."""
-    probe = folder / ".mode"
-    probe.touch()
-    mode = probe.stat().st_mode
-    probe.unlink()
-    for path in folder.iterdir():
-        path.chmod(mode & 0o777)
 
 
 def tie_to_output(weights: PreTrainedModel) -> None:

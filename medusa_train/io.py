@@ -295,6 +295,19 @@ def _errno(error: Exception) -> int | None:
     return int(match[1]) if match else None
 
 
+def make_readable(directory: Path) -> None:
+    """Give all files below a directory the mode that new files get; safetensors writes them for
+    their owner alone.
+    """
+    probe = directory / ".mode"
+    probe.touch()
+    mode = probe.stat().st_mode
+    probe.unlink()
+    for path in directory.rglob("*"):
+        if path.is_file():
+            path.chmod(mode & 0o777)
+
+
 def describe_size(size: int) -> str:
     """Format a number of bytes: 31.2 GiB, 4.0 KiB, 17 bytes."""
     for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):

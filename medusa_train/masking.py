@@ -46,7 +46,7 @@ _keys: set[str] = set()
 
 
 def forget_and_read_environment() -> None:
-    """Begin anew with the keys of the environment, as every command does."""
+    """Forget the keys that are known, and read those of the environment; each command does so."""
     _keys.clear()
     for name, value in os.environ.items():
         if _is_secret_name(name):

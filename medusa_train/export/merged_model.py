@@ -15,7 +15,7 @@ from medusa_train.checkpoint.run_directory import CONFIG
 from medusa_train.checkpoint.serialize import read_json
 from medusa_train.data.builtin_templates import get_template
 from medusa_train.errors import CheckpointError
-from medusa_train.io import WRITE_ERRORS, replace_text, write_failure
+from medusa_train.io import WRITE_ERRORS, make_readable, replace_text, write_failure
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.finite import describe_not_finite
 from medusa_train.models.loading import load_backbone, model_directory, resolve_backbone
@@ -92,7 +92,7 @@ def write_merged(paths: ModelPaths, target: Path, card: str | None = None) -> st
         if card is not None:
             replace_text(temporary / "README.md", card)
         # 3. The directory gets its name when it is complete.
-        _make_readable(temporary)
+        make_readable(temporary)
         if target.exists():
             shutil.rmtree(target)
         temporary.rename(target)
@@ -138,17 +138,6 @@ def _set_chat_template(directory: Path, template: str) -> None:
     replace_text(path, json.dumps(config, indent=2) + "\n")
     replace_text(directory / CHAT_TEMPLATE, template)
     (directory / "chat_template.json").unlink(missing_ok=True)
-
-
-def _make_readable(directory: Path) -> None:
-    """Give files the mode that new files get; safetensors writes them for their owner alone."""
-    probe = directory / ".mode"
-    probe.touch()
-    mode = probe.stat().st_mode
-    probe.unlink()
-    for path in directory.rglob("*"):
-        if path.is_file():
-            path.chmod(mode & 0o777)
 
 
 def untie_config(backbone: Backbone) -> None:
