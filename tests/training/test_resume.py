@@ -80,6 +80,12 @@ def test_a_checkpoint_of_stage_one_cannot_be_named(plan, tmp_path):
         plan(resume_from_checkpoint=str(named))
 
 
+def test_a_named_checkpoint_comes_before_a_newer_one(plan, tmp_path):
+    named = add_checkpoint(tmp_path / "run", 1)
+    add_checkpoint(tmp_path / "run", 5)
+    assert plan(resume_from_checkpoint=str(named)).start.checkpoint == named
+
+
 def test_results_without_a_checkpoint_are_not_overwritten(make_config, tmp_path):
     (tmp_path / "run/heads").mkdir(parents=True)
     with pytest.raises(CheckpointError, match="holds heads/ but no complete checkpoint"):
