@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from medusa_train.data.records import read_conversations
+from medusa_train.data.read_chats import read_conversations
 from medusa_train.errors import DataError
 from medusa_train.io import warn_once
 

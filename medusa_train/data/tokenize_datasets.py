@@ -34,15 +34,10 @@ from medusa_train.data.examples import (
     EncodedExamples,
     encode_examples,
 )
-from medusa_train.data.records import (
-    ReadResult,
-    RecordFields,
-    describe_problems,
-    parse_records,
-    with_some,
-)
+from medusa_train.data.read_chats import ReadResult, describe_problems, parse_records, with_some
 from medusa_train.data.sources import HubSplit, LocalFiles, OnProgress, open_source
 from medusa_train.data.tokenize import ChatEncoder
+from medusa_train.data.turns import RecordFields
 from medusa_train.errors import DataError
 from medusa_train.io import replace_bytes, write_failure
 

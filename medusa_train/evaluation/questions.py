@@ -22,9 +22,11 @@ from typing import Any
 
 from medusa_train.config.paths import PROJECT_ROOT, resolve_path, user_cache_dir
 from medusa_train.data.conversation import SURROGATES, Message
+from medusa_train.data.read_chats import first_problems
 from medusa_train.data.record_files import RawRecord, read_file
-from medusa_train.data.records import Unread, first_problems, parse_user_turns
+from medusa_train.data.records import parse_user_turns
 from medusa_train.data.sources import PublicDataset
+from medusa_train.data.unread import Unread
 from medusa_train.errors import DataError
 from medusa_train.hub import FetchError, check_length, fetch_dataset_file, hub_is_unreachable
 from medusa_train.io import replace_file

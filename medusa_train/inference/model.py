@@ -10,8 +10,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from medusa_train.data.conversation import Message
-from medusa_train.data.records import read_messages
 from medusa_train.data.tokenize import ChatEncoder
+from medusa_train.data.turns import read_messages
 from medusa_train.errors import MedusaError
 from medusa_train.inference.accept import Rule, Typical
 from medusa_train.inference.detokenize import TextStream

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from medusa_train.data.conversation import Conversation, Message
-from medusa_train.data.records import RecordError, parse_record
+from medusa_train.data.records import parse_record
 from medusa_train.data.tokenize import ChatEncoder, EncodedRow
+from medusa_train.data.turns import RecordError
 
 USER = Message("user", "Ask")
 MORE = Message("user", "More")

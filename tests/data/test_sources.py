@@ -14,8 +14,8 @@ from medusa_train.config.paths import PROJECT_ROOT
 from medusa_train.config.schema import DatasetConfig
 from medusa_train.data import sources
 from medusa_train.data.conversation import REASONING_TAGS
+from medusa_train.data.read_chats import ReadResult
 from medusa_train.data.record_files import parquet_rows
-from medusa_train.data.records import ReadResult
 from medusa_train.data.sources import HubSplit, LocalFiles, open_prompts, open_source
 from medusa_train.data.tokenize_datasets import DatasetReader
 from medusa_train.errors import ConfigError, DataError

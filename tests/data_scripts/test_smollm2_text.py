@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from medusa_train.data.records import read_conversations
+from medusa_train.data.read_chats import read_conversations
 from tests.data_scripts.scripts import load_script
 
 PLAN = {

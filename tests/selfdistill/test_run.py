@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from medusa_train.data.records import read_conversations
+from medusa_train.data.read_chats import read_conversations
 from medusa_train.errors import ConfigError
 from medusa_train.selfdistill.answers import Answer, DropRules, Request
 from medusa_train.selfdistill.modes import replay

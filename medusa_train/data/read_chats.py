@@ -1,0 +1,126 @@
+"""All chats of a file or split: the valid ones, the invalid ones, and what is not read of them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from medusa_train.data.conversation import REASONING_TAGS, Conversation, ReasoningTags
+from medusa_train.data.record_files import RawRecord, read_file
+from medusa_train.data.records import parse_record
+from medusa_train.data.turns import USUAL_FIELDS, RecordError, RecordFields
+from medusa_train.data.unread import Unread
+from medusa_train.errors import DataError
+
+MAX_SHOWN_PROBLEMS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class ReadResult:
+    """Conversations in file order, `file:line: reason` for each invalid record that was skipped,
+    notes on files without records, and what the records carry that is not read.
+    """
+
+    conversations: list[Conversation] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    unread: Unread = field(default_factory=Unread)
+
+    def extend(self, other: ReadResult) -> None:
+        """Append what `other` has."""
+        self.conversations.extend(other.conversations)
+        self.skipped.extend(other.skipped)
+        self.notes.extend(other.notes)
+        self.unread.update(other.unread)
+
+
+def read_conversations(
+    path: Path | str, type: str = "auto", *, skip_bad: bool = False
+) -> ReadResult:
+    """Read every chat of a JSON, JSON Lines or parquet file.
+
+    Args:
+        type: record format, as in `datasets[].type`; "auto" detects it by the keys of each record.
+        skip_bad: skip invalid records and list them in `skipped` instead of raising.
+
+    Raises:
+        DataError: the file does not exist, has no valid record, or has invalid ones (unless
+            `skip_bad`).
+    """
+    records = read_file(Path(path))
+    result = parse_records(records, type, name=str(path), skip_bad=skip_bad)
+    return with_some(result, str(path))
+
+
+def parse_records(
+    records: Iterable[RawRecord],
+    type: str,
+    *,
+    name: str,
+    skip_bad: bool,
+    tags: ReasoningTags = REASONING_TAGS,
+    variables: Collection[str] = (),
+    fields: RecordFields = USUAL_FIELDS,
+) -> ReadResult:
+    """Parse the records of a file or split called `name`; raises as `read_conversations`, for all
+    records at once. `variables` and `fields` as in `parse_record`.
+
+    With `skip_bad` all records may be invalid; `with_some` raises then, and for a file without
+    records, which is noted.
+    """
+    conversations: list[Conversation] = []
+    problems: list[str] = []
+    unread = Unread()
+    for raw in records:
+        try:
+            if raw.error is not None:
+                raise RecordError(raw.error)
+            conversation = parse_record(
+                raw.value,
+                type,
+                source=raw.source,
+                tags=tags,
+                variables=variables,
+                fields=fields,
+                unread=unread,
+            )
+        except RecordError as error:
+            problems.append(f"{raw.source}: {error}")
+            continue
+        conversations.append(conversation)
+    if problems and not skip_bad:
+        raise DataError(describe_problems(problems, name))
+    notes = []
+    if not conversations and not problems:
+        notes.append(f"{name}: no records")
+    return ReadResult(conversations, problems, notes, unread)
+
+
+def with_some(result: ReadResult, name: str) -> ReadResult:
+    """Return `result`; raises DataError if it has no conversation."""
+    if not result.conversations and not result.skipped:
+        raise DataError(f"{name}: no conversation to read: no records")
+    if not result.conversations:
+        reason = f"all {len(result.skipped)} records are invalid; the first: {result.skipped[0]}"
+        raise DataError(f"{name}: no conversation to read: {reason}")
+    return result
+
+
+def describe_problems(problems: Sequence[str], name: str) -> str:
+    """Format an error message on the invalid records of `name`: the first ones, the number of
+    others, and a hint.
+    """
+    lines = [f"{name}: {len(problems)} invalid record{'s' if len(problems) > 1 else ''}"]
+    lines += [f"  {line}" for line in first_problems(problems)]
+    lines.append("Fix the file, or set skip_bad_records: true to skip such records.")
+    return "\n".join(lines)
+
+
+def first_problems(problems: Sequence[str]) -> list[str]:
+    """Return the first `MAX_SHOWN_PROBLEMS`, and a line that counts the others."""
+    shown = list(problems[:MAX_SHOWN_PROBLEMS])
+    others = len(problems) - len(shown)
+    if others:
+        shown.append(f"... and {others} more")
+    return shown

@@ -1,0 +1,309 @@
+"""The turns of a chat: who speaks, what is said, and whether it is trained.
+
+A data set's turns are parsed with `parse_turns`, the messages of a chat that is to be answered with
+`read_messages`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from medusa_train.config.schema import DatasetConfig
+from medusa_train.data.conversation import (
+    SURROGATES,
+    Message,
+    ReasoningTags,
+    Role,
+    join_reasoning,
+)
+from medusa_train.data.record_files import shown_name
+from medusa_train.data.unread import Unread, unread_keys
+from medusa_train.errors import DataError
+from medusa_train.io import warn_once
+
+_ROLES: dict[str, Role] = {
+    "system": "system",
+    "developer": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "assistant": "assistant",
+}
+_TOOL_ROLES = ("tool", "function", "function_call", "observation", "ipython")
+#: The keys under which servers return the reasoning part of an answer.
+REASONING_KEYS = ("reasoning_content", "reasoning")
+#: The keys of a turn that say whether it is trained, as Axolotl names them.
+_TRAIN_KEYS = ("train", "training")
+_JSON_TYPES: dict[type, str] = {
+    bool: "a boolean",
+    int: "a number",
+    float: "a number",
+    str: "a string",
+    list: "a list",
+    dict: "an object",
+}
+
+
+@dataclass(frozen=True)
+class RecordFields:
+    """How the turns of a data set are written, where they are not as usual.
+
+    Attributes:
+        messages: column of the turns. role, content: keys of a turn. training: key of a turn that
+            says whether it is trained.
+        roles: names of roles in the data, with what they mean; "tool" for tool calls and results.
+    """
+
+    messages: str | None = None
+    role: str | None = None
+    content: str | None = None
+    training: str | None = None
+    roles: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def of_dataset(cls, config: DatasetConfig) -> RecordFields:
+        """Return what an entry of `datasets` says."""
+        roles = []
+        for role, names in (config.roles or {}).items():
+            roles += [(name, role) for name in names]
+        return cls(
+            config.field_messages,
+            config.role_key,
+            config.content_key,
+            config.message_field_training,
+            tuple(roles),
+        )
+
+
+USUAL_FIELDS = RecordFields()
+
+
+class RecordError(ValueError):
+    """A record that is not a valid chat; the message says why, without its `file:line`."""
+
+
+def parse_turns(
+    record: Mapping[str, Any],
+    key: str,
+    role_key: str,
+    content_key: str,
+    tags: ReasoningTags,
+    roles: Collection[Role] | None = None,
+    unread: Unread | None = None,
+    fields: RecordFields = USUAL_FIELDS,
+) -> tuple[Message, ...]:
+    """Parse the list of turns under `key`; with `roles`, other turns are skipped unparsed, and
+    there may be none. `unread` counts the keys of turns that are not read.
+    """
+    turns = as_list(record, key)
+    if not turns and roles is None:
+        raise RecordError(f"'{key}' is an empty list")
+    named = dict(fields.roles)
+    train_keys: tuple[str, ...] = _TRAIN_KEYS
+    if fields.training is not None:
+        train_keys = (fields.training,)
+    messages = []
+    for number, turn in enumerate(turns, start=1):
+        if not isinstance(turn, Mapping):
+            raise RecordError(f"turn {number} must be an object, it is {json_type(turn)}")
+        # 1. Who speaks.
+        name = turn.get(role_key)
+        meaning = None
+        if isinstance(name, str):
+            meaning = named.get(name, name)
+        role = _ROLES.get(meaning or "")
+        if roles is not None and role not in roles:
+            if unread is not None and role is None:  # answers are left out on purpose
+                unread.turns[f"the role {name}"] += 1
+            continue
+        calls = turn.get("tool_calls") or turn.get("function_call")
+        if meaning in _TOOL_ROLES or calls:
+            raise RecordError(f"turn {number} is a tool call or its result, which is not supported")
+        if name is None:
+            raise RecordError(f"turn {number} has no '{role_key}'")
+        if role is None:
+            raise RecordError(
+                f"turn {number}: unknown '{role_key}': {name!r}, expected one of"
+                f" {', '.join([*_ROLES, *named])}; `roles` of the data set gives other names"
+            )
+        # 2. What is said: an answer has its reasoning before the content.
+        content = _content(turn.get(content_key), number, content_key, unread)
+        read = {role_key, content_key, "weight", "tool_calls", "function_call", *train_keys}
+        ids = None
+        if role == "assistant":
+            ids = _token_ids(turn.get("token_ids"), number)
+            reasoning = _reasoning_of(turn, number)
+            read.add("token_ids")
+            read |= {key for key in REASONING_KEYS if turn.get(key) in ("", reasoning)}
+            content = join_reasoning(reasoning, content, tags)
+        # 3. Whether it is trained.
+        is_target = _is_target(turn, number, train_keys)
+        messages.append(Message(role, content, ids, is_target=is_target))
+        if unread is not None:
+            unread.turn_keys.update(unread_keys(turn, read))
+    return _with_finish_reasons(messages, record.get("finish_reasons"))
+
+
+def _is_target(turn: Mapping[str, Any], number: int, keys: Sequence[str]) -> bool | None:
+    """Return whether a turn says that it is trained; None where it says nothing.
+
+    `keys` are true or false, as in Axolotl; `weight` 0 or 1 as in OpenAI's fine-tuning, where 1 is the
+    default. They must not contradict each other.
+    """
+    if turn.get("train_detail") is not None or turn.get("training_detail") is not None:
+        raise RecordError(f"turn {number}: training of parts of a turn is not supported")
+    said: dict[str, bool] = {}
+    for key in keys:
+        switch = turn.get(key)
+        if switch is None:
+            continue
+        if not isinstance(switch, bool):
+            raise RecordError(f"turn {number}: '{key}' must be true or false, it is {switch!r}")
+        said[key] = switch
+    weight = turn.get("weight")
+    if weight is not None and (isinstance(weight, bool) or weight not in (0, 1)):
+        raise RecordError(f"turn {number}: 'weight' must be 0 or 1, it is {weight!r}")
+    if weight == 0:
+        said["weight"] = False
+    if len(set(said.values())) > 1:
+        raise RecordError(f"turn {number}: {' and '.join(map(repr, said))} contradict each other")
+    return next(iter(said.values()), None)
+
+
+def _reasoning_of(turn: Mapping[str, Any], number: int) -> str:
+    """Return the reasoning that a turn has beside its content, or ''."""
+    for key in REASONING_KEYS:
+        if not isinstance(turn.get(key), str | None):
+            raise RecordError(
+                f"turn {number}: '{key}' must be a string, it is {json_type(turn[key])}"
+            )
+    return reasoning_part(turn)
+
+
+def reasoning_part(message: Mapping[str, Any]) -> str:
+    """Return the reasoning that a message has beside its content, or ''."""
+    for key in REASONING_KEYS:
+        text = message.get(key)
+        if isinstance(text, str) and text.strip():
+            return text
+    return ""
+
+
+def _token_ids(ids: object, number: int) -> tuple[int, ...] | None:
+    """Return the tokens that self-distillation stores beside an answer."""
+    if ids is None:
+        return None
+    if isinstance(ids, (list, tuple)) and all(map(_is_token_id, ids)):
+        return tuple(ids)
+    raise RecordError(f"turn {number}: 'token_ids' must be a list of token ids")
+
+
+def _is_token_id(value: object) -> bool:
+    return type(value) is int and 0 <= value < 1 << 31
+
+
+def _with_finish_reasons(messages: Sequence[Message], reasons: object) -> tuple[Message, ...]:
+    """Mark the answers that reached a length limit: `reasons` of self-distillation has an entry for
+    each answer.
+    """
+    answers = [index for index, message in enumerate(messages) if message.role == "assistant"]
+    if not isinstance(reasons, (list, tuple)) or len(reasons) != len(answers):
+        return tuple(messages)
+    marked = list(messages)
+    for index, reason in zip(answers, reasons, strict=True):
+        if reason in ("length", "context"):
+            marked[index] = replace(marked[index], is_cut=True)
+    return tuple(marked)
+
+
+def read_messages(chat: Sequence[Message | Mapping[str, Any]]) -> list[Message]:
+    """Read the messages of a chat that is to be answered, as OpenAI's clients hold them.
+
+    Read are `role`, `content` (text, or a list of text parts) and the reasoning of an answer beside
+    it; `tool_calls` are refused, and other keys, such as `name`, are named in a warning, once.
+
+    Raises DataError, which names the message.
+    """
+    if not isinstance(chat, Sequence) or isinstance(chat, (str, bytes)):
+        raise DataError(
+            f"a prompt is text, or a list of messages with role and content; it is"
+            f" {json_type(chat)}"
+        )
+    messages = []
+    unread = Unread()
+    for number, turn in enumerate(chat, start=1):
+        if isinstance(turn, Message):
+            messages.append(turn)
+            continue
+        if not isinstance(turn, Mapping) or not isinstance(turn.get("role"), str):
+            raise DataError(f"message {number}: expected a mapping with role and content")
+        role = turn["role"]
+        if turn.get("tool_calls"):
+            raise DataError(f"message {number} ({role}): tool_calls are not supported")
+        try:
+            content = _content(turn.get("content"), number, "content", unread)
+            reasoning = ""
+            if role == "assistant":
+                reasoning = _reasoning_of(turn, number)
+        except RecordError as error:
+            raise DataError(str(error)) from None
+        read = {"role", "content", "tool_calls"}
+        if role == "assistant":
+            read |= {*REASONING_KEYS}
+        unread.turn_keys.update(unread_keys(turn, read))
+        text = join_reasoning(reasoning, content)
+        if SURROGATES.search(text):
+            raise DataError(
+                f"message {number} ({role}) contains a lone surrogate, which UTF-8 cannot encode"
+            )
+        messages.append(Message(role, text))
+    if unread.turn_keys:
+        # without the counts, which differ from call to call
+        names = ", ".join(map(shown_name, sorted(unread.turn_keys)))
+        warn_once(f"messages: not read: {names}")
+    return messages
+
+
+def _content(content: object, number: int, key: str, unread: Unread | None = None) -> str:
+    """Return a string, or the joined text parts of OpenAI's list form, whose other keys `unread`
+    counts.
+    """
+    if isinstance(content, str):
+        return content
+    if isinstance(content, (list, tuple)):
+        texts = []
+        for part in content:
+            if not _is_text_part(part):
+                raise RecordError(f"turn {number}: '{key}' holds parts that are not text")
+            texts.append(part["text"])
+            if unread is not None:
+                names = unread_keys(part, ("type", "text"))
+                unread.turn_keys.update(f"{key}.{name}" for name in names)
+        return "".join(texts)
+    raise RecordError(f"turn {number}: '{key}' must be a string, it is {json_type(content)}")
+
+
+def _is_text_part(part: object) -> bool:
+    """Return whether a part of a content is text: a caption of an image is not."""
+    if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
+        return False
+    return part.get("type") in (None, "text", "input_text", "output_text")
+
+
+def as_list(record: Mapping[str, Any], key: str) -> Sequence[Any]:
+    """Return the list of turns that a record has under `key`."""
+    turns = record.get(key)
+    if not isinstance(turns, (list, tuple)):
+        raise RecordError(f"'{key}' must be a list of turns, it is {json_type(turns)}")
+    return turns
+
+
+def json_type(value: object) -> str:
+    """Return the type of a value in JSON's words, for a message."""
+    if value is None:
+        return "missing or null"
+    return _JSON_TYPES.get(type(value), type(value).__name__)

@@ -1,0 +1,38 @@
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from medusa_train.data.record_files import read_file
+from medusa_train.errors import DataError
+from medusa_train.selfdistill.prompts import read_prompts
+
+TURNS = [{"role": "user", "content": "Q1"}, {"role": "assistant", "content": "A1"}]
+
+
+def write(path: Path, text: str | bytes) -> Path:
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    return path
+
+
+def test_gzip(tmp_path: Path) -> None:
+    path = write(tmp_path / "d.jsonl.gz", gzip.compress(b'{"a": 1}\n\n{"a": 2}\n'))
+    records = list(read_file(path))
+    assert [(record.source, record.value) for record in records] == [
+        (f"{path}:1", {"a": 1}),
+        (f"{path}:3", {"a": 2}),
+    ]
+
+
+@pytest.mark.parametrize("kind", ["lines", "array"])
+def test_a_key_that_stands_twice_is_refused(tmp_path: Path, kind: str) -> None:
+    """JSON readers keep the last one."""
+    turns = json.dumps(TURNS)
+    record = f'{{"messages": {turns}, "messages": {turns}}}'
+    nested = f'{{"messages": {turns[:-2]}, "content": "B"}}]}}'
+    path = tmp_path / "chats.json"
+    lines = [record, nested]
+    path.write_text(f"[{record}]" if kind == "array" else "\n".join(lines), encoding="utf-8")
+    with pytest.raises(DataError, match=r"the key '(messages|content)' stands twice in an object"):
+        read_prompts(path)
