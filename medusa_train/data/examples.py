@@ -76,7 +76,7 @@ def encode_examples(
         row = encoded.trimmed()
         if row is not None and row.ids:
             rows.append(row)
-            num_answers += len(row.ends)
+            num_answers += len(row.answers)
     if not rows:
         return [], "unsupervised"
     # 2. What of them fits into `max_length`.
@@ -86,12 +86,12 @@ def encode_examples(
         part = row.trimmed(max_length)
         if part is not None and part.ids:
             kept.append(part)
-            num_kept_answers += len(part.ends)
+            num_kept_answers += len(part.answers)
     if not kept:
         return [], "too_long"
     # 3. Tensors.
-    first_answer_end, _ = kept[0].ends[0]
-    key = conversation.first(first_answer_end).content_key
+    first_answer = kept[0].answers[0]
+    key = conversation.first(first_answer.message + 1).content_key
     examples = []
     for number, part in enumerate(kept):
         tokens = torch.tensor(part.ids, dtype=torch.int32)

@@ -30,31 +30,43 @@ ASSISTANT: tuple[Role, ...] = ("assistant",)
 
 
 @dataclass(frozen=True, slots=True)
+class AnswerSpan:
+    """Where an answer stands in a row: the tokens [start, end).
+
+    Attributes:
+        message: index of the answer among the messages of the chat.
+    """
+
+    message: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
 class EncodedRow:
     """Tokenized messages of a chat that end with an answer.
 
     Attributes:
         ids: token ids [T].
         supervised: the loss mask [T].
-        ends: for each answer that is trained in this row, in order, the number of messages and of
-            tokens up to its end.
+        answers: those that are not history in this row, in order.
     """
 
     ids: list[int]
     supervised: list[bool]
-    ends: list[tuple[int, int]]
+    answers: list[AnswerSpan]
 
     def trimmed(self, max_length: int | None = None) -> EncodedRow | None:
         """Drop the tokens after the last supervised one, which no loss depends on.
 
         With `max_length`, keep as many complete answers as fit; None if the first one does not.
         """
-        for count in range(len(self.ends), 0, -1):
-            end = min(self.ends[count - 1][1], len(self.ids))
+        for count in range(len(self.answers), 0, -1):
+            end = min(self.answers[count - 1].end, len(self.ids))
             while end and not self.supervised[end - 1]:
                 end -= 1
             if max_length is None or end <= max_length:
-                return EncodedRow(self.ids[:end], self.supervised[:end], self.ends[:count])
+                return EncodedRow(self.ids[:end], self.supervised[:end], self.answers[:count])
         return None
 
 
@@ -187,21 +199,13 @@ class ChatEncoder:
         """Tokenize answers whose texts are prefixes of each other; messages before `first` are
         trained elsewhere.
         """
-        # 1. Start and end of every answer, in characters and in tokens.
+        # 1. The tokens of all of the text, and where each answer is among them.
         last = answers[-1]
         ids, offsets = self._tokenize(last.whole)
-        borders: list[int] = []
-        for answer in answers:
-            borders += [len(answer.prompt), len(answer.whole)]
-        counts = _tokens_before(borders, offsets, last.whole)
-        if counts is not None and not all(
-            self._is_prompt(count, border, last.whole, ids, offsets)
-            for count, border in zip(counts[::2], borders[::2], strict=True)
-        ):
-            counts = None
+        spans = self._answer_spans(answers, ids, offsets)
         # 2. Where a prompt has other tokens than here when it stands alone, as in decoding, every
         # answer gets a row of its own.
-        if counts is None and len(answers) > 1:
+        if spans is None and len(answers) > 1:
             rows = []
             for answer in answers:
                 rows += self._encode_rows([answer], messages, first, template)
@@ -210,24 +214,43 @@ class ChatEncoder:
         # 3. Then prompt and answer are tokenized apart; so they are where the tokens of the answer
         # are known.
         generated = self._generated_tokens(last, messages[last.index].content)
-        if counts is None or generated is not None:
+        if spans is None or generated is not None:
             if generated is None:
                 generated = self.tokenize_continuation(last.text)
             prompt_ids, offsets = self._tokenize(last.prompt)
             ids = prompt_ids + generated
-            counts = [len(prompt_ids), len(ids)]
+            spans = [AnswerSpan(last.index, len(prompt_ids), len(ids))]
         # 4. The loss mask: other messages of the prompt, then the answers.
         supervised = [False] * len(ids)
-        prompt_length = counts[-2]
+        prompt_length = spans[-1].start
         others = self._spans_of_others(last, messages, first, template)
         if others:
             supervised[:prompt_length] = _overlaps(offsets[:prompt_length], others)
-        ends = []
-        for answer, start, end in zip(answers, counts[::2], counts[1::2], strict=True):
-            is_trained = self._is_trained(messages[answer.index])
-            supervised[start:end] = [is_trained] * (end - start)
-            ends.append((answer.index + 1, end))
-        return [EncodedRow(ids, supervised, ends)]
+        for span in spans:
+            is_trained = self._is_trained(messages[span.message])
+            supervised[span.start : span.end] = [is_trained] * (span.end - span.start)
+        return [EncodedRow(ids, supervised, spans)]
+
+    def _answer_spans(
+        self, answers: Sequence[RenderedAnswer], ids: list[int], offsets: Sequence[Span]
+    ) -> list[AnswerSpan] | None:
+        """Return where answers are among the tokens of the last one's whole text.
+
+        None if a token covers the start or the end of an answer, or if a prompt has other tokens
+        when it stands alone.
+        """
+        text = answers[-1].whole
+        spans = []
+        for answer in answers:
+            border = len(answer.prompt)
+            start = _tokens_before(border, offsets, text, is_end=False)
+            end = _tokens_before(len(answer.whole), offsets, text, is_end=True)
+            if start is None or end is None:
+                return None
+            if not self._is_prompt(start, border, text, ids, offsets):
+                return None
+            spans.append(AnswerSpan(answer.index, start, end))
+        return spans
 
     def _is_prompt(
         self, count: int, border: int, text: str, ids: list[int], offsets: Sequence[Span]
@@ -501,31 +524,29 @@ def _continues(answer: RenderedAnswer, before: RenderedAnswer) -> bool:
     return is_text and answer.prompt.startswith(before.whole)
 
 
-def _tokens_before(borders: Sequence[int], offsets: Sequence[Span], text: str) -> list[int] | None:
-    """Return the number of tokens before each character position (ascending), or None if a token
-    covers one.
+def _tokens_before(border: int, offsets: Sequence[Span], text: str, *, is_end: bool) -> int | None:
+    """Return the number of tokens before a character position, or None if a token covers it.
 
-    Positions are starts and ends of answers in turn. The last token of an answer may include white
-    space after it, as Phi-3's end token does. Many tokenizers exclude spaces from offsets:
-    characters between two tokens belong to the second.
+    The last token of an answer (`is_end`) may include white space after it, as Phi-3's end token
+    does. Many tokenizers exclude spaces from offsets: characters between two tokens belong to the
+    second.
     """
-    counts: list[int] = []
-    for number, border in enumerate(borders):
-        # tokens that end at the border or before it
-        count = bisect_right(offsets, border, key=itemgetter(1))
-        if count < len(offsets):
-            start, end = offsets[count]
-            if count:
-                start = min(start, offsets[count - 1][1])
-            else:
-                start = 0
-            if start < border:  # the next token covers it
-                is_start = number % 2 == 0
-                if is_start or not text[border:end].isspace():
-                    return None
-                count += 1
-        counts.append(count)
-    return counts
+    # 1. Tokens that end at the border or before it.
+    count = bisect_right(offsets, border, key=itemgetter(1))
+    if count == len(offsets):
+        return count
+    # 2. Where the next token starts, with the spaces before it.
+    start, end = offsets[count]
+    if count == 0:
+        start = 0
+    else:
+        start = min(start, offsets[count - 1][1])
+    # 3. Whether it covers the border.
+    if start >= border:
+        return count
+    if is_end and text[border:end].isspace():
+        return count + 1
+    return None
 
 
 def _between(start: int, omitted: Sequence[Span], end: int) -> list[Span]:
