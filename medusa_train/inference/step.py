@@ -43,10 +43,10 @@ from medusa_train.models.drafts.base import (
     at_positions,
 )
 from medusa_train.models.features import FINAL_STATES, Features
+from medusa_train.trees.hf_caches import NodeSlots, prompt_cache
 from medusa_train.trees.lookahead_branch import TreeAndBranch
 from medusa_train.trees.masks import NodeMasks
 from medusa_train.trees.row_trees import RowTrees
-from medusa_train.trees.slot_caches import NodeSlots, prompt_cache
 from medusa_train.trees.slots import Slots, compact
 from medusa_train.trees.tree import Tree
 

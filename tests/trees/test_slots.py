@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from medusa_train.errors import MedusaError
-from medusa_train.trees.slot_caches import prompt_cache
+from medusa_train.trees.hf_caches import prompt_cache
 from medusa_train.trees.slots import Slots, compact
 
 LAYERS, HEADS, DIM, BLOCK = 2, 3, 4, 8

@@ -15,7 +15,7 @@ from medusa_train.models.drafts.base import (
     at_positions,
 )
 from medusa_train.models.features import Features
-from medusa_train.trees.slot_caches import prompt_cache
+from medusa_train.trees.hf_caches import prompt_cache
 from medusa_train.trees.slots import Slots
 from medusa_train.trees.tree import Tree
 

@@ -1,5 +1,4 @@
-"""The caches that transformers' models write to: keys and values of one pass, on the memory of
-`trees.slots`.
+"""The memory of `trees.slots` as caches that transformers' models write to, one for each pass.
 
 `PromptCache` is for passes over prompts, `SlotCache` for passes over the nodes of a tree, whose
 places `NodeSlots` describes.

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from medusa_train.trees.slot_caches import NodeSlots, prompt_cache, slot_cache
+from medusa_train.trees.hf_caches import NodeSlots, prompt_cache, slot_cache
 from medusa_train.trees.slots import Slots
 from tests.trees.test_slots import BLOCK, DIM, HEADS, LAYERS, write
 
