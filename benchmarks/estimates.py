@@ -20,7 +20,7 @@ from transformers import LlamaConfig, PretrainedConfig, Qwen3Config  # noqa: E40
 
 from medusa_train.config.load import load_config, stage_one_config  # noqa: E402
 from medusa_train.config.schema import TrainConfig  # noqa: E402
-from medusa_train.training.estimate import GPUS, Estimate, estimate_hours  # noqa: E402
+from medusa_train.training.estimate import GPUS, Estimate, estimate_hours, rate_of  # noqa: E402
 
 PAGE = ROOT / "docs" / "training.md"
 START, END = "<!-- estimates:start -->", "<!-- estimates:end -->"
@@ -74,7 +74,7 @@ def estimate_row(name: str, shape: PretrainedConfig, overrides: list[str], gpu: 
         text = {"tokens": TOKENS, "supervised": round(SUPERVISED * TOKENS)}
         text["width"] = width if cfg.sample_packing else 1000
         hours += estimate_hours(
-            estimate.operations(**text, epochs=cfg.num_epochs), cfg.recipe, GPUS[gpu]
+            estimate.operations(**text, epochs=cfg.num_epochs), rate_of(cfg), GPUS[gpu]
         )
     cells: list[Any] = [f"`{name}`", " ".join(f"`{one}`" for one in overrides) or "as it is", gpu]
     cells += [f"{total / GIB:.0f} GiB", f"{disk / GIB:.0f} GiB", " + ".join(epochs), f"{hours:.1f}"]

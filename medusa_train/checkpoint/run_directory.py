@@ -60,6 +60,8 @@ RUN_FILES = (
     "wandb",
     STAGE_ONE,
 )
+#: Keys whose `auto` a run decides once; config.yaml then has true or false.
+CHOSEN_FOR_DEVICE = ("torch_compile", "gradient_checkpointing")
 #: Values of `resume_from_checkpoint` that select the newest checkpoint in `output_dir`.
 NEWEST = ("latest", "auto")
 
@@ -185,6 +187,18 @@ def _weight_keys(cfg: TrainConfig) -> dict[str, Any]:
     """Return the values behind weights and optimizer, by key."""
     others = {name: getattr(cfg, name) for name in WEIGHT_KEYS if name not in cfg.ineffective_keys}
     return {**cfg.heads_keys, "base_model": _absolute(cfg.base_model), **others}
+
+
+def device_choices_of(run: Path) -> dict[str, bool]:
+    """Return what a run did where its configuration may say `auto`, by key; empty if `run` has no
+    readable config.yaml.
+    """
+    try:
+        before = load_config(TrainConfig, run / CONFIG)
+    except ConfigError:
+        return {}
+    values = {key: getattr(before, key) for key in CHOSEN_FOR_DEVICE}
+    return {key: value for key, value in values.items() if isinstance(value, bool)}
 
 
 def check_nothing_is_lost(out: Path) -> Path | None:

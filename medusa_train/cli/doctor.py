@@ -127,7 +127,7 @@ def choices(cfg: TrainConfig) -> Iterator[Line]:
             yield f"{key}: true", _ask(partial(_bitsandbytes, device))
     if cfg.sample_packing:
         yield "sample_packing: true", _ask(partial(_attention, device, precision.dtype))
-    if cfg.torch_compile:
+    if cfg.torch_compile is True:
         yield "torch_compile: true", _ask(partial(_compile, device))
     if cfg.deepspeed is not None and importlib.util.find_spec("deepspeed") is None:
         yield "deepspeed", "is not installed, so training stops: pip install deepspeed"

@@ -659,8 +659,11 @@ class TrainConfig(Config):
         affects=Affects.OPTIMIZATION,
         stage=Stage.SHARED,
     )
-    gradient_checkpointing: Bool = key(
-        False, "recompute activations to save memory (medusa2 only)", affects=Affects.NOTHING
+    gradient_checkpointing: BoolOrAuto = key(
+        False,
+        "recompute activations to save memory (medusa2 only); auto: if the estimate without it takes"
+        " more than 90 % of the GPU's memory",
+        affects=Affects.NOTHING,
     )
     flash_attention: BoolOrAuto = key(
         "auto",
@@ -669,10 +672,10 @@ class TrainConfig(Config):
         affects=Affects.NOTHING,
         stage=Stage.SHARED,
     )
-    torch_compile: Bool = key(
-        False,
+    torch_compile: BoolOrAuto = key(
+        "auto",
         "run the frozen backbone's layers compiled by torch.compile (medusa1 only); the first steps"
-        " take longer",
+        " take longer. auto: where it was measured to be faster, which is nowhere so far",
         affects=Affects.NOTHING,
     )
     deepspeed: TextOrMapping | None = key(

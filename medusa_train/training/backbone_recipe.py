@@ -145,11 +145,11 @@ def build_backbone_recipe(
     # 1. A frozen backbone.
     if cfg.recipe == "medusa1":
         compiled = None
-        if cfg.torch_compile:
+        if cfg.torch_compile is True:
             compiled = CompiledLayers(backbone.layers, backbone.layer_types)
         return BackboneRecipe(backbone, precision, compiled=compiled)
     # 2. An adapter, or layers that are trained themselves.
-    if cfg.gradient_checkpointing:
+    if cfg.gradient_checkpointing is True:
         backbone.model.gradient_checkpointing_enable({"use_reentrant": False})
     adapter = None
     if cfg.adapter is not None:

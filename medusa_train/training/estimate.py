@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +26,41 @@ GPUS = {
     "H100, 80 GB": 989e12,
     "A100, 80 GB": 312e12,
 }
-#: Share of that rate by recipe, measured at 7B shape on an H100, joint training with QLoRA
-# (benchmarks/results/gpu.md).
-UTILIZATION: dict[str | None, float] = {"medusa1": 0.38, "medusa2": 0.27}
+
+
+class Rate(NamedTuple):
+    """How much of a GPU's rate a recipe reaches.
+
+    Attributes:
+        recipe: in words.
+        share: of `GPUS`.
+        tokens: per second, measured on one H100 at 7B shape (benchmarks/results/gpu.json); None: this
+            recipe was not measured, and the share is that of the nearest one that was.
+    """
+
+    recipe: str
+    share: float
+    tokens: int | None = None
+
+    def describe(self) -> str:
+        """Say in a line what it is and where it comes from."""
+        measured = "not measured: that of the nearest recipe"
+        if self.tokens is not None:
+            measured = f"measured on an H100 at 7B shape, {self.tokens:,} tokens/s"
+        return f"{self.recipe}: {self.share:.0%} of the matrix rate, {measured}"
+
+
+_FROZEN = Rate("Medusa-1", 0.38, 20_898)
+_QLORA = Rate("Medusa-2 with QLoRA", 0.27, 5_846)
+#: By recipe, see `rate_of`.
+RATES = {
+    "medusa1": _FROZEN,
+    "medusa1 quantized": Rate("Medusa-1 on a quantized backbone", _FROZEN.share),
+    "other draft": Rate("drafts other than Medusa", _FROZEN.share),
+    "qlora": _QLORA,
+    "lora": Rate("Medusa-2 with LoRA", _QLORA.share),
+    "layers": Rate("Medusa-2 with trained layers", _QLORA.share),
+}
 
 # Bytes per parameter
 _TRAINED = 4  # weight of a trained parameter, and its gradient: float32 in every recipe
@@ -36,6 +68,10 @@ _TRAINED = 4  # weight of a trained parameter, and its gradient: float32 in ever
 _NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)
 ADAM = 2 * 4  # two float32 moments
 ADAM_8BIT = 2 * (1 + 4 / 256)  # two moments in one byte each, a float32 scale per 256
+
+# bytes of a GPU that torch's allocator does not count
+_CUDA_CONTEXT = 1 << 30
+_NCCL_BUFFERS = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -79,6 +115,8 @@ class Estimate:
         #: Tokens that a head predicts: all, or a reduced vocabulary.
         self._draft_vocab: int = self._settings.get("vocab_size") or self._lm_head.shape[0]
         self._heads = self._count_heads()
+        #: `auto`, which depends on a device, counts as true.
+        self._recomputes = bool(self._cfg.gradient_checkpointing)
 
     def memory(self, *, rows: int, width: int, dtype: torch.dtype, device: str) -> Memory:
         """Estimate the peak memory of a training step on one device, without ZeRO.
@@ -150,7 +188,7 @@ class Estimate:
         # 4. A trained one: also the teacher's pass, those backward, and its lm_head.
         backward = 1 if cfg.adapter else 2
         trained_share = self._trained_depth / text.num_hidden_layers
-        passed_again = trained_share * (cfg.gradient_checkpointing + backward)
+        passed_again = trained_share * (self._recomputes + backward)
         in_layers = forward * (1 + self._has_teacher + passed_again)
         lm_head_passes = 1 + self._has_teacher + backward
         in_lm_head = 2 * self._lm_head.numel() * supervised * lm_head_passes
@@ -326,7 +364,7 @@ class Estimate:
         else:
             later = max(later, backbone_loss)
         depth = self._trained_depth
-        if cfg.gradient_checkpointing:
+        if self._recomputes:
             inputs = depth * tokens * text.hidden_size * (_TRAINED if self._unfrozen else item)
             return mask + inputs + max(single + layer, states + later)
         copies = 0
@@ -417,10 +455,31 @@ class Estimate:
         return int(total // self._text.num_hidden_layers)
 
 
+def device_overhead(device: str, *, deepspeed: bool) -> dict[str, int]:
+    """Return what is left for others than tensors, by purpose: assumed, not measured."""
+    if device != "cuda":
+        return {}
+    parts = {"left for CUDA's context and libraries, assumed": _CUDA_CONTEXT}
+    if deepspeed:
+        parts["left for NCCL's buffers, assumed"] = _NCCL_BUFFERS
+    return parts
+
+
 def _count(parameters: Iterable[Tensor]) -> int:
     return sum(parameter.numel() for parameter in parameters)
 
 
-def estimate_hours(operations: float, recipe: str | None, rate: float) -> float:
-    """Return the hours that a GPU of `rate` operations per second takes, at `UTILIZATION` of it."""
-    return operations / (rate * UTILIZATION[recipe]) / 3600
+def rate_of(cfg: TrainConfig) -> Rate:
+    """Return how much of a GPU's rate a run reaches; `cfg` must be resolved."""
+    if cfg.recipe == "medusa2" and cfg.adapter is None:
+        return RATES["layers"]
+    if cfg.recipe == "medusa2":
+        return RATES["lora" if cfg.quantization is None else "qlora"]
+    if cfg.draft != "medusa":
+        return RATES["other draft"]
+    return RATES["medusa1" if cfg.quantization is None else "medusa1 quantized"]
+
+
+def estimate_hours(operations: float, recipe: Rate, rate: float) -> float:
+    """Return the hours that a GPU of `rate` operations per second takes for a recipe."""
+    return operations / (rate * recipe.share) / 3600

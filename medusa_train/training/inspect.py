@@ -5,6 +5,7 @@ estimate; no weights.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import islice
 from statistics import median
 from typing import Any
@@ -25,8 +26,18 @@ from medusa_train.models.features import FeatureSpec
 from medusa_train.models.loading import load_tokenizer, resolve_backbone
 from medusa_train.models.precision import choose_precision, default_device
 from medusa_train.progress import LoadingProgress, RunProgress, duration
+from medusa_train.training.device_choices import (
+    choose_for_device,
+    memory_without_checkpointing,
+)
 from medusa_train.training.distributed import SINGLE_PROCESS
-from medusa_train.training.estimate import GPUS, UTILIZATION, Estimate, estimate_hours
+from medusa_train.training.estimate import (
+    GPUS,
+    Estimate,
+    device_overhead,
+    estimate_hours,
+    rate_of,
+)
 from medusa_train.training.hidden_states import describe_states, distinct_documents
 from medusa_train.training.load_data import TrainingData
 from medusa_train.training.preflight import check_run
@@ -35,9 +46,6 @@ from medusa_train.training.stages import TITLES, load_stages
 
 #: Samples that are shown, and tokens of each.
 SAMPLES, MAX_TOKENS = 3, 400
-#: Bytes of a GPU that torch's allocator does not count.
-_CONTEXT = 1 << 30
-_NCCL = 1 << 30
 #: Aligns the tables of the page.
 LABEL_WIDTH = 10
 SUPERVISED = "bold green"
@@ -50,14 +58,22 @@ class _Stage:
     def __init__(
         self, cfg: TrainConfig, data: TrainingData, model_config: Any, processes: int = 1
     ) -> None:
-        self.cfg, self.data, self.model_config = cfg, data, model_config
+        self.data, self.model_config = data, model_config
         self.vocab_size = int(model_config.get_text_config().vocab_size)
         loader = BatchLoader(data.train, cfg.micro_batch_size, seed=cfg.seed)
         self.loader = loader
         self.processes = processes
         self.plan = make_plan(cfg, loader.batches_per_epoch, processes)
         self.device = default_device()
-        self.dtype = choose_precision(cfg.bf16, self.device, fp16=cfg.fp16).dtype
+        precision = choose_precision(cfg.bf16, self.device, fp16=cfg.fp16)
+        self.dtype = precision.dtype
+        # 1. What `auto` means here.
+        without = partial(memory_without_checkpointing, cfg, model_config, data.train, precision)
+        choices = choose_for_device(cfg, self.device, without)
+        self.notes = choices.notes
+        cfg = choices.apply(cfg)
+        self.cfg = cfg
+        # 2. Memory, operations and disk.
         estimate = Estimate(cfg, model_config)
         self.memory = estimate.memory(
             rows=min(cfg.micro_batch_size, loader.rows_per_epoch),
@@ -65,15 +81,22 @@ class _Stage:
             dtype=self.dtype,
             device=self.device.type,
         )
-        self.operations = estimate.operations(
-            tokens=loader.positions_per_epoch,
-            supervised=data.train.supervised_tokens,
-            width=round(loader.positions_per_epoch / loader.rows_per_epoch),
-            epochs=self.plan.epoch(self.plan.total_steps),
-        )
+        epoch = {
+            "tokens": loader.positions_per_epoch,
+            "supervised": data.train.supervised_tokens,
+            "width": round(loader.positions_per_epoch / loader.rows_per_epoch),
+        }
+        epochs = self.plan.epoch(self.plan.total_steps)
+        self.operations = estimate.operations(**epoch, epochs=epochs)
         # until the next checkpoint two evaluations may be kept: the best one so far, and that of
         # the last checkpoint
         self.disk = (cfg.save_total_limit + 1) * self.memory.checkpoint + 2 * self.memory.weights
+        # 3. The same without gradient checkpointing: bytes, and the share of operations it saves.
+        self.without_checkpointing: tuple[int, float] | None = None
+        if cfg.recipe == "medusa2" and cfg.gradient_checkpointing:
+            kept = Estimate(cfg.model_copy(update={"gradient_checkpointing": False}), model_config)
+            saved = 1 - kept.operations(**epoch, epochs=epochs) / self.operations
+            self.without_checkpointing = (without(), saved)
 
 
 def inspect_run(cfg: TrainConfig, console: Console, results: Console, processes: int = 1) -> int:
@@ -291,11 +314,8 @@ def _memory_table(stage: _Stage) -> Table:
     table = _grid()
     table.add_column(justify="right")
     memory, cfg = stage.memory, stage.cfg
-    parts = dict(memory.parts)
-    if stage.device.type == "cuda":
-        parts["left for CUDA's context and libraries, assumed"] = _CONTEXT
-        if cfg.deepspeed:
-            parts["left for NCCL's buffers, assumed"] = _NCCL
+    overhead = device_overhead(stage.device.type, deepspeed=cfg.deepspeed is not None)
+    parts = {**memory.parts, **overhead}
     table.add_row(
         "memory",
         Text("needed on one device", "bold"),
@@ -314,6 +334,15 @@ def _memory_table(stage: _Stage) -> Table:
             "ZeRO partitions optimizer states (2: and gradients, 3: and weights) over the devices",
             "",
         )
+    for note in stage.notes:
+        table.add_row("", note)
+    if stage.without_checkpointing is not None:
+        size, saved = stage.without_checkpointing
+        table.add_row(
+            "",
+            f"with gradient_checkpointing: false, which saves {saved:.0%} of the operations",
+            describe_size(size),
+        )
     checkpoints = f"{cfg.save_total_limit} checkpoint{'' if cfg.save_total_limit == 1 else 's'}"
     kept = (
         f"{checkpoints} of {describe_size(memory.checkpoint)}, one being written, and weights of"
@@ -327,15 +356,15 @@ def _time_table(stages: Sequence[_Stage]) -> Table:
     def duration_at(rate: float) -> str:
         hours = 0.0
         for stage in stages:
-            hours += estimate_hours(stage.operations, stage.cfg.recipe, rate)
+            hours += estimate_hours(stage.operations, rate_of(stage.cfg), rate)
         return duration(3600 * hours)
 
     table = _grid()
     total = sum(stage.operations for stage in stages)
-    shares = " and ".join(f"{UTILIZATION[stage.cfg.recipe]:.0%}" for stage in stages)
-    note = f"at {shares} of its matrix rate, as an H100 at 7B shape; small models take longer:"
-    table.add_row("time", f"{total:.1e} operations. One GPU {note}")
+    table.add_row("time", f"{total:.1e} operations. One GPU takes, for small models longer:")
     table.add_row("", ", ".join(f"{duration_at(rate)} ({gpu})" for gpu, rate in GPUS.items()))
+    for line in dict.fromkeys(rate_of(stage.cfg).describe() for stage in stages):
+        table.add_row("", line)
     return table
 
 

@@ -6,9 +6,10 @@ differs.
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
@@ -18,6 +19,7 @@ from medusa_train.checkpoint.run_directory import (
     HEADS,
     changed_weight_keys,
     check_nothing_is_lost,
+    device_choices_of,
     named_checkpoint,
 )
 from medusa_train.checkpoint.store import CheckpointStore
@@ -40,10 +42,12 @@ class StageStart:
     Attributes:
         checkpoint: what is restored before the next step; None: the stage begins with step 1.
         changed: `key: was A, now B` of the settings behind the checkpoint's weights.
+        choices: what the run that is resumed did on its device, by key.
     """
 
     checkpoint: Path | None = None
     changed: tuple[str, ...] = ()
+    choices: Mapping[str, bool] = field(default_factory=dict)
 
 
 NEW_STAGE = StageStart()
@@ -103,8 +107,9 @@ def plan_resume(cfg: TrainConfig, stage_one: TrainConfig | None) -> ResumePlan:
 
 
 def _start_from(checkpoint: Path, cfg: TrainConfig) -> StageStart:
-    changed = changed_weight_keys(cfg, checkpoint.parent.parent)
-    return StageStart(checkpoint, tuple(changed))
+    run = checkpoint.parent.parent
+    changed = changed_weight_keys(cfg, run)
+    return StageStart(checkpoint, tuple(changed), device_choices_of(run))
 
 
 def _refuse_stage_one(named: Path, stage_one: TrainConfig) -> None:
@@ -198,6 +203,19 @@ def describe_differences(
             style="yellow",
             soft_wrap=True,
         )
+
+
+def describe_other_choices(cfg: TrainConfig, start: StageStart) -> Iterator[str]:
+    """Say where this run rounds in another way than the one that it resumes, because the
+    configuration asks for it.
+    """
+    for key, before in start.choices.items():
+        now = getattr(cfg, key)
+        if now != before and key not in cfg.ineffective_keys:
+            yield (
+                f"note: {key}: was {json.dumps(before)} up to the checkpoint, now {json.dumps(now)}:"
+                " losses may differ by rounding from those of an uninterrupted run"
+            )
 
 
 def forget_incomparable_best(

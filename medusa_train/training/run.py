@@ -255,7 +255,7 @@ def _keys_for_less_memory(cfg: TrainConfig) -> Iterator[str]:
         half = cfg.micro_batch_size // 2
         yield f"micro_batch_size: {half} with more gradient_accumulation_steps"
     yield f"a sequence_len below {cfg.sequence_len}"
-    if cfg.recipe == "medusa2" and not cfg.gradient_checkpointing:
+    if cfg.recipe == "medusa2" and cfg.gradient_checkpointing is not True:
         yield "gradient_checkpointing: true"
     if "8bit" not in cfg.optimizer and "RANK" not in os.environ:
         yield "optimizer: paged_adamw_8bit"

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ from medusa_train.metrics_log import ConsoleLogger, MetricLoggers, MetricsFile, 
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts import DRAFTS, draft_name
 from medusa_train.models.drafts.base import Draft
-from medusa_train.models.loading import choose_attention, load_backbone
+from medusa_train.models.loading import choose_attention, load_backbone, resolve_backbone
 from medusa_train.models.partitioned import full_shape, gathered, gathering_modules, is_partitioned
 from medusa_train.models.precision import choose_kernels, choose_precision, limit_kernel_cache
 from medusa_train.progress import RunProgress
@@ -43,6 +44,10 @@ from medusa_train.training.backbone_recipe import (
 )
 from medusa_train.training.deepspeed import DeepSpeedStrategy, partitioned_loading
 from medusa_train.training.deepspeed_config import complete_config, loading_config, stage_of
+from medusa_train.training.device_choices import (
+    choose_for_device,
+    memory_without_checkpointing,
+)
 from medusa_train.training.distributed import SINGLE_PROCESS, World, init_distributed
 from medusa_train.training.hidden_states import open_hidden_states
 from medusa_train.training.load_data import TrainingData
@@ -61,6 +66,7 @@ from medusa_train.training.resume import (
     StageStart,
     check_backbone,
     describe_differences,
+    describe_other_choices,
     forget_incomparable_best,
     load_checkpoint,
 )
@@ -85,7 +91,13 @@ def build_trainer(
     limit_kernel_cache()
     choose_kernels(world.device)
 
-    # 1. Backbone and heads.
+    # 1. Backbone and heads, with what is decided for this device.
+    choices = choose_for_device(
+        cfg, world.device, partial(_memory_without_checkpointing, cfg, data, world), start.choices
+    )
+    cfg = choices.apply(cfg)
+    for line in (*choices.notes, *describe_other_choices(cfg, start)):
+        console.print(line, highlight=False, soft_wrap=True)
     with progress.phase("loading the model", ticking=True):
         with world.failing_together():
             draft, recipe = _load_model(cfg, data, console, world)
@@ -195,6 +207,13 @@ def _load_model(
         with gathered(backbone.output_embeddings.parameters()):
             draft = build_heads(cfg, data, backbone, console)
     return draft, build_backbone_recipe(cfg, backbone, precision)
+
+
+def _memory_without_checkpointing(cfg: TrainConfig, data: TrainingData, world: World) -> int:
+    """Estimate the bytes of a step that keeps all activations, from the backbone's shape."""
+    _, model_config = resolve_backbone(cfg.base_model, trust_remote_code=cfg.trust_remote_code)
+    precision = choose_precision(cfg.bf16, world.device, fp16=cfg.fp16)
+    return memory_without_checkpointing(cfg, model_config, data.train, precision)
 
 
 def seed_all(seed: int) -> None:

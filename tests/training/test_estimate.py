@@ -2,6 +2,7 @@
 a small model.
 """
 
+import json
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from transformers import (
     PretrainedConfig,
 )
 
+from medusa_train.config.paths import PROJECT_ROOT
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.batch import Batch
 from medusa_train.errors import BackboneError, ConfigError
@@ -27,7 +29,7 @@ from medusa_train.models.features import Rows
 from medusa_train.models.lora import Adapter, LoraSpec
 from medusa_train.training.deepspeed_check import check_deepspeed
 from medusa_train.training.deepspeed_config import stage_of
-from medusa_train.training.estimate import _NF4, Estimate, Memory
+from medusa_train.training.estimate import _NF4, GPUS, RATES, Estimate, Memory, rate_of
 from medusa_train.training.preflight import check_8bit_states
 from tests.families import random_backbone
 
@@ -426,3 +428,48 @@ def test_experts_frozen_layers_and_quantized_checkpoints_are_counted_as_they_are
         for each in (LlamaConfig(**sizes), stored)
     )
     assert plain - fp8 == 2 * (4 * 64 * 64 + 3 * 64 * 128)
+
+
+@pytest.mark.parametrize(
+    ("keys", "recipe"),
+    [
+        ({}, "medusa1"),
+        ({"load_in_8bit": True}, "medusa1 quantized"),
+        ({"draft": "eagle3"}, "other draft"),
+        ({"adapter": "qlora", "load_in_4bit": True}, "qlora"),
+        ({"adapter": "lora"}, "lora"),
+        ({"medusa_num_unfreeze_layers": 1}, "layers"),
+    ],
+)
+def test_every_recipe_has_a_rate(keys: dict[str, Any], recipe: str) -> None:
+    assert rate_of(config(**keys)) is RATES[recipe]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "what", "keys"),
+    [
+        ("medusa1", "shape1", {}),
+        (
+            "qlora",
+            "shape2",
+            {"adapter": "qlora", "load_in_4bit": True, "gradient_checkpointing": True}
+            | {"lora_r": 32, "lora_target_linear": True},
+        ),
+    ],
+)
+def test_rates_are_those_of_the_committed_measurement(
+    recipe: str, what: str, keys: dict[str, Any]
+) -> None:
+    """By the same count of operations: 2 rows of 2,048 tokens, all of them supervised, 5 heads."""
+    record = json.loads((PROJECT_ROOT / "benchmarks" / "results" / "gpu.json").read_text())
+    assert record["machine"]["device"].startswith("NVIDIA H100")
+    cases = record["steps"]["train-7b"]["figures"]["cases"]
+    (case,) = [case for case in cases if case["what"] == what]
+    rate = RATES[recipe]
+    assert rate.tokens == pytest.approx(case["tokens_counted"] / case["seconds"], rel=1e-3)
+    seven = LlamaConfig(vocab_size=32_000, num_hidden_layers=32, intermediate_size=11_008)
+    tokens = case["tokens_counted"]
+    operations = Estimate(config(**keys, medusa_num_heads=5), seven).operations(
+        tokens=tokens, supervised=tokens, width=2048, epochs=1
+    )
+    assert operations / case["seconds"] / GPUS["H100, 80 GB"] == pytest.approx(rate.share, abs=5e-3)

@@ -19,7 +19,7 @@ from medusa_train.data.examples import Example
 from medusa_train.errors import ConfigError
 from medusa_train.training.estimate import Estimate
 from medusa_train.training.inspect import CONTEXT, SUPERVISED, _time_table, inspect_run, masked_text
-from tests.training.conftest import train
+from tests.training.conftest import LORA, train
 
 
 @pytest.fixture
@@ -138,15 +138,32 @@ def test_the_size_of_cached_hidden_states_is_shown(make_config, weightless, cons
     assert re.search(r"[\d,]+ tokens x 32 values x 4 bytes: [\d.]+ [KM]iB in", text)
 
 
-def test_the_time_of_two_stages_is_their_sum():
-    one, two = (
-        SimpleNamespace(operations=count, cfg=SimpleNamespace(recipe="medusa1"))
-        for count in (5e20, 1e21)
-    )
+def test_the_time_of_two_stages_is_their_sum(make_config):
+    one, two = (SimpleNamespace(operations=count, cfg=make_config()) for count in (5e20, 1e21))
     assert (
         list(_time_table([one, one]).columns[1].cells)[1]
         == list(_time_table([two]).columns[1].cells)[1]
     )
+
+
+def test_a_rate_says_for_which_recipe_it_was_measured(make_config, weightless, console):
+    text = page(make_config(base_model=weightless), console)
+    assert "Medusa-1: 38% of the matrix rate, measured on an H100 at 7B shape" in text
+    text = page(make_config(base_model=weightless, **LORA), console)
+    assert "Medusa-2 with LoRA: 27% of the matrix rate, not measured: that of the nearest" in text
+
+
+def test_what_gradient_checkpointing_costs_and_saves_is_said(make_config, weightless, console):
+    cfg = make_config(base_model=weightless, **LORA, gradient_checkpointing=True)
+    recomputed = page(cfg, console)
+    kept = page(cfg.model_copy(update={"gradient_checkpointing": False}), console)
+    needed = rows_of(kept)["memory"].removeprefix("needed on one device ")
+    (line,) = [line for line in recomputed.splitlines() if "gradient_checkpointing: false" in line]
+    saved, size = line.split("which saves ")[1].split(" of the operations ")
+    assert size.strip() == needed
+    more, fewer = (float(rows_of(text)["time"].split()[0]) for text in (recomputed, kept))
+    assert float(saved.rstrip("%")) == pytest.approx(100 * (1 - fewer / more), abs=2)
+    assert "gradient_checkpointing" not in kept
 
 
 def test_a_gpu_holds_more_than_tensors(make_config, weightless, console, monkeypatch):

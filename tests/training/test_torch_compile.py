@@ -31,7 +31,7 @@ def loss_and_gradients(cfg, console) -> tuple[float, dict[str, torch.Tensor], Ba
     trainer.draft.train()
     output = trainer.compute_loss(batch, trainer.objective.target_counts(batch), grad_scale=1.0)
     gradients = {name: parameter.grad for name, parameter in trainer.draft.named_parameters()}
-    assert (trainer.recipe.compiled is not None) == cfg.torch_compile
+    assert (trainer.recipe.compiled is not None) == (cfg.torch_compile is True)
     return float(output.loss), gradients, batch
 
 
