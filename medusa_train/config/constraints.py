@@ -115,6 +115,24 @@ def _exclusive(key: str, other: str) -> Constraint:
     )
 
 
+def _needs_adapter(key: str) -> Constraint:
+    return Constraint(
+        (key, "adapter"),
+        lambda cfg: getattr(cfg, key) and not cfg.adapter,
+        "the teacher is the backbone with its adapter disabled; set adapter: lora or qlora, or"
+        " remove it",
+    )
+
+
+def _needs_draft(section: str) -> Constraint:
+    """A section with the keys of a draft; the section has the draft's name."""
+    return Constraint(
+        (section, "draft"),
+        lambda cfg: getattr(cfg, section) is not None and cfg.draft != section,
+        f"belongs to another draft; set draft: {section}, or remove it",
+    )
+
+
 def _describe_exports() -> str:
     """Say for each draft which programs read it."""
     clauses = []
@@ -126,7 +144,65 @@ def _describe_exports() -> str:
     return "; ".join(clauses)
 
 
-_EXPORTS = _describe_exports()
+# The conditions of `medusa-train` that take more than a line.
+
+
+def _every_dataset_has_another_template(cfg: Any) -> bool:
+    if not cfg.chat_template:
+        return False
+    return all(d.conversation not in (None, cfg.chat_template) for d in cfg.datasets)
+
+
+def _recipe_contradicts_only_heads(cfg: Any) -> bool:
+    if cfg.recipe is None or cfg.medusa_only_heads is None:
+        return False
+    trains_only_heads = cfg.recipe == "medusa1"
+    return bool(trains_only_heads != cfg.medusa_only_heads)
+
+
+def _unfreezes_without_joint_training(cfg: Any) -> bool:
+    trains_only_heads = cfg.recipe == "medusa1" or cfg.medusa_only_heads
+    return bool(trains_only_heads and cfg.medusa_num_unfreeze_layers > 0)
+
+
+def _trains_quantized_weights(cfg: Any) -> bool:
+    if not _is_quantized(cfg) or not _is_joint(cfg):
+        return False
+    return not cfg.adapter and not cfg.medusa_num_unfreeze_layers
+
+
+def _amphista_has_no_loss(cfg: Any) -> bool:
+    if cfg.amphista is None:
+        return False
+    return not cfg.amphista.alignment_weight and not cfg.amphista.label_weight
+
+
+def _amphista_has_no_blocks_for_positions(cfg: Any) -> bool:
+    if cfg.amphista is None:
+        return False
+    return not cfg.amphista.auto_blocks and not cfg.amphista.position_encoding
+
+
+def _kangaroo_adapter_is_empty(cfg: Any) -> bool:
+    if cfg.kangaroo is None:
+        return False
+    return not cfg.kangaroo.attention and not cfg.kangaroo.mlp_size
+
+
+def _exports_beside(cfg: Any, *formats: str) -> bool:
+    """Return whether anything is exported beside these formats."""
+    return bool(set(cfg.export or ()) - set(formats))
+
+
+def _holds_out_and_has_test_data(cfg: Any) -> bool:
+    if cfg.test_datasets is None:
+        return False
+    return cfg.val_set_size > 0 and "val_set_size" in cfg.model_fields_set
+
+
+def _is_shorter_than_its_heads(cfg: Any) -> bool:
+    has_medusa_heads = cfg.draft not in SECTIONS
+    return has_medusa_heads and cfg.sequence_len < cfg.medusa_num_heads + 2
 
 
 #: Constraints of `medusa-train`, reported by `load_config` together with errors in single keys.
@@ -143,10 +219,7 @@ TRAIN_CONSTRAINTS: tuple[Constraint, ...] = (
     ),
     Constraint(
         ("chat_template", "datasets"),
-        lambda cfg: (
-            cfg.chat_template
-            and all(d.conversation not in (None, cfg.chat_template) for d in cfg.datasets)
-        ),
+        _every_dataset_has_another_template,
         "no data set has this template, since each sets another `conversation`; remove one of"
         " the two",
     ),
@@ -159,15 +232,8 @@ TRAIN_CONSTRAINTS: tuple[Constraint, ...] = (
         "heads without residual blocks that share the lm_head have no parameters to train; set 1 or"
         " more",
     ),
-    *(
-        Constraint(
-            (name, "adapter"),
-            lambda cfg, name=name: getattr(cfg, name) and not cfg.adapter,  # type: ignore[misc]
-            "the teacher is the backbone with its adapter disabled; set adapter: lora or qlora, or"
-            " remove it",
-        )
-        for name in ("medusa_self_distillation", "medusa_distillation_regularization")
-    ),
+    _needs_adapter("medusa_self_distillation"),
+    _needs_adapter("medusa_distillation_regularization"),
     Constraint(
         ("medusa_num_unfreeze_layers", "load_in_4bit", "load_in_8bit"),
         lambda cfg: cfg.medusa_num_unfreeze_layers > 0 and _is_quantized(cfg),
@@ -175,29 +241,17 @@ TRAIN_CONSTRAINTS: tuple[Constraint, ...] = (
     ),
     Constraint(
         ("recipe", "medusa_only_heads"),
-        lambda cfg: (
-            cfg.medusa_only_heads is not None
-            and cfg.recipe is not None
-            and (cfg.recipe == "medusa1") != cfg.medusa_only_heads
-        ),
+        _recipe_contradicts_only_heads,
         "medusa1 means medusa_only_heads: true, medusa2 means false; remove one of the two keys",
     ),
     Constraint(
         ("recipe", "medusa_only_heads", "medusa_num_unfreeze_layers"),
-        lambda cfg: (
-            (cfg.recipe == "medusa1" or cfg.medusa_only_heads)
-            and cfg.medusa_num_unfreeze_layers > 0
-        ),
+        _unfreezes_without_joint_training,
         "only the heads are trained, so medusa_num_unfreeze_layers must be 0",
     ),
     Constraint(
         ("load_in_4bit", "load_in_8bit", *_RECIPE_KEYS),
-        lambda cfg: (
-            _is_quantized(cfg)
-            and not cfg.adapter
-            and not cfg.medusa_num_unfreeze_layers
-            and _is_joint(cfg)
-        ),
+        _trains_quantized_weights,
         "a quantized backbone can be trained jointly only with an adapter; set adapter, or recipe:"
         " medusa1",
     ),
@@ -207,36 +261,21 @@ TRAIN_CONSTRAINTS: tuple[Constraint, ...] = (
         "heads cannot share an lm_head that is being trained; keep it frozen (recipe: medusa1, or"
         " an adapter with other lora_target_modules)",
     ),
-    *(
-        Constraint(
-            (name, "draft"),
-            lambda cfg, name=name: getattr(cfg, name) is not None and cfg.draft != name,  # type: ignore[misc]
-            f"belongs to another draft; set draft: {name}, or remove it",
-        )
-        for name in SECTIONS
-    ),
+    *(_needs_draft(section) for section in SECTIONS),
     Constraint(
         ("amphista",),
-        lambda cfg: (
-            cfg.amphista is not None
-            and not (cfg.amphista.alignment_weight or cfg.amphista.label_weight)
-        ),
+        _amphista_has_no_loss,
         "alignment_weight and label_weight are both 0, so there is no loss; set at least one of"
         " them",
     ),
     Constraint(
         ("amphista",),
-        lambda cfg: (
-            cfg.amphista is not None
-            and not (cfg.amphista.auto_blocks or cfg.amphista.position_encoding)
-        ),
+        _amphista_has_no_blocks_for_positions,
         "auto_blocks: 0 also omits the positions; remove position_encoding: false",
     ),
     Constraint(
         ("kangaroo",),
-        lambda cfg: (
-            cfg.kangaroo is not None and not (cfg.kangaroo.attention or cfg.kangaroo.mlp_size)
-        ),
+        _kangaroo_adapter_is_empty,
         "an adapter without attention needs an MLP; set mlp_size, or remove attention: false",
     ),
     Constraint(
@@ -264,8 +303,8 @@ TRAIN_CONSTRAINTS: tuple[Constraint, ...] = (
     ),
     Constraint(
         ("export", "draft"),
-        lambda cfg: not set(cfg.export or ()) <= set(DRAFT_CONFIGS[cfg.draft].exports),
-        f"{_EXPORTS}; remove the others",
+        lambda cfg: _exports_beside(cfg, *DRAFT_CONFIGS[cfg.draft].exports),
+        f"{_describe_exports()}; remove the others",
     ),
     Constraint(
         ("export", *_RECIPE_KEYS),
@@ -282,14 +321,14 @@ TRAIN_CONSTRAINTS: tuple[Constraint, ...] = (
         ("export", "medusa_vocab_size"),
         lambda cfg: (
             cfg.medusa_vocab_size is not None
-            and bool(set(cfg.export or ()) - {"vllm", "transformers", "merged"})
+            and _exports_beside(cfg, "vllm", "transformers", "merged")
         ),
         "only the vllm and transformers layouts support a reduced vocabulary (medusa_vocab_size);"
         " export to these",
     ),
     Constraint(
         ("export", "medusa_markov_rank"),
-        lambda cfg: cfg.medusa_markov_rank > 0 and bool(set(cfg.export or ()) - {"merged"}),
+        lambda cfg: cfg.medusa_markov_rank > 0 and _exports_beside(cfg, "merged"),
         "no other program reads heads with a Markov bias (medusa_markov_rank): their guesses depend"
         " on the token before; remove export, or train without it",
     ),
@@ -297,11 +336,7 @@ TRAIN_CONSTRAINTS: tuple[Constraint, ...] = (
     _exclusive("save_steps", "saves_per_epoch"),
     Constraint(
         ("val_set_size", "test_datasets"),
-        lambda cfg: (
-            cfg.test_datasets is not None
-            and cfg.val_set_size > 0
-            and "val_set_size" in cfg.model_fields_set
-        ),
+        _holds_out_and_has_test_data,
         "test_datasets are the data for evaluation; remove one of the two",
     ),
     _exclusive("eval_steps", "evals_per_epoch"),
@@ -317,7 +352,7 @@ TRAIN_CONSTRAINTS: tuple[Constraint, ...] = (
     ),
     Constraint(
         ("sequence_len", "medusa_num_heads"),
-        lambda cfg: cfg.draft not in SECTIONS and cfg.sequence_len < cfg.medusa_num_heads + 2,
+        _is_shorter_than_its_heads,
         "too short: head k predicts the token at offset k + 1, so it must exceed"
         " medusa_num_heads + 1",
     ),
@@ -346,6 +381,30 @@ _REFUSED_SERVE_ARGS = frozenset(
     ]
 )
 
+
+def _runs_code_without_leave(cfg: Any) -> bool:
+    if cfg.bench != "humaneval" or not cfg.score or cfg.uses_server:
+        return False
+    return not cfg.allow_code_execution
+
+
+def _sets_refused_serve_args(cfg: Any) -> bool:
+    for arg in cfg.serve_args or ():
+        name, _, _ = arg.partition("=")
+        if name.replace("_", "-") in _REFUSED_SERVE_ARGS:
+            return True
+    return False
+
+
+def _needs_lookup(section: str, draft: str) -> Constraint:
+    """A section with the keys of a draft from text, alone or beside heads (medusa+rest)."""
+    return Constraint(
+        (section, "draft"),
+        lambda cfg: getattr(cfg, section) is not None and not (cfg.draft or "").endswith(draft),
+        f"belongs to another draft; set draft: {draft}, or medusa+{draft}, or remove it",
+    )
+
+
 #: Constraints of `medusa-eval`. Question files in HumanEval's format are checked when they have
 # been read.
 EVAL_CONSTRAINTS: tuple[Constraint, ...] = (
@@ -363,12 +422,7 @@ EVAL_CONSTRAINTS: tuple[Constraint, ...] = (
     ),
     Constraint(
         ("bench", "score", "allow_code_execution", "serve", "server_url"),
-        lambda cfg: (
-            cfg.bench == "humaneval"
-            and cfg.score
-            and not cfg.allow_code_execution
-            and not cfg.uses_server
-        ),
+        _runs_code_without_leave,
         CODE_BENCH,
     ),
     Constraint(
@@ -383,20 +437,9 @@ EVAL_CONSTRAINTS: tuple[Constraint, ...] = (
         "at temperature 0 this is greedy decoding; set acceptance: greedy, or a temperature"
         " above 0",
     ),
-    *(
-        Constraint(
-            (section, "draft"),
-            lambda cfg, name=name, section=section: (  # type: ignore[misc]
-                getattr(cfg, section) is not None and not (cfg.draft or "").endswith(name)
-            ),
-            f"belongs to another draft; set draft: {name}, or medusa+{name}, or remove it",
-        )
-        for name, section in (
-            ("prompt_lookup", "lookup"),
-            ("lookahead", "lookahead"),
-            ("rest", "rest"),
-        )
-    ),
+    _needs_lookup("lookup", "prompt_lookup"),
+    _needs_lookup("lookahead", "lookahead"),
+    _needs_lookup("rest", "rest"),
     Constraint(
         ("draft", "rest"),
         lambda cfg: cfg.rest is None and (cfg.draft or "").endswith("rest"),
@@ -447,10 +490,7 @@ EVAL_CONSTRAINTS: tuple[Constraint, ...] = (
     ),
     Constraint(
         ("serve_args",),
-        lambda cfg: any(
-            arg.split("=")[0].replace("_", "-") in _REFUSED_SERVE_ARGS
-            for arg in cfg.serve_args or ()
-        ),
+        _sets_refused_serve_args,
         "--host, --port, --model, --served-model-name and --speculative-config are set by"
         " medusa-eval, and --api-key or --hf-token would appear in the report (set HF_TOKEN"
         " instead); remove them",
@@ -542,6 +582,27 @@ def _is_number(text: str) -> bool:
     return True
 
 
+def _no_model_answers(cfg: Any) -> bool:
+    if cfg.base_model is not None or cfg.heads is not None or _uses_server(cfg):
+        return False
+    # the test model's own prompts are for trying the command
+    return cfg.mode != "questions" and cfg.seed_dataset != "tiny"
+
+
+def _leaves_no_length(cfg: Any) -> bool:
+    if cfg.min_chars is None or cfg.max_chars is None:
+        return False
+    return bool(cfg.min_chars > cfg.max_chars)
+
+
+def _not_on_a_server(key: str, message: str) -> Constraint:
+    return Constraint(
+        (key, "engine", "server_url"),
+        lambda cfg: _uses_server(cfg) and getattr(cfg, key) is not None,
+        message,
+    )
+
+
 #: Constraints of `medusa-selfdistill`.
 SELFDISTILL_CONSTRAINTS: tuple[Constraint, ...] = (
     Constraint(
@@ -566,13 +627,7 @@ SELFDISTILL_CONSTRAINTS: tuple[Constraint, ...] = (
     ),
     Constraint(
         ("seed_dataset", "base_model", "heads", "engine", "server_url", "mode"),
-        lambda cfg: (
-            cfg.base_model is None
-            and cfg.heads is None
-            and not _uses_server(cfg)
-            and cfg.mode != "questions"
-            and cfg.seed_dataset != "tiny"
-        ),
+        _no_model_answers,
         "needs the model that is to answer: add --model NAME, its directory or hub name"
         " (base_model: NAME in a YAML). Without it the test model data/tiny answers its own prompts,"
         " `tiny`",
@@ -594,32 +649,18 @@ SELFDISTILL_CONSTRAINTS: tuple[Constraint, ...] = (
         "greedy decoding would write one question again and again; set temperature: 1.0",
     ),
     *(_without_questions(key) for key in SEED_KEYS),
-    *(
-        Constraint(
-            (name, "engine", "server_url"),
-            lambda cfg, name=name: _uses_server(cfg) and getattr(cfg, name) is not None,  # type: ignore[misc]
-            message,
-        )
-        for name, message in (
-            (
-                "heads",
-                (
-                    "has no effect on a server, which does its own speculative decoding; use"
-                    " engine: local"
-                ),
-            ),
-            ("batch_size", "a server does its own batching; set concurrency instead"),
-            ("chat_template", "the server applies its own chat template; remove chat_template"),
-            ("special_tokens", "the server has its own tokenizer; remove special_tokens"),
-        )
+    _not_on_a_server(
+        "heads",
+        "has no effect on a server, which does its own speculative decoding; use engine: local",
     ),
+    _not_on_a_server("batch_size", "a server does its own batching; set concurrency instead"),
+    _not_on_a_server(
+        "chat_template", "the server applies its own chat template; remove chat_template"
+    ),
+    _not_on_a_server("special_tokens", "the server has its own tokenizer; remove special_tokens"),
     Constraint(
         ("min_chars", "max_chars"),
-        lambda cfg: (
-            cfg.min_chars is not None
-            and cfg.max_chars is not None
-            and cfg.min_chars > cfg.max_chars
-        ),
+        _leaves_no_length,
         "is greater than max_chars, so no conversation is left",
     ),
 )

@@ -23,6 +23,7 @@ from medusa_train.config.schema import NOT_IN_STAGE_ONE, SHARED_WITH_STAGE_ONE, 
 from medusa_train.config.types import STAGE_ONE, Config, format_value
 from medusa_train.config.yaml_lines import (
     KeyPath,
+    Problem,
     YamlSource,
     format_path,
     read_value,
@@ -96,7 +97,7 @@ def load_config(
     cfg, problems = _validate(cls, source)
     lines = _problem_lines(problems, source)
     if isinstance(cfg, TrainConfig) and cfg.trains_stage_one:
-        invalid = {str(problem_path[0]) for problem_path, _ in problems if problem_path}
+        invalid = {problem.key for problem in problems if problem.key is not None}
         _, stage_one_lines = _load_stage_one(cfg, source, invalid)
         lines += stage_one_lines
     if lines:
@@ -111,10 +112,10 @@ def stage_one_config(cfg: TrainConfig) -> TrainConfig | None:
     given = set(cfg._origins) or cfg.model_fields_set
     locations: dict[KeyPath, str] = {(name,): origin[0] for name, origin in cfg._origins.items()}
     source = YamlSource("configuration", cfg.model_dump(mode="json", include=given), locations)
-    first, problems = _load_stage_one(cfg, source, set())
-    if problems:
-        raise ConfigError(problems)
-    return first
+    stage_one, lines = _load_stage_one(cfg, source, set())
+    if lines:
+        raise ConfigError(lines)
+    return stage_one
 
 
 def dump_config(cfg: Config) -> str:
@@ -194,7 +195,8 @@ def _apply_override(source: YamlSource, override: str) -> None:
     location = f"override '{override}'"
     keys = re.sub(r"\[(\d+)\]", r".\1", name).strip().split(".")
     if not equals or not all(keys):
-        source.problems.append(((), f"{location}: overrides are written key=value, or a.b=value"))
+        message = f"{location}: overrides are written key=value, or a.b=value"
+        source.problems.append(Problem((), message))
         return
     parts: list[str | int] = []
     for part in keys:
@@ -205,7 +207,8 @@ def _apply_override(source: YamlSource, override: str) -> None:
     path = tuple(parts)
     parsed = read_value(text, location)
     _set_value(source, path, parsed.values[""], location)
-    source.problems += [((*path, *below), message) for below, message in parsed.problems]
+    for problem in parsed.problems:
+        source.problems.append(Problem((*path, *problem.path), problem.message))
 
 
 def _set_value(source: YamlSource, path: KeyPath, value: object, location: str) -> None:
@@ -223,9 +226,8 @@ def _set_value(source: YamlSource, path: KeyPath, value: object, location: str) 
         child = _child(target, part)
         if not isinstance(child, (dict, list)):
             parent = format_path(path[: depth + 1])
-            source.problems.append(
-                ((), f"{location}: cannot set {format_path(path)}: {parent} is not a mapping")
-            )
+            message = f"{location}: cannot set {format_path(path)}: {parent} is not a mapping"
+            source.problems.append(Problem((), message))
             return
         target = child
     # 2. Set it.
@@ -235,9 +237,9 @@ def _set_value(source: YamlSource, path: KeyPath, value: object, location: str) 
     elif isinstance(last, int) and last < len(target):
         target[last] = value
     else:
-        source.problems.append(
-            ((), f"{location}: {format_path(path[:-1])} has {len(target)} items, counted from 0")
-        )
+        parent = format_path(path[:-1])
+        message = f"{location}: {parent} has {len(target)} items, counted from 0"
+        source.problems.append(Problem((), message))
         return
     # 3. What stood below it in the file is gone.
     for below in list(source.locations):
@@ -266,62 +268,63 @@ def _child(target: Any, part: str | int) -> Any:
 def _load_stage_one(
     cfg: TrainConfig, outer: YamlSource, invalid: set[str]
 ) -> tuple[TrainConfig, list[str]]:
-    """Build the configuration of stage one: its file, then the keys that it shares with `cfg`, then
-    its overrides.
+    """Build the configuration of stage one; `invalid` are the keys of the whole run, `cfg`, that
+    have problems.
+
+    Its file comes first, then the keys that it shares with the whole run, then its own keys.
+
+    Returns: It, and a line for each of its problems.
     """
-    # 1. Its file.
+    # 1. What stands under `stage_one`: a file, and keys that are set beside it.
     location = outer.location((STAGE_ONE,))
     written = outer.values[STAGE_ONE]
-    if isinstance(written, dict):
-        overrides = dict(written)
-    else:
-        overrides = {"config": str(written)}
-    file = overrides.pop("config", None)
-    try:
-        if file is None:
-            source = YamlSource(location)
-        else:
+    if not isinstance(written, dict):
+        written = {"config": str(written)}
+    own_keys = dict(written)
+    file = own_keys.pop("config", None)
+    # 2. Its file.
+    source = YamlSource(location)
+    if file is not None:
+        try:
             source = _read(Path(expand_variables(str(file))))
-    except ConfigError as error:
-        return cfg, [f"{location}: {STAGE_ONE}: {error}"]
+        except ConfigError as error:
+            return cfg, [f"{location}: {STAGE_ONE}: {error}"]
     if source.values.get(STAGE_ONE):
-        source.problems.append(((STAGE_ONE,), "a stage one cannot have a stage one itself"))
-    # 2. The keys that it has from the whole run.
+        source.problems.append(Problem((STAGE_ONE,), "a stage one cannot have a stage one itself"))
+    # 3. The keys that it has from the whole run.
     for key in NOT_IN_STAGE_ONE:
         source.values.pop(key, None)
     for key in SHARED_WITH_STAGE_ONE:
-        if outer.values.get(key) is not None and key not in invalid:
+        is_set = outer.values.get(key) is not None
+        if is_set and key not in invalid:
             source.take(key, outer)
     source.values |= cfg.stage_one_values
-    # 3. Its overrides.
-    for key, value in overrides.items():
+    # 4. Its own keys.
+    for key, value in own_keys.items():
         source.locations[(key,)] = f"{outer.location((STAGE_ONE, key))}: {STAGE_ONE}"
         if key in NOT_IN_STAGE_ONE:
-            source.problems.append(((key,), "is set for the whole run; remove it"))
+            source.problems.append(Problem((key,), "is set for the whole run; remove it"))
         else:
             source.values[key] = value
-    _drop_replaced(source, set(overrides), TrainConfig)
-    # 4. Its problems, without those that are reported for the whole run.
-    first, problems = _validate(TrainConfig, source)
-    invalid_shared = invalid.intersection(SHARED_WITH_STAGE_ONE)
-    problems = [
-        (path, text) for path, text in problems if not path or path[0] not in invalid_shared
-    ]
-    names = {str(path[0]) for path, _ in problems if path}
-    invalid_shared |= names.intersection(SHARED_WITH_STAGE_ONE)
-    # 5. Its heads have to be those of the run.
-    if not invalid_shared:
-        first = first.resolved()
-        for key, message in cfg.stage_one_mismatches(first).items():
-            problems.append((tuple(key.split(".")), message))
-    return first, _problem_lines(problems, source)
+    _drop_replaced(source, set(own_keys), TrainConfig)
+    # 5. Its problems. Those of shared keys that are invalid in the whole run are reported there.
+    stage_one, found = _validate(TrainConfig, source)
+    reported = invalid.intersection(SHARED_WITH_STAGE_ONE)
+    problems = [problem for problem in found if problem.key not in reported]
+    # 6. Its heads have to be those of the run: they are compared where all shared keys are valid.
+    has_invalid_shared_key = any(problem.key in SHARED_WITH_STAGE_ONE for problem in problems)
+    if not reported and not has_invalid_shared_key:
+        stage_one = stage_one.resolved()
+        for name, message in cfg.stage_one_mismatches(stage_one).items():
+            problems.append(Problem(tuple(name.split(".")), message))
+    return stage_one, _problem_lines(problems, source)
 
 
-def _validate(cls: type[C], source: YamlSource) -> tuple[C, list[tuple[KeyPath, str]]]:
+def _validate(cls: type[C], source: YamlSource) -> tuple[C, list[Problem]]:
     """Validate every key, then the constraints between the valid ones, so that no problem hides
     another.
     """
-    problems: list[tuple[KeyPath, str]] = list(source.problems)
+    problems: list[Problem] = list(source.problems)
     problems.extend(_missing_spaces(source.values, ()))
     cfg = cast(C, cls.model_construct())
     invalid: set[str] = set()
@@ -331,7 +334,7 @@ def _validate(cls: type[C], source: YamlSource) -> tuple[C, list[tuple[KeyPath, 
     for name, value in source.values.items():
         is_ignored = name in cls.ignored_axolotl_keys
         if not is_ignored and name not in cls.model_fields:
-            problems.append(((name,), _unknown(name, cls)))
+            problems.append(Problem((name,), _unknown(name, cls)))
             continue
         if value is None:
             continue
@@ -350,7 +353,7 @@ def _validate(cls: type[C], source: YamlSource) -> tuple[C, list[tuple[KeyPath, 
         if info.is_required() and name not in given:
             invalid.add(name)
             how = f"set it in the file, or add {name}=... to the command"
-            problems.append(((name,), f"is missing ({info.description}); {how}"))
+            problems.append(Problem((name,), f"is missing ({info.description}); {how}"))
     # 3. What does not go together.
     problems.extend(_violations(cfg, given, invalid, source))
     cfg._ignored = tuple(sorted(ignored))
@@ -395,7 +398,7 @@ def _section(annotation: Any) -> type[BaseModel] | None:
     return next((section for section in sections if section is not None), None)
 
 
-def _missing_spaces(value: Any, path: KeyPath) -> Iterable[tuple[KeyPath, str]]:
+def _missing_spaces(value: Any, path: KeyPath) -> Iterable[Problem]:
     """Yield keys such as `x:1` in `{x:1}`, which YAML reads as a name without a value."""
     if isinstance(value, list):
         for index, item in enumerate(value):
@@ -405,26 +408,30 @@ def _missing_spaces(value: Any, path: KeyPath) -> Iterable[tuple[KeyPath, str]]:
     for key, item in value.items():
         name, colon, rest = str(key).partition(":")
         if item is None and colon and rest:
-            yield (*path, str(key)), f"a space is missing after the colon: {name}: {rest}"
+            message = f"a space is missing after the colon: {name}: {rest}"
+            yield Problem((*path, str(key)), message)
         yield from _missing_spaces(item, (*path, str(key)))
 
 
 def _violations(
     cfg: Config, given: set[str], invalid: set[str], source: YamlSource
-) -> Iterable[tuple[KeyPath, str]]:
+) -> Iterable[Problem]:
     """Yield the constraints between valid keys that `cfg` violates, each at the first key that was
     given.
     """
     for constraint in type(cfg).constraints:
         if not invalid.isdisjoint(constraint.keys) or not constraint.violated(cfg):
             continue
+        # the message stands at the first of its keys that was given, and names the other ones
         given_keys = [name for name in constraint.keys if name in given]
-        key, *others = given_keys or constraint.keys[:1]
+        if not given_keys:
+            given_keys = [constraint.keys[0]]
+        key, *others = given_keys
         message = f"{format_value(getattr(cfg, key))}: {constraint.message}"
         if others:
             places = [f"{name}: {source.location((name,))}" for name in others]
             message += f" ({', '.join(places)})"
-        yield (key,), message
+        yield Problem((key,), message)
 
 
 #: Short names that other programs use, with the keys that they mean here.
@@ -466,34 +473,34 @@ def _switches_like(name: str, cls: type[BaseModel]) -> list[str]:
     ]
 
 
-def _explain(detail: ErrorDetails, cls: type[BaseModel]) -> tuple[KeyPath, str]:
-    """Convert a pydantic error to the key's path and a message."""
+def _explain(detail: ErrorDetails, cls: type[BaseModel]) -> Problem:
+    """Say what is wrong in an error of pydantic."""
     path = tuple(detail["loc"])
     kind = detail["type"]
     value = detail["input"]
     context = detail.get("ctx", {})
     if kind == "extra_forbidden":
-        return path, _unknown(str(path[-1]), _owner(cls, path))
+        return Problem(path, _unknown(str(path[-1]), _owner(cls, path)))
     if kind == "missing":
-        return path, "is missing"
+        return Problem(path, "is missing")
     if kind in _LIMITS:
         name, wording = _LIMITS[kind]
-        return path, f"{wording.format(context[name])}, got {format_value(value)}"
+        return Problem(path, f"{wording.format(context[name])}, got {format_value(value)}")
     if kind == "literal_error":
         expected = str(context["expected"]).replace("'", "")
-        return path, f"must be {expected}, got {format_value(value)}"
+        return Problem(path, f"must be {expected}, got {format_value(value)}")
     if kind == "list_type":
-        return path, f"expected a list, got {format_value(value)}"
+        return Problem(path, f"expected a list, got {format_value(value)}")
     if kind in ("model_type", "dict_type"):
         text = f"expected `key: value` lines, got {format_value(value)}"
         if isinstance(value, bool):
             switches = _switches_like(str(path[-1]), cls)
             if switches:
                 text += f"; did you mean {switches[0]}?"
-        return path, text
+        return Problem(path, text)
     if kind == "config_type":
-        return path, detail["msg"]
-    return path, f"{detail['msg']}, got {format_value(value)}"
+        return Problem(path, detail["msg"])
+    return Problem(path, f"{detail['msg']}, got {format_value(value)}")
 
 
 def _owner(cls: type[BaseModel], path: KeyPath) -> type[BaseModel]:
@@ -507,23 +514,24 @@ def _owner(cls: type[BaseModel], path: KeyPath) -> type[BaseModel]:
     return owner
 
 
-def _problem_lines(problems: list[tuple[KeyPath, str]], source: YamlSource) -> list[str]:
+def _problem_lines(problems: list[Problem], source: YamlSource) -> list[str]:
     """Format problems in the order of the file."""
 
-    def line(problem: tuple[KeyPath, str]) -> float:
-        number = source.location(problem[0]).removeprefix(f"{source.name}:")
+    def line_number(problem: Problem) -> float:
+        number = source.location(problem.path).removeprefix(f"{source.name}:")
         if not number.isdigit():
             return math.inf
         return int(number)
 
-    return [_problem_line(path, message, source) for path, message in sorted(problems, key=line)]
+    ordered = sorted(problems, key=line_number)
+    return [_problem_line(problem, source) for problem in ordered]
 
 
-def _problem_line(path: KeyPath, message: str, source: YamlSource) -> str:
-    if not path:
-        return message
-    location = source.location(path)
-    key = format_path(path)
+def _problem_line(problem: Problem, source: YamlSource) -> str:
+    if not problem.path:
+        return problem.message
+    location = source.location(problem.path)
+    key = format_path(problem.path)
     if location == f"--{key.replace('_', '-')}":  # the option says the key already
-        return f"{location}: {message}"
-    return f"{location}: {key}: {message}"
+        return f"{location}: {problem.message}"
+    return f"{location}: {key}: {problem.message}"

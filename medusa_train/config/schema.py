@@ -456,9 +456,9 @@ class TrainConfig(Config):
         None,
         "two-stage training in one run: configuration that trains the heads first, in"
         " output_dir/stage_one; a YAML file, or a mapping of `config: FILE` and keys that override"
-        " it (stage_one.max_steps=100). Model, heads, data, precision, optimizer, deepspeed, seed"
-        " and dashboards that are set here hold for it, too; batch size, learning rate, epochs and"
-        " quantization are its own",
+        " it (stage_one.max_steps=100). Both stages have the model, heads, data, precision,"
+        " optimizer, deepspeed, seed and dashboards that are set here. Stage one has its own batch"
+        " size, learning rate, epochs and quantization",
         affects=Affects.OPTIMIZATION,
         stage=Stage.WHOLE_RUN,
     )

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -45,6 +45,20 @@ StringDateLoader.add_constructor("tag:yaml.org,2002:int", _plain_integer)
 KeyPath = tuple[str | int, ...]
 
 
+class Problem(NamedTuple):
+    """What is wrong with the value at `path`; an empty path stands for the whole source."""
+
+    path: KeyPath
+    message: str
+
+    @property
+    def key(self) -> str | None:
+        """The key of the configuration that has the problem."""
+        if not self.path:
+            return None
+        return str(self.path[0])
+
+
 @dataclass
 class YamlSource:
     """Values of a configuration as the user wrote them, with their locations.
@@ -53,15 +67,14 @@ class YamlSource:
         name: name of the whole source ("configs/x.yaml").
         values: nested plain values.
         locations: location of each key and list item ("configs/x.yaml:12").
-        problems: (path, message) of errors that are known from parsing: duplicate keys, bad
-            overrides.
+        problems: what is known to be wrong from parsing: duplicate keys, bad overrides.
         replaced: keys that were dropped, since another one on the command line takes their place.
     """
 
     name: str
     values: dict[str, Any] = field(default_factory=dict)
     locations: dict[KeyPath, str] = field(default_factory=dict)
-    problems: list[tuple[KeyPath, str]] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
     replaced: list[str] = field(default_factory=list)
 
     def location(self, path: KeyPath) -> str:
@@ -222,7 +235,7 @@ class _NodeReader:
                 if first[key.value] == _line(key):
                     lines = ""
                 message = f"is set twice{lines}; keep one"
-                self.source.problems.append(((*path, key.value), message))
+                self.source.problems.append(Problem((*path, key.value), message))
             first.setdefault(key.value, _line(key))
 
     def _location(self, node: yaml.Node) -> str:
