@@ -266,12 +266,12 @@ def short_plan(minutes: int, work: str = "runs/gpu") -> list[Step]:
     return [
         kernels,
         step("profile", 75, 110, "gpu_profile", "decode", *contexts, *static),
-        decode("variants-7b", 10, 200, 260, *seven, *contexts, "--settings", *VARIANTS),
+        decode("variants-7b", 10, 200, 250, *seven, *contexts, "--settings", *VARIANTS),
         decode("loops-8b", 6, 80, 120, *eight, "--contexts", "1024", *static, *heads),
         step("profile-train", 35, 60, "gpu_profile", "train", "--parts", "medusa1_7b"),
-        train("train-7b", 70, 110, "--parts", "medusa1_7b", "compiled7b", *lengths),
-        train("train-qlora", 60, 90, "--parts", "unchecked7b", *lengths),
-        train("train-loss", 50, 80, *loss, "--heads", "5"),
+        train("train-7b", 95, 130, "--parts", "medusa1_7b", "compiled7b", "packed7b", *lengths),
+        train("train-qlora", 60, 85, "--parts", "unchecked7b", *lengths),
+        train("train-loss", 50, 75, *loss, "--heads", "5"),
     ]
 
 

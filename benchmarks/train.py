@@ -6,8 +6,9 @@ cost?
 
 Parts: `loss` (loss and gradients over given states), `medusa1_7b` and `medusa2_7b` (a whole step at the
 shape of a 7B model: the micro-batches that the recipe's configuration accumulates, and the optimizer),
-`shape7b` (both), `compiled7b` (Medusa-1 with torch_compile, which Medusa-2 does not take), `unchecked7b`
-(Medusa-2 without gradient checkpointing). Medusa-2 has its teacher's pass. The loss is measured
+`shape7b` (both), `compiled7b` (Medusa-1 with torch_compile, which Medusa-2 does not take), `packed7b` (Medusa-1
+on rows of several documents, by the fastest attention that is there, which is named), `unchecked7b` (Medusa-2
+without gradient checkpointing). Medusa-2 has its teacher's pass. The loss is measured
 by two methods in turns. naive: logits of backbone and heads stacked as one float tensor [K + 1, B,
 T, V], a shifted slice and `cross_entropy` for each. ours: `medusa_train/losses`, a chunk of logits
 at a time, with gradients as one process computes them. Every case runs in a process of its own.
@@ -60,6 +61,7 @@ from medusa_train.models.backbone import Backbone  # noqa: E402
 from medusa_train.models.drafts.medusa import MedusaDraft  # noqa: E402
 from medusa_train.models.features import Features, TokenRows  # noqa: E402
 from medusa_train.models.lm_head import LMHead  # noqa: E402
+from medusa_train.models.loading import choose_attention  # noqa: E402
 from medusa_train.models.precision import (  # noqa: E402
     Precision,
     free_memory,
@@ -70,17 +72,24 @@ from medusa_train.training.backbone_recipe import build_backbone_recipe  # noqa:
 from medusa_train.training.estimate import Estimate  # noqa: E402
 from medusa_train.training.optimizer_step import build_optimizer, parameter_groups  # noqa: E402
 
-PARTS = ("loss", "shape7b", "medusa1_7b", "medusa2_7b", "compiled7b", "unchecked7b")
+PARTS = ("loss", "shape7b", "medusa1_7b", "medusa2_7b", "compiled7b", "packed7b", "unchecked7b")
 #: Whole steps of each part: recipe and method.
 STEPS = {
     "medusa1_7b": ("shape1", "ours"),
     "medusa2_7b": ("shape2", "ours"),
     "compiled7b": ("shape1", "compiled"),
+    "packed7b": ("shape1", "packed"),
     "unchecked7b": ("shape2", "unchecked"),
 }
 #: Whose gradient_accumulation_steps count.
 CONFIGS = {"shape1": "vicuna7b_m1.yaml", "shape2": "vicuna7b_m2.yaml"}
-METHOD_TITLES = {"compiled": ", compiled", "unchecked": ", no gradient checkpointing"}
+METHOD_TITLES = {
+    "compiled": ", compiled",
+    "packed": ", packed rows",
+    "unchecked": ", no gradient checkpointing",
+}
+#: Shares of a packed row that its documents take.
+DOCUMENTS = (0.06, 0.31, 0.13, 0.25, 0.25)
 DECAY, LAMBDA0 = 0.8, 0.2  # c and lambda0 (Medusa, Training Strategies)
 SMALL_LLAMA = (128, 256, 2, 4, 4, 512)  # runs the code of `shape7b` where there is no GPU
 #: As in configs/vicuna7b_m1.yaml and configs/vicuna7b_m2.yaml.
@@ -105,8 +114,8 @@ class Case:
 
     Attributes:
         what: `loss`, or a whole step: one of `TITLES`.
-        method: `naive` (`loss` only), `ours`, `compiled` (with torch_compile), or `unchecked`
-        (without gradient checkpointing).
+        method: `naive` (`loss` only), `ours`, `compiled` (with torch_compile), `packed` (several
+            documents in a row), or `unchecked` (without gradient checkpointing).
         dtype: of the products; parameters and gradients are float32. tokens, vocab, heads, width:
         T, V, K, d. masked: share of positions without a loss. rows: of a micro-batch.
         accumulation: micro-batches of an optimizer step.
@@ -139,6 +148,7 @@ class Result:
         accumulating: the same for a second micro-batch (`loss` only).
         total, estimate: bytes in all, measured and by `--inspect` (whole steps only).
         operations, rate: of one step, and of a large product per second (whole steps only).
+        attention: what computes it, in words (packed rows only).
     """
 
     fits: bool
@@ -151,6 +161,7 @@ class Result:
     estimate: int | None = None
     operations: int = 0
     rate: float = 0.0
+    attention: str | None = None
 
     @property
     def median(self) -> float:
@@ -383,15 +394,20 @@ def shape_setup(case: Case, precision: Precision) -> tuple[TrainConfig, Backbone
     cfg = TrainConfig.model_validate(keys).resolved()
     torch.manual_seed(0)
     tokens = torch.randint(config.vocab_size, (case.rows, case.tokens), device=precision.device)
-    positions = torch.arange(case.tokens, device=precision.device).expand_as(tokens)
+    lengths = document_lengths(case.tokens) if case.method == "packed" else [case.tokens]
+    positions = torch.cat([torch.arange(length) for length in lengths])  # [T]
+    segments = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))  # [T]
+    rows = [row.to(precision.device).expand_as(tokens) for row in (positions, segments)]
     model = random_model(config, precision.dtype, precision.device)
     if cfg.load_in_4bit:
         quantize_nf4(model)
-    return (
-        cfg,
-        Backbone(model, None, "7B"),
-        Batch(tokens, tokens, positions, torch.zeros_like(tokens), []),
-    )
+    return cfg, Backbone(model, None, "7B"), Batch(tokens, tokens, *rows, [])
+
+
+def document_lengths(tokens: int) -> list[int]:
+    """Divide a row of `tokens` tokens into `DOCUMENTS`."""
+    lengths = [max(1, round(share * tokens)) for share in DOCUMENTS[:-1]]
+    return [*lengths, tokens - sum(lengths)]
 
 
 def measure_step(case: Case) -> Result:
@@ -401,6 +417,9 @@ def measure_step(case: Case) -> Result:
         precision.device, precision.dtype, 1.0, None if precision.device.type == "cuda" else 512
     )
     cfg, backbone, batch = shape_setup(case, precision)
+    attention = None
+    if case.method == "packed":
+        attention = choose_attention(backbone, "auto", packed=True)
     release_memory()
     weights = tensor_bytes(backbone.model.parameters())
     memory = PeakMemory()
@@ -430,6 +449,7 @@ def measure_step(case: Case) -> Result:
         * width
         * case.accumulation,
         rate=rate,
+        attention=attention,
     )
 
 
@@ -536,6 +556,8 @@ def write_report(out: Path, machine: dict[str, Any], measured: Mapping[Case, Res
             }
             figures["tokens_counted"] = one.tokens
             figures["tokens_per_s"] = round(one.tokens / one.median)
+            if one.attention is not None:
+                figures["attention"] = one.attention
             if one.rate:
                 figures["mfu"] = round(one.operations / one.median / one.rate, 4)
         cases.append({**settings, **figures})
@@ -548,6 +570,7 @@ def write_report(out: Path, machine: dict[str, Any], measured: Mapping[Case, Res
         )
         parts.append(loss_table(measured))
     if whats & set(TITLES):
+        kernels = [f"Packed rows: {one.attention}." for one in measured.values() if one.attention]
         note = (
             "Whole steps. MB: beyond parameters, gradients and optimizer. MFU: operations that the"
             " recipe needs over the measured matrix rate."
@@ -557,7 +580,7 @@ def write_report(out: Path, machine: dict[str, Any], measured: Mapping[Case, Res
                 " **7B shape: without a GPU a small stand-in runs; its figures say nothing about"
                 " 7B.**"
             )
-        parts += [note, step_table(measured)]
+        parts += [" ".join([note, *dict.fromkeys(kernels)]), step_table(measured)]
     write_page(out, "train", "Cost of training", {"machine": machine, "cases": cases}, parts)
 
 

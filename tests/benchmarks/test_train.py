@@ -2,12 +2,15 @@
 the tables add up.
 """
 
+import json
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
 import train
+from shared import machine_facts
 from train import Case, measure_loss, measure_step
 
 from medusa_train.models.precision import Precision
@@ -66,6 +69,25 @@ def test_parts_name_their_cases() -> None:
         train.parse_arguments(["--parts", "shape7b", "compiled7b", "--sequences", "64"])
     )
     assert [case.method for (case,) in pairs if case.what == "shape1"] == ["ours", "compiled"]
+
+
+def test_packed_rows_are_whole_documents_and_name_what_computes_them(tmp_path: Path) -> None:
+    case = Case("shape1", "packed", "bfloat16", tokens=48, rows=2, heads=2, repeats=1)
+    lengths = train.document_lengths(48)
+    assert (len(lengths), sum(lengths)) == (len(train.DOCUMENTS), 48)
+    _, _, batch = train.shape_setup(case, Precision(torch.device("cpu"), torch.bfloat16))
+    assert torch.equal(batch.segments[1].unique(return_counts=True)[1], torch.tensor(lengths))
+    assert torch.equal(
+        batch.positions == 0, batch.segments.diff(prepend=batch.segments[:, :1] - 1) > 0
+    )
+    one = measure_step(case)
+    assert one.attention is not None
+    assert one.attention.startswith("attention: ")
+    machine = {**machine_facts("train.py", []), "kind": "cpu"}
+    train.write_report(tmp_path, machine, {case: one})
+    assert f"Packed rows: {one.attention}." in (tmp_path / "train.md").read_text()
+    (written,) = json.loads((tmp_path / "train.json").read_text())["cases"]
+    assert (written["method"], written["attention"]) == ("packed", one.attention)
 
 
 @pytest.mark.slow
