@@ -1,5 +1,5 @@
-"""Write the table of docs/training.md: memory, disk and hours that `--inspect` estimates for models
-of today.
+"""Write the tables of docs/large_models.md: what `--inspect` estimates for models of today (memory,
+disk and hours), the memory of decoding, and the least hours in which a model can write its text.
 
     python benchmarks/estimates.py
 
@@ -9,24 +9,40 @@ Takes seconds and no weights: shapes are those of the models' published configur
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
 
 import torch  # noqa: E402
+from result_tables import table  # noqa: E402
+from shapes import Sizes  # noqa: E402
 from transformers import LlamaConfig, PretrainedConfig, Qwen3Config  # noqa: E402
 
 from medusa_train.config.load import load_config, stage_one_config  # noqa: E402
 from medusa_train.config.schema import TrainConfig  # noqa: E402
 from medusa_train.training.estimate import GPUS, Estimate, estimate_hours, rate_of  # noqa: E402
 
-PAGE = ROOT / "docs" / "training.md"
-START, END = "<!-- estimates:start -->", "<!-- estimates:end -->"
+PAGE = ROOT / "docs" / "large_models.md"
 TOKENS = 60_000_000  # of one epoch: 60,000 conversations of 1,000 tokens, of which 70 % are answers
 SUPERVISED = 0.7
 GIB = 2**30
+#: Bytes that a GPU reads per second, by the vendors' data sheets.
+BANDWIDTH = {
+    "RTX 4090, 24 GB": 1.008e12,
+    "L40S, 48 GB": 0.864e12,
+    "H100, 80 GB": 3.35e12,
+    "A100, 80 GB": 2.039e12,
+}
+#: Positions that an answer's rows have on average while the model writes its text.
+POSITIONS = 1024
+#: Most conversations that are answered together.
+MOST_ROWS = 64
+#: Share of a GPU's memory that weights and cache may take.
+USABLE = 0.9
+HALF = 2  # bytes of a number in bfloat16
 
 LLAMA_8B = LlamaConfig(
     vocab_size=128_256, hidden_size=4096, intermediate_size=14_336, num_hidden_layers=32,
@@ -81,25 +97,144 @@ def estimate_row(name: str, shape: PretrainedConfig, overrides: list[str], gpu: 
     return cells
 
 
-def make_table() -> str:
-    """Return the table in Markdown, with one row for each configuration and GPU."""
-    lines = [
-        "| configuration | with | GPU | memory | disk | epochs | hours |",
-        "|---|---|---|---:|---:|---:|---:|",
-    ]
+def training_table() -> str:
+    """Return one row for each configuration and GPU: memory, disk and hours of training."""
+    rows = []
     for name, shape, settings in ROWS:
         wanted = settings if len(settings) < 3 else [*settings, settings[2]]
         for gpu, overrides in zip(GPUS, wanted, strict=False):
-            lines.append("| " + " | ".join(estimate_row(name, shape, overrides, gpu)) + " |")
-    return "\n".join(lines)
+            rows.append(estimate_row(name, shape, overrides, gpu))
+    return table(("configuration", "with", "GPU", "memory:", "disk:", "epochs:", "hours:"), rows)
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """Bytes that decoding takes, by what they are for."""
+
+    weights: float
+    draft: float
+    cache: float
+
+    @property
+    def total(self) -> float:
+        """All bytes."""
+        return self.weights + self.draft + self.cache
+
+
+def decoding_memory(cfg: TrainConfig, shape: PretrainedConfig, positions: int) -> Decoding:
+    """Estimate what decoding a single row of `positions` positions in bfloat16 takes.
+
+    A draft has the backbone's dtype in decoding. EAGLE-3 has keys and values of a layer of its own.
+    """
+    memory = Estimate(cfg, shape).memory(rows=1, width=1, dtype=torch.bfloat16, device="cuda")
+    sizes = Sizes.of(shape)
+    layers_of_draft = 1 if cfg.draft == "eagle3" else 0
+    share_of_draft = layers_of_draft / sizes.layers
+    return Decoding(
+        weights=memory.parts["backbone, frozen"],
+        draft=memory.trained * HALF,
+        cache=sizes.cached(positions, 1) * HALF * (1 + share_of_draft),
+    )
+
+
+#: Drafts of the table of decoding: what it is called, configuration, overrides.
+DECODED = [
+    ("Medusa-1, all tokens", "llama31_8b_m1", []),
+    ("Medusa-1, all tokens, 4-bit model", "llama31_8b_m1", [NF4]),
+    ("Medusa-1, 32,768 tokens", "llama31_8b_m1", [FEW_TOKENS]),
+    ("Medusa-1, 32,768 tokens, 4-bit model", "llama31_8b_m1", [NF4, FEW_TOKENS]),
+    ("Medusa-1 with the model's lm_head", "llama31_8b_m1", ["medusa_share_lm_head=true"]),
+    ("EAGLE-3", "llama31_8b_eagle3", []),
+    ("EAGLE-3, 4-bit model", "llama31_8b_eagle3", [NF4]),
+]
+
+
+def decoding_table() -> str:
+    """Return the memory of decoding one row of 4,096 positions, by draft, for Llama 3.1 8B."""
+    rows = []
+    for title, name, overrides in DECODED:
+        cfg = load_config(TrainConfig, ROOT / "configs" / f"{name}.yaml", overrides)
+        memory = decoding_memory(cfg, LLAMA_8B, 4096)
+        parts = (memory.weights, memory.draft, memory.cache, memory.total)
+        rows.append([title, *(f"{part / GIB:.1f} GiB" for part in parts)])
+    return table(("draft of Llama 3.1 8B", "model:", "draft:", "cache:", "together:"), rows)
+
+
+def least_step(shape: PretrainedConfig, gpu: str) -> tuple[int, float]:
+    """Return how many rows a GPU decodes together, and the least seconds of their step.
+
+    The step reads the weights and every row's keys and values once, or is bound by its products.
+    """
+    sizes = Sizes.of(shape)
+    cache_of_row = sizes.cached(POSITIONS, 1) * HALF
+    gigabytes = int(gpu.split()[-2])
+    free = USABLE * gigabytes * 1e9 - sizes.total * HALF
+    rows = min(MOST_ROWS, int(free / cache_of_row))
+    seconds_of_reading = (sizes.read * HALF + rows * cache_of_row) / BANDWIDTH[gpu]
+    seconds_of_products = sizes.step_operations(1, POSITIONS, rows) / GPUS[gpu]
+    return rows, max(seconds_of_reading, seconds_of_products)
+
+
+def data_table() -> str:
+    """Return the least hours in which Llama 3.1 8B can write the text of an epoch, by GPU."""
+    answers = SUPERVISED * TOKENS
+    rows = []
+    for gpu in GPUS:
+        together, seconds = least_step(LLAMA_8B, gpu)
+        rate = together / seconds
+        hours = f"{answers / rate / 3600:.1f}"
+        rows.append([gpu, together, f"{1000 * seconds:.1f} ms", f"{rate:,.0f}", hours])
+    head = ("GPU", "answers at once:", "step, at least:", "tokens/s, at most:", "hours, at least:")
+    return table(head, rows)
+
+
+def summary_table() -> str:
+    """Return for Llama 3.1 8B and each GPU: text, and both drafts' training and decoding."""
+    rows = []
+    for number, gpu in enumerate(GPUS):
+        together, seconds = least_step(LLAMA_8B, gpu)
+        hours_of_text = SUPERVISED * TOKENS * seconds / together / 3600
+        cells: list[Any] = [gpu, f"{hours_of_text:.1f}"]
+        for name, shape, settings in ROWS:
+            if name not in ("llama31_8b_m1", "llama31_8b_eagle3"):
+                continue
+            overrides = settings[min(number, 2)]
+            _, with_keys, _, memory, _, _, hours = estimate_row(name, shape, overrides, gpu)
+            is_4bit = NF4 in with_keys
+            cfg = load_config(TrainConfig, ROOT / "configs" / f"{name}.yaml", overrides)
+            decoding = decoding_memory(cfg, shape, 4096).total / GIB
+            cells.append(f"{hours} h, {memory}{', 4-bit' if is_4bit else ''}")
+            cells.append(f"{decoding:.0f} GiB")
+        rows.append(cells)
+    head = ("one GPU", "text, hours at least:", "train Medusa-1:", "decode:")
+    return table((*head, "train EAGLE-3:", "decode:"), rows)
+
+
+#: The blocks of the page.
+TABLES = {
+    "summary": summary_table,
+    "data": data_table,
+    "estimates": training_table,
+    "decoding": decoding_table,
+}
+
+
+def page(text: str) -> str:
+    """Return the page with its tables written again."""
+    for name, make in TABLES.items():
+        start = f"<!-- {name}:start -->"
+        end = f"<!-- {name}:end -->"
+        before, rest = text.split(start)
+        after = rest.split(end)[1]
+        text = f"{before}{start}\n{make()}\n{end}{after}"
+    return text
 
 
 def main() -> None:
-    text = PAGE.read_text(encoding="utf-8")
-    before, rest = text.split(START)
-    _, after = rest.split(END)
-    PAGE.write_text(f"{before}{START}\n{make_table()}\n{END}{after}", encoding="utf-8")
-    print(make_table())
+    written = page(PAGE.read_text(encoding="utf-8"))
+    PAGE.write_text(written, encoding="utf-8")
+    for make in TABLES.values():
+        print(make(), end="\n\n")
 
 
 if __name__ == "__main__":

@@ -690,13 +690,58 @@ def gpu_training_table() -> str:
     return table(head, rows)
 
 
+def trees_table() -> str:
+    """What trees of growing size bring and cost: guesses of SmolLM2, steps on a CPU and on an H100."""
+    guesses = results("drafts_smollm2")["both_texts"]["medusa1"]
+    decode_rows = results("decode")["rows"]
+    wanted = ("160M", 128, "bfloat16", "compiled")
+    cpu = next(
+        row
+        for row in decode_rows
+        if (row["shape"], row["context"], row["dtype"], row["setting"]) == wanted
+    )
+    h100 = next(row for name, _, row in gpu_rows() if name == "CUDA graphs, products")
+    rows = []
+    for title, key, step in (
+        ("none: plain decoding", None, None),
+        ("chain of 3", "chain", None),
+        ("16 nodes", "16", "loop, tree 16"),
+        ("32 nodes", "32", None),
+        ("64 nodes", None, "loop, tree 64"),
+    ):
+        cells: Cells = [title, f"{guesses[key]:.2f}" if key else "-"]
+        for row in (cpu, h100):
+            cells.append(f"{_over_plain(row, step, 'loop, plain'):.2f}" if step else "-")
+        if title.startswith("none"):
+            cells = [title, "1.00", "1.00", "1.00"]
+        rows.append(cells)
+    head = ("tree", "tokens per step, Medusa-1 of SmolLM2:")
+    head += ("overhead, 160M on a CPU, compiled:", "overhead, 7B on an H100, CUDA graphs:")
+    return table(head, rows)
+
+
+def _tokens_per_step_on_gpu() -> float:
+    rate: float = results("gpu")["after"]["smollm2_by_the_clock"]["medusa1"]["acceleration_rate"]
+    return rate
+
+
+def _costs_7b() -> list[float]:
+    """Return what steps over 64 nodes cost at 7B shape, over plain ones, if they are not eager."""
+    measured = [row for name, _, row in gpu_rows() if not name.startswith("eager")]
+    return [_over_plain(row, "loop, tree 64", "loop, plain") for row in measured]
+
+
+def estimate_range_7b() -> tuple[float, float]:
+    """Return the least and the largest speedup of the estimate at 7B shape."""
+    costs = _costs_7b()
+    return _tokens_per_step_on_gpu() / max(costs), _tokens_per_step_on_gpu() / min(costs)
+
+
 def estimate_7b() -> str:
     """What heads would give at 7B shape if they guessed as well as SmolLM2's."""
-    per_step = results("gpu")["after"]["smollm2_by_the_clock"]["medusa1"]["acceleration_rate"]
-    measured = [row for name, _, row in gpu_rows() if not name.startswith("eager")]
-    costs = [_over_plain(row, "loop, tree 64", "loop, plain") for row in measured]
-    low = per_step / max(costs)
-    high = per_step / min(costs)
+    per_step = _tokens_per_step_on_gpu()
+    costs = _costs_7b()
+    low, high = estimate_range_7b()
     return (
         f"**An estimate, not a measurement: {low:.1f}x to {high:.1f}x, one answer at a time on an"
         " H100.** It has three conditions:\n\n"

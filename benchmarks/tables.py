@@ -28,6 +28,7 @@ from result_tables import (  # noqa: E402
     eagle3_served_table,
     epsilon_table,
     estimate_7b,
+    estimate_range_7b,
     gpu_clock_table,
     gpu_training_table,
     nodes_table,
@@ -37,6 +38,7 @@ from result_tables import (  # noqa: E402
     table,
     table6_table,
     times,
+    trees_table,
 )
 
 from medusa_train.io import replace_text  # noqa: E402
@@ -50,34 +52,41 @@ def readme_speed() -> str:
     smollm2 = results("smollm2")
     xeon = smollm2["loop_free_text"]
     gpu = results("gpu")
-    h100 = gpu["after"]["smollm2_by_the_clock"]["medusa1"]
+    h100 = gpu["after"]["smollm2_by_the_clock"]["eagle3"]
     h100_date = gpu["steps"]["tests"]["date"]
     rows = [
         _beside(
-            "built-in test model, 11M", "AMD EPYC, not compiled", demo["date"], demo["overall"]
+            "built-in test model, 11M",
+            "Medusa-1",
+            "AMD EPYC, not compiled",
+            demo["date"],
+            demo["overall"],
         ),
-        _beside("SmolLM2, 135M", "AMD EPYC, compiled", smollm2["date"], smollm2["overall"]),
-        _beside("SmolLM2, 135M", "Intel Xeon, compiled", xeon["date"], xeon["overall"]),
-        _beside("SmolLM2, 135M, Markov bias", "NVIDIA H100, CUDA graphs", h100_date, h100),
+        _beside(
+            "SmolLM2, 135M", "Medusa-1", "AMD EPYC, compiled", smollm2["date"], smollm2["overall"]
+        ),
+        _beside("SmolLM2, 135M", "Medusa-1", "Intel Xeon, compiled", xeon["date"], xeon["overall"]),
+        _beside("SmolLM2, 135M", "EAGLE-3", "NVIDIA H100, CUDA graphs", h100_date, h100),
     ]
-    head = ("model", "hardware", "date", "without:", "with heads:", "ratio:", "equal:")
+    head = ("model", "draft", "hardware", "date", "tokens/s without:", "with:", "ratio:")
     generate = (
         smollm2["baselines"]["generate"]["equal_to_plain"],
         xeon["baselines"]["generate"]["equal_to_plain"],
     )
     answers = smollm2["overall"]["answers"]
     note = (
-        f"Unequal answers are normal in bfloat16: `generate` of transformers, without heads, equals"
-        f" the plain loop in {generate[0]} of {answers} answers on the EPYC, in {generate[1]} on the Xeon."
+        "*Same answers*: with the draft and without. transformers' `generate`, without a draft, equals our"
+        f" plain loop in {generate[0]} of {answers} (EPYC) and {generate[1]} of {answers} (Xeon)."
     )
-    return f"{table(head, rows)}\n\n{note}"
+    return f"{table((*head, 'same answers:'), rows)}\n\n{note}"
 
 
-def _beside(model: str, hardware: str, date: str, overall: Json) -> list[str]:
-    """Return a row: tokens per second without and with heads, their ratio, the equal answers."""
+def _beside(model: str, draft: str, hardware: str, date: str, overall: Json) -> list[str]:
+    """Return a row: tokens per second without and with a draft, their ratio, the equal answers."""
     plain = overall.get("plain_tokens_per_s") or overall["baseline_tokens_per_s"]
     return [
         model,
+        draft,
         hardware,
         date[:10],
         speed(plain),
@@ -105,10 +114,21 @@ def readme_lookup() -> str:
     """Prompt lookup, heads, and both in one tree."""
     _, place, _, run = compiled_rows()[0]
     return (
-        f"On MT-Bench lookup alone made {times(run['over']['lookup_alone']['over_plain'])} and heads"
-        f" alone {times(run['over']['heads_alone']['over_plain'])}; both in one tree made"
+        "Lookup gains where answers repeat. On MT-Bench lookup alone made"
+        f" {times(run['over']['lookup_alone']['over_plain'])}, heads alone"
+        f" {times(run['over']['heads_alone']['over_plain'])}, and both in one tree"
         f" {times(run['speedup'])} (SmolLM2, {place}, [all runs]"
         "(benchmarks/results/compiled_smollm2.md))."
+    )
+
+
+def readme_expect() -> str:
+    """The estimate for 7B models, and what it is not."""
+    low, high = estimate_range_7b()
+    return (
+        f"**What to expect of a 7B model?** An estimate is [{low:.1f}x to {high:.1f}x on an H100]"
+        "(docs/results.md#a-7b-model), one answer at a time. None was trained here. With many requests"
+        " at once expect less."
     )
 
 
@@ -143,9 +163,15 @@ def results_list() -> str:
 Block = Callable[[], str]
 #: Blocks of pages with marks, by page and name.
 MARKED: dict[str, dict[str, Block]] = {
-    "README.md": {"speed": readme_speed, "served": readme_served, "lookup": readme_lookup},
+    "README.md": {
+        "speed": readme_speed,
+        "served": readme_served,
+        "lookup": readme_lookup,
+        "expect": readme_expect,
+    },
     "docs/results.md": {"answers": results_list, "estimate": estimate_7b},
     "docs/evaluation.md": {"acceptance": acceptance_table},
+    "docs/large_models.md": {"trees": trees_table},
     "benchmarks/results/compiled_smollm2.md": {"specbench": specbench_table},
     "benchmarks/results/eagle3_smollm2.md": {"sessions": eagle3_served_table},
     "benchmarks/results/gpu.md": {"clock": gpu_clock_table, "training": gpu_training_table},
