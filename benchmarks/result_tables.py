@@ -1308,6 +1308,91 @@ def untrained_table() -> str:
     return table((*head, "Spec-Bench: per step:", "ratio:"), rows)
 
 
+# qwen_coder
+
+
+def coder_answer() -> str:
+    """The fastest draft of the first machine, beside no draft, with what both solve."""
+    content = results("qwen_coder")
+    run = _fastest_coder(content)
+    overall = run["overall"]
+    text = (
+        f"On {run['place']}, {run['draft']} is the fastest of {len(_coder_places(content)[run['place']])}"
+        f" drafts: {content['model']} makes {speed(overall['tokens_per_s'])} tokens/s with it and"
+        f" {speed(overall['baseline_tokens_per_s'])} without,"
+        f" {times(overall['speedup'], overall['intervals']['speedup'])}."
+    )
+    if overall["scores"] is not None:
+        text += f" It solves {_solved(overall, 'tree')} problems, and {_solved(overall, 'plain')} without."
+    return text
+
+
+def coder_short() -> str:
+    """The same for the list of results."""
+    content = results("qwen_coder")
+    run = _fastest_coder(content)
+    overall = run["overall"]
+    return (
+        f"{run['place']}, {content['bench']}: {speed(overall['baseline_tokens_per_s'])} to"
+        f" {speed(overall['tokens_per_s'])} tokens/s, {times(overall['speedup'])}, with"
+        f" {run['draft']}, the fastest."
+    )
+
+
+def coder_table() -> str:
+    """Each draft beside plain decoding of its own run, after a row for no draft on each machine."""
+    rows: list[Cells] = []
+    for place, runs in _coder_places(results("qwen_coder")).items():
+        first = runs[0]
+        plain = first["overall"]["baseline_tokens_per_s"]
+        solved = _solved(first["overall"], "plain")
+        where = f"**{place}, {first['date']}**"
+        rows.append([where, "none", "1.00", "-", speed(plain), "-", "-", solved])
+        for run in runs:
+            overall = run["overall"]
+            rows.append(
+                [
+                    "",
+                    run["draft"],
+                    f"{overall['acceleration_rate']:.2f}",
+                    speed(overall["tokens_per_s"]),
+                    speed(overall["baseline_tokens_per_s"]),
+                    times(overall["speedup"], overall["intervals"]["speedup"]),
+                    _of_answers(overall, "equal_answers_bf16"),
+                    _solved(overall, "tree"),
+                ]
+            )
+    head = ("machine, date", "draft", "tokens per step:", "tokens/s:", "plain tokens/s:", "ratio:")
+    return table((*head, "equal bf16:", "pass@1:"), rows)
+
+
+def _coder_places(content: Json) -> dict[str, list[Json]]:
+    """Return the runs by machine, in the order of the file."""
+    places: dict[str, list[Json]] = {}
+    for run in content["runs"]:
+        places.setdefault(run["place"], []).append(run)
+    return places
+
+
+def _fastest_coder(content: Json) -> Json:
+    """Return the run of the first machine with the largest ratio to its own plain decoding."""
+    runs = next(iter(_coder_places(content).values()))
+    return max(runs, key=lambda run: float(run["overall"]["speedup"]))
+
+
+def _of_answers(overall: Json, key: str) -> str:
+    count = overall[key]
+    return "-" if count is None else f"{count}/{overall['answers']}"
+
+
+def _solved(overall: Json, decoder: str) -> str:
+    """Return how many problems the answers of the tree, or plain ones, solve; "-" if not scored."""
+    scores = overall["scores"]
+    if scores is None:
+        return "-"
+    return f"{scores[decoder]['correct']}/{scores['answers']}"
+
+
 # Acceptance by training text
 
 

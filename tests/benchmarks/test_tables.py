@@ -81,3 +81,44 @@ def test_a_result_page_gets_its_answer_and_its_first_table(monkeypatch: pytest.M
 )
 def test_figures_are_rounded(written: str, expected: str) -> None:
     assert written == expected
+
+
+def coder_run(draft: str, place: str, speedup: float, **changes: object) -> result_tables.Json:
+    """Return a run of the coder's page, as report.json of an evaluation has its figures."""
+    overall = {
+        "acceleration_rate": 1.8,
+        "tokens_per_s": 40.0 * speedup,
+        "baseline_tokens_per_s": 40.0,
+        "speedup": speedup,
+        "intervals": {"speedup": [speedup - 0.1, speedup + 0.1]},
+        "equal_answers_bf16": 30,
+        "answers": 40,
+        "scores": {"answers": 40, "plain": {"correct": 21}, "tree": {"correct": 20}},
+    }
+    return {"draft": draft, "place": place, "date": "2026-11-28", "overall": {**overall, **changes}}
+
+
+def test_the_page_of_the_coder_has_each_draft_beside_its_own_plain_rate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runs = [
+        coder_run("prompt lookup", "a CPU", 1.2),
+        coder_run("Medusa-1", "a CPU", 1.5),
+        coder_run("EAGLE-3", "a GPU", 1.9, scores=None, equal_answers_bf16=None),
+    ]
+    content = {"model": "the coder", "bench": "HumanEval", "runs": runs}
+    monkeypatch.setattr(result_tables, "results", lambda name: {"qwen_coder": content}[name])
+    assert result_tables.coder_table().splitlines()[2:] == [
+        "| **a CPU, 2026-11-28** | none | 1.00 | - | 40.0 | - | - | 21/40 |",
+        "|  | prompt lookup | 1.80 | 48.0 | 40.0 | 1.20x [1.10, 1.30] | 30/40 | 20/40 |",
+        "|  | Medusa-1 | 1.80 | 60.0 | 40.0 | 1.50x [1.40, 1.60] | 30/40 | 20/40 |",
+        "| **a GPU, 2026-11-28** | none | 1.00 | - | 40.0 | - | - | - |",
+        "|  | EAGLE-3 | 1.80 | 76.0 | 40.0 | 1.90x [1.80, 2.00] | - | - |",
+    ]
+    assert result_tables.coder_answer() == (
+        "On a CPU, Medusa-1 is the fastest of 2 drafts: the coder makes 60.0 tokens/s with it and"
+        " 40.0 without, 1.50x [1.40, 1.60]. It solves 20/40 problems, and 21/40 without."
+    )
+    assert result_tables.coder_short() == (
+        "a CPU, HumanEval: 40.0 to 60.0 tokens/s, 1.50x, with Medusa-1, the fastest."
+    )
