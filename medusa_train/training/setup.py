@@ -42,8 +42,8 @@ from medusa_train.training.backbone_recipe import (
     build_backbone_recipe,
     find_initial_heads,
 )
-from medusa_train.training.deepspeed import DeepSpeedStrategy, partitioned_loading
-from medusa_train.training.deepspeed_config import complete_config, loading_config, stage_of
+from medusa_train.training.deepspeed_engine_config import complete_config, loading_config, stage_of
+from medusa_train.training.deepspeed_strategy import DeepSpeedStrategy, partitioned_loading
 from medusa_train.training.device_choices import (
     choose_for_device,
     memory_without_checkpointing,

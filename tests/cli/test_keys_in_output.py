@@ -302,7 +302,7 @@ def test_only_masking_places_print_and_write() -> None:
         "console_streams.py: sys.std",  # /dev/null
         "evaluation/code_runner.py: ",  # in the sandbox, which has no keys
         "evaluation/code_sandbox.py: (group",
-        "training/deepspeed.py: with open(os.devnull",
+        "training/deepspeed_strategy.py: with open(os.devnull",
         "console_streams.py: class MaskingConsole(Console)",
     )
     assert [line for line in sorted(found) if not line.startswith(allowed)] == []

@@ -15,7 +15,7 @@ import torch
 
 from medusa_train.checkpoint import store as store_module
 from medusa_train.checkpoint.store import CheckpointStore
-from medusa_train.training.deepspeed import DeepSpeedStrategy
+from medusa_train.training.deepspeed_strategy import DeepSpeedStrategy
 from medusa_train.training.distributed import init_distributed
 from medusa_train.training.process_info import ProcessInfo
 from medusa_train.training.setup import seed_all

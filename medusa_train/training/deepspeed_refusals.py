@@ -1,5 +1,5 @@
-"""Check the key `deepspeed`: each value is passed on to DeepSpeed, agrees with the other keys, or is
-refused with what to write instead.
+"""What the key `deepspeed` must not hold: a value is passed on to DeepSpeed, agrees with the other
+keys, or is refused with what to write instead.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 from medusa_train.config.schema import TrainConfig
 from medusa_train.config.types import format_value
 from medusa_train.errors import ConfigError
-from medusa_train.training.deepspeed_config import (
+from medusa_train.training.deepspeed_engine_config import (
     AUTO,
     OFFLOADS,
     PASSED_ON,

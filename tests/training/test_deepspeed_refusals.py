@@ -1,20 +1,17 @@
 """What the key `deepspeed` may hold, and what becomes of it."""
 
 import json
-import os
 
 import pytest
 
 from medusa_train.config.paths import PROJECT_ROOT
 from medusa_train.config.schema import TrainConfig
-from medusa_train.errors import ConfigError, MedusaError
-from medusa_train.training.deepspeed_check import check_deepspeed
-from medusa_train.training.deepspeed_config import (
-    check_compiler,
+from medusa_train.errors import ConfigError
+from medusa_train.training.deepspeed_engine_config import (
     complete_config,
-    loading_config,
     stage_of,
 )
+from medusa_train.training.deepspeed_refusals import check_deepspeed
 
 SHIPPED = sorted((PROJECT_ROOT / "configs" / "deepspeed").glob("*.json"))
 
@@ -71,18 +68,6 @@ def test_a_file_of_another_trainer_fits():
         "reduce_bucket_size": 5e8,
     }
     assert theirs["train_batch_size"] == "auto"  # what the user wrote is left as it is
-
-
-def test_zero_3_loads_weights_in_their_dtype():
-    cfg = config(deepspeed={"zero_optimization": {"stage": 3}})
-    complete = complete_config(cfg, 2, hidden_size=1)
-    assert complete.items() >= {"train_batch_size": 16}.items()
-    assert loading_config(cfg, 2, "bfloat16") == {**complete, "bf16": {"enabled": True}}
-    assert loading_config(cfg, 2, "float32") == complete
-    assert loading_config(cfg, 1, "float32") is None
-    assert (
-        loading_config(config(deepspeed={"zero_optimization": {"stage": 2}}), 2, "float32") is None
-    )
 
 
 def test_contradictions_are_listed_all_at_once():
@@ -172,12 +157,6 @@ def test_problems_do_not_hide_each_other():
     assert len(found) == 3
 
 
-def test_a_name_twice_in_the_file_is_refused(tmp_path):
-    (tmp_path / "a.json").write_text('{"steps_per_print": 1, "steps_per_print": 2}')
-    with pytest.raises(ConfigError, match=r"steps_per_print. stands twice"):
-        check_deepspeed(config(deepspeed=str(tmp_path / "a.json")), 1)
-
-
 def test_what_can_not_work_is_refused():
     (found,) = problems({"zero_optimization": {"stage": 3}}, load_in_4bit=True)
     assert "stage 2" in found
@@ -260,29 +239,3 @@ def test_a_number_of_hundreds_of_digits_is_refused():
     optimizer = {"type": "AdamW", "params": {"lr": 10**400}}
     (problem,) = problems({"optimizer": optimizer})
     assert "learning_rate is" in problem
-
-
-def test_files_that_can_not_be_used_are_named(tmp_path):
-    (tmp_path / "a.json").write_text("{")
-    (tmp_path / "deep.json").write_text('{"a":' * 5000)
-    (tmp_path / "b.json").write_text('{"zero_optimization": {"stage": 4}}')
-    for name, words in {
-        "absent.json": "no such file",
-        "a.json": "JSON",
-        "b.json": "stage: 4",
-        "deep.json": "nested too deeply",
-    }.items():
-        with pytest.raises(ConfigError, match=words):
-            check_deepspeed(config(deepspeed=str(tmp_path / name)), 1)
-
-
-def test_without_a_compiler_or_ninja_the_way_out_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.executable", str(tmp_path / "bin" / "python"))  # no ninja beside it
-    with pytest.raises(MedusaError, match=r"C\+\+ compiler \(c\+\+\) and ninja") as caught:
-        check_compiler(False, {"PATH": str(tmp_path)})
-    assert "build-essential" in str(caught.value)
-    for name in ("g++-12", "ninja"):
-        (tmp_path / name).write_text("#!/bin/sh\n")
-        os.chmod(tmp_path / name, 0o755)
-    check_compiler(False, {"PATH": str(tmp_path), "CXX": "g++-12"})
-    check_compiler(True, {"PATH": ""})  # nccl needs none

@@ -28,7 +28,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from medusa_train.losses.objective import ObjectiveOutput
 from medusa_train.models.partitioned import make_whole
-from medusa_train.training.deepspeed_config import search_path, stage_of
+from medusa_train.training.deepspeed_engine_config import search_path, stage_of
 from medusa_train.training.distributed import World
 from medusa_train.training.optimizer_step import LossScale, Strategy
 
@@ -79,7 +79,7 @@ class DeepSpeedStrategy(Strategy):
         Args:
             draft, backbone: all weights that a step reads; rank 0's are broadcast.
             read_directly: parameters that losses read without calling the module they belong to.
-            config: from `deepspeed_config.complete_config`.
+            config: from `deepspeed_engine_config.complete_config`.
         """
         super().__init__(optimizer, scheduler, float(config["gradient_clipping"]), loss_scale)
         self._world = world
@@ -324,7 +324,7 @@ def _counter(value: Any, like: Tensor | None) -> Any:
 @contextlib.contextmanager
 def partitioned_loading(config: Mapping[str, Any] | None) -> Iterator[None]:
     """Partition the models that transformers loads in this block, see
-    `deepspeed_config.loading_config`.
+    `deepspeed_engine_config.loading_config`.
 
     Rank 0 reads the weights, module by module every process keeps its part of them. Does nothing
     with None.
