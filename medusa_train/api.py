@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from medusa_train.checkpoint.resolve import ModelPaths, resolve_model
-from medusa_train.config.drafts import LOOKUPS, LookupChoice
+from medusa_train.config.draft_sections import LOOKUPS, LookupChoice
 from medusa_train.config.load import load_config
 from medusa_train.config.schema import EvalConfig
 from medusa_train.errors import ConfigError

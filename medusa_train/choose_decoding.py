@@ -17,7 +17,7 @@ from medusa_train.checkpoint.run_directory import DECISIONS, writing
 from medusa_train.data.conversation import Message
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import BackboneError
-from medusa_train.inference.batch import BatchDecoder
+from medusa_train.inference.batch_decoder import BatchDecoder
 from medusa_train.inference.cuda_graphs import use_cuda_graphs
 from medusa_train.io import parse_json, replace_text
 from medusa_train.models.backbone import Backbone

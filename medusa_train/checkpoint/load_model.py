@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 
 from medusa_train.checkpoint.heads import load_draft
 from medusa_train.checkpoint.resolve import FIXED, NO_TREE, ModelPaths
-from medusa_train.config.drafts import LookupChoice
+from medusa_train.config.draft_sections import LookupChoice
 from medusa_train.config.paths import resolve_path, user_cache_dir
 from medusa_train.data.datastore import read_datastore
 from medusa_train.errors import BackboneError, CheckpointError, MedusaError

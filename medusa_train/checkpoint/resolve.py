@@ -17,7 +17,7 @@ from huggingface_hub import hf_hub_download
 from safetensors import SafetensorError, safe_open
 
 from medusa_train.checkpoint.run_directory import ADAPTER, CONFIG, HEADS, MODEL, TREE
-from medusa_train.config.drafts import DRAFT_CONFIGS, DraftConfig, LookupChoice
+from medusa_train.config.draft_sections import DRAFT_CONFIGS, DraftConfig, LookupChoice
 from medusa_train.config.paths import looks_like_path, resolve_path
 from medusa_train.config.types import Quantization
 from medusa_train.errors import BackboneError, CheckpointError, DataError

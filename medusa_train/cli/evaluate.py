@@ -173,7 +173,7 @@ def evaluate(
         _print_paths(console, calibrate_tree(cfg, questions, paths, progress))
     else:
         with progress.phase("importing torch and transformers", ticking=True):
-            from medusa_train.evaluation.run import evaluate as run_evaluation
+            from medusa_train.evaluation.evaluate import evaluate as run_evaluation
         command = shlex.join(["medusa-eval", *sys.argv[1:]])
         _, written = run_evaluation(cfg, questions, paths, command, progress)
         _print_paths(console, written)
@@ -234,7 +234,7 @@ def _measure_servers(cfg: EvalConfig, bench: Bench, progress: RunProgress) -> No
     progress.print(f"medusa-eval: {what}; {asked}; concurrency {counts}")
     # 3. The measurement.
     with progress.phase("importing torch and transformers", ticking=True):
-        from medusa_train.server_bench.run import measure_servers
+        from medusa_train.server_bench.measure_servers import measure_servers
     command = shlex.join(["medusa-eval", *sys.argv[1:]])
     _print_paths(progress.console, measure_servers(cfg, bench, paths, command, progress))
 

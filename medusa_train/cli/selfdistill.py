@@ -237,9 +237,9 @@ def _run(
 ) -> None:
     """Answer `prompts` with a progress bar and print the statistics."""
     loading = RunProgress(console).phase("loading the model", ticking=True)
+    from medusa_train.selfdistill.distill import distill
     from medusa_train.selfdistill.engines import open_engine
     from medusa_train.selfdistill.modes import build_mode
-    from medusa_train.selfdistill.run import distill
     from medusa_train.selfdistill.run_stats import summary
     from medusa_train.selfdistill.settings import record_metadata
 

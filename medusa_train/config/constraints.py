@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from medusa_train.config.drafts import DRAFT_CONFIGS, SECTIONS
+from medusa_train.config.draft_sections import DRAFT_CONFIGS, SECTIONS
 from medusa_train.config.paths import resolve_path
 from medusa_train.config.types import Constraint
 

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import PydanticUndefined
 
-from medusa_train.config.drafts import LOOKUPS, SECTIONS
+from medusa_train.config.draft_sections import LOOKUPS, SECTIONS
 from medusa_train.config.paths import PROJECT_ROOT
 from medusa_train.config.schema import (
     DatasetConfig,

@@ -21,7 +21,7 @@ from medusa_train.config.constraints import (
     find_ineffective_keys,
     implies_joint_training,
 )
-from medusa_train.config.drafts import (
+from medusa_train.config.draft_sections import (
     DRAFT_CONFIGS,
     LOOKUPS,
     SECTIONS,

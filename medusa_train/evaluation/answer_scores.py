@@ -22,8 +22,8 @@ from medusa_train.config.constraints import CODE_BENCH
 from medusa_train.data.conversation import without_reasoning
 from medusa_train.errors import ConfigError
 from medusa_train.evaluation.code_sandbox import run_program
+from medusa_train.evaluation.measured_answers import Score, TurnRecord
 from medusa_train.evaluation.questions import FunctionTest, Question, parse_number
-from medusa_train.evaluation.records import Score, TurnRecord
 from medusa_train.inference.detokenize import answer_text
 
 EXACT_MATCH = "exact match"

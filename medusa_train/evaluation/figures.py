@@ -18,7 +18,7 @@ from torch import Tensor
 from medusa_train.data.conversation import is_looping
 from medusa_train.errors import DataError
 from medusa_train.evaluation.answer_scores import summarize_scores
-from medusa_train.evaluation.records import TimedAnswer, TurnRecord, Verdict
+from medusa_train.evaluation.measured_answers import TimedAnswer, TurnRecord, Verdict
 from medusa_train.tree_search.fit import Trace, head_accuracy, tokens_per_step
 from medusa_train.trees.tree import Tree
 

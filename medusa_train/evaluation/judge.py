@@ -19,8 +19,8 @@ from typing import Any
 
 from medusa_train.data.conversation import without_reasoning
 from medusa_train.errors import ServerError
+from medusa_train.evaluation.measured_answers import TimedAnswer, TurnRecord
 from medusa_train.evaluation.questions import Question
-from medusa_train.evaluation.records import TimedAnswer, TurnRecord
 from medusa_train.io import JsonLinesFile, complete_lines, parse_json
 from medusa_train.servers.client import OpenAIClient, run_concurrently
 from medusa_train.servers.rejections import RequestRejected

@@ -8,8 +8,8 @@ import torch
 
 from medusa_train.checkpoint.load_model import LoadedModel
 from medusa_train.evaluation.figures import first_difference
-from medusa_train.evaluation.records import TurnRecord, Verdict
-from medusa_train.inference.batch import BatchDecoder
+from medusa_train.evaluation.measured_answers import TurnRecord, Verdict
+from medusa_train.inference.batch_decoder import BatchDecoder
 from medusa_train.models.backbone import Backbone
 
 #: Dtypes in which the answers are compared.

@@ -15,7 +15,7 @@ from medusa_train.evaluation.answer_scores import ROUGE
 from medusa_train.evaluation.figures import Figures, by_category, summarize
 from medusa_train.evaluation.judge import model_answers
 from medusa_train.evaluation.machine_load import MachineLoad
-from medusa_train.evaluation.records import SkippedTurn, TurnRecord
+from medusa_train.evaluation.measured_answers import SkippedTurn, TurnRecord
 from medusa_train.evaluation.report_page import html_page, sections_of
 from medusa_train.inference.decoding_mode import describe_mode, mode_of
 from medusa_train.pages.page import Table, markdown_page, number, write_files

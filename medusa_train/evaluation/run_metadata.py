@@ -22,9 +22,9 @@ from medusa_train.config.paths import public_name
 from medusa_train.config.schema import EvalConfig
 from medusa_train.data.builtin_templates import get_template
 from medusa_train.evaluation.figures import first_difference
+from medusa_train.evaluation.measured_answers import SkippedTurn, TurnRecord
 from medusa_train.evaluation.output_equality import EQUALITY_DTYPES
 from medusa_train.evaluation.questions import Bench
-from medusa_train.evaluation.records import SkippedTurn, TurnRecord
 from medusa_train.evaluation.timed_decoders import GENERATE, describe_baseline, reference_decoders
 from medusa_train.inference.decoding_mode import DecodingMode
 from medusa_train.io import installed_version

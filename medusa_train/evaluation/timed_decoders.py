@@ -16,9 +16,9 @@ from transformers.generation.streamers import BaseStreamer
 
 from medusa_train.checkpoint.load_model import LoadedModel
 from medusa_train.errors import BackboneError
-from medusa_train.evaluation.records import TimedAnswer
+from medusa_train.evaluation.measured_answers import TimedAnswer
 from medusa_train.inference.accept import Rule
-from medusa_train.inference.batch import BatchDecoder
+from medusa_train.inference.batch_decoder import BatchDecoder
 from medusa_train.inference.decoding_mode import DecodingMode
 from medusa_train.inference.generate import Decoder
 from medusa_train.models.backbone import Backbone

@@ -13,8 +13,8 @@ from medusa_train.checkpoint.load_model import LoadedModel
 from medusa_train.data.conversation import Message
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import BackboneError, DataError
+from medusa_train.evaluation.measured_answers import SkippedTurn, TimedAnswer, TurnRecord
 from medusa_train.evaluation.questions import Question
-from medusa_train.evaluation.records import SkippedTurn, TimedAnswer, TurnRecord
 from medusa_train.evaluation.timed_decoders import (
     GENERATE,
     GREEDY,
@@ -25,7 +25,7 @@ from medusa_train.evaluation.timed_decoders import (
     TimedDecoder,
     reference_decoders,
 )
-from medusa_train.inference.batch import BatchDecoder
+from medusa_train.inference.batch_decoder import BatchDecoder
 from medusa_train.inference.decoding_mode import DecodingMode
 from medusa_train.inference.detokenize import answer_text
 from medusa_train.inference.generate import Decoder

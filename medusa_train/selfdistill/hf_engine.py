@@ -11,7 +11,12 @@ import torch
 
 from medusa_train.data.conversation import REASONING_TAGS, ReasoningTags, is_looping
 from medusa_train.errors import DataError
-from medusa_train.inference.batch import REFILL_FRACTION, BatchDecoder, PendingRequest, RunningBatch
+from medusa_train.inference.batch_decoder import (
+    REFILL_FRACTION,
+    BatchDecoder,
+    PendingRequest,
+    RunningBatch,
+)
 from medusa_train.inference.generate import Generation
 from medusa_train.inference.sampling import Sampling
 from medusa_train.models.backbone import Backbone

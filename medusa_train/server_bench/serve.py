@@ -23,7 +23,7 @@ import torch
 
 from medusa_train.checkpoint.resolve import ModelPaths, find_heads
 from medusa_train.checkpoint.serialize import read_json
-from medusa_train.config.drafts import LookupChoice
+from medusa_train.config.draft_sections import LookupChoice
 from medusa_train.config.schema import EvalConfig
 from medusa_train.data.builtin_templates import get_template
 from medusa_train.errors import ConfigError, ServerError
@@ -32,7 +32,7 @@ from medusa_train.export.write import export_run
 from medusa_train.io import mask_file, replace_text
 from medusa_train.masking import excerpt, mask
 from medusa_train.progress import RunProgress
-from medusa_train.server_bench.measure import PLAIN, Target
+from medusa_train.server_bench.request_blocks import PLAIN, Target
 from medusa_train.training.process_info import free_port
 
 PYTHON_VARIABLE = "VLLM_PYTHON"

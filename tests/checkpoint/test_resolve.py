@@ -17,7 +17,7 @@ from medusa_train.checkpoint.resolve import (
     newest_run,
     resolve_model,
 )
-from medusa_train.config.drafts import LookupChoice
+from medusa_train.config.draft_sections import LookupChoice
 from medusa_train.errors import BackboneError, CheckpointError
 from tests.checkpoint.others import (
     BACKBONE,

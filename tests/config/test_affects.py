@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from medusa_train.config.docs import json_schema
-from medusa_train.config.drafts import SECTIONS, MedusaConfig
+from medusa_train.config.draft_sections import SECTIONS, MedusaConfig
 from medusa_train.config.schema import (
     DATA_KEYS,
     NOT_IN_STAGE_ONE,

@@ -16,7 +16,7 @@ from rich.console import Console
 import medusa_train
 from medusa_train.inference import cuda_graphs
 from medusa_train.inference.accept import Rule, Typical
-from medusa_train.inference.batch import BatchDecoder
+from medusa_train.inference.batch_decoder import BatchDecoder
 from medusa_train.inference.generate import Decoder, Generation
 from medusa_train.inference.runners import FixedShapeRunner, Replayable, Step
 from medusa_train.inference.sampling import Sampling

@@ -17,8 +17,8 @@ from medusa_train.evaluation.answer_scores import (
     wilson_interval,
 )
 from medusa_train.evaluation.code_sandbox import Outcome
+from medusa_train.evaluation.measured_answers import Score, TimedAnswer, TurnRecord
 from medusa_train.evaluation.questions import FunctionTest, Question
-from medusa_train.evaluation.records import Score, TimedAnswer, TurnRecord
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from medusa_train.choose_decoding import (
 )
 from medusa_train.config.schema import EvalConfig
 from medusa_train.errors import BackboneError
-from medusa_train.evaluation import run as evaluation
+from medusa_train.evaluation import evaluate as evaluation
 from medusa_train.evaluation.calibrate import chooses_compilation
 from medusa_train.evaluation.questions import load_bench
 from medusa_train.inference.decoding_settings import DecodingSettings

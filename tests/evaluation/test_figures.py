@@ -18,7 +18,7 @@ from medusa_train.evaluation.figures import (
     speed_intervals,
     summarize,
 )
-from medusa_train.evaluation.records import TimedAnswer, TurnRecord, Verdict
+from medusa_train.evaluation.measured_answers import TimedAnswer, TurnRecord, Verdict
 from medusa_train.tree_search.fit import Trace, node_acceptance
 from medusa_train.trees.tree import Tree
 

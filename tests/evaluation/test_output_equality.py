@@ -5,13 +5,13 @@ import pytest
 import torch
 
 from medusa_train.checkpoint.load_model import LoadedModel
+from medusa_train.evaluation.measured_answers import TimedAnswer, TurnRecord, Verdict
 from medusa_train.evaluation.output_equality import (
     compare_answers,
     compare_regenerated_answers,
     compare_timed_answers,
     logit_gaps,
 )
-from medusa_train.evaluation.records import TimedAnswer, TurnRecord, Verdict
 from medusa_train.trees.tree import Tree
 from tests.families import random_backbone
 

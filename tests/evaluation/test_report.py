@@ -2,7 +2,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from medusa_train.evaluation.records import Score, SkippedTurn, TimedAnswer, TurnRecord, Verdict
+from medusa_train.evaluation.measured_answers import (
+    Score,
+    SkippedTurn,
+    TimedAnswer,
+    TurnRecord,
+    Verdict,
+)
 from medusa_train.evaluation.report import Report, figures_table, summary_of, write_report
 
 

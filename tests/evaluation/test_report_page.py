@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from medusa_train.evaluation.records import Score, TimedAnswer, TurnRecord
+from medusa_train.evaluation.measured_answers import Score, TimedAnswer, TurnRecord
 from medusa_train.evaluation.report import Report, decoders_table, figures_table, summary_of
 from medusa_train.evaluation.report_page import (
     answers_section,

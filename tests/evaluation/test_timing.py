@@ -9,8 +9,8 @@ from medusa_train.checkpoint.load_model import LoadedModel, load_with_draft
 from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import BackboneError, DataError
+from medusa_train.evaluation.measured_answers import SkippedTurn, TimedAnswer
 from medusa_train.evaluation.questions import Question, load_bench
-from medusa_train.evaluation.records import SkippedTurn, TimedAnswer
 from medusa_train.evaluation.timing import SpeedTest
 from medusa_train.inference.decoding_mode import DecodingMode
 from medusa_train.inference.runners import FixedShapeRunner

@@ -6,7 +6,7 @@ import pytest
 import torch
 from shapes import Sizes, llama_config, random_model
 
-from medusa_train.inference.batch import BatchDecoder
+from medusa_train.inference.batch_decoder import BatchDecoder
 from medusa_train.inference.cuda_graphs import use_cuda_graphs
 from medusa_train.inference.generate import Decoder
 from medusa_train.models.attention import folded_head_attention

@@ -9,7 +9,7 @@ from decode import Setup, Shape
 from shapes import Rates, Sizes, llama_config
 
 from medusa_train.config.paths import PROJECT_ROOT
-from medusa_train.inference.batch import BatchDecoder, PendingRequest
+from medusa_train.inference.batch_decoder import BatchDecoder, PendingRequest
 from medusa_train.inference.cuda_graphs import CudaGraphRunner, use_cuda_graphs
 from medusa_train.inference.generate import Decoder
 from medusa_train.inference.runners import FixedShapeRunner
@@ -17,7 +17,7 @@ from medusa_train.models.backbone import Backbone
 from medusa_train.models.loading import load_backbone
 from medusa_train.trees.tree import Tree
 from tests.families import random_backbone
-from tests.inference.test_batch import streamed
+from tests.inference.test_batch_decoder import streamed
 from tests.inference.test_drafts import KINDS, TREE, random_draft
 from tests.inference.test_static_steps import PROMPTS, answers, paths
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from medusa_train.inference.batch import BatchDecoder
+from medusa_train.inference.batch_decoder import BatchDecoder
 from medusa_train.inference.sampling import Sampling
 from medusa_train.models.backbone import Backbone
 from tests.families import random_backbone

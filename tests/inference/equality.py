@@ -4,7 +4,7 @@ independent.
 
 from collections.abc import Sequence
 
-from medusa_train.inference.batch import BatchDecoder
+from medusa_train.inference.batch_decoder import BatchDecoder
 from medusa_train.inference.generate import Decoder, Generation
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Proposer

@@ -9,7 +9,7 @@ import torch
 
 from medusa_train.checkpoint.heads import load_draft, save_draft
 from medusa_train.errors import CheckpointError
-from medusa_train.inference.batch import BatchDecoder
+from medusa_train.inference.batch_decoder import BatchDecoder
 from medusa_train.inference.generate import Decoder
 from medusa_train.inference.sampling import Sampling
 from medusa_train.models.backbone import Backbone

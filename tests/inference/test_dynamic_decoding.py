@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from medusa_train.errors import MedusaError
-from medusa_train.inference.batch import BatchDecoder
+from medusa_train.inference.batch_decoder import BatchDecoder
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts import dynamic_trees
 from medusa_train.models.drafts.base import Limits, Proposal, Proposer

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from medusa_train.inference.batch import BatchDecoder
+from medusa_train.inference.batch_decoder import BatchDecoder
 from medusa_train.inference.generate import Decoder
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Proposer

@@ -9,7 +9,7 @@ import torch
 
 from medusa_train.data.datastore import Datastore
 from medusa_train.inference.accept import Rule, Typical
-from medusa_train.inference.batch import BatchDecoder, PendingRequest
+from medusa_train.inference.batch_decoder import BatchDecoder, PendingRequest
 from medusa_train.inference.generate import Decoder, Generation
 from medusa_train.inference.sampling import Sampling
 from medusa_train.models.backbone import Backbone
@@ -24,8 +24,8 @@ from medusa_train.trees.tree import Tree
 from tests.families import random_backbone
 from tests.inference.chi_square import check_lossless, five_token_backbone
 from tests.inference.steps import small_blocks
-from tests.inference.test_batch import QUEUE as SHORT_QUEUE
-from tests.inference.test_batch import streamed
+from tests.inference.test_batch_decoder import QUEUE as SHORT_QUEUE
+from tests.inference.test_batch_decoder import streamed
 from tests.inference.test_drafts import KINDS, TREE, random_draft
 from tests.inference.test_dynamic_decoding import SIZE
 from tests.inference.test_lookup_decoding import BRANCHES, LOOP

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from medusa_train.errors import MedusaError
 from medusa_train.inference.accept import Rule, Typical
-from medusa_train.inference.batch import BatchDecoder, PendingRequest
+from medusa_train.inference.batch_decoder import BatchDecoder, PendingRequest
 from medusa_train.inference.generate import Decoder, Generation
 from medusa_train.inference.runners import FixedShapeRunner, Replayable, Step
 from medusa_train.inference.sampling import Sampling
@@ -25,7 +25,7 @@ from medusa_train.trees.tree import Tree
 from tests.families import random_backbone
 from tests.inference.steps import small_blocks
 from tests.inference.tape import TapeRunner
-from tests.inference.test_batch import streamed
+from tests.inference.test_batch_decoder import streamed
 from tests.inference.test_drafts import KINDS, PROMPTS, TREE, random_draft
 from tests.inference.test_refill import (
     OTHERS,
@@ -247,7 +247,7 @@ def test_prompts_of_similar_length_share_a_prefill_pass(monkeypatch: pytest.Monk
     draft = random_draft("hydra++", backbone)
     expected = [Decoder(backbone, draft, TREE).generate(prompt, 16, ()) for prompt in QUEUE]
     backbone.step_runner = FixedShapeRunner()
-    monkeypatch.setattr("medusa_train.inference.batch.PREFILL_PADDING", 3)
+    monkeypatch.setattr("medusa_train.inference.batch_decoder.PREFILL_PADDING", 3)
     assert details(BatchDecoder(backbone, draft, TREE).generate_batch(QUEUE, 16, ())) == details(
         expected
     )

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from medusa_train.config.paths import PROJECT_ROOT
-from medusa_train.inference.batch import BatchDecoder, PendingRequest
+from medusa_train.inference.batch_decoder import BatchDecoder, PendingRequest
 from medusa_train.inference.generate import Decoder
 from medusa_train.models import attention
 from medusa_train.models.attention import FOLDED_HEADS, folded_head_attention, folded_head_forward

@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.torch_version import TorchVersion
 
 from medusa_train.errors import BackboneError
-from medusa_train.inference.batch import BatchDecoder
+from medusa_train.inference.batch_decoder import BatchDecoder
 from medusa_train.inference.generate import Decoder
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.compiled import BLOCK, CompiledPass, Form

@@ -12,7 +12,7 @@ from medusa_train.checkpoint.load_model import serve_draft_layers
 from medusa_train.config.load import load_config
 from medusa_train.config.schema import EvalConfig
 from medusa_train.errors import ConfigError
-from medusa_train.inference.batch import BatchDecoder
+from medusa_train.inference.batch_decoder import BatchDecoder
 from medusa_train.inference.generate import Decoder
 from medusa_train.inference.runners import EagerRunner, FixedShapeRunner
 from medusa_train.models.backbone import Backbone

@@ -12,7 +12,7 @@ from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import ConfigError
 from medusa_train.evaluation.timed_decoders import GenerateDecoder, LoopDecoder
-from medusa_train.inference.batch import BatchDecoder
+from medusa_train.inference.batch_decoder import BatchDecoder
 from medusa_train.inference.generate import Decoder
 from medusa_train.models.loading import load_backbone, load_tokenizer, unneeded_special_tokens
 from medusa_train.models.stop_tokens import StopTokens, find_stop_tokens

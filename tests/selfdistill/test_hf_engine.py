@@ -10,7 +10,7 @@ from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.config.schema import SelfDistillConfig
 from medusa_train.data.conversation import Message
 from medusa_train.errors import DataError
-from medusa_train.inference.batch import RunningBatch
+from medusa_train.inference.batch_decoder import RunningBatch
 from medusa_train.inference.generate import Decoder, Generation
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.medusa import MedusaDraft

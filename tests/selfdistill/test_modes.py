@@ -6,10 +6,10 @@ import pytest
 
 from medusa_train.data.conversation import Message
 from medusa_train.selfdistill.answers import Answer, DropRules
+from medusa_train.selfdistill.distill import distill
 from medusa_train.selfdistill.modes import GeneratedChat, question, replay, selftalk, turn_seed
 from medusa_train.selfdistill.output import OutputWriter
 from medusa_train.selfdistill.prompts import Prompt, read_prompts
-from medusa_train.selfdistill.run import distill
 from medusa_train.selfdistill.run_stats import summary
 from tests.selfdistill.fakes import FakeEngine, drive, said
 

@@ -10,11 +10,11 @@ import pytest
 from medusa_train.data.conversation import Message
 from medusa_train.errors import ServerError
 from medusa_train.selfdistill.answers import DropRules, Request
+from medusa_train.selfdistill.distill import distill
 from medusa_train.selfdistill.modes import replay
 from medusa_train.selfdistill.openai_engine import OpenAIEngine, ServerSampling
 from medusa_train.selfdistill.output import OutputWriter
 from medusa_train.selfdistill.prompts import Prompt
-from medusa_train.selfdistill.run import distill
 from medusa_train.selfdistill.run_stats import RunStats
 from medusa_train.servers import client as servers_client
 from medusa_train.servers.client import OpenAIClient

@@ -20,7 +20,7 @@ from medusa_train.config.schema import EvalConfig
 from medusa_train.errors import ConfigError
 from medusa_train.models.drafts.eagle3 import Eagle3Draft
 from medusa_train.models.loading import load_backbone
-from medusa_train.server_bench.run import output_directory
+from medusa_train.server_bench.measure_servers import output_directory
 from medusa_train.server_bench.serve import (
     TAIL_LINES,
     Session,

@@ -185,7 +185,7 @@ def test_without_memory_for_the_merged_weights_the_command_is_named(
     make_config, console, tmp_path, monkeypatch
 ):
     pytest.importorskip("bitsandbytes")
-    monkeypatch.setattr("medusa_train.training.run.free_memory", lambda device: 10)
+    monkeypatch.setattr("medusa_train.training.train_stage.free_memory", lambda device: 10)
     quantized = {**LORA, "adapter": "qlora", "load_in_4bit": True}
     assert train(make_config(**quantized, max_steps=1, calibration_tokens=80), console) == 0
     assert not (tmp_path / "run" / "tree.json").exists()

@@ -104,7 +104,7 @@ def test_a_run_that_is_killed_again_and_again_equals_one_that_was_not(
         # checkpoint 12 has its name, those beyond the limit are still there
         (Mishap("medusa_train.checkpoint.store:CheckpointStore.steps", 2), [4, 8, 12]),
         # all steps done, the adapter written, the heads not
-        (Mishap("medusa_train.training.run:save_draft", 1), [4, 8, 12]),
+        (Mishap("medusa_train.training.train_stage:save_draft", 1), [4, 8, 12]),
     ]
     for mishap, left in kills:
         code, text = medusa_train(command(cfg, RESUME), mishap)
@@ -127,7 +127,7 @@ def test_a_full_disk_leaves_the_checkpoints_before_it_usable(
             f"to {run / 'checkpoints'}: ",
         ),
         (
-            Mishap("medusa_train.training.run:save_draft", 1, fill_the_disk),
+            Mishap("medusa_train.training.train_stage:save_draft", 1, fill_the_disk),
             12,
             [8, 12],
             f"to {run / 'heads'}: ",
@@ -164,9 +164,14 @@ def test_sigterm_in_every_phase_tells_how_to_resume(
         (TRAINER + "CheckpointStore.save", 1, [3], "stopped after step 3, saved"),
         (TRAINER + "Trainer.compute_loss", 1, [3, 4], "stopped after step 4, saved"),
         (TRAINER + "CheckpointStore.save", 2, [8, 12], "stopped after step 12, saved"),
-        ("medusa_train.training.run:save_draft", 1, [8, 12], "stopped: the checkpoint is saved"),
         (
-            "medusa_train.training.run:heads_table",
+            "medusa_train.training.train_stage:save_draft",
+            1,
+            [8, 12],
+            "stopped: the checkpoint is saved",
+        ),
+        (
+            "medusa_train.training.train_stage:heads_table",
             1,
             [8, 12],
             f"{run / 'heads'} is saved, tree.json is not",

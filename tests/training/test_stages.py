@@ -15,8 +15,8 @@ from medusa_train.checkpoint.store import CheckpointStore
 from medusa_train.config.load import load_config, stage_one_config
 from medusa_train.config.schema import TrainConfig
 from medusa_train.errors import CheckpointError, ConfigError, MedusaError
-from medusa_train.training import run as run_module
 from medusa_train.training import stages
+from medusa_train.training import train_stage as run_module
 from medusa_train.training.inspect import inspect_run
 from tests.training.conftest import LORA, figures, stop_after, train
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from medusa_train.inference.batch import RunningBatch
+from medusa_train.inference.batch_decoder import RunningBatch
 from medusa_train.inference.generate import Decoder
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.medusa import MedusaDraft

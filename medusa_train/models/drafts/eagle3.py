@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from medusa_train.config.drafts import default_layers
+from medusa_train.config.draft_sections import default_layers
 from medusa_train.data.batch import IGNORE_INDEX, shift_labels
 from medusa_train.errors import BackboneError, MedusaError
 from medusa_train.models.backbone import Backbone

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, silu
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from medusa_train.config.drafts import default_layers
+from medusa_train.config.draft_sections import default_layers
 from medusa_train.models.drafts import eagle3_attention
 from medusa_train.models.drafts.eagle3 import CONFIDENCE_AT_START, Eagle3Draft
 from medusa_train.models.features import Features, Rows

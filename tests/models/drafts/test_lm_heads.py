@@ -10,7 +10,7 @@ from torch import nn
 
 from medusa_train.data.batch import Batch
 from medusa_train.errors import MedusaError
-from medusa_train.inference.batch import BatchDecoder
+from medusa_train.inference.batch_decoder import BatchDecoder
 from medusa_train.inference.generate import Decoder
 from medusa_train.losses.objective import Objective
 from medusa_train.models.backbone import Backbone

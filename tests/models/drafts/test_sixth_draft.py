@@ -36,7 +36,7 @@ class SixthConfig(DraftConfig):
 
 #: Text that is inserted, by file and by the text that it comes before.
 INSERTED = {
-    "config/drafts.py": {
+    "config/draft_sections.py": {
         "\n#: Section class by": SECTION.removesuffix("\n#: Section class by"),
         "}\n#: The same with Medusa": '    "sixth": SixthConfig,\n',
     },

@@ -24,7 +24,7 @@ from medusa_train.pages.page import (
     render_page,
     write_files,
 )
-from medusa_train.server_bench.figures import Cell
+from medusa_train.server_bench.served_figures import Cell
 
 Json = Mapping[str, Any]
 

@@ -17,9 +17,9 @@ from medusa_train.errors import ConfigError, ServerError
 from medusa_train.evaluation.questions import load_bench
 from medusa_train.inference.decoding_mode import DecodingMode
 from medusa_train.progress import RunProgress
-from medusa_train.server_bench.measure import Conversation, ServerBench, Target
-from medusa_train.server_bench.report import figures_table
-from medusa_train.server_bench.run import measure_servers, request_options
+from medusa_train.server_bench.measure_servers import measure_servers, request_options
+from medusa_train.server_bench.request_blocks import Conversation, ServerBench, Target
+from medusa_train.server_bench.served_report import figures_table
 from tests import chatml
 from tests.fake_server import Reply, error, stream
 from tests.server_bench.servers import BenchServer, bench_server, write_questions
@@ -33,7 +33,7 @@ def pair() -> Iterator[tuple[BenchServer, BenchServer]]:
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("medusa_train.server_bench.measure.LEAST_CONVERSATIONS", 4)
+    monkeypatch.setattr("medusa_train.server_bench.request_blocks.LEAST_CONVERSATIONS", 4)
 
 
 def measure(tmp_path: Path, *overrides: str) -> tuple[dict[str, Any], str]:

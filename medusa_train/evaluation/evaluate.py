@@ -23,7 +23,7 @@ from medusa_train.choose_decoding import (
     decide_dtype,
     plain_step_rounds,
 )
-from medusa_train.config.drafts import LookupChoice
+from medusa_train.config.draft_sections import LookupChoice
 from medusa_train.config.paths import expand_user
 from medusa_train.config.schema import EvalConfig
 from medusa_train.data.tokenize import ChatEncoder
@@ -44,13 +44,7 @@ from medusa_train.evaluation.calibrate import (
 )
 from medusa_train.evaluation.judge import Judge, grade
 from medusa_train.evaluation.machine_load import MachineLoad, load_average, spread
-from medusa_train.evaluation.output_equality import (
-    EQUALITY_DTYPES,
-    compare_regenerated_answers,
-    compare_timed_answers,
-)
-from medusa_train.evaluation.questions import Bench
-from medusa_train.evaluation.records import (
+from medusa_train.evaluation.measured_answers import (
     MeasurementLog,
     SkippedTurn,
     TimedAnswer,
@@ -59,6 +53,12 @@ from medusa_train.evaluation.records import (
     completed_turns,
     turn_log,
 )
+from medusa_train.evaluation.output_equality import (
+    EQUALITY_DTYPES,
+    compare_regenerated_answers,
+    compare_timed_answers,
+)
+from medusa_train.evaluation.questions import Bench
 from medusa_train.evaluation.report import Report, model_id, terminal_report, write_report
 from medusa_train.evaluation.report_page import size_figures
 from medusa_train.evaluation.run_metadata import collect_metadata, measurement_settings

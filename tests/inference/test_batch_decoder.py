@@ -12,7 +12,7 @@ from torch import Tensor
 
 from medusa_train.errors import MedusaError
 from medusa_train.inference.accept import Rule
-from medusa_train.inference.batch import BatchDecoder, PendingRequest, group_prompts
+from medusa_train.inference.batch_decoder import BatchDecoder, PendingRequest, group_prompts
 from medusa_train.inference.generate import Decoder, Generation
 from medusa_train.inference.sampling import Sampling
 from medusa_train.models.backbone import Backbone
@@ -215,8 +215,8 @@ def test_requests_that_cannot_be_added() -> None:
 
 
 def test_prompts_of_similar_length_are_grouped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("medusa_train.inference.batch.PREFILL_TOKENS", 24)
-    monkeypatch.setattr("medusa_train.inference.batch.PREFILL_PADDING", 3)
+    monkeypatch.setattr("medusa_train.inference.batch_decoder.PREFILL_TOKENS", 24)
+    monkeypatch.setattr("medusa_train.inference.batch_decoder.PREFILL_PADDING", 3)
     assert group_prompts([5, 40, 8, 7, 6, 1]) == [[1], [2, 3, 4], [0], [5]]
     assert group_prompts([8, 8, 8, 8]) == [[0, 1, 2], [3]]
     assert group_prompts([]) == []

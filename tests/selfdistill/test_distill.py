@@ -7,10 +7,10 @@ import pytest
 from medusa_train.data.read_chats import read_conversations
 from medusa_train.errors import ConfigError
 from medusa_train.selfdistill.answers import Answer, DropRules, Request
+from medusa_train.selfdistill.distill import distill
 from medusa_train.selfdistill.modes import replay
 from medusa_train.selfdistill.output import OutputWriter
 from medusa_train.selfdistill.prompts import Prompt, resolve_shard
-from medusa_train.selfdistill.run import distill
 from medusa_train.selfdistill.run_stats import RunStats, summary
 from tests.selfdistill.fakes import FakeEngine, said
 

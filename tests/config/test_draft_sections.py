@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from medusa_train.config.drafts import SECTIONS, HeadsLoss
+from medusa_train.config.draft_sections import SECTIONS, HeadsLoss
 from medusa_train.config.load import dump_config, load_config
 from medusa_train.config.schema import EvalConfig, TrainConfig
 from medusa_train.errors import ConfigError

@@ -21,14 +21,13 @@ from medusa_train.checkpoint.run_directory import only_writer
 from medusa_train.config.paths import expand_user, public_name
 from medusa_train.config.schema import EvalConfig
 from medusa_train.errors import ConfigError, MedusaError, ServerError
+from medusa_train.evaluation.measured_answers import MeasurementLog
 from medusa_train.evaluation.questions import Bench
-from medusa_train.evaluation.records import MeasurementLog
 from medusa_train.evaluation.run_metadata import bench_settings, model_settings
 from medusa_train.inference.decoding_mode import DecodingMode
 from medusa_train.progress import Phase, RunProgress
 from medusa_train.selfdistill.openai_engine import ServerSampling
-from medusa_train.server_bench.figures import Cell, collect_cells, summarize
-from medusa_train.server_bench.measure import (
+from medusa_train.server_bench.request_blocks import (
     ALONE,
     BLOCK_ENTRY,
     HEADS,
@@ -43,8 +42,9 @@ from medusa_train.server_bench.measure import (
     open_server,
     plan_blocks,
 )
-from medusa_train.server_bench.report import terminal_report, write_report
 from medusa_train.server_bench.serve import ServedModel, ServerPool, prepare_model
+from medusa_train.server_bench.served_figures import Cell, collect_cells, summarize
+from medusa_train.server_bench.served_report import terminal_report, write_report
 
 ATTEMPTS = 3  # at a block in which requests fail
 FOREIGN_TRAFFIC = 1.2  # generated tokens by the server's counter, relative to those of the answers

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from medusa_train.evaluation.figures import Counts, block_interval
-from medusa_train.server_bench.measure import (
+from medusa_train.server_bench.request_blocks import (
     ALONE,
     PLAIN,
     Block,

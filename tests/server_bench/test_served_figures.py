@@ -1,6 +1,13 @@
 import pytest
 
-from medusa_train.server_bench.figures import (
+from medusa_train.server_bench.request_blocks import (
+    Block,
+    DraftCounts,
+    Measurement,
+    ServedAnswer,
+    parse_metrics,
+)
+from medusa_train.server_bench.served_figures import (
     Cell,
     busy_shares,
     cell_figures,
@@ -9,13 +16,6 @@ from medusa_train.server_bench.figures import (
     recommend,
     reference_of,
     summarize,
-)
-from medusa_train.server_bench.measure import (
-    Block,
-    DraftCounts,
-    Measurement,
-    ServedAnswer,
-    parse_metrics,
 )
 from tests.server_bench.servers import GENERATED, METRICS
 

@@ -2,14 +2,14 @@ from pathlib import Path
 
 import pytest
 
-from medusa_train.evaluation.questions import Question
-from medusa_train.evaluation.records import (
+from medusa_train.evaluation.measured_answers import (
     SkippedTurn,
     TimedAnswer,
     TurnRecord,
     completed_turns,
     turn_log,
 )
+from medusa_train.evaluation.questions import Question
 
 SETTINGS = {"bench": "small", "tree": [[0], [0, 0]], "threads": 2}
 QUESTIONS = [
