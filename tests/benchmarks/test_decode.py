@@ -55,7 +55,7 @@ def test_static_steps_compute_what_passes_do(
                 step()
             # a pass begins with token 0 and guesses 1, 2, ...
             assert torch.allclose(other.steps._hidden, one.steps._hidden, atol=1e-5)
-            assert torch.equal(other.steps._choices[:, 0], seen[-1].argmax(-1))
+            assert torch.equal(other.steps._matches[:, 0], seen[-1].argmax(-1))
         for context in (passes, static):
             assert torch.equal(context._slots.storage(20)[..., :20, :], before)
 
