@@ -43,24 +43,32 @@ class Coder:
     keys: tuple[str, ...] = ()
 
 
+def _qwen_coder(
+    size: str,
+    *,
+    prompts: int,
+    questions: int,
+    seconds: tuple[int, int, int, int],
+    datasets: tuple[str, ...] = (),
+) -> Coder:
+    """A coder of Qwen 2.5, by its size as in its name: "0.5b"."""
+    config = f"qwen25_coder_{size.replace('.', '')}"
+    return Coder(
+        model=f"models/qwen2.5-coder-{size}-instruct",
+        recipes=(f"{config}_m1", f"{config}_eagle3"),
+        prompts=prompts,
+        bench="humaneval",
+        questions=questions,
+        seconds=seconds,
+        datasets=datasets,
+    )
+
+
 CODERS = {
-    "0.5b": Coder(
-        model="models/qwen2.5-coder-0.5b-instruct",
-        recipes=("qwen25_coder_05b_m1", "qwen25_coder_05b_eagle3"),
-        prompts=1000,
-        bench="humaneval",
-        questions=60,
-        seconds=(60, 120, 90, 50),
-        datasets=(SHIPPED,),
+    "0.5b": _qwen_coder(
+        "0.5b", prompts=1000, questions=60, seconds=(60, 120, 90, 50), datasets=(SHIPPED,)
     ),
-    "1.5b": Coder(
-        model="models/qwen2.5-coder-1.5b-instruct",
-        recipes=("qwen25_coder_15b_m1", "qwen25_coder_15b_eagle3"),
-        prompts=1500,
-        bench="humaneval",
-        questions=40,
-        seconds=(120, 180, 120, 60),
-    ),
+    "1.5b": _qwen_coder("1.5b", prompts=1500, questions=40, seconds=(120, 180, 120, 60)),
     "tiny": Coder(
         model="data/tiny",
         recipes=("tiny_m1", "tiny_eagle3"),

@@ -45,6 +45,14 @@ PIPE_WIDTH = 120
 # large, device failed.
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
+#: The option of all commands that have a configuration.
+PrintConfig = Annotated[
+    bool,
+    typer.Option(
+        "--print-config", metavar="", help="Print all values and where they are set, then exit."
+    ),
+]
+
 OVERRIDE = re.compile(r"[A-Za-z_][\w.\[\]-]*=")
 _QUIET = {
     "TRANSFORMERS_VERBOSITY": "error",

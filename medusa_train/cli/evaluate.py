@@ -19,6 +19,7 @@ from rich.console import Console
 from medusa_train.checkpoint.resolve import ModelPaths, resolve_model, runs_directory
 from medusa_train.checkpoint.run_directory import check_writable
 from medusa_train.cli.common import (
+    PrintConfig,
     error_console,
     join_lines,
     read_arguments,
@@ -117,14 +118,7 @@ def evaluate(
     interactive: Annotated[
         bool, typer.Option("--interactive", metavar="", help="Chat with the model in the terminal.")
     ] = False,
-    print_config: Annotated[
-        bool,
-        typer.Option(
-            "--print-config",
-            metavar="",
-            help="Print all values and where they are set, then exit.",
-        ),
-    ] = False,
+    print_config: PrintConfig = False,
 ) -> int:
     """Measure speed and output equality of the tree, plain decoding, and transformers' generate; or
     servers.

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from medusa_train.cli.common import (
+    PrintConfig,
     error_console,
     join_lines,
     output_console,
@@ -94,14 +95,7 @@ def selfdistill(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", metavar="", help="Print the first prompts, then exit.")
     ] = False,
-    print_config: Annotated[
-        bool,
-        typer.Option(
-            "--print-config",
-            metavar="",
-            help="Print all values and where they are set, then exit.",
-        ),
-    ] = False,
+    print_config: PrintConfig = False,
     local_rank: Annotated[
         int, typer.Option("--local_rank", hidden=True)
     ] = 0,  # passed by DeepSpeed's launcher

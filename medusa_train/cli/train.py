@@ -10,6 +10,7 @@ from textwrap import indent
 import typer
 
 from medusa_train.cli.common import (
+    PrintConfig,
     error_console,
     join_lines,
     read_arguments,
@@ -85,12 +86,7 @@ def train(
         help="Resume from the newest checkpoint (key resume_from_checkpoint).",
         show_default=False,
     ),
-    print_config: bool = typer.Option(
-        False,
-        "--print-config",
-        metavar="",
-        help="Print all values and where they are set, then exit.",
-    ),
+    print_config: PrintConfig = False,
     schema: bool = typer.Option(
         False,
         "--schema",

@@ -180,23 +180,21 @@ class DataReport:
         """Return a sentence for each kind of conversation that was skipped or truncated, and the
         notes.
         """
-        limit = self.sequence_len
         sentences = list(self.read_notes)
         if self.skipped:
             sentences.append(
                 f"{len(self.skipped)} invalid records skipped, the first: {self.skipped[0]}"
             )
-        count = self.counts["truncated"]
-        if count:
-            sentences.append(f"{count} truncated at the end of a turn to fit sequence_len {limit}")
-        count = self.counts["too_long"]
-        if count:
-            sentences.append(
-                f"{count} skipped: their first answer ends beyond sequence_len {limit}"
-            )
-        count = self.counts["unsupervised"]
-        if count:
-            sentences.append(f"{count} skipped: no answer to train on")
+        limit = f"sequence_len {self.sequence_len}"
+        outcomes = {
+            "truncated": f"truncated at the end of a turn to fit {limit}",
+            "too_long": f"skipped: their first answer ends beyond {limit}",
+            "unsupervised": "skipped: no answer to train on",
+        }
+        for outcome, words in outcomes.items():
+            count = self.counts[outcome]
+            if count:
+                sentences.append(f"{count} {words}")
         count = self.counts["split"]
         if count:
             conversations = "conversation" if count == 1 else "conversations"
