@@ -938,7 +938,8 @@ class EvalConfig(Config):
     """Keys of `medusa-eval`."""
 
     bench: Text = key(
-        "tiny", "benchmark: tiny, mtbench, specbench, humaneval, gsm8k, or a question file"
+        "tiny",
+        "benchmark: tiny, mtbench, specbench, humaneval, gsm8k, or a question file or its directory",
     )
     model: Text | None = key(
         None, "run directory or directory of heads; default: the newest run in runs/"

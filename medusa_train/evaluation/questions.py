@@ -140,7 +140,7 @@ def load_bench(name_or_file: str, note: Callable[[str], None] = lambda line: Non
     read.
     """
     path = find_bench(name_or_file, note)
-    is_file = name_or_file not in NAMED_BENCHES and resolve_path(name_or_file) == path
+    is_file = path == _file_of_user(name_or_file)
     unread = Unread()
     questions = read_questions(path, unread)
     if not is_file:  # what public benches carry beside their questions is known
@@ -152,10 +152,9 @@ def load_bench(name_or_file: str, note: Callable[[str], None] = lambda line: Non
 
 def find_bench(name_or_file: str, note: Callable[[str], None] = lambda line: None) -> Path:
     """Return the path of a bench's question file, downloaded if necessary; see `load_bench`."""
-    if name_or_file not in NAMED_BENCHES:
-        path = resolve_path(name_or_file)
-        if path is not None and path.is_file():
-            return path
+    path = _file_of_user(name_or_file)
+    if path is not None:
+        return path
     candidates = _candidates(name_or_file)
     for candidate in candidates:
         if candidate.is_file():
@@ -175,6 +174,21 @@ def find_bench(name_or_file: str, note: Callable[[str], None] = lambda line: Non
         return _download(name_or_file, named, note)
     except FetchError as error:
         raise DataError(_missing_bench(name_or_file, named, str(error))) from None
+
+
+def _file_of_user(name_or_file: str) -> Path | None:
+    """Return the question file that the user names, itself or by the path of its directory; None
+    for the name of a bench.
+    """
+    path = resolve_path(name_or_file)
+    if path is None or name_or_file in NAMED_BENCHES:
+        return None
+    if path.is_file():
+        return path
+    # `code` is the bench of that name, whatever directory the command is run in
+    if Path(name_or_file).name == name_or_file:
+        return None
+    return next((path / name for name in FILES if (path / name).is_file()), None)
 
 
 def _candidates(name: str) -> list[Path]:

@@ -220,6 +220,13 @@ def test_a_users_bench_by_name_and_by_file(tmp_path: Path, monkeypatch: pytest.M
     assert load_bench("mine").name == "mine"
     assert load_bench(str(path)).name == "mine"
     assert load_bench(str(write(tmp_path / "other.jsonl", GOOD))).name == "other"
+    monkeypatch.setenv(benches.BENCH_DIR_VARIABLE, str(tmp_path / "elsewhere"))
+    bench = load_bench(str(path.parent))
+    assert (bench.name, bench.path) == ("mine", path)
+    # a bare name is that of a bench, whatever lies where the command is run
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "code" / "question.jsonl", GOOD)
+    assert load_bench("code").path == PROJECT_ROOT / "data/bench/code/question.jsonl"
 
 
 def test_an_unknown_bench_is_an_error_with_names_and_searched_paths(
