@@ -23,6 +23,7 @@ import argparse
 import itertools
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -51,7 +52,7 @@ from shapes import (  # noqa: E402
     random_model,
     time_call,
 )
-from shared import machine_facts, table, warn_if_busy, write_page  # noqa: E402
+from shared import describe_failure, machine_facts, table, warn_if_busy, write_page  # noqa: E402
 from transformers import AutoConfig  # noqa: E402
 
 from medusa_train.cli.common import quiet_libraries  # noqa: E402
@@ -159,10 +160,21 @@ class Unsupported(Exception):
 
 @dataclass
 class Loaded:
-    """A model in one dtype and setting, with Medusa heads of each kind."""
+    """A model in one dtype and setting, with Medusa heads of each kind.
+
+    Attributes:
+        ready_seconds: to compile and capture all that was needed so far, weights apart.
+    """
 
     backbone: Backbone
     drafts: dict[str, MedusaDraft]
+    ready_seconds: float = 0.0
+
+    @property
+    def num_programs(self) -> int | None:
+        """Programs of its layers; None where layers have none."""
+        programs = self.backbone.layer_programs
+        return None if programs is None else len(programs.programs)
 
     @property
     def draft(self) -> MedusaDraft:
@@ -230,6 +242,7 @@ class Shape:
             backbone = Backbone(model, None, self.name)
         else:
             backbone = load_backbone(str(self.directory), dtype=dtype, device=device)
+        started = time.perf_counter()
         try:
             backbone.use_gpu_kernels(KERNELS.get(setting, ()))
         except BackboneError as error:
@@ -265,7 +278,7 @@ class Shape:
                 raise Unsupported(f"not compiled: {reason}") from error
             for draft in drafts.values():
                 prepack_linears(draft)
-        return Loaded(backbone, drafts)
+        return Loaded(backbone, drafts, time.perf_counter() - started)
 
 
 def heads_of(backbone: Backbone, kind: str) -> MedusaDraft:
@@ -304,6 +317,8 @@ def load_models(
             left -= size
         except Unsupported as error:
             obstacles.append((model, str(error)))
+        except Exception as error:
+            obstacles.append((model, describe_failure(error)))
     return loaded, obstacles
 
 
@@ -322,7 +337,8 @@ class Timed:
     """One figure: a call to be timed, what to do before it untimed, its floor and its measured
     seconds.
 
-    `how` returns how the steps of its backbone run, once they have.
+    `how` returns how the steps of its backbone run, once they have. `ready` and `programs` are those of
+    its model, see `Loaded`.
     """
 
     setup: Setup
@@ -333,6 +349,8 @@ class Timed:
     how: Callable[[], str] = lambda: PASSES
     seconds: list[float] = field(default_factory=list)
     obstacle: str = ""
+    ready: float = 0.0
+    programs: int | None = None
 
 
 def likely_tree(nodes: int, depth: int = HEADS) -> Tree:
@@ -398,17 +416,22 @@ def cases_of(
             "" if context + max(nodes) <= limit else f"not run: the model has {limit:,} positions"
         )
         calls: list[Timed] = []
+        started = time.perf_counter()
         try:
             calls = [] if obstacle else list(timed_calls(one, shape, setup, nodes, rates))
             # compile or capture before anything is timed
             for case in calls if one.backbone.compiled or one.backbone.step_runner else []:
                 case.prepare()
                 case.call()
-        except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
-                raise
-            calls, obstacle = [], "does not fit"
+        except Exception as error:
+            # the other settings do not depend on this one
+            obstacle = "does not fit" if is_out_of_memory(error) else describe_failure(error)
+            calls = []
             release_memory()
+        one.ready_seconds += time.perf_counter() - started
+        for case in calls:
+            case.ready = one.ready_seconds
+            case.programs = one.num_programs
         cases += calls or [Timed(setup, "plain", lambda: None, obstacle=obstacle)]
     return cases
 
@@ -454,10 +477,8 @@ def _burst(case: Timed, device: torch.device) -> float:
             spent += case.seconds[-1]
             if case.seconds[-1] >= SLOW_SECONDS:
                 break
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        case.obstacle = "does not fit"
+    except Exception as error:
+        case.obstacle = "does not fit" if is_out_of_memory(error) else describe_failure(error)
         case.seconds.clear()
     return spent
 
@@ -471,6 +492,8 @@ class Row:
     floor_ms: dict[str, float] = field(default_factory=dict)
     obstacle: str = ""
     steps: str = PASSES
+    ready: float = 0.0
+    programs: int | None = None
 
     def over_plain(self, name: str) -> float | None:
         """Return a latency over that of the plain step (or of the plain loop) of the same row."""
@@ -487,6 +510,8 @@ def rows_of(cases: Sequence[Timed]) -> list[Row]:
             row.ms[case.name] = 1000 * median(case.seconds)
             row.floor_ms[case.name] = 1000 * case.floor
             row.steps = case.how()
+            row.ready = case.ready
+            row.programs = case.programs
         else:
             row.obstacle = case.obstacle or "not measured"
     return list(rows.values())
@@ -503,7 +528,10 @@ def write_report(out: Path, machine: Mapping[str, Any], rates: Rates, rows: Sequ
             "steps": row.steps,
             "ms_and_floor": figures,
             "plain_tokens_per_s": round(1000 / row.ms["plain"], 1) if "plain" in row.ms else None,
+            "ready_s": round(row.ready, 1),
         }
+        if row.programs is not None:
+            measured["programs"] = row.programs
         content.append(
             {**asdict(row.setup), **(measured if figures else {"obstacle": row.obstacle})}
         )
@@ -520,21 +548,22 @@ def tables(rates: Rates, rows: Sequence[Row]) -> list[str]:
             name for row in rows for name in row.ms if name not in ("plain", "loop, plain")
         )
     )
-    titles = ["shape", "context", "dtype", "setting", "steps", "plain ms", "plain tokens/s"]
-    titles += ["floor / plain"]
+    titles = ["shape", "context", "dtype", "setting", "steps", "ready s", "plain ms"]
+    titles += ["plain tokens/s", "floor / plain"]
     titles += [f"{name} ms" if name == HEADS_ROW else name for name in names]
     lines = []
     for row in rows:
         at = row.setup
         first = [at.shape, f"{at.context:,}", at.dtype, at.setting]
         if "plain" not in row.ms:
-            lines.append([*first, row.obstacle, *[""] * (len(names) + 3)])
+            lines.append([*first, row.obstacle, *[""] * (len(names) + 4)])
             continue
         plain = row.ms["plain"]
         lines.append(
             [
                 *first,
                 row.steps,
+                f"{row.ready:.0f}",
                 f"{plain:.3f}",
                 f"{1000 / plain:,.1f}",
                 f"{row.floor_ms['plain'] / plain:.2f}",
@@ -547,7 +576,8 @@ def tables(rates: Rates, rows: Sequence[Row]) -> list[str]:
     note = (
         f"Measured rates: reads {rates.bandwidth / 1e9:,.1f} GB/s; products {speeds}. Trees and"
         " loops with trees: over the plain step or loop of the same row, and steps per second, which"
-        " the tokens of a step multiply. A floor above the plain step was read from caches."
+        " the tokens of a step multiply. A floor above the plain step was read from caches. Ready: seconds"
+        " to compile and capture, weights apart."
     )
     return [note, table(titles, lines, 5)]
 
@@ -595,7 +625,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             page = write_report(args.out, machine, rates, rows)
             print(f"{name}: {len(rows)} rows", flush=True)
     print(f"{page}\nwrote {args.out}/decode.md, decode.json")
-    return 0
+    return 1 if any(row.obstacle.startswith("failed: ") for row in rows) else 0
 
 
 if __name__ == "__main__":

@@ -48,13 +48,13 @@ class Context:
     """
 
     @torch.inference_mode()
-    def __init__(self, backbone: Backbone, length: int, max_nodes: int) -> None:
+    def __init__(self, backbone: Backbone, length: int, max_nodes: int, rows: int = 1) -> None:
         self.backbone = backbone
         self.length = length
         self._slots = backbone.new_slots(length + max_nodes + 1)
-        if backbone.step_runner is None:
-            self._slots.make_room(1, length + max_nodes + 33)
-        write_random(backbone, self._slots, length)
+        if backbone.step_runner is None or rows > 1:
+            self._slots.make_room(rows, length + max_nodes + 33)
+        write_random(backbone, self._slots, length, rows)
 
     @torch.inference_mode()
     def step(self, tree: Tree) -> BackboneStep:
@@ -66,35 +66,38 @@ class Context:
 
 
 class BackboneStep:
-    """A step after `length` positions, and the way back to the state before it."""
+    """A step of all rows after `length` positions, and the way back to the state before it."""
 
     def __init__(self, steps: Steps, backbone: Backbone, length: int) -> None:
         self.steps = steps
         device = backbone.device
-        hidden = torch.zeros(1, 1, backbone.hidden_size, dtype=backbone.dtype, device=device)
-        self._feats = Features(hidden.expand(-1, length, -1))
-        self._tokens = torch.zeros(1, length, dtype=torch.long, device=device)
+        rows = steps.slots.rows
+        hidden = torch.zeros(rows, 1, backbone.hidden_size, dtype=backbone.dtype, device=device)
+        self._feats = Features(hidden.expand(-1, length, -1))  # [B, length, d]
+        self._tokens = torch.zeros(rows, length, dtype=torch.long, device=device)
+        self._prompts = [[0] * length] * rows
 
     @torch.inference_mode()
     def prepare(self) -> None:
         """Start at the end of the context."""
         self.steps.select_rows([])
-        self.steps.add_rows(self._feats, self._tokens, [self._tokens[0].tolist()])
+        self.steps.add_rows(self._feats, self._tokens, self._prompts)
 
     @torch.inference_mode()
     def __call__(self) -> None:
         """Run the step, with the transfers of its inputs and of its result."""
-        self.steps.step([0])
+        self.steps.step([0] * len(self._prompts))
 
 
-def write_random(backbone: Backbone, slots: Slots, length: int) -> None:
+def write_random(backbone: Backbone, slots: Slots, length: int, rows: int) -> None:
     """Write `length` positions of random keys and values to slots, which takes no prefill."""
     config = backbone.config
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     states = torch.randn(
         1, config.num_key_value_heads, length, size, device=backbone.device, dtype=backbone.dtype
     )
-    cache = prompt_cache(slots, 0, 1)
+    states = states.expand(rows, -1, -1, -1)  # [B, kv_heads, length, head_dim]
+    cache = prompt_cache(slots, 0, rows)
     for layer in range(backbone.num_layers):
         cache.update(states, states, layer)
 

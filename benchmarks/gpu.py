@@ -2,7 +2,7 @@
 benchmarks/gpu.sh`.
 
     bash benchmarks/gpu.sh --dry-run          # list and check every step, and the wheels; needs no GPU
-    WHEELS=wheels bash benchmarks/gpu.sh      # 25 minutes at most
+    WHEELS=wheels bash benchmarks/gpu.sh      # 31 minutes at most
     WHEELS=wheels bash benchmarks/gpu.sh --part 2   # one part of 8 minutes at most
     WHEELS=wheels bash benchmarks/gpu.sh --minutes 15   # or 8: what is worth most, first things first
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Run the GPU tests and measurements and write gpu.md and gpu.json: benchmarks/gpu.py --help. 25 minutes at most.
+# Run the GPU tests and measurements and write gpu.md and gpu.json: benchmarks/gpu.py --help. 31 minutes at most.
 # Needs PyTorch and transformers; WHEELS names a directory with the other wheels, which `--dry-run` lists.
 set -euo pipefail
 cd "$(dirname "$0")/.."

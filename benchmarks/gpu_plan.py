@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PART_SECONDS, ALL_SECONDS = 480, 1500  # of one part, and of all of them, at most
+PART_SECONDS, ALL_SECONDS = 480, 1860  # of one part, and of all of them, at most
 #: Of which the limits of the benchmarks are made: what decode.py and train.py get as --seconds,
 # and estimates of the start of a script, of loading a model and timing its heads, of compiling
 # it, and of a process of train.py.
@@ -56,6 +56,10 @@ COMMANDS = {
     "eval": "medusa_train.cli.evaluate",
     "selfdistill": "medusa_train.cli.selfdistill",
 }
+
+
+#: Of the settings of decode.py and gpu_profile.py, in the order in which each adds to the last.
+VARIANTS = ("static", "split", "layers", "fused", "descent")
 
 
 @dataclass(frozen=True)
@@ -167,6 +171,10 @@ def plan(work: str = "runs/gpu") -> list[Step]:
         limit = expected + 2 * PROCESS_SECONDS
         return script("train", part, words, expected, limit, name, work)
 
+    def batches(shape: str, part: int, expected: int, limit: int) -> Step:
+        words = ("--shapes", shape, "--rows", "64", "128", "--settings", *VARIANTS[:2])
+        return script("gpu_batches", part, words, expected, limit, f"batches-{shape}", work)
+
     data = (
         *(f"data/selfdistill/{name}.jsonl.gz" for name in ("smollm2", "smollm2_validation")),
         SMOLLM2_BENCH,
@@ -205,6 +213,8 @@ def plan(work: str = "runs/gpu") -> list[Step]:
             ("--parts", "shape7b", "compiled7b", "--sequences", "2048", "--rows", "8"),
         ),
         decode("decode-compiled", 4, ("7B",), ("compiled",), LOAD_SECONDS + 2 * COMPILE_SECONDS),
+        batches("1.5B", 5, 100, 150),
+        batches("8B", 5, 140, 220),
     ]
 
 
@@ -222,10 +232,6 @@ def script(
     words = (f"{file}.py", *arguments, "--out", out)
     page, figures = f"{out}/{file}.md", f"{out}/{file}.json"
     return Step(name, part, words, expected, limit, page=page, figures=figures)
-
-
-#: Of the settings of decode.py and gpu_profile.py, in the order in which each adds to the last.
-VARIANTS = ("static", "split", "layers", "fused", "descent")
 
 
 def short_plan(minutes: int, work: str = "runs/gpu") -> list[Step]:

@@ -28,7 +28,7 @@ import torch  # noqa: E402
 from decode import KERNELS, Shape, Unsupported, likely_tree  # noqa: E402
 from decode_steps import Context  # noqa: E402
 from shapes import Sizes, llama_config  # noqa: E402
-from shared import machine_facts, rounded, table, write_page  # noqa: E402
+from shared import describe_failure, machine_facts, rounded, table, write_page  # noqa: E402
 from torch.autograd import DeviceType  # noqa: E402
 from torch.profiler import ProfilerActivity, profile  # noqa: E402
 from train import SMALL_LLAMA, STEPS, Case, Step, device_and_precision, shape_setup  # noqa: E402
@@ -128,8 +128,26 @@ def summary(events: Iterable[Any], count: int, cuda: bool) -> dict[str, Any]:
     }
 
 
-def decoding(args: argparse.Namespace, device: torch.device) -> Iterable[Profile]:
-    """Profile steps of a random model at the shape of a 7B model."""
+def repeated_step(steps: Context, nodes: int) -> Callable[[], None]:
+    """Return a step over a tree that starts at the end of the context each time."""
+    step = steps.step(likely_tree(nodes) if nodes else Tree.empty())
+
+    def again() -> None:
+        step.prepare()
+        step()
+
+    step.prepare()
+    return again
+
+
+def decoding(
+    args: argparse.Namespace, device: torch.device, failed: list[str]
+) -> Iterable[Profile]:
+    """Profile steps of a random model at the shape of a 7B model.
+
+    Args:
+        failed: gets a line for each profile that failed; the others do not depend on it.
+    """
     cuda = device.type == "cuda"
     shape = Shape.of("7B")
     if not cuda:
@@ -142,38 +160,46 @@ def decoding(args: argparse.Namespace, device: torch.device) -> Iterable[Profile
         except Unsupported as error:
             print(f"{setting}: {error}", flush=True)
             continue
+        except Exception as error:
+            failed.append(f"{setting}: {describe_failure(error)}")
+            continue
         shared = shared or one
         for context in args.contexts:
             steps = Context(one.backbone, context, max(args.nodes))
             for nodes in args.nodes:
-                step = steps.step(likely_tree(nodes) if nodes else Tree.empty())
-
-                def again(step: Any = step) -> None:
-                    step.prepare()
-                    step()
-
-                step.prepare()
                 what = f"tree {nodes}" if nodes else "plain"
-                yield Profile(what, setting, context, nodes, **profiled(again))
-            del steps, step
+                try:
+                    figures = profiled(repeated_step(steps, nodes))
+                except Exception as error:
+                    failed.append(f"{what} {setting} {context}: {describe_failure(error)}")
+                    continue
+                yield Profile(what, setting, context, nodes, **figures)
+            del steps
             release_memory()
 
 
-def training(args: argparse.Namespace) -> Iterable[Profile]:
+def training(args: argparse.Namespace, failed: list[str]) -> Iterable[Profile]:
     """Profile a micro-batch, and the step of the optimizer after it, at the shape of a 7B model."""
     for part in args.parts:
-        what, method = STEPS[part]
-        tokens = 2048 if torch.cuda.is_available() else 32
-        case = Case(what, method, dtype="bfloat16", tokens=tokens, rows=2)
-        precision = device_and_precision(case)
-        cfg, backbone, batch = shape_setup(case, precision)
-        step = Step(cfg, backbone, precision)
-        step(batch)
-        yield Profile(part, "micro-batch", tokens, 0, **profiled(partial(step.micro_batch, batch)))
-        step.micro_batch(batch)
-        yield Profile(part, "optimizer", tokens, 0, **profiled(step.update, 2))
-        del step, backbone, batch
+        try:
+            yield from profile_training(part)
+        except Exception as error:
+            failed.append(f"{part}: {describe_failure(error)}")
         release_memory()
+
+
+def profile_training(part: str) -> Iterable[Profile]:
+    """Profile a micro-batch and the optimizer of one part of train.py."""
+    what, method = STEPS[part]
+    tokens = 2048 if torch.cuda.is_available() else 32
+    case = Case(what, method, dtype="bfloat16", tokens=tokens, rows=2)
+    precision = device_and_precision(case)
+    cfg, backbone, batch = shape_setup(case, precision)
+    step = Step(cfg, backbone, precision)
+    step(batch)
+    yield Profile(part, "micro-batch", tokens, 0, **profiled(partial(step.micro_batch, batch)))
+    step.micro_batch(batch)
+    yield Profile(part, "optimizer", tokens, 0, **profiled(step.update, 2))
 
 
 def write_report(out: Path, machine: dict[str, Any], profiles: Sequence[Profile]) -> str:
@@ -224,11 +250,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     profiles: list[Profile] = []
     page = ""
-    for one in decoding(args, device) if args.what == "decode" else training(args):
+    failed: list[str] = []
+    found = training(args, failed) if args.what == "train" else decoding(args, device, failed)
+    for one in found:
         profiles.append(one)
         page = write_report(args.out, machine, profiles)
     print(page)
-    return 0 if profiles else 1
+    for line in failed:
+        print(line, file=sys.stderr)
+    return 0 if profiles and not failed else 1
 
 
 if __name__ == "__main__":

@@ -24,10 +24,11 @@ from medusa_train.models.loading import keep_trainable_kernels
 from medusa_train.models.precision import choose_kernels, default_device
 
 #: hidden size, MLP size, layers, attention heads, key/value heads, and the vocabulary where it is not
-# `VOCAB_SIZE`; 8B is Llama 3.1
+# `VOCAB_SIZE`; 1.5B is Qwen2.5 without its biases, 8B is Llama 3.1
 SHAPES: dict[str, tuple[int, ...]] = {
     "160M": (768, 3072, 12, 12, 12),
     "1B": (2048, 5632, 22, 32, 4),
+    "1.5B": (1536, 8960, 28, 12, 2, 151936),
     "7B": (4096, 11008, 32, 32, 32),
     "8B": (4096, 14336, 32, 32, 8, 128256),
     "13B": (5120, 13824, 40, 40, 40),

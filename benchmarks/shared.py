@@ -17,6 +17,12 @@ MAX_JSON_BYTES = 20_000  # of a result file; raw measurements stay under runs/
 BUSY_LOAD = 0.25  # load average per core above which the machine counts as busy
 
 
+def describe_failure(error: BaseException) -> str:
+    """Return the kind of an error and its first line, for the row of what failed."""
+    lines = str(error).strip().splitlines() or ["no message"]
+    return f"failed: {type(error).__name__}: {lines[0][:200]}"
+
+
 def backbone_note(base_model: str) -> str:
     """Return what must be said wherever drafts are compared on the tiny backbone; empty for other
     backbones.

@@ -721,13 +721,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     warn_if_busy(machine)
     measured: dict[Case, Result] = {}
+    failed: list[str] = []
     for pair in case_pairs(args):
         for case in [case for _ in range(args.rounds) for case in pair]:
-            result = measure_in_process(case, args.threads)
+            try:
+                result = measure_in_process(case, args.threads)
+            except RuntimeError as error:
+                failed.append(str(error))  # the next cases do not depend on this one
+                continue
             if case not in measured or result.median < measured[case].median:
                 measured[case] = result
         for case in pair:
-            one = measured[case]
+            one = measured.get(case)
+            if one is None:
+                continue
             cost = f"{one.median:.2f} s {megabytes(one.peak)} MB" if one.fits else "does not fit"
             print(
                 f"{case.what} {case.method} {case.dtype} T {case.tokens} K {case.heads}: {cost}",
@@ -735,6 +742,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             )
         write_report(args.out, machine, measured)
     print(f"wrote {args.out}/train.md, train.json")
+    if failed:
+        sys.exit("\n".join(failed))
 
 
 if __name__ == "__main__":

@@ -180,11 +180,7 @@ def split_attention(
 
     # 2. as many splits as fill the GPU, of at least two tiles of keys
     programs = _PROGRAMS_PER_PROCESSOR * _processors(folded.device)
-    splits = min(
-        programs // (batch * heads * blocks), triton.cdiv(keys, 2 * block_keys), _MOST_SPLITS
-    )
-    per_split = triton.cdiv(triton.cdiv(keys, max(1, splits)), block_keys) * block_keys
-    splits = triton.cdiv(keys, per_split)
+    per_split, splits = split_sizes(keys, programs // (batch * heads * blocks), block_keys)
 
     # 3. both kernels
     places = batch * heads * rows * splits
@@ -228,6 +224,18 @@ def split_attention(
 @split_attention.register_fake
 def _(folded: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
     return torch.empty_like(folded, memory_format=torch.contiguous_format)
+
+
+def split_sizes(keys: int, most: int, tile: int) -> tuple[int, int]:
+    """Return the keys of a split, which are whole tiles, and how many splits there are.
+
+    Args:
+        most: splits that fill the GPU. tile: keys that are read at a time.
+    """
+    splits = min(most, -(-keys // (2 * tile)), _MOST_SPLITS)
+    tiles = -(-keys // (max(1, splits) * tile))
+    per_split = tiles * tile
+    return per_split, -(-keys // per_split)
 
 
 def merge_warps(dim: int, width: int) -> int:

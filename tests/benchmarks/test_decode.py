@@ -4,6 +4,7 @@ the page.
 
 import json
 from pathlib import Path
+from typing import Any
 
 import decode
 import pytest
@@ -88,6 +89,35 @@ def test_settings_of_a_dtype_share_weights_and_heads() -> None:
         "loop, tree 16, 32768 heads",
         "loop, tree 16, shared heads",
     ]
+
+
+def test_a_setting_that_fails_is_a_row_and_the_others_are_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode, "measure_rates", lambda device, dtypes, seconds: RATES)
+    timed_calls, burst = decode.timed_calls, decode._burst
+
+    def failing(one: Any, shape: Any, setup: Any, *given: Any) -> Any:
+        if setup.setting == "static":
+            raise RuntimeError("no program\nmore")
+        return timed_calls(one, shape, setup, *given)
+
+    def failing_later(case: Any, device: Any) -> float:
+        if case.name == "heads":
+            case.call = lambda: int("x")
+        return burst(case, device)
+
+    monkeypatch.setattr(decode, "timed_calls", failing)
+    monkeypatch.setattr(decode, "_burst", failing_later)
+    model = write_backbone(tmp_path / "model")
+    words = ["--shapes", str(model), "--contexts", "32", "--nodes", "2", "--dtypes", "float32"]
+    words += ["--settings", "stock", "static", "--seconds", "0.01", "--out", str(tmp_path / "out")]
+    assert decode.main(words) == 1
+    record = json.loads((tmp_path / "out" / "decode.json").read_text())
+    stock, static = record["rows"]
+    assert static["obstacle"] == "failed: RuntimeError: no program"
+    assert list(stock["ms_and_floor"]) == ["plain", "tree 2", "loop, plain"]
+    assert stock["ready_s"] >= 0
 
 
 def test_the_whole_command_on_a_model_directory(

@@ -75,6 +75,24 @@ def test_the_whole_command(words: list[str], steps: list[str], tmp_path: Path) -
     assert "a small stand-in ran" in (tmp_path / "gpu_profile.md").read_text()
 
 
+def test_a_step_that_fails_is_named_and_the_others_are_profiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tree = gpu_profile.likely_tree
+
+    def failing(nodes: int) -> object:
+        if nodes == 3:
+            raise RuntimeError("no such kernel")
+        return tree(nodes)
+
+    monkeypatch.setattr(gpu_profile, "likely_tree", failing)
+    words = ["decode", "--contexts", "40", "--nodes", "0", "3", "4", "--out", str(tmp_path)]
+    assert gpu_profile.main(words) == 1
+    record = json.loads((tmp_path / "gpu_profile.json").read_text())
+    assert [one["what"] for one in record["profiles"]] == ["plain", "tree 4"]
+    assert "tree 3 static 40: failed: RuntimeError: no such kernel" in capsys.readouterr().err
+
+
 def test_a_setting_that_cannot_run_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

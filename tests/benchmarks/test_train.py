@@ -71,6 +71,22 @@ def test_parts_name_their_cases() -> None:
     assert [case.method for (case,) in pairs if case.what == "shape1"] == ["ours", "compiled"]
 
 
+def test_a_case_that_fails_does_not_end_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measured(case: Case, threads: int | None) -> train.Result:
+        if case.method == "compiled":
+            raise RuntimeError("case failed with exit code 1")
+        return train.Result(True, [0.5], tokens=100, rate=1e12, operations=10)
+
+    monkeypatch.setattr(train, "measure_in_process", measured)
+    words = ["--parts", "medusa1_7b", "compiled7b", "packed7b", "--sequences", "64"]
+    with pytest.raises(SystemExit, match="case failed with exit code 1"):
+        train.main([*words, "--out", str(tmp_path)])
+    cases = json.loads((tmp_path / "train.json").read_text())["cases"]
+    assert [case["method"] for case in cases] == ["ours", "packed"]
+
+
 def test_packed_rows_are_whole_documents_and_name_what_computes_them(tmp_path: Path) -> None:
     case = Case("shape1", "packed", "bfloat16", tokens=48, rows=2, heads=2, repeats=1)
     lengths = train.document_lengths(48)

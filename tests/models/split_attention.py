@@ -16,6 +16,7 @@ from medusa_train.models.split_attention import can_split, split_attention
 from tests.families import random_backbone
 from tests.inference.test_drafts import PROMPTS, TREE, random_draft
 from tests.inference.test_static_steps import paths
+from tests.models.split_in_torch import split_in_torch
 
 HIDDEN = float("-inf")
 
@@ -61,6 +62,21 @@ def error_of(folded: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> float:
 @pytest.mark.parametrize("groups", [1, 3, 4, 7])
 def test_groups_and_queries(groups: int, queries: int) -> None:
     assert error_of(*random_pass(1, groups, queries, 401, torch.float32)) < 2e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("groups", [1, 3, 4, 7])
+def test_the_stand_in_has_the_arithmetic_of_the_kernel(groups: int, dtype: torch.dtype) -> None:
+    """It takes the kernel's place in tests of whole models, so it has to be what the kernel is."""
+    folded, key, value, mask = random_pass(2, groups, 5, 700, dtype)
+    mask[0, ..., :600] = HIDDEN  # splits that see nothing
+    found = split_attention(folded, key, value, mask, 0.2)
+    block_rows, tile = kernels.block_sizes(folded.shape[2], folded.shape[3])
+    blocks = -(-folded.shape[2] // block_rows)
+    per_split, splits = kernels.split_sizes(700, 2 * 132 // (2 * 2 * blocks), tile)
+    assert splits > 2
+    expected = split_in_torch(folded, key, value, mask, 0.2, per_split)
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("dim", [16, 64, 128, 256])

@@ -111,6 +111,22 @@ def test_plain_decoding_of_a_single_row() -> None:
     assert len(programs.programs) == graphs() == 1
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{"num_hidden_layers": 1}, {"num_hidden_layers": 9}, {"intermediate_size": 96}],
+    ids=str,
+)
+def test_programs_are_as_many_for_any_depth_and_width(changes: dict[str, int]) -> None:
+    """Of single rows: one for plain steps, one for all trees."""
+    backbone = random_backbone("llama", **changes)
+    backbone.step_runner = FixedShapeRunner()
+    programs = serve(backbone)
+    draft = random_draft("medusa", backbone)
+    for drafting, tree in ((None, None), (draft, TREE), (draft, Tree.chain(2))):
+        Decoder(backbone, drafting, tree).generate(PROMPTS[0], 4, ())
+    assert len(programs.programs) == graphs() == 2
+
+
 def test_other_passes_run_as_they_are() -> None:
     """Prompts, passes with gradients, and plain steps that write slices."""
     backbone = random_backbone("llama")

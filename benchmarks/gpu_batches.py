@@ -1,0 +1,247 @@
+"""How fast does a batch of many rows decode, what must it cost at least, and where does the time go?
+
+    python benchmarks/gpu_batches.py --shapes 1.5B 8B --rows 64 128
+
+What self-distillation runs, on random weights at the shapes of Qwen2.5 1.5B and Llama 3.1 8B, in bfloat16, by
+CUDA graphs. *Step*: plain steps of rows that all have `--context` positions, on the clock and under torch's
+profiler, by class of kernel; the floor is weights and cache over the measured bandwidth, or operations over
+the measured matrix rate. *Answers*: a batch that is refilled as that of medusa-selfdistill, with prompts and
+answers of different lengths, prefill included, greedy and sampled. Without a GPU a small stand-in runs.
+Writes gpu_batches.md and gpu_batches.json to `--out` after every figure; what fails is named in its row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
+
+import torch  # noqa: E402
+from decode import KERNELS, Loaded, Shape, Unsupported  # noqa: E402
+from decode_steps import BackboneStep, Context, how_steps_run  # noqa: E402
+from gpu_profile import CLASSES, profiled  # noqa: E402
+from shapes import SHAPES, Rates, Sizes, llama_config, measure_rates, time_call  # noqa: E402
+from shared import describe_failure, machine_facts, rounded, table, write_page  # noqa: E402
+from train import SMALL_LLAMA  # noqa: E402
+
+from medusa_train.cli.common import quiet_libraries  # noqa: E402
+from medusa_train.inference.batch import (  # noqa: E402
+    REFILL_FRACTION,
+    BatchDecoder,
+    PendingRequest,
+    RunningBatch,
+)
+from medusa_train.inference.sampling import Sampling  # noqa: E402
+from medusa_train.models.precision import release_memory  # noqa: E402
+from medusa_train.trees.tree import Tree  # noqa: E402
+
+DTYPE = "bfloat16"
+# positions behind the context: steps that are timed and profiled grow by one each, below 256
+TIMED, TIMED_ON_CPU, PROFILED = 100, 6, 5
+#: Tokens of prompts and of answers, from and to.
+PROMPTS, ANSWERS = (32, 192), (32, 320)
+#: Of medusa-selfdistill's default.
+TEMPERATURE = 0.3
+Row = dict[str, Any]
+
+
+def measure_step(one: Loaded, shape: Shape, rows: int, context: int, rates: Rates) -> Row:
+    """Time and profile plain steps of `rows` rows after `context` positions."""
+    step = Context(one.backbone, context, TIMED + 4 * PROFILED, rows).step(Tree.empty())
+    itemsize = one.backbone.dtype.itemsize
+    size = itemsize * (shape.sizes.read + shape.sizes.cached(context, rows))
+    floor = 1000 * rates.floor(size, shape.sizes.step_operations(1, context, rows), DTYPE)
+    step.prepare()
+    milliseconds = 1000 * median(step_seconds(step, one.backbone.device))
+    step.prepare()
+    profile = profiled(step, PROFILED)
+    return {
+        "steps": how_steps_run(one.backbone),
+        "floor_ms": floor,
+        "ms": milliseconds,
+        "over_floor": milliseconds / floor,
+        "tokens_per_s": 1000 * rows / milliseconds,
+        "kernel_ms": profile["kernel_ms"],
+        "kernels": profile["kernels"],
+        "classes": profile["classes"],
+        "largest": profile["largest"],
+    }
+
+
+def step_seconds(step: BackboneStep, device: torch.device) -> list[float]:
+    """Time steps in a row, after those that warm up and capture."""
+    for _ in range(3):
+        step()
+    count = TIMED if device.type == "cuda" else TIMED_ON_CPU
+    return [time_call(step, device) for _ in range(count - 3)]
+
+
+def measure_answers(one: Loaded, rows: int, seconds: float, sampled: bool) -> Row:
+    """Count the tokens per second of a batch that is refilled for `seconds`, once it is full."""
+    draw = random.Random(0)
+    decoder = BatchDecoder(one.backbone, None, Tree.empty())
+    rule = Sampling(TEMPERATURE, 0, 1.0) if sampled else None
+    batch = decoder.begin(ANSWERS[1], (), rule)
+    # 1. full, with answers at all stages
+    refill(batch, rows, draw, one.backbone.vocab_size, sampled)
+    for _ in range(ANSWERS[0] // 2):
+        batch.step()
+    # 2. on the clock; a step hands over answers that are complete
+    passes, tokens = decoder.passes, 0
+    started = time.perf_counter()
+    while time.perf_counter() - started < seconds:
+        if (rows - len(batch.active)) * REFILL_FRACTION >= rows:
+            refill(batch, rows - len(batch.active), draw, one.backbone.vocab_size, sampled)
+        before = len(batch.active)
+        batch.step()
+        tokens += before
+    spent = time.perf_counter() - started
+    return {
+        "answers": "sampled" if sampled else "greedy",
+        "tokens_per_s": tokens / spent,
+        "rows_per_step": tokens / (decoder.passes - passes),
+    }
+
+
+def refill(batch: RunningBatch, count: int, draw: random.Random, vocab: int, sampled: bool) -> None:
+    """Add `count` requests with prompts and answers of different lengths."""
+    requests = []
+    for number in range(count):
+        prompt = [draw.randrange(vocab) for _ in range(draw.randint(*PROMPTS))]
+        generator = torch.Generator().manual_seed(number) if sampled else None
+        requests.append(PendingRequest(number, prompt, generator))
+    joined = len(batch.active)
+    batch.add_requests(requests)
+    for row in batch.active[joined:]:
+        row.limit = draw.randint(*ANSWERS)
+
+
+def measure(args: argparse.Namespace, device: torch.device, rates: Rates) -> Iterator[Row]:
+    """Measure every shape, setting and number of rows; a row for what failed says how."""
+    for name in args.shapes:
+        shape = shape_of(name, device)
+        shared: Loaded | None = None
+        for setting in args.settings:
+            first = {"shape": shape.name, "setting": setting}
+            try:
+                one = shape.load(DTYPE, setting, device, (), shared)
+            except Unsupported as error:
+                yield {**first, "obstacle": str(error)}
+                continue
+            shared = shared or one
+            for rows in args.rows:
+                at = {**first, "rows": rows}
+                yield attempt(at, measure_step, one, shape, rows, args.context, rates)
+                release_memory()
+                for sampled in (False, True) if args.seconds else ():
+                    yield attempt(at, measure_answers, one, rows, args.seconds, sampled)
+                    release_memory()
+        del shared
+        release_memory()
+
+
+def shape_of(name: str, device: torch.device) -> Shape:
+    """Look up a shape; a small one stands in for all where there is no GPU."""
+    if device.type == "cuda":
+        return Shape.of(name)
+    config = llama_config(*SMALL_LLAMA)
+    return Shape(f"small for {name}", None, config, Sizes.of(config))
+
+
+def attempt(at: Row, measure_one: Callable[..., Row], *given: Any) -> Row:
+    """Return what was measured, or why it could not be: other figures do not depend on it."""
+    try:
+        return {**at, **measure_one(*given)}
+    except Exception as error:
+        return {**at, "obstacle": describe_failure(error)}
+
+
+def write_report(out: Path, machine: Row, context: int, rates: Rates, rows: Sequence[Row]) -> str:
+    """Write gpu_batches.md and gpu_batches.json; returns the page."""
+    kinds = [*CLASSES, "other"]
+    steps, answers, failed = [], [], []
+    for row in rows:
+        first = [row["shape"], row["setting"], str(row.get("rows", ""))]
+        if "obstacle" in row:
+            failed.append(f"{' '.join(first)}: {row['obstacle']}")
+        elif "answers" in row:
+            cells = [f"{row['tokens_per_s']:,.0f}", f"{row['rows_per_step']:.1f}"]
+            answers.append([*first, row["answers"], *cells])
+        else:
+            cells = [row["steps"], f"{row['floor_ms']:.2f}", f"{row['ms']:.2f}"]
+            cells += [f"{row['over_floor']:.2f}", f"{row['tokens_per_s']:,.0f}"]
+            cells += [f"{row['kernel_ms']:.2f}", f"{row['kernels']:,.0f}"]
+            for kind in kinds:
+                milliseconds, number = row["classes"].get(kind, (0.0, 0.0))
+                cells.append(f"{milliseconds:.2f}" if number else "")
+            steps.append([*first, *cells])
+    note = f"Plain steps after {context:,} positions a row; milliseconds of kernels by their class."
+    if machine["kind"] != "cuda":
+        note += " **Without a GPU a small stand-in ran; its figures say nothing.**"
+    titles = ["shape", "setting", "rows", "steps", "floor ms", "ms", "over floor", "tokens/s"]
+    titles += ["kernels' ms", "kernels", *kinds]
+    parts = [note, table(titles, steps, 4)]
+    if answers:
+        parts.append(
+            f"Answers of {ANSWERS[0]} to {ANSWERS[1]} tokens to prompts of {PROMPTS[0]} to"
+            f" {PROMPTS[1]}, prefill included."
+        )
+        names = ["shape", "setting", "rows", "answers", "tokens/s", "rows a step"]
+        parts.append(table(names, answers, 4))
+    if failed:
+        parts.append("\n".join(f"- {line}" for line in failed))
+    record = {
+        "machine": machine,
+        "context": context,
+        "bandwidth": rates.bandwidth,
+        "matrix": rates.matrix[DTYPE],
+        "rows": [rounded(row) for row in rows],
+    }
+    return write_page(out, "gpu_batches", "Batches of many rows", record, parts)
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/batches"), metavar="DIR")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["1.5B", "8B"])
+    parser.add_argument("--rows", nargs="+", type=int, default=[64, 128], metavar="B")
+    parser.add_argument("--context", type=int, default=1024, metavar="N", help="1024")
+    parser.add_argument(
+        "--settings", nargs="+", default=["static"], choices=["stock", "static", *KERNELS]
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=6.0, help="of answers, greedy and sampled; 0: none (6)"
+    )
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure everything that was asked for; the exit code is 1 if something failed."""
+    quiet_libraries()
+    args = parse_arguments(arguments)
+    machine = machine_facts(__file__, arguments)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    rates = measure_rates(device, [DTYPE], 1.0 if device.type == "cuda" else 0.05)
+    rows: list[Row] = []
+    page = ""
+    for row in measure(args, device, rates):
+        rows.append(row)
+        page = write_report(args.out, machine, args.context, rates, rows)
+        print(f"{row['shape']} {row['setting']} {row.get('rows', '')}", flush=True)
+    print(page)
+    return 1 if any("obstacle" in row for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
