@@ -67,7 +67,10 @@ def launch(
         raise MedusaError("training in several processes requires DeepSpeed: pip install deepspeed")
     import torch
 
-    options = [] if num_gpus is None else ["--num-gpus", str(num_gpus)]
+    # 1. The machines; a hostfile that lists this one alone is none.
+    options = []  # for the command that resumes
+    if num_gpus is not None:
+        options += ["--num-gpus", str(num_gpus)]
     machines: dict[str, int] = {}
     if hostfile is not None:
         options += ["--hostfile", str(hostfile)]
@@ -78,23 +81,29 @@ def launch(
             num_gpus = num_gpus or machines[host]
             hostfile = None
             machines = {}
+    # 2. The command and its environment.
     cuda = torch.cuda.is_available()
     environment = {"DS_ACCELERATOR": "cuda" if cuda else "cpu", **os.environ}
-    visible = environment.pop(_VISIBLE, None) if cuda and hostfile is None else None
+    visible = None
+    if cuda and hostfile is None:
+        visible = environment.pop(_VISIBLE, None)
     command = launcher_command(arguments, num_gpus, hostfile, visible, master_port)
     if hostfile is not None:
         address = check_machines(list(machines))
         command.insert(command.index("--no_local_rank"), f"--master_addr={address}")
     environment[LAUNCHER] = str(os.getpid())
+    # 3. Run it and wait.
     process = subprocess.Popen(command, env=environment, start_new_session=True)
     watch = WorkerWatch(process.pid)
     watch.start()
     with _forward_signals(process, list(machines), run_of(command)) as received:
         code = process.wait()
     watch.stop()
+    # 4. The exit code.
     if received:
-        ended_by_signal = 130 if signal.SIGINT in received else 143
-        return code if code in (0, 1, 2) else ended_by_signal
+        if code in (0, 1, 2):
+            return code
+        return 130 if signal.SIGINT in received else 143
     return _report_ending(watch, code, output_dir, options)
 
 
@@ -119,11 +128,16 @@ def launcher_command(
         raise ConfigError(f"--num-gpus: must be at least one, got {num_gpus}")
     if hostfile is not None:
         read_hostfile(hostfile, num_gpus)
-    options = [f"--num_gpus={num_gpus}"] if num_gpus is not None else []
-    if visible and num_gpus is not None:
-        options = [f"--include=localhost:{_first_visible(visible, num_gpus)}"]
-    # a free port lets several runs share a machine; DeepSpeed's default is 29500
-    options.append(f"--master_port={free_port() if master_port is None else master_port}")
+    options = []
+    if num_gpus is not None:
+        if visible:
+            options.append(f"--include=localhost:{_first_visible(visible, num_gpus)}")
+        else:
+            options.append(f"--num_gpus={num_gpus}")
+    if master_port is None:
+        # a free port lets several runs share a machine; DeepSpeed's default is 29500
+        master_port = free_port()
+    options.append(f"--master_port={master_port}")
     if hostfile is None:
         options.append("--hostfile=/dev/null")  # DeepSpeed's default is /job/hostfile
     else:
@@ -272,8 +286,11 @@ def run_of(command: Sequence[str]) -> str:
     """Return the random word in the command line of each worker on another machine; empty where
     there is none.
     """
-    word = command[-1]
-    return word.removeprefix(ENCODED).partition(".")[0] if word.startswith(ENCODED) else ""
+    last = command[-1]
+    if not last.startswith(ENCODED):
+        return ""
+    word, _, _ = last.removeprefix(ENCODED).partition(".")
+    return word
 
 
 @contextlib.contextmanager
@@ -337,26 +354,42 @@ def _report_ending(
     watch: WorkerWatch, code: int, output_dir: Path | None, options: Sequence[str]
 ) -> int:
     """Say which training process was killed, and how to resume; return the exit code."""
-    # the launcher's code of a process that was killed: 256 - signal, or a shell's 128 + signal
-    number = watch.signal
-    if number is None and code not in _EXIT_CODES and code > 128:
-        number = 256 - code if code > 192 else code - 128
-    if code == 0 and (left := watch.alive()):
-        message = f"DeepSpeed's launcher was ended; ranks {left} save a checkpoint and stop"
+    # 1. What ended.
+    number = watch.signal or _signal_in(code)
+    alive: list[int] = []
+    if code == 0:
+        alive = watch.alive()
+    if alive:
+        message = f"DeepSpeed's launcher was ended; ranks {alive} save a checkpoint and stop"
     elif number is not None:
         message = describe_ending(watch.rank, number)
+    elif code in _EXIT_CODES:
+        return code
     else:
-        return code if code in _EXIT_CODES else 1
+        return 1
+    # 2. How to go on.
     if output_dir is not None:
         saved = [*output_dir.glob("checkpoints/step-*"), *output_dir.glob("stage_one/**/step-*")]
-        command = ["medusa-train", str(output_dir / CONFIG), "resume_from_checkpoint=auto"]
-        message += (
-            f". To resume: {shlex.join([*command, *options])}"
-            if saved
-            else ". No checkpoint was saved yet: start the run again"
-        )
+        if saved:
+            config = str(output_dir / CONFIG)
+            command = ["medusa-train", config, "resume_from_checkpoint=auto", *options]
+            message += f". To resume: {shlex.join(command)}"
+        else:
+            message += ". No checkpoint was saved yet: start the run again"
     print_error(message)
     return 1
+
+
+def _signal_in(code: int) -> int | None:
+    """Return the signal that killed a process, by the launcher's exit code; None if none did.
+
+    The code is 256 - signal, or a shell's 128 + signal.
+    """
+    if code in _EXIT_CODES or code <= 128:
+        return None
+    if code > 192:
+        return 256 - code
+    return code - 128
 
 
 def check_and_launch(

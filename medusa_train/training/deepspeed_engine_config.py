@@ -65,7 +65,9 @@ def stage_of(config: Mapping[str, Any]) -> Any:
     too).
     """
     zero = config.get("zero_optimization", {})
-    return zero.get("stage") or 0 if isinstance(zero, Mapping) else 0
+    if not isinstance(zero, Mapping):
+        return 0
+    return zero.get("stage") or 0
 
 
 def batch_sizes(cfg: TrainConfig, processes: int) -> dict[str, int]:
@@ -116,8 +118,10 @@ def loading_config(cfg: TrainConfig, processes: int, dtype: str) -> dict[str, An
     config = complete_config(cfg, processes, hidden_size=1)
     if stage_of(config) != 3:
         return None
-    name = {"bfloat16": "bf16", "float16": "fp16"}.get(dtype)
-    return {**config, **({} if name is None else {name: {"enabled": True}})}
+    switches = {"bfloat16": "bf16", "float16": "fp16"}
+    if dtype in switches:
+        config[switches[dtype]] = {"enabled": True}
+    return config
 
 
 def check_compiler(cuda: bool, environ: Mapping[str, str] = os.environ) -> None:
@@ -128,7 +132,9 @@ def check_compiler(cuda: bool, environ: Mapping[str, str] = os.environ) -> None:
         return  # NCCL comes with torch, and the optimizers are torch's or bitsandbytes'
     compiler = environ.get("CXX") or "c++"
     path = search_path(environ)
-    missing = [f"a C++ compiler ({compiler})"] if shutil.which(compiler, path=path) is None else []
+    missing = []
+    if shutil.which(compiler, path=path) is None:
+        missing.append(f"a C++ compiler ({compiler})")
     if not Path(sysconfig.get_path("include"), "Python.h").is_file():
         missing.append("Python.h (python3-dev)")
     if shutil.which("ninja", path=path) is None:
@@ -165,5 +171,6 @@ def _without_auto(value: Any) -> Any:
             for name, item in value.items()
             if item is not None and item != AUTO
         }
-    is_number = isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value)
-    return float(value) if is_number else value  # YAML reads 5e8 as text
+    if isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value):
+        return float(value)  # YAML reads 5e8 as text
+    return value

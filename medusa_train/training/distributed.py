@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -64,8 +64,11 @@ class World:
     """
 
     def __init__(self, info: ProcessInfo | None = None, group: Any = None) -> None:
-        self.rank = 0 if info is None else info.rank
-        self.size = 1 if info is None else info.size
+        self.rank = 0
+        self.size = 1
+        if info is not None:
+            self.rank = info.rank
+            self.size = info.size
         self._group = group
 
     @property
@@ -76,11 +79,9 @@ class World:
     @property
     def device(self) -> torch.device:
         """This process's device: one GPU, or the CPU."""
-        return (
-            torch.device("cuda", torch.cuda.current_device())
-            if torch.cuda.is_available()
-            else torch.device("cpu")
-        )
+        if torch.cuda.is_available():
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cpu")
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the sum of all processes' tensors, which have equal shape and dtype, on this
@@ -94,7 +95,9 @@ class World:
 
     def any(self, flag: bool) -> bool:
         """Return whether `flag` is True in any process."""
-        return bool(flag) if self.size == 1 else bool(self.sum(torch.tensor(int(flag))))
+        if self.size == 1:
+            return bool(flag)
+        return bool(self.sum(torch.tensor(int(flag))))
 
     def gather(self, value: T) -> list[T]:
         """Return all processes' values, ordered by rank, in every process."""
@@ -110,18 +113,23 @@ class World:
         """
         if self.size == 1:
             return action()
-        answers: list[Any] = [(None, None)]
+        # 1. Rank 0 acts.
+        result: T | None = None
         error: MedusaError | None = None
+        exit_code: int | None = None  # of a failure
         if self.is_main:
             try:
-                answers = [(action(), None)]
+                result = action()
             except MedusaError as raised:
-                error, answers = raised, [(None, raised.exit_code)]
-        dist.broadcast_object_list(answers, src=0, group=self._group)
-        result, code = answers[0]
-        if code is not None:
-            raise error or PeerError(code)
-        return result
+                error = raised
+                exit_code = raised.exit_code
+        # 2. All processes get what came of it.
+        outcome: list[Any] = [result, exit_code]
+        dist.broadcast_object_list(outcome, src=0, group=self._group)
+        result, exit_code = outcome
+        if exit_code is not None:
+            raise error or PeerError(exit_code)
+        return cast(T, result)
 
     @contextlib.contextmanager
     def failing_together(self) -> Iterator[None]:
@@ -133,7 +141,10 @@ class World:
             yield
         except MedusaError as raised:
             error = raised
-        codes = self.gather(None if error is None else error.exit_code)
+        exit_code = None
+        if error is not None:
+            exit_code = error.exit_code
+        codes = self.gather(exit_code)
         failed = [rank for rank, code in enumerate(codes) if code is not None]
         if error is not None and self.rank == failed[0]:
             raise error
@@ -151,7 +162,9 @@ class World:
         """Return what to raise for an error that occurs in all processes: `error` in rank 0,
         PeerError elsewhere.
         """
-        return error if self.is_main else PeerError(error.exit_code)
+        if self.is_main:
+            return error
+        return PeerError(error.exit_code)
 
     def destroy(self) -> None:
         """Destroy the process group."""
@@ -189,7 +202,9 @@ def init_distributed(info: ProcessInfo, join_timeout: timedelta = JOIN_TIMEOUT) 
         store.set_timeout(TIMEOUT)
         backend = "nccl" if cuda else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
-        group = dist.new_group(backend="gloo", timeout=TIMEOUT) if cuda else None
+        group = None
+        if cuda:
+            group = dist.new_group(backend="gloo", timeout=TIMEOUT)
     except (RuntimeError, ValueError) as error:
         raise MedusaError(
             f"process {info.rank} of {info.size} cannot connect to the others at"
@@ -212,11 +227,16 @@ def check_same_config(world: World, values: Mapping[str, Any] | None) -> None:
     Raises:
         ConfigError: in rank 0, with the keys that differ; the others raise PeerError.
     """
-    leaves = None if values is None else dict(_leaves("", values))
-    of_rank = world.gather((socket.gethostname(), leaves))
-    expected = of_rank[0][1] or {}
+    # 1. What each process has, by rank.
+    leaves = None
+    if values is not None:
+        leaves = dict(_leaves("", values))
+    hosts = world.gather(socket.gethostname())
+    leaves_of_ranks = world.gather(leaves)
+    # 2. Compare with rank 0.
+    expected = leaves_of_ranks[0] or {}
     lines = []
-    for rank, (host, found) in enumerate(of_rank):
+    for rank, (host, found) in enumerate(zip(hosts, leaves_of_ranks, strict=True)):
         if found is None:
             lines.append(f"process {rank} on {host} cannot read its configuration")
             continue
@@ -238,7 +258,10 @@ def _leaves(name: str, value: object) -> Iterator[tuple[str, object]]:
     """Yield the name and value of each entry within mappings and lists."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
-            yield from _leaves(f"{name}.{key}" if name else str(key), inner)
+            inner_name = str(key)
+            if name:
+                inner_name = f"{name}.{key}"
+            yield from _leaves(inner_name, inner)
     elif isinstance(value, list):
         for number, inner in enumerate(value):
             yield from _leaves(f"{name}.{number}", inner)
@@ -248,8 +271,10 @@ def _leaves(name: str, value: object) -> Iterator[tuple[str, object]]:
 
 def _differ(first: object, second: object) -> bool:
     """Return whether two values differ in more than the place of a file."""
-    paths = all(isinstance(value, str) and "/" in value for value in (first, second))
-    return first != second and not paths
+    if first == second:
+        return False
+    are_paths = all(isinstance(value, str) and "/" in value for value in (first, second))
+    return not are_paths
 
 
 def gpu_index(info: ProcessInfo, visible: int) -> int:
@@ -264,7 +289,9 @@ def gpu_index(info: ProcessInfo, visible: int) -> int:
             f" {info.local_rank + 1} processes on this machine; start one process per GPU"
             " (--num-gpus)"
         )
-    return info.local_rank if visible > 1 else 0
+    if visible > 1:
+        return info.local_rank
+    return 0
 
 
 def check_distinct_gpus(world: World, uuid: str) -> None:

@@ -67,15 +67,21 @@ def load_data(
     if world.size == 1:
         return _load_data(cfg, console, 1, on_progress)
     node_main = world.node_main()
-    first = world.rank == node_main
+    tokenizes = world.rank == node_main
     with _node_cache(cfg, world, node_main) as cfg:
+        # 1. One process of each machine tokenizes and writes the file.
         with world.failing_together():
-            data = _load_data(cfg, console, world.size, on_progress) if first else None
-        with world.failing_together():  # each tokenizes for itself if the file could not be written
-            data = data or _load_data(
-                cfg.model_copy(update={"dataset_processes": 1}), console, world.size
-            )
-    if len(set(world.gather(data.train.fingerprint() + data.validation.fingerprint()))) > 1:
+            data = None
+            if tokenizes:
+                data = _load_data(cfg, console, world.size, on_progress)
+        # 2. The others read it; each tokenizes for itself if it could not be written.
+        with world.failing_together():
+            if data is None:
+                alone = cfg.model_copy(update={"dataset_processes": 1})
+                data = _load_data(alone, console, world.size)
+    # 3. All have to have read the same.
+    fingerprint = data.train.fingerprint() + data.validation.fingerprint()
+    if len(set(world.gather(fingerprint))) > 1:
         reason = "a file changed in the meantime, or differs between the machines"
         raise world.error_on_main(
             DataError(f"datasets: the processes have read different data: {reason}")
@@ -106,45 +112,36 @@ def _node_cache(cfg: TrainConfig, world: World, node_main: int) -> Iterator[Trai
 def _load_data(
     cfg: TrainConfig, console: Console, processes: int, on_progress: OnProgress | None = None
 ) -> TrainingData:
+    # 1. The tokenizer and the encoder of chats.
     resolved, config = check_run(cfg, processes)
-    cfg = _fit_sequence_len(cfg, config.get_text_config(), console)
+    text_config = config.get_text_config()
+    cfg = _fit_sequence_len(cfg, text_config, console)
     tokenizer = load_tokenizer(
         resolved, trust_remote_code=cfg.trust_remote_code, special_tokens=cfg.special_tokens
     )
     if (unneeded := unneeded_special_tokens(tokenizer, cfg.special_tokens)) is not None:
         console.print(f"note: {unneeded}", style="yellow", highlight=False, markup=False)
-    sharegpt = all(entry.type == "sharegpt" for entry in cfg.all_datasets)
-    have_own = all(entry.conversation for entry in cfg.all_datasets)
-    if sharegpt and not (have_own or cfg.chat_template or tokenizer.chat_template):
-        cfg = cfg.model_copy(update={"chat_template": SHAREGPT_TEMPLATE})
-        console.print(
-            f"chat template: {SHAREGPT_TEMPLATE} (neither the tokenizer nor the configuration sets"
-            " one)"
-        )
+    cfg = _with_default_template(cfg, tokenizer, console)
     encoder = chat_encoder(cfg, tokenizer)
     for note in _template_notes(cfg, encoder):
         console.print(f"note: {note}", style="yellow", highlight=False)
+    # 2. The data that are trained on.
     train, validation = load_datasets(cfg, encoder, on_progress)
-    for name, report in {"data": train.report, "test data": validation.report}.items():
-        if name == "data" or cfg.test_datasets is not None:  # else it is the same report
-            for line in report.describe():
-                console.print(f"{name}: {line}", highlight=False)
-    if train.report.looping_share > NOTABLE_LOOPING:
-        console.print(
-            f"warning: {train.report.describe_looping()}",
-            style="yellow",
-            highlight=False,
-            soft_wrap=True,
-        )
-    prompts = (train, validation)
+    _print_reports(cfg, train, validation, console)
+    # 3. The data that the tree is chosen on: the same, with the answers alone supervised.
+    answers = (train, validation)
     if cfg.train_on_inputs or cfg.roles_to_train != ["assistant"]:
         answers_only = {"train_on_inputs": False, "roles_to_train": ["assistant"]}
-        held_out = None if cfg.test_datasets else {example.key for example in validation}
-        prompts = load_datasets(cfg.model_copy(update=answers_only), encoder, on_progress, held_out)
-    vocab_size = config.get_text_config().vocab_size
-    dropped = _drop_unknown_tokens([train, validation], vocab_size, tokenizer, cfg)
-    if prompts[0] is not train:
-        _drop_unknown_tokens(prompts, vocab_size, tokenizer, cfg)
+        held_out = None
+        if not cfg.test_datasets:
+            held_out = {example.key for example in validation}
+        answers_cfg = cfg.model_copy(update=answers_only)
+        answers = load_datasets(answers_cfg, encoder, on_progress, held_out)
+    # 4. Drop what the backbone cannot read.
+    dropped = _drop_unknown_tokens([train, validation], text_config.vocab_size, tokenizer, cfg)
+    train_answers, validation_answers = answers
+    if train_answers is not train:
+        _drop_unknown_tokens(answers, text_config.vocab_size, tokenizer, cfg)
     if dropped:
         console.print(
             f"data: {len(dropped)} conversations skipped: a token has no embedding; the first:"
@@ -152,19 +149,55 @@ def _load_data(
             highlight=False,
             markup=False,
         )
-    held_out_chats = len({example.key for example in prompts[1]})
+    # 5. A tree needs some conversations: training data, if too few are held out.
+    held_out_chats = len({example.key for example in validation_answers})
     is_enough = held_out_chats >= MIN_CONVERSATIONS
-    answers = prompts[1] if is_enough else prompts[0]
+    prompts = train_answers
+    if is_enough:
+        prompts = validation_answers
     return TrainingData(
-        train, validation, answers, cfg.sequence_len, encoder.template_name, is_enough
+        train, validation, prompts, cfg.sequence_len, encoder.template_name, is_enough
     )
+
+
+def _with_default_template(cfg: TrainConfig, tokenizer: Any, console: Console) -> TrainConfig:
+    """Set Axolotl's template for ShareGPT where there is no other."""
+    all_sharegpt = all(entry.type == "sharegpt" for entry in cfg.all_datasets)
+    all_have_template = all(entry.conversation for entry in cfg.all_datasets)
+    has_template = all_have_template or cfg.chat_template or tokenizer.chat_template
+    if has_template or not all_sharegpt:
+        return cfg
+    console.print(
+        f"chat template: {SHAREGPT_TEMPLATE} (neither the tokenizer nor the configuration sets one)"
+    )
+    return cfg.model_copy(update={"chat_template": SHAREGPT_TEMPLATE})
+
+
+def _print_reports(
+    cfg: TrainConfig, train: EncodedDataset, validation: EncodedDataset, console: Console
+) -> None:
+    """Print what was skipped or truncated, and how many answers loop."""
+    reports = {"data": train.report}
+    if cfg.test_datasets is not None:  # else it is the same report
+        reports["test data"] = validation.report
+    for name, report in reports.items():
+        for line in report.describe():
+            console.print(f"{name}: {line}", highlight=False)
+    if train.report.looping_share > NOTABLE_LOOPING:
+        console.print(
+            f"warning: {train.report.describe_looping()}",
+            style="yellow",
+            highlight=False,
+            soft_wrap=True,
+        )
 
 
 def _fit_sequence_len(cfg: TrainConfig, text_config: Any, console: Console) -> TrainConfig:
     """Limit sequence_len to the model's context, and where rows share a pass to one set of
     longrope's angles.
     """
-    context, switch = context_length(text_config), rope_switch(text_config)
+    context = context_length(text_config)
+    switch = rope_switch(text_config)
     if cfg.sequence_len > context:
         console.print(
             f"sequence_len: {cfg.sequence_len} exceeds the context of {cfg.base_model}; using"
@@ -203,7 +236,9 @@ def _drop_unknown_tokens(
         f"has no embedding, since the model has {vocab_size:,}: resize its embeddings, or set"
         " another chat_template"
     )
-    more = f" (and {len(found) - 1} more conversations)" if len(found) > 1 else ""
+    more = ""
+    if len(found) > 1:
+        more = f" (and {len(found) - 1} more conversations)"
     if not cfg.skip_bad_records:
         raise DataError(f"{found[0]} {remedy}{more}")
     for part in parts:
@@ -216,41 +251,57 @@ def _drop_unknown_tokens(
 def chat_encoder(cfg: TrainConfig, tokenizer: Any) -> ChatEncoder:
     """Build the encoder from which every data set derives its own.
 
-    If every data set sets the same `conversation`, or the tokenizer has no template, theirs is
-    used.
+    If every data set sets the same `conversation`, or the tokenizer has no template, that of the
+    data sets is used.
     """
-    templates = [entry.conversation for entry in cfg.datasets]
-    is_theirs = all(templates) and (len(set(templates)) == 1 or not tokenizer.chat_template)
-    return ChatEncoder(
-        tokenizer,
-        cfg.chat_template or (templates[0] if is_theirs else None),
-        cfg.chat_template_kwargs,
-    )
+    template = cfg.chat_template or None
+    if template is None:
+        of_datasets = [entry.conversation for entry in cfg.datasets]
+        all_equal = len(set(of_datasets)) == 1
+        if all(of_datasets) and (all_equal or not tokenizer.chat_template):
+            template = of_datasets[0]
+    return ChatEncoder(tokenizer, template, cfg.chat_template_kwargs)
 
 
 def _template_notes(cfg: TrainConfig, encoder: ChatEncoder) -> Iterator[str]:
     """Name variables that the template does not have, and data that were generated with other
     prompts.
     """
-    if note := encoder.template.describe_unused_kwargs():
+    note = encoder.template.describe_unused_kwargs()
+    if note:
         yield note
-    chat = [Message("user", "Hello")]
     for entry in cfg.all_datasets:
         path = resolve_path(entry.path)
-        if path is None or path.is_dir() or not (settings := settings_path(path)).is_file():
+        if path is None or path.is_dir() or not settings_path(path).is_file():
             continue
-        ours = encoder.with_settings(template=entry.conversation)
+        note = None
         # not a settings file after all, or the template rejects the chat
         with suppress(OSError, ValueError, TypeError, AttributeError, MedusaError):
-            made = parse_json(settings.read_text(encoding="utf-8"))
-            kwargs, name = made.get("chat_template_kwargs") or {}, made.get("chat_template")
-            # of a backbone, not a run: the tokenizer's template
-            own = "model" in made and "weights" not in made
-            name = name or (None if own else ours.template_name)
-            theirs = ChatEncoder(encoder.tokenizer, name, kwargs).template
-            if theirs.render(chat, prompt=True) != ours.template.render(chat, prompt=True):
-                yield (
-                    f"{entry.path} was generated with other prompts: its chat_template and"
-                    f" chat_template_kwargs are {name} and {kwargs}, those of this run"
-                    f" {ours.template_name} and {dict(ours.template.kwargs)}"
-                )
+            settings = parse_json(settings_path(path).read_text(encoding="utf-8"))
+            note = _prompts_differ(settings, encoder.with_settings(template=entry.conversation))
+        if note is not None:
+            yield f"{entry.path} {note}"
+
+
+def _prompts_differ(settings: Any, encoder: ChatEncoder) -> str | None:
+    """Say how the prompts that data were generated with differ from those of this run, if they do.
+
+    Args:
+        settings: what self-distillation wrote beside the data.
+        encoder: of this run.
+    """
+    kwargs = settings.get("chat_template_kwargs") or {}
+    name = settings.get("chat_template") or None
+    # a backbone answered with its tokenizer's template, a run with that of its heads
+    is_of_backbone = "model" in settings and "weights" not in settings
+    if name is None and not is_of_backbone:
+        name = encoder.template_name
+    generated = ChatEncoder(encoder.tokenizer, name, kwargs).template
+    chat = [Message("user", "Hello")]
+    if generated.render(chat, prompt=True) == encoder.template.render(chat, prompt=True):
+        return None
+    return (
+        "was generated with other prompts: its chat_template and chat_template_kwargs are"
+        f" {name} and {kwargs}, those of this run {encoder.template_name} and"
+        f" {dict(encoder.template.kwargs)}"
+    )

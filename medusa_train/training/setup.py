@@ -250,23 +250,19 @@ def build_heads(
         raise ConfigError(f"lora_model_dir: {initial} holds a {name} draft; set draft: {name}")
     # a key that is not set takes what the heads have, except for the vocabulary, where it means all
     # tokens
-    configured = {
-        key: value
-        for key, value in section.settings.items()
-        if value is not None or key == "vocab_size"
-    }
-    different = [
-        key
-        for key in draft.settings
-        if key in configured and draft.settings[key] != configured[key]
-    ]
-    if different:
-        trained, wanted = (
-            ", ".join(f"{section.prefix}{key}: {values[key]}" for key in different)
-            for values in (draft.settings, configured)
-        )
+    trained = []
+    wanted = []
+    for key, value in draft.settings.items():
+        configured = section.settings.get(key)
+        takes_any = configured is None and key != "vocab_size"
+        if key not in section.settings or takes_any or value == configured:
+            continue
+        trained.append(f"{section.prefix}{key}: {value}")
+        wanted.append(f"{section.prefix}{key}: {configured}")
+    if trained:
         raise ConfigError(
-            f"lora_model_dir: the heads in {initial} have {trained}, the configuration {wanted}"
+            f"lora_model_dir: the heads in {initial} have {', '.join(trained)}, the configuration"
+            f" {', '.join(wanted)}"
         )
     console.print(f"initializing the heads from {initial}", highlight=False, soft_wrap=True)
     return draft
@@ -344,7 +340,9 @@ def build_strategy(
     scheduler = build_scheduler(
         cfg.lr_scheduler, optimizer, plan.warmup_steps, plan.total_steps, cfg.cosine_min_lr_ratio
     )
-    loss_scale = LossScale() if recipe.precision.dtype == torch.float16 else None
+    loss_scale = None
+    if recipe.precision.dtype == torch.float16:
+        loss_scale = LossScale()
     if world.size == 1 and cfg.deepspeed is None:
         return LocalStrategy(optimizer, scheduler, cfg.max_grad_norm, loss_scale)
 
@@ -382,12 +380,15 @@ def _open_loggers(
     """Prepare the run directory, write the configuration as it was used, and open the logs; only
     rank 0 has any.
     """
-    out, console = cfg.run_dir, progress.console
+    out = cfg.run_dir
+    console = progress.console
     world.run_on_main(lambda: prepare_output_dir(out, state.step, cfg.initial_run))
     if not world.is_main:
         return MetricLoggers([])
     write_config(cfg, out)
-    boards = [tensorboard(console, out, state.step)] if cfg.use_tensorboard else []
+    boards = []
+    if cfg.use_tensorboard:
+        boards.append(tensorboard(console, out, state.step))
     if cfg.wandb_project is not None:
         settings = cfg.model_dump(mode="json", exclude_none=True)  # wandb() masks what is secret
         boards.append(
@@ -403,9 +404,8 @@ def _open_loggers(
         )
     with writing(out):
         shown = ConsoleLogger(console, plan.total_steps, state.step, progress.title)
-        return MetricLoggers(
-            [MetricsFile(out / METRICS, state.step, state.evaluated, shown.warn), shown, *boards]
-        )
+        file = MetricsFile(out / METRICS, state.step, state.evaluated, shown.warn)
+        return MetricLoggers([file, shown, *boards])
 
 
 # What is printed
@@ -425,37 +425,57 @@ def _describe_run(
         f" {data.train.supervised_tokens:,} of them supervised), {data.validation.describe_count()}"
         " for validation"
     )
-    heads = sum(p.numel() for p in draft.parameters())
-    trained = sum(full_shape(p).numel() for p in recipe.parameters.values())
-    whole = recipe.backbone.model
-    if any(map(is_partitioned, whole.parameters())):
-        frozen = sum(full_shape(parameter).numel() for parameter in whole.parameters()) - trained
-    else:  # quantized weights pack two parameters into a byte
-        frozen = int(whole.num_parameters()) - trained
-    backbone = f"backbone {frozen / 1e6:.1f}M frozen" + (
-        f" and {trained / 1e6:.2f}M trained" if trained else ""
-    )
-    yield (
-        f"model: heads {heads / 1e6:.1f}M parameters (trained, float32), {backbone}, "
-        f"computing in {recipe.precision} on {recipe.precision.device}"
-    )
+    yield _describe_model(draft, recipe)
     if cfg.quantization is not None:
-        learners = "the adapter and the heads" if cfg.medusa_self_distillation else "the heads"
+        learners = "the heads"
+        if cfg.medusa_self_distillation:
+            learners = "the adapter and the heads"
         yield f"note: the backbone is quantized: {learners} learn from the quantized model"
     if recipe.compiled is not None:
         yield (
             "torch_compile: the backbone's layers are compiled in the first steps, which take"
             " longer"
         )
-    of_backbone = f" (backbone {cfg.learning_rate:g})" if trained else ""
-    rates = f"peak learning rate {cfg.heads_learning_rate:g}{of_backbone}"
+    yield _describe_plan(cfg, data, plan, processes, trains_backbone=bool(recipe.parameters))
+    warning = warmup_warning(plan.warmup_steps, plan.total_steps)
+    if warning:
+        yield warning
+
+
+def _describe_model(draft: Draft, recipe: BackboneRecipe) -> str:
+    """Say how many parameters are trained and frozen, and in which dtype they are computed."""
+    heads = sum(parameter.numel() for parameter in draft.parameters())
+    trained = sum(full_shape(parameter).numel() for parameter in recipe.parameters.values())
+    whole = recipe.backbone.model
+    if any(map(is_partitioned, whole.parameters())):
+        total = sum(full_shape(parameter).numel() for parameter in whole.parameters())
+    else:  # quantized weights pack two parameters into a byte
+        total = int(whole.num_parameters())
+    backbone = f"backbone {(total - trained) / 1e6:.1f}M frozen"
+    if trained:
+        backbone += f" and {trained / 1e6:.2f}M trained"
+    return (
+        f"model: heads {heads / 1e6:.1f}M parameters (trained, float32), {backbone}, "
+        f"computing in {recipe.precision} on {recipe.precision.device}"
+    )
+
+
+def _describe_plan(
+    cfg: TrainConfig, data: TrainingData, plan: Plan, processes: int, *, trains_backbone: bool
+) -> str:
+    """Say how many steps are taken, of what, and with which learning rates."""
     batch = cfg.micro_batch_size * cfg.gradient_accumulation_steps * processes
-    single_rows = "conversations" if data.train.conversations == len(data.train) else "rows"
-    yield (
-        f"plan: {plan.total_steps:,} steps of {batch}"
-        f" {'packed rows' if cfg.sample_packing else single_rows}"
+    if cfg.sample_packing:
+        unit = "packed rows"
+    elif data.train.conversations == len(data.train):
+        unit = "conversations"
+    else:
+        unit = "rows"
+    rates = f"peak learning rate {cfg.heads_learning_rate:g}"
+    if trains_backbone:
+        rates += f" (backbone {cfg.learning_rate:g})"
+    return (
+        f"plan: {plan.total_steps:,} steps of {batch} {unit}"
         f" ({plan.epoch(plan.total_steps):.2f} epochs), {rates} after {plan.warmup_steps} warmup"
         f" steps, {cfg.lr_scheduler} schedule"
     )
-    if warning := warmup_warning(plan.warmup_steps, plan.total_steps):
-        yield warning

@@ -61,22 +61,21 @@ class TrainState:
         far.
         """
         self.evaluated = self.step
-        if not math.isfinite(objective) or (
-            self.best_loss is not None and objective >= self.best_loss
-        ):
+        is_lowest = self.best_loss is None or objective < self.best_loss
+        if not is_lowest or not math.isfinite(objective):
             self.evals_since_best += 1
             return False
-        self.best_loss, self.best_step, self.evals_since_best = objective, self.step, 0
+        self.best_loss = objective
+        self.best_step = self.step
+        self.evals_since_best = 0
         return True
 
     @property
     def best(self) -> str:
         """The best evaluation, in words."""
-        return (
-            "none was finite"
-            if self.best_loss is None
-            else f"lowest {self.best_loss:.4f} at step {self.best_step}"
-        )
+        if self.best_loss is None:
+            return "none was finite"
+        return f"lowest {self.best_loss:.4f} at step {self.best_step}"
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> TrainState:
@@ -108,13 +107,13 @@ def take_snapshot(
     on.
     """
     main, *others = world.gather(rng_state())
-    return {
-        **take_weights(draft, recipe, world),
-        "engine": strategy.state_dict(),
-        "rng": main,
-        **({"rng_of_others": others} if others else {}),
-        "run": asdict(state),
-    }
+    snapshot = take_weights(draft, recipe, world)
+    snapshot["engine"] = strategy.state_dict()
+    snapshot["rng"] = main
+    if others:
+        snapshot["rng_of_others"] = others
+    snapshot["run"] = asdict(state)
+    return snapshot
 
 
 @dataclass(frozen=True)
@@ -213,11 +212,12 @@ def rng_state() -> dict[str, Any]:
     can hold.
     """
     name, keys, *rest = np.random.get_state(legacy=True)
+    cuda = []
+    if torch.cuda.is_available():
+        cuda.append(torch.cuda.get_rng_state())  # of the current device
     return {
         "torch": torch.get_rng_state(),
-        "cuda": (
-            [torch.cuda.get_rng_state()] if torch.cuda.is_available() else []
-        ),  # of the current device
+        "cuda": cuda,
         "python": random.getstate(),
         "numpy": (str(name), torch.from_numpy(np.asarray(keys, dtype=np.int64)), *rest),
     }

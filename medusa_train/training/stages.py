@@ -101,13 +101,20 @@ def load_stages(
     """
     loaded: list[TrainingData] = []
     for number, cfg in enumerate(stages):
-        equal = number > 0 and cfg.mixes_rows == stages[0].mixes_rows
-        equal = equal and all(getattr(cfg, key) == getattr(stages[0], key) for key in DATA_KEYS)
-        if equal:
+        if number > 0 and _read_the_same(cfg, stages[0]):
             with world.failing_together():
                 check_run(cfg, world.size)
-        loaded.append(loaded[0] if equal else load_data(cfg, console, world, shown.update))
+            loaded.append(loaded[0])
+        else:
+            loaded.append(load_data(cfg, console, world, shown.update))
     return loaded
+
+
+def _read_the_same(cfg: TrainConfig, other: TrainConfig) -> bool:
+    """Return whether two stages train on the same rows."""
+    if cfg.mixes_rows != other.mixes_rows:
+        return False
+    return all(getattr(cfg, key) == getattr(other, key) for key in DATA_KEYS)
 
 
 def _describe_stages(
@@ -119,11 +126,9 @@ def _describe_stages(
             part.train, cfg.micro_batch_size, seed=cfg.seed, rank=world.rank, size=world.size
         )
         steps = make_plan(cfg, loader.batches_per_epoch, world.size).total_steps
-        trained = (
-            cfg.draft_config.describe()
-            if cfg.recipe == "medusa1"
-            else f"heads and {cfg.adapter or 'backbone'}"
-        )
+        trained = f"heads and {cfg.adapter or 'backbone'}"
+        if cfg.recipe == "medusa1":
+            trained = cfg.draft_config.describe()
         lines.append(f"{title}: {trained}, {steps:,} steps; output: {cfg.output_dir}")
     if stages[1].max_steps is not None and stages[0].max_steps is None:
         lines.append(
