@@ -28,7 +28,7 @@ sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
 from shared import machine_facts, rounded, table, warn_if_busy, write_page  # noqa: E402
 from transformers import AutoTokenizer  # noqa: E402
 
-from medusa_train.checkpoint.load_model import compile_backbone, load_with_draft  # noqa: E402
+from medusa_train.checkpoint.load_model import compile_backbone, load_for_decoding  # noqa: E402
 from medusa_train.checkpoint.resolve import ModelPaths, resolve_model  # noqa: E402
 from medusa_train.config.schema import DatasetConfig  # noqa: E402
 from medusa_train.data.sources import open_source  # noqa: E402
@@ -101,7 +101,7 @@ def own_rate(
 ) -> tuple[float, float]:
     """Return the engine's tokens per second, and the seconds to load and compile."""
     started = time.perf_counter()
-    backbone = load_with_draft(replace(paths, heads=None), "bfloat16", prepack=True).backbone
+    backbone = load_for_decoding(replace(paths, heads=None), "bfloat16", prepack=True).backbone
     backbone.eos_ids = ()  # answers end at their last token only
     if compiled:
         compile_backbone(backbone, paths, rows=batch, trees=False)

@@ -81,7 +81,7 @@ def load(
     )
     if (note := paths.remote_code_note) is not None:
         warnings.warn(note, stacklevel=2)
-    return open_model(paths, dtype, compiled=compile)
+    return load_resolved(paths, dtype, compiled=compile)
 
 
 def _choose_lookup(draft: str, settings: Mapping[str, Any]) -> LookupChoice | None:
@@ -93,12 +93,12 @@ def _choose_lookup(draft: str, settings: Mapping[str, Any]) -> LookupChoice | No
     return load_config(EvalConfig, None, flags=keys).lookup_choice
 
 
-def open_model(paths: ModelPaths, dtype: str, *, compiled: bool = False) -> Model:
+def load_resolved(paths: ModelPaths, dtype: str, *, compiled: bool = False) -> Model:
     """Load the model at `paths` (from `resolve_model`). Raises as `load` does."""
-    from medusa_train.checkpoint.load_model import load_with_draft
+    from medusa_train.checkpoint.load_model import load_for_decoding
     from medusa_train.inference.model import Model
 
-    loaded = load_with_draft(paths, dtype, compiled=compiled)
+    loaded = load_for_decoding(paths, dtype, compiled=compiled)
     return Model(
         loaded.backbone,
         loaded.proposer,

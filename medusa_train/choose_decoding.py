@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from medusa_train.checkpoint.load_model import compile_backbone, load_base_model
+from medusa_train.checkpoint.load_model import compile_backbone, load_backbone_without_adapter
 from medusa_train.checkpoint.resolve import ModelPaths
 from medusa_train.checkpoint.run_directory import DECISIONS, writing
 from medusa_train.data.conversation import Message
@@ -191,7 +191,7 @@ def _time_dtype(
     return.
     """
     with progress.phase(PHASE, ticking=True):
-        backbone = load_base_model(paths, dtype)
+        backbone = load_backbone_without_adapter(paths, dtype)
         backbone.use_gpu_kernels(paths.gpu_kernels)
         prepack_linears(backbone.model)
         use_cuda_graphs(backbone)

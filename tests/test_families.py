@@ -12,7 +12,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from medusa_train.checkpoint.heads import read_heads
-from medusa_train.checkpoint.load_model import load_with_draft
+from medusa_train.checkpoint.load_model import load_for_decoding
 from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.config.schema import TrainConfig
 from medusa_train.export.write import export_run
@@ -90,7 +90,7 @@ def test_train_export_import_decode(
     ours, again = read_heads(run / "heads"), read_heads(exported)
     assert all(torch.equal(ours.state[name], again.state[name]) for name in ours.state)
 
-    loaded = load_with_draft(resolve_model(str(exported), None, None), "float64")
+    loaded = load_for_decoding(resolve_model(str(exported), None, None), "float64")
     assert loaded.draft is not None
     assert loaded.draft.softcap == loaded.backbone.softcap
     assert loaded.draft.scale == loaded.backbone.scale

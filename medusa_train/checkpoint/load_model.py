@@ -14,6 +14,7 @@ from medusa_train.checkpoint.heads import load_draft
 from medusa_train.checkpoint.resolve import FIXED, NO_TREE, ModelPaths
 from medusa_train.config.draft_sections import LookupChoice
 from medusa_train.config.paths import resolve_path, user_cache_dir
+from medusa_train.config.types import Quantization
 from medusa_train.data.datastore import read_datastore
 from medusa_train.errors import BackboneError, CheckpointError, MedusaError
 from medusa_train.hub import hub_is_unreachable
@@ -94,7 +95,7 @@ class LoadedModel:
         return MergedDraft(heads, self.lookup)
 
 
-def load_with_draft(
+def load_for_decoding(
     paths: ModelPaths, dtype: str, *, prepack: bool = True, compiled: bool = False, rows: int = 1
 ) -> LoadedModel:
     """Load the backbone and, where there are any, heads and tree, ready to decode.
@@ -107,7 +108,7 @@ def load_with_draft(
     """
     # 1. The backbone.
     if paths.adapter is None:
-        backbone = load_base_model(paths, dtype)
+        backbone = load_backbone_without_adapter(paths, dtype)
     else:
         backbone = _load_merged(paths, paths.adapter, dtype)
     backbone.use_gpu_kernels(paths.gpu_kernels)
@@ -164,24 +165,15 @@ def load_lookup(choice: LookupChoice, tokenizer: Any) -> LookupDraft:
     return RestDraft(read_datastore(path, tokenizer, order), **settings)
 
 
-def load_base_model(paths: ModelPaths, dtype: str) -> Backbone:
-    """Load the backbone in the form that it decodes in, without its adapter.
+def load_backbone_without_adapter(paths: ModelPaths, dtype: str) -> Backbone:
+    """Load the backbone in the form that it decodes in, but for the adapter's weights.
 
     Raises BackboneError.
     """
     quantization = paths.quantization
     if paths.adapter is not None:
         quantization = None  # merging an adapter dequantises
-    choose_kernels(default_device())
-    backbone = load_backbone(
-        paths.base_model,
-        dtype=dtype,
-        quantization=quantization,
-        trust_remote_code=paths.trust_remote_code,
-        special_tokens=paths.special_tokens,
-    )
-    backbone.end_answers_by(paths.chat_template, paths.chat_template_kwargs)
-    return backbone
+    return _load_backbone(paths, dtype, quantization)
 
 
 def read_stop_tokens(paths: ModelPaths) -> tuple[StopTokens, Any]:
@@ -286,14 +278,19 @@ def _load_merged(paths: ModelPaths, adapter: Path, dtype: str) -> Backbone:
     """Load the backbone as in training, quantised or not, merge the adapter into it, and cast it to
     `dtype`.
     """
+    backbone = _load_backbone(paths, dtype, paths.quantization)
+    Adapter.load(backbone, adapter).merge()
+    return backbone.to_dtype(dtype)
+
+
+def _load_backbone(paths: ModelPaths, dtype: str, quantization: Quantization | None) -> Backbone:
     choose_kernels(default_device())
     backbone = load_backbone(
         paths.base_model,
         dtype=dtype,
-        quantization=paths.quantization,
+        quantization=quantization,
         trust_remote_code=paths.trust_remote_code,
         special_tokens=paths.special_tokens,
     )
-    Adapter.load(backbone, adapter).merge()
     backbone.end_answers_by(paths.chat_template, paths.chat_template_kwargs)
-    return backbone.to_dtype(dtype)
+    return backbone

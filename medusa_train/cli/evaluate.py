@@ -236,7 +236,7 @@ def _measure_servers(cfg: EvalConfig, bench: Bench, progress: RunProgress) -> No
 def _chat(cfg: EvalConfig, paths: ModelPaths, console: Console) -> None:
     progress = RunProgress(error_console())
     with progress.phase("importing torch and transformers", ticking=True):
-        from medusa_train.api import open_model
+        from medusa_train.api import load_resolved
         from medusa_train.cli.chat import Chat
 
     options: dict[str, Any] = {
@@ -250,7 +250,7 @@ def _chat(cfg: EvalConfig, paths: ModelPaths, console: Console) -> None:
     if "seed" in cfg.model_fields_set:
         options["seed"] = cfg.seed
     with progress.phase("loading the model", ticking=True):
-        model = open_model(paths, cfg.dtype, compiled=cfg.compile is True)
+        model = load_resolved(paths, cfg.dtype, compiled=cfg.compile is True)
     if (ends := model.backbone.stop_tokens.describe(model.backbone.tokenizer)) is not None:
         console.print(ends, markup=False, highlight=False)
     with signals_by_default():

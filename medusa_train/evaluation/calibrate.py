@@ -8,7 +8,7 @@ import shlex
 from dataclasses import replace
 from pathlib import Path
 
-from medusa_train.checkpoint.load_model import LoadedModel, dynamic_size, load_with_draft
+from medusa_train.checkpoint.load_model import LoadedModel, dynamic_size, load_for_decoding
 from medusa_train.checkpoint.resolve import ModelPaths, names_tree_file
 from medusa_train.checkpoint.run_directory import TREE, TREE_TRACES, only_writer
 from medusa_train.choose_decoding import Decisions, decide_dtype
@@ -34,7 +34,7 @@ from medusa_train.tree_search.traces import Prompts, prompts_by_conversation
 LEAST_TOKENS = 2000  # to fit a tree to
 
 
-def load_model(
+def load_with_progress(
     paths: ModelPaths, dtype: str, progress: RunProgress, *, compiled: bool = False, rows: int = 1
 ) -> LoadedModel:
     """Load backbone, heads and tree for decoding `rows` rows in `dtype`; says so where there is no
@@ -42,7 +42,7 @@ def load_model(
     """
     what = "loading and compiling" if compiled else "loading"
     with progress.phase(f"{what} in {dtype}", ticking=True):
-        model = load_with_draft(paths, dtype, compiled=compiled, rows=rows)
+        model = load_for_decoding(paths, dtype, compiled=compiled, rows=rows)
     if model.tree is not None and paths.tree is None:
         again = shlex.join(["medusa-eval", "--calibrate", "--model", str(paths.home)])
         progress.print(
@@ -85,7 +85,7 @@ def _calibrate(
         if cfg.compile == "auto":
             reason = "compile: auto is for benches"
         progress.print(f"{reason}: calibrating uncompiled; compile=true fits to compiled steps")
-    model = load_model(paths, dtype, progress, compiled=cfg.compile is True)
+    model = load_with_progress(paths, dtype, progress, compiled=cfg.compile is True)
     assert model.draft is not None
     ends = model.backbone.stop_tokens.describe(model.backbone.tokenizer)
     if ends is not None:

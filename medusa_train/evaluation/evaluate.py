@@ -38,7 +38,7 @@ from medusa_train.evaluation.backbone_quality import measure_backbone_quality
 from medusa_train.evaluation.calibrate import (
     chooses_compilation,
     decisions_of,
-    load_model,
+    load_with_progress,
     refit_tree,
     resumed_tree,
 )
@@ -250,7 +250,7 @@ class Evaluation:
             dtype = decide_dtype(question, self.paths, decisions, progress)
         with catch_out_of_memory() as caught:
             # 2. load
-            model = load_model(
+            model = load_with_progress(
                 self.paths, dtype, progress, compiled=cfg.compile is True, rows=cfg.batch_size
             )
             ends = model.backbone.stop_tokens.describe(model.backbone.tokenizer)
@@ -385,7 +385,7 @@ class Evaluation:
             outcomes[dtype] = NO_MEMORY
             return
         with _comparing(records, dtype, outcomes):
-            model = load_model(self.paths, dtype, self.progress)
+            model = load_with_progress(self.paths, dtype, self.progress)
             with self.progress.phase(
                 f"output equality in {dtype}", len(records), "turns", ticking=True
             ) as phase:

@@ -37,7 +37,7 @@ TOKENIZER_FILES = (
 )
 
 
-def load_trained_backbone(paths: ModelPaths) -> Backbone:
+def load_for_export(paths: ModelPaths) -> Backbone:
     """Load the backbone that the heads were trained with, unquantised, in its stored dtype, on the
     CPU.
 
@@ -151,7 +151,7 @@ def untie_config(backbone: Backbone) -> None:
 
 
 def _save_merged_adapter(paths: ModelPaths, directory: Path) -> str:
-    backbone = load_trained_backbone(paths)
+    backbone = load_for_export(paths)
     # transformers imports DeepSpeed in save_pretrained, which prints a warning if it has to guess
     # the accelerator
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")

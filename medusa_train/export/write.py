@@ -36,7 +36,7 @@ from medusa_train.config.types import ExportTarget
 from medusa_train.errors import CheckpointError, ConfigError, MedusaError
 from medusa_train.export.card import model_card
 from medusa_train.export.eagle3_draft import write_eagle3
-from medusa_train.export.merged_model import MERGED, load_trained_backbone, write_merged
+from medusa_train.export.merged_model import MERGED, load_for_export, write_merged
 from medusa_train.export.targets import (
     check_vllm_config,
     medusa_choices,
@@ -371,7 +371,7 @@ def _lm_head(
     dtype.
     """
     dtype = heads.state["blocks.0.0.linear.weight"].dtype
-    lm_head = load_trained_backbone(paths).lm_head()
+    lm_head = load_for_export(paths).lm_head()
     weight = lm_head.weight.detach().to("cpu", dtype)
     if lm_head.bias is None:
         return weight, None

@@ -163,7 +163,7 @@ def open_hf_engine(
     """Load the model in this process, compile it where wanted, and return its engine; see
     `open_engine`.
     """
-    from medusa_train.checkpoint.load_model import compile_backbone, load_with_draft
+    from medusa_train.checkpoint.load_model import compile_backbone, load_for_decoding
     from medusa_train.choose_decoding import compile_if_repaid
     from medusa_train.data.tokenize import ChatEncoder
     from medusa_train.selfdistill.hf_engine import HFEngine
@@ -176,7 +176,7 @@ def open_hf_engine(
     # 1. load it, and name what is not used, and what ends answers
     # float32 answers are reproducible on other machines only without prepacked weights
     with nullcontext() if loading is None else loading:
-        model = load_with_draft(paths, dtype, prepack=dtype != "float32")
+        model = load_for_decoding(paths, dtype, prepack=dtype != "float32")
     trees = model.draft is not None
     chat = ChatEncoder(model.backbone.tokenizer, paths.chat_template, paths.chat_template_kwargs)
     unused = chat.template.describe_unused_kwargs()

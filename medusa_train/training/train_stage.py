@@ -343,7 +343,7 @@ def choose_and_save_tree(
 
 
 def _backbone_that_decodes(recipe: BackboneRecipe) -> Backbone:
-    """Return the trained backbone in the form in which `load_with_draft` loads it: latencies and
+    """Return the trained backbone in the form in which `load_for_decoding` loads it: latencies and
     the best tree depend on it.
 
     Raises:

@@ -9,8 +9,8 @@ from medusa_train.api import load
 from medusa_train.checkpoint.load_model import (
     compile_backbone,
     compile_cache_dir,
+    load_for_decoding,
     load_tree,
-    load_with_draft,
 )
 from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.errors import BackboneError, CheckpointError
@@ -23,7 +23,7 @@ from tests.evaluation.tiny_model import write_run
 
 def test_heads_over_four_bits_are_loaded_over_four_bits(run_dir: Path) -> None:
     pytest.importorskip("bitsandbytes")
-    subject = load_with_draft(
+    subject = load_for_decoding(
         replace(resolve_model(str(run_dir), None, None), quantization="nf4"), "float32"
     )
     assert subject.backbone.model.is_quantized
@@ -41,7 +41,7 @@ def test_the_tree_is_the_run_s_else_a_chain_and_no_deeper_than_the_heads(tmp_pat
 
 
 def test_loads_backbone_heads_and_tree(run_dir: Path) -> None:
-    subject = load_with_draft(resolve_model(str(run_dir), None, None), "bfloat16")
+    subject = load_for_decoding(resolve_model(str(run_dir), None, None), "bfloat16")
     assert subject.draft is not None
     assert subject.draft.num_heads == 3
     assert subject.tree == Tree.cartesian([2, 2])
@@ -96,7 +96,7 @@ def test_dynamic_trees_take_the_place_of_the_fixed_one(run_dir: Path, tmp_path: 
         tmp_path / "run", Path(resolve_model(str(run_dir), None, None).base_model), draft="eagle3"
     )
     for tree, size in (("dynamic", Limits(6, 2)), ("dynamic:9x3", Limits(9, 3))):
-        loaded = load_with_draft(resolve_model(str(run), None, tree), "float32")
+        loaded = load_for_decoding(resolve_model(str(run), None, tree), "float32")
         assert isinstance(loaded.proposer, Eagle3Draft)
         assert isinstance(loaded.draft, Eagle3Draft)
         assert (loaded.proposer.dynamic, loaded.draft.dynamic, loaded.fixed_proposer) == (

@@ -16,7 +16,7 @@ from medusa_train.config.schema import EvalConfig
 from medusa_train.errors import CheckpointError, MedusaError
 from medusa_train.evaluation.calibrate import (
     calibrate,
-    load_model,
+    load_with_progress,
     refit_tokens,
     refit_tree,
     resumed_tree,
@@ -138,7 +138,7 @@ def refit(
     cfg = EvalConfig(max_new_tokens=24, calibration_tokens=400, **keys)
     progress = RunProgress(Console(file=io.StringIO(), width=300))
     paths = resolve_model(str(directory), None, None if cfg.tree is None else Path(cfg.tree))
-    result = refit_tree(cfg, load_model(paths, dtype, progress), paths, 100, progress)
+    result = refit_tree(cfg, load_with_progress(paths, dtype, progress), paths, 100, progress)
     return result, progress.console.file.getvalue()  # type: ignore[attr-defined]
 
 
@@ -151,7 +151,7 @@ def test_a_tree_that_was_fitted_to_another_form_is_fitted_again(tmp_path: Path) 
     assert result is None
     assert "does not say for which dtype and device it was fitted; using it as it is" in shown
     form = DecodingSettings.of(
-        load_model(resolve_model(str(directory), None, None), "float32", quiet()).backbone
+        load_with_progress(resolve_model(str(directory), None, None), "float32", quiet()).backbone
     )
     Tree.chain(2).save(tree, **form.record())
     assert refit(directory)[0] is None
@@ -195,7 +195,7 @@ def test_a_tree_that_was_fitted_to_another_form_is_fitted_again(tmp_path: Path) 
 def test_without_the_runs_data_a_tree_of_another_form_is_used_as_it_is(tmp_path: Path) -> None:
     directory = write_run(tmp_path / "run", write_backbone(tmp_path / "backbone"))
     form = DecodingSettings.of(
-        load_model(resolve_model(str(directory), None, None), "float32", quiet()).backbone
+        load_with_progress(resolve_model(str(directory), None, None), "float32", quiet()).backbone
     )
     Tree.chain(2).save(
         directory / "tree.json", **replace(form, device="cuda", device_name="A GPU").record()

@@ -13,7 +13,11 @@ from rich.console import Console
 from transformers import LlamaConfig
 
 from medusa_train import choose_decoding as module
-from medusa_train.checkpoint.load_model import LoadedModel, load_base_model, load_with_draft
+from medusa_train.checkpoint.load_model import (
+    LoadedModel,
+    load_backbone_without_adapter,
+    load_for_decoding,
+)
 from medusa_train.checkpoint.resolve import ModelPaths, resolve_model
 from medusa_train.choose_decoding import (
     COMPILE_SECONDS,
@@ -68,7 +72,7 @@ def failing(
         loaded.append(dtype)
         if dtype in for_dtypes:
             raise error
-        return load_base_model(paths, dtype)
+        return load_backbone_without_adapter(paths, dtype)
 
     return load
 
@@ -78,7 +82,7 @@ def test_a_dtype_without_enough_memory_is_left_out_and_other_errors_propagate(
 ) -> None:
     def fails(dtypes: set[str], error: Exception) -> list[str]:
         loaded: list[str] = []
-        monkeypatch.setattr(module, "load_base_model", failing(dtypes, error, loaded))
+        monkeypatch.setattr(module, "load_backbone_without_adapter", failing(dtypes, error, loaded))
         return loaded
 
     loaded = fails({"float32"}, torch.OutOfMemoryError("CUDA out of memory."))
@@ -100,7 +104,9 @@ def test_the_checkpoints_dtype_comes_first_and_weights_that_do_not_fit_are_not_l
     loaded: list[str] = []
     stored = LlamaConfig(dtype="bfloat16")
     monkeypatch.setattr(module, "resolve_backbone", lambda name, trust_remote_code: (name, stored))
-    monkeypatch.setattr(module, "load_base_model", failing(set(), MemoryError(), loaded))
+    monkeypatch.setattr(
+        module, "load_backbone_without_adapter", failing(set(), MemoryError(), loaded)
+    )
     monkeypatch.setattr(WeightMemory, "fit", lambda self, dtype: dtype != "float32")
     chosen, lines = choose(paths)
     assert chosen == "bfloat16"
@@ -116,11 +122,15 @@ def test_emulated_bfloat16_is_left_out_unless_nothing_else_fits(
     stored = LlamaConfig(dtype="bfloat16")
     monkeypatch.setattr(module, "resolve_backbone", lambda name, trust_remote_code: (name, stored))
     loaded: list[str] = []
-    monkeypatch.setattr(module, "load_base_model", failing(set(), MemoryError(), loaded))
+    monkeypatch.setattr(
+        module, "load_backbone_without_adapter", failing(set(), MemoryError(), loaded)
+    )
     chosen, lines = choose(paths)
     assert (chosen, loaded) == ("float32", ["float32"])
     assert lines[0] == "dtype bfloat16: emulated on this device, so slow for trees; left out"
-    monkeypatch.setattr(module, "load_base_model", failing({"float32"}, MemoryError(), loaded))
+    monkeypatch.setattr(
+        module, "load_backbone_without_adapter", failing({"float32"}, MemoryError(), loaded)
+    )
     assert choose(paths)[0] == "bfloat16"
 
 
@@ -213,11 +223,11 @@ def test_the_backbone_is_loaded_as_the_run_says(monkeypatch: pytest.MonkeyPatch)
         special_tokens={"eos_token": "<end>"},
         chat_template_kwargs={"thinking": False},
     )
-    load_base_model(over_4bit, "bfloat16")
+    load_backbone_without_adapter(over_4bit, "bfloat16")
     folded = ModelPaths(
         Path("run"), "m", None, None, None, adapter=Path("run/adapter"), quantization="nf4"
     )
-    load_base_model(folded, "float32")
+    load_backbone_without_adapter(folded, "float32")
     assert asked == [
         ("m", "bfloat16", "nf4", True, {"eos_token": "<end>"}),
         ("chatml", {"thinking": False}),
@@ -284,7 +294,7 @@ def test_cuda_graphs_need_no_compilation(run_dir: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(
         "medusa_train.inference.cuda_graphs.graph_runner", lambda device, model: runner
     )
-    backbone = load_with_draft(resolve_model(str(run_dir), None, None), "float32").backbone
+    backbone = load_for_decoding(resolve_model(str(run_dir), None, None), "float32").backbone
     assert backbone.step_runner is runner
     settings = DecodingSettings.of(backbone)
     assert (settings.compiled, settings.graphs) == (False, True)
@@ -292,7 +302,7 @@ def test_cuda_graphs_need_no_compilation(run_dir: Path, monkeypatch: pytest.Monk
 
 @pytest.fixture
 def model(run_dir: Path) -> LoadedModel:
-    return load_with_draft(resolve_model(str(run_dir), None, None), "float32")
+    return load_for_decoding(resolve_model(str(run_dir), None, None), "float32")
 
 
 @pytest.mark.parametrize(("batch_size", "steps"), [(1, 600), (4, 200)])

@@ -306,7 +306,7 @@ def test_code_is_not_run_without_permission(
     bench = tmp_path / "code.jsonl"
     bench.write_text(json.dumps(problem), encoding="utf-8")
     monkeypatch.setattr(
-        module, "load_model", lambda *args, **keys: pytest.fail("loaded nevertheless")
+        module, "load_with_progress", lambda *args, **keys: pytest.fail("loaded nevertheless")
     )
     with pytest.raises(ConfigError, match="allow_code_execution=true"):
         run(bench, run_dir, tmp_path / "out")
@@ -479,8 +479,8 @@ def test_the_timed_model_is_gone_when_the_next_dtype_is_loaded(
     """A large backbone fits into the memory of a GPU once."""
     loaded, alive = [], []
 
-    def load_model(*args: Any, **keys: Any) -> Any:
-        model = calibrate.load_model(*args, **keys)
+    def load_with_progress(*args: Any, **keys: Any) -> Any:
+        model = calibrate.load_with_progress(*args, **keys)
         loaded.append(weakref.ref(model.backbone.model))
         return model
 
@@ -488,7 +488,7 @@ def test_the_timed_model_is_gone_when_the_next_dtype_is_loaded(
         alive.append(loaded[0]() is not None)
         return True
 
-    monkeypatch.setattr(module, "load_model", load_model)
+    monkeypatch.setattr(module, "load_with_progress", load_with_progress)
     monkeypatch.setattr(module.WeightMemory, "fit", fit)
     if fitted_again:
         monkeypatch.setattr(
@@ -522,7 +522,7 @@ def test_an_interruption_during_the_comparison_keeps_the_timed_results(
 def test_without_memory_for_timing_the_error_says_what_to_set(
     run_dir: Path, bench_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("medusa_train.evaluation.calibrate.load_with_draft", no_memory)
+    monkeypatch.setattr("medusa_train.evaluation.calibrate.load_for_decoding", no_memory)
     with pytest.raises(
         BackboneError, match=r"not enough memory to decode with it in float32\.\nSet another dtype"
     ):

@@ -4,7 +4,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from medusa_train.checkpoint.load_model import LoadedModel, load_with_draft
+from medusa_train.checkpoint.load_model import LoadedModel, load_for_decoding
 from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.errors import BackboneError
 from medusa_train.evaluation.timed_decoders import GenerateDecoder, LoopDecoder, extra_baselines
@@ -14,7 +14,7 @@ from tests.evaluation.tiny_model import write_backbone
 
 @pytest.fixture(scope="module")
 def subject(run_dir: Path) -> LoadedModel:
-    return load_with_draft(resolve_model(str(run_dir), None, None), "float32")
+    return load_for_decoding(resolve_model(str(run_dir), None, None), "float32")
 
 
 def test_generate_stops_after_the_first_eos(subject: LoadedModel) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from medusa_train.checkpoint.load_model import LoadedModel, load_with_draft
+from medusa_train.checkpoint.load_model import LoadedModel, load_for_decoding
 from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import BackboneError, DataError
@@ -21,7 +21,7 @@ from tests.inference.tape import TapeRunner
 
 @pytest.fixture(scope="module")
 def subject(run_dir: Path) -> LoadedModel:
-    return load_with_draft(resolve_model(str(run_dir), None, None), "float32")
+    return load_for_decoding(resolve_model(str(run_dir), None, None), "float32")
 
 
 def speed_test(subject: LoadedModel, max_new_tokens: int) -> SpeedTest:

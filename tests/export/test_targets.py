@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from medusa_train.checkpoint.load_model import load_with_draft
+from medusa_train.checkpoint.load_model import load_for_decoding
 from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.data.builtin_templates import TEMPLATES, get_template
 from medusa_train.errors import CheckpointError
@@ -33,7 +33,7 @@ def logits(where: Path) -> torch.Tensor:
 
 def of_the_run(run: Path) -> torch.Tensor:
     """Of the backbone that the run is evaluated with."""
-    backbone = load_with_draft(resolve_model(str(run), None, None), "float32").backbone
+    backbone = load_for_decoding(resolve_model(str(run), None, None), "float32").backbone
     with torch.no_grad():
         return backbone.logits(backbone.run(TOKENS).hidden)
 

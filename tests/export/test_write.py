@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from medusa_train import io
 from medusa_train.checkpoint.heads import load_draft, read_heads
-from medusa_train.checkpoint.load_model import load_with_draft
+from medusa_train.checkpoint.load_model import load_for_decoding
 from medusa_train.checkpoint.reference_layout import HeadTensors
 from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.config.types import ExportTarget
@@ -42,7 +42,7 @@ def test_what_was_exported_is_read_back_to_the_bit_and_decodes_the_same(
     assert all(torch.equal(ours.state[name], again.state[name]) for name in ours.state)
     assert again.base_model == str(backbone_dir.resolve())
     # heads, tree and backbone from there
-    subject = load_with_draft(resolve_model(str(done.target), None, None), "float32")
+    subject = load_for_decoding(resolve_model(str(done.target), None, None), "float32")
     assert subject.tree == Tree.cartesian([2, 2])
     plain = Decoder(subject.backbone).generate(PROMPT, 20)
     assert (
@@ -76,7 +76,7 @@ def test_a_bias_of_the_shared_lm_head_is_warned_of(
 ) -> None:
     backbone = load_backbone(str(backbone_dir))
     backbone.output_embeddings.bias = torch.nn.Parameter(torch.randn(backbone.vocab_size))
-    monkeypatch.setattr("medusa_train.export.write.load_trained_backbone", lambda paths: backbone)
+    monkeypatch.setattr("medusa_train.export.write.load_for_export", lambda paths: backbone)
     (warning,) = export_run(resolve_model(str(make_run(shared=True)), None, None), to).warnings
     assert "have a bias" in warning
 

@@ -12,7 +12,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from medusa_train.checkpoint.load_model import load_with_draft
+from medusa_train.checkpoint.load_model import load_for_decoding
 from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.config.load import load_config
 from medusa_train.config.schema import EvalConfig
@@ -145,7 +145,7 @@ def test_kernels_are_refused_where_they_cannot_run(
 def test_a_model_is_not_loaded_without_it() -> None:
     paths = resolve_model(None, str(ROOT / "data" / "tiny"), None, gpu_kernels=["split_attention"])
     with pytest.raises(BackboneError, match="split_attention: need a GPU"):
-        load_with_draft(paths, "bfloat16", prepack=False)
+        load_for_decoding(paths, "bfloat16", prepack=False)
 
 
 def test_it_is_off_unless_asked_for() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from medusa_train.api import load
-from medusa_train.checkpoint.load_model import load_with_draft, read_stop_tokens
+from medusa_train.checkpoint.load_model import load_for_decoding, read_stop_tokens
 from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import ConfigError
@@ -99,7 +99,7 @@ def test_configured_special_tokens_count(tmp_path: Path) -> None:
     )
     paths = resolve_model(str(run), None, None)
     assert read_stop_tokens(paths)[0].added == (IM_END,)
-    assert load_with_draft(paths, "float32").backbone.eos_ids == (END_OF_TEXT, IM_END)
+    assert load_for_decoding(paths, "float32").backbone.eos_ids == (END_OF_TEXT, IM_END)
     other = resolve_model(str(run), None, None, special_tokens={"eos_token": "<|im_start|>"})
     assert read_stop_tokens(other)[0].added == (IM_START,)
 

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from medusa_train.checkpoint.heads import read_heads, write_heads
-from medusa_train.checkpoint.load_model import load_with_draft
+from medusa_train.checkpoint.load_model import load_for_decoding
 from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.config.load import load_config
 from medusa_train.config.paths import PROJECT_ROOT
@@ -278,7 +278,7 @@ def environment() -> dict[str, str]:
 
 def decode_here(one: Export, prompts: list[list[int]]) -> Chain:
     """Decode with our loop and the chain of the first k heads, from the exported directories."""
-    loaded = load_with_draft(resolve_model(str(one.directory), str(one.model), None), "float32")
+    loaded = load_for_decoding(resolve_model(str(one.directory), str(one.model), None), "float32")
     decoder = Decoder(loaded.backbone, loaded.draft, Tree.chain(one.k))
     done = [decoder.generate(prompt, MAX_TOKENS) for prompt in prompts]
     lengths = [length for generation in done for length in generation.accepted]

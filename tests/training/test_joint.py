@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from medusa_train.checkpoint.load_model import load_with_draft
+from medusa_train.checkpoint.load_model import load_for_decoding
 from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.config.load import load_config
 from medusa_train.config.schema import TrainConfig
@@ -159,7 +159,7 @@ def test_only_the_freed_layers_learn(make_config, console, tmp_path, backbone_di
     }
     # nothing to diverge from is kept
     assert not any("lm_kl" in record for record in metrics(tmp_path / "run"))
-    subject = load_with_draft(resolve_model(str(tmp_path / "run"), None, None), "float32")
+    subject = load_for_decoding(resolve_model(str(tmp_path / "run"), None, None), "float32")
     assert torch.equal(subject.backbone.output_embeddings.weight, after["lm_head.weight"])
 
 
@@ -174,7 +174,7 @@ def test_the_tree_is_fitted_to_the_form_that_decodes(make_config, console, tmp_p
     assert fitted is not None
     assert (fitted.quantization, fitted.merged) == (None, True)
     paths = resolve_model(str(tmp_path / "run"), None, None)
-    subject = load_with_draft(paths, fitted.dtype)
+    subject = load_for_decoding(paths, fitted.dtype)
     decoding = DecodingSettings.of(subject.backbone)
     assert decoding.differences(fitted) == []
     kept = load_traces(tmp_path / "run" / "tree_traces.npz", weights_key(paths, decoding))

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from medusa_train.checkpoint.heads import load_draft
-from medusa_train.checkpoint.load_model import load_with_draft
+from medusa_train.checkpoint.load_model import load_for_decoding
 from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.checkpoint.store import CheckpointStore
 from medusa_train.config.load import load_config
@@ -85,7 +85,7 @@ def test_a_run_learns_and_its_draft_decodes_to_the_backbones_text(
     dtypes = {one.dtype for one in load_file(saved).values()} - {torch.long}
     assert dtypes == {torch.bfloat16 if recipe == "bf16" else torch.float32}
 
-    loaded = load_with_draft(resolve_model(str(run), None, None), "float32")
+    loaded = load_for_decoding(resolve_model(str(run), None, None), "float32")
     assert loaded.draft is not None
     # dropout would change what it guesses
     assert not loaded.draft.training or "draft" not in RECIPES[recipe]
