@@ -144,18 +144,27 @@ def _read(path: Path) -> YamlSource:
     if resolved.name == "config.yaml" and is_run:
         # a run's own file names its directory, wherever it is read from
         source.values["output_dir"] = str(directory)
-        # a run may come from anywhere: only the user's own command or YAML allows its code
-        for values in (source.values, source.values.get(STAGE_ONE)):
-            if isinstance(values, dict):
-                trusted = values.pop(TRUST, None)
-                if trusted and TRUST not in source.replaced:
-                    source.replaced.append(TRUST)
+        _drop_trust(source)
     stage = source.values.get(STAGE_ONE)
     if isinstance(stage, dict):
         _resolve_stage_file(stage, "config", directory)
     else:
         _resolve_stage_file(source.values, STAGE_ONE, directory)
     return source
+
+
+def _drop_trust(source: YamlSource) -> None:
+    """Drop the key that allows a model's code from a run's own file, and that of its stage one.
+
+    A run may come from anywhere: only the user's own command or YAML allows code.
+    """
+    allowed = bool(source.values.pop(TRUST, False))
+    stage = source.values.get(STAGE_ONE)
+    if isinstance(stage, dict):
+        allowed_in_stage = bool(stage.pop(TRUST, False))
+        allowed = allowed or allowed_in_stage
+    if allowed:
+        source.replaced.append(TRUST)
 
 
 def _resolve_stage_file(values: dict[str, Any], key: str, directory: Path) -> None:

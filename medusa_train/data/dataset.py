@@ -144,14 +144,8 @@ def load_datasets(
     # 2. The test data, which are read as training data are.
     test = None
     if cfg.test_datasets is not None:
-        test_settings = {
-            "datasets": cfg.test_datasets,
-            "test_datasets": None,
-            "val_set_size": 0.0,
-            "early_stopping_patience": None,
-        }
-        test, _ = load_datasets(cfg.model_copy(update=test_settings), encoder, on_progress)
-    # 3. What is not trained on, by conversation: all rows of one are on the same side.
+        test = _load_test_data(cfg, encoder, on_progress)
+    # 3. What is not trained on, by conversation: all of its rows are on the same side.
     keys = [example.key for example in encoded.examples if example.row == 0]
     if test is not None:
         validation_keys = {example.key for example in test}
@@ -182,6 +176,20 @@ def load_datasets(
     if test is None:
         test = EncodedDataset(validation, report, row_len)
     return EncodedDataset(train, report, row_len), test
+
+
+def _load_test_data(
+    cfg: TrainConfig, encoder: ChatEncoder, on_progress: OnProgress | None
+) -> EncodedDataset:
+    """Read `test_datasets` as data sets of their own, of which nothing is held out."""
+    settings = {
+        "datasets": cfg.test_datasets,
+        "test_datasets": None,
+        "val_set_size": 0.0,
+        "early_stopping_patience": None,
+    }
+    test, _ = load_datasets(cfg.model_copy(update=settings), encoder, on_progress)
+    return test
 
 
 class BatchLoader:

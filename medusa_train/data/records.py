@@ -25,6 +25,7 @@ from medusa_train.data.turns import (
     USUAL_FIELDS,
     RecordError,
     RecordFields,
+    TurnKeys,
     as_list,
     json_type,
     parse_turns,
@@ -40,8 +41,8 @@ _CHAT_FORMATS = {
 }
 #: The keys of a record's turns, and of the role and the text of a turn.
 _TURN_KEYS = {
-    "sharegpt": ("conversations", "from", "value"),
-    "messages": ("messages", "role", "content"),
+    "sharegpt": TurnKeys("conversations", "from", "value"),
+    "messages": TurnKeys("messages", "role", "content"),
 }
 _PROMPT_FORMATS = {**_CHAT_FORMATS, "alpaca": ("instruction",), "mt_bench": ("turns",)}
 _PROMPT_ROLES: tuple[Role, ...] = ("user", "system")
@@ -103,8 +104,8 @@ def parse_record(
         read = {"instruction", "input", "output", "history"}
     else:
         keys = _turn_keys(record, type, fields)
-        messages = parse_turns(record, *keys, tags, unread=found, fields=fields)
-        read = {keys[0]}
+        messages = parse_turns(record, keys, tags=tags, unread=found, fields=fields)
+        read = {keys.column}
     record_id = usable_id(record, "id")
     if record_id is not None:
         read.add("id")
@@ -155,14 +156,13 @@ def parse_user_turns(
         read = {"instruction", "input", "output", "history"}
     elif type == "mt_bench":
         turns = [{"role": "user", "content": text} for text in as_list(record, "turns")]
-        chat = {"turns": turns}
-        keys = ("turns", "role", "content")
-        messages = list(parse_turns(chat, *keys, REASONING_TAGS, _PROMPT_ROLES))
+        keys = TurnKeys("turns", "role", "content")
+        messages = list(parse_turns({"turns": turns}, keys, roles=_PROMPT_ROLES))
         read = {"turns"}
     else:
         keys = _turn_keys(record, type)
-        messages = list(parse_turns(record, *keys, REASONING_TAGS, _PROMPT_ROLES, found))
-        read = {keys[0]}
+        messages = list(parse_turns(record, keys, roles=_PROMPT_ROLES, unread=found))
+        read = {keys.column}
     # 2. What the user and the system say.
     user = []
     system = []
@@ -207,17 +207,23 @@ def _detect_format(
     if type in formats:
         return record, type
     if type == "auto":
-        # tables have null in the other's columns
+        # tables have null in the columns of other formats, so keys with a value come first
         filled = {key for key, value in record.items() if value is not None}
-        for present_keys in (filled, set(record)):
-            for name, keys in formats.items():
-                if present_keys.issuperset(keys):
-                    return record, name
-    expected = ", ".join(
-        f"{' and '.join(map(repr, keys))} ({name})" for name, keys in formats.items()
-    )
+        found = _format_with(filled, formats) or _format_with(set(record), formats)
+        if found is not None:
+            return record, found
+    wanted = [f"{' and '.join(map(repr, keys))} ({name})" for name, keys in formats.items()]
+    expected = ", ".join(wanted)
     present = ", ".join(sorted(map(str, record))) or "none"
     raise RecordError(f"unknown record format, expected the keys {expected}; its keys: {present}")
+
+
+def _format_with(keys: set[str], formats: Mapping[str, tuple[str, ...]]) -> str | None:
+    """Return the first format of which all keys are there."""
+    for name, required in formats.items():
+        if keys.issuperset(required):
+            return name
+    return None
 
 
 def _is_list_of_turns(record: object) -> bool:
@@ -229,20 +235,17 @@ def _is_list_of_turns(record: object) -> bool:
 
 def _turn_keys(
     record: Mapping[str, Any], type: str, fields: RecordFields = USUAL_FIELDS
-) -> tuple[str, str, str]:
-    """Return the keys of the turns, of a role and of a text; a format's turns may have the keys of
-    the other.
-    """
-    column, role, content = _TURN_KEYS[type]
-    column = fields.messages or column
+) -> TurnKeys:
+    """Return the keys of a record's turns; a format's turns may have the keys of the other."""
+    usual = _TURN_KEYS[type]
+    column = fields.messages or usual.column
     turns = record.get(column)
     if isinstance(turns, list) and turns and isinstance(turns[0], Mapping):
-        for _, other_role, other_content in _TURN_KEYS.values():
-            if other_role in turns[0]:
-                role = other_role
-                content = other_content
+        for keys in _TURN_KEYS.values():
+            if keys.role in turns[0]:
+                usual = keys
                 break
-    return column, fields.role or role, fields.content or content
+    return TurnKeys(column, fields.role or usual.role, fields.content or usual.content)
 
 
 def _system_of(record: Mapping[str, Any]) -> tuple[Message, ...]:

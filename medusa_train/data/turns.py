@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from medusa_train.config.schema import DatasetConfig
 from medusa_train.data.conversation import (
+    REASONING_TAGS,
     SURROGATES,
     Message,
     ReasoningTags,
@@ -86,23 +87,34 @@ class RecordError(ValueError):
     """A record that is not a valid chat; the message says why, without its `file:line`."""
 
 
+class TurnKeys(NamedTuple):
+    """Where a record has its turns, and a turn its role and its text."""
+
+    column: str
+    role: str
+    content: str
+
+
 def parse_turns(
     record: Mapping[str, Any],
-    key: str,
-    role_key: str,
-    content_key: str,
-    tags: ReasoningTags,
+    keys: TurnKeys,
+    *,
+    tags: ReasoningTags = REASONING_TAGS,
     roles: Collection[Role] | None = None,
     unread: Unread | None = None,
     fields: RecordFields = USUAL_FIELDS,
 ) -> tuple[Message, ...]:
-    """Parse the list of turns under `key`; with `roles`, other turns are skipped unparsed, and
-    there may be none. `unread` counts the keys of turns that are not read.
+    """Parse the turns of a record.
+
+    Args:
+        roles: turns of other roles are skipped unparsed, and there may be none; None: all are read.
+        unread: counts the keys of turns that are not read.
+        fields: names of roles and switches, where they are not as usual.
     """
-    turns = as_list(record, key)
+    turns = as_list(record, keys.column)
     if not turns and roles is None:
-        raise RecordError(f"'{key}' is an empty list")
-    named = dict(fields.roles)
+        raise RecordError(f"'{keys.column}' is an empty list")
+    named_roles = dict(fields.roles)
     train_keys: tuple[str, ...] = _TRAIN_KEYS
     if fields.training is not None:
         train_keys = (fields.training,)
@@ -111,38 +123,38 @@ def parse_turns(
         if not isinstance(turn, Mapping):
             raise RecordError(f"turn {number} must be an object, it is {json_type(turn)}")
         # 1. Who speaks.
-        name = turn.get(role_key)
-        meaning = None
+        name = turn.get(keys.role)
+        meaning = ""
         if isinstance(name, str):
-            meaning = named.get(name, name)
-        role = _ROLES.get(meaning or "")
+            meaning = named_roles.get(name, name)
+        role = _ROLES.get(meaning)
         if roles is not None and role not in roles:
             if unread is not None and role is None:  # answers are left out on purpose
                 unread.turns[f"the role {name}"] += 1
             continue
-        calls = turn.get("tool_calls") or turn.get("function_call")
-        if meaning in _TOOL_ROLES or calls:
+        if meaning in _TOOL_ROLES or turn.get("tool_calls") or turn.get("function_call"):
             raise RecordError(f"turn {number} is a tool call or its result, which is not supported")
         if name is None:
-            raise RecordError(f"turn {number} has no '{role_key}'")
+            raise RecordError(f"turn {number} has no '{keys.role}'")
         if role is None:
             raise RecordError(
-                f"turn {number}: unknown '{role_key}': {name!r}, expected one of"
-                f" {', '.join([*_ROLES, *named])}; `roles` of the data set gives other names"
+                f"turn {number}: unknown '{keys.role}': {name!r}, expected one of"
+                f" {', '.join([*_ROLES, *named_roles])}; `roles` of the data set gives other names"
             )
         # 2. What is said: an answer has its reasoning before the content.
-        content = _content(turn.get(content_key), number, content_key, unread)
-        read = {role_key, content_key, "weight", "tool_calls", "function_call", *train_keys}
+        content = _content(turn.get(keys.content), number, keys.content, unread)
+        read = {keys.role, keys.content, "weight", "tool_calls", "function_call", *train_keys}
         ids = None
         if role == "assistant":
             ids = _token_ids(turn.get("token_ids"), number)
             reasoning = _reasoning_of(turn, number)
+            content = join_reasoning(reasoning, content, tags)
             read.add("token_ids")
             read |= {key for key in REASONING_KEYS if turn.get(key) in ("", reasoning)}
-            content = join_reasoning(reasoning, content, tags)
         # 3. Whether it is trained.
         is_target = _is_target(turn, number, train_keys)
         messages.append(Message(role, content, ids, is_target=is_target))
+        # 4. What is left.
         if unread is not None:
             unread.turn_keys.update(unread_keys(turn, read))
     return _with_finish_reasons(messages, record.get("finish_reasons"))

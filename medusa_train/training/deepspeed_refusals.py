@@ -218,7 +218,9 @@ def check_deepspeed(cfg: TrainConfig, size: int) -> Mapping[str, Any]:
 def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """Return a section; empty if it is missing, or no mapping, which is reported once."""
     section = config.get(name)
-    return section if isinstance(section, Mapping) else {}
+    if isinstance(section, Mapping):
+        return section
+    return {}
 
 
 def _top_level_problems(config: Mapping[str, Any]) -> Iterator[str]:
@@ -277,17 +279,24 @@ def _batch_problems(config: Mapping[str, Any], cfg: TrainConfig, size: int) -> I
 
 
 def _zero_problems(zero: Mapping[str, Any], cfg: TrainConfig) -> Iterator[str]:
-    known = (*ZERO_KEYS, *ZERO_NOT_USED, *ZERO_DONE_HERE)
+    # 1. Each key: passed on, without an effect here, or done here whatever it says.
     for name, value in zero.items():
         where = f"zero_optimization.{name}"
-        if name not in known:
-            yield _unknown(name, known, "zero_optimization.")
-        elif name in ZERO_NOT_USED and not _is_off(value):
-            yield f"{where} is not used: {ZERO_NOT_USED[name]}"
-        elif name in ZERO_DONE_HERE and not _agrees(value, True):
-            yield f"{where}: {format_value(value)} is not used: {ZERO_DONE_HERE[name]}; remove it"
-        elif name in ZERO_KEYS and name != "stage":
+        if name == "stage":
+            continue
+        if name in ZERO_KEYS:
             yield from _wrong_type(where, value, ZERO_KEYS[name])
+        elif name in ZERO_NOT_USED:
+            if not _is_off(value):
+                yield f"{where} is not used: {ZERO_NOT_USED[name]}"
+        elif name in ZERO_DONE_HERE:
+            if not _agrees(value, True):
+                reason = ZERO_DONE_HERE[name]
+                yield f"{where}: {format_value(value)} is not used: {reason}; remove it"
+        else:
+            known = (*ZERO_KEYS, *ZERO_NOT_USED, *ZERO_DONE_HERE)
+            yield _unknown(name, known, "zero_optimization.")
+    # 2. The stage, and what stage 3 cannot do.
     stage = zero.get("stage")
     if stage is not None and (isinstance(stage, bool) or stage not in _STAGES):
         yield f"zero_optimization.stage: {stage!r} is not one of 0, 1, 2, 3"
@@ -295,6 +304,7 @@ def _zero_problems(zero: Mapping[str, Any], cfg: TrainConfig) -> Iterator[str]:
         yield "stage 3 cannot partition a quantized backbone; use stage 2"
     if stage == 3 and cfg.torch_compile is True:
         yield "stage 3 gathers weights while layers run; use stage 2, or torch_compile: false"
+    # 3. Offloading.
     for name in OFFLOADS:
         yield from _offload_problems(name, _section(zero, name))
 
