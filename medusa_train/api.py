@@ -68,10 +68,12 @@ def load(
     """
     if draft_settings and draft is None:
         raise ConfigError("draft_settings are those of a draft without training: name it as draft")
-    lookup = None if draft is None else _choose_lookup(draft, draft_settings or {})
+    lookup = None
+    if draft is not None:
+        lookup = _choose_lookup(draft, draft_settings or {})
     paths = resolve_model(
-        None if model is None else str(model),
-        None if base_model is None else str(base_model),
+        _text_or_none(model),
+        _text_or_none(base_model),
         tree,
         chat_template=chat_template,
         chat_template_kwargs=chat_template_kwargs,
@@ -82,6 +84,12 @@ def load(
     if (note := paths.remote_code_note) is not None:
         warnings.warn(note, stacklevel=2)
     return load_resolved(paths, dtype, compiled=compile)
+
+
+def _text_or_none(name: str | Path | None) -> str | None:
+    if name is None:
+        return None
+    return str(name)
 
 
 def _choose_lookup(draft: str, settings: Mapping[str, Any]) -> LookupChoice | None:

@@ -29,11 +29,12 @@ class ConfigError(MedusaError):
     def __init__(self, problems: str | Sequence[str]) -> None:
         given = [problems] if isinstance(problems, str) else problems
         self.problems = tuple(mask(problem) for problem in given)
-        lines = [
-            f"{len(self.problems)} problems in the configuration:",
-            *(f"  {one}" for one in self.problems),
-        ]
-        super().__init__("\n".join(lines) if len(self.problems) > 1 else self.problems[0])
+        text = self.problems[0]
+        if len(self.problems) > 1:
+            lines = [f"{len(self.problems)} problems in the configuration:"]
+            lines += [f"  {problem}" for problem in self.problems]
+            text = "\n".join(lines)
+        super().__init__(text)
 
 
 class DataError(MedusaError):

@@ -274,11 +274,13 @@ def _print_paths(console: Console, written: Sequence[Path]) -> None:
     pages = [path for path in written if path.suffix == ".html"]
     page = (pages or list(written))[0]
     console.print(f"report: {page}", highlight=False, soft_wrap=True)
-    others = [
-        str(path.relative_to(page.parent) if path.is_relative_to(page.parent) else path)
-        for path in written
-        if path != page
-    ]
+    others = []
+    for path in written:
+        if path == page:
+            continue
+        if path.is_relative_to(page.parent):
+            path = path.relative_to(page.parent)
+        others.append(str(path))
     if others:
         console.print(f"beside it: {', '.join(others)}", highlight=False, soft_wrap=True)
 
