@@ -274,11 +274,12 @@ def _template_notes(cfg: TrainConfig, encoder: ChatEncoder) -> Iterator[str]:
         path = resolve_path(entry.path)
         if path is None or path.is_dir() or not settings_path(path).is_file():
             continue
+        of_dataset = encoder.with_settings(template=entry.conversation)
         note = None
         # not a settings file after all, or the template rejects the chat
         with suppress(OSError, ValueError, TypeError, AttributeError, MedusaError):
             settings = parse_json(settings_path(path).read_text(encoding="utf-8"))
-            note = _prompts_differ(settings, encoder.with_settings(template=entry.conversation))
+            note = _prompts_differ(settings, of_dataset)
         if note is not None:
             yield f"{entry.path} {note}"
 
