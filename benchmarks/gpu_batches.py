@@ -28,17 +28,17 @@ import torch  # noqa: E402
 from decode import KERNELS, Loaded, Shape, Unsupported  # noqa: E402
 from decode_steps import BackboneStep, Context, how_steps_run  # noqa: E402
 from gpu_profile import CLASSES, profiled  # noqa: E402
-from medusa_train.inference.batch import (  # noqa: E402
-    REFILL_FRACTION,
-    BatchDecoder,
-    PendingRequest,
-    RunningBatch,
-)
 from shapes import SHAPES, Rates, Sizes, llama_config, measure_rates, time_call  # noqa: E402
 from shared import describe_failure, machine_facts, rounded, table, write_page  # noqa: E402
 from train import SMALL_LLAMA  # noqa: E402
 
 from medusa_train.cli.common import quiet_libraries  # noqa: E402
+from medusa_train.inference.batch_decoder import (  # noqa: E402
+    REFILL_FRACTION,
+    BatchDecoder,
+    PendingRequest,
+    RunningBatch,
+)
 from medusa_train.inference.sampling import Sampling  # noqa: E402
 from medusa_train.models.precision import release_memory  # noqa: E402
 from medusa_train.trees.tree import Tree  # noqa: E402
