@@ -55,7 +55,7 @@ def _serve(output: str) -> None:
         "cli.export",
         "cli.selfdistill",
         "cli.train",
-        "evaluation.run",
+        "evaluation.evaluate",
         "training.stages",
     ):
         import_module(f"medusa_train.{name}")
