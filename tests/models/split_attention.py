@@ -76,7 +76,9 @@ def test_the_stand_in_has_the_arithmetic_of_the_kernel(groups: int, dtype: torch
     per_split, splits = kernels.split_sizes(700, 2 * 132 // (2 * 2 * blocks), tile)
     assert splits > 2
     expected = split_in_torch(folded, key, value, mask, 0.2, per_split)
-    torch.testing.assert_close(found, expected)
+    # in float16 weights are rounded relative to the largest score of a tile, or of a split
+    largest = 2e-6 if dtype == torch.float32 else 2e-3
+    assert (found - expected).norm() < largest * expected.norm()
 
 
 @pytest.mark.parametrize("dim", [16, 64, 128, 256])
