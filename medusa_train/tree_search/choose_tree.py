@@ -11,7 +11,6 @@ import time
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -170,10 +169,7 @@ def choose_tree(
 ) -> TreeChoice:
     """Fit trees, time their steps, and choose the one with the most expected tokens per second.
 
-    The trees of `SIZES` are timed first. Then the best of them, shallower trees of about its size
-    and plain decoding are timed side by side, and one is chosen by the table of both, see
-    `smallest_of_the_fastest`. Every rate is cross-validated: a conversation is decoded with trees
-    that were fitted to others.
+    Every rate is cross-validated: a conversation is decoded with trees that were fitted to others.
 
     Args:
         quick: time fewer steps of fewer trees.
@@ -189,70 +185,135 @@ def choose_tree(
             f"choosing a tree needs {MIN_CONVERSATIONS} or more answered chats, got"
             f" {len(conversations)}"
         )
-    traces = traced.traces
-
-    # 1. the effort
-    started = time.perf_counter()
-    longest = max(1, backbone.max_context - TIMED_TOKENS)
-    prompt = traced.prompt[-longest:]
-    deadline: float | None = None
-    if seconds is not None:
-        deadline = started + seconds
-        quick = quick or _must_be_quick(backbone, draft, prompt, progress, seconds)
-    effort = THOROUGH
-    if quick:
-        effort = QUICK
-        prompt = prompt[-QUICK_PROMPT:]
-    time_trees = partial(
-        time_steps,
-        backbone,
-        draft,
-        prompt=prompt,
-        progress=progress,
-        effort=effort,
-        deadline=deadline,
-    )
-
-    # 2. time a tree of each size
+    # 1. how much is timed
+    timer = _plan_timing(backbone, draft, traced.prompt, progress, quick=quick, seconds=seconds)
+    # 2. a tree of each size: what it accepts, and how long its step takes
     with progress.phase("fitting trees", ticking=True):
-        rated = _rated_trees(conversations, traces)
-    trees = [tree for tree, _ in rated]
-    if quick:
-        trees = [tree for tree in trees if tree.size in QUICK_SIZES]
-    latency = {tree.size: ms for tree, ms in time_trees(trees).items()}
-    by_size: dict[int, TreeCandidate] = {}
-    for tree, rate in rated:
-        by_size[tree.size] = TreeCandidate(tree, rate, interpolate(latency, tree.size))
-
-    # 3. time the best of them side by side with their rivals, and choose by what is shown
-    table = dict(by_size)
-    best = smallest_of_the_fastest(table.values())
-    levels: Sequence[int] = () if quick else LEVEL_SIZES
-    for _ in range(SIDE_BY_SIDE):
-        near = sizes_to_time_again(list(by_size), best.tree.size, levels)
-        with progress.phase("fitting trees", ticking=True):
-            candidates = [by_size[nodes] for nodes in near]
-            rivals = [(candidate.tree, candidate.tokens_per_step) for candidate in candidates]
-            near_trees = [candidate.tree for candidate in candidates]
-            rivals += _shallower(conversations, traces, near_trees)
-        again = time_trees([tree for tree, _ in rivals])
-        timed = [TreeCandidate(tree, rate, again[tree]) for tree, rate in rivals]
-        table = merge_timings(by_size, timed)
-        best = smallest_of_the_fastest(table.values())
-        if best.tree.size in near:
-            break
-        levels = near
+        rated = _rated_trees(conversations, traced.traces)
+    by_size = _time_each_size(rated, timer)
+    # 3. the best of them again, side by side with its rivals
+    table = _time_rivals(by_size, traced, timer)
+    # 4. the choice, by the table that is shown
     return TreeChoice(
-        best=best,
+        best=smallest_of_the_fastest(table.values()),
         sizes=list(table.values()),
-        accuracy=head_accuracy(traces),
+        accuracy=head_accuracy(traced.traces),
         about={
             "conversations": len(conversations),
-            "answers": len(traces),
+            "answers": len(traced.traces),
             "tokens": traced.tokens,
         },
         settings=DecodingSettings.of(backbone),
     )
+
+
+@dataclass(frozen=True)
+class _Timer:
+    """Times steps with trees, all in the same way.
+
+    Attributes:
+        prompt: that is continued.
+        quick: whether fewer steps of fewer trees are timed.
+        deadline: on the clock of `time.perf_counter`, when no further round begins; None: never.
+    """
+
+    backbone: Backbone
+    draft: Draft
+    progress: RunProgress
+    prompt: list[int]
+    quick: bool
+    deadline: float | None
+
+    def step_ms(self, trees: Sequence[Tree]) -> dict[Tree, float]:
+        """Return the milliseconds of a step with each of `trees`, which take turns."""
+        effort = THOROUGH
+        if self.quick:
+            effort = QUICK
+        return time_steps(
+            self.backbone,
+            self.draft,
+            trees,
+            prompt=self.prompt,
+            progress=self.progress,
+            effort=effort,
+            deadline=self.deadline,
+        )
+
+
+def _plan_timing(
+    backbone: Backbone,
+    draft: Draft,
+    prompt: list[int],
+    progress: RunProgress,
+    *,
+    quick: bool,
+    seconds: float | None,
+) -> _Timer:
+    """Decide whether the choice is quick, and return what times its trees; see `choose_tree`."""
+    started = time.perf_counter()
+    # 1. the end of the prompt: it and what is timed fit the context
+    longest = max(1, backbone.max_context - TIMED_TOKENS)
+    prompt = prompt[-longest:]
+    # 2. quick where it is asked for, or where the seconds are too few
+    deadline: float | None = None
+    if seconds is not None:
+        deadline = started + seconds
+        quick = quick or _must_be_quick(backbone, draft, prompt, progress, seconds)
+    # 3. which also continues a shorter prompt
+    if quick:
+        prompt = prompt[-QUICK_PROMPT:]
+    return _Timer(backbone, draft, progress, prompt, quick, deadline)
+
+
+def _time_each_size(rated: Sequence[tuple[Tree, float]], timer: _Timer) -> dict[int, TreeCandidate]:
+    """Return a candidate of each size, ascending; a quick timer times some, and the latencies of
+    the others are interpolated.
+
+    Args:
+        rated: a tree of each size, with its tokens per step.
+    """
+    trees = [tree for tree, _ in rated]
+    if timer.quick:
+        trees = [tree for tree in trees if tree.size in QUICK_SIZES]
+    latency = {tree.size: ms for tree, ms in timer.step_ms(trees).items()}
+    by_size: dict[int, TreeCandidate] = {}
+    for tree, rate in rated:
+        by_size[tree.size] = TreeCandidate(tree, rate, interpolate(latency, tree.size))
+    return by_size
+
+
+def _time_rivals(
+    by_size: Mapping[int, TreeCandidate], traced: TracedAnswers, timer: _Timer
+) -> dict[int, TreeCandidate]:
+    """Time the best of the candidates side by side with its rivals, and return the table of all, by
+    size.
+
+    Rivals are the sizes around it, shallower trees of these sizes, and plain decoding. Where another
+    tree is the best then, it is timed with its own rivals, `SIDE_BY_SIDE` times at most.
+    """
+    table = dict(by_size)
+    best = smallest_of_the_fastest(table.values())
+    also: Sequence[int] = LEVEL_SIZES  # sizes that are timed besides those around the best
+    if timer.quick:
+        also = ()
+    for _ in range(SIDE_BY_SIDE):
+        # 1. the candidates of the sizes around the best, and shallower trees as large as these
+        near = sizes_to_time_again(list(by_size), best.tree.size, also)
+        candidates = [by_size[nodes] for nodes in near]
+        rivals = [(candidate.tree, candidate.tokens_per_step) for candidate in candidates]
+        with timer.progress.phase("fitting trees", ticking=True):
+            near_trees = [candidate.tree for candidate in candidates]
+            rivals += _shallower(traced.conversations, traced.traces, near_trees)
+        # 2. all of them in turns
+        step_ms = timer.step_ms([tree for tree, _ in rivals])
+        timed = [TreeCandidate(tree, rate, step_ms[tree]) for tree, rate in rivals]
+        # 3. done once the best was among them
+        table = merge_timings(by_size, timed)
+        best = smallest_of_the_fastest(table.values())
+        if best.tree.size in near:
+            break
+        also = near
+    return table
 
 
 def timing_budget(run_seconds: float) -> float:
