@@ -30,7 +30,7 @@ from medusa_train.losses.objective import ObjectiveOutput
 from medusa_train.models.partitioned import make_whole
 from medusa_train.training.deepspeed_engine_config import search_path, stage_of
 from medusa_train.training.distributed import World
-from medusa_train.training.optimizer_step import LossScale, Strategy
+from medusa_train.training.optimizer_step import LossScale, StepResult, Strategy
 
 T = TypeVar("T")
 
@@ -145,13 +145,11 @@ class DeepSpeedStrategy(Strategy):
         self._engine = None
         self._root = None
 
-    def step(self) -> float:
-        """Clip by the global norm, step optimizer and schedule, drop the gradients; return the norm
-        before clipping.
-        """
-        norm = super().step()
+    def step(self) -> StepResult:
+        """Clip by the global norm, step optimizer and schedule, drop the gradients."""
+        result = super().step()
         self._set_loss_scale()
-        return norm
+        return result
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore rank 0's `state_dict`, or one of `LocalStrategy`."""

@@ -10,6 +10,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from enum import Enum
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -29,18 +30,34 @@ _NOT_RESTORED = ("initial_lr", "weight_decay", "betas", "eps")
 _MOMENTS = ("state1", "state2")
 
 
+class StepOutcome(Enum):
+    """What became of the gradients of a training step."""
+
+    APPLIED = "applied"
+    #: They overflowed float16 because of the loss scale, which was then halved: weights stay.
+    OVERSCALED = "overscaled"
+    #: The loss or a gradient is NaN or infinite: weights stay.
+    NOT_FINITE = "not finite"
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What `Strategy.step` did.
+
+    Attributes:
+        grad_norm: norm of the gradients before clipping; 0 where they were not applied.
+    """
+
+    outcome: StepOutcome
+    grad_norm: float = 0.0
+
+
 class Strategy(ABC):
     """How a training step computes, reduces and applies gradients.
 
     The order is `forward_backward` for every micro-batch, then one `step` or `skip`. With several
     processes all of them call every method, in the same order.
-
-    Attributes:
-        found_inf: the last step's gradient overflowed float16 because of the loss scale, which was
-            then halved.
     """
-
-    found_inf = False
 
     def __init__(
         self,
@@ -94,22 +111,26 @@ class Strategy(ABC):
         """
         self.optimizer.state.clear()
 
-    def step(self) -> float:
-        """Clip the gradients, step optimizer and schedule, zero the gradients; return the norm
-        before clipping.
+    def step(self) -> StepResult:
+        """Clip the gradients, step optimizer and schedule, and zero the gradients.
 
-        If it is not finite, neither weights nor schedule were changed.
+        Where their norm is not finite, neither weights nor schedule change: `skip` follows.
         """
         norm = self._update()
+        is_finite = math.isfinite(norm)
+        was_overscaled = False
         if self.loss_scale is not None:
-            self.found_inf = self.loss_scale.update(overflowed=not math.isfinite(norm))
-        if math.isfinite(norm):
+            was_overscaled = self.loss_scale.update(overflowed=not is_finite)
+        if is_finite:
             self.scheduler.step()
-        return norm
+            return StepResult(StepOutcome.APPLIED, norm)
+        if was_overscaled:
+            return StepResult(StepOutcome.OVERSCALED)
+        return StepResult(StepOutcome.NOT_FINITE)
 
     def skip(self) -> None:
-        """Drop the gradients and step the schedule alone, after a `step` that returned NaN/Inf or
-        instead of it.
+        """Drop the gradients and step the schedule alone, after a `step` that did not apply them or
+        instead of one.
         """
         self._drop_gradients()
         with warnings.catch_warnings():

@@ -27,7 +27,7 @@ from medusa_train.models.precision import return_free_memory
 from medusa_train.progress import Phase, RunProgress
 from medusa_train.training.backbone_recipe import BackboneRecipe
 from medusa_train.training.distributed import SINGLE_PROCESS, World
-from medusa_train.training.optimizer_step import Strategy
+from medusa_train.training.optimizer_step import StepOutcome, StepResult, Strategy
 from medusa_train.training.signals import StopRequest
 from medusa_train.training.snapshot import (
     LoadedCheckpoint,
@@ -208,14 +208,13 @@ class Trainer:
 
         # 3. Clip the gradients and step the optimizer, unless something is NaN/Inf.
         state.window.lr = strategy.lr
-        grad_norm = math.nan
+        result = StepResult(StepOutcome.NOT_FINITE)
         if math.isfinite(totals.loss):
-            grad_norm = strategy.step()
-            if strategy.found_inf:  # float16 overflow: the loss scale was halved
-                strategy.skip()
-                state.window.overscaled += 1
-                grad_norm = 0.0
-        if not math.isfinite(grad_norm):
+            result = strategy.step()
+        if result.outcome is StepOutcome.OVERSCALED:  # goes on with half the loss scale
+            strategy.skip()
+            state.window.overscaled += 1
+        elif result.outcome is StepOutcome.NOT_FINITE:  # as often as the user allows
             self._skip_step(totals.loss, results)
 
         # 4. Count the step, and log.
@@ -224,8 +223,8 @@ class Trainer:
         state.epoch = self.plan.epoch(state.step)
         state.tokens += totals.tokens
         state.seconds += seconds
-        if math.isfinite(grad_norm):
-            state.window.add(totals, grad_norm, seconds)
+        if result.outcome is not StepOutcome.NOT_FINITE:
+            state.window.add(totals, result.grad_norm, seconds)
         self.loggers.advance(state.step)
         if self.plan.logs(state.step):
             self._log(micro_batches[-1])
