@@ -208,13 +208,13 @@ class Trainer:
 
         # 3. Clip the gradients and step the optimizer, unless something is NaN/Inf.
         state.window.lr = strategy.lr
-        result = StepResult(StepOutcome.NOT_FINITE)
+        step_result = StepResult(StepOutcome.NOT_FINITE)
         if math.isfinite(totals.loss):
-            result = strategy.step()
-        if result.outcome is StepOutcome.OVERSCALED:  # goes on with half the loss scale
+            step_result = strategy.step()
+        if step_result.outcome is StepOutcome.OVERSCALED:  # goes on with half the loss scale
             strategy.skip()
             state.window.overscaled += 1
-        elif result.outcome is StepOutcome.NOT_FINITE:  # as often as the user allows
+        elif step_result.outcome is StepOutcome.NOT_FINITE:  # as often as the user allows
             self._skip_step(totals.loss, results)
 
         # 4. Count the step, and log.
@@ -223,8 +223,8 @@ class Trainer:
         state.epoch = self.plan.epoch(state.step)
         state.tokens += totals.tokens
         state.seconds += seconds
-        if result.outcome is not StepOutcome.NOT_FINITE:
-            state.window.add(totals, result.grad_norm, seconds)
+        if step_result.outcome is not StepOutcome.NOT_FINITE:
+            state.window.add(totals, step_result.grad_norm, seconds)
         self.loggers.advance(state.step)
         if self.plan.logs(state.step):
             self._log(micro_batches[-1])
