@@ -106,7 +106,7 @@ def split_key_forward(
     if not _is_unsupported(kwargs) and _is_decoding(query, key, attention_mask, dropout):
         folded = query.reshape(len(query), key.shape[1], -1, query.shape[3])  # [B, H_kv, G q, d]
         if attention_mask is not None and can_split(folded, key, value, attention_mask):
-            scale = query.shape[3] ** -0.5 if scaling is None else scaling
+            scale = _score_scale(query, scaling)
             out = split_attention(folded, key, value, attention_mask, scale)
             return out.reshape(query.shape).transpose(1, 2).contiguous(), None
     return folded_head_forward(
@@ -172,7 +172,7 @@ def folded_head_attention(
     rows = folded.shape[2]
     bfloat16_on_cpu = query.dtype == torch.bfloat16 and query.device.type == "cpu"
     if not dropout and _use_products(folded, key, mask):
-        scale = query.shape[3] ** -0.5 if scaling is None else scaling
+        scale = _score_scale(query, scaling)
         if query.is_cuda and mask is not None:
             out = _attention_in_float32(folded, key, value, mask, scale)
         else:
@@ -187,6 +187,14 @@ def folded_head_attention(
         folded, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling
     )
     return out[:, :, :rows].reshape(*query.shape[:3], value.shape[3])
+
+
+def _score_scale(query: Tensor, scaling: float | None) -> float:
+    """Return the factor of the scores: `scaling`, by default 1 / sqrt(d)."""
+    if scaling is not None:
+        return scaling
+    default: float = query.shape[3] ** -0.5
+    return default
 
 
 def _use_products(folded: Tensor, key: Tensor, mask: Tensor | None) -> bool:
@@ -264,7 +272,7 @@ def _causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float 
     torch's fused kernel takes 1.6 to 2.9 times as long in bfloat16 on a CPU, from 59 tokens on.
     """
     kv_heads, length = key.shape[1], query.shape[2]
-    scaled = query * (query.shape[3] ** -0.5 if scaling is None else scaling)
+    scaled = query * _score_scale(query, scaling)
     size = min(length, _PROMPT_BLOCK)
     causal = query.new_full((size, size), float("-inf")).triu_(1)
     blocks = []
