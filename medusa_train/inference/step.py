@@ -8,16 +8,17 @@
                                   4. keep:    states and tokens of the nodes, for the next step
     accepted path, next root <--  5. accept:  by the backbone's logits at the nodes
 
-A row, by the columns of its keys and values (`trees.slots`). c is committed, and R was the last
-root, below which the nodes a, b, c, d were verified; the path R b was accepted, and N follows it:
+A row, by the columns of its keys and values (`trees.slots`), = being committed ones. R was the last
+root, and a, b, c the nodes below it; of these b was accepted, and N is the backbone's token after b:
 
-    before      c c c R a b c d      root R in column 3, path 0 2
-    compact     c c c R b . . .      R and b are committed
-    verify      c c c R b N x y z    N, the next root, and the nodes x, y, z that the draft guesses
-    accept                           a path from N down, and the token after it: the next N
+    before      = = = R a b c        root R in column 3, path 0 2
+    1. compact  = = = R b            R and b are committed
+    2. draft                         b is read; x, y, z are guessed
+    3. verify   = = = R b N x y z    the next root N, and the nodes below it
+    5. accept                        a path from N down, and the backbone's token after it
 
 Plain decoding is the empty tree. `inference.runners` says with which sizes a step runs: *exact*
-ones, for which the host tells the device what it knows of the rows (`_Known`), or *fixed* ones,
+ones, for which the host tells the device what it knows of the rows (`_HostView`), or *fixed* ones,
 which `inference.cuda_graphs` replays: the device gets the same work whatever the rows hold.
 
 Letters: B rows of a pass, n nodes of the tree below its root, D its deepest node; d the width of
@@ -93,7 +94,7 @@ class _Row:
 
 
 @dataclass(frozen=True)
-class _Known:
+class _HostView:
     """What the host tells the device of a step of exact sizes.
 
     Attributes:
@@ -129,7 +130,7 @@ class _Inputs:
         lengths: position of the next root, long [B].
         storage: keys and values of the backbone, [layers, 2, rows, kv_heads, columns, head_dim].
         room: columns for the rows and their new trees.
-        known: None in steps of fixed shape.
+        host: None in steps of fixed shape.
     """
 
     roots: Tensor
@@ -139,7 +140,7 @@ class _Inputs:
     lengths: Tensor
     storage: Tensor
     room: int
-    known: _Known | None
+    host: _HostView | None
 
 
 @dataclass(frozen=True)
@@ -300,9 +301,9 @@ class Steps:
         else:
             # 1.-4. on the device, in exact sizes
             has_gaps = any(row.has_gaps for row in self._rows)
-            known = _Known(roots, next_root, has_gaps=has_gaps, roots_only=roots_only)
+            host = _HostView(roots, next_root, has_gaps=has_gaps, roots_only=roots_only)
             inputs = torch.tensor(packed, device=self._backbone.device)  # [B, 3 + D + 1]
-            verified = self._device_step(inputs, room, known)
+            verified = self._device_step(inputs, room, host)
             proposal = verified.proposal
             if verified.branch is not None and self._draft is not None:
                 self._draft.observe(self._notes, proposal, verified.branch)
@@ -317,15 +318,15 @@ class Steps:
                 self._draft.extend_row(row.notes, path_tokens[:-1])  # without the next root
         return accepted
 
-    def _device_step(self, packed: Tensor, room: int, known: _Known | None) -> _Verified:
+    def _device_step(self, packed: Tensor, room: int, host: _HostView | None) -> _Verified:
         """Compact, draft, verify and keep.
 
         Args:
             packed: inputs, long [B, 3 + D + 1].
             room: columns for the rows and their trees.
-            known: None for a runner of fixed shape: no shape or address depends on lengths or paths.
+            host: None for a runner of fixed shape: no shape or address depends on lengths or paths.
         """
-        inputs = self._unpack(packed, room, known)
+        inputs = self._unpack(packed, room, host)
 
         # 1. compact; a draft's slots need it not: `read` writes its accepted positions itself
         if self._may_have_gaps(inputs):
@@ -365,7 +366,7 @@ class Steps:
             packed.append([0, 0, 1] + [0] * width)
         return packed
 
-    def _unpack(self, packed: Tensor, room: int, known: _Known | None) -> _Inputs:
+    def _unpack(self, packed: Tensor, room: int, host: _HostView | None) -> _Inputs:
         """Return what the columns of the packed inputs [B, 3 + D + 1] say."""
         starts = packed[:, _START]  # [B]
         counts = packed[:, _COUNT]  # [B]
@@ -377,16 +378,16 @@ class Steps:
             lengths=starts + counts,
             storage=self.slots.storage(room),
             room=room,
-            known=known,
+            host=host,
         )
 
     # 1. Compact
 
     def _may_have_gaps(self, inputs: _Inputs) -> bool:
-        """Return whether accepted nodes may have to move: for all the host knows."""
-        if inputs.known is None:
+        """Return whether there may be nodes to move; steps of fixed shape move them in any case."""
+        if inputs.host is None:
             return inputs.path.shape[1] > 1
-        return inputs.known.has_gaps
+        return inputs.host.has_gaps
 
     # 2. Draft
 
@@ -397,22 +398,22 @@ class Steps:
             given: where the nodes of the given tree stand, see `_place_given_tree`.
         """
         draft = self._draft
-        known = inputs.known
+        host = inputs.host
         plain = Proposal(inputs.roots[:, None], self._root)  # tokens [B, 1]
         if draft is None:
             return plain
         step = DraftStep(
             accepted=self._accepted_path(inputs),
             roots=inputs.roots,
-            root_list=known.roots if known is not None else (),
+            root_list=host.roots if host is not None else (),
             caches=self._draft_caches(inputs.room),
             rows=self._notes,
             tree=self._tree,
             nodes=given,
-            may_stop=known is not None,
+            may_stop=host is not None,
         )
         states = draft.read(step)
-        if known is not None and known.roots_only:
+        if host is not None and host.roots_only:
             draft.skip_guess(step, states)
             return plain
         return draft.guess(step, states)
@@ -462,10 +463,10 @@ class Steps:
         """Return where the nodes of the tree stand that the draft is given to fill; None where it
         chooses one of its own, and where nothing is drafted.
         """
-        known = inputs.known
+        host = inputs.host
         if self._draft is None or not self._draft.fixed_shape:
             return None
-        if known is not None and known.roots_only:
+        if host is not None and host.roots_only:
             return None
         return self._place_nodes(self._tree, self._masks, inputs, inputs.room)
 
@@ -474,20 +475,20 @@ class Steps:
         one that the draft chose.
         """
         backbone = self._backbone
-        known = inputs.known
+        host = inputs.host
         key_length = inputs.room
         # 1. the root of a single row in exact sizes sees all columns and needs no mask; compiled
         # programs take one
-        if known is not None:
-            key_length = self._key_length(known.next_root + tree.size + 1)  # often below `room`
-            is_exact = key_length == known.next_root + 1
+        if host is not None:
+            key_length = self._key_length(host.next_root + tree.size + 1)  # often below `room`
+            is_exact = key_length == host.next_root + 1
             is_in_window = backbone.window is None or key_length <= backbone.window
             sees_all = tree.size == 0 and is_exact and is_in_window and self._is_single(inputs)
             if sees_all and backbone.compiled is None:
                 columns = inputs.lengths[:, None]  # [1, 1]
                 positions = columns.clamp(max=backbone.max_context - 1)
                 storage = inputs.storage
-                return NodeSlots(positions, None, columns, known.next_root, storage, key_length)
+                return NodeSlots(positions, None, columns, host.next_root, storage, key_length)
         # 2. others get the mask of their tree
         masks = self._root_masks
         if tree is not self._root:
@@ -504,8 +505,8 @@ class Steps:
         """Return where the nodes of a tree with these masks stand; see `Backbone.place_nodes`."""
         # a single row writes slices, where the host may tell the device the column
         first_column: int | None = None
-        if inputs.known is not None and self._is_single(inputs):
-            first_column = inputs.known.next_root
+        if inputs.host is not None and self._is_single(inputs):
+            first_column = inputs.host.next_root
         return self._backbone.place_nodes(
             tree.depths, masks, inputs.lengths, inputs.storage, key_length, first_column
         )
@@ -568,7 +569,7 @@ class Steps:
         """Run a step that leaves its results in fixed buffers; the nodes' logits in `logits`, if
         given.
         """
-        verified = self._device_step(inputs, room, known=None)
+        verified = self._device_step(inputs, room, host=None)
         rows = len(inputs)
         if logits is not None:
             logits[:rows] = verified.logits

@@ -265,13 +265,25 @@ class Backbone:
             depths: long [n + 1], or [B, n + 1] if rows differ. masks: of the tree, `node_masks`.
             lengths: position of the root, long [B]. storage, first_column: see `NodeSlots`.
         """
-        positions = lengths[:, None] + torch.atleast_2d(depths)  # [B, n + 1]
-        columns = lengths[:, None] + torch.arange(positions.shape[1], device=lengths.device)
+        roots = lengths[:, None]  # [B, 1]
+        positions = roots + torch.atleast_2d(depths)  # [B, n + 1]
+        columns = roots + torch.arange(positions.shape[1], device=lengths.device)  # [B, n + 1]
+        # compiled passes and kernels of GPUs want the rows of a mask aligned, which they are not
+        # where the mask of a known length is a slice
+        length = first_column
+        if self.compiled is not None or lengths.is_cuda:
+            length = None
+        node_masks: dict[str, Tensor] = {}  # [B, 1, n + 1, key_length] each
+        for kind, mask in masks.items():
+            if length is not None:
+                node_masks[kind] = mask.after(length, key_length)
+            else:
+                node_masks[kind] = mask.at(lengths, key_length)
         return NodeSlots(
             # nodes past the context are never accepted, but the model's position table must cover
             # their ids
             positions=positions.clamp(max=self.max_context - 1),
-            masks={kind: mask.at(lengths, key_length) for kind, mask in masks.items()},
+            masks=node_masks,
             columns=columns,
             first_column=first_column,
             storage=storage,

@@ -12,6 +12,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+#: The table of a mask grows by so many committed columns.
+_TABLE_BLOCK = 256
+
 #: The keys of a query lie aligned by so many numbers in memory: torch's memory-efficient kernel
 #: copies other masks.
 _ALIGNMENT = 8
@@ -30,7 +33,8 @@ class NodeMasks:
 
     Committed columns beyond the window, or all of them without one, are alike. So a small table is
     made once, and the mask for given lengths is looked up in it: column j of a row stands in column
-    j - length + prefix of the table, or in its first or last one.
+    j - length + prefix of the table, or in its first or last one. For a single length that the host
+    knows it is a slice of the table, which is made wide enough.
 
     Args:
         ancestors: bool [n + 1, n + 1], see `Tree.ancestors`, or [B, n + 1, n + 1] if rows differ.
@@ -58,6 +62,24 @@ class NodeMasks:
         beyond = torch.zeros_like(visible[..., :1])  # [1 or B, n + 1, 1]
         table = torch.cat([committed, visible, beyond], dim=2)
         self._table = additive_mask(table, dtype)  # [1 or B, n + 1, prefix + n + 2]
+
+    def after(self, length: int, key_length: int) -> Tensor:
+        """Return the mask [1, 1, n + 1, key_length] of a single row after `length` committed
+        positions, without a copy.
+
+        Args:
+            key_length: at most one column behind the nodes.
+        """
+        # 1. a table with so many committed columns
+        missing = length - self._prefix
+        if missing > 0:
+            missing = -(-missing // _TABLE_BLOCK) * _TABLE_BLOCK  # rounded up
+            first = self._table[:, :, :1].expand(-1, -1, missing)
+            self._table = torch.cat([first, self._table], dim=2)
+            self._prefix += missing
+        # 2. of which the last ones precede the nodes
+        start = self._prefix - length
+        return self._table[:, None, :, start : start + key_length]
 
     def at(self, lengths: Tensor, key_length: int) -> Tensor:
         """Return the mask [B, 1, n + 1, key_length] for nodes after `lengths` committed positions,

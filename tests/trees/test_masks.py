@@ -122,6 +122,18 @@ def test_nodes_attend_to_the_prefix_their_ancestors_and_themselves(window: int |
         assert torch.equal(mask[row, 0] == 0, seen_by_hand(TREE, length, 24, window))
 
 
+@pytest.mark.parametrize("window", [None, 1, 3, 6, 400])
+def test_the_mask_of_a_known_length_is_a_slice_with_the_same_values(window: int | None) -> None:
+    """While the text grows beyond the table, and for shorter texts after that."""
+    masks = NodeMasks(TREE.ancestors, TREE.depths, window, torch.float64)
+    for length in (0, 1, 5, 300, 301, 800, 2):
+        for key_length in (length + 1, length + TREE.size + 1, length + TREE.size + 2):
+            mask = masks.after(length, key_length)
+            assert mask.shape == (1, 1, TREE.size + 1, key_length)
+            assert torch.equal(mask, masks.at(torch.tensor([length]), key_length))
+            assert mask.data_ptr() == masks.after(length, key_length).data_ptr()
+
+
 @pytest.mark.parametrize("window", [None, 2, 6])
 def test_rows_with_trees_of_their_own(window: int | None) -> None:
     trees = RowTrees([TREE.parent_list, CHAIN.parent_list], torch.device("cpu"))

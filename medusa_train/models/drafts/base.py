@@ -105,10 +105,14 @@ class AcceptedPath:
 
     def along_path(self, values: Tensor) -> Tensor:
         """Return the values [B, D + 1, ...] of the accepted nodes, of [B, n + 1, ...] of all."""
+        if len(values) == 1:  # a selection takes a third of the time of an indexed read
+            return values.index_select(1, self.path[0])
         return values[self._rows[:, None], self.path]
 
     def last(self, values: Tensor) -> Tensor:
         """Return the values [B, ...] of the last accepted node, of [B, D + 1, ...] along the path."""
+        if len(values) == 1:
+            return values.index_select(1, self.counts - 1)[:, 0]
         return values[self._rows, self.counts - 1]
 
     def following(self, roots: Tensor) -> Tensor:

@@ -310,9 +310,13 @@ class MedusaDraft(Draft):
         """The linear layers that are the same in all heads: per block those of heads 1..K, then
         their W2 if any.
         """
-        groups = []
+        blocks_of_heads: list[list[Any]] = []
+        for blocks in self.blocks:
+            assert isinstance(blocks, nn.Sequential)
+            blocks_of_heads.append(list(blocks))
+        groups: list[list[nn.Module]] = []
         for j in range(self.num_layers):
-            groups.append([block.get_submodule(f"{j}.linear") for block in self.blocks])
+            groups.append([blocks[j].linear for blocks in blocks_of_heads])
         if self.lm_heads:
             groups.append(list(self.lm_heads))
         return groups
