@@ -1466,6 +1466,7 @@ ANSWERS = {
     "papers_smollm2": papers_answer,
     "papers_speed_smollm2": papers_speed_answer,
     "prompts_smollm2": prompts_answer,
+    "qwen_coder": coder_answer,
     "selfdistill": selfdistill_answer,
     "served": served_answer,
     "smollm2": smollm2_answer,
@@ -1485,6 +1486,7 @@ TABLES = {
     "papers_smollm2": papers_table,
     "papers_speed_smollm2": papers_speed_table,
     "prompts_smollm2": prompts_table,
+    "qwen_coder": coder_table,
     "selfdistill": selfdistill_table,
     "served": served_table,
     "smollm2": smollm2_table,
@@ -1495,6 +1497,7 @@ TABLES = {
 SHORT = {
     "demo": demo_short,
     "smollm2": smollm2_short,
+    "qwen_coder": coder_short,
     "compiled_smollm2": compiled_short,
     "drafts_smollm2": drafts_smollm2_short,
     "eagle3_smollm2": eagle3_short,

@@ -49,8 +49,8 @@ from medusa_train.io import replace_text  # noqa: E402
 def readme_speed() -> str:
     """Four runs, each beside its own plain decoding, and how often `generate` gives equal text."""
     demo = results("demo")["runs"][0]
-    smollm2 = results("smollm2")
-    xeon = smollm2["loop_free_text"]
+    xeon = results("smollm2")["loop_free_text"]
+    coder = {run["draft"]: run for run in results("qwen_coder")["runs"]}["Medusa-1 + lookup"]
     gpu = results("gpu")
     h100 = gpu["after"]["smollm2_by_the_clock"]["eagle3"]
     h100_date = gpu["steps"]["tests"]["date"]
@@ -62,21 +62,18 @@ def readme_speed() -> str:
             demo["date"],
             demo["overall"],
         ),
-        _beside(
-            "SmolLM2, 135M", "Medusa-1", "AMD EPYC, compiled", smollm2["date"], smollm2["overall"]
-        ),
         _beside("SmolLM2, 135M", "Medusa-1", "Intel Xeon, compiled", xeon["date"], xeon["overall"]),
+        _beside(
+            "Qwen2.5-Coder, 0.5B", coder["draft"], coder["place"], coder["date"], coder["overall"]
+        ),
         _beside("SmolLM2, 135M", "EAGLE-3", "NVIDIA H100, CUDA graphs", h100_date, h100),
     ]
     head = ("model", "draft", "hardware", "date", "tokens/s without:", "with:", "ratio:")
-    generate = (
-        smollm2["baselines"]["generate"]["equal_to_plain"],
-        xeon["baselines"]["generate"]["equal_to_plain"],
-    )
-    answers = smollm2["overall"]["answers"]
+    equal = xeon["baselines"]["generate"]["equal_to_plain"]
+    answers = xeon["overall"]["answers"]
     note = (
         "*Same answers*: with the draft and without. transformers' `generate`, without a draft, equals our"
-        f" plain loop in {generate[0]} of {answers} (EPYC) and {generate[1]} of {answers} (Xeon)."
+        f" plain loop in {equal} of {answers} (SmolLM2, Xeon)."
     )
     return f"{table((*head, 'same answers:'), rows)}\n\n{note}"
 

@@ -60,6 +60,8 @@ def summarize(records: Sequence[TurnRecord]) -> Figures:
             "tokens_per_step": _number(measured.tokens_per_step),
             "speedup": _number(ratios.get(f"over_{name}")),
             "speedup_interval": intervals.get(f"over_{name}"),
+            "over_plain": _number(ratios.get(f"{name}_over_plain")),
+            "over_plain_interval": intervals.get(f"{name}_over_plain"),
             "equal_to_plain": sum(equal),
         }
     generate = rates.get("generate")
@@ -100,7 +102,9 @@ def summarize(records: Sequence[TurnRecord]) -> Figures:
         "head_accuracy": head_accuracy(traces) if traces else None,
         "baselines": baselines,
         "intervals": {
-            name: bounds for name, bounds in intervals.items() if not name.startswith("over_")
+            name: bounds
+            for name, bounds in intervals.items()
+            if not name.startswith("over_") and not name.endswith("_over_plain")
         },
     }
 
@@ -158,8 +162,8 @@ def _sums(records: Sequence[TurnRecord]) -> dict[str, Tensor]:
 
 
 def _ratios(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Compute the tree's rates and its ratios to the baselines [...] from the sums [..., 6] of
-    every decoder.
+    """Compute the tree's rates, its ratios to the baselines, and theirs to plain decoding [...],
+    from the sums [..., 6] of every decoder.
 
     Empty without a tree.
     """
@@ -182,6 +186,7 @@ def _ratios(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
     ratios["tokens_per_s"] = tree.tokens_per_s
     for name, baseline in rates.items():
         ratios[f"over_{name}"] = tree.tokens_per_s / baseline.tokens_per_s
+        ratios[f"{name}_over_plain"] = baseline.tokens_per_s / plain.tokens_per_s
     return ratios
 
 

@@ -205,6 +205,9 @@ def test_dynamic_trees_are_timed_beside_the_fixed_one(
         assert baseline["tokens_per_step"] >= 1.0
         assert baseline["equal_to_plain"] == 4
         assert (baseline["speedup_interval"] is None) == (batch_size > 1)  # one batch does not tell
+        over_plain = overall["speedup"] / baseline["speedup"]
+        assert baseline["over_plain"] == pytest.approx(over_plain)
+        assert (baseline["over_plain_interval"] is None) == (batch_size > 1)
     assert meta["baselines"]["fixed_tree"].endswith("tree of 6 nodes in every step")
     assert not draft or meta["baselines"]["heads_alone"].endswith("heads alone, dynamic trees")
     assert meta["tree_nodes"] == "dynamic"

@@ -1,0 +1,94 @@
+"""Write benchmarks/results/qwen_coder.json from finished evaluations of coders on HumanEval.
+
+    python benchmarks/coder_page.py "AMD EPYC, compiled" Medusa-1=RUN/eval/humaneval ...
+
+A report whose draft has prompt lookup beside the heads gives three rows: lookup alone, the heads
+alone, and both. Then `page.py qwen_coder` draws the picture and `tables.py` writes the tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).resolve().parent / "results"
+Json = dict[str, Any]
+#: Of `overall`, what the page needs.
+KEPT = (
+    "acceleration_rate",
+    "overhead",
+    "tokens_per_s",
+    "baseline_tokens_per_s",
+    "speedup",
+    "intervals",
+    "answers",
+    "equal_answers_bf16",
+    "looping_answers",
+    "speedup_without_loops",
+    "scores",
+    "chain_rates",
+)
+
+
+def runs_of(report: Json, draft: str, place: str) -> list[Json]:
+    """Return the rows of a report: its draft, before it what was measured of the draft's parts."""
+    overall = report["overall"]
+    baselines = overall["baselines"]
+    parts = []
+    if "lookup_alone" in baselines:
+        parts.append(("prompt lookup", _part(overall, "lookup_alone")))
+        parts.append((draft, _part(overall, "heads_alone")))
+        draft = f"{draft} + lookup"
+    parts.append((draft, {key: overall[key] for key in KEPT}))
+    common = {
+        "place": place,
+        "date": report["meta"]["date"][:10],
+        "tree_nodes": report["meta"]["tree_nodes"],
+        "command": report["meta"]["command"],
+    }
+    return [{"draft": name, **common, "overall": figures} for name, figures in parts]
+
+
+def _part(overall: Json, name: str) -> Json:
+    """Return the figures of a decoder that was measured beside the reported one, unscored."""
+    measured = overall["baselines"][name]
+    return {
+        "acceleration_rate": measured["tokens_per_step"],
+        "tokens_per_s": measured["tokens_per_s"],
+        "baseline_tokens_per_s": overall["baseline_tokens_per_s"],
+        "speedup": measured["over_plain"],
+        "intervals": {"speedup": measured["over_plain_interval"]},
+        "answers": overall["answers"],
+        "equal_answers_bf16": measured["equal_to_plain"],
+        "scores": None,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("place", help="machine, and whether decoding was compiled")
+    parser.add_argument("reports", nargs="+", metavar="DRAFT=DIRECTORY")
+    arguments = parser.parse_args()
+    runs: list[Json] = []
+    for entry in arguments.reports:
+        draft, directory = entry.split("=", 1)
+        report = json.loads((Path(directory) / "report.json").read_text(encoding="utf-8"))
+        runs += runs_of(report, draft, arguments.place)
+    title = "Qwen2.5-Coder 0.5B on HumanEval: speedup over compiled plain decoding"
+    values = {
+        run["draft"]: [run["overall"]["speedup"], *run["overall"]["intervals"]["speedup"]]
+        for run in runs
+    }
+    chart = {"title": title, "unit": "x", "reference": 1.0, "values": values}
+    content = {"chart": chart, "model": "Qwen2.5-Coder 0.5B", "bench": "HumanEval", "runs": runs}
+    path = RESULTS / "qwen_coder.json"
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    print(path)
+
+
+if __name__ == "__main__":
+    main()
