@@ -1345,7 +1345,8 @@ def coder_table() -> str:
     for place, runs in _coder_places(results("qwen_coder")).items():
         first = runs[0]
         plain = first["overall"]["baseline_tokens_per_s"]
-        solved = _solved(first["overall"], "plain")
+        scored = [run["overall"] for run in runs if run["overall"]["scores"] is not None]
+        solved = _solved(scored[0], "plain") if scored else "-"
         where = f"**{place}, {first['date']}**"
         rows.append([where, "none", "1.00", "-", speed(plain), "-", "-", solved])
         for run in runs:
