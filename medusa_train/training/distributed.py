@@ -231,12 +231,11 @@ def check_same_config(world: World, values: Mapping[str, Any] | None) -> None:
     leaves = None
     if values is not None:
         leaves = dict(_leaves("", values))
-    hosts = world.gather(socket.gethostname())
-    leaves_of_ranks = world.gather(leaves)
+    of_ranks = world.gather((socket.gethostname(), leaves))
     # 2. Compare with rank 0.
-    expected = leaves_of_ranks[0] or {}
+    expected = of_ranks[0][1] or {}
     lines = []
-    for rank, (host, found) in enumerate(zip(hosts, leaves_of_ranks, strict=True)):
+    for rank, (host, found) in enumerate(of_ranks):
         if found is None:
             lines.append(f"process {rank} on {host} cannot read its configuration")
             continue
