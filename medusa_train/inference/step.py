@@ -485,10 +485,9 @@ class Steps:
             is_in_window = backbone.window is None or key_length <= backbone.window
             sees_all = tree.size == 0 and is_exact and is_in_window and self._is_single(inputs)
             if sees_all and backbone.compiled is None:
-                columns = inputs.lengths[:, None]  # [1, 1]
-                positions = columns.clamp(max=backbone.max_context - 1)
+                columns = inputs.lengths[:, None]  # [1, 1], a root: never behind the context
                 storage = inputs.storage
-                return NodeSlots(positions, None, columns, host.next_root, storage, key_length)
+                return NodeSlots(columns, None, columns, host.next_root, storage, key_length)
         # 2. others get the mask of their tree
         masks = self._root_masks
         if tree is not self._root:

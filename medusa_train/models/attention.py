@@ -305,7 +305,9 @@ def _repeat_rows(mask: Tensor, times: int) -> Tensor:
 
 def _is_unsupported(options: Mapping[str, Any]) -> bool:
     """Return whether a layer asks for what these functions do not compute."""
-    return any(options.get(name) is not None for name in ("position_bias", "softcap", "cache"))
+    if options.get("position_bias") is not None or options.get("softcap") is not None:
+        return True
+    return options.get("cache") is not None
 
 
 def _is_prompt(query: Tensor, key: Tensor, mask: Tensor | None, dropout: float) -> bool:

@@ -172,7 +172,9 @@ class _SlotLayer(CacheLayerMixin):
         storage = self._storage
         # 1. a single row writes slices
         if isinstance(self._columns, int):
-            keys, values = storage.narrow(3, 0, self._key_length)
+            read = storage.narrow(3, 0, self._key_length)
+            keys = read[0]  # [1, kv_heads, key_length, head_dim]
+            values = read[1]
             start = self._columns
             end = start + key_states.shape[2]
             keys[:, :, start:end] = key_states
