@@ -15,8 +15,8 @@ from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import AcceptedPath, DraftStep, Proposal, Proposer
 from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.models.features import Features
-from medusa_train.trees.hf_caches import prompt_cache
-from medusa_train.trees.slots import Slots
+from medusa_train.trees.kv_slots import Slots
+from medusa_train.trees.transformers_adapters import prompt_cache
 from medusa_train.trees.tree import Tree
 
 LOOP_TOKENS = 96  # after which the loop starts over, so that its context stays about the same

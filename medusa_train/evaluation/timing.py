@@ -30,7 +30,7 @@ from medusa_train.inference.decoding_mode import DecodingMode
 from medusa_train.inference.detokenize import answer_text
 from medusa_train.inference.generate import Decoder
 from medusa_train.models.drafts.base import Proposer
-from medusa_train.trees.slots import KEY_BLOCK
+from medusa_train.trees.kv_slots import KEY_BLOCK
 from medusa_train.trees.tree import Tree
 
 WARM_UP_TOKENS = 64

@@ -18,7 +18,7 @@ from medusa_train.inference.step import Steps, proposal_limits
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Proposer
 from medusa_train.models.hf_config import length_dependent_rope
-from medusa_train.trees.slots import Slots
+from medusa_train.trees.kv_slots import Slots
 from medusa_train.trees.tree import Tree
 
 FinishReason = Literal["eos", "length", "context"]

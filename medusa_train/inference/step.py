@@ -8,8 +8,9 @@
                                   4. keep:    states and tokens of the nodes, for the next step
     accepted path, next root <--  5. accept:  by the backbone's logits at the nodes
 
-A row, by the columns of its keys and values (`trees.slots`), = being committed ones. R was the last
-root, and a, b, c the nodes below it; of these b was accepted, and N is the backbone's token after b:
+A row, by the columns of its keys and values (`trees.kv_slots`), = being committed ones. R was the
+last root, and a, b, c the nodes below it; of these b was accepted, and N is the backbone's token
+after b:
 
     before      = = = R a b c        root R in column 3, path 0 2
     1. compact  = = = R b            R and b are committed
@@ -53,11 +54,11 @@ from medusa_train.models.drafts.base import (
     at_positions,
 )
 from medusa_train.models.features import FINAL_STATES, Features
-from medusa_train.trees.hf_caches import NodeSlots, prompt_cache
+from medusa_train.trees.kv_slots import Slots, compact
 from medusa_train.trees.lookahead_branch import TreeAndBranch
 from medusa_train.trees.masks import NodeMasks
 from medusa_train.trees.row_trees import RowTrees
-from medusa_train.trees.slots import Slots, compact
+from medusa_train.trees.transformers_adapters import NodeSlots, prompt_cache
 from medusa_train.trees.tree import Tree
 
 

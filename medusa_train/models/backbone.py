@@ -46,9 +46,9 @@ from medusa_train.models.stop_tokens import (
     chat_encoder_or_none,
     find_stop_tokens,
 )
-from medusa_train.trees.hf_caches import NodeSlots, PromptCache, prompt_cache
+from medusa_train.trees.kv_slots import KEY_BLOCK, Slots
 from medusa_train.trees.masks import NodeMasks, document_mask, layer_masks
-from medusa_train.trees.slots import KEY_BLOCK, Slots
+from medusa_train.trees.transformers_adapters import NodeSlots, PromptCache, prompt_cache
 from medusa_train.trees.tree import Tree
 
 

@@ -19,7 +19,7 @@ from medusa_train.errors import BackboneError
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.finite import describe_not_finite
 from medusa_train.models.hf_config import SUPPORTED_LAYER_TYPES, has_experts
-from medusa_train.trees.hf_caches import prompt_cache
+from medusa_train.trees.transformers_adapters import prompt_cache
 from medusa_train.trees.tree import Tree
 
 #: Config keys of layers that carry a recurrent state instead of keys and values.

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from medusa_train.errors import BackboneError
 from medusa_train.models.features import Features, capture_outputs
-from medusa_train.trees.hf_caches import SlotCache
+from medusa_train.trees.transformers_adapters import SlotCache
 
 #: Positions by which the part of the cache that attention reads grows. Larger blocks are read for
 # nothing: with 128 a step of 32 rows of a 135M model took a fifth longer.

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from transformers.cache_utils import Cache
 
 from medusa_train.models.compiled import BLOCK, Form, compiled_capacity, with_unique_code
-from medusa_train.trees.hf_caches import SlotCache, SlotPlace
+from medusa_train.trees.transformers_adapters import SlotCache, SlotPlace
 
 #: What a layer reads beside its states: mask, positions and angles by their names.
 Options = Mapping[str, Any]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from medusa_train.errors import BackboneError
 from medusa_train.models.features import Features
-from medusa_train.trees.hf_caches import SlotCache
+from medusa_train.trees.transformers_adapters import SlotCache
 
 #: Cosines and sines of a rotary embedding, [B, T, head_dim] each.
 Angles = tuple[Tensor, Tensor]

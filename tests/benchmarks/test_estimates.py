@@ -12,7 +12,7 @@ from medusa_train.config.schema import TrainConfig
 from medusa_train.models.drafts import DRAFTS
 from medusa_train.models.hf_config import head_dim
 from medusa_train.models.loading import load_backbone
-from medusa_train.trees.slots import Slots
+from medusa_train.trees.kv_slots import Slots
 from tests.evaluation.tiny_model import write_backbone
 
 

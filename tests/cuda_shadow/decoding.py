@@ -29,7 +29,7 @@ from medusa_train.progress import RunProgress
 from medusa_train.tree_search import choose_tree as module
 from medusa_train.tree_search import time_steps
 from medusa_train.tree_search.traces import trace_conversations
-from medusa_train.trees.slots import Slots
+from medusa_train.trees.kv_slots import Slots
 from tests.cuda_shadow.device import CaptureError, DeviceError, Transfers, capturing, counted
 from tests.families import NoTokenizer, random_backbone
 from tests.inference.test_drafts import KINDS, PROMPTS, TREE, random_draft

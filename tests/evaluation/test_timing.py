@@ -15,7 +15,7 @@ from medusa_train.evaluation.timing import SpeedTest
 from medusa_train.inference.decoding_mode import DecodingMode
 from medusa_train.inference.runners import FixedShapeRunner
 from medusa_train.models.backbone import Backbone
-from medusa_train.trees.slots import Slots
+from medusa_train.trees.kv_slots import Slots
 from tests.inference.tape import TapeRunner
 
 

@@ -10,7 +10,7 @@ import torch
 from medusa_train.inference.step import Steps
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import DraftStep, Proposal, Proposer
-from medusa_train.trees.slots import Slots
+from medusa_train.trees.kv_slots import Slots
 from medusa_train.trees.tree import Tree
 
 

@@ -18,7 +18,7 @@ from medusa_train.inference.sampling import Sampling
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import DraftStep, Proposal
 from medusa_train.models.drafts.medusa import MedusaDraft
-from medusa_train.trees.slots import Slots
+from medusa_train.trees.kv_slots import Slots
 from medusa_train.trees.tree import Tree
 from tests.families import FAMILIES, random_backbone
 

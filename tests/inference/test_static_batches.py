@@ -20,7 +20,7 @@ from medusa_train.inference.step import Steps
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Proposer
 from medusa_train.models.features import Features
-from medusa_train.trees.hf_caches import SlotCache
+from medusa_train.trees.transformers_adapters import SlotCache
 from medusa_train.trees.tree import Tree
 from tests.families import random_backbone
 from tests.inference.steps import small_blocks

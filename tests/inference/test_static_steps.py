@@ -19,7 +19,7 @@ from medusa_train.inference.generate import Decoder, Generation
 from medusa_train.inference.runners import FixedShapeRunner, Replayable, Step
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Proposer
-from medusa_train.trees.slots import KEY_BLOCK, Slots
+from medusa_train.trees.kv_slots import KEY_BLOCK, Slots
 from medusa_train.trees.tree import Tree
 from tests.families import random_backbone
 from tests.inference.tape import TapeRunner

@@ -19,7 +19,7 @@ from medusa_train.models.document_attention import (
     register_document_attention,
 )
 from medusa_train.models.drafts.draft_layer import DraftLayer
-from medusa_train.trees.hf_caches import prompt_cache
+from medusa_train.trees.transformers_adapters import prompt_cache
 from tests.allocations import LargestTensor
 from tests.families import FAMILIES, random_backbone
 from tests.models.test_attention import AttentionModule

@@ -19,7 +19,7 @@ from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft, Proposer
 from medusa_train.models.fused_linears import fuse_linears
 from medusa_train.models.layer_programs import LayerPrograms, kind_of
-from medusa_train.trees.slots import Slots
+from medusa_train.trees.kv_slots import Slots
 from medusa_train.trees.tree import Tree
 from tests.families import FAMILIES, random_backbone
 from tests.inference.tape import TapeRunner

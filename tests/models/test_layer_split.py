@@ -8,8 +8,8 @@ import torch
 from medusa_train.errors import BackboneError
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.features import FeatureSpec
-from medusa_train.trees.hf_caches import NodeSlots, prompt_cache
-from medusa_train.trees.slots import Slots, compact
+from medusa_train.trees.kv_slots import Slots, compact
+from medusa_train.trees.transformers_adapters import NodeSlots, prompt_cache
 from medusa_train.trees.tree import Tree, TreeLevels
 from tests.families import FAMILIES, random_backbone
 

@@ -17,7 +17,7 @@ from medusa_train.models.drafts.lm_heads import LMHeadsDraft, count_lm_head
 from medusa_train.models.drafts.stacked import StackedLinears
 from medusa_train.models.features import Features, TokenRows
 from medusa_train.models.hf_config import head_dim
-from medusa_train.trees.hf_caches import PromptCache
+from medusa_train.trees.transformers_adapters import PromptCache
 
 
 class AmphistaDraft(LMHeadsDraft):

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from medusa_train.models.features import FINAL_STATES, Features, FeatureSpec, TokenRows
 from medusa_train.models.lm_head import LMHead
-from medusa_train.trees.hf_caches import NodeSlots, PromptCache, SlotCache, slot_cache
 from medusa_train.trees.lookahead_branch import LookaheadBranch, TreeAndBranch
 from medusa_train.trees.masks import causal_mask
 from medusa_train.trees.row_trees import RowTrees
+from medusa_train.trees.transformers_adapters import NodeSlots, PromptCache, SlotCache, slot_cache
 from medusa_train.trees.tree import Tree
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from medusa_train.errors import MedusaError
 from medusa_train.models.drafts.base import DraftStep, Limits, Proposal, Proposer
 from medusa_train.models.drafts.lookup import LookupDraft, propose_trees
 from medusa_train.models.features import Features
-from medusa_train.trees.hf_caches import PromptCache
 from medusa_train.trees.row_trees import TokenTree
+from medusa_train.trees.transformers_adapters import PromptCache
 from medusa_train.trees.tree import Tree
 
 

@@ -23,8 +23,8 @@ from medusa_train.models.features import capture_inputs
 from medusa_train.models.hf_config import decoder_of, has_experts
 from medusa_train.models.partitioned import gathered
 from medusa_train.models.precision import autocast_dtype, exact_buffers
-from medusa_train.trees.hf_caches import PromptCache, SlotCache
 from medusa_train.trees.masks import apply_sliding_window, document_mask
+from medusa_train.trees.transformers_adapters import PromptCache, SlotCache
 
 
 class DraftLayer(nn.Module):

@@ -28,8 +28,8 @@ from medusa_train.models.hf_config import head_dim, key_value_heads
 from medusa_train.models.lm_head import LMHead
 from medusa_train.models.partitioned import gathered
 from medusa_train.models.precision import autocast_dtype, exact_buffers
-from medusa_train.trees.hf_caches import PromptCache
 from medusa_train.trees.masks import NodeMasks, document_mask
+from medusa_train.trees.transformers_adapters import PromptCache
 from medusa_train.trees.tree import Tree
 
 #: Layers whose states are read.

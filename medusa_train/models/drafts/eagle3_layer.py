@@ -18,8 +18,8 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from medusa_train.models.hf_config import head_dim, key_value_heads
-from medusa_train.trees.hf_caches import PromptCache, SlotCache
 from medusa_train.trees.masks import causal_mask
+from medusa_train.trees.transformers_adapters import PromptCache, SlotCache
 
 #: Cosines and sines of rotary positions.
 Angles = tuple[Tensor, Tensor]

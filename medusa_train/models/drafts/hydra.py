@@ -16,7 +16,7 @@ from medusa_train.models.drafts.draft_layer import DraftLayer, layer_to_copy
 from medusa_train.models.drafts.lm_heads import LMHeadsDraft, count_lm_head
 from medusa_train.models.drafts.medusa import ResBlock
 from medusa_train.models.features import Features, TokenRows
-from medusa_train.trees.hf_caches import PromptCache
+from medusa_train.trees.transformers_adapters import PromptCache
 
 
 class HydraDraft(LMHeadsDraft):

@@ -22,8 +22,8 @@ from medusa_train.models.drafts.lm_heads import copy_lm_head, count_lm_head
 from medusa_train.models.features import Features, FeatureSpec, TokenRows
 from medusa_train.models.layer_split import LayerRunner
 from medusa_train.models.lm_head import LMHead
-from medusa_train.trees.hf_caches import PromptCache, slot_cache
-from medusa_train.trees.slots import compact
+from medusa_train.trees.kv_slots import compact
+from medusa_train.trees.transformers_adapters import PromptCache, slot_cache
 from medusa_train.trees.tree import Level
 
 

@@ -15,8 +15,8 @@ from medusa_train.models.drafts.base import (
     at_positions,
 )
 from medusa_train.models.features import Features
-from medusa_train.trees.hf_caches import prompt_cache
-from medusa_train.trees.slots import Slots
+from medusa_train.trees.kv_slots import Slots
+from medusa_train.trees.transformers_adapters import prompt_cache
 from medusa_train.trees.tree import Tree
 
 COLUMNS = 64

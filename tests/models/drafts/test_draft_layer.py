@@ -16,8 +16,8 @@ from medusa_train.models.drafts.draft_layer import DraftLayer, init_from_layer
 from medusa_train.models.drafts.kangaroo import KangarooDraft
 from medusa_train.models.features import Features, Rows
 from medusa_train.models.loading import keep_trainable_kernels, loading_options
-from medusa_train.trees.hf_caches import prompt_cache
-from medusa_train.trees.slots import Slots
+from medusa_train.trees.kv_slots import Slots
+from medusa_train.trees.transformers_adapters import prompt_cache
 from tests.families import FAMILIES, NoTokenizer, random_backbone
 
 

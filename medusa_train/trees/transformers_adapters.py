@@ -1,4 +1,4 @@
-"""The memory of `trees.slots` as caches that transformers' models write to, one for each pass.
+"""The memory of `trees.kv_slots` as caches that transformers' models write to, one for each pass.
 
 `PromptCache` is for passes over prompts, `SlotCache` for passes over the nodes of a tree, whose
 places `NodeSlots` describes.
@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from medusa_train.errors import MedusaError
-from medusa_train.trees.slots import Slots
+from medusa_train.trees.kv_slots import Slots
 
 
 class PromptCache(Cache):

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from medusa_train.trees.hf_caches import NodeSlots, prompt_cache, slot_cache
-from medusa_train.trees.slots import Slots
-from tests.trees.test_slots import BLOCK, DIM, HEADS, LAYERS, write
+from medusa_train.trees.kv_slots import Slots
+from medusa_train.trees.transformers_adapters import NodeSlots, prompt_cache, slot_cache
+from tests.trees.test_kv_slots import BLOCK, DIM, HEADS, LAYERS, write
 
 
 def test_a_prompt_goes_on_behind_what_is_known() -> None:

@@ -30,7 +30,7 @@ class Slots:
     longer text is copied into the next buffer, and the next answer begins in the first one again.
     Where the length is known beforehand, `make_room` reserves one buffer for it.
 
-    Passes write through `trees.hf_caches`.
+    Passes write through `trees.transformers_adapters`.
 
     Args:
         num_layers: layers whose keys and values are stored.

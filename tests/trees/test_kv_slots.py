@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from medusa_train.errors import MedusaError
-from medusa_train.trees.hf_caches import prompt_cache
-from medusa_train.trees.slots import Slots, compact
+from medusa_train.trees.kv_slots import Slots, compact
+from medusa_train.trees.transformers_adapters import prompt_cache
 
 LAYERS, HEADS, DIM, BLOCK = 2, 3, 4, 8
 
