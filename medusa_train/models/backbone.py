@@ -18,7 +18,11 @@ from transformers import GenerationConfig
 from medusa_train.errors import BackboneError
 from medusa_train.models.attention import use_folded_heads, use_split_keys
 from medusa_train.models.compiled import CompiledPass, has_compiler, needed_forms
-from medusa_train.models.document_attention import document_bounds, separates_documents
+from medusa_train.models.document_attention import (
+    document_bounds,
+    document_mask,
+    separates_documents,
+)
 from medusa_train.models.features import (
     FINAL_STATES,
     Features,
@@ -47,7 +51,7 @@ from medusa_train.models.stop_tokens import (
     find_stop_tokens,
 )
 from medusa_train.trees.kv_slots import KEY_BLOCK, Slots
-from medusa_train.trees.masks import NodeMasks, document_mask, layer_masks
+from medusa_train.trees.masks import NodeMasks, layer_masks
 from medusa_train.trees.transformers_adapters import NodeSlots, PromptCache, prompt_cache
 from medusa_train.trees.tree import Tree
 

@@ -1,5 +1,5 @@
-"""Attention within the documents of packed rows, from their bounds and without a mask of T x T
-positions.
+"""Attention within the documents of packed rows: by a mask of T x T positions, or from their bounds
+without one.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import repeat_kv
 
 from medusa_train.models.attention import folded_head_attention, folded_head_forward
+from medusa_train.trees.masks import additive_mask
 
 #: transformers' name of flash-attn's kernels.
 FLASH = "flash_attention_2"
@@ -26,6 +27,35 @@ DOCUMENTS = "sdpa_documents"
 _HALF = (torch.float16, torch.bfloat16)
 _MAX_HEAD_DIM = 256  # of torch's flash kernels
 _WINDOW_QUERIES = 256  # queries with a sliding window that share a mask
+
+
+def document_mask(segments: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Build the block-diagonal causal mask of packed rows: a position attends to its own document
+    only.
+
+        segments   0 0 1 1 -       mask    x . . . .
+                                           x x . . .
+                                           . . x . .
+                                           . . x x .
+                                           . . . . x
+
+    Models in transformers derive such masks from restarting position ids only under conditions that
+    differ between versions. Padding counts as a document, since a softmax over no keys is NaN.
+    `Backbone.run` applies sliding windows.
+
+    Args:
+        segments: [B, T], index of the document within the row, contiguous; -1: padding.
+
+    Returns: [B, 1, T, T]; None if no row holds two documents, where the model's own causal mask is
+        correct and faster.
+    """
+    if int(segments.max()) <= 0:
+        return None
+    length = segments.shape[1]  # T
+    same_document = segments[:, :, None] == segments[:, None, :]  # [B, T, T]
+    ones = torch.ones(length, length, dtype=torch.bool, device=segments.device)
+    same_document &= ones.tril()  # and not later
+    return additive_mask(same_document, dtype)[:, None]
 
 
 def document_bounds(segments: Tensor) -> dict[str, Any]:

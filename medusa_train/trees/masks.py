@@ -1,5 +1,5 @@
-"""Attention masks: of token trees over a cached prefix, of packed documents, and of sliding
-windows.
+"""Attention masks: of token trees over a cached prefix, and of sliding windows. Those of packed
+documents are in `models.document_attention`.
 
 All masks are additive, 0 where a query attends to a key and -inf elsewhere, in the dtype of the
 model: attention in transformers' "eager" form adds bool masks as numbers.
@@ -117,35 +117,6 @@ def causal_mask(columns: Tensor, key_length: int, window: int | None, dtype: tor
     if window is not None:
         visible &= keys > own - window
     return additive_mask(visible, dtype)[:, None, :, :key_length]
-
-
-def document_mask(segments: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """Build the block-diagonal causal mask of packed rows: a position attends to its own document
-    only.
-
-        segments   0 0 1 1 -       mask    x . . . .
-                                           x x . . .
-                                           . . x . .
-                                           . . x x .
-                                           . . . . x
-
-    Models in transformers derive such masks from restarting position ids only under conditions that
-    differ between versions. Padding counts as a document, since a softmax over no keys is NaN.
-    `Backbone.run` applies sliding windows.
-
-    Args:
-        segments: [B, T], index of the document within the row, contiguous; -1: padding.
-
-    Returns: [B, 1, T, T]; None if no row holds two documents, where the model's own causal mask is
-        correct and faster.
-    """
-    if int(segments.max()) <= 0:
-        return None
-    length = segments.shape[1]  # T
-    same_document = segments[:, :, None] == segments[:, None, :]  # [B, T, T]
-    ones = torch.ones(length, length, dtype=torch.bool, device=segments.device)
-    same_document &= ones.tril()  # and not later
-    return additive_mask(same_document, dtype)[:, None]
 
 
 def apply_sliding_window(

@@ -16,6 +16,7 @@ from medusa_train.errors import BackboneError
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.document_attention import (
     document_bounds,
+    document_mask,
     register_document_attention,
     separates_documents,
 )
@@ -23,7 +24,7 @@ from medusa_train.models.features import capture_inputs
 from medusa_train.models.hf_config import decoder_of, has_experts
 from medusa_train.models.partitioned import gathered
 from medusa_train.models.precision import autocast_dtype, exact_buffers
-from medusa_train.trees.masks import apply_sliding_window, document_mask
+from medusa_train.trees.masks import apply_sliding_window
 from medusa_train.trees.transformers_adapters import PromptCache, SlotCache
 
 

@@ -18,6 +18,7 @@ from medusa_train.config.draft_sections import default_layers
 from medusa_train.data.batch import IGNORE_INDEX, shift_labels
 from medusa_train.errors import BackboneError, MedusaError
 from medusa_train.models.backbone import Backbone
+from medusa_train.models.document_attention import document_mask
 from medusa_train.models.drafts.base import DraftStep, Limits, Proposal
 from medusa_train.models.drafts.dynamic_trees import drafted_limits, grow_trees
 from medusa_train.models.drafts.eagle3_attention import TrainingAttention
@@ -28,7 +29,7 @@ from medusa_train.models.hf_config import head_dim, key_value_heads
 from medusa_train.models.lm_head import LMHead
 from medusa_train.models.partitioned import gathered
 from medusa_train.models.precision import autocast_dtype, exact_buffers
-from medusa_train.trees.masks import NodeMasks, document_mask
+from medusa_train.trees.masks import NodeMasks
 from medusa_train.trees.transformers_adapters import PromptCache
 from medusa_train.trees.tree import Tree
 
