@@ -16,7 +16,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
-from medusa_train.masking import mask
+from medusa_train.hide_secrets import mask
 
 #: Errors of a write after which a later one can succeed: a full disk, a quota, a limit of size, a
 # reader that is slow. After any other the stream is gone: EIO of a terminal, EPIPE of a pipe.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from medusa_train.masking import mask
+from medusa_train.hide_secrets import mask
 
 
 class MedusaError(Exception):

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 from safetensors import SafetensorError
 
 from medusa_train.errors import DataError, MedusaError
-from medusa_train.masking import mask_keys
+from medusa_train.hide_secrets import mask_keys
 
 WRITE_ERRORS = (OSError, SafetensorError)
 """Exceptions that writing raises when the disk is full; safetensors defines its own."""

@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 from rich.console import Console
 
 from medusa_train.console_streams import failed_streams
+from medusa_train.hide_secrets import excerpt, mask_values
 from medusa_train.io import (
     JsonLinesFile,
     complete_lines,
@@ -28,7 +29,6 @@ from medusa_train.io import (
     replace_text,
     write_failure,
 )
-from medusa_train.masking import excerpt, mask_values
 from medusa_train.progress import RunProgress
 
 Record = Mapping[str, Any]

@@ -31,8 +31,8 @@ from medusa_train.config.load import load_config
 from medusa_train.config.types import Config
 from medusa_train.console_streams import MaskingConsole, console_streams, failed_streams
 from medusa_train.errors import ConfigError, MedusaError, Terminated, signal_exit_code
+from medusa_train.hide_secrets import forget_and_read_environment, mask
 from medusa_train.io import installed_version
-from medusa_train.masking import forget_and_read_environment, mask
 from medusa_train.training.signals import signals_as_interrupts
 
 P = ParamSpec("P")

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from medusa_train.config.schema import TrainConfig
+from medusa_train.hide_secrets import excerpt
 from medusa_train.io import installed_version
-from medusa_train.masking import excerpt
 
 if TYPE_CHECKING:
     import torch

@@ -30,7 +30,7 @@ from medusa_train.config.yaml_lines import (
     read_yaml_file,
 )
 from medusa_train.errors import ConfigError
-from medusa_train.masking import remember_written
+from medusa_train.hide_secrets import remember_written
 
 C = TypeVar("C", bound=Config)
 

@@ -23,7 +23,7 @@ from pydantic_core import PydanticCustomError
 
 from medusa_train.config.paths import expand_variables
 from medusa_train.errors import ConfigError
-from medusa_train.masking import mask, remember, remember_address
+from medusa_train.hide_secrets import mask, remember, remember_address
 
 #: The key that describes a first stage, and the name of its directory in the run directory.
 STAGE_ONE = "stage_one"

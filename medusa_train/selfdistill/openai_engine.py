@@ -12,7 +12,7 @@ from typing import Any
 from medusa_train.data.conversation import REASONING_TAGS, Message, ReasoningTags, join_reasoning
 from medusa_train.data.turns import reasoning_part
 from medusa_train.errors import ServerError
-from medusa_train.masking import excerpt
+from medusa_train.hide_secrets import excerpt
 from medusa_train.selfdistill.answers import Answer, AnswerFinishReason, Request
 from medusa_train.servers.client import OpenAIClient
 from medusa_train.servers.rejections import RequestRejected

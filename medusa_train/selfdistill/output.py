@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from medusa_train.data.record_files import settings_path
 from medusa_train.errors import ConfigError, DataError
+from medusa_train.hide_secrets import excerpt, mask_keys
 from medusa_train.io import (
     JsonLinesFile,
     complete_lines,
@@ -24,7 +25,6 @@ from medusa_train.io import (
     replace_bytes,
     replace_text,
 )
-from medusa_train.masking import excerpt, mask_keys
 from medusa_train.selfdistill.answers import is_asked_again
 from medusa_train.selfdistill.prompts import Prompt, Shard
 

@@ -29,8 +29,8 @@ from medusa_train.data.builtin_templates import get_template
 from medusa_train.errors import ConfigError, ServerError
 from medusa_train.export.merged_model import write_merged
 from medusa_train.export.write import export_run
+from medusa_train.hide_secrets import excerpt, mask
 from medusa_train.io import mask_file, replace_text
-from medusa_train.masking import excerpt, mask
 from medusa_train.progress import RunProgress
 from medusa_train.server_bench.request_blocks import PLAIN, Target
 from medusa_train.training.process_info import free_port

@@ -1,8 +1,8 @@
 """A connection to an OpenAI-compatible server: send a request once, classify its response, keep
 within the context.
 
-The API key is read from the environment and sent in the Authorization header; masking.py keeps it out
-of messages and files. What a server says is shortened by `excerpt`, which masks first.
+The API key is read from the environment and sent in the Authorization header; hide_secrets.py keeps it
+out of messages and files. What a server says is shortened by `excerpt`, which masks first.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import httpx
 
 from medusa_train.config.types import address_problem
 from medusa_train.errors import ConfigError, ServerError
-from medusa_train.masking import excerpt, mask, remember
+from medusa_train.hide_secrets import excerpt, mask, remember
 from medusa_train.servers.rejections import ContextLimit, RequestRejected, parse_rejection
 from medusa_train.servers.responses import (
     error_message,

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from medusa_train.masking import excerpt
+from medusa_train.hide_secrets import excerpt
 
 ABORTED = "abort"  # the finish reason of vLLM and SGLang for answers that shutting down ended
 

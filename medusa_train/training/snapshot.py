@@ -17,7 +17,7 @@ import torch
 
 from medusa_train.checkpoint.store import CheckpointStore
 from medusa_train.errors import CheckpointError
-from medusa_train.masking import excerpt
+from medusa_train.hide_secrets import excerpt
 from medusa_train.models.drafts.base import Draft
 from medusa_train.models.partitioned import gathered, is_partitioned, whole_copies
 from medusa_train.training.backbone_recipe import BackboneRecipe

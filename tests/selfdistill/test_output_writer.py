@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from medusa_train import masking
+from medusa_train import hide_secrets
 from medusa_train.errors import ConfigError, DataError
 from medusa_train.selfdistill.output import OutputWriter
 from medusa_train.selfdistill.prompts import Prompt
@@ -114,7 +114,7 @@ def test_other_prompts_with_the_ids_of_those_answered_are_refused(tmp_path: Path
 
 
 def test_a_prompt_with_a_key_is_masked_and_known_again(tmp_path: Path) -> None:
-    masking.remember("sk-secret-123")
+    hide_secrets.remember("sk-secret-123")
     prompt = Prompt("a", ("what is sk-secret-123?",))
     settings = {**SETTINGS, "heads": "runs/sk-secret-123"}
     try:
@@ -126,7 +126,7 @@ def test_a_prompt_with_a_key_is_masked_and_known_again(tmp_path: Path) -> None:
                     writer.write({"id": "a", "messages": [message]})
         assert all("secret" not in path.read_text() for path in tmp_path.iterdir())
     finally:
-        masking.forget_and_read_environment()
+        hide_secrets.forget_and_read_environment()
 
 
 def dropped(name: str, reason: str) -> dict:

@@ -8,7 +8,7 @@ import pytest
 from rich.table import Table
 from rich.text import Text
 
-from medusa_train import masking
+from medusa_train import hide_secrets
 from medusa_train.console_streams import MaskingConsole
 from medusa_train.errors import ConfigError, DataError
 from medusa_train.io import json_line, mask_file, replace_text
@@ -18,9 +18,9 @@ KEY = "sk-1234-abcd-5678-efgh"
 
 @pytest.fixture(autouse=True)
 def anew() -> Iterator[None]:
-    masking.forget_and_read_environment()
+    hide_secrets.forget_and_read_environment()
     yield
-    masking.forget_and_read_environment()
+    hide_secrets.forget_and_read_environment()
 
 
 @pytest.mark.parametrize(
@@ -44,26 +44,26 @@ def test_which_values_of_the_environment_are_keys(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str, is_masked: bool
 ) -> None:
     monkeypatch.setenv(name, value)
-    masking.forget_and_read_environment()
-    assert masking.mask(f"a {value} b") == ("a *** b" if is_masked else f"a {value} b")
+    hide_secrets.forget_and_read_environment()
+    assert hide_secrets.mask(f"a {value} b") == ("a *** b" if is_masked else f"a {value} b")
 
 
 def test_passwords_in_addresses_and_keys_of_known_shape() -> None:
     text = "see https://me:pw@host/x?a=b, http://h/@b and hf_" + "x" * 34
-    assert masking.mask(text) == "see https://***@host/x?a=b, http://h/@b and ***"
+    assert hide_secrets.mask(text) == "see https://***@host/x?a=b, http://h/@b and ***"
     # a file may hold addresses of other people
-    assert masking.mask_keys(text) == text
+    assert hide_secrets.mask_keys(text) == text
 
 
 def test_an_address_of_the_environment_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HTTPS_PROXY", "http://me:pass/word-1@proxy:3128/?token=abc-12345")
-    masking.forget_and_read_environment()
-    assert masking.mask_keys("proxy, pass/word-1, abc-12345, me") == "proxy, ***, ***, me"
+    hide_secrets.forget_and_read_environment()
+    assert hide_secrets.mask_keys("proxy, pass/word-1, abc-12345, me") == "proxy, ***, ***, me"
 
 
 def test_a_text_is_masked_before_it_is_cut_or_wrapped() -> None:
-    masking.remember(KEY)
-    assert masking.excerpt(f"x\n {KEY} y", 5) == "x ***"
+    hide_secrets.remember(KEY)
+    assert hide_secrets.excerpt(f"x\n {KEY} y", 5) == "x ***"
     table = Table("name", "value")
     table.add_row("a", Text(f"the key {KEY} is long", style="red"))
     table.add_row("b", f"the key {KEY} is long")
@@ -77,9 +77,9 @@ def test_a_text_is_masked_before_it_is_cut_or_wrapped() -> None:
 
 
 def test_a_configuration_is_masked_and_keeps_its_form() -> None:
-    masking.remember(KEY)
+    hide_secrets.remember(KEY)
     config = {"a": [f"--x={KEY}", 3], "b": {"c": "http://me:pw@h", "d": None}, "e": True}
-    assert masking.mask_values(config) == {
+    assert hide_secrets.mask_values(config) == {
         "a": ["--x=***", 3],
         "b": {"c": "http://***@h", "d": None},
         "e": True,
@@ -87,7 +87,7 @@ def test_a_configuration_is_masked_and_keeps_its_form() -> None:
 
 
 def test_files_and_errors_are_masked(tmp_path: Path) -> None:
-    masking.remember('a"key<with>1')
+    hide_secrets.remember('a"key<with>1')
     assert json_line({"text": 'say a"key<with>1 now'}) == b'{"text": "say *** now"}\n'
     replace_text(tmp_path / "a.html", "<p>a&quot;key&lt;with&gt;1</p>")
     assert (tmp_path / "a.html").read_text() == "<p>***</p>"
