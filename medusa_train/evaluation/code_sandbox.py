@@ -29,7 +29,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from medusa_train.evaluation.code_runner import (
+from medusa_train.evaluation.code_sandbox_script import (
     FAILED,
     FILE_BYTES,
     NOBODY,
@@ -40,11 +40,11 @@ from medusa_train.evaluation.code_runner import (
 )
 
 #: The script that judges a program; see there.
-CHILD = Path(__file__).with_name("code_runner.py")
+CHILD = Path(__file__).with_name("code_sandbox_script.py")
 #: Seconds beyond a program's own in which its process has to start, and to report.
 MARGIN = 20.0
 #: Where bubblewrap shows the script, and the only directory that can be written.
-INSIDE_CHILD, INSIDE_DIRECTORY = "/code_runner.py", "/tmp"
+INSIDE_CHILD, INSIDE_DIRECTORY = "/code_sandbox_script.py", "/tmp"
 #: What Python needs of a system, where it exists.
 SYSTEM_DIRECTORIES = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/nix", "/gnu")
 #: Memory of the processes around a program, and of the files that it writes.

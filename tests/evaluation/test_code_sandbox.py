@@ -16,7 +16,8 @@ import pytest
 from medusa_train.errors import ConfigError
 from medusa_train.evaluation import answer_scores, code_sandbox
 from medusa_train.evaluation.answer_scores import require_code_execution, score_text
-from medusa_train.evaluation.code_runner import (
+from medusa_train.evaluation.code_sandbox import Outcome, Sandbox, _run_in, run_program
+from medusa_train.evaluation.code_sandbox_script import (
     FAILED,
     PASSED,
     REFUSED,
@@ -24,7 +25,6 @@ from medusa_train.evaluation.code_runner import (
     Job,
     network_access,
 )
-from medusa_train.evaluation.code_sandbox import Outcome, Sandbox, _run_in, run_program
 from medusa_train.evaluation.questions import FunctionTest, Question
 
 TEST = FunctionTest("def f():\n", "f", "def check(candidate):\n    assert candidate() == 1\n")
