@@ -43,7 +43,7 @@ from medusa_train.export.targets import (
     tensorrt_config,
     write_custom_generate,
 )
-from medusa_train.export.vllm_models import vllm_eagle3_warnings
+from medusa_train.export.vllm_eagle3_models import vllm_eagle3_warnings
 from medusa_train.hub import hub_is_unreachable
 from medusa_train.io import WRITE_ERRORS, describe_size, replace_text, write_failure
 from medusa_train.models.loading import resolve_backbone
