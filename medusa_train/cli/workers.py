@@ -42,7 +42,8 @@ class WorkerWatch:
     """Finds which training process of this machine ended first, and by which signal.
 
     DeepSpeed's launcher collects the processes and tells neither, so this reads /proc while a
-    process that ended has not been collected yet (up to a second).
+    process that ended has not been collected yet (up to a second). On a busy machine a look may
+    come too late: then the process that was gone first is named, without its signal.
 
     Attributes:
         rank, signal: of the first process that failed; None where unknown. `signal` is None as
@@ -54,6 +55,9 @@ class WorkerWatch:
         self.signal: int | None = None
         self._launcher = launcher
         self._ranks: dict[int, int] = {}
+        self._has_all = False  # two searches found the same processes
+        self._done_ranks: set[int] = set()  # seen to end without a failure
+        self._gone: int | None = None  # the first whose end was not seen
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -65,15 +69,17 @@ class WorkerWatch:
         """End the thread."""
         self._done.set()
         self._thread.join()
+        if self.rank is None:
+            self.rank = self._gone
 
     def alive(self) -> list[int]:
         """Return the ranks that still run."""
-        return [rank for pid, rank in self._ranks.items() if _ending(pid) == (True, 0)]
+        return [rank for pid, rank in self._ranks.items() if _ending(pid)[0]]
 
     def _watch(self) -> None:
         looks = 0
         while not self._done.is_set() and self.rank is None:
-            if looks % _SEARCH_EVERY == 0:
+            if not self._has_all and looks % _SEARCH_EVERY == 0:
                 self._search()
             self._look()
             looks += 1
@@ -82,9 +88,12 @@ class WorkerWatch:
     def _search(self) -> None:
         import psutil
 
+        before = len(self._ranks)
         for pid in training_processes(self._launcher):
             with contextlib.suppress(psutil.Error, KeyError, ValueError):
                 self._ranks[pid] = int(psutil.Process(pid).environ()["RANK"])
+        # a search takes long on a busy machine, and a process may end and be collected in it
+        self._has_all = 0 < before == len(self._ranks)
 
     def _look(self) -> None:
         """Note the process that failed since the last look, first of all one ended by a signal:
@@ -92,21 +101,29 @@ class WorkerWatch:
         """
         for pid, rank in self._ranks.items():
             running, status = _ending(pid)
+            if running or rank in self._done_ranks:
+                continue
+            if status is None:
+                if self._gone is None:
+                    self._gone = rank
+                continue
+            if status == 0:
+                self._done_ranks.add(rank)
+                continue
             number = status & 0x7F  # as of waitpid
-            failed = not running and status != 0
-            if failed and (self.rank is None or (number and not self.signal)):
+            if self.rank is None or (number and not self.signal):
                 self.rank = rank
                 self.signal = number or None
 
 
-def _ending(pid: int) -> tuple[bool, int]:
+def _ending(pid: int) -> tuple[bool, int | None]:
     """Return whether a process runs, and its status for waitpid where it ended and was not
-    collected; (False, 0) where nothing is left of it.
+    collected; (False, None) where nothing is left of it.
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
-        return False, 0
+        return False, None
     fields = text.rpartition(")")[2].split()  # from field 3, the state
     if fields[0] not in "ZX":
         return True, 0

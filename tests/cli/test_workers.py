@@ -19,6 +19,8 @@ sleep = [sys.executable, "-c", "import time; time.sleep(60)", "medusa_train.cli.
 workers = [subprocess.Popen(sleep, env={**os.environ, "RANK": str(rank)}) for rank in range(2)]
 time.sleep(3)
 workers[victim].kill()
+if sys.argv[2] == "at once":
+    workers[victim].wait()
 time.sleep(0.5)
 workers[1 - victim].terminate()
 for worker in workers:
@@ -32,7 +34,7 @@ sys.exit(247)
 def test_a_killed_process_is_named_with_the_command_that_resumes(
     victim, saved, monkeypatch, capsys, tmp_path
 ):
-    command = [sys.executable, "-c", LAUNCHER_STAND_IN, str(victim)]
+    command = [sys.executable, "-c", LAUNCHER_STAND_IN, str(victim), "later"]
     monkeypatch.setattr(launching, "launcher_command", lambda *_: command)
     if saved:
         (tmp_path / "checkpoints" / "step-3").mkdir(parents=True)
@@ -43,6 +45,16 @@ def test_a_killed_process_is_named_with_the_command_that_resumes(
     resumes = f"{tmp_path}/config.yaml resume_from_checkpoint=auto --num-gpus 2"
     assert (resumes in said) is saved
     assert ("No checkpoint was saved" in said) is not saved
+
+
+def test_a_killed_process_is_named_though_it_was_collected_before_a_look(
+    monkeypatch, capsys, tmp_path
+):
+    command = [sys.executable, "-c", LAUNCHER_STAND_IN, "1", "at once"]
+    monkeypatch.setattr(launching, "launcher_command", lambda *_: command)
+    assert launching.launch([], 2, None, None, tmp_path) == 1
+    said = " ".join(capsys.readouterr().err.split())
+    assert "the process of rank 1 was ended by SIGKILL (signal 9)" in said
 
 
 def test_an_ending_without_a_known_cause_is_described():
