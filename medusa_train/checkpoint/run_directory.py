@@ -6,7 +6,6 @@ Imports no torch, so that a configuration is refused before anything loads.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -17,12 +16,11 @@ from typing import Any
 
 import yaml
 
-from medusa_train.config.load import dump_config, load_config, stage_one_config
-from medusa_train.config.paths import looks_like_path, resolve_path
+from medusa_train.config.load import dump_config, stage_one_config
+from medusa_train.config.paths import absolute_name, looks_like_path, resolve_path
 from medusa_train.config.schema import (
     NOT_IN_STAGE_ONE,
     SHARED_WITH_STAGE_ONE,
-    WEIGHT_KEYS,
     DatasetConfig,
     TrainConfig,
 )
@@ -60,8 +58,6 @@ RUN_FILES = (
     "wandb",
     STAGE_ONE,
 )
-#: Keys whose `auto` a run decides once; config.yaml then has true or false.
-CHOSEN_FOR_DEVICE = ("torch_compile", "gradient_checkpointing")
 #: Values of `resume_from_checkpoint` that select the newest checkpoint in `output_dir`.
 NEWEST = ("latest", "auto")
 
@@ -162,43 +158,6 @@ def named_checkpoint(resume: str | None, out: Path) -> Path | None:
             f" resume from a checkpoint step-N{_list_checkpoints(path.parent.parent)}"
         )
     return path
-
-
-def changed_weight_keys(cfg: TrainConfig, run: Path) -> list[str]:
-    """List `key: was A, now B` of the keys behind weights and optimizer; empty if `run` has no
-    readable config.yaml.
-    """
-    try:
-        before = _weight_keys(load_config(TrainConfig, run / CONFIG))
-    except ConfigError:
-        return []
-    changed = []
-    for key, value in _weight_keys(cfg).items():
-        if key not in before or before[key] == value:
-            continue
-        came_with_adapter = key.startswith("lora_") and cfg.lora_model_dir is not None
-        if came_with_adapter and key not in cfg.model_fields_set:
-            continue
-        changed.append(f"{key}: was {json.dumps(before[key])}, now {json.dumps(value)}")
-    return changed
-
-
-def _weight_keys(cfg: TrainConfig) -> dict[str, Any]:
-    """Return the values behind weights and optimizer, by key."""
-    others = {name: getattr(cfg, name) for name in WEIGHT_KEYS if name not in cfg.ineffective_keys}
-    return {**cfg.heads_keys, "base_model": _absolute(cfg.base_model), **others}
-
-
-def device_choices_of(run: Path) -> dict[str, bool]:
-    """Return what a run did where its configuration may say `auto`, by key; empty if `run` has no
-    readable config.yaml.
-    """
-    try:
-        before = load_config(TrainConfig, run / CONFIG)
-    except ConfigError:
-        return {}
-    values = {key: getattr(before, key) for key in CHOSEN_FOR_DEVICE}
-    return {key: value for key, value in values.items() if isinstance(value, bool)}
 
 
 def check_nothing_is_lost(out: Path) -> Path | None:
@@ -305,20 +264,20 @@ def _stage_one_values(cfg: TrainConfig, first: TrainConfig) -> dict[str, Any]:
 def _with_absolute_paths(cfg: TrainConfig) -> TrainConfig:
     """Return the configuration with absolute paths, without what concerns one command alone."""
     update: dict[str, Any] = {
-        "base_model": _absolute(cfg.base_model),
+        "base_model": absolute_name(cfg.base_model),
         "datasets": [_absolute_dataset(entry) for entry in cfg.datasets],
         "chat_template": _absolute_template(cfg.chat_template),
         "resume_from_checkpoint": None,
         "overwrite_output_dir": False,
     }
     if cfg.lora_model_dir:
-        update["lora_model_dir"] = _absolute(cfg.lora_model_dir)
+        update["lora_model_dir"] = absolute_name(cfg.lora_model_dir)
     if cfg.test_datasets:
         update["test_datasets"] = [_absolute_dataset(entry) for entry in cfg.test_datasets]
     if cfg.prepared_dir:
         update["dataset_prepared_path"] = str(cfg.prepared_dir.absolute())
     if isinstance(cfg.deepspeed, str):
-        update["deepspeed"] = _absolute(cfg.deepspeed)
+        update["deepspeed"] = absolute_name(cfg.deepspeed)
     return cfg.model_copy(update=update)
 
 
@@ -349,22 +308,14 @@ def only_writer(out: Path, work: str = "training") -> Iterator[None]:
             out.rmdir()
 
 
-def _absolute(name: str) -> str:
-    """Return the absolute path of what exists, or the name unchanged."""
-    local = resolve_path(name)
-    if local is None:
-        return name
-    return str(local.resolve())
-
-
 def _absolute_dataset(entry: DatasetConfig) -> DatasetConfig:
     update: dict[str, Any] = {
-        "path": _absolute(entry.path),
+        "path": absolute_name(entry.path),
         "conversation": _absolute_template(entry.conversation),
     }
     if entry.data_files is not None and entry.path in BUILDERS:
         update["path"] = entry.path
-        update["data_files"] = [_absolute(file) for file in entry.data_files]
+        update["data_files"] = [absolute_name(file) for file in entry.data_files]
     return entry.model_copy(update=update)
 
 
@@ -372,7 +323,7 @@ def _absolute_template(name: str | None) -> str | None:
     """Return the path of a template's file; names of built-in templates are unchanged."""
     if name is None or not name.endswith(TEMPLATE_SUFFIX):
         return name
-    return _absolute(name)
+    return absolute_name(name)
 
 
 def _stale_checkpoints(out: Path, step: int) -> list[Path]:

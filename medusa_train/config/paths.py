@@ -75,6 +75,14 @@ def resolve_path(name: str | Path) -> Path | None:
     return None
 
 
+def absolute_name(name: str) -> str:
+    """Return the absolute path of what exists, or the name unchanged."""
+    local = resolve_path(name)
+    if local is None:
+        return name
+    return str(local.resolve())
+
+
 def expand_user(name: str | Path) -> Path:
     """Replace a leading `~` or `~USER` by the home directory."""
     try:

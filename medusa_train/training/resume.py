@@ -14,12 +14,11 @@ from pathlib import Path
 
 from rich.console import Console
 
+from medusa_train.checkpoint.changed_settings import changed_weight_keys, device_choices_of
 from medusa_train.checkpoint.resolve import find_heads
 from medusa_train.checkpoint.run_directory import (
     HEADS,
-    changed_weight_keys,
     check_nothing_is_lost,
-    device_choices_of,
     named_checkpoint,
 )
 from medusa_train.checkpoint.store import CheckpointStore

@@ -1,0 +1,49 @@
+"""What is listed as changed between the run in a directory and a configuration that resumes it."""
+
+from pathlib import Path
+
+import pytest
+
+from medusa_train.checkpoint.changed_settings import changed_weight_keys, device_choices_of
+from medusa_train.checkpoint.run_directory import write_config
+from medusa_train.config.schema import TrainConfig
+
+
+def config(**keys: object) -> TrainConfig:
+    return TrainConfig(
+        **{"base_model": "m", "datasets": [{"path": "d.jsonl"}], "output_dir": "out", **keys}
+    ).resolved()
+
+
+def test_only_keys_behind_the_weights_are_listed(tmp_path: Path) -> None:
+    write_config(config(medusa_num_heads=3, optimizer="adamw_torch"), tmp_path)
+    now = config(medusa_num_heads=2, optimizer="adamw_bnb_8bit", learning_rate=0.5)
+    assert sorted(changed_weight_keys(now, tmp_path)) == [
+        "medusa_num_heads: was 3, now 2",
+        'optimizer: was "adamw_torch", now "adamw_bnb_8bit"',
+    ]
+
+
+def test_the_same_backbone_by_another_path_is_no_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model").mkdir()
+    monkeypatch.chdir(tmp_path)
+    write_config(config(base_model="model"), tmp_path)
+    assert changed_weight_keys(config(base_model="./model"), tmp_path) == []
+    assert changed_weight_keys(config(base_model="other"), tmp_path) == [
+        f'base_model: was "{tmp_path / "model"}", now "other"'
+    ]
+
+
+def test_what_was_decided_for_the_device(tmp_path: Path) -> None:
+    """And nothing where config.yaml still says `auto`."""
+    write_config(config(torch_compile=True), tmp_path)
+    assert device_choices_of(tmp_path)["torch_compile"] is True
+    write_config(config(torch_compile="auto"), tmp_path)
+    assert "torch_compile" not in device_choices_of(tmp_path)
+
+
+def test_a_run_without_config_yaml_has_neither(tmp_path: Path) -> None:
+    assert changed_weight_keys(config(), tmp_path) == []
+    assert device_choices_of(tmp_path) == {}
