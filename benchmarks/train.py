@@ -70,7 +70,7 @@ from medusa_train.models.precision import (  # noqa: E402
 )
 from medusa_train.training.backbone_recipe import build_backbone_recipe  # noqa: E402
 from medusa_train.training.estimate import Estimate  # noqa: E402
-from medusa_train.training.optimizer_step import build_optimizer, parameter_groups  # noqa: E402
+from medusa_train.training.optimizer import build_optimizer, parameter_groups  # noqa: E402
 
 PARTS = ("loss", "shape7b", "medusa1_7b", "medusa2_7b", "compiled7b", "packed7b", "unchecked7b")
 #: Whole steps of each part: recipe and method.

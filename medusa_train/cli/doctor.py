@@ -102,7 +102,7 @@ def choices(cfg: TrainConfig) -> Iterator[Line]:
     import torch
 
     from medusa_train.models.precision import choose_precision, default_device
-    from medusa_train.training.optimizer_step import build_optimizer
+    from medusa_train.training.optimizer import build_optimizer
 
     device = default_device()
     precision = choose_precision(cfg.bf16, device, fp16=cfg.fp16)

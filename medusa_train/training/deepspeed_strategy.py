@@ -30,7 +30,7 @@ from medusa_train.losses.objective import ObjectiveOutput
 from medusa_train.models.partitioned import make_whole
 from medusa_train.training.deepspeed_engine_config import search_path, stage_of
 from medusa_train.training.distributed import World
-from medusa_train.training.optimizer_step import LossScale, StepResult, Strategy
+from medusa_train.training.optimizer import LossScale, StepResult, Strategy
 
 T = TypeVar("T")
 

@@ -23,7 +23,7 @@ from medusa_train.training.backbone_recipe import find_initial_adapter, find_ini
 from medusa_train.training.deepspeed_engine_config import check_compiler, stage_of
 from medusa_train.training.deepspeed_refusals import check_deepspeed
 from medusa_train.training.estimate import ADAM, ADAM_8BIT, Estimate
-from medusa_train.training.optimizer_step import EIGHT_BIT
+from medusa_train.training.optimizer import EIGHT_BIT
 
 
 def check_run(cfg: TrainConfig, processes: int) -> tuple[str, Any]:

@@ -51,7 +51,7 @@ from medusa_train.training.device_choices import (
 from medusa_train.training.distributed import SINGLE_PROCESS, World, init_distributed
 from medusa_train.training.hidden_states import open_hidden_states
 from medusa_train.training.load_data import TrainingData
-from medusa_train.training.optimizer_step import (
+from medusa_train.training.optimizer import (
     LocalStrategy,
     LossScale,
     Strategy,

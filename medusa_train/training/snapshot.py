@@ -22,7 +22,7 @@ from medusa_train.models.drafts.base import Draft
 from medusa_train.models.partitioned import gathered, is_partitioned, whole_copies
 from medusa_train.training.backbone_recipe import BackboneRecipe
 from medusa_train.training.distributed import SINGLE_PROCESS, World
-from medusa_train.training.optimizer_step import Strategy
+from medusa_train.training.optimizer import Strategy
 from medusa_train.training.step_metrics import Window
 
 

@@ -27,7 +27,7 @@ from medusa_train.models.precision import return_free_memory
 from medusa_train.progress import Phase, RunProgress
 from medusa_train.training.backbone_recipe import BackboneRecipe
 from medusa_train.training.distributed import SINGLE_PROCESS, World
-from medusa_train.training.optimizer_step import StepOutcome, StepResult, Strategy
+from medusa_train.training.optimizer import StepOutcome, StepResult, Strategy
 from medusa_train.training.signals import StopRequest
 from medusa_train.training.snapshot import (
     LoadedCheckpoint,

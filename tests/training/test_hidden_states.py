@@ -163,9 +163,7 @@ def test_killed_in_either_epoch_it_resumes_to_the_bit(make_runs, tmp_path, packe
         Mishap(
             "medusa_train.io:JsonLinesFile.append", 14
         ),  # in the first epoch: values without their line
-        Mishap(
-            "medusa_train.training.optimizer_step:LocalStrategy.forward_backward", per_epoch + 1
-        ),
+        Mishap("medusa_train.training.optimizer:LocalStrategy.forward_backward", per_epoch + 1),
     ]
     for mishap in kills:
         code, text = medusa_train(resume, mishap)

@@ -85,7 +85,7 @@ def test_a_run_that_is_killed_again_and_again_equals_one_that_was_not(
     run = tmp_path / "run"
     kills = [
         # before the first checkpoint: in the second micro-batch of step 2
-        (Mishap("medusa_train.training.optimizer_step:LocalStrategy.forward_backward", 4), []),
+        (Mishap("medusa_train.training.optimizer:LocalStrategy.forward_backward", 4), []),
         # step 3 was the best evaluation, its weights are saved; the checkpoint of step 4 is half
         # written
         (Mishap("medusa_train.checkpoint.store:write_tensors", 6), []),

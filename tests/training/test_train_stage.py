@@ -95,7 +95,7 @@ def test_without_memory_for_training_the_error_names_keys_that_take_less(
         )
 
     monkeypatch.setattr(
-        "medusa_train.training.optimizer_step.LocalStrategy.forward_backward", forward_backward
+        "medusa_train.training.optimizer.LocalStrategy.forward_backward", forward_backward
     )
     with pytest.raises(
         MedusaError, match=r"not enough memory for this run \(CUDA out of memory\)"

@@ -15,7 +15,7 @@ from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.models.loading import load_backbone
 from medusa_train.models.precision import choose_precision
 from medusa_train.training.backbone_recipe import build_backbone_recipe
-from medusa_train.training.optimizer_step import LocalStrategy
+from medusa_train.training.optimizer import LocalStrategy
 from medusa_train.training.trainer import NonFiniteLossError, Trainer
 from tests.training.conftest import figures, metrics, stop_after, train
 

@@ -30,7 +30,7 @@ from medusa_train.progress import RunProgress
 from medusa_train.training import setup, stages
 from medusa_train.training.distributed import SINGLE_PROCESS, World, init_distributed
 from medusa_train.training.load_data import load_data
-from medusa_train.training.optimizer_step import LossScale
+from medusa_train.training.optimizer import LossScale
 from medusa_train.training.process_info import process_info_from_env
 from medusa_train.training.signals import StopRequest
 from medusa_train.training.snapshot import take_weights

@@ -9,7 +9,7 @@ from torch import nn
 
 from medusa_train.errors import BackboneError
 from medusa_train.models.loading import loading_options
-from medusa_train.training.optimizer_step import (
+from medusa_train.training.optimizer import (
     LocalStrategy,
     LossScale,
     StepOutcome,

@@ -1,5 +1,5 @@
-"""Backward pass, gradient clipping, optimizer and schedule of a training step, in one process or
-through DeepSpeed.
+"""Parameter groups, optimizer and schedule, and the step with them: backward pass, gradient clipping,
+update. Here in one process; `deepspeed_strategy` does it through DeepSpeed.
 """
 
 from __future__ import annotations
