@@ -167,7 +167,7 @@ def evaluate(
         _print_paths(console, calibrate_tree(cfg, questions, paths, progress))
     else:
         with progress.phase("importing torch and transformers", ticking=True):
-            from medusa_train.evaluation.evaluate import evaluate as run_evaluation
+            from medusa_train.evaluation.run_bench import evaluate as run_evaluation
         command = shlex.join(["medusa-eval", *sys.argv[1:]])
         _, written = run_evaluation(cfg, questions, paths, command, progress)
         _print_paths(console, written)

@@ -51,7 +51,7 @@ def test_an_evaluation_keeps_what_it_measured(tmp_path: Path) -> None:
     code, text = result("evaluate", words, tmp_path, place)
     assert code == 143, text
     assert "the same command resumes" in text
-    place = "medusa_train.evaluation.evaluate:write_report"
+    place = "medusa_train.evaluation.run_bench:write_report"
     code, text = result("evaluate", words, tmp_path, place)
     assert code == 143, text
     assert "interrupted after the timed part; its results are in runs/first/eval/small" in text

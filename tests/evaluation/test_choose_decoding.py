@@ -33,7 +33,7 @@ from medusa_train.choose_decoding import (
 )
 from medusa_train.config.schema import EvalConfig
 from medusa_train.errors import BackboneError
-from medusa_train.evaluation import evaluate as evaluation
+from medusa_train.evaluation import run_bench
 from medusa_train.evaluation.calibrate import chooses_compilation
 from medusa_train.evaluation.questions import load_bench
 from medusa_train.inference.decoding_settings import DecodingSettings
@@ -184,15 +184,15 @@ def test_whether_to_compile_is_decided_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     outcomes: list[bool | None] = [None, False, True]
-    monkeypatch.setattr(evaluation, "compile_if_repaid", lambda *given, **shape: outcomes.pop(0))
-    monkeypatch.setattr(evaluation, "compile_or_report", lambda *given, **shape: None)
+    monkeypatch.setattr(run_bench, "compile_if_repaid", lambda *given, **shape: outcomes.pop(0))
+    monkeypatch.setattr(run_bench, "compile_or_report", lambda *given, **shape: None)
     paths = replace(resolve_model(str(run_dir), None, None), home=tmp_path)
     bench = load_bench(str(bench_file))
 
     def decide(tokens: int) -> str:
         progress = RunProgress(Console(file=io.StringIO(), width=400))
         cfg = EvalConfig(max_new_tokens=tokens)
-        evaluation._choose_compile(cfg, bench, model, paths, None, progress)
+        run_bench._choose_compile(cfg, bench, model, paths, None, progress)
         return progress.console.file.getvalue()  # type: ignore[attr-defined]
 
     decide(100)  # failed, which may be different another time
@@ -322,13 +322,13 @@ def test_the_steps_of_a_bench(
     ) -> None:
         seen.append((steps, rows, trees))
 
-    monkeypatch.setattr(evaluation, "compile_if_repaid", record)
+    monkeypatch.setattr(run_bench, "compile_if_repaid", record)
     cfg = EvalConfig(max_new_tokens=100, batch_size=batch_size)
     paths, progress = (
         resolve_model(str(run_dir), None, None),
         RunProgress(Console(file=io.StringIO())),
     )
-    evaluation._choose_compile(cfg, load_bench(str(bench_file)), model, paths, None, progress)
+    run_bench._choose_compile(cfg, load_bench(str(bench_file)), model, paths, None, progress)
     assert seen == [(steps, batch_size, True)]
 
 
@@ -356,7 +356,7 @@ def test_an_interrupted_evaluation_keeps_its_decision_and_a_failing_compiler_doe
     for earlier in (True, False):
         progress = RunProgress(Console(file=io.StringIO(), width=300))
         paths = resolve_model(str(run_dir), None, None)
-        evaluation._choose_compile(
+        run_bench._choose_compile(
             EvalConfig(), load_bench(str(bench_file)), model, paths, earlier, progress
         )
         shown = progress.console.file.getvalue()  # type: ignore[attr-defined]

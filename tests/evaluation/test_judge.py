@@ -19,7 +19,7 @@ from medusa_train.evaluation.judge import (
 from medusa_train.evaluation.measured_answers import TimedAnswer, TurnRecord
 from medusa_train.evaluation.questions import Question
 from medusa_train.servers.client import OpenAIClient
-from tests.evaluation.test_evaluate import run as evaluate
+from tests.evaluation.test_run_bench import run as evaluate
 from tests.fake_server import FakeServer, Reply, completion, error, serving
 
 

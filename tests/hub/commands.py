@@ -55,7 +55,7 @@ def _serve(output: str) -> None:
         "cli.export",
         "cli.selfdistill",
         "cli.train",
-        "evaluation.evaluate",
+        "evaluation.run_bench",
         "training.stages",
     ):
         import_module(f"medusa_train.{name}")

@@ -18,10 +18,10 @@ from medusa_train.checkpoint.run_directory import only_writer
 from medusa_train.config.schema import EvalConfig
 from medusa_train.errors import BackboneError, CheckpointError, ConfigError
 from medusa_train.evaluation import answer_scores, calibrate
-from medusa_train.evaluation import evaluate as module
-from medusa_train.evaluation.evaluate import evaluate
+from medusa_train.evaluation import run_bench as module
 from medusa_train.evaluation.measured_answers import TurnRecord
 from medusa_train.evaluation.questions import load_bench
+from medusa_train.evaluation.run_bench import evaluate
 from medusa_train.evaluation.timing import SpeedTest
 from medusa_train.models.drafts.kangaroo import KangarooDraft
 from medusa_train.models.loading import load_backbone
