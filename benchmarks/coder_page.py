@@ -3,13 +3,15 @@
     python benchmarks/coder_page.py "AMD EPYC, compiled" Medusa-1=RUN/eval/humaneval ...
 
 A report whose draft has prompt lookup beside the heads gives three rows: lookup alone, the heads
-alone, and both. Then `page.py qwen_coder` draws the picture and `tables.py` writes the tables.
+alone, and both. `--trees DRAFT=RUN ...` adds tokens per step by the number of nodes, of the runs'
+tree.json; `--exact DRAFT=DIRECTORY ...` equal answers in float32, of other reports. Then `page.py qwen_coder` draws the picture and `tables.py` writes the tables.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,25 +68,44 @@ def _part(overall: Json, name: str) -> Json:
     }
 
 
+def _read(entries: Sequence[str], name: str) -> Iterator[tuple[str, Json]]:
+    """Yield the draft of each `DRAFT=DIRECTORY`, and what the file `name` there holds."""
+    for entry in entries:
+        draft, directory = entry.split("=", 1)
+        yield draft, json.loads((Path(directory) / name).read_text(encoding="utf-8"))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("place", help="machine, and whether decoding was compiled")
     parser.add_argument("reports", nargs="+", metavar="DRAFT=DIRECTORY")
+    parser.add_argument("--trees", nargs="*", default=[], metavar="DRAFT=RUN")
+    parser.add_argument("--exact", nargs="*", default=[], metavar="DRAFT=DIRECTORY")
     arguments = parser.parse_args()
     runs: list[Json] = []
-    for entry in arguments.reports:
-        draft, directory = entry.split("=", 1)
-        report = json.loads((Path(directory) / "report.json").read_text(encoding="utf-8"))
+    for draft, report in _read(arguments.reports, "report.json"):
         runs += runs_of(report, draft, arguments.place)
+    nodes = {draft: tree["sizes"] for draft, tree in _read(arguments.trees, "tree.json")}
+    exact = {}
+    for draft, report in _read(arguments.exact, "report.json"):
+        overall = report["overall"]
+        exact[draft] = {"equal": overall["equal_answers"], "answers": overall["answers"]}
     title = "Qwen2.5-Coder 0.5B on HumanEval: speedup over compiled plain decoding"
     values = {
         run["draft"]: [run["overall"]["speedup"], *run["overall"]["intervals"]["speedup"]]
         for run in runs
     }
     chart = {"title": title, "unit": "x", "reference": 1.0, "values": values}
-    content = {"chart": chart, "model": "Qwen2.5-Coder 0.5B", "bench": "HumanEval", "runs": runs}
+    content = {
+        "chart": chart,
+        "model": "Qwen2.5-Coder 0.5B",
+        "bench": "HumanEval",
+        "runs": runs,
+        "nodes": nodes,
+        "float32": exact,
+    }
     path = RESULTS / "qwen_coder.json"
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     print(path)

@@ -1367,6 +1367,27 @@ def coder_table() -> str:
     return table((*head, "equal bf16:", "pass@1:"), rows)
 
 
+def coder_nodes_table() -> str:
+    """Tokens per step by the number of nodes, of each draft's best tree of that size."""
+    trees = results("qwen_coder")["nodes"]
+    by_size = {
+        draft: {size["nodes"]: size["tokens_per_step"] for size in sizes}
+        for draft, sizes in trees.items()
+    }
+    rows: list[Cells] = []
+    for nodes in (1, 2, 4, 8, 16, 32, 63):
+        rates = [by_size[draft].get(nodes) for draft in by_size]
+        rows.append([nodes, *("-" if rate is None else f"{rate:.2f}" for rate in rates)])
+    return table(("nodes:", *(f"{draft}:" for draft in by_size)), rows)
+
+
+def coder_exact() -> str:
+    """Equal answers in float32."""
+    counts = results("qwen_coder")["float32"]
+    parts = [f"{draft} {count['equal']} of {count['answers']}" for draft, count in counts.items()]
+    return f"Answers that equal plain decoding's in float32: {', '.join(parts)}."
+
+
 def _coder_places(content: Json) -> dict[str, list[Json]]:
     """Return the runs by machine, in the order of the file."""
     places: dict[str, list[Json]] = {}

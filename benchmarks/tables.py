@@ -17,6 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
 
+from estimates import ROWS, estimate_row  # noqa: E402
 from result_tables import (  # noqa: E402
     ANSWERS,
     RESULTS,
@@ -24,6 +25,7 @@ from result_tables import (  # noqa: E402
     TABLES,
     Json,
     acceptance_table,
+    coder_nodes_table,
     compiled_rows,
     eagle3_served_table,
     epsilon_table,
@@ -42,53 +44,62 @@ from result_tables import (  # noqa: E402
 )
 
 from medusa_train.io import replace_text  # noqa: E402
+from medusa_train.training.estimate import GPUS  # noqa: E402
 
 # README
 
 
 def readme_speed() -> str:
-    """Four runs, each beside its own plain decoding, and how often `generate` gives equal text."""
-    demo = results("demo")["runs"][0]
-    xeon = results("smollm2")["loop_free_text"]
-    coder = {run["draft"]: run for run in results("qwen_coder")["runs"]}["Medusa-1 + lookup"]
+    """Runs of three models, each beside its own plain decoding, and what other machines gave."""
+    demo, slower_demo = results("demo")["runs"]
+    coder = {run["draft"]: run for run in results("qwen_coder")["runs"]}
     gpu = results("gpu")
     h100 = gpu["after"]["smollm2_by_the_clock"]["eagle3"]
     h100_date = gpu["steps"]["tests"]["date"]
     rows = [
         _beside(
-            "built-in test model, 11M",
+            "test model, 11M: its own questions",
             "Medusa-1",
-            "AMD EPYC, not compiled",
-            demo["date"],
+            f"AMD EPYC, not compiled, {demo['date'][:10]}",
             demo["overall"],
-        ),
-        _beside("SmolLM2, 135M", "Medusa-1", "Intel Xeon, compiled", xeon["date"], xeon["overall"]),
-        _beside(
-            "Qwen2.5-Coder, 0.5B", coder["draft"], coder["place"], coder["date"], coder["overall"]
-        ),
-        _beside("SmolLM2, 135M", "EAGLE-3", "NVIDIA H100, CUDA graphs", h100_date, h100),
+        )
     ]
-    head = ("model", "draft", "hardware", "date", "tokens/s without:", "with:", "ratio:")
-    equal = xeon["baselines"]["generate"]["equal_to_plain"]
-    answers = xeon["overall"]["answers"]
-    note = (
-        "*Same answers*: with the draft and without. transformers' `generate`, without a draft, equals our"
-        f" plain loop in {equal} of {answers} (SmolLM2, Xeon)."
+    name = "Qwen2.5-Coder, 0.5B: HumanEval"
+    place = f"{coder['Medusa-1']['place']}, {coder['Medusa-1']['date']}"
+    for draft in ("Medusa-1", "prompt lookup", "Medusa-1 + lookup"):
+        rows.append(_beside(name, draft, place, coder[draft]["overall"]))
+        name = place = ""  # the same run
+    rows.append(
+        _beside(
+            "SmolLM2, 135M: MT-Bench",
+            "EAGLE-3",
+            f"NVIDIA H100, CUDA graphs, {h100_date[:10]}",
+            h100,
+        )
     )
-    return f"{table((*head, 'same answers:'), rows)}\n\n{note}"
+    head = ("model: questions", "draft", "hardware, date", "tokens/s without:", "with:", "ratio:")
+    scores = coder["Medusa-1 + lookup"]["overall"]["scores"]
+    note = (
+        "One answer at a time, greedy, bfloat16, two CPU cores or one GPU. Compare within a row only."
+        " *Same*: answers equal to those without a draft. The coder solves"
+        f" {scores['tree']['correct']} of {scores['answers']} problems with both, and"
+        f" {scores['plain']['correct']} without. On another machine the test model gained"
+        f" {times(slower_demo['overall']['speedup'])}. [All results](docs/results.md)."
+    )
+    return f"{table((*head, 'same:'), rows)}\n\n{note}"
 
 
-def _beside(model: str, draft: str, hardware: str, date: str, overall: Json) -> list[str]:
+def _beside(model: str, draft: str, hardware: str, overall: Json) -> list[str]:
     """Return a row: tokens per second without and with a draft, their ratio, the equal answers."""
     plain = overall.get("plain_tokens_per_s") or overall["baseline_tokens_per_s"]
+    interval = overall.get("speedup_interval") or overall["intervals"]["speedup"]
     return [
         model,
         draft,
         hardware,
-        date[:10],
         speed(plain),
         speed(overall["tokens_per_s"]),
-        times(overall["speedup"]),
+        times(overall["speedup"], interval),
         f"{overall['equal_answers_bf16']} of {overall['answers']}",
     ]
 
@@ -123,9 +134,33 @@ def readme_expect() -> str:
     """The estimate for 7B models, and what it is not."""
     low, high = estimate_range_7b()
     return (
-        f"**What to expect of a 7B model?** An estimate is [{low:.1f}x to {high:.1f}x on an H100]"
-        "(docs/results.md#a-7b-model), one answer at a time. None was trained here. With many requests"
-        " at once expect less."
+        f"**What to expect of a 7B model?** We estimate [{low:.1f}x to {high:.1f}x on an H100]"
+        "(docs/results.md#a-7b-model), in this project's decoder, one answer at a time."
+    )
+
+
+def readme_equal() -> str:
+    """What bfloat16 alone does to answers."""
+    xeon = results("smollm2")["loop_free_text"]
+    equal = xeon["baselines"]["generate"]["equal_to_plain"]
+    return (
+        "bfloat16 alone does that: two loops without a draft, ours and transformers' `generate`, agree on"
+        f" {equal} of {xeon['overall']['answers']} answers (SmolLM2, Intel Xeon)."
+    )
+
+
+def readme_card() -> str:
+    """Training EAGLE-3 for an 8B model on the smallest and on the largest GPU."""
+    small, large = list(GPUS)[0], "H100, 80 GB"
+    settings = {name: (shape, keys) for name, shape, keys in ROWS}
+    shape, overrides = settings["llama31_8b_eagle3"]
+    on_small = estimate_row("llama31_8b_eagle3", shape, overrides[0], small)
+    on_large = estimate_row("llama31_8b_eagle3", shape, [], large)
+    return (
+        f"**An 8B model, by estimate:** with `{' '.join(overrides[0])}` EAGLE-3 takes {on_small[3]} and"
+        f" {on_small[6]} hours on a 24 GB card ({small.split(',')[0]}); as it is, {on_large[3]} and"
+        f" {on_large[6]} hours on an H100. Writing the text comes on top:"
+        " [all estimates](docs/large_models.md)."
     )
 
 
@@ -165,12 +200,15 @@ MARKED: dict[str, dict[str, Block]] = {
         "served": readme_served,
         "lookup": readme_lookup,
         "expect": readme_expect,
+        "card": readme_card,
+        "equal": readme_equal,
     },
     "docs/results.md": {"answers": results_list, "estimate": estimate_7b},
     "docs/evaluation.md": {"acceptance": acceptance_table},
     "docs/large_models.md": {"trees": trees_table},
     "benchmarks/results/compiled_smollm2.md": {"specbench": specbench_table},
     "benchmarks/results/eagle3_smollm2.md": {"sessions": eagle3_served_table},
+    "benchmarks/results/qwen_coder.md": {"nodes": coder_nodes_table},
     "benchmarks/results/gpu.md": {"clock": gpu_clock_table, "training": gpu_training_table},
     "benchmarks/results/papers_smollm2.md": {"nodes": nodes_table},
     "benchmarks/results/papers_speed_smollm2.md": {
