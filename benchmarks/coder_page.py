@@ -4,7 +4,9 @@
 
 A report whose draft has prompt lookup beside the heads gives three rows: lookup alone, the heads
 alone, and both. `--trees DRAFT=RUN ...` adds tokens per step by the number of nodes, of the runs'
-tree.json; `--exact DRAFT=DIRECTORY ...` equal answers in float32, of other reports. Then `page.py qwen_coder` draws the picture and `tables.py` writes the tables.
+tree.json; `--exact DRAFT=DIRECTORY ...` equal answers in float32, of other reports.
+
+Then `page.py qwen_coder` draws the picture and `tables.py` writes the tables.
 """
 
 from __future__ import annotations

@@ -151,7 +151,8 @@ def readme_equal() -> str:
 
 def readme_card() -> str:
     """Training EAGLE-3 for an 8B model on the smallest and on the largest GPU."""
-    small, large = list(GPUS)[0], "H100, 80 GB"
+    small = next(iter(GPUS))
+    large = "H100, 80 GB"
     settings = {name: (shape, keys) for name, shape, keys in ROWS}
     shape, overrides = settings["llama31_8b_eagle3"]
     on_small = estimate_row("llama31_8b_eagle3", shape, overrides[0], small)
