@@ -1375,7 +1375,7 @@ def coder_nodes_table() -> str:
         for draft, sizes in trees.items()
     }
     rows: list[Cells] = []
-    for nodes in (1, 2, 4, 8, 16, 32, 63):
+    for nodes in (1, 4, 8, 16, 63):
         rates = [by_size[draft].get(nodes) for draft in by_size]
         rows.append([nodes, *("-" if rate is None else f"{rate:.2f}" for rate in rates)])
     return table(("nodes:", *(f"{draft}:" for draft in by_size)), rows)
