@@ -26,7 +26,6 @@ from result_tables import (  # noqa: E402
     Json,
     acceptance_table,
     coder_nodes_table,
-    compiled_rows,
     eagle3_served_table,
     epsilon_table,
     estimate_7b,
@@ -50,56 +49,58 @@ from medusa_train.training.estimate import GPUS  # noqa: E402
 
 
 def readme_speed() -> str:
-    """Runs of three models, each beside its own plain decoding, and what other machines gave."""
-    demo, slower_demo = results("demo")["runs"]
+    """Runs of two models, each beside its own plain decoding."""
     coder = {run["draft"]: run for run in results("qwen_coder")["runs"]}
+    smollm2 = results("smollm2")
+    newest = smollm2["loop_free_text"]
+    newest_intervals = {"speedup": newest["speedup"][1:]}
     gpu = results("gpu")
     h100 = gpu["after"]["smollm2_by_the_clock"]["eagle3"]
-    h100_date = gpu["steps"]["tests"]["date"]
-    rows = [
-        _beside(
-            "test model, 11M: its own questions",
-            "Medusa-1",
-            f"AMD EPYC, not compiled, {demo['date'][:10]}",
-            demo["overall"],
-        )
-    ]
-    name = "Qwen2.5-Coder, 0.5B: HumanEval"
+    h100_date = gpu["steps"]["tests"]["date"][:10]
+
+    rows = []
+    name = f"[Qwen2.5-Coder 0.5B, HumanEval]({_page('qwen_coder')})"
     place = f"{coder['Medusa-1']['place']}, {coder['Medusa-1']['date']}"
-    for draft in ("Medusa-1", "prompt lookup", "Medusa-1 + lookup"):
-        rows.append(_beside(name, draft, place, coder[draft]["overall"]))
-        name = place = ""  # the same run
-    rows.append(
-        _beside(
-            "SmolLM2, 135M: MT-Bench",
-            "EAGLE-3",
-            f"NVIDIA H100, CUDA graphs, {h100_date[:10]}",
-            h100,
-        )
-    )
-    head = ("model: questions", "draft", "hardware, date", "tokens/s without:", "with:", "ratio:")
-    scores = coder["Medusa-1 + lookup"]["overall"]["scores"]
-    note = (
-        "One answer at a time, greedy, bfloat16, two CPU cores or one GPU. Compare within a row only."
-        " *Same*: answers equal to those without a draft. The coder solves"
-        f" {scores['tree']['correct']} of {scores['answers']} problems with both, and"
-        f" {scores['plain']['correct']} without. On another machine the test model gained"
-        f" {times(slower_demo['overall']['speedup'])}. [All results](docs/results.md)."
-    )
-    return f"{table((*head, 'same:'), rows)}\n\n{note}"
+    titles = {
+        "prompt lookup": "lookup, not trained",
+        "Medusa-1": "Medusa-1",
+        "Medusa-1 + lookup": "both in one tree",
+        "EAGLE-3": "EAGLE-3",
+    }
+    for draft, title in titles.items():
+        rows.append(_beside(name, title, place, coder[draft]["overall"]))
+        name = place = ""  # the same machine and questions
+    name = f"[SmolLM2 135M, own questions]({_page('smollm2')})"
+    runs = [
+        (f"Intel Xeon, compiled, {newest['date']}", newest["overall"] | {"intervals": newest_intervals}),
+        (
+            f"AMD EPYC, compiled, {smollm2['date'][:10]}",
+            smollm2["overall"] | {"intervals": smollm2["intervals"]},
+        ),
+    ]
+    for place, overall in runs:
+        rows.append(_beside(name, "Medusa-1", place, overall))
+        name = ""
+    name = f"[SmolLM2 135M, MT-Bench]({_page('gpu')})"
+    rows.append(_beside(name, "EAGLE-3", f"NVIDIA H100, CUDA graphs, {h100_date}", h100))
+    head = ("model, questions", "machine, date", "draft", "tokens per step:", "tokens/s without:")
+    return table((*head, "with:", "ratio:", "same:"), rows)
 
 
-def _beside(model: str, draft: str, hardware: str, overall: Json) -> list[str]:
+def _page(name: str) -> str:
+    return f"benchmarks/results/{name}.md"
+
+
+def _beside(model: str, draft: str, place: str, overall: Json) -> list[str]:
     """Return a row: tokens per second without and with a draft, their ratio, the equal answers."""
-    plain = overall.get("plain_tokens_per_s") or overall["baseline_tokens_per_s"]
-    interval = overall.get("speedup_interval") or overall["intervals"]["speedup"]
     return [
         model,
+        place,
         draft,
-        hardware,
-        speed(plain),
+        f"{overall['acceleration_rate']:.2f}",
+        speed(overall["baseline_tokens_per_s"]),
         speed(overall["tokens_per_s"]),
-        times(overall["speedup"], interval),
+        times(overall["speedup"], overall["intervals"]["speedup"]),
         f"{overall['equal_answers_bf16']} of {overall['answers']}",
     ]
 
@@ -118,34 +119,35 @@ def readme_served() -> str:
     return table(head, rows)
 
 
-def readme_lookup() -> str:
-    """Prompt lookup, heads, and both in one tree."""
-    _, place, _, run = compiled_rows()[0]
-    return (
-        "Lookup gains where answers repeat. On MT-Bench lookup alone made"
-        f" {times(run['over']['lookup_alone']['over_plain'])}, heads alone"
-        f" {times(run['over']['heads_alone']['over_plain'])}, and both in one tree"
-        f" {times(run['speedup'])} (SmolLM2, {place}, [all runs]"
-        "(benchmarks/results/compiled_smollm2.md))."
-    )
-
-
 def readme_expect() -> str:
     """The estimate for 7B models, and what it is not."""
     low, high = estimate_range_7b()
     return (
-        f"**What to expect of a 7B model?** We estimate [{low:.1f}x to {high:.1f}x on an H100]"
-        "(docs/results.md#a-7b-model), in this project's decoder, one answer at a time."
+        "**What to expect of a 7B or 8B model?** None was trained here."
+        " [Others report](docs/large_models.md#what-acceptance-to-expect) their speedups;"
+        f" [our estimate](docs/results.md#a-7b-model) is {low:.1f}x to {high:.1f}x on an H100, one answer"
+        " at a time, in this project's decoder."
     )
 
 
 def readme_equal() -> str:
-    """What bfloat16 alone does to answers."""
-    xeon = results("smollm2")["loop_free_text"]
-    equal = xeon["baselines"]["generate"]["equal_to_plain"]
+    """What was equal, what bfloat16 alone does to answers, and what it does to quality."""
+    demo = results("demo")["runs"][0]["overall"]
+    smollm2 = results("smollm2")
+    older = smollm2["overall"]
+    newest = smollm2["loop_free_text"]
+    coder = {run["draft"]: run for run in results("qwen_coder")["runs"]}
+    scores = coder["Medusa-1 + lookup"]["overall"]["scores"]
+    generate = newest["baselines"]["generate"]["equal_to_plain"]
     return (
-        "bfloat16 alone does that: two loops without a draft, ours and transformers' `generate`, agree on"
-        f" {equal} of {xeon['overall']['answers']} answers (SmolLM2, Intel Xeon)."
+        f"**Does the text change?** In float32 no: {demo['equal_answers']} of {demo['answers']} answers"
+        f" were equal (test model), {older['equal_answers']} of {older['answers']} (SmolLM2). In bfloat16"
+        " a pass over several tokens rounds differently from a pass over one, and some answers change at"
+        " near-ties. Two loops without any draft, ours and transformers' `generate`, do so too"
+        f" ({generate} of {newest['overall']['answers']} equal on the Xeon). When sampling, each token"
+        " still follows the model's distribution. Quality: the coder solved"
+        f" {scores['tree']['correct']} of {scores['answers']} problems with both,"
+        f" {scores['plain']['correct']} without."
     )
 
 
@@ -199,7 +201,6 @@ MARKED: dict[str, dict[str, Block]] = {
     "README.md": {
         "speed": readme_speed,
         "served": readme_served,
-        "lookup": readme_lookup,
         "expect": readme_expect,
         "card": readme_card,
         "equal": readme_equal,
