@@ -72,7 +72,10 @@ def readme_speed() -> str:
         name = place = ""  # the same machine and questions
     name = f"[SmolLM2 135M, own questions]({_page('smollm2')})"
     runs = [
-        (f"Intel Xeon, compiled, {newest['date']}", newest["overall"] | {"intervals": newest_intervals}),
+        (
+            f"Intel Xeon, compiled, {newest['date']}",
+            newest["overall"] | {"intervals": newest_intervals},
+        ),
         (
             f"AMD EPYC, compiled, {smollm2['date'][:10]}",
             smollm2["overall"] | {"intervals": smollm2["intervals"]},
