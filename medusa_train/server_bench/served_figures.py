@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from medusa_train.evaluation.figures import Counts, block_interval
+from medusa_train.evaluation.figures import Counts, Interval, block_interval
 from medusa_train.server_bench.request_blocks import (
     ALONE,
     PLAIN,
@@ -43,9 +43,9 @@ class Cell:
     @property
     def tokens_per_s(self) -> float:
         """Tokens of all answers over the time in which the server was busy."""
-        return sum(answer.tokens for answer in self.answers.values()) / max(
-            sum(self.seconds.values()), 1e-9
-        )
+        tokens = sum(answer.tokens for answer in self.answers.values())
+        seconds = sum(self.seconds.values())
+        return tokens / max(seconds, 1e-9)
 
 
 def collect_cells(
@@ -58,26 +58,35 @@ def collect_cells(
     for block, measured in sorted(blocks.items()):
         for server, measurement in measured.items():
             found.setdefault((server, block.session, block.concurrency), []).append(measurement)
-    return [
-        _cell(*key, measured)
-        for key, measured in found.items()
-        if len(measured) == planned.get(key[2])
-    ]
+    cells = []
+    for (server, session, concurrency), measurements in found.items():
+        if len(measurements) == planned.get(concurrency):
+            cells.append(_cell(server, session, concurrency, measurements))
+    return cells
 
 
 def _cell(server: str, session: str, concurrency: int, measurements: Sequence[Measurement]) -> Cell:
     answers: dict[TurnKey, ServedAnswer] = {}
     seconds: dict[TurnKey, float] = {}
     blocks: dict[TurnKey, int] = {}
-    drafts: DraftCounts | None = DraftCounts(0, ())
     for number, measurement in enumerate(measurements):
         keys = [(answer.question_id, answer.turn, answer.repeat) for answer in measurement.answers]
         answers.update(zip(keys, measurement.answers, strict=True))
         blocks.update(dict.fromkeys(keys, number))
         seconds.update(zip(keys, busy_shares(measurement.answers), strict=True))
-        drafts = drafts and measurement.drafts and drafts + measurement.drafts
+    drafts = _sum_counts(measurements)
     skipped = sum(len(measurement.skipped) for measurement in measurements)
     return Cell(server, session, concurrency, answers, seconds, blocks, drafts, skipped)
+
+
+def _sum_counts(measurements: Iterable[Measurement]) -> DraftCounts | None:
+    """Sum the counters of a server over its blocks; None if any block has none."""
+    total = DraftCounts(0, ())
+    for measurement in measurements:
+        if measurement.drafts is None:
+            return None
+        total = total + measurement.drafts
+    return total
 
 
 def busy_shares(answers: Sequence[ServedAnswer]) -> list[float]:
@@ -91,8 +100,8 @@ def busy_shares(answers: Sequence[ServedAnswer]) -> list[float]:
     running: set[int] = set()
     last = 0.0
     for moment, _, number in sorted(starts + ends):
-        for one in running:
-            shares[one] += (moment - last) / len(running)
+        for answer in running:
+            shares[answer] += (moment - last) / len(running)
         last = moment
         running ^= {number}
     return shares
@@ -108,36 +117,47 @@ def compare_cells(heads: Cell, plain: Cell, *, greedy: bool) -> dict[str, Any] |
         `equal_answers` and `compared_answers` (None for samples).
     """
     common = [key for key in heads.answers if key in plain.answers]
-    without, with_heads = (
-        _by_block(plain, heads.blocks, common),
-        _by_block(heads, heads.blocks, common),
-    )
-    if not _rate(without):
+    without_heads = _by_block(plain, heads.blocks, common)
+    with_heads = _by_block(heads, heads.blocks, common)
+    plain_rate = _rate(without_heads)
+    if plain_rate == 0:
         return None
-    bounds = block_interval(list(without.values()), list(with_heads.values()))
-    verdict = (
-        "undecided"
-        if bounds is None
-        else "wins"
-        if bounds[0] > 1
-        else "loses"
-        if bounds[1] < 1
-        else "undecided"
-    )
-    equal, compared = _count_equal(heads, plain, common) if greedy else (None, None)
-    return {
-        "ratio": _rate(with_heads) / _rate(without),
-        "ratio_interval": bounds and list(bounds),
-        "verdict": verdict,
-        "equal_answers": equal,
-        "compared_answers": compared,
+    bounds = block_interval(list(without_heads.values()), list(with_heads.values()))
+    comparison: dict[str, Any] = {
+        "ratio": _rate(with_heads) / plain_rate,
+        "ratio_interval": None,
+        "verdict": _verdict(bounds),
+        "equal_answers": None,
+        "compared_answers": None,
     }
+    if bounds is not None:
+        comparison["ratio_interval"] = list(bounds)
+    if greedy:
+        equal, compared = _count_equal(heads, plain, common)
+        comparison["equal_answers"] = equal
+        comparison["compared_answers"] = compared
+    return comparison
+
+
+def _verdict(bounds: Interval | None) -> str:
+    """Say what the interval of a ratio tells about serving heads."""
+    if bounds is None:
+        return "undecided"
+    low, high = bounds
+    if low > 1:
+        return "wins"
+    if high < 1:
+        return "loses"
+    return "undecided"
 
 
 def _rate(blocks: Mapping[int, Counts]) -> float:
     """Return tokens per second; 0 without answers."""
+    tokens = sum(counts.tokens for counts in blocks.values())
     seconds = sum(counts.cost for counts in blocks.values())
-    return sum(counts.tokens for counts in blocks.values()) / seconds if seconds else 0.0
+    if seconds == 0:
+        return 0.0
+    return tokens / seconds
 
 
 def _by_block(
@@ -145,20 +165,23 @@ def _by_block(
 ) -> dict[int, Counts]:
     sums: dict[int, Counts] = {}
     for key in keys:
-        tokens, seconds = sums.get(blocks[key], Counts(0, 0))
-        sums[blocks[key]] = Counts(tokens + cell.answers[key].tokens, seconds + cell.seconds[key])
+        block = blocks[key]
+        tokens, seconds = sums.get(block, Counts(0, 0))
+        sums[block] = Counts(tokens + cell.answers[key].tokens, seconds + cell.seconds[key])
     return sums
 
 
 def _count_equal(heads: Cell, plain: Cell, keys: Sequence[TurnKey]) -> tuple[int, int]:
     """Count equal answers and those compared: turns after a differing answer have another history."""
-    equal = compared = 0
+    equal = 0
+    compared = 0
     differing: set[tuple[int | str, int]] = set()
     for question, turn, repeat in sorted(keys, key=lambda key: (str(key[0]), key[2], key[1])):
         if (question, repeat) in differing:
             continue
         compared += 1
-        if heads.answers[question, turn, repeat].text == plain.answers[question, turn, repeat].text:
+        key = (question, turn, repeat)
+        if heads.answers[key].text == plain.answers[key].text:
             equal += 1
         else:
             differing.add((question, repeat))
@@ -172,23 +195,33 @@ def reference_of(cell: Cell, cells: Iterable[Cell]) -> Cell | None:
     Where one server ran at a time, the server without heads was measured first and last. To beat
     the faster of the two, heads have to win by more than the machine's speed drifted.
     """
-    candidates = [
-        one for one in cells if one.server == PLAIN and one.concurrency == cell.concurrency
-    ]
-    together = [one for one in candidates if one.session == cell.session]
-    return max(together or candidates, key=lambda one: one.tokens_per_s, default=None)
+    candidates = []
+    for other in cells:
+        if other.server == PLAIN and other.concurrency == cell.concurrency:
+            candidates.append(other)
+    together = [other for other in candidates if other.session == cell.session]
+    return max(together or candidates, key=_tokens_per_s, default=None)
+
+
+def _tokens_per_s(cell: Cell) -> float:
+    return cell.tokens_per_s
 
 
 def cell_figures(cell: Cell) -> dict[str, Any]:
     """Return the figures of one cell as plain JSON values."""
-    answers, drafts = list(cell.answers.values()), cell.drafts
-    first = [answer.first_token for answer in answers if answer.first_token is not None]
-    per_token = [
-        (answer.seconds - answer.first_token) / (answer.tokens - 1)
-        for answer in answers
-        if answer.first_token is not None and answer.tokens > 1
-    ]
-    return {
+    # 1. seconds to the first token, and per further token, of the answers that have them
+    answers = cell.answers.values()
+    first_token = []
+    per_token = []
+    for answer in answers:
+        if answer.first_token is None:
+            continue
+        first_token.append(answer.first_token)
+        if answer.tokens > 1:
+            per_token.append((answer.seconds - answer.first_token) / (answer.tokens - 1))
+
+    # 2. the figures
+    figures: dict[str, Any] = {
         "server": cell.server,
         "session": cell.session,
         "concurrency": cell.concurrency,
@@ -197,13 +230,26 @@ def cell_figures(cell: Cell) -> dict[str, Any]:
         "tokens": sum(answer.tokens for answer in answers),
         "seconds": sum(cell.seconds.values()),
         "tokens_per_s": cell.tokens_per_s,
-        "time_to_first_token_s": {"median": statistics.median(first)} if first else None,
-        "time_per_token_s": {"median": statistics.median(per_token)} if per_token else None,
-        "tokens_per_step": None if drafts is None else drafts.tokens_per_step,
-        "acceptance": None if drafts is None else drafts.acceptance,
-        "drafts": None if drafts is None else drafts.drafts,
-        "num_speculative_tokens": None if drafts is None else drafts.speculative_tokens,
+        "time_to_first_token_s": _median(first_token),
+        "time_per_token_s": _median(per_token),
+        "tokens_per_step": None,
+        "acceptance": None,
+        "drafts": None,
+        "num_speculative_tokens": None,
     }
+    drafts = cell.drafts
+    if drafts is not None:
+        figures["tokens_per_step"] = drafts.tokens_per_step
+        figures["acceptance"] = drafts.acceptance
+        figures["drafts"] = drafts.drafts
+        figures["num_speculative_tokens"] = drafts.speculative_tokens
+    return figures
+
+
+def _median(seconds: Sequence[float]) -> dict[str, float] | None:
+    if not seconds:
+        return None
+    return {"median": statistics.median(seconds)}
 
 
 def recommend(compared: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -218,12 +264,15 @@ def recommend(compared: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         here = [figures for figures in compared if figures["concurrency"] == concurrency]
         winners = [figures for figures in here if figures["verdict"] == "wins"]
         best = max(winners or here, key=lambda figures: figures["ratio"])
-        names = ("server", "num_speculative_tokens", "ratio", "ratio_interval", "verdict")
         advice.append(
             {
                 "concurrency": concurrency,
                 "use": bool(winners),
-                **{name: best[name] for name in names},
+                "server": best["server"],
+                "num_speculative_tokens": best["num_speculative_tokens"],
+                "ratio": best["ratio"],
+                "ratio_interval": best["ratio_interval"],
+                "verdict": best["verdict"],
             }
         )
     return advice
@@ -236,34 +285,51 @@ def summarize(cells: Sequence[Cell], *, greedy: bool) -> dict[str, Any]:
         `plain`: figures of the server without heads by concurrency, in its fastest session;
         `recommendation`; and `notes`.
     """
-    figures, fastest = [], dict[int, Cell]()
+    all_figures = []
+    compared = []
+    fastest: dict[int, Cell] = {}
     for cell in cells:
-        plain = None if cell.server in (PLAIN, ALONE) else reference_of(cell, cells)
-        comparison = None if plain is None else compare_cells(cell, plain, greedy=greedy)
-        figures.append({**cell_figures(cell), **(comparison or {})})
+        figures = cell_figures(cell)
+        all_figures.append(figures)
         if cell.server == PLAIN:
-            fastest[cell.concurrency] = max(
-                cell, fastest.get(cell.concurrency, cell), key=lambda one: one.tokens_per_s
-            )
+            earlier = fastest.get(cell.concurrency)
+            if earlier is None or cell.tokens_per_s >= earlier.tokens_per_s:
+                fastest[cell.concurrency] = cell
+        elif cell.server != ALONE:
+            comparison = _compare_with_reference(cell, cells, greedy=greedy)
+            if comparison is not None:
+                figures.update(comparison)
+                compared.append(figures)
     return {
         "plain": [cell_figures(cell) for cell in fastest.values()],
-        "cells": figures,
-        "recommendation": recommend([one for one in figures if "ratio" in one]),
-        "notes": _equality_notes(figures),
+        "cells": all_figures,
+        "recommendation": recommend(compared),
+        "notes": _equality_notes(compared),
     }
 
 
-def _equality_notes(figures: Sequence[Mapping[str, Any]]) -> list[str]:
+def _compare_with_reference(
+    cell: Cell, cells: Sequence[Cell], *, greedy: bool
+) -> dict[str, Any] | None:
+    """Compare a server with heads and its reference; None if it has none."""
+    plain = reference_of(cell, cells)
+    if plain is None:
+        return None
+    return compare_cells(cell, plain, greedy=greedy)
+
+
+def _equality_notes(compared: Sequence[Mapping[str, Any]]) -> list[str]:
     """Note that no greedy answer of a server equals that without heads: one of the two serves
     another model.
     """
-    differing = [
-        f"{one['server']} at concurrency {one['concurrency']}"
-        for one in figures
-        if one.get("equal_answers") == 0 and one["compared_answers"] >= ALL_DIFFER
-    ]
-    note = (
+    differing = []
+    for figures in compared:
+        # None for samples, which are not compared
+        if figures["equal_answers"] == 0 and figures["compared_answers"] >= ALL_DIFFER:
+            differing.append(f"{figures['server']} at concurrency {figures['concurrency']}")
+    if not differing:
+        return []
+    return [
         f"no greedy answer equals that of the server without heads ({', '.join(differing)}): do"
         " they serve the same model, with the same dtype and chat template?"
-    )
-    return [note] if differing else []
+    ]
