@@ -50,14 +50,14 @@ def collect_metadata(
     """
     mode = DecodingMode.from_config(cfg)
     return {
-        "model": None if paths.name is None else public_name(paths.name),
+        "model": _public_name(paths.name),
         "base_model": public_name(paths.base_model),
         "bench": bench.name,
         "bench_file": public_name(str(bench.path)),
         "questions": len(bench.questions),
         "skipped_turns": len(skipped),
         "max_new_tokens": cfg.max_new_tokens,
-        "chat_template": None if paths.chat_template is None else public_name(paths.chat_template),
+        "chat_template": _public_name(paths.chat_template),
         "chat_template_kwargs": dict(paths.chat_template_kwargs) or None,
         "stop_tokens": list(model.backbone.eos_ids),
         "decoding": mode.as_json,
@@ -73,6 +73,12 @@ def collect_metadata(
         "command": command,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
+
+
+def _public_name(name: str | None) -> str | None:
+    if name is None:
+        return None
+    return public_name(name)
 
 
 def _describe_backbone(model: LoadedModel, paths: ModelPaths, dtype: str) -> dict[str, Any]:
@@ -92,28 +98,42 @@ def _describe_backbone(model: LoadedModel, paths: ModelPaths, dtype: str) -> dic
 
 def _describe_draft(model: LoadedModel, paths: ModelPaths) -> dict[str, Any]:
     """Return what drafts, and its tree."""
-    draft, lookup = model.draft, model.lookup
-    tree = model.tree if model.dynamic is None else None
-    tree_nodes: int | str | None = None if tree is None else tree.size
-    if model.dynamic is not None:
-        tree_nodes = "dynamic"
-    weights = None
-    if paths.heads is not None:
-        weights = digest_files(find_heads(paths.heads).files)[:16]
-    # a graph that is replayed always fills its whole tree
-    fixed_shape = model.proposer is not None and model.proposer.fixed_shape
-    is_replayed = model.backbone.step_runner is not None and fixed_shape
-    return {
-        "draft": None if paths.lookup is None else paths.lookup.describe(),
-        "datastore": lookup.datastore.describe() if isinstance(lookup, RestDraft) else None,
-        "heads": None if draft is None else draft.num_heads,
-        "weights": weights,
-        "early_stop": 0.0 if is_replayed or draft is None else draft.threshold,
-        "tree_nodes": tree_nodes,
-        "tree_depth": None if tree is None else tree.max_depth,
-        "dynamic_trees": None if model.dynamic is None else model.dynamic._asdict(),
-        "tree_file": None if paths.tree is None else public_name(str(paths.tree)),
+    described: dict[str, Any] = {
+        "draft": None,
+        "datastore": None,
+        "heads": None,
+        "weights": None,
+        "early_stop": 0.0,
+        "tree_nodes": None,
+        "tree_depth": None,
+        "dynamic_trees": None,
+        "tree_file": None,
     }
+    # 1. a draft that looks up text
+    if paths.lookup is not None:
+        described["draft"] = paths.lookup.describe()
+    if isinstance(model.lookup, RestDraft):
+        described["datastore"] = model.lookup.datastore.describe()
+    # 2. a draft with weights
+    if model.draft is not None:
+        described["heads"] = model.draft.num_heads
+        # a graph that is replayed always fills its whole tree
+        fixed_shape = model.proposer is not None and model.proposer.fixed_shape
+        is_replayed = model.backbone.step_runner is not None and fixed_shape
+        if not is_replayed:
+            described["early_stop"] = model.draft.threshold
+    if paths.heads is not None:
+        described["weights"] = digest_files(find_heads(paths.heads).files)[:16]
+    # 3. the tree
+    if model.dynamic is not None:
+        described["tree_nodes"] = "dynamic"
+        described["dynamic_trees"] = model.dynamic._asdict()
+    elif model.tree is not None:
+        described["tree_nodes"] = model.tree.size
+        described["tree_depth"] = model.tree.max_depth
+    if paths.tree is not None:
+        described["tree_file"] = public_name(str(paths.tree))
+    return described
 
 
 def _describe_baselines(
@@ -152,30 +172,45 @@ def measurement_settings(cfg: EvalConfig, bench: Bench, paths: ModelPaths) -> di
     resumed if it is equal.
     """
     mode = DecodingMode.from_config(cfg)
-    return {
+    settings: dict[str, Any] = {
         **bench_settings(bench),
         **model_settings(paths),
-        "draft": None if paths.lookup is None else [paths.lookup.name, paths.lookup.settings],
-        # an empty tree is not timed: a log of turns in which it was starts over
-        "tree": None if paths.tree is None else Tree.load(paths.tree).paths or "empty",
-        **({} if paths.tree_mode == FIXED else {"dynamic": paths.tree_mode}),
-        **({} if paths.threshold is None else {"threshold": paths.threshold}),
-        **({"gpu_kernels": list(paths.gpu_kernels)} if paths.gpu_kernels else {}),
+        "draft": None,
+        "tree": None,
         "backbone": paths.backbone_form,
         "chat_template_kwargs": dict(paths.chat_template_kwargs) or None,
         "max_new_tokens": cfg.max_new_tokens,
         "decoding": mode.as_json,
-        "seed": None if mode.acceptance == "greedy" else mode.seed,
+        "seed": None,
         "dtype": cfg.dtype,
         "compile": cfg.compile,
-        **({} if cfg.generate else {"generate": False}),
         "prompt_lookup": cfg.prompt_lookup,
         "assistant_model": cfg.assistant_model,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.node(),
+        "device": platform.node(),
     }
+    if paths.lookup is not None:
+        settings["draft"] = [paths.lookup.name, paths.lookup.settings]
+    if paths.tree is not None:
+        # an empty tree is not timed: a log of turns in which it was starts over
+        settings["tree"] = Tree.load(paths.tree).paths or "empty"
+    if mode.acceptance != "greedy":
+        settings["seed"] = mode.seed
+    if torch.cuda.is_available():
+        settings["device"] = torch.cuda.get_device_name()
+
+    # Keys that are there only where they are set.
+    if paths.tree_mode != FIXED:
+        settings["dynamic"] = paths.tree_mode
+    if paths.threshold is not None:
+        settings["threshold"] = paths.threshold
+    if paths.gpu_kernels:
+        settings["gpu_kernels"] = list(paths.gpu_kernels)
+    if not cfg.generate:
+        settings["generate"] = False
+    return settings
 
 
 def bench_settings(bench: Bench) -> dict[str, Any]:
@@ -197,15 +232,19 @@ def model_settings(paths: ModelPaths) -> dict[str, Any]:
     files = []
     for folder in (paths.heads, paths.adapter, Path(paths.base_model)):
         if folder is not None:
-            files += [*sorted(folder.glob("*.pt")), *sorted(folder.glob("*.safetensors"))]
+            files += sorted(folder.glob("*.pt"))
+            files += sorted(folder.glob("*.safetensors"))
     weights = []
     for file in files:
         status = file.stat()
         weights.append([file.name, status.st_size, status.st_mtime_ns])
+    chat_template = paths.chat_template
+    if chat_template:
+        chat_template = get_template(chat_template).source
     return {
         "model": paths.name,
         "base_model": paths.base_model,
-        "chat_template": paths.chat_template and get_template(paths.chat_template).source,
+        "chat_template": chat_template,
         "weights": weights,
         "special_tokens": dict(paths.special_tokens) or None,
         "stop_tokens": list(added_stop_tokens(paths)) or None,
