@@ -36,35 +36,41 @@ class NodeMasks:
     j - length + prefix of the table, or in its first or last one. For a single length that the host
     knows it is a slice of the table, which is made wide enough.
 
+    Of the n + 1 nodes that are seen, q see: usually all of them, and without a window also the last
+    ones alone, where the others ran before.
+
     Args:
-        ancestors: bool [n + 1, n + 1], see `Tree.ancestors`, or [B, n + 1, n + 1] if rows differ.
-        depths: long [n + 1], or [B, n + 1].
+        ancestors: which nodes each of the q sees, bool [q, n + 1], see `Tree.ancestors`, or [B, q,
+            n + 1] if rows differ.
+        depths: of all nodes, long [n + 1] or [B, n + 1]; only read with a window, else it may be
+            None.
         window: number of positions that a node attends to, itself included; None: all.
         dtype: of the masks.
     """
 
     def __init__(
-        self, ancestors: Tensor, depths: Tensor, window: int | None, dtype: torch.dtype
+        self, ancestors: Tensor, depths: Tensor | None, window: int | None, dtype: torch.dtype
     ) -> None:
         self._prefix = window or 1  # committed columns in the table
-        depths = torch.atleast_2d(depths)[..., None]  # [1 or B, n + 1, 1]
-        visible = ancestors  # [1 or B, n + 1, n + 1]: of the nodes
+        visible = ancestors  # [1 or B, q, n + 1]: of the nodes
         if visible.dim() == 2:
             visible = visible[None]
         # 1. of the committed columns; the last one stands right before the root, at depth -1
-        offsets = torch.arange(-self._prefix, 0, device=depths.device)
         if window is None:
             committed = visible.new_ones(*visible.shape[:2], self._prefix)
         else:
+            assert depths is not None
+            depths = torch.atleast_2d(depths)[..., None]  # [1 or B, n + 1, 1]
+            offsets = torch.arange(-self._prefix, 0, device=depths.device)
             committed = depths - offsets < window  # [1 or B, n + 1, prefix]
             visible = visible & (depths - depths.transpose(1, 2) < window)
         # 2. nothing behind the nodes
-        beyond = torch.zeros_like(visible[..., :1])  # [1 or B, n + 1, 1]
+        beyond = torch.zeros_like(visible[..., :1])  # [1 or B, q, 1]
         table = torch.cat([committed, visible, beyond], dim=2)
-        self._table = additive_mask(table, dtype)  # [1 or B, n + 1, prefix + n + 2]
+        self._table = additive_mask(table, dtype)  # [1 or B, q, prefix + n + 2]
 
     def after(self, length: int, key_length: int) -> Tensor:
-        """Return the mask [1, 1, n + 1, key_length] of a single row after `length` committed
+        """Return the mask [1, 1, q, key_length] of a single row after `length` committed
         positions, without a copy.
 
         Args:
@@ -82,7 +88,7 @@ class NodeMasks:
         return self._table[:, None, :, start : start + key_length]
 
     def at(self, lengths: Tensor, key_length: int) -> Tensor:
-        """Return the mask [B, 1, n + 1, key_length] for nodes after `lengths` committed positions,
+        """Return the mask [B, 1, q, key_length] for nodes after `lengths` committed positions,
         long [B].
 
         It is a slice of a larger one, as compiled passes expect it, whose rows are aligned as
@@ -94,11 +100,11 @@ class NodeMasks:
         index = index.clamp(0, self._table.shape[2] - 1)
         # 2. the same tree in all rows
         if len(self._table) == 1:
-            mask = self._table[0].index_select(1, index.flatten())  # [n + 1, B * (key_length + 8)]
-            mask = mask.unflatten(1, index.shape)  # [n + 1, B, key_length + 8]
+            mask = self._table[0].index_select(1, index.flatten())  # [q, B * (key_length + 8)]
+            mask = mask.unflatten(1, index.shape)  # [q, B, key_length + 8]
             return mask.transpose(0, 1)[:, None, :, :key_length]
         # 3. or one tree per row
-        index = index[:, None].expand(-1, self._table.shape[1], -1)  # [B, n + 1, key_length + 8]
+        index = index[:, None].expand(-1, self._table.shape[1], -1)  # [B, q, key_length + 8]
         return self._table.gather(2, index)[:, None, :, :key_length]
 
 

@@ -21,6 +21,10 @@ from medusa_train.trees.masks import NodeMasks
 #: A path from the root: the rank of each node among its siblings' top-k candidates.
 Ranks = tuple[int, ...]
 
+#: Of `TreeLevels.inner_nodes`, those that are not below the tree's root: the position before it, and
+#: the root itself.
+_TO_ROOT = 2
+
 
 class Nodes:
     """A rooted tree given by the parent of every node.
@@ -259,6 +263,13 @@ class Level:
     parents: Tensor
     candidates: Tensor
 
+    @property
+    def inner_below_root(self) -> slice:
+        """The range of its inner nodes among those below the root, for levels other than the
+        root's.
+        """
+        return slice(self.inner_first - 1, self.inner_last - 1)
+
 
 class TreeLevels:
     """A tree by levels, for drafts that predict one level after the other; tensors are on the
@@ -271,6 +282,8 @@ class TreeLevels:
             [n + 1]; 0 for a leaf.
         inner_nodes: the inner nodes as a tree whose root is the position before this root: what
             Kangaroo's adapter reads.
+        inner_depths: depths in the tree of the inner nodes below the root, long [inner]; 1:
+            children of the root.
     """
 
     def __init__(self, tree: Tree) -> None:
@@ -286,6 +299,8 @@ class TreeLevels:
             if node != 0:
                 paths.append((0, *tree.paths[node - 1]))
         self.inner_nodes = Tree(tuple(paths)).to(self._device)
+        # its root, the position before the tree's, has depth 0 there
+        self.inner_depths = self.inner_nodes.depths[_TO_ROOT:] - 1
         # 3. the levels, whose nodes follow each other
         firsts = [tree.depth_list.index(depth) for depth in range(tree.max_depth + 1)]
         self.levels: list[Level] = []
@@ -332,10 +347,18 @@ class TreeLevels:
             candidates=self._long(candidates),
         )
 
-    def inner_masks(self, skip: int, window: int | None, dtype: torch.dtype) -> NodeMasks:
-        """Return what `inner_nodes` attend to, without the first `skip` of them; the same object
-        every time.
+    def inner_masks(self, window: int | None, dtype: torch.dtype) -> NodeMasks:
+        """Return what `inner_nodes` attend to; the same object every time."""
+        return self._kept_masks(0, window, dtype)
+
+    def inner_masks_below_root(self, dtype: torch.dtype) -> NodeMasks:
+        """Return what the inner nodes below the root attend to, the root's own column being the
+        last committed one; the same object every time.
         """
+        return self._kept_masks(_TO_ROOT, None, dtype)
+
+    def _kept_masks(self, skip: int, window: int | None, dtype: torch.dtype) -> NodeMasks:
+        """Return the masks of `inner_nodes` behind the first `skip` ones, which are committed."""
         key = (skip, window, dtype)
         if key not in self._masks:
             ancestors = self.inner_nodes.ancestors[skip:, skip:]

@@ -63,7 +63,7 @@ def test_an_export_read_back_drafts_the_same(
     assert ("d2t" in load_file(exported.target / "model.safetensors")) == reduced
     loaded = load_draft(exported.target, backbone)
     assert isinstance(loaded, Eagle3Draft)
-    assert loaded.layers == draft.layers
+    assert loaded.state_layers == draft.state_layers
     for mine, theirs in zip(outputs(draft, backbone), outputs(loaded, backbone), strict=True):
         assert torch.equal(mine, theirs)
 
@@ -85,7 +85,7 @@ def test_names_and_shapes_are_those_that_servers_read(
     assert config["architectures"] == ["LlamaForCausalLMEagle3"]
     sizes = [config[name] for name in ("num_hidden_layers", "draft_vocab_size", "vocab_size")]
     assert sizes == [1, 16, backbone.vocab_size]
-    assert config["eagle_aux_hidden_state_layer_ids"] == list(draft.layers)
+    assert config["eagle_aux_hidden_state_layer_ids"] == list(draft.state_layers)
     assert tensors["fc.weight"].shape == (d, 3 * d)
     assert tensors["midlayer.self_attn.q_proj.weight"].shape[1] == 2 * d
     assert tensors["midlayer.mlp.up_proj.weight"].shape == (layer.intermediate_size, d)
@@ -98,7 +98,7 @@ def test_names_and_shapes_are_those_that_servers_read(
     assert torch.equal(tensors["t2d"].nonzero()[:, 0], tokens)
     export_run(paths, "sglang", tmp_path / "sglang")
     eagle = json.loads((tmp_path / "sglang/config.json").read_text())["eagle_config"]
-    assert eagle["eagle_aux_hidden_state_layer_ids"] == [count - 1 for count in draft.layers]
+    assert eagle["eagle_aux_hidden_state_layer_ids"] == [count - 1 for count in draft.state_layers]
     export_run(paths, "speculators", tmp_path / "speculators")
     assert "layers.0.mlp.up_proj.weight" in load_file(tmp_path / "speculators/model.safetensors")
     with pytest.raises(CheckpointError, match="SGLang does not compute norm_before_residual"):
@@ -113,7 +113,7 @@ def test_names_and_shapes_are_those_that_servers_read(
     keys = [f"base_model={backbone_dir}", f"output_dir={tmp_path / 'again'}"]
     assert CliRunner().invoke(app, [str(tmp_path / "vllm"), "--to", "vllm", *keys]).exit_code == 0
     again = json.loads((tmp_path / "again/config.json").read_text())
-    assert again["eagle_aux_hidden_state_layer_ids"] == list(draft.layers)
+    assert again["eagle_aux_hidden_state_layer_ids"] == list(draft.state_layers)
 
 
 def test_a_published_draft_of_another_shape_loads(tmp_path: Path) -> None:

@@ -60,6 +60,14 @@ def test_rows_with_trees_of_their_own(window: int | None) -> None:
         assert torch.equal(mask[row, 0] == 0, seen_by_hand(tree, int(lengths[row]), 20, window))
 
 
+def test_the_last_nodes_alone_need_no_depths_without_a_window() -> None:
+    lengths = torch.tensor([3, 9])
+    ancestors = TREE.ancestors.expand(2, -1, -1)
+    whole = NodeMasks(ancestors, TREE.depths, None, torch.float32).at(lengths, 20)
+    last = NodeMasks(ancestors[:, -2:], None, None, torch.float32).at(lengths, 20)
+    assert torch.equal(last, whole[:, :, -2:])
+
+
 @pytest.mark.parametrize("window", [None, 1, 3])
 def test_positions_of_a_path_attend_up_to_their_own_column(window: int | None) -> None:
     columns = torch.tensor([[0, 1, 2], [5, 6, 7]])

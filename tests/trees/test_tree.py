@@ -112,6 +112,22 @@ def test_inner_nodes_are_numbered_and_form_a_tree_below_the_position_before_the_
     assert [level.inner is None for level in levels.levels] == [True, False, False, False]
 
 
+def test_inner_nodes_below_the_root_are_those_whose_columns_follow_the_roots() -> None:
+    """Nodes 1, 3 and 6: two children of the root, and a child of the first of them."""
+    levels = TreeLevels(TREES["sparse"])
+    assert levels.inner_depths.tolist() == [1, 1, 2]
+    ranges = [level.inner_below_root for level in levels.levels[1:]]
+    assert ranges == [slice(0, 2), slice(2, 3), slice(3, 3)]
+    masks = levels.inner_masks_below_root(torch.float32)
+    assert levels.inner_masks_below_root(torch.float32) is masks
+    seen = masks.at(torch.tensor([2]), 6)[0, 0] == 0  # two committed columns, the root's the last
+    assert seen.long().tolist() == [
+        [1, 1, 1, 0, 0, 0],
+        [1, 1, 0, 1, 0, 0],
+        [1, 1, 1, 0, 1, 0],
+    ]
+
+
 def test_truncated_trees() -> None:
     tree = TREES["sparse"]
     levels = TreeLevels(tree)

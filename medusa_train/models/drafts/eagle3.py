@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from medusa_train.config.draft_sections import default_layers
@@ -33,11 +32,12 @@ from medusa_train.trees.masks import NodeMasks
 from medusa_train.trees.transformers_adapters import PromptCache
 from medusa_train.trees.tree import Tree
 
-#: Layers whose states are read.
+#: Number of the backbone's layers whose states are read.
 NUM_STATES = 3
-#: Part of the backbone's last norm with which a draft begins. g_high, which fc passes on, foretells
-#: x_{t+1}, and the draft has to guess x_{t+2}: with the whole norm it begins sure of a wrong token,
-#: at a loss above that of equal chances.
+#: A factor on the weight of the norm before lm_head: a new draft's logits are a quarter of what the
+#: backbone's norm would give, as at temperature 4. g_high, which fc passes on, foretells x_{t+1},
+#: and the draft has to guess x_{t+2}: without the factor it begins sure of a wrong token, at a loss
+#: above that of equal chances.
 CONFIDENCE_AT_START = 0.25
 
 
@@ -69,19 +69,26 @@ class Eagle3Draft(LMHeadsDraft):
     passes g_high on, the layer is a copy of the backbone's last one where shapes fit, W a copy of
     lm_head, and the norm before it a quarter of the backbone's; the paper does not specify it.
 
+    Letters: d the width of the layer, d' that of the backbone, which is the same unless `layer` says
+    otherwise; N tokens that can be drafted; B rows, T positions, m nodes of a tree.
+
+    The arguments are the draft's `settings`, so files with drafts contain their names.
+
     Args:
         backbone: the model whose lm_head is copied; of its embeddings the draft keeps a reference,
             which is neither saved nor trained.
-        num_heads: K, the depth of the deepest tree.
+        num_heads: K, the depth of the deepest tree. Named as for Medusa; here one head drafts K
+            tokens in a row.
         train_steps: steps of the training-time test.
         layers: after how many of the backbone's layers the three states are read; by default
-            `default_layers`.
+            `default_layers`. The attribute is `state_layers`.
         vocab_size, token_map: N, for draft tokens among the tokens of `token_map` (long [N]); by
             default all tokens.
         norm_before_residual: the layer's residual is its normalized state, as in some published
             drafts.
-        norm_before_fc: one norm over the three states together, before fc.
-        fc_norm: a norm of each of the three states, before fc.
+        norm_before_fc: one norm over the three states together, before fc; the module is
+            `input_norm`.
+        fc_norm: a norm of each of the three states, before fc; the module has the same name.
         norm_output: the next step reads norm(a_k), as lm_head does, in place of a_k.
         own_embeddings: the draft has embeddings of its own, which are not trained; a layer that is
             narrower or wider than the backbone (`hidden_size` in `layer`) needs them.
@@ -120,19 +127,20 @@ class Eagle3Draft(LMHeadsDraft):
         dtype = dtype or backbone.dtype
         self.num_heads = num_heads
         self.train_steps = train_steps
-        self.layers = tuple(layers or default_layers(backbone.num_layers))
-        self.needs = FeatureSpec(early=self.layers)
+        self.state_layers = tuple(layers or default_layers(backbone.num_layers))
+        self.needs = FeatureSpec(early=self.state_layers)
         self.norm_output = norm_output
-        self._layer_settings = dict(layer or {})
+        self._layer_overrides = dict(layer or {})
 
-        # 1. sizes: the layer's d, and the width of the backbone's states
+        # 1. the layer's configuration, and the widths d and d'
         config = layer_config(backbone.config, layer)
-        attention = backbone.attention
-        if attention == "eager":  # for soft-capped scores, which Llama's layer does not have
-            attention = "sdpa"
-        config._attn_implementation = attention
-        size = config.hidden_size
-        backbone_size = backbone.hidden_size
+        implementation = backbone.attention
+        # backbones with soft-capped scores need eager; this layer has none, so it may use sdpa
+        if implementation == "eager":
+            implementation = "sdpa"
+        config._attn_implementation = implementation
+        size = config.hidden_size  # d
+        backbone_size = backbone.hidden_size  # d'
         if size != backbone_size and not own_embeddings:
             raise ValueError(
                 f"hidden_size {size} is not the backbone's, {backbone_size}: such a draft needs"
@@ -145,6 +153,7 @@ class Eagle3Draft(LMHeadsDraft):
             self.embed_tokens = OwnEmbedding(backbone.vocab_size, size)
             self.embedding = self.embed_tokens.look_up
         else:
+            # a callable and no module: the backbone's table is not registered here
             self.embedding = backbone.embedding()
 
         # 3. fc, with the norms of published variants before it
@@ -161,12 +170,15 @@ class Eagle3Draft(LMHeadsDraft):
         # 4. the layer, the norm after it, and W
         self.midlayer = Eagle3Layer(config, norm_before_residual)
         self.norm = LlamaRMSNorm(size, eps=eps)
+        # `new_lm_heads` also sets token_map, softcap and scale
         lm_heads = self.new_lm_heads(backbone, 1, vocab_size, token_map, dtype)
-        if size != backbone_size:  # nothing of the backbone has the layer's width
-            lm_heads = [nn.Linear(size, lm_heads[0].out_features, bias=False)]
-        self.lm_heads = nn.ModuleList(lm_heads)
         if size == backbone_size:
             self._init_from(backbone)
+        else:
+            # nothing of the backbone has the layer's width, so of the copy of lm_head only N is
+            # used. Such a draft gets its weights from a published one; it is not begun here
+            lm_heads = [nn.Linear(size, lm_heads[0].out_features, bias=False)]
+        self.lm_heads = nn.ModuleList(lm_heads)
         self.to(device=backbone.device, dtype=dtype)
 
     @torch.no_grad()
@@ -187,14 +199,14 @@ class Eagle3Draft(LMHeadsDraft):
     def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> Eagle3Draft:
         """Keep the rotary frequencies in float32 through `.to(dtype)`."""
         with exact_buffers(self.midlayer.rotary_emb):
-            super()._apply(fn, recurse)
+            super()._apply(fn, recurse)  # changes the module in place
         return self
 
     @property
     def settings(self) -> dict[str, Any]:
         """The settings; those of published variants only where they are used."""
         settings = super().settings
-        settings["layers"] = list(self.layers)
+        settings["layers"] = list(self.state_layers)
         settings["norm_before_residual"] = self.midlayer.norm_before_residual
         variants = {
             "norm_before_fc": self.input_norm is not None,
@@ -205,8 +217,8 @@ class Eagle3Draft(LMHeadsDraft):
         for name, is_used in variants.items():
             if is_used:
                 settings[name] = True
-        if self._layer_settings:
-            settings["layer"] = self._layer_settings
+        if self._layer_overrides:
+            settings["layer"] = self._layer_overrides
         return settings
 
     @classmethod
@@ -218,30 +230,43 @@ class Eagle3Draft(LMHeadsDraft):
         layer: Mapping[str, Any] | None = None,
         norm_before_fc: bool = False,
         fc_norm: bool = False,
-        **without_weights: Any,
+        **_ignored_settings: Any,
     ) -> int:
         """fc and the norms before it, attention over `2 d`, MLP, four norms, and an lm_head."""
         text_config = model.config.get_text_config()
         config = layer_config(text_config, layer)
         d = config.hidden_size
-        states = NUM_STATES * text_config.hidden_size  # numbers that fc reads
-        fc = states * (d + norm_before_fc + fc_norm)
+        backbone_size = text_config.hidden_size  # d'
+        # 1. fc and the norms before it, which have a factor for each number that fc reads
+        fc_inputs = NUM_STATES * backbone_size
+        fc = fc_inputs * d
+        if norm_before_fc:
+            fc += fc_inputs
+        if fc_norm:
+            fc += fc_inputs
+        # 2. the layer; published drafts may have biases
         inner = config.num_attention_heads * head_dim(config)
         inner_kv = key_value_heads(config) * head_dim(config)
         attention = 2 * d * (inner + 2 * inner_kv) + inner * d
+        if config.attention_bias:
+            attention += inner + 2 * inner_kv + d
         mlp = 3 * d * config.intermediate_size
+        if config.mlp_bias:
+            mlp += 2 * config.intermediate_size + d
+        # 3. norm_e, norm_x, that before the MLP, and that before W
         norms = 4 * d
+        # 4. W: a copy of lm_head, or, at another width, a new matrix without a bias
         lm_head = count_lm_head(model, vocab_size)
-        if d != text_config.hidden_size:  # it has no bias then
-            tokens = vocab_size or model.get_output_embeddings().weight.shape[0]
-            lm_head = tokens * d
+        if d != backbone_size:
+            num_tokens = vocab_size or model.get_output_embeddings().weight.shape[0]
+            lm_head = num_tokens * d
         return fc + attention + mlp + norms + lm_head
 
     # Training
 
     @property
     def trained_heads(self) -> int:
-        """The steps of the training-time test; more than are drafted in decoding are not trained."""
+        """The steps of the training-time test, at most K: deeper guesses are never drafted."""
         return min(self.train_steps, self.num_heads)
 
     def lm_head(self, k: int) -> LMHead:
@@ -264,41 +289,53 @@ class Eagle3Draft(LMHeadsDraft):
         """
         assert feats.early is not None
         # 1. step 1 reads the backbone's states; later ones read the outputs of the step before
-        x = self.combine(feats.early)  # [B, T, d]
-        mask_dtype = autocast_dtype(x.device.type) or x.dtype
-        attention = TrainingAttention(document_mask(batch.segments, mask_dtype))
+        states = self.combine(feats.early)  # [B, T, d]
+        # the attention wants its mask in the dtype of the queries, which under autocast is another
+        mask_dtype = autocast_dtype(states.device.type) or states.dtype
+        attend = TrainingAttention(document_mask(batch.segments, mask_dtype))
         for k in range(1, steps + 1):
             # 2. E of the data's token x_{t+k} at each t, 0 past the end of the document;
             # shift_labels(tokens, j) is x_{t+1+j}
             tokens = shift_labels(batch.tokens, k - 1, batch.segments)  # [B, T]
-            past_end = tokens == IGNORE_INDEX
+            past_end = tokens == IGNORE_INDEX  # [B, T]
             e = self.embedding(tokens.masked_fill(past_end, 0))  # [B, T, d]
-            e = e.masked_fill(past_end[..., None], 0.0)
+            e = e.masked_fill(past_end[..., None], 0.0).to(states.dtype)
             # 3. the layer over all positions; in decoding x_{t+k} is read k - 1 positions after t
-            a = self.midlayer(e.to(x.dtype), x, batch.positions + (k - 1), attention)  # [B, T, d]
-            normed: Tensor = self.norm(a)
+            positions = batch.positions + (k - 1)  # [B, T]
+            outputs = self.midlayer(e, states, positions, attend=attend)  # [B, T, d] a_k
+            normed: Tensor = self.norm(outputs)  # [B, T, d]
             yield normed
-            x = normed if self.norm_output else a
+            states = self._next_states(outputs, normed)
 
-    def combine(self, early: Tensor) -> Tensor:
-        """fc[g_low ; g_middle ; g_high], [B, q, 3 d of the backbone] -> [B, q, d]."""
-        states = early.to(self.fc.weight.dtype)
+    def combine(self, layer_states: Tensor) -> Tensor:
+        """fc[g_low ; g_middle ; g_high], [B, q, 3 d'] -> [B, q, d]."""
+        states = layer_states.to(self.fc.weight.dtype)
         if self.input_norm is not None:
             states = self.input_norm(states)
         if self.fc_norm is not None:
-            parts = states.chunk(NUM_STATES, dim=-1)  # low, middle, high: [B, q, d] each
+            parts = states.chunk(NUM_STATES, dim=-1)  # low, middle, high: [B, q, d'] each
             normed = [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)]
             states = torch.cat(normed, dim=-1)
         combined: Tensor = self.fc(states)
         return combined
 
+    def _next_states(self, outputs: Tensor, normed: Tensor) -> Tensor:
+        """Return what the next step reads of a_k and norm(a_k), [B, q, d] each."""
+        return normed if self.norm_output else outputs
+
     # Decoding. The layer reads x_{t+1} together with the state at t, so the last accepted position
     # waits until the next root is known:
     #
-    #     column of the cache    0    ..   t - 1    t                t + 1          t + 2 ..
-    #     reads                  x_1  ..   x_t      x_{t+1}, root    draft tokens of the tree
-    #     and                    fc[g]_0   fc[g]    fc[g]_t          a of the parent
-    #                            prefill, read                       guess
+    #     column of the cache    0         ..   t - 1        t                t + 1          ..
+    #     reads                  x_1       ..   x_t          x_{t+1}, root    tokens of the tree
+    #     and                    fc[g]_0   ..   fc[g]_{t-1}  fc[g]_t          a of the parent
+    #                            prefill, read                                guess
+    #
+    # So the root's column is t here, one before its column t + 1 in the backbone's slots. When
+    # `guess` begins, the `lengths` = t + 1 columns up to the root's are committed, so masks of the
+    # tree have no node for the root. The layer runs at the nodes below it that have children: in
+    # columns root + 1, root + 2, .., and at position root + depth, where children of the root have
+    # depth 1.
 
     @property
     def num_caches(self) -> int:
@@ -311,17 +348,21 @@ class Eagle3Draft(LMHeadsDraft):
         return self.dynamic is None
 
     def prefill(self, feats: Features, tokens: Tensor, caches: Sequence[PromptCache]) -> None:
-        """Run the layer over what is new of the prompts, which comes in one call.
+        """Run the layer over what is new of the prompts, in one call, since each position needs the
+        token after it.
 
-        The token after the last position is not known yet: its entry is wrong until `read`, whose
-        first path is this position, writes it again.
+        The token after the last position of a row is not known yet: the entry there is wrong until
+        `read`, whose first path is this position, writes it again. The padding of shorter rows is
+        masked.
         """
         assert feats.early is not None
-        following = tokens.roll(-1, dims=1)  # [B, T]; after the last position any token
-        self.midlayer.extend(self._join(following, self.combine(feats.early)), caches[0])
+        following = tokens.roll(-1, dims=1)  # [B, T]; after a row's last position any token
+        states = self.combine(feats.early)  # [B, T, d]
+        layer_inputs = self._join(following, states)  # [B, T, 2 d]
+        self.midlayer.extend(layer_inputs, caches[0])
 
     def read(self, step: DraftStep) -> Tensor:
-        """Compute a_1 along the accepted path, which the roots follow; return that of the last
+        """Compute a_1 along the accepted path, which the roots follow; return a_1 of the last
         accepted nodes, [B, d].
 
         The path is the last root and the nodes accepted below it; after a prefill the last position
@@ -330,11 +371,13 @@ class Eagle3Draft(LMHeadsDraft):
         """
         accepted = step.accepted
         assert accepted.feats.early is not None
-        early = accepted.along_path(accepted.feats.early)  # [B, D + 1, 3 d] g of the path's nodes
-        following = accepted.following(step.roots)  # [B, D + 1] the token after each of them
-        both = self._join(following, self.combine(early))  # [B, D + 1, 2 d]
-        a = step.caches[0].read_path(self.midlayer, both, accepted.starts)  # [B, D + 1, d]
-        return accepted.last(a)
+        layer_states = accepted.along_path(accepted.feats.early)  # [B, D + 1, 3 d'] g of the path
+        following = accepted.following(step.roots)  # [B, D + 1] the token after each of its nodes
+        states = self.combine(layer_states)  # [B, D + 1, d]
+        layer_inputs = self._join(following, states)  # [B, D + 1, 2 d]
+        cache = step.caches[0]
+        outputs = cache.read_path(self.midlayer, layer_inputs, accepted.starts)  # [B, D + 1, d]
+        return accepted.last(outputs)
 
     def guess(self, step: DraftStep, states: Tensor) -> Proposal:
         """Fill the tree level by level; the layer runs at once over all nodes of a level that have
@@ -344,71 +387,80 @@ class Eagle3Draft(LMHeadsDraft):
             states: a_1 at the roots, [B, d].
         """
         if self.dynamic is not None:
-            return self._guess_dynamic(step, states, self.dynamic)
+            return self._guess_dynamic(step, states, limits=self.dynamic)
         cache = step.caches[0]
         levels = step.tree.by_level
+        head = self.lm_head(1)  # `lm_heads[0]` with its token map
 
-        # 1. Where the layer writes and what it sees there, for all nodes below the root that have
-        # children (`inner`): a column for each of them; siblings share a position. The tree
-        # `inner_nodes`, which serves other drafts too, begins with the position before the root and
-        # the root. Here both are in the one column that `read` wrote, so they are skipped, and
-        # children of the root have depth 0
-        depths = levels.inner_nodes.depths[2:] - 2  # [inner]
-        lengths = step.accepted.lengths[:, None]  # [B, 1]
-        columns = lengths + torch.arange(len(depths), device=lengths.device)  # [B, inner]
-        positions = lengths + depths  # [B, inner]
-        masks = levels.inner_masks(skip=2, window=None, dtype=states.dtype)
-        mask = masks.at(lengths[:, 0], cache.key_length)  # [B, 1, inner, key_length]
+        # 1. Where the layer writes and what it sees there, for all `inner` nodes: those below the
+        # root that have children. Each has a column; siblings share a position
+        lengths = step.accepted.lengths  # [B]
+        root_columns = lengths[:, None] - 1  # [B, 1]
+        depths = levels.inner_depths  # [inner], from 1 on
+        places = torch.arange(len(depths), device=lengths.device)
+        columns = root_columns + 1 + places  # [B, inner]
+        positions = root_columns + depths  # [B, inner]
+        masks = levels.inner_masks_below_root(states.dtype)
+        mask = masks.at(lengths, cache.key_length)  # [B, 1, inner, key_length]
 
         # of a level: the tokens of its nodes, and the layer's outputs at the m that have children
         level_tokens = step.roots[:, None]  # [B, 1]
-        a = states[:, None]  # [B, m, d], here m = 1
+        outputs = states[:, None]  # [B, m, d], here m = 1
         tokens = [level_tokens]
+        # each level guesses the tokens of the next; the last one guesses nothing, so that the layer
+        # need not run there
         for level, next_level in pairwise(levels.levels):
             # 2. the best children of each node, as a table; the head's logit transform would not
             # change their order
-            normed = self.norm(a)  # [B, m, d]
+            normed = self.norm(outputs)  # [B, m, d]
             logits = self.lm_heads[0](normed)  # [B, m, N]
-            table = logits.topk(level.width).indices.flatten(1)  # [B, m * width]
+            best = logits.topk(level.width).indices  # [B, m, width]
+            table = best.flatten(1)  # [B, m * width]
             # 3. the next level: `candidates` are its nodes' places in the table
-            level_tokens = self.lm_head(1).tokens_of(table[:, level.candidates])  # [B, next]
+            level_tokens = head.tokens_of(table[:, level.candidates])  # [B, next]
             tokens.append(level_tokens)
             if next_level is levels.levels[-1]:
-                break  # which has no children
+                break
             # 4. what the layer reads there: each node's token, and the output at its parent
-            carried = normed if self.norm_output else a
-            x = carried[:, level.parents]  # [B, next, d]; parents are numbered among these m nodes
-            read_tokens = level_tokens
+            next_states = self._next_states(outputs, normed)  # [B, m, d]
+            parent_states = next_states[:, level.parents]  # [B, next, d]; numbered among these m
+            inner_tokens = level_tokens
             if next_level.inner is not None:  # not all of them have children
-                read_tokens = level_tokens[:, next_level.inner]  # [B, m], m of the next level
-                x = x[:, next_level.inner]  # [B, m, d]
-            both = self._join(read_tokens, x)  # [B, m, 2 d]
-            # 5. run it; `inner_first` counts the root as 0, which has no place in `columns`
-            here = slice(next_level.inner_first - 1, next_level.inner_last - 1)
-            a = cache.run(
-                self.midlayer, both, columns[:, here], positions[:, here], mask[:, :, here]
+                inner_tokens = level_tokens[:, next_level.inner]  # [B, m], m of the next level
+                parent_states = parent_states[:, next_level.inner]  # [B, m, d]
+            layer_inputs = self._join(inner_tokens, parent_states)  # [B, m, 2 d]
+            # 5. run it
+            inner = next_level.inner_below_root  # its m nodes among all inner ones
+            outputs = cache.run(
+                self.midlayer,
+                layer_inputs,
+                columns[:, inner],
+                positions[:, inner],
+                mask[:, :, inner],
             )  # [B, m, d]
         return Proposal(torch.cat(tokens, dim=1), step.tree)
 
     def _join(self, tokens: Tensor, states: Tensor) -> Tensor:
         """The layer's input [E ; states], [B, q] and [B, q, d] -> [B, q, 2 d]."""
-        return torch.cat([self.embedding(tokens).to(states.dtype), states], dim=-1)
+        e = self.embedding(tokens).to(states.dtype)  # [B, q, d]
+        return torch.cat([e, states], dim=-1)
 
     # Dynamic trees
 
-    def with_dynamic_trees(self, size: Limits) -> Eagle3Draft:
+    def with_dynamic_trees(self, limits: Limits) -> Eagle3Draft:
         """Return a draft with the same weights that chooses a tree of this size for each row and
         step.
 
         Raises:
             MedusaError: the trees are deeper than `num_heads`.
         """
-        if size.depth > self.num_heads:
+        if limits.depth > self.num_heads:
             raise MedusaError(
-                f"the dynamic trees are {size.depth} deep, but the draft has {self.num_heads} heads"
+                f"the dynamic trees are {limits.depth} deep,"
+                f" but the draft has {self.num_heads} heads"
             )
-        draft = copy(self)
-        draft.dynamic = size
+        draft = copy(self)  # shallow: parameters are shared
+        draft.dynamic = limits
         return draft
 
     def limits(self, tree: Tree) -> Limits:
@@ -417,26 +469,29 @@ class Eagle3Draft(LMHeadsDraft):
             return super().limits(tree)
         return drafted_limits(self.dynamic)
 
-    def _guess_dynamic(self, step: DraftStep, states: Tensor, size: Limits) -> Proposal:
+    def _guess_dynamic(self, step: DraftStep, states: Tensor, limits: Limits) -> Proposal:
         """Propose one tree per row, see `grow_trees`, which calls the two functions below.
 
         Args:
             states: a_1 at the roots, [B, d].
         """
         cache = step.caches[0]
-        head = self.lm_head(1)
-        lengths = step.accepted.lengths[:, None]  # [B, 1]
+        head = self.lm_head(1)  # `lm_heads[0]` with its token map and logit transform
+        lengths = step.accepted.lengths  # [B]
+        root_columns = lengths[:, None] - 1  # [B, 1]
 
-        def guess_children(a: Tensor) -> tuple[Tensor, Tensor]:
-            """Return the logits of the children, and what the layer reads of a at each of them."""
-            normed = self.norm(a)  # [B, m, d]
+        def guess_children(outputs: Tensor) -> tuple[Tensor, Tensor]:
+            """Return the logits of the children of m nodes, [B, m, N], and what the layer reads of
+            its outputs at these nodes [B, m, d] when it runs at their children.
+            """
+            normed = self.norm(outputs)  # [B, m, d]
             # transformed, since trees grow by probabilities that are multiplied along a path
-            logits = head.transform(self.lm_heads[0](normed))  # [B, m, N]
-            carried = normed if self.norm_output else a
-            return logits, carried
+            raw_logits = self.lm_heads[0](normed)  # [B, m, N]
+            logits = head.transform(raw_logits)
+            return logits, self._next_states(outputs, normed)
 
-        def run_nodes(tokens: Tensor, x: Tensor, depth: int, visible: Tensor) -> Tensor:
-            """Run the layer at m nodes: tokens [B, m], x [B, m, d] -> [B, m, d].
+        def run_nodes(tokens: Tensor, parent_states: Tensor, depth: int, visible: Tensor) -> Tensor:
+            """Run the layer at m nodes: tokens [B, m], parent_states [B, m, d] -> [B, m, d].
 
             Args:
                 depth: of the nodes; 1: children of the root.
@@ -446,20 +501,20 @@ class Eagle3Draft(LMHeadsDraft):
             # they stand in the columns behind those that were run before them
             num_nodes = tokens.shape[1]
             num_run = visible.shape[2]
-            new = torch.arange(num_run - num_nodes, num_run, device=lengths.device)
-            columns = lengths + new  # [B, m]
-            positions = lengths.expand(-1, num_nodes) + (depth - 1)  # [B, m]
-            masks = NodeMasks(visible, lengths, window=None, dtype=x.dtype)
-            mask = masks.at(lengths[:, 0], cache.key_length)  # [B, 1, m, key_length]
-            both = self._join(tokens, x)  # [B, m, 2 d]
-            return cache.run(self.midlayer, both, columns, positions, mask)  # [B, m, d]
+            places = torch.arange(num_run - num_nodes, num_run, device=lengths.device)
+            columns = root_columns + 1 + places  # [B, m]
+            positions = root_columns.expand(-1, num_nodes) + depth  # [B, m]
+            masks = NodeMasks(visible, depths=None, window=None, dtype=parent_states.dtype)
+            mask = masks.at(lengths, cache.key_length)  # [B, 1, m, key_length]
+            layer_inputs = self._join(tokens, parent_states)  # [B, m, 2 d]
+            return cache.run(self.midlayer, layer_inputs, columns, positions, mask)  # [B, m, d]
 
-        return grow_trees(step.roots, states, size, head, guess_children, run_nodes)
+        return grow_trees(step.roots, states, limits, head, guess_children, run_nodes)
 
 
 class OwnEmbedding(nn.Module):
     """Embeddings [V, d] that belong to a draft: saved with it and frozen, without the backbone's
-    scale.
+    scale. They are zeros until the weights of a published draft are loaded.
     """
 
     weight: Tensor
@@ -470,4 +525,4 @@ class OwnEmbedding(nn.Module):
 
     def look_up(self, tokens: Tensor) -> Tensor:
         """Return the vectors of token ids, long [...] -> [..., d]."""
-        return embedding(tokens, self.weight)
+        return nn.functional.embedding(tokens, self.weight)

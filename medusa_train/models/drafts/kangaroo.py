@@ -229,7 +229,7 @@ class KangarooDraft(Draft):
         offsets = torch.arange(inner_nodes.size + 1, device=starts.device)
         columns = starts + offsets  # [B, 1 + inner]
         positions = (starts + inner_nodes.depths).clamp(max=cache.max_position)
-        masks = levels.inner_masks(skip=0, window=self.adapter.window, dtype=self._dtype)
+        masks = levels.inner_masks(self.adapter.window, self._dtype)
         mask = masks.at(starts[:, 0], cache.key_length)  # [B, 1, 1 + inner, key_length]
         adapter = self.runner.inputs(positions, mask)
 

@@ -134,6 +134,16 @@ def test_value_and_gradient_of_the_formula(
         torch.testing.assert_close(mine, expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("hidden_size", [32, 16])
+def test_biases_of_published_drafts_are_counted(hidden_size: int) -> None:
+    backbone = random_backbone("llama")
+    layer = {"hidden_size": hidden_size, "attention_bias": True, "mlp_bias": True}
+    draft = Eagle3Draft.from_backbone(backbone, layer=layer, own_embeddings=True)
+    assert sum(parameter.numel() for parameter in draft.parameters()) == (
+        Eagle3Draft.count_parameters(backbone.model, **draft.settings)
+    )
+
+
 @pytest.mark.parametrize(("rows", "variants"), [(1, {}), (2, {}), (2, VARIANTS)])
 def test_trees_are_drafted_as_in_training(rows: int, variants: dict[str, bool]) -> None:
     """The guesses below a node are the best ones of the training states on the node's path."""
