@@ -86,18 +86,19 @@ class Projection:
         self.scale = lm_head.scale
         self.softcap = lm_head.softcap
 
-    def product(self, states: Tensor, out: Tensor) -> None:
+    def multiply_into(self, states: Tensor, out: Tensor) -> None:
         """Write W h of states [C, d] into `out` [C, V] of `buffer_dtype`."""
         if out.dtype == self.weight.dtype:
             torch.mm(states, self.weight.t(), out=out)
         else:
             out.copy_(states @ self.weight.t())
 
-    def raw_logits(self, product: Tensor, z: Tensor | None) -> Tensor:
-        """Return logits [b, V] before scale and soft cap, from W h [b, V] (which may be
-        overwritten) and z [b, r].
+    def raw_logits(self, products: Tensor, z: Tensor | None) -> Tensor:
+        """Return logits [b, V] before scale and soft cap, from W h [b, V] and z [b, r].
+
+        They may share memory with `products`, which are then overwritten.
         """
-        logits = product.to(self.dtype)
+        logits = products.to(self.dtype)
         if self.bias is not None:
             logits += self.bias
         if self.up is not None and z is not None:
