@@ -66,6 +66,10 @@ class Typical:
 
 Rule = Sampling | Typical | None
 
+#: What `accept_matching` reads of each node: the token that follows it, and its own.
+FOLLOWING = 0
+OWN = 1
+
 
 def accept(
     rule: Rule,
@@ -204,7 +208,8 @@ def accept_matching(choices: Tensor, tree: Tree | RowTrees) -> list[Accepted]:
     """Accept the longest path on which every token is the one that follows its parent.
 
     Args:
-        choices: long [B, 2, n + 1]: the token that follows each node, and the node's own.
+        choices: long [B, 2, n + 1]: the token that follows each node (`FOLLOWING`), and the node's
+            own (`OWN`).
     """
     accepted = []
     for row, (following, tokens) in enumerate(choices.tolist()):  # one transfer from the device

@@ -2,11 +2,11 @@
 
     host                          device
     ----                          ------
-    roots, accepted paths  --->   1. compact: accepted nodes move behind the committed positions
+    root tokens, paths     --->   1. compact: accepted nodes move behind the committed positions
                                   2. draft:   it reads them, and guesses a tree below the roots
                                   3. verify:  one pass of the backbone over all nodes
                                   4. keep:    states and tokens of the nodes, for the next step
-    accepted path, next root <--  5. accept:  by the backbone's logits at the nodes
+    paths, root tokens     <---   5. accept:  by the backbone's logits at the nodes
 
 A row, by the columns of its keys and values (`trees.kv_slots`), = being committed ones. R was the
 last root, and a, b, c the nodes below it; of these b was accepted, and N is the backbone's token
@@ -14,7 +14,7 @@ after b:
 
     before      = = = R a b c        root R in column 3, path 0 2
     1. compact  = = = R b            R and b are committed
-    2. draft                         b is read; x, y, z are guessed
+    2. draft                         R and b are read; x, y, z are guessed
     3. verify   = = = R b N x y z    the next root N, and the nodes below it
     5. accept                        a path from N down, and the backbone's token after it
 
@@ -22,8 +22,14 @@ Plain decoding is the empty tree. `inference.runners` says with which sizes a st
 ones, for which the host tells the device what it knows of the rows (`_HostView`), or *fixed* ones,
 which `inference.cuda_graphs` replays: the device gets the same work whatever the rows hold.
 
-Letters: B rows of a pass, n nodes of the tree below its root, D its deepest node; d the width of
-states, V tokens.
+The root of a tree is its node 0. Its token, the *root token*, is the backbone's own; the column that
+it stands in is its *root position*, and also the number of positions before it, the row's *length*.
+The *last root* is that of the tree which the step before verified, the *next root* that of the tree
+which this step verifies.
+
+Letters: B rows of a pass, n nodes of the tree below its root, m branch tokens beside it
+(`trees.lookahead_branch`), D depth of the deepest node; P nodes that accepted paths are padded to,
+the longest of them, and in steps of fixed shape D + 1; d the width of states, V tokens.
 """
 
 from __future__ import annotations
@@ -35,7 +41,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from medusa_train.inference.accept import Accepted, Rule, accept, accept_matching, next_tokens_of
+from medusa_train.inference.accept import (
+    FOLLOWING,
+    OWN,
+    Accepted,
+    Rule,
+    accept,
+    accept_matching,
+    next_tokens_of,
+)
 from medusa_train.inference.cuda_graphs import weight_addresses
 from medusa_train.inference.runners import (
     FixedShapeRunner,
@@ -54,7 +68,7 @@ from medusa_train.models.drafts.base import (
     at_positions,
 )
 from medusa_train.models.features import FINAL_STATES, Features
-from medusa_train.trees.kv_slots import Slots, compact
+from medusa_train.trees.kv_slots import COLUMNS, ROWS, Slots, compact
 from medusa_train.trees.lookahead_branch import TreeAndBranch
 from medusa_train.trees.masks import NodeMasks
 from medusa_train.trees.row_trees import RowTrees
@@ -74,23 +88,27 @@ class _Row:
     """What the host keeps of an active row between two steps.
 
     Attributes:
-        root: position of the root of its last tree.
+        root_position: of the last root.
         path: the nodes of that tree that were accepted, in order, the root (0) first.
         notes: what the draft keeps, see `Proposer.new_row`.
     """
 
-    root: int
+    root_position: int
     path: list[int]
     notes: Any
 
     @property
-    def next_root(self) -> int:
-        """Position of the next root: right behind the accepted nodes."""
-        return self.root + len(self.path)
+    def next_root_position(self) -> int:
+        """Of the next root: right behind the accepted nodes, once they are compacted."""
+        return self.root_position + len(self.path)
 
     @property
     def has_gaps(self) -> bool:
-        """Whether an accepted node stands elsewhere than right behind the one before."""
+        """Whether an accepted node stands elsewhere than right behind the one before.
+
+        Paths begin with 0 and increase, so without a gap the last node is the number of those
+        before it.
+        """
         return self.path[-1] != len(self.path) - 1
 
 
@@ -99,21 +117,21 @@ class _HostView:
     """What the host tells the device of a step of exact sizes.
 
     Attributes:
-        roots: the next token of each row, for drafts that look up texts.
-        next_root: position of the next root of the longest row.
+        root_tokens: of the next root of each row, for drafts that look up texts.
+        longest: position of the next root of the longest row.
         has_gaps: whether a row has nodes to be moved, see `_Row.has_gaps`.
         roots_only: whether no draft tokens are verified.
     """
 
-    roots: Sequence[int]
-    next_root: int
+    root_tokens: Sequence[int]
+    longest: int
     has_gaps: bool
     roots_only: bool
 
 
-#: Columns of the packed inputs of a step, its only upload: the next root, the position of the last
-#: one, the number of accepted nodes, and these nodes.
-_ROOT = 0
+#: Columns of the packed inputs of a step, its only upload: the token of the next root, the position
+#: of the last one, the number of accepted nodes, and these nodes.
+_ROOT_TOKEN = 0
 _START = 1
 _COUNT = 2
 _PATH = 3
@@ -124,17 +142,18 @@ class _Inputs:
     """What the device gets in a step of B rows.
 
     Attributes:
-        roots: the next token of each row, long [B].
-        starts: position of the last root, long [B].
+        root_tokens: of the next roots, long [B].
+        starts: positions of the last roots, long [B].
         counts: how many nodes of the last tree were accepted, long [B].
-        path: these nodes, long [B, D + 1], padded at the end.
-        lengths: position of the next root, long [B].
+        path: these nodes, long [B, P], padded at the end.
+        lengths: positions of the next roots, `starts + counts`, long [B].
         storage: keys and values of the backbone, [layers, 2, rows, kv_heads, columns, head_dim].
-        room: columns for the rows and their new trees.
+        room: columns for the rows and the largest tree that may be proposed. What attention reads,
+            the `key_length` of a pass, is `room`, or less where a smaller tree was proposed.
         host: None in steps of fixed shape.
     """
 
-    roots: Tensor
+    root_tokens: Tensor
     starts: Tensor
     counts: Tensor
     path: Tensor
@@ -159,6 +178,26 @@ class _Verified:
     feats: Features
     logits: Tensor
     branch: Tensor | None = None
+
+
+@dataclass
+class _Fixed:
+    """What steps of fixed shape run with: buffers whose addresses stay the same.
+
+    Attributes:
+        runner: runs steps, or replays them.
+        pinned: the packed inputs on the host, long [rows, 3 + D + 1]; pinned for a GPU, so that the
+            upload is asynchronous.
+        packed: the same on the device.
+        choices: what a greedy rule reads, long [rows, 2, n + 1], see `accept_matching`.
+        logits: what other rules read, [rows, n + 1, V]; None until there is such a rule.
+    """
+
+    runner: FixedShapeRunner
+    pinned: Tensor
+    packed: Tensor
+    choices: Tensor
+    logits: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -193,31 +232,33 @@ class Steps:
         self, backbone: Backbone, draft: Proposer | None, tree: Tree, slots: Slots
     ) -> None:
         self._backbone = backbone
-        self._root = Tree.empty().to(backbone.device)  # the tree of plain decoding
+        self._root_only_tree = Tree.empty().to(backbone.device)  # of plain decoding
 
         # 1. the draft and its tree; without anything to propose no head is computed
-        if proposal_limits(draft, tree).size == 0:
+        self.limits = proposal_limits(draft, tree)
+        if self.limits.size == 0:
             draft = None
-            tree = self._root
+            tree = self._root_only_tree
+            self.limits = Limits(0, 0)
         self._draft = draft
         self._tree = tree
-        self.limits = proposal_limits(draft, tree)
         self._needs = FINAL_STATES
         num_caches = 0
         if draft is not None:
             self._needs = draft.needs
             num_caches = draft.num_caches
 
-        # 2. keys and values
+        # 2. keys and values: of the backbone's layers, and of each layer of the draft on its own
         self.slots = slots
         self._draft_slots = [slots.like(1) for _ in range(num_caches)]
         self._all_slots = [slots, *self._draft_slots]
-        self._resets = slots.resets
+        self._resets = slots.resets  # others may share the slots and reset them, see `committed`
 
         # 3. what copies from the host is computed here: in a CUDA graph it is not possible
-        _ = tree.by_level
+        tree.prepare_levels()
+        root_only = self._root_only_tree
         self._masks = backbone.node_masks(tree.ancestors, tree.depths)
-        self._root_masks = backbone.node_masks(self._root.ancestors, self._root.depths)
+        self._root_only_masks = backbone.node_masks(root_only.ancestors, root_only.depths)
 
         # 4. with which sizes steps run, and what was captured of them
         self._runner = choose_runner(backbone, draft)
@@ -230,34 +271,40 @@ class Steps:
         self._allocate(slots.rows)
 
     def _allocate(self, rows: int) -> None:
-        """Allocate what a step reads of the step before, for `rows` rows, and the fixed buffers of
-        steps of fixed shape.
+        """Allocate what a step reads of the step before, for `rows` rows, and what steps of fixed
+        shape run with.
         """
         backbone = self._backbone
-        device = backbone.device
         nodes = self.limits.size + 1  # n + 1
+        self._allocated_rows = rows
 
         # 1. of the nodes of the last tree: states [rows, n + 1, d], the same of early layers, and
         # tokens [rows, n + 1]
+        hidden_size = backbone.hidden_size
         self._hidden = torch.zeros(
-            rows, nodes, backbone.hidden_size, dtype=backbone.dtype, device=device
+            rows, nodes, hidden_size, dtype=backbone.dtype, device=backbone.device
         )
         self._early: Tensor | None = None
         if self._needs.early:
-            self._early = self._hidden.repeat(1, 1, len(self._needs.early))
-        self._tokens = torch.zeros(rows, nodes, dtype=torch.long, device=device)
-        if not self._runner.is_fixed:
-            return
-        # 2. in steps of fixed shape the packed inputs, [rows, 3 + D + 1], which are pinned on the
-        # host, so that the upload is asynchronous
+            early_size = hidden_size * len(self._needs.early)
+            self._early = self._hidden.new_zeros(rows, nodes, early_size)
+        self._tokens = torch.zeros(rows, nodes, dtype=torch.long, device=backbone.device)
+
+        # 2. the buffers of steps of fixed shape
+        self._fixed: _Fixed | None = None
+        if isinstance(self._runner, FixedShapeRunner):
+            self._fixed = self._allocate_fixed(self._runner, rows)
+
+    def _allocate_fixed(self, runner: FixedShapeRunner, rows: int) -> _Fixed:
+        """Return the buffers of steps of fixed shape, for `rows` rows."""
+        device = self._backbone.device
         width = _PATH + self.limits.depth + 1
-        pinned = device.type == "cuda"
-        self._host_inputs = torch.zeros(rows, width, dtype=torch.long, pin_memory=pinned)
-        self._inputs = torch.zeros_like(self._host_inputs, device=device)
-        # 3. and the results: what a greedy rule reads, [rows, 2, n + 1], the token that follows each
-        # node and the node's own; for other rules the logits, [rows, n + 1, V], once there is one
-        self._matches = torch.zeros(rows, 2, nodes, dtype=torch.long, device=device)
-        self._logits: Tensor | None = None
+        nodes = self.limits.size + 1  # n + 1
+        on_gpu = device.type == "cuda"
+        pinned = torch.zeros(rows, width, dtype=torch.long, pin_memory=on_gpu)
+        packed = torch.zeros_like(pinned, device=device)
+        choices = torch.zeros(rows, 2, nodes, dtype=torch.long, device=device)
+        return _Fixed(runner, pinned, packed, choices)
 
     @property
     def _row_states(self) -> list[Tensor]:
@@ -271,60 +318,89 @@ class Steps:
 
     def step(
         self,
-        roots: Sequence[int],
+        root_tokens: Sequence[int],
         rule: Rule = None,
         generators: Sequence[torch.Generator] | None = None,
         *,
         roots_only: bool = False,
     ) -> list[Accepted]:
-        """Verify a tree below the root of each row, and accept a path by `rule`, see `accept`.
+        """Verify a tree below the next root of each row, and accept a path of it.
 
         Args:
-            roots: the next token of each row.
+            root_tokens: of the next root of each row.
+            rule: by which a path is accepted, see `accept`; None, the default, is greedy.
             roots_only: verify no draft tokens; steps of fixed shape verify their tree all the same.
         """
-        runner = self._runner
-        count = len(roots)
         # 0. on the host: the inputs, and how many columns the rows and their trees need
-        packed = self._pack(roots)
-        next_root = max(row.next_root for row in self._rows)
-        room = self._key_length(next_root + self.limits.size + 1)
+        packed_rows = self._pack(root_tokens)
+        longest = max(row.next_root_position for row in self._rows)
+        room = self._key_length(longest + self.limits.size + 1)
 
-        if isinstance(runner, FixedShapeRunner):
-            # 1.-4. on the device, from fixed buffers to fixed buffers
-            logits = self._run_fixed(runner, packed, room, keep_logits=rule is not None)
-            # 5. accept, by the argmax or by the logits
-            if logits is None:
-                accepted = accept_matching(self._matches[:count], self._tree)
-            else:
-                tokens = self._matches[:count, 1]  # [count, n + 1]
-                accepted = accept(rule, tokens, logits[:count], self._tree, generators)
+        # 1.-5.
+        if self._fixed is not None:
+            accepted = self._step_fixed(self._fixed, packed_rows, room, rule, generators)
         else:
-            # 1.-4. on the device, in exact sizes
             has_gaps = any(row.has_gaps for row in self._rows)
-            host = _HostView(roots, next_root, has_gaps=has_gaps, roots_only=roots_only)
-            inputs = torch.tensor(packed, device=self._backbone.device)  # [B, 3 + D + 1]
-            verified = self._device_step(inputs, room, host)
-            proposal = verified.proposal
-            if verified.branch is not None and self._draft is not None:
-                self._draft.observe(self._notes, proposal, verified.branch)
-            # 5. accept
-            tokens = proposal.tokens[:count]  # [count, n + 1]
-            accepted = accept(rule, tokens, verified.logits[:count], proposal.tree, generators)
+            host = _HostView(root_tokens, longest, has_gaps=has_gaps, roots_only=roots_only)
+            accepted = self._step_exact(host, packed_rows, room, rule, generators)
 
+        # 6. on the host: what the next step begins with
         for row, (path, path_tokens) in zip(self._rows, accepted, strict=True):
-            row.root = row.next_root
+            row.root_position = row.next_root_position
             row.path = path
             if self._draft is not None:
                 self._draft.extend_row(row.notes, path_tokens[:-1])  # without the next root
         return accepted
 
+    def _step_exact(
+        self,
+        host: _HostView,
+        packed_rows: list[list[int]],
+        room: int,
+        rule: Rule,
+        generators: Sequence[torch.Generator] | None,
+    ) -> list[Accepted]:
+        """Run a step in exact sizes, and return the path that each active row accepts."""
+        # 1.-4. on the device
+        packed = torch.tensor(packed_rows, device=self._backbone.device)  # [B, 3 + P]
+        verified = self._device_step(packed, room, host)
+        proposal = verified.proposal
+        # a branch is always a draft's; only the type checker has to be told
+        if verified.branch is not None and self._draft is not None:
+            self._draft.observe(self._notes, proposal, verified.branch)
+        # 5. accept; the first rows are the active ones, a compiled pass may have others
+        active = len(self._rows)
+        tokens = proposal.tokens[:active]  # [active, n + 1]
+        return accept(rule, tokens, verified.logits[:active], proposal.tree, generators)
+
+    def _step_fixed(
+        self,
+        fixed: _Fixed,
+        packed_rows: list[list[int]],
+        room: int,
+        rule: Rule,
+        generators: Sequence[torch.Generator] | None,
+    ) -> list[Accepted]:
+        """Run a step of fixed shape, and return the path that each active row accepts."""
+        # 1.-4. on the device, from fixed buffers to fixed buffers. A greedy rule needs no logits:
+        # those of 16 rows of 64 nodes over 152,000 tokens are 311 MB, which each step would copy
+        logits: Tensor | None = None
+        if rule is not None:
+            logits = self._logits_buffer(fixed)
+        self._run_fixed(fixed, packed_rows, room, logits)
+        # 5. accept; the first rows are the active ones, a pass may have others
+        active = len(self._rows)
+        choices = fixed.choices[:active]  # [active, 2, n + 1]
+        if logits is None:  # a greedy rule
+            return accept_matching(choices, self._tree)
+        return accept(rule, choices[:, OWN], logits[:active], self._tree, generators)
+
     def _device_step(self, packed: Tensor, room: int, host: _HostView | None) -> _Verified:
         """Compact, draft, verify and keep.
 
         Args:
-            packed: inputs, long [B, 3 + D + 1].
-            room: columns for the rows and their trees.
+            packed: inputs, long [B, 3 + P], see `_pack`.
+            room: see `_Inputs`.
             host: None for a runner of fixed shape: no shape or address depends on lengths or paths.
         """
         inputs = self._unpack(packed, room, host)
@@ -334,15 +410,16 @@ class Steps:
             compact(inputs.storage, inputs.starts, inputs.path)
 
         # 2. draft. A draft that fills the given tree is told where its nodes stand: it may run the
-        # backbone's first layers over them, which write their keys and values
+        # backbone's first layers over them, which write their keys and values. A given tree has no
+        # branch, and may only be cut short
         given = self._place_given_tree(inputs)
         proposal = self._draft_tree(inputs, given)
 
         # 3. verify
         tokens, tree = proposal.pass_inputs()  # [B, n + 1], with branch tokens [B, n + 1 + m]
-        if given is None:
+        if given is None:  # the draft chose the tree, or there is none
             nodes = self._place_tree(tree, inputs)
-        elif tree.size < self._tree.size:  # the draft stopped early
+        elif tree.size < self._tree.size:  # the draft stopped early, at some level
             nodes = given.first_nodes(tree.size + 1)
         else:
             nodes = given
@@ -354,25 +431,28 @@ class Steps:
 
     # 0. The inputs of a step
 
-    def _pack(self, roots: Sequence[int]) -> list[list[int]]:
-        """Return the inputs of each row of a pass, see `_Inputs`: [B][3 + D + 1], the paths padded."""
-        rows = self._runner.num_rows(len(roots), len(self._hidden))  # of the pass
+    def _pack(self, root_tokens: Sequence[int]) -> list[list[int]]:
+        """Return the inputs of each row of a pass, see `_Inputs`: [B][3 + P], the paths padded."""
+        runner = self._runner
+        rows = runner.num_rows(len(root_tokens), self._allocated_rows)  # of the pass
         longest = max(len(row.path) for row in self._rows)
-        width = self._runner.path_length(longest, self.limits.depth + 1)
-        packed: list[list[int]] = []
-        for root, row in zip(roots, self._rows, strict=True):
-            padding = [0] * (width - len(row.path))
-            packed.append([root, row.root, len(row.path), *row.path, *padding])
-        while len(packed) < rows:  # rows that are not active
-            packed.append([0, 0, 1] + [0] * width)
-        return packed
+        path_length = runner.path_length(longest, self.limits.depth + 1)  # P
+        packed_rows: list[list[int]] = []
+        for root_token, row in zip(root_tokens, self._rows, strict=True):
+            padding = [0] * (path_length - len(row.path))
+            packed_rows.append([root_token, row.root_position, len(row.path), *row.path, *padding])
+        # rows that are not active: root token 0, the last root in column 0, and it alone accepted.
+        # They read and write the first columns of their own memory, which holds nothing that counts
+        while len(packed_rows) < rows:
+            packed_rows.append([0, 0, 1] + [0] * path_length)
+        return packed_rows
 
     def _unpack(self, packed: Tensor, room: int, host: _HostView | None) -> _Inputs:
-        """Return what the columns of the packed inputs [B, 3 + D + 1] say."""
+        """Return what the columns of the packed inputs [B, 3 + P] say."""
         starts = packed[:, _START]  # [B]
         counts = packed[:, _COUNT]  # [B]
         return _Inputs(
-            roots=packed[:, _ROOT],
+            root_tokens=packed[:, _ROOT_TOKEN],
             starts=starts,
             counts=counts,
             path=packed[:, _PATH:],
@@ -400,13 +480,15 @@ class Steps:
         """
         draft = self._draft
         host = inputs.host
-        plain = Proposal(inputs.roots[:, None], self._root)  # tokens [B, 1]
         if draft is None:
-            return plain
+            return Proposal(inputs.root_tokens[:, None], self._root_only_tree)  # tokens [B, 1]
+        root_list: Sequence[int] = ()
+        if host is not None:
+            root_list = host.root_tokens
         step = DraftStep(
             accepted=self._accepted_path(inputs),
-            roots=inputs.roots,
-            root_list=host.roots if host is not None else (),
+            roots=inputs.root_tokens,
+            root_list=root_list,
             caches=self._draft_caches(inputs.room),
             rows=self._notes,
             tree=self._tree,
@@ -416,7 +498,7 @@ class Steps:
         states = draft.read(step)
         if host is not None and host.roots_only:
             draft.skip_guess(step, states)
-            return plain
+            return Proposal(inputs.root_tokens[:, None], self._root_only_tree)
         return draft.guess(step, states)
 
     def _accepted_path(self, inputs: _Inputs) -> AcceptedPath:
@@ -440,7 +522,7 @@ class Steps:
 
     @property
     def _notes(self) -> list[Any]:
-        """What the draft keeps of each active row."""
+        """What the draft keeps of each active row; a pass may have further rows, without notes."""
         return [row.notes for row in self._rows]
 
     # 3. Verify
@@ -457,8 +539,9 @@ class Steps:
         if proposal.branch is None:
             return _Verified(proposal, feats, logits)
         count = proposal.tokens.shape[1]  # n + 1
-        outputs = proposal.outputs(logits)  # [B, n + 1 + outputs, V]
-        return _Verified(proposal, feats.first(count), outputs[:, :count], outputs[:, count:])
+        logits_read = proposal.at_outputs(logits)  # [B, n + 1 + outputs, V]
+        branch = logits_read[:, count:]  # [B, outputs, V]
+        return _Verified(proposal, feats.first(count), logits_read[:, :count], branch)
 
     def _place_given_tree(self, inputs: _Inputs) -> NodeSlots | None:
         """Return where the nodes of the tree stand that the draft is given to fill; None where it
@@ -475,25 +558,36 @@ class Steps:
         """Return where the nodes of a tree stand that is not the given one: of plain decoding, or
         one that the draft chose.
         """
-        backbone = self._backbone
         host = inputs.host
         key_length = inputs.room
-        # 1. the root of a single row in exact sizes sees all columns and needs no mask; compiled
-        # programs take one
-        if host is not None:
-            key_length = self._key_length(host.next_root + tree.size + 1)  # often below `room`
-            is_exact = key_length == host.next_root + 1
-            is_in_window = backbone.window is None or key_length <= backbone.window
-            sees_all = tree.size == 0 and is_exact and is_in_window and self._is_single(inputs)
-            if sees_all and backbone.compiled is None:
-                columns = inputs.lengths[:, None]  # [1, 1], a root: never behind the context
-                storage = inputs.storage
-                return NodeSlots(columns, None, columns, host.next_root, storage, key_length)
+        if host is not None:  # `room` has columns for the largest tree, this one may be smaller
+            key_length = self._key_length(host.longest + tree.size + 1)
+        # 1. a root that sees all columns needs no mask
+        if host is not None and tree.size == 0 and self._root_sees_all(inputs, key_length):
+            columns = inputs.lengths[:, None]  # [1, 1]
+            return NodeSlots(
+                positions=columns,  # a root, so never past the context
+                masks=None,
+                columns=columns,
+                first_column=host.longest,
+                storage=inputs.storage,
+                key_length=key_length,
+            )
         # 2. others get the mask of their tree
-        masks = self._root_masks
-        if tree is not self._root:
-            masks = backbone.node_masks(tree.ancestors, tree.depths)
+        masks = self._root_only_masks
+        if tree is not self._root_only_tree:
+            masks = self._backbone.node_masks(tree.ancestors, tree.depths)
         return self._place_nodes(tree, masks, inputs, key_length)
+
+    def _root_sees_all(self, inputs: _Inputs, key_length: int) -> bool:
+        """Return whether the root, verified alone in exact sizes, sees all `key_length` columns: that
+        of a single row, which are read up to the root, where all of them lie in the window.
+        """
+        backbone = self._backbone
+        if backbone.compiled is not None:  # its programs take a mask, and read whole blocks
+            return False
+        is_in_window = backbone.window is None or key_length <= backbone.window
+        return is_in_window and self._is_single(inputs)
 
     def _place_nodes(
         self,
@@ -506,7 +600,7 @@ class Steps:
         # a single row writes slices, where the host may tell the device the column
         first_column: int | None = None
         if inputs.host is not None and self._is_single(inputs):
-            first_column = inputs.host.next_root
+            first_column = inputs.host.longest
         return self._backbone.place_nodes(
             tree.depths, masks, inputs.lengths, inputs.storage, key_length, first_column
         )
@@ -514,7 +608,7 @@ class Steps:
     @staticmethod
     def _is_single(inputs: _Inputs) -> bool:
         """Return whether the pass is over a single row in memory for one."""
-        return len(inputs.lengths) == 1 and inputs.storage.shape[2] == 1
+        return len(inputs.lengths) == 1 and inputs.storage.shape[ROWS] == 1
 
     def _key_length(self, positions: int) -> int:
         """Return how many columns attention reads where `positions` are needed."""
@@ -536,45 +630,50 @@ class Steps:
 
     # Steps of fixed shape
 
+    def _logits_buffer(self, fixed: _Fixed) -> Tensor:
+        """Return the buffer of the nodes' logits, [rows, n + 1, V]; the first call allocates it."""
+        if fixed.logits is None:
+            nodes = self.limits.size + 1
+            shape = (self._allocated_rows, nodes, self._backbone.vocab_size)
+            fixed.logits = self._hidden.new_zeros(shape)
+        return fixed.logits
+
     def _run_fixed(
-        self, runner: FixedShapeRunner, packed: list[list[int]], room: int, *, keep_logits: bool
-    ) -> Tensor | None:
-        """Run 1. to 4. from fixed buffers to fixed buffers, and return that of the logits, [rows,
-        n + 1, V]; None if they are not kept.
+        self, fixed: _Fixed, packed_rows: list[list[int]], room: int, logits: Tensor | None
+    ) -> None:
+        """Run 1. to 4. from fixed buffers to fixed buffers.
 
         Args:
-            packed: inputs of all rows of the pass, see `_pack`.
-            keep_logits: a greedy rule needs none: those of 16 rows of 64 nodes over 152,000 tokens
-                are 311 MB, which each step would copy.
+            packed_rows: inputs of all B rows of the pass, see `_pack`.
+            logits: where the nodes' logits are left, see `_logits_buffer`; None: nowhere.
         """
-        rows = len(packed)
-        # free again: accepting the last step waited for the device
-        self._host_inputs[:rows].copy_(torch.tensor(packed))
-        self._inputs[:rows].copy_(self._host_inputs[:rows], non_blocking=True)
-        inputs = self._inputs[:rows]  # [B, 3 + D + 1]
-        logits: Tensor | None = None
-        if keep_logits:
-            if self._logits is None:
-                shape = (*self._hidden.shape[:2], self._backbone.vocab_size)
-                self._logits = self._hidden.new_zeros(shape)
-            logits = self._logits
-        # `storage` enlarges the buffers now if it must: a graph stands for addresses, which change
-        # with the number of columns of a buffer
-        columns = [slots.storage(room).shape[4] for slots in self._all_slots]
-        key = (rows, room, *columns, keep_logits)
-        runner.run(self._graphs, key, lambda: self._fixed_step(inputs, room, logits))
-        return logits
+        count = len(packed_rows)  # B
+        # 1. the upload, by way of a tensor that is not pinned. The last upload from the pinned one
+        # is over, since accepting that step waited for the device
+        fixed.pinned[:count].copy_(torch.tensor(packed_rows))
+        packed = fixed.packed[:count]  # [B, 3 + D + 1]
+        packed.copy_(fixed.pinned[:count], non_blocking=True)
+        # 2. buffers of keys and values with enough columns, now: a step must not enlarge them
+        buffers = [slots.storage(room) for slots in self._all_slots]
+        # 3. the step; a graph stands for addresses, which change with the columns of a buffer
+        columns = [buffer.shape[COLUMNS] for buffer in buffers]
+        key = (count, room, *columns, logits is not None)
+        fixed.runner.run(
+            self._graphs, key, lambda: self._fixed_step(packed, room, fixed.choices, logits)
+        )
 
-    def _fixed_step(self, inputs: Tensor, room: int, logits: Tensor | None) -> None:
-        """Run a step that leaves its results in fixed buffers; the nodes' logits in `logits`, if
-        given.
+    def _fixed_step(
+        self, packed: Tensor, room: int, choices: Tensor, logits: Tensor | None
+    ) -> None:
+        """Run 1. to 4. on the device, and leave the results in the first B rows of `choices` and,
+        if given, `logits`; `packed` [B, 3 + D + 1].
         """
-        verified = self._device_step(inputs, room, host=None)
-        rows = len(inputs)
+        verified = self._device_step(packed, room, host=None)
+        count = len(packed)  # B
         if logits is not None:
-            logits[:rows] = verified.logits
-        self._matches[:rows, 0] = next_tokens_of(verified.logits)
-        self._matches[:rows, 1] = verified.proposal.tokens
+            logits[:count] = verified.logits
+        choices[:count, FOLLOWING] = next_tokens_of(verified.logits)
+        choices[:count, OWN] = verified.proposal.tokens
 
     # Rows join and leave
 
@@ -596,7 +695,7 @@ class Steps:
         """Allocate memory for `rows` active rows of up to `positions` positions, and move what
         there is.
         """
-        allocated = len(self._hidden)
+        allocated = self._allocated_rows
         if self._rows and rows > allocated:
             # rows that join one by one move the others a few times only
             rows = power_of_two(rows)
@@ -624,15 +723,18 @@ class Steps:
         does not wait for it.
 
         Args:
+            rule: None, the default, is greedy.
             known: positions of a single prompt that the slots hold already.
         """
+        assert known == 0 or len(prompts) == 1
         self._drop_stale_graphs()
         device = self._backbone.device
         # 1. the tokens, padded behind
         longest = max(len(prompt) for prompt in prompts)
         padded: list[list[int]] = []
         for prompt in prompts:
-            padded.append(prompt[known:] + [0] * (longest - len(prompt)))
+            padding = [0] * (longest - len(prompt))
+            padded.append([*prompt[known:], *padding])
         tokens = torch.tensor(padded, device=device)  # [B, T]
         # 2. one causal pass, which writes to the slots of the next free rows
         cache = prompt_cache(self.slots, len(self._rows), len(prompts), known)
@@ -640,18 +742,18 @@ class Steps:
         self._prompts = _Prompts(feats, tokens, prompts, known)
         # 3. accepting a tree without draft tokens gives the token after its root, here the prompt's
         # last token
-        last = [len(prompt) - known - 1 for prompt in prompts]
-        roots = at_positions(tokens, last)[:, None]  # [B, 1]
+        last = _last_positions(prompts, known)
+        root_tokens = at_positions(tokens, last)[:, None]  # [B, 1]
         logits = self._backbone.logits(at_positions(feats.hidden, last))[:, None]  # [B, 1, V]
-        accepted = accept(rule, roots, logits, self._root, generators)
-        return [row.tokens[-1] for row in accepted]
+        accepted = accept(rule, root_tokens, logits, self._root_only_tree, generators)
+        return [path.tokens[-1] for path in accepted]
 
     def start_draft(self) -> None:
         """Add the rows of the last `prefill`, and let the draft read their prompts."""
-        read = self._prompts
-        assert read is not None
+        waiting = self._prompts
+        assert waiting is not None
         self._prompts = None
-        self.add_rows(read.feats, read.tokens, read.prompts, read.known)
+        self.add_rows(waiting.feats, waiting.tokens, waiting.prompts, waiting.known)
 
     def add_rows(
         self, feats: Features, tokens: Tensor, prompts: Sequence[list[int]], known: int = 0
@@ -673,7 +775,7 @@ class Steps:
             self._draft.prefill(feats, tokens, caches)
         # 2. the last tokens as roots of trees without nodes
         rows = slice(first, first + count)
-        last = [len(prompt) - known - 1 for prompt in prompts]
+        last = _last_positions(prompts, known)
         self._hidden[rows, 0] = at_positions(feats.hidden, last)
         self._tokens[rows, 0] = at_positions(tokens, last)
         if self._early is not None and feats.early is not None:
@@ -683,17 +785,19 @@ class Steps:
             notes: Any = None
             if self._draft is not None:
                 notes = self._draft.new_row(prompt)
-            self._rows.append(_Row(root=len(prompt) - 1, path=[0], notes=notes))
+            self._rows.append(_Row(len(prompt) - 1, path=[0], notes=notes))
 
     def select_rows(self, rows: Sequence[int]) -> None:
-        """Keep these rows only: row i becomes the former row `rows[i]` >= i."""
+        """Keep these rows only: row i becomes the former row `rows[i]` >= i, so that no row is
+        overwritten before it is copied.
+        """
         for row, source in enumerate(rows):
             if source == row:
                 continue
             for state in self._row_states:
                 state[row] = state[source]
-            # the nodes of the last tree are not compacted yet
-            positions = self._rows[source].root + self.limits.size + 1
+            # the nodes of the last tree are not compacted yet, so all of its columns
+            positions = self._rows[source].root_position + self.limits.size + 1
             for slots in self._all_slots:
                 slots.copy_row(source, row, positions)
         self._rows = [self._rows[row] for row in rows]
@@ -705,7 +809,7 @@ class Steps:
         """
         if not self._rows or self.slots.resets != self._resets:
             return 0
-        return self._rows[0].root
+        return self._rows[0].root_position
 
     # CUDA graphs
 
@@ -738,8 +842,8 @@ class Steps:
         Args:
             keep_logits: for a rule that reads them; None, the greedy one, does not.
         """
-        runner = self._runner
-        if not isinstance(runner, FixedShapeRunner):
+        fixed = self._fixed
+        if fixed is None:
             return
         if not all(slots.is_allocated for slots in self._all_slots):
             return
@@ -749,17 +853,23 @@ class Steps:
             slots.settle(end)
         self._graphs.clear()
         # 2. numbers of rows and columns, the largest first, since a smaller step fits into the
-        # memory of a larger one: 1, or 2, 4, 8, .. and `rows`; all whole blocks
-        smallest_power = min(rows - 1, 1)
-        powers = range(smallest_power, rows.bit_length() + 1)
-        row_counts = {min(1 << power, rows) for power in powers}
+        # memory of a larger one
+        row_counts = {fixed.runner.num_rows(active, rows) for active in range(1, rows + 1)}
         nodes = self._tree.size + 1
         key_lengths = range(self._key_length(nodes + 1), end + 1, self.slots.block)
         # 3. a step of each size, the trees at the end of the columns
+        logits: Tensor | None = None
+        if keep_logits:
+            logits = self._logits_buffer(fixed)
         for count in sorted(row_counts, reverse=True):
             for key_length in reversed(key_lengths):
-                last_root = key_length - nodes - 1
-                self._rows = [_Row(last_root, path=[0], notes=None) for _ in range(count)]
-                packed = self._pack([0] * count)
-                self._run_fixed(runner, packed, key_length, keep_logits=keep_logits)
+                last_root_position = key_length - nodes - 1
+                self._rows = [_Row(last_root_position, path=[0], notes=None) for _ in range(count)]
+                packed_rows = self._pack([0] * count)
+                self._run_fixed(fixed, packed_rows, key_length, logits)
         self.reset()
+
+
+def _last_positions(prompts: Sequence[list[int]], known: int) -> list[int]:
+    """Return where each prompt ends, counted from the position `known` on."""
+    return [len(prompt) - known - 1 for prompt in prompts]

@@ -21,6 +21,10 @@ from medusa_train.errors import MedusaError
 #: Columns of the first buffer of `Slots`; steps of fixed shape read a multiple of it.
 KEY_BLOCK = 256
 
+#: Dimensions of the keys and values [layers, 2, rows, kv_heads, columns, head_dim].
+ROWS = 2
+COLUMNS = 4
+
 
 class Slots:
     """Keys and values of several layers, `[layers, 2, rows, kv_heads, columns, head_dim]`.
@@ -80,8 +84,8 @@ class Slots:
         if self._buffer is None:
             return
         before = self._buffer
-        rows_before = before.shape[2]
-        columns = before.shape[4]
+        rows_before = before.shape[ROWS]
+        columns = before.shape[COLUMNS]
         self._buffer = self._new_buffer(before, columns)
         self._buffer[:, :, :rows_before] = before
         self._buffers = {columns - 1: self._buffer}
@@ -111,7 +115,7 @@ class Slots:
         """
         self._reserved = max(self._reserved, positions)
         storage = self.storage(positions)
-        self._buffers = {storage.shape[4] - 1: storage}
+        self._buffers = {storage.shape[COLUMNS] - 1: storage}
 
     def copy_row(self, source: int, target: int, positions: int) -> None:
         """Copy the first `positions` positions of row `source` to row `target`."""
@@ -133,7 +137,7 @@ class Slots:
         if positions > self.capacity:
             raise MedusaError(f"the cache holds {self.capacity} positions, {positions} are needed")
         # 1. the current buffer, where it is large enough
-        columns = self._buffer.shape[4]
+        columns = self._buffer.shape[COLUMNS]
         if positions < columns:
             return self._buffer
         # 2. else a larger one, with what is stored
@@ -187,9 +191,11 @@ def compact(storage: Tensor, starts: Tensor, path: Tensor) -> None:
     """
     targets = torch.arange(1, path.shape[1], device=path.device) + starts[:, None]  # [B, D]
     sources = path[:, 1:] + starts[:, None]  # [B, D]
-    if storage.shape[2] == 1:
-        moved = storage.index_select(4, sources[0])  # a copy, so source and target may overlap
-        storage.index_copy_(4, targets[0], moved)
+    if storage.shape[ROWS] == 1:
+        moved = storage.index_select(
+            COLUMNS, sources[0]
+        )  # a copy, so source and target may overlap
+        storage.index_copy_(COLUMNS, targets[0], moved)
         return
     rows = torch.arange(len(starts), device=path.device)[:, None]
     storage[:, :, rows, :, targets] = storage[:, :, rows, :, sources]

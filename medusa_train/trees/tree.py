@@ -190,6 +190,12 @@ class Tree(Nodes):
         """The tree by levels."""
         return TreeLevels(self)
 
+    def prepare_levels(self) -> None:
+        """Compute `by_level` now: later, in a step that is captured, nothing can be copied from the
+        host.
+        """
+        _ = self.by_level  # the property keeps it
+
     def to(self, device: torch.device) -> Tree:
         """Return the tree with its tensors on `device`, for loops that read them at every step."""
         moved = Tree(self.paths)

@@ -14,7 +14,7 @@ from decode_steps import Context
 from shapes import Rates, Sizes, llama_config, random_model
 
 from medusa_train.inference import step as step_module
-from medusa_train.inference.accept import accept
+from medusa_train.inference.accept import FOLLOWING, accept
 from medusa_train.inference.runners import FixedShapeRunner
 from medusa_train.models import prepack
 from medusa_train.models.backbone import Backbone
@@ -56,7 +56,9 @@ def test_static_steps_compute_what_passes_do(
                 step()
             # a pass begins with token 0 and guesses 1, 2, ...
             assert torch.allclose(other.steps._hidden, one.steps._hidden, atol=1e-5)
-            assert torch.equal(other.steps._matches[:, 0], seen[-1].argmax(-1))
+            fixed_buffers = other.steps._fixed
+            assert fixed_buffers is not None
+            assert torch.equal(fixed_buffers.choices[:, FOLLOWING], seen[-1].argmax(-1))
         for context in (passes, static):
             assert torch.equal(context._slots.storage(20)[..., :20, :], before)
 

@@ -174,7 +174,9 @@ def test_logits_of_all_nodes_stay_where_a_greedy_rule_reads_none(rule: str) -> N
     generators = [torch.Generator().manual_seed(5) for _ in PROMPTS]
     decoder.generate_batch(PROMPTS, TOKENS, (), RULES[rule], generators)
     assert decoder._idle_steps is not None
-    kept = decoder._idle_steps._logits
+    fixed = decoder._idle_steps._fixed
+    assert fixed is not None
+    kept = fixed.logits
     assert (kept is not None) is (rule != "greedy")
     assert kept is None or kept.device.type == "cuda"
 

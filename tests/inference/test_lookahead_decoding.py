@@ -163,7 +163,20 @@ def test_branch_tokens_are_neither_accepted_nor_kept() -> None:
     assert tree_and_branch.size == 7
     assert draft.limits(Tree.empty()) == (2 * 2 + 5, 3)
     states = torch.arange(16).view(2, 8, 1)
-    assert proposal.outputs(states).flatten().tolist() == [0, 1, 2, 5, 6, 7, 8, 9, 10, 13, 14, 15]
+    assert proposal.at_outputs(states).flatten().tolist() == [
+        0,
+        1,
+        2,
+        5,
+        6,
+        7,
+        8,
+        9,
+        10,
+        13,
+        14,
+        15,
+    ]
     # the step counts as many positions as tokens were accepted
     steps = begun(backbone, draft, Tree.empty(), [PROMPTS[0]])
     root = 30

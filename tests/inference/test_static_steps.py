@@ -168,7 +168,9 @@ def test_logits_are_copied_for_rules_that_read_them(rule: Rule, kept: bool) -> N
     decoder = Decoder(backbone, draft, TREE, Slots(backbone.num_layers, 120, BLOCK))
     first = decoder.generate(PROMPTS[0], 24, (), rule)
     assert decoder._steps is not None
-    assert (decoder._steps._logits is not None) is kept
+    fixed = decoder._steps._fixed
+    assert fixed is not None
+    assert (fixed.logits is not None) is kept
     assert paths([first]) == paths(expected[:1])
     # both kinds of step take turns on the same memory
     decoder.generate(PROMPTS[0], 24, (), None if rule else Typical(0.8))

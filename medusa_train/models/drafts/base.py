@@ -54,15 +54,15 @@ class Proposal:
         tokens = torch.cat([self.tokens, self.branch.tokens], dim=1)  # [B, n + 1 + m]
         return tokens, TreeAndBranch(self.tree, self.branch.layout)
 
-    def outputs(self, states: Tensor) -> Tensor:
-        """Return the states whose logits are read, of all tokens of the pass, [B, n + 1 + m, d]:
-        those of the nodes, then those of the branch's outputs.
+    def at_outputs(self, values: Tensor) -> Tensor:
+        """Return the values at the tokens whose logits are read, of those at all tokens of the pass,
+        [B, n + 1 + m, ...]: at the nodes, then at the branch's outputs, [B, n + 1 + outputs, ...].
         """
         if self.branch is None:
-            return states
-        nodes = states[:, : self.tokens.shape[1]]  # [B, n + 1, d]
-        first_output = states.shape[1] - self.branch.layout.outputs
-        return torch.cat([nodes, states[:, first_output:]], dim=1)
+            return values
+        nodes = values[:, : self.tokens.shape[1]]  # [B, n + 1, ...]
+        first_output = values.shape[1] - self.branch.layout.outputs
+        return torch.cat([nodes, values[:, first_output:]], dim=1)
 
 
 class Limits(NamedTuple):
@@ -187,7 +187,7 @@ class DraftStep:
         accepted: the path that the last step accepted.
         roots: the backbone's next tokens, long [B]. root_list: the same on the host.
         caches: of the draft's own layers, `Proposer.num_caches` of them.
-        rows: what `Proposer.new_row` returned for each row.
+        rows: what `Proposer.new_row` returned for each active row; a pass may have further rows.
         tree: to be filled, with its tensors on the device of the roots; drafts that choose the
             shape of their trees ignore it.
         nodes: where the nodes of the tree stand in the backbone's slots, for drafts that run its
