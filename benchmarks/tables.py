@@ -127,9 +127,9 @@ def readme_expect() -> str:
     low, high = estimate_range_7b()
     return (
         "**What to expect of a 7B or 8B model?** None was trained here."
-        " [Others report](docs/large_models.md#what-acceptance-to-expect) their speedups;"
-        f" [our estimate](docs/results.md#a-7b-model) is {low:.1f}x to {high:.1f}x on an H100, one answer"
-        " at a time, in this project's decoder."
+        f" [Our estimate](docs/results.md#a-7b-model) for Medusa-1 is {low:.1f}x to {high:.1f}x, one answer"
+        " at a time, in this project's decoder on an H100."
+        " [Others report](docs/large_models.md#what-acceptance-to-expect) 1.44x to 2.18x."
     )
 
 
@@ -164,7 +164,7 @@ def readme_card() -> str:
     on_large = estimate_row("llama31_8b_eagle3", shape, [], large)
     return (
         f"**An 8B model, by estimate:** with `{' '.join(overrides[0])}` EAGLE-3 takes {on_small[3]} and"
-        f" {on_small[6]} hours on a 24 GB card ({small.split(',')[0]}); as it is, {on_large[3]} and"
+        f" {on_small[6]} hours on a 24 GB card ({small.split(',')[0]}); unchanged, {on_large[3]} and"
         f" {on_large[6]} hours on an H100. Writing the text comes on top:"
         " [all estimates](docs/large_models.md)."
     )
