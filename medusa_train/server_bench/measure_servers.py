@@ -8,7 +8,7 @@ import platform
 import re
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
@@ -35,6 +35,7 @@ from medusa_train.server_bench.request_blocks import (
     Block,
     BlockEntry,
     BlockFault,
+    Conversation,
     Measurement,
     RequestOptions,
     ServerBench,
@@ -66,48 +67,47 @@ def measure_servers(
     """
     mode = DecodingMode.from_config(cfg.model_copy(update={"batch_size": 1}))
     options = request_options(cfg, mode, paths)
-    remote = [] if cfg.serve else find_targets(cfg, options)
-    directory = output_directory(cfg, mode.directory_name(bench.name), paths, remote)
+    running: list[Target] = []
+    if not cfg.serve:
+        running = find_targets(cfg, options)
+    directory = output_directory(cfg, mode.directory_name(bench.name), paths, running)
     with only_writer(directory, "working"):
-        return _measure_into(directory, cfg, bench, paths, options, remote, command, progress)
+        servers: RunningServers | StartedServers = RunningServers(running)
+        if cfg.serve:
+            assert paths is not None  # `serve` names a model
+            servers = StartedServers(prepare_model(cfg, paths, directory, progress), paths)
+        log = MeasurementLog(
+            directory / "blocks.jsonl",
+            settings(cfg, bench, mode, paths, servers),
+            BLOCK_ENTRY.validate_python,
+            partial(BLOCK_ENTRY.dump_python, mode="json"),
+        )
+        run = BenchRun(cfg, bench, options, log, progress)
+        return _measure_into(directory, run, servers, mode, command)
 
 
 def _measure_into(
     directory: Path,
-    cfg: EvalConfig,
-    bench: Bench,
-    paths: ModelPaths | None,
-    options: RequestOptions,
-    remote: list[Target],
+    run: BenchRun,
+    servers: RunningServers | StartedServers,
+    mode: DecodingMode,
     command: str,
-    progress: RunProgress,
 ) -> list[Path]:
-    mode = DecodingMode.from_config(cfg.model_copy(update={"batch_size": 1}))
-    served = (
-        prepare_model(cfg, paths, directory, progress) if cfg.serve and paths is not None else None
-    )
-    log = MeasurementLog(
-        directory / "blocks.jsonl",
-        settings(cfg, bench, mode, paths, served, remote),
-        BLOCK_ENTRY.validate_python,
-        partial(BLOCK_ENTRY.dump_python, mode="json"),
-    )
-    run = BenchRun(cfg, bench, options, log, progress)
-    if (line := log.resumption("measurement", "blocks", len(run.measured))) is not None:
-        progress.print(line)
+    """Measure what the log does not have, and write the report; returns the paths of its files."""
+    log = run.log
+    progress = run.progress
+    # 1. what is known before the first request
+    resumption = log.resumption("measurement", "blocks", len(run.measured))
+    if resumption is not None:
+        progress.print(resumption)
     log.start(log.entries)
-    for note in () if served is None else served.notes:
-        run.note(note)
-    if served is not None and paths is not None:
-        stop_tokens, tokenizer = read_stop_tokens(paths)
-        if (ends := stop_tokens.describe(tokenizer)) is not None:
-            progress.print(f"{ends}; sent to the servers as stop_token_ids")
-    meta = {**metadata(cfg, bench, mode, paths, served, remote), "command": command}
+    servers.announce(run)
+    meta = metadata(run.cfg, run.bench, mode, servers)
+    meta["command"] = command
+
+    # 2. measure
     try:
-        if served is None:
-            run.measure(REMOTE, remote)
-        else:
-            _measure_served(cfg, served, run, directory)
+        servers.measure(run, directory)
     except (MedusaError, KeyboardInterrupt):
         log.close()
         run.notes.append("incomplete: the measurement was interrupted")
@@ -117,13 +117,108 @@ def _measure_into(
             progress.print(f"finished measurements are in {log.path}; the same command resumes")
         raise
     log.close()
+
+    # 3. report
     if not run.cells():
-        raise ServerError(
-            "nothing could be measured:\n" + "\n".join(f"  {note}" for note in run.notes)
-        )
+        notes = "\n".join(f"  {note}" for note in run.notes)
+        raise ServerError(f"nothing could be measured:\n{notes}")
     written = _report(run, meta, directory)
     log.remove()
     return written
+
+
+@dataclass(frozen=True)
+class RunningServers:
+    """Servers that run already: nothing is known of their models but the names."""
+
+    targets: Sequence[Target]
+
+    def settings(self) -> dict[str, Any]:
+        """Return what answers and times depend on."""
+        return {"servers": [[target.name, target.url, target.model] for target in self.targets]}
+
+    def metadata(self) -> dict[str, Any]:
+        """Return their part of `meta` of served.json."""
+        turns = "one server alone"
+        if len(self.targets) > 1:
+            turns = "in turns, block by block"
+        return {
+            "model": self.targets[-1].model,
+            "servers": {target.name: f"{target.model} at {target.url}" for target in self.targets},
+            "turns": turns,
+        }
+
+    def announce(self, run: BenchRun) -> None:
+        """Say what the user should know of them beforehand: nothing."""
+
+    def measure(self, run: BenchRun, directory: Path) -> None:
+        """Measure the blocks that are left."""
+        run.measure(REMOTE, self.targets)
+
+
+@dataclass(frozen=True)
+class StartedServers:
+    """The servers that `--serve` starts, of the model at `paths`."""
+
+    served: ServedModel
+    paths: ModelPaths
+
+    def settings(self) -> dict[str, Any]:
+        """Return what answers and times depend on."""
+        return {
+            **model_settings(self.paths),
+            "vllm": self.served.version,
+            "arguments": list(self.served.options),
+            "draft": self.served.draft,
+        }
+
+    def metadata(self) -> dict[str, Any]:
+        """Return their part of `meta` of served.json."""
+        served = self.served
+        meta: dict[str, Any] = {
+            "model": public_name(str(self.paths.home)),
+            "base_model": public_name(served.backbone),
+        }
+        if self.paths.heads is not None:
+            meta["weights"] = digest_files(find_heads(self.paths.heads).files)[:16]
+        draft = dict(served.draft)
+        if "model" in draft:
+            draft["model"] = public_name(draft["model"])
+        meta["draft"] = draft
+        meta["server"] = served.version
+        meta["arguments"] = list(served.options)
+        if all(len(session.speculative_tokens) > 1 for session in served.sessions):
+            meta["turns"] = (
+                "the server without heads beside each one with heads, in turns, block by block"
+            )
+        else:
+            meta["turns"] = (
+                "one server at a time; the one without heads first and last, of which the faster"
+                " counts"
+            )
+        return meta
+
+    def announce(self, run: BenchRun) -> None:
+        """Say what the user should know of them beforehand, and where answers end."""
+        for note in self.served.notes:
+            run.note(note)
+        stop_tokens, tokenizer = read_stop_tokens(self.paths)
+        ends = stop_tokens.describe(tokenizer)
+        if ends is not None:
+            run.progress.print(f"{ends}; sent to the servers as stop_token_ids")
+
+    def measure(self, run: BenchRun, directory: Path) -> None:
+        """Start the servers of every session with blocks to do, and measure them."""
+        seconds = run.cfg.serve_start_seconds
+        with ServerPool(self.served, directory, seconds, run.progress) as pool:
+            for session in self.served.sessions:
+                if not run.remaining(session.name):
+                    continue
+                targets = pool.targets(session)
+                try:
+                    run.measure(session.name, targets)
+                except ServerError as error:
+                    raise pool.explain(error) from error
 
 
 @dataclass
@@ -131,8 +226,8 @@ class BenchRun:
     """The blocks of one measurement: those in the log, and those to do.
 
     Attributes:
-        measured: the finished blocks by the name of their servers. notes: remarks on them for the
-            report.
+        measured: the finished blocks by the name of their servers.
+        notes: remarks on them for the report.
     """
 
     cfg: EvalConfig
@@ -144,10 +239,9 @@ class BenchRun:
     def __post_init__(self) -> None:
         self.notes = [entry for entry in self.log.entries if isinstance(entry, str)]
         self.measured = dict(entry for entry in self.log.entries if not isinstance(entry, str))
-        self._blocks = {
-            concurrency: plan_blocks(self.bench.questions, concurrency)
-            for concurrency in dict.fromkeys(self.cfg.concurrency)
-        }
+        self._blocks: dict[int, list[list[Conversation]]] = {}
+        for concurrency in self.cfg.concurrency:
+            self._blocks[concurrency] = plan_blocks(self.bench.questions, concurrency)
 
     def note(self, text: str, *, logged: bool = True) -> None:
         """Print a remark, and keep it for the report, once; `logged` ones also for that of a
@@ -161,17 +255,17 @@ class BenchRun:
 
     def cells(self) -> list[Cell]:
         """Return the cells that are complete."""
-        return collect_cells(self.measured, {c: len(blocks) for c, blocks in self._blocks.items()})
+        planned = {concurrency: len(blocks) for concurrency, blocks in self._blocks.items()}
+        return collect_cells(self.measured, planned)
 
     def remaining(self, session: str) -> dict[int, list[int]]:
         """Return the numbers of the blocks of a session that are not measured yet, by concurrency."""
-        todo = {
-            concurrency: [
-                n for n in range(len(blocks)) if Block(session, concurrency, n) not in self.measured
-            ]
-            for concurrency, blocks in self._blocks.items()
-        }
-        return {concurrency: numbers for concurrency, numbers in todo.items() if numbers}
+        remaining: dict[int, list[int]] = {}
+        for concurrency, blocks in self._blocks.items():
+            for number in range(len(blocks)):
+                if Block(session, concurrency, number) not in self.measured:
+                    remaining.setdefault(concurrency, []).append(number)
+        return remaining
 
     def measure(self, session: str, targets: Sequence[Target]) -> None:
         """Measure the remaining blocks of a session, whose servers answer each block in turn, in
@@ -180,7 +274,9 @@ class BenchRun:
         A concurrency at which requests keep failing is left out with a note.
         """
         remaining = self.remaining(session)
-        count = sum(len(self._blocks[c][n]) for c, numbers in remaining.items() for n in numbers)
+        count = 0
+        for concurrency, numbers in remaining.items():
+            count += sum(len(self._blocks[concurrency][number]) for number in numbers)
         if not count:
             return
         names = " and ".join(target.name for target in targets)
@@ -207,37 +303,44 @@ class BenchRun:
         phase: Phase,
     ) -> None:
         with ExitStack() as stack:
-            benches = [ServerBench(target, self.options, concurrency) for target in targets]
-            for one in benches:
-                stack.callback(one.close)
+            # 1. connect, and warm up
+            servers = [ServerBench(target, self.options, concurrency) for target in targets]
+            for server in servers:
+                stack.callback(server.close)
             if self.cfg.warmup:
-                for one in benches:
-                    one.warm_up(self.bench.questions, max(self.cfg.warmup, concurrency))
+                for server in servers:
+                    server.warm_up(self.bench.questions, max(self.cfg.warmup, concurrency))
+            # 2. each block, by the servers in one order and then in the other
             for number in numbers:
+                in_order = servers
+                if number % 2 == 1:
+                    in_order = servers[::-1]
                 measured = {}
-                for one in benches if number % 2 == 0 else reversed(benches):
-                    measured[one.target.name] = self._measure_block(one, number, phase)
+                for server in in_order:
+                    measured[server.target.name] = self._measure_block(server, number, phase)
                 block = Block(session, concurrency, number)
                 self.measured[block] = measured
                 self.log.append((block, measured))
 
-    def _measure_block(self, one: ServerBench, number: int, phase: Phase) -> Measurement:
+    def _measure_block(self, server: ServerBench, number: int, phase: Phase) -> Measurement:
         """Measure a block, again if requests fail in it."""
-        conversations, completed = self._blocks[one.concurrency][number], phase.completed
+        conversations = self._blocks[server.concurrency][number]
+        completed = phase.completed
         for attempt in range(ATTEMPTS):
             phase.update(completed)
             try:
-                measurement = one.measure(
+                measurement = server.measure(
                     conversations, lambda tokens: phase.advance(tokens=tokens)
                 )
                 break
             except BlockFault as fault:
                 if attempt + 1 == ATTEMPTS:
-                    raise BlockFault(f"{one.target.name}: {fault}") from None
+                    raise BlockFault(f"{server.target.name}: {fault}") from None
                 self.note(
-                    f"{one.target.name} at concurrency {one.concurrency}: {fault}; measured again"
+                    f"{server.target.name} at concurrency {server.concurrency}: {fault}; measured"
+                    " again"
                 )
-        self._check(one.target, measurement)
+        self._check(server.target, measurement)
         return measurement
 
     def _check(self, target: Target, measurement: Measurement) -> None:
@@ -255,42 +358,32 @@ class BenchRun:
                 f"server {target.url}: is to be measured without heads, but its /metrics count"
                 " drafts; start it without --speculative-config"
             )
-        known = [
-            measured[target.name].drafts
-            for measured in self.measured.values()
-            if target.name in measured
-        ]
-        if {one.speculative_tokens for one in known if one is not None} - {
-            drafts.speculative_tokens,
-            None,
-        }:
+        earlier_tokens = self._earlier_speculative_tokens(target)
+        if earlier_tokens - {drafts.speculative_tokens}:
             self.note(
                 f"{target.name}: num_speculative_tokens changed; delete {self.log.path} and measure"
                 " again"
             )
         if target.has_heads and not drafts.drafts:
             self.note(f"{target.name}: /metrics count no drafts; is it served with heads?")
-        if (
-            drafts.generated
-            > FOREIGN_TRAFFIC * sum(answer.tokens for answer in measurement.answers) + 100
-        ):
+        expected_tokens = sum(answer.tokens for answer in measurement.answers)
+        if drafts.generated > FOREIGN_TRAFFIC * expected_tokens + 100:
             self.note(
                 f"{target.name}: others use it too, as its counter of tokens shows: its figures are"
                 " too low"
             )
 
-
-def _measure_served(cfg: EvalConfig, served: ServedModel, run: BenchRun, directory: Path) -> None:
-    """Start the servers of every session with blocks to do, and measure them."""
-    with ServerPool(served, directory, cfg.serve_start_seconds, run.progress) as pool:
-        for session in served.sessions:
-            if not run.remaining(session.name):
+    def _earlier_speculative_tokens(self, target: Target) -> set[int]:
+        """Return the values of num_speculative_tokens in the server's measurements so far."""
+        values = set()
+        for measured in self.measured.values():
+            measurement = measured.get(target.name)
+            if measurement is None or measurement.drafts is None:
                 continue
-            targets = pool.targets(session)
-            try:
-                run.measure(session.name, targets)
-            except ServerError as error:
-                raise pool.explain(error) from error
+            tokens = measurement.drafts.speculative_tokens
+            if tokens is not None:  # None: nothing was drafted
+                values.add(tokens)
+        return values
 
 
 def _report(run: BenchRun, meta: dict[str, Any], directory: Path) -> list[Path]:
@@ -298,10 +391,8 @@ def _report(run: BenchRun, meta: dict[str, Any], directory: Path) -> list[Path]:
     cells = run.cells()
     summary = summarize(cells, greedy=run.options.sampling.temperature == 0)
     notes = [*run.notes, *summary.pop("notes")]
-    report = {
-        "meta": {**meta, "seconds": round(run.progress.total_seconds, 1), "notes": notes},
-        **summary,
-    }
+    seconds = round(run.progress.total_seconds, 1)
+    report = {"meta": {**meta, "seconds": seconds, "notes": notes}, **summary}
     written = write_report(report, cells, directory)
     run.progress.console.print(terminal_report(report))
     return written
@@ -330,11 +421,9 @@ def _target(
         server.close()
     listed = ", ".join(models)
     if model is None and len(models) != 1:
-        problem = (
-            f"lists several models ({listed})"
-            if models
-            else "lists no models (does the URL end with /v1?)"
-        )
+        problem = "lists no models (does the URL end with /v1?)"
+        if models:
+            problem = f"lists several models ({listed})"
         raise ConfigError(
             f"server {server.url}: {problem}; set base_model to the name of the one to measure"
         )
@@ -342,10 +431,10 @@ def _target(
         raise ConfigError(
             f"server {server.url}: does not serve {model}; its models: {listed} (set base_model)"
         )
-    chosen = model or next(iter(models))
-    return Target(
-        name, server.url, chosen, has_heads, models.get(chosen, {}).get("owned_by") == "vllm"
-    )
+    if model is None:
+        model = next(iter(models))
+    is_vllm = models.get(model, {}).get("owned_by") == "vllm"
+    return Target(name, server.url, model, has_heads, is_vllm)
 
 
 def request_options(
@@ -355,24 +444,35 @@ def request_options(
 
     A server of `--serve` that does not answer has ended.
     """
-    kwargs = cfg.chat_template_kwargs if paths is None else paths.chat_template_kwargs
-    rule = mode.baseline_rule
+    # 1. how tokens are chosen
+    template_kwargs = _template_kwargs(cfg, paths) or None
     sampling = ServerSampling(
-        0.0 if rule is None else rule.temperature,
-        cfg.max_new_tokens,
-        1.0 if rule is None else rule.top_p,
-        None if rule is None else rule.top_k or None,
-        kwargs or None,
+        temperature=0.0,
+        max_new_tokens=cfg.max_new_tokens,
+        chat_template_kwargs=template_kwargs,
     )
-    retry_seconds = min(cfg.retry_seconds, 5.0) if cfg.serve else cfg.retry_seconds
+    rule = mode.baseline_rule
+    if rule is not None:
+        sampling = replace(
+            sampling,
+            temperature=rule.temperature,
+            top_p=rule.top_p,
+            top_k=rule.top_k or None,  # 0: all tokens
+        )
+    # 2. what is known of a model that is served from here
+    retry_seconds = cfg.retry_seconds
+    stop_tokens: tuple[int, ...] = ()
+    if cfg.serve and paths is not None:
+        retry_seconds = min(cfg.retry_seconds, 5.0)
+        # those of a running server's model are known to it alone
+        stop_tokens = read_stop_tokens(paths)[0].ids
     return RequestOptions(
         sampling,
         cfg.seed,
         cfg.request_timeout,
         retry_seconds,
         cfg.api_key_env,
-        # of a model that is served from here; that of a running server is known to it alone
-        stop_tokens=read_stop_tokens(paths)[0].ids if cfg.serve and paths is not None else (),
+        stop_tokens=stop_tokens,
     )
 
 
@@ -385,11 +485,12 @@ def output_directory(
     if cfg.output_dir:
         return expand_user(cfg.output_dir)
     if paths is not None:
-        kind = "" if paths.lookup is None else f"{paths.lookup.kind}-"  # model cards quote served-*
-        return paths.home / "eval" / f"{kind}served-{name}"
-    return (
-        runs_directory() / "served" / re.sub(r"[^\w.-]+", "_", targets[-1].model).strip("_") / name
-    )
+        directory = f"served-{name}"
+        if paths.lookup is not None:  # model cards quote served-*
+            directory = f"{paths.lookup.kind}-{directory}"
+        return paths.home / "eval" / directory
+    model = re.sub(r"[^\w.-]+", "_", targets[-1].model).strip("_")
+    return runs_directory() / "served" / model / name
 
 
 def settings(
@@ -397,43 +498,39 @@ def settings(
     bench: Bench,
     mode: DecodingMode,
     paths: ModelPaths | None,
-    served: ServedModel | None,
-    targets: Sequence[Target],
+    servers: RunningServers | StartedServers,
 ) -> dict[str, Any]:
     """Return what answers and times depend on; not which concurrencies and numbers of tokens are
     measured.
     """
-    values = {
+    return {
         **bench_settings(bench),
         "decoding": mode.as_json,
         "seed": cfg.seed,
         "max_new_tokens": cfg.max_new_tokens,
-        "chat_template_kwargs": (
-            cfg.chat_template_kwargs if paths is None else dict(paths.chat_template_kwargs)
-        ),
+        "chat_template_kwargs": _template_kwargs(cfg, paths),
         "warmup": cfg.warmup,
         "machine": platform.node(),
+        **servers.settings(),
     }
-    if served is None or paths is None:
-        return {
-            **values,
-            "servers": [[target.name, target.url, target.model] for target in targets],
-        }
-    started = {"vllm": served.version, "arguments": list(served.options), "draft": served.draft}
-    return {**values, **model_settings(paths), **started}
+
+
+def _template_kwargs(cfg: EvalConfig, paths: ModelPaths | None) -> dict[str, Any] | None:
+    """Return the variables of the chat template: a run's are those that it was trained with."""
+    if paths is None:
+        return cfg.chat_template_kwargs
+    return dict(paths.chat_template_kwargs)
 
 
 def metadata(
     cfg: EvalConfig,
     bench: Bench,
     mode: DecodingMode,
-    paths: ModelPaths | None,
-    served: ServedModel | None,
-    targets: Sequence[Target],
+    servers: RunningServers | StartedServers,
 ) -> dict[str, Any]:
     """Return `meta` of served.json: plain JSON values."""
     meta: dict[str, Any] = {
-        "model": targets[-1].model if targets else None,
+        "model": None,
         "base_model": None,
         "bench": bench.name,
         "bench_file": public_name(str(bench.path)),
@@ -442,25 +539,6 @@ def metadata(
         "decoding": mode.as_json,
         "concurrency": list(dict.fromkeys(cfg.concurrency)),
     }
-    if served is None or paths is None:
-        meta["servers"] = {target.name: f"{target.model} at {target.url}" for target in targets}
-        meta["turns"] = "in turns, block by block" if len(targets) > 1 else "one server alone"
-    else:
-        meta |= {"model": public_name(str(paths.home)), "base_model": public_name(served.backbone)}
-        draft = {
-            key: public_name(value) if key == "model" else value
-            for key, value in served.draft.items()
-        }
-        if paths.heads is not None:
-            meta["weights"] = digest_files(find_heads(paths.heads).files)[:16]
-        meta |= {"draft": draft, "server": served.version, "arguments": list(served.options)}
-        together = all(len(session.speculative_tokens) > 1 for session in served.sessions)
-        meta["turns"] = (
-            "the server without heads beside each one with heads, in turns, block by block"
-            if together
-            else (
-                "one server at a time; the one without heads first and last, of which the faster"
-                " counts"
-            )
-        )
-    return {**meta, "date": datetime.now(timezone.utc).isoformat(timespec="seconds")}
+    meta.update(servers.metadata())
+    meta["date"] = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return meta
