@@ -82,10 +82,7 @@ class OpenAIEngine:
         self.reasoning_tags = reasoning_tags
         self._finished: queue.SimpleQueue[tuple[int, _Outcome]] = queue.SimpleQueue()
         self._open = 0  # requests submitted and not returned yet
-        # ids of refused requests that are not returned yet
-        self._held: deque[tuple[int, Answer]] = deque()
-        self._refusals: list[str] = []  # reasons since the last answer
-        self._takes_some = False  # whether there was any answer
+        self._refusals = _Refusals()
 
     @property
     def capacity(self) -> int:
@@ -100,35 +97,33 @@ class OpenAIEngine:
 
     def next(self) -> tuple[int, Answer]:
         """Return the next answer; a refusal counts as one, unless the server refuses every request."""
-        while not (self._held and self._takes_some):
+        answer = self._next_answer()
+        self._open -= 1
+        return answer
+
+    def _next_answer(self) -> tuple[int, Answer]:
+        refusals = self._refusals
+        while not refusals.can_return:
             # 1. does the server refuse everything?
-            if len(self._refusals) >= _MAX_REJECTIONS:
+            if refusals.in_a_row >= _MAX_REJECTIONS:
                 raise self._refuses_all()
-            if self._held and len(self._held) == self._open:  # no other request is under way
+            if refusals.num_held > 0 and refusals.num_held == self._open:
+                # no other request is under way
                 self._greet()
                 continue
             # 2. what became of the next request
             request_id, outcome = self._finished.get()
             if isinstance(outcome, RequestRejected):
                 if outcome.too_long:
-                    self._open -= 1
                     return request_id, Answer("", "context", 0, 0)
-                # Held until another request is answered, which shows that the server does not
-                # refuse every request: a run whose requests are all refused must end without
-                # recording prompts as done.
-                reason: AnswerFinishReason = "failed" if outcome.failed else "refused"
-                self._held.append((request_id, Answer("", reason, 0, 0)))
-                self._refusals.append(str(outcome))
+                refusals.hold(request_id, outcome)
                 continue
             if isinstance(outcome, BaseException):
                 raise outcome
             # 3. an answer
-            self._open -= 1
-            self._takes_some = True
-            self._refusals.clear()
+            refusals.clear()
             return request_id, outcome
-        self._open -= 1
-        return self._held.popleft()
+        return refusals.take()
 
     def _greet(self) -> None:
         """Find out by a greeting whether the server refuses every request."""
@@ -137,15 +132,18 @@ class OpenAIEngine:
             self.server.complete({**greeting, "max_tokens": min(16, self.sampling.max_new_tokens)})
         except RequestRejected:
             raise self._refuses_all() from None
-        self._takes_some = True
+        self._refusals.some_answered = True
 
     def _refuses_all(self) -> ServerError:
-        count = f"refused {len(self._refusals)} requests and answered none in between"
-        return ServerError(f"{self.server.name}: {count}; last: {self._refusals[-1]}")
+        refusals = self._refusals
+        count = f"refused {refusals.in_a_row} requests and answered none in between"
+        return ServerError(f"{self.server.name}: {count}; last: {refusals.last_reason}")
 
     def stats(self) -> Mapping[str, str]:
         """Return the number of requests that were sent again."""
-        return {"requests repeated": f"{self.server.retries:,}"} if self.server.retries else {}
+        if not self.server.retries:
+            return {}
+        return {"requests repeated": f"{self.server.retries:,}"}
 
     def close(self) -> None:
         """Close the connections."""
@@ -159,6 +157,53 @@ class OpenAIEngine:
         except BaseException as error:  # `next` raises it in the main thread
             outcome = error
         self._finished.put((request_id, outcome))
+
+
+class _Refusals:
+    """Refused requests, held back until another one is answered.
+
+    An answer shows that the server does not refuse every request. A run whose requests are all
+    refused must end without recording prompts as done.
+
+    Attributes:
+        some_answered: whether the server has answered any request.
+        in_a_row: number of refusals since the last answer.
+        last_reason: of the last refusal.
+    """
+
+    def __init__(self) -> None:
+        self.some_answered = False
+        self.in_a_row = 0
+        self.last_reason = ""
+        self._held: deque[tuple[int, Answer]] = deque()
+
+    @property
+    def num_held(self) -> int:
+        """Number of refused requests that are not returned yet."""
+        return len(self._held)
+
+    @property
+    def can_return(self) -> bool:
+        """Whether a refused request may be returned."""
+        return self.some_answered and self.num_held > 0
+
+    def hold(self, request_id: int, rejected: RequestRejected) -> None:
+        """Hold a refused request."""
+        reason: AnswerFinishReason = "refused"
+        if rejected.failed:
+            reason = "failed"
+        self._held.append((request_id, Answer("", reason, 0, 0)))
+        self.in_a_row += 1
+        self.last_reason = str(rejected)
+
+    def clear(self) -> None:
+        """Count refusals anew after an answer; those that are held may be returned."""
+        self.some_answered = True
+        self.in_a_row = 0
+
+    def take(self) -> tuple[int, Answer]:
+        """Return the refused request that is held longest."""
+        return self._held.popleft()
 
 
 def parse_answer(
@@ -188,7 +233,9 @@ def _token_count(content: Mapping[str, Any], name: str) -> int:
     if not isinstance(usage, Mapping):
         return 0
     count = usage.get(name)
-    return count if isinstance(count, int) else 0
+    if not isinstance(count, int):
+        return 0
+    return count
 
 
 def _reason(finish: object) -> AnswerFinishReason:
