@@ -206,20 +206,18 @@ class ChatEncoder:
         # 2. Where a prompt has other tokens than here when it stands alone, as in decoding, every
         # answer gets a row of its own.
         if spans is None and len(answers) > 1:
-            rows = []
-            for answer in answers:
-                rows += self._encode_rows([answer], messages, first, template)
-                first = answer.index + 1
-            return rows
-        # 3. Then prompt and answer are tokenized apart; so they are where the tokens of the answer
-        # are known.
+            return self._rows_apart(answers, messages, first, template)
+        # 3. Prompt and answer are tokenized apart where the tokens of the answer are known, and
+        # where the text as a whole has another prompt or no border between the two.
         generated = self._generated_tokens(last, messages[last.index].content)
-        if spans is None or generated is not None:
-            if generated is None:
-                generated = self.tokenize_continuation(last.text)
-            prompt_ids, offsets = self._tokenize(last.prompt)
-            ids = prompt_ids + generated
-            spans = [AnswerSpan(last.index, len(prompt_ids), len(ids))]
+        if generated is None and spans is None:
+            generated = self.tokenize_continuation(last.text)
+        if generated is not None:
+            ids, offsets = self._tokenize(last.prompt)
+            prompt_length = len(ids)
+            ids = ids + generated
+            spans = [AnswerSpan(last.index, prompt_length, len(ids))]
+        assert spans is not None  # one of the two is known
         # 4. The loss mask: other messages of the prompt, then the answers.
         supervised = [False] * len(ids)
         prompt_length = spans[-1].start
@@ -230,6 +228,21 @@ class ChatEncoder:
             is_trained = self._is_trained(messages[span.message])
             supervised[span.start : span.end] = [is_trained] * (span.end - span.start)
         return [EncodedRow(ids, supervised, spans)]
+
+    def _rows_apart(
+        self,
+        answers: list[RenderedAnswer],
+        messages: Sequence[Message],
+        first: int,
+        template: ChatTemplate,
+    ) -> list[EncodedRow]:
+        """Tokenize each answer into a row of its own; a message is trained in the first that has it."""
+        rows = []
+        next_message = first
+        for answer in answers:
+            rows += self._encode_rows([answer], messages, next_message, template)
+            next_message = answer.index + 1
+        return rows
 
     def _answer_spans(
         self, answers: Sequence[RenderedAnswer], ids: list[int], offsets: Sequence[Span]
@@ -330,14 +343,19 @@ class ChatEncoder:
         """Return a text as it was before `_with_plain_contents`."""
         return self._marked.sub(r"\1", text)
 
-    def _tokenize(self, text: str) -> tuple[list[int], list[Span]]:
-        """Return tokens, and for each its characters [start, end) in `text`."""
+    def _tokenize(self, text: str, follows: bool = False) -> tuple[list[int], list[Span]]:
+        """Return tokens, and for each its characters [start, end) in `text`.
+
+        Args:
+            follows: other text comes before, see `_tokenize_piece`.
+        """
         if _PLAIN not in text:
-            return self._tokenize_piece(text)
+            return self._tokenize_piece(text, follows=follows)
         ids: list[int] = []
         offsets: list[Span] = []
         for piece in self._pieces(text):
-            new_ids, spans = self._tokenize_piece(piece.text, piece.is_plain, follows=bool(ids))
+            piece_follows = follows or bool(ids)
+            new_ids, spans = self._tokenize_piece(piece.text, piece.is_plain, piece_follows)
             ids += new_ids
             offsets += [piece.span_in_marked_text(start, end) for start, end in spans]
         return ids, offsets
@@ -418,18 +436,9 @@ class ChatEncoder:
         return [*answer.token_ids, *end_ids]
 
     def tokenize_continuation(self, text: str) -> list[int]:
-        """Tokenize text that follows other text.
-
-        It is tokenized after a line break where these do not merge: some tokenizers put a space
-        before the first word of a text.
-        """
-        line_break, _ = self._tokenize("\n")
-        ids, _ = self._tokenize("\n" + text)
-        count = len(line_break)
-        if ids[:count] != line_break:
-            ids, _ = self._tokenize(text)
-            return ids
-        return ids[count:]
+        """Tokenize text that follows other text."""
+        ids, _ = self._tokenize(text, follows=True)
+        return ids
 
 
 @dataclass
@@ -437,8 +446,9 @@ class _Piece:
     """A piece of a text with marks, without them.
 
     Attributes:
-        text: its characters. places: the position of each in the text with marks.
-        is_plain: it is a control token that stands in a content.
+        text: its characters.
+        places: the position of each in the text with marks.
+        is_plain: whether it is a control token that stands in a content.
     """
 
     text: str = ""
