@@ -44,11 +44,14 @@ _TURN_KEYS = {
     "sharegpt": TurnKeys("conversations", "from", "value"),
     "messages": TurnKeys("messages", "role", "content"),
 }
+#: The columns that an alpaca record's question and answer are read from.
+_ALPACA_COLUMNS = ("instruction", "input", "output", "history")
 _PROMPT_FORMATS = {**_CHAT_FORMATS, "alpaca": ("instruction",), "mt_bench": ("turns",)}
 _PROMPT_ROLES: tuple[Role, ...] = ("user", "system")
-#: What self-distillation writes beside a chat and an id; a record with the first is its output.
+#: A record with this key is output of self-distillation; it has a reason for each answer.
+_FINISH_REASONS = "finish_reasons"
+#: What self-distillation writes beside them, a chat and an id.
 _SELF_DISTILLATION_KEYS = (
-    "finish_reasons",
     "seed_id",
     "model",
     "sampling",
@@ -60,6 +63,14 @@ _SELF_DISTILLATION_KEYS = (
 #: Columns that hold variables of the chat template.
 TOOLS = "tools"
 TEMPLATE_KWARGS = "chat_template_kwargs"
+
+
+@dataclass(frozen=True)
+class _Parsed:
+    """The messages of a record, and the columns that they were read from."""
+
+    messages: tuple[Message, ...]
+    columns: set[str]
 
 
 def parse_record(
@@ -96,42 +107,62 @@ def parse_record(
     if fields.messages is not None:
         formats = {"messages": (fields.messages,)}
         type = "auto"
-    record, type = _detect_format(record, type, formats)
-    # 2. The messages, and the columns that they were read from.
+    record, record_format = _detect_format(record, type, formats)
+    # 2. The messages, from the system message or the first question on.
     found = Unread()
-    if type == "alpaca":
-        messages = _alpaca_chat(record)
-        read = {"instruction", "input", "output", "history"}
+    if record_format == "alpaca":
+        parsed = _alpaca_chat(record)
+        num_answers = 1
     else:
-        keys = _turn_keys(record, type, fields)
-        messages = parse_turns(record, keys, tags=tags, unread=found, fields=fields)
-        read = {keys.column}
+        keys = _turn_keys(record, record_format, fields)
+        turns = parse_turns(record, keys, tags=tags, unread=found, fields=fields)
+        num_answers = sum(message.role == "assistant" for message in turns)
+        parsed = _with_system(record, keys, _from_first_question(turns, record_format, found))
+    messages = _without_blank_system(parsed.messages)
+    problem = problem_with(messages)
+    if problem is not None:
+        raise RecordError(problem)
+    # 3. Variables of the chat template.
+    template_variables = _variables_of(record, variables)
+    conversation = Conversation("", messages, source, template_variables.text)
+    # 4. The id, and the columns that are left.
+    columns = parsed.columns | template_variables.columns
     record_id = usable_id(record, "id")
     if record_id is not None:
-        read.add("id")
-    num_answers = sum(message.role == "assistant" for message in messages)
-    read |= _bookkeeping(record, num_answers)
-    # 3. What comes before the first question.
-    if type == "sharegpt" and messages[0].role == "assistant":
-        messages = messages[1:]  # continues a longer chat; FastChat's `preprocess` skips it as well
-        found.turns["assistant before the first question"] += 1
-    if type == "alpaca":
-        read.add("system")
-    elif not (messages and messages[0].role == "system"):
-        messages = (*_system_of(record), *messages)
-        read.add("system")
-    if messages and messages[0].role == "system" and not messages[0].content.strip():
-        # many data sets always have the field, and leave it empty for "none"
-        messages = messages[1:]
-    if (problem := problem_with(messages)) is not None:
-        raise RecordError(problem)
-    # 4. Variables of the chat template, and what is left.
-    template_variables = _variables_of(record, variables)
+        columns.add("id")
     if unread is not None:
-        found.count_columns(record, read | template_variables.columns)
+        found.count_columns(record, columns | _bookkeeping(record, num_answers))
         unread.update(found)
-    conversation = Conversation("", messages, source, template_variables.text)
     return replace(conversation, id=record_id or conversation.content_key[:16])
+
+
+def _from_first_question(
+    messages: tuple[Message, ...], record_format: str, found: Unread
+) -> tuple[Message, ...]:
+    """Leave out an answer that continues a longer chat of ShareGPT, and count it.
+
+    FastChat's `preprocess` skips it as well.
+    """
+    if record_format != "sharegpt" or messages[0].role != "assistant":
+        return messages
+    found.turns["assistant before the first question"] += 1
+    return messages[1:]
+
+
+def _with_system(
+    record: Mapping[str, Any], keys: TurnKeys, messages: tuple[Message, ...]
+) -> _Parsed:
+    """Put the record's system message before turns that have none of their own."""
+    if messages and messages[0].role == "system":
+        return _Parsed(messages, {keys.column})
+    return _Parsed((*_system_of(record), *messages), {keys.column, "system"})
+
+
+def _without_blank_system(messages: tuple[Message, ...]) -> tuple[Message, ...]:
+    """Leave out a blank system message: many data sets always have the field, empty for none."""
+    if messages and messages[0].role == "system" and not messages[0].content.strip():
+        return messages[1:]
+    return messages
 
 
 def parse_user_turns(
@@ -149,24 +180,14 @@ def parse_user_turns(
         RecordError: the record has none of these formats, or its turns are not text.
     """
     # 1. The messages, and the columns that they were read from.
-    record, type = _detect_format(record, type, _PROMPT_FORMATS)
+    record, record_format = _detect_format(record, type, _PROMPT_FORMATS)
     found = Unread()
-    if type == "alpaca":
-        messages = [Message("user", _alpaca_prompt(record))]
-        read = {"instruction", "input", "output", "history"}
-    elif type == "mt_bench":
-        turns = [{"role": "user", "content": text} for text in as_list(record, "turns")]
-        keys = TurnKeys("turns", "role", "content")
-        messages = list(parse_turns({"turns": turns}, keys, roles=_PROMPT_ROLES))
-        read = {"turns"}
-    else:
-        keys = _turn_keys(record, type)
-        messages = list(parse_turns(record, keys, roles=_PROMPT_ROLES, unread=found))
-        read = {keys.column}
+    parsed = _prompts_of(record, record_format, found)
+    columns = set(parsed.columns)
     # 2. What the user and the system say.
     user = []
     system = []
-    for message in messages:
+    for message in parsed.messages:
         text = message.content.encode("utf-8", "replace").decode()
         if not text.strip():
             continue
@@ -176,7 +197,7 @@ def parse_user_turns(
             system.append(text)
     if not system:
         system = [message.content for message in _system_of(record)]
-        read.add("system")
+        columns.add("system")
     # 3. What is left.
     if unread is not None:
         if len(system) > 1:
@@ -185,13 +206,28 @@ def parse_user_turns(
             found.without_prompt += 1
         for key in ("id", "question_id"):
             if usable_id(record, key) is not None:
-                read.add(key)
+                columns.add(key)
                 break
-        found.count_columns(record, read | _bookkeeping(record))
+        found.count_columns(record, columns | _bookkeeping(record))
         unread.update(found)
     if not system:
         return user, None
     return user, system[-1]
+
+
+def _prompts_of(record: Mapping[str, Any], record_format: str, found: Unread) -> _Parsed:
+    """Parse what the user and the system say in a record; `found` counts the keys of their turns
+    that are not read.
+    """
+    if record_format == "alpaca":
+        return _Parsed((Message("user", _alpaca_prompt(record)),), set(_ALPACA_COLUMNS))
+    if record_format == "mt_bench":
+        turns = [{"role": "user", "content": text} for text in as_list(record, "turns")]
+        keys = TurnKeys("turns", "role", "content")
+        return _Parsed(parse_turns({"turns": turns}, keys, roles=_PROMPT_ROLES), {"turns"})
+    keys = _turn_keys(record, record_format)
+    messages = parse_turns(record, keys, roles=_PROMPT_ROLES, unread=found)
+    return _Parsed(messages, {keys.column})
 
 
 def _detect_format(
@@ -256,14 +292,15 @@ def _system_of(record: Mapping[str, Any]) -> tuple[Message, ...]:
     return (Message("system", system),)
 
 
-def _alpaca_chat(record: Mapping[str, Any]) -> tuple[Message, ...]:
+def _alpaca_chat(record: Mapping[str, Any]) -> _Parsed:
     system = _field(record, "system", required=False)
     answer = _field(record, "output")
-    return (
+    messages = (
         Message("system", system),
         Message("user", _alpaca_prompt(record)),
         Message("assistant", answer),
     )
+    return _Parsed(messages, {*_ALPACA_COLUMNS, "system"})
 
 
 def _alpaca_prompt(record: Mapping[str, Any]) -> str:
@@ -361,10 +398,9 @@ def _bookkeeping(record: Mapping[str, Any], answers: int | None = None) -> set[s
 
     Reasons of another number than that of the `answers` belong to another chat, and are not read.
     """
-    reasons = record.get(_SELF_DISTILLATION_KEYS[0])
+    reasons = record.get(_FINISH_REASONS)
     if not isinstance(reasons, (list, tuple)):
         return set()
-    names = set(_SELF_DISTILLATION_KEYS)
     if answers is not None and len(reasons) != answers:
-        names.remove(_SELF_DISTILLATION_KEYS[0])
-    return names
+        return set(_SELF_DISTILLATION_KEYS)
+    return {_FINISH_REASONS, *_SELF_DISTILLATION_KEYS}

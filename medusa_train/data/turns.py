@@ -54,8 +54,10 @@ class RecordFields:
     """How the turns of a data set are written, where they are not as usual.
 
     Attributes:
-        messages: column of the turns. role, content: keys of a turn. training: key of a turn that
-            says whether it is trained.
+        messages: column of the turns.
+        role: key of a turn that says who speaks.
+        content: key of a turn's text.
+        training: key of a turn that says whether it is trained.
         roles: names of roles in the data, with what they mean; "tool" for tool calls and results.
     """
 
