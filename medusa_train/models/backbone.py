@@ -50,7 +50,7 @@ from medusa_train.models.stop_tokens import (
     chat_encoder_or_none,
     find_stop_tokens,
 )
-from medusa_train.trees.kv_slots import KEY_BLOCK, Slots
+from medusa_train.trees.kv_slots import KEY_BLOCK, ROWS, Slots
 from medusa_train.trees.masks import NodeMasks, layer_masks
 from medusa_train.trees.transformers_adapters import NodeSlots, PromptCache, prompt_cache
 from medusa_train.trees.tree import Tree
@@ -208,7 +208,7 @@ class Backbone:
         if compiled is not None and nodes.masks is not None and compiled.covers(*tokens.shape):
             # on a CPU the compiled pass repeats the layers that a self-draft ran, which costs less
             # than the others uncompiled; memory of several rows needs programs for several
-            single = nodes.storage.shape[2] == 1
+            single = nodes.storage.shape[ROWS] == 1
             if (early is None or self.step_runner is None) and single == (len(tokens) == 1):
                 return self._run_compiled(compiled, tokens, nodes)
         if early is not None:

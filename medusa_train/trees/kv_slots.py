@@ -186,11 +186,11 @@ def compact(storage: Tensor, starts: Tensor, path: Tensor) -> None:
 
     Args:
         storage: [layers, 2, rows, kv_heads, columns, head_dim], changed in place.
-        starts: long [B], columns of the roots. path: long [B, D + 1], increasing from 0; the root
+        starts: long [B], columns of the roots. path: long [B, P], increasing from 0; the root
             is not moved.
     """
-    targets = torch.arange(1, path.shape[1], device=path.device) + starts[:, None]  # [B, D]
-    sources = path[:, 1:] + starts[:, None]  # [B, D]
+    targets = torch.arange(1, path.shape[1], device=path.device) + starts[:, None]  # [B, P - 1]
+    sources = path[:, 1:] + starts[:, None]  # [B, P - 1]
     if storage.shape[ROWS] == 1:
         moved = storage.index_select(
             COLUMNS, sources[0]

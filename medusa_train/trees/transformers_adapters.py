@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from medusa_train.errors import MedusaError
-from medusa_train.trees.kv_slots import Slots
+from medusa_train.trees.kv_slots import ROWS, Slots
 
 
 class PromptCache(Cache):
@@ -209,7 +209,7 @@ def slot_cache(storage: Tensor, columns: Tensor, key_length: int) -> SlotCache:
     """Return a cache that writes to `columns`, long [B, q], of the first B rows of a storage
     [layers, 2, rows, ...].
     """
-    if storage.shape[2] == 1:
+    if storage.shape[ROWS] == 1:
         columns = columns[0]
     return SlotCache(storage.unbind(), columns, key_length)
 

@@ -207,14 +207,14 @@ class AmphistaDraft(LMHeadsDraft):
         [B, d] of its last nodes.
         """
         accepted = step.accepted
-        hidden = accepted.along_path(accepted.feats.hidden)  # [B, D + 1, d]
-        following = accepted.following(step.roots)  # [B, D + 1]
+        hidden = accepted.along_path(accepted.feats.hidden)  # [B, P, d]
+        following = accepted.following(step.roots)  # [B, P]
 
         def run_layer(i: int, x: Tensor) -> Tensor:
             layer: Any = self.layers[i]
             return step.caches[i].read_path(layer, x, accepted.starts)
 
-        stages = self.stages(hidden, following, run_layer)  # [B, D + 1, d] each
+        stages = self.stages(hidden, following, run_layer)  # [B, P, d] each
         return [accepted.last(stage) for stage in stages]
 
     def guess(self, step: DraftStep, states: list[Tensor]) -> Proposal:

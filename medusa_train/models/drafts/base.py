@@ -82,13 +82,14 @@ class AcceptedPath:
                           |   `- c             tokens  root a c        and then the next root
                           `- d                 starts  position of `root`; lengths: of the next root
 
-    Paths differ in length, so all tensors along the path are padded at the end to D + 1 nodes.
+    Paths differ in length, so all tensors along the path are padded at the end to P nodes: the
+    longest of the paths or, in steps of fixed shape, one node more than the tree is deep.
     A draft may read and store the padding: it stands after the accepted nodes, where it is masked
     and later overwritten.
 
     Attributes:
         feats: of all nodes of that tree, [B, n + 1, d]. tokens: long [B, n + 1].
-        path: the accepted nodes, the root first, long [B, D + 1].
+        path: the accepted nodes, the root first, long [B, P].
         counts: their number, long [B]. starts: position of the root, long [B].
     """
 
@@ -104,22 +105,22 @@ class AcceptedPath:
         return self.starts + self.counts
 
     def along_path(self, values: Tensor) -> Tensor:
-        """Return the values [B, D + 1, ...] of the accepted nodes, of [B, n + 1, ...] of all."""
+        """Return the values [B, P, ...] of the accepted nodes, of [B, n + 1, ...] of all."""
         if len(values) == 1:  # a selection takes a third of the time of an indexed read
             return values.index_select(1, self.path[0])
         return values[self._rows[:, None], self.path]
 
     def last(self, values: Tensor) -> Tensor:
-        """Return the values [B, ...] of the last accepted node, of [B, D + 1, ...] along the path."""
+        """Return the values [B, ...] of the last accepted node, of [B, P, ...] along the path."""
         if len(values) == 1:
             return values.index_select(1, self.counts - 1)[:, 0]
         return values[self._rows, self.counts - 1]
 
     def following(self, roots: Tensor) -> Tensor:
-        """Return the tokens after the accepted nodes, long [B, D + 1]; after the last one the next
+        """Return the tokens after the accepted nodes, long [B, P]; after the last one the next
         root, long [B].
         """
-        after = self.along_path(self.tokens).roll(-1, dims=1)  # [B, D + 1]
+        after = self.along_path(self.tokens).roll(-1, dims=1)  # [B, P]
         return after.index_put((self._rows, self.counts - 1), roots)
 
     @property
@@ -155,13 +156,13 @@ class DraftCache:
     max_position: int
 
     def read_path(self, layer: SlotLayer, states: Tensor, starts: Tensor) -> Tensor:
-        """Run a layer over an accepted path, [B, D + 1, ...] -> [B, D + 1, d].
+        """Run a layer over an accepted path, [B, P, ...] -> [B, P, d].
 
         Args:
             starts: position of the first node, long [B].
         """
         offsets = torch.arange(states.shape[1], device=starts.device)
-        columns = starts[:, None] + offsets  # [B, D + 1]
+        columns = starts[:, None] + offsets  # [B, P]
         mask = causal_mask(columns, self.key_length, layer.window, states.dtype)
         return self.run(layer, states, columns, columns, mask)
 

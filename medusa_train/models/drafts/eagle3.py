@@ -366,17 +366,17 @@ class Eagle3Draft(LMHeadsDraft):
         accepted nodes, [B, d].
 
         The path is the last root and the nodes accepted below it; after a prefill the last position
-        of the prompt. Shorter paths are padded to D + 1, and the next `read` overwrites the padding,
+        of the prompt. Shorter paths are padded to P, and the next `read` overwrites the padding,
         as it does the entries of the draft tokens.
         """
         accepted = step.accepted
         assert accepted.feats.early is not None
-        layer_states = accepted.along_path(accepted.feats.early)  # [B, D + 1, 3 d'] g of the path
-        following = accepted.following(step.roots)  # [B, D + 1] the token after each of its nodes
-        states = self.combine(layer_states)  # [B, D + 1, d]
-        layer_inputs = self._join(following, states)  # [B, D + 1, 2 d]
+        layer_states = accepted.along_path(accepted.feats.early)  # [B, P, 3 d'] g of the path
+        following = accepted.following(step.roots)  # [B, P] the token after each of its nodes
+        states = self.combine(layer_states)  # [B, P, d]
+        layer_inputs = self._join(following, states)  # [B, P, 2 d]
         cache = step.caches[0]
-        outputs = cache.read_path(self.midlayer, layer_inputs, accepted.starts)  # [B, D + 1, d]
+        outputs = cache.read_path(self.midlayer, layer_inputs, accepted.starts)  # [B, P, d]
         return accepted.last(outputs)
 
     def guess(self, step: DraftStep, states: Tensor) -> Proposal:

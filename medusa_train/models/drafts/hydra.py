@@ -166,7 +166,7 @@ class HydraDraft(LMHeadsDraft):
     def read(self, step: DraftStep) -> Tensor:
         """Run the prefix layer over the accepted path; return the states [B, d] of its last nodes."""
         accepted = step.accepted
-        states = accepted.along_path(accepted.feats.hidden)  # [B, D + 1, d]
+        states = accepted.along_path(accepted.feats.hidden)  # [B, P, d]
         if self.prefix is not None:
             states = step.caches[0].read_path(self.prefix, states, accepted.starts)
         return accepted.last(states)

@@ -200,11 +200,11 @@ class KangarooDraft(Draft):
         accepted = step.accepted
         # 1. the adapter has read the inner nodes while it drafted; the accepted ones move right
         # behind the keys before their root
-        path = step.tree.by_level.inner_index[accepted.path]  # [B, D + 1], among inner nodes
+        path = step.tree.by_level.inner_index[accepted.path]  # [B, P], among inner nodes
         compact(step.caches[0].storage, accepted.starts, path)
         # 2. where the next draft begins
         assert accepted.feats.early is not None
-        early = accepted.along_path(accepted.feats.early)  # [B, D + 1, d]
+        early = accepted.along_path(accepted.feats.early)  # [B, P, d]
         return accepted.last(early)[:, None]  # [B, 1, d]
 
     def guess(self, step: DraftStep, states: Tensor) -> Proposal:

@@ -82,7 +82,7 @@ class SixthDraft(LMHeadsDraft):
     def read(self, step: DraftStep) -> Tensor:
         """Run the layer over the accepted path; return the states [B, d] of its last nodes."""
         accepted = step.accepted
-        states = accepted.along_path(accepted.feats.hidden)  # [B, D + 1, d]
+        states = accepted.along_path(accepted.feats.hidden)  # [B, P, d]
         return accepted.last(step.caches[0].read_path(self.layer, states, accepted.starts))
 
     def guess(self, step: DraftStep, states: Tensor) -> Proposal:
