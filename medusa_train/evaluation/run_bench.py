@@ -7,8 +7,7 @@ import math
 import os
 import re
 import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +76,7 @@ from medusa_train.models.precision import (
 from medusa_train.progress import RunProgress
 from medusa_train.servers.client import OpenAIClient
 from medusa_train.tree_search.traces import trace_answer
+from medusa_train.trees.tree import Tree
 
 # Outcomes of comparing the answers in a dtype, in the report's meta.
 COMPARED = "compared"
@@ -124,17 +124,58 @@ class Timed:
     """The timed part of an evaluation.
 
     Attributes:
-        records, skipped: the turns that were measured, and those that did not fit the context.
-        dtype: in which they were.
+        records: the turns that were measured.
+        skipped: those that did not fit the context.
+        paths: of the model; they name another tree where one was fitted again.
+        dtype: in which the turns were measured.
         log: their file; removed when the report is complete.
         plain_steps: seconds of equal plain steps, before the bench and after it.
     """
 
     records: list[TurnRecord]
     skipped: list[SkippedTurn]
+    paths: ModelPaths
     dtype: str
     log: MeasurementLog[Turn]
     plain_steps: list[float]
+
+
+@dataclasses.dataclass
+class ReportInProgress:
+    """The report of an evaluation, whose files are written again after each further part.
+
+    Attributes:
+        meta: of the report; what was run.
+        tree: the tree to draw; None if each step has its own.
+        directory: of the files.
+        parts: what was measured beside the times.
+    """
+
+    timed: Timed
+    meta: dict[str, Any]
+    tree: Tree | None
+    directory: Path
+    progress: RunProgress
+    parts: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def write(self) -> tuple[Report, list[Path]]:
+        """Write the files with what is measured so far; return the report and their paths."""
+        seconds = self.progress.seconds
+        self.meta["seconds"] = round(self.progress.total_seconds, 1)
+        self.meta["phases"] = {name: round(spent, 1) for name, spent in seconds.items()}
+        records = self.timed.records
+        report = Report.from_records(records, self.meta, self.tree, self.parts)
+        return report, write_report(report, records, self.timed.skipped, self.directory)
+
+    def add(self, part: str, value: Any) -> None:
+        """Add a part, and write the files."""
+        self.parts[part] = value
+        self.write()
+
+    def add_comparison(self, dtype: str, outcome: str) -> None:
+        """Note how the comparison of the answers in `dtype` ended, and write the files."""
+        self.meta["exactness"][dtype] = outcome
+        self.write()
 
 
 @dataclasses.dataclass
@@ -142,7 +183,7 @@ class Evaluation:
     """One evaluation.
 
     Attributes:
-        paths: of the model; names another tree once one was fitted again.
+        paths: of the model.
         mode: how tokens are chosen, and in batches of how many rows.
         directory: of the report.
     """
@@ -156,18 +197,61 @@ class Evaluation:
 
     def run(self, command: str) -> tuple[Report, list[Path]]:
         """Evaluate; `command` is what the user typed."""
-        cfg, bench, progress = self.cfg, self.bench, self.progress
+        cfg, progress = self.cfg, self.progress
         # 1. what can fail before a model is loaded
         load_before = load_average()  # before this evaluation adds to it
-        scorer = rouge_scorer(bench.questions) if cfg.rouge else None
+        scorer = None
+        if cfg.rouge:
+            scorer = rouge_scorer(self.bench.questions)
         judge = _judge(cfg, progress)
         torch.manual_seed(cfg.seed)
 
-        # 2. load the model and time the bench
+        # 2. load the model, time the bench, and write the first report
         model, timed = self._load_and_time()
-        records = timed.records
+        report = self._first_report(model, timed, load_before, command)
+        try:
+            # 3. what needs the tokenizer or the timed model
+            self._score(report, model, scorer)
+            compares = model.proposer is not None and self.mode.acceptance == "greedy"
+            memory = WeightMemory.of(model.backbone.model, model.backbone.device)
+            if compares and timed.dtype in EQUALITY_DTYPES:
+                self._compare_timed(report, model)
+
+            # 4. what needs other models; a large backbone fits into memory once
+            del model
+            if compares and cfg.exactness:
+                for dtype in EQUALITY_DTYPES:
+                    if dtype != timed.dtype:
+                        report.add_comparison(dtype, self._compare_again(timed, dtype, memory))
+            if timed.paths.trained_backbone:
+                report.add("joint", _backbone_quality(timed.paths, progress))
+            if judge is not None:
+                report.add("judge", self._grade(judge, timed.records, model_id(report.meta)))
+        except KeyboardInterrupt:
+            interrupted, _ = report.write()
+            progress.console.print(terminal_report(interrupted))
+            progress.print(f"interrupted after the timed part; its results are in {self.directory}")
+            raise
+
+        # 5. the finished report
+        finished, written = report.write()
+        timed.log.remove()
+        _print_results(finished, timed.skipped, progress)
+        return finished, written
+
+    def _first_report(
+        self, model: LoadedModel, timed: Timed, load_before: float | None, command: str
+    ) -> ReportInProgress:
+        """Write the report of what is timed, before the parts that may fail."""
         meta = collect_metadata(
-            cfg, bench, model, self.paths, timed.dtype, records, timed.skipped, command
+            self.cfg,
+            self.bench,
+            model,
+            timed.paths,
+            timed.dtype,
+            timed.records,
+            timed.skipped,
+            command,
         )
         meta["machine_load"] = MachineLoad(
             cores=os.cpu_count() or 1,
@@ -176,64 +260,41 @@ class Evaluation:
             load_after=load_average(),
             plain_step_spread=spread(timed.plain_steps),
         ).as_json()
-        resumed = completed_turns(timed.log.entries, bench.questions)
+        resumed = completed_turns(timed.log.entries, self.bench.questions)
         meta["resumed_turns"] = sum(len(turns) for turns in resumed.values())
-
-        # 3. write the report, and again after every further part
-        extra: dict[str, Any] = {}
-        calibration = _calibration(self.paths)
+        tree = None
+        if model.dynamic is None:
+            tree = model.tree
+        report = ReportInProgress(timed, meta, tree, self.directory, self.progress)
+        calibration = _calibration(timed.paths)
         if calibration is not None:
-            extra["calibration"] = calibration
-        # no tree to draw if each step has its own
-        tree = model.tree if model.dynamic is None else None
+            report.parts["calibration"] = calibration
+        report.write()
+        return report
 
-        def write() -> tuple[Report, list[Path]]:
-            """Write the report with the parts of `meta` and `extra` that are measured so far."""
-            meta["seconds"] = round(progress.total_seconds, 1)
-            meta["phases"] = {name: round(seconds, 1) for name, seconds in progress.seconds.items()}
-            report = Report.from_records(records, meta, tree, extra)
-            return report, write_report(report, records, timed.skipped, self.directory)
+    def _score(self, report: ReportInProgress, model: LoadedModel, scorer: Any) -> None:
+        """Score the answers as the bench says, and by ROUGE with a `scorer`."""
+        questions = self.bench.questions
+        records = report.timed.records
+        tokenizer = model.backbone.tokenizer
+        is_scored = any(question.expected is not None for question in questions)
+        if self.cfg.score and is_scored:
+            with self.progress.phase(
+                "scoring the answers", len(records), "turns", ticking=True
+            ) as phase:
+                score_answers(records, questions, tokenizer, phase.advance)
+            report.write()
+        if scorer is not None:
+            report.add("rouge", rouge_means(records, questions, tokenizer, scorer))
 
-        write()
-        try:
-            # 4. what needs the tokenizer or the timed model
-            tokenizer = model.backbone.tokenizer
-            is_scored = any(question.expected is not None for question in bench.questions)
-            if cfg.score and is_scored:
-                with progress.phase(
-                    "scoring the answers", len(records), "turns", ticking=True
-                ) as phase:
-                    score_answers(records, bench.questions, tokenizer, phase.advance)
-                write()
-            if scorer is not None:
-                extra["rouge"] = rouge_means(records, bench.questions, tokenizer, scorer)
-                write()
-            compares = model.proposer is not None and self.mode.acceptance == "greedy"
-            memory = WeightMemory.of(model.backbone.model, model.backbone.device)
-            if compares and timed.dtype in EQUALITY_DTYPES:
-                with _comparing(records, timed.dtype, meta["exactness"]):
-                    compare_timed_answers(records, model.backbone, timed.dtype)
-                write()
-
-            # 5. what needs other models; a large backbone fits into memory once
-            del model
-            if compares and cfg.exactness:
-                for other in EQUALITY_DTYPES:
-                    if other != timed.dtype:
-                        self._compare_again(records, other, memory, meta["exactness"])
-            if self.paths.trained_backbone:
-                extra["joint"] = _backbone_quality(self.paths, progress)
-            extra["judge"] = None
-            if judge is not None:
-                extra["judge"] = self._grade(judge, records, model_id(meta))
-        except KeyboardInterrupt:
-            progress.console.print(terminal_report(write()[0]))
-            progress.print(f"interrupted after the timed part; its results are in {self.directory}")
-            raise
-        report, written = write()
-        timed.log.remove()
-        _print_results(report, timed.skipped, progress)
-        return report, written
+    def _compare_timed(self, report: ReportInProgress, model: LoadedModel) -> None:
+        """Compare the timed answers with plain decoding's in the dtype in which they were timed."""
+        records = report.timed.records
+        dtype = report.timed.dtype
+        outcome = _compared(
+            records, dtype, lambda: compare_timed_answers(records, model.backbone, dtype)
+        )
+        report.add_comparison(dtype, outcome)
 
     def _load_and_time(self) -> tuple[LoadedModel, Timed]:
         """Load the model, choose what is not set (dtype, compilation, tree), time the bench and
@@ -241,49 +302,49 @@ class Evaluation:
         """
         cfg, bench, progress = self.cfg, self.bench, self.progress
         # 1. what an interrupted evaluation decided
-        self.paths = resumed_tree(cfg, self.paths)
-        log = self._open_log()
+        paths = resumed_tree(cfg, self.paths)
+        log = self._open_log(paths)
         dtype = log.header.get("dtype", cfg.dtype)
         if dtype == "auto":
             question = bench.questions[0].turns[0]
-            decisions = decisions_of(cfg, self.paths)
-            dtype = decide_dtype(question, self.paths, decisions, progress)
+            decisions = decisions_of(cfg, paths)
+            dtype = decide_dtype(question, paths, decisions, progress)
         with catch_out_of_memory() as caught:
             # 2. load
             model = load_with_progress(
-                self.paths, dtype, progress, compiled=cfg.compile is True, rows=cfg.batch_size
+                paths, dtype, progress, compiled=cfg.compile is True, rows=cfg.batch_size
             )
             ends = model.backbone.stop_tokens.describe(model.backbone.tokenizer)
             if ends is not None:
                 progress.print(ends)
             # 3. compilation and tree
-            if chooses_compilation(cfg, self.paths):
+            if chooses_compilation(cfg, paths):
                 earlier = log.header.get("compiled")
-                _choose_compile(cfg, bench, model, self.paths, earlier, progress)
+                _choose_compile(cfg, bench, model, paths, earlier, progress)
             most_tokens = cfg.max_new_tokens * sum(
                 len(question.turns) for question in bench.questions
             )
-            refitted = refit_tree(cfg, model, self.paths, most_tokens, progress)
+            refitted = refit_tree(cfg, model, paths, most_tokens, progress)
             if refitted is not None:
-                model, self.paths = refitted
-                log = self._open_log()
+                model, paths = refitted
+                log = self._open_log(paths)
             # 4. time
             plain_steps = self._repeat_plain_steps(model)
             records, skipped = self._time_bench(model, dtype, log)
             plain_steps += self._repeat_plain_steps(model)
         if caught:
             raise BackboneError(
-                f"base_model {self.paths.base_model}: not enough memory to decode with it in"
+                f"base_model {paths.base_model}: not enough memory to decode with it in"
                 f" {dtype}.\nSet another dtype, a lower --max-new-tokens or a smaller --tree, or"
                 " measure on a larger device."
             )
         # 5. trace
         trace_records(records, model, progress)
-        return model, Timed(records, skipped, dtype, log, plain_steps)
+        return model, Timed(records, skipped, paths, dtype, log, plain_steps)
 
-    def _open_log(self) -> MeasurementLog[Turn]:
+    def _open_log(self, paths: ModelPaths) -> MeasurementLog[Turn]:
         """Open the log of measured turns, and say whether an interrupted evaluation is resumed."""
-        settings = measurement_settings(self.cfg, self.bench, self.paths)
+        settings = measurement_settings(self.cfg, self.bench, paths)
         log = turn_log(self.directory / "turns.jsonl", settings)
         resumption = log.resumption("evaluation", "turns", len(log.entries))
         if resumption is not None:
@@ -369,23 +430,19 @@ class Evaluation:
         finally:
             log.close()
 
-    def _compare_again(
-        self,
-        records: Sequence[TurnRecord],
-        dtype: str,
-        memory: WeightMemory,
-        outcomes: dict[str, str],
-    ) -> None:
-        """Generate every answer again in `dtype`, with the tree and plainly, and compare the two."""
+    def _compare_again(self, timed: Timed, dtype: str, memory: WeightMemory) -> str:
+        """Generate every answer again in `dtype`, with the tree and plainly, and compare the two;
+        return how it ended.
+        """
+        records = timed.records
         if dtype == "bfloat16" and emulates_bf16(memory.device):
-            outcomes[dtype] = EMULATED
-            return
+            return EMULATED
         release_memory()
         if not memory.fit(dtype):
-            outcomes[dtype] = NO_MEMORY
-            return
-        with _comparing(records, dtype, outcomes):
-            model = load_with_progress(self.paths, dtype, self.progress)
+            return NO_MEMORY
+
+        def compare() -> None:
+            model = load_with_progress(timed.paths, dtype, self.progress)
             with self.progress.phase(
                 f"output equality in {dtype}", len(records), "turns", ticking=True
             ) as phase:
@@ -397,6 +454,8 @@ class Evaluation:
                     lambda tokens: phase.advance(tokens=tokens),
                     batch_size=self.cfg.batch_size,
                 )
+
+        return _compared(records, dtype, compare)
 
     def _grade(
         self, judge: Judge, records: Sequence[TurnRecord], model_name: str
@@ -538,20 +597,20 @@ def _calibration(paths: ModelPaths) -> dict[str, Any] | None:
     }
 
 
-@contextmanager
-def _comparing(
-    records: Sequence[TurnRecord], dtype: str, outcomes: dict[str, str]
-) -> Iterator[None]:
-    """Note in `outcomes` how filling in `exact` of the records ended: COMPARED or NO_MEMORY."""
+def _compared(records: Sequence[TurnRecord], dtype: str, compare: Callable[[], None]) -> str:
+    """Call `compare`, which fills in `exact` of the records; return COMPARED or NO_MEMORY."""
+    outcome = NO_MEMORY
     try:
         with catch_out_of_memory() as caught:
-            yield
-        outcomes[dtype] = NO_MEMORY if caught else COMPARED
+            compare()
+        if not caught:
+            outcome = COMPARED
     finally:
         # or was interrupted: a count over some answers would pass for one over all
-        if outcomes[dtype] != COMPARED:
+        if outcome != COMPARED:
             for record in records:
                 record.exact.pop(dtype, None)
+    return outcome
 
 
 def _backbone_quality(paths: ModelPaths, progress: RunProgress) -> dict[str, Any] | None:
