@@ -20,6 +20,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import xml.etree.ElementTree as ET
 from collections.abc import Mapping, Sequence
@@ -233,6 +234,7 @@ def run(
     succeeded.
     """
     record = load_record(args.out)
+    check_writable(args.out)
     todo = pending(steps, args.part, record)
     words = sys.argv[1:] if arguments is None else arguments
     record["machine"] = {
@@ -269,8 +271,27 @@ def run(
 def load_record(out: Path) -> Record:
     """Read what earlier runs finished."""
     path = out / "gpu.json"
-    record: Record = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    record: Record = {}
+    if path.is_file():
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise SystemExit(
+                f"error: {path} is not JSON ({error}); move it away, or choose another --out"
+            ) from error
     return {"machine": {}, "goals": [], **record, "steps": record.get("steps", {})}
+
+
+def check_writable(out: Path) -> None:
+    """Stop before the first step if its result could not be written."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise SystemExit(
+            f"error: --out {out}: cannot be written ({error.strerror}); choose another directory"
+        ) from error
 
 
 def progress(steps: Sequence[Step], record: Record) -> str:

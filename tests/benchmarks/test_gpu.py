@@ -187,3 +187,19 @@ def test_goals_and_pages_come_from_what_was_measured(tmp_path: Path) -> None:
     # a tree's step over a plain one
     assert any((one["measured"], one["met"]) == (1.1, False) for one in goals)
     assert gpu.goals({}) == []
+
+
+def test_a_directory_that_cannot_be_written_stops_before_the_first_step(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    ran = tmp_path / "ran"
+    steps = [step("first", f"open({str(ran)!r}, 'w').close()")]
+    given = gpu.parse_arguments(["--out", str(tmp_path / "file" / "x"), "--work", str(tmp_path)])
+    with pytest.raises(SystemExit, match=r"cannot be written .*choose another directory"):
+        gpu.run(steps, given, [])
+    assert not ran.exists()
+
+
+def test_a_damaged_record_is_named(tmp_path: Path) -> None:
+    (tmp_path / "gpu.json").write_text('{"steps": ')
+    with pytest.raises(SystemExit, match=r"gpu\.json is not JSON .*move it away"):
+        gpu.load_record(tmp_path)
