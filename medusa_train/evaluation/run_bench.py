@@ -33,7 +33,7 @@ from medusa_train.evaluation.answer_scores import (
     rouge_scorer,
     score_answers,
 )
-from medusa_train.evaluation.backbone_quality import measure_backbone_quality
+from medusa_train.evaluation.backbone_quality import QUALITY_TOKENS, measure_backbone_quality
 from medusa_train.evaluation.calibrate import (
     chooses_compilation,
     decisions_of,
@@ -622,9 +622,11 @@ def _backbone_quality(paths: ModelPaths, progress: RunProgress) -> dict[str, Any
     try:
         with (
             catch_out_of_memory(),
-            progress.phase("perplexity before and after joint training", ticking=True),
+            progress.phase(
+                "perplexity before and after joint training", QUALITY_TOKENS, "tokens", ticking=True
+            ) as phase,
         ):
-            return measure_backbone_quality(paths)
+            return measure_backbone_quality(paths, advance=phase.advance)
     except MedusaError as error:
         reason = str(error)
     progress.print(f"perplexity was not measured: {reason}")

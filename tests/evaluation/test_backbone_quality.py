@@ -174,3 +174,12 @@ def test_a_frozen_backbone_is_bitwise_unchanged(run_dir: Path, backbone_dir: Pat
     )
     assert found.loss_before > 0
     assert (found.loss_after, found.kl) == (found.loss_before, 0.0)
+
+
+def test_conversations_are_measured_in_batches_and_counted(joint_run: Path) -> None:
+    counts: list[int] = []
+    found = measure_backbone_quality(
+        resolve_model(str(joint_run), None, None), advance=counts.append
+    )
+    assert found is not None
+    assert counts == [found["tokens"]]  # three conversations, in one batch
