@@ -175,6 +175,12 @@ def least_step(shape: PretrainedConfig, gpu: str) -> tuple[int, float]:
     return rows, max(seconds_of_reading, seconds_of_products)
 
 
+def hours_of_text(shape: PretrainedConfig, gpu: str) -> float:
+    """Return the least hours in which a model can write the answers of an epoch's text."""
+    rows, seconds = least_step(shape, gpu)
+    return SUPERVISED * TOKENS * seconds / rows / 3600
+
+
 def data_table() -> str:
     """Return the least hours in which Llama 3.1 8B can write the text of an epoch, by GPU."""
     answers = SUPERVISED * TOKENS
@@ -192,9 +198,7 @@ def summary_table() -> str:
     """Return for Llama 3.1 8B and each GPU: text, and both drafts' training and decoding."""
     rows = []
     for number, gpu in enumerate(GPUS):
-        together, seconds = least_step(LLAMA_8B, gpu)
-        hours_of_text = SUPERVISED * TOKENS * seconds / together / 3600
-        cells: list[Any] = [gpu, f"{hours_of_text:.1f}"]
+        cells: list[Any] = [gpu, f"{hours_of_text(LLAMA_8B, gpu):.1f}"]
         for name, shape, settings in ROWS:
             if name not in ("llama31_8b_m1", "llama31_8b_eagle3"):
                 continue

@@ -1324,7 +1324,9 @@ def coder_answer() -> str:
     )
     if overall["scores"] is not None:
         text += f" It solves {_solved(overall, 'tree')} problems, and {_solved(overall, 'plain')} without."
-    return text
+    counts = content["float32"]
+    exact = [f"{draft} {count['equal']}/{count['answers']}" for draft, count in counts.items()]
+    return f"{text} Answers equal in float32: {', '.join(exact)}."
 
 
 def coder_short() -> str:
@@ -1375,17 +1377,10 @@ def coder_nodes_table() -> str:
         for draft, sizes in trees.items()
     }
     rows: list[Cells] = []
-    for nodes in (1, 4, 8, 16, 63):
+    for nodes in (4, 8, 16, 63):
         rates = [by_size[draft].get(nodes) for draft in by_size]
         rows.append([nodes, *("-" if rate is None else f"{rate:.2f}" for rate in rates)])
     return table(("nodes:", *(f"{draft}:" for draft in by_size)), rows)
-
-
-def coder_exact() -> str:
-    """Equal answers in float32."""
-    counts = results("qwen_coder")["float32"]
-    parts = [f"{draft} {count['equal']} of {count['answers']}" for draft, count in counts.items()]
-    return f"Answers that equal plain decoding's in float32: {', '.join(parts)}."
 
 
 def _coder_places(content: Json) -> dict[str, list[Json]]:

@@ -42,6 +42,8 @@ def commands() -> Iterator[tuple[str, list[str]]]:
         for block in re.findall(r"```bash\n(.*?)```", text, flags=re.DOTALL):
             for line in block.replace("\\\n", " ").splitlines():
                 words = shlex.split(line, comments=True)
+                while words and re.match(r"[A-Z_]+=", words[0]):  # variables of the environment
+                    words = words[1:]
                 while words:
                     end = words.index("&&") if "&&" in words else len(words)
                     yield name, words[:end]
