@@ -106,7 +106,8 @@ def test_the_page_of_the_coder_has_each_draft_beside_its_own_plain_rate(
         coder_run("Medusa-1", "a CPU", 1.5),
         coder_run("EAGLE-3", "a GPU", 1.9, scores=None, equal_answers_bf16=None),
     ]
-    content = {"model": "the coder", "bench": "HumanEval", "runs": runs}
+    exact = {"Medusa-1": {"equal": 19, "answers": 20}}
+    content = {"model": "the coder", "bench": "HumanEval", "runs": runs, "float32": exact}
     monkeypatch.setattr(result_tables, "results", lambda name: {"qwen_coder": content}[name])
     assert result_tables.coder_table().splitlines()[2:] == [
         "| **a CPU, 2026-11-28** | none | 1.00 | - | 40.0 | - | - | 21/40 |",
@@ -118,6 +119,7 @@ def test_the_page_of_the_coder_has_each_draft_beside_its_own_plain_rate(
     assert result_tables.coder_answer() == (
         "On a CPU, Medusa-1 is the fastest of 2 drafts: the coder makes 60.0 tokens/s with it and"
         " 40.0 without, 1.50x [1.40, 1.60]. It solves 20/40 problems, and 21/40 without."
+        " Answers equal in float32: Medusa-1 19/20."
     )
     assert result_tables.coder_short() == (
         "a CPU, HumanEval: 40.0 to 60.0 tokens/s, 1.50x, with Medusa-1, the fastest."
