@@ -15,6 +15,7 @@ from typing import Protocol
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.compiled import round_up_to_block
 from medusa_train.models.drafts.base import Proposer
+from medusa_train.models.rounding import ceil_div
 
 _log = logging.getLogger(__name__)
 
@@ -96,8 +97,7 @@ class FixedShapeRunner:
 
     def key_length(self, positions: int, block: int) -> int:
         """Return how many columns attention reads where `positions` are needed: whole blocks."""
-        blocks = -(-positions // block)  # rounded up
-        return blocks * block
+        return ceil_div(positions, block) * block
 
     def run(self, graphs: dict[Hashable, Replayable], key: Hashable, step: Step) -> None:
         """Run `step`.

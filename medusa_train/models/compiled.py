@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from medusa_train.errors import BackboneError
 from medusa_train.models.features import Features, capture_outputs
+from medusa_train.models.rounding import ceil_div
 from medusa_train.trees.transformers_adapters import SlotCache
 
 #: Positions by which the part of the cache that attention reads grows. Larger blocks are read for
@@ -34,7 +35,7 @@ _COUNTER = itertools.count()
 
 def round_up_to_block(positions: int) -> int:
     """Round a number of positions up to a multiple of `BLOCK`."""
-    return -(-positions // BLOCK) * BLOCK
+    return ceil_div(positions, BLOCK) * BLOCK
 
 
 def compiled_capacity(positions: int) -> int:

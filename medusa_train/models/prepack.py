@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from medusa_train.models.precision import free_memory
+from medusa_train.models.rounding import ceil_div
 
 _DTYPES = (torch.float32, torch.bfloat16)
 _MEMORY_SHARE = 0.4  # of the free memory that prepacked copies may use
@@ -102,7 +103,8 @@ def worth_prepacking(weights: Sequence[Tensor]) -> bool:
         and sum(weight.numel() * weight.element_size() for weight in weights) > _MEMORY_SHARE * free
     ):
         return False
-    return _is_faster(weights[:: -(-len(weights) // _TIMED_WEIGHTS)])
+    every = ceil_div(len(weights), _TIMED_WEIGHTS)
+    return _is_faster(weights[::every])
 
 
 @torch.no_grad()

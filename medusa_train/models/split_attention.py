@@ -20,6 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from medusa_train.models.rounding import ceil_div
+
 #: Most queries of a mask: a pass over more of them fills the GPU without splits.
 MOST_QUERIES = 128
 #: Sizes of a head: powers of two, by which the kernel's tiles are built.
@@ -230,12 +232,13 @@ def split_sizes(keys: int, most: int, tile: int) -> tuple[int, int]:
     """Return the keys of a split, which are whole tiles, and how many splits there are.
 
     Args:
-        most: splits that fill the GPU. tile: keys that are read at a time.
+        most: splits that fill the GPU.
+        tile: keys that are read at a time.
     """
-    splits = min(most, -(-keys // (2 * tile)), _MOST_SPLITS)
-    tiles = -(-keys // (max(1, splits) * tile))
+    splits = min(most, ceil_div(keys, 2 * tile), _MOST_SPLITS)
+    tiles = ceil_div(keys, max(1, splits) * tile)
     per_split = tiles * tile
-    return per_split, -(-keys // per_split)
+    return per_split, ceil_div(keys, per_split)
 
 
 def merge_warps(dim: int, width: int) -> int:

@@ -16,6 +16,7 @@ from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft
 from medusa_train.models.features import Rows
 from medusa_train.models.hf_config import cache_elements_per_position
+from medusa_train.models.rounding import ceil_div
 from medusa_train.tree_search.fit import MAX_RANK, Trace
 
 #: Answers that are generated at once.
@@ -146,7 +147,7 @@ def greedy_answers(
     batch = BatchDecoder(backbone).begin(max_new_tokens)
     while True:
         # even the longest answers of fewer rows would not reach the budget
-        needed = min(rows, -(-remaining // max_new_tokens))
+        needed = min(rows, ceil_div(remaining, max_new_tokens))
         free = needed - len(batch.active)
         joining: list[PendingRequest] = []
         if free * REFILL_FRACTION >= needed:
