@@ -13,6 +13,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from medusa_train.errors import BackboneError
+from medusa_train.models.rounding import ceil_div
 
 #: Name under which `folded_head_forward` is registered with transformers.
 FOLDED_HEADS = "sdpa_folded_heads"
@@ -133,14 +134,14 @@ def folded_head_forward(
     unsupported = _is_unsupported(kwargs)
     is_causal = kwargs.get("is_causal", getattr(module, "is_causal", True))
     if not unsupported and is_causal and _is_prompt(query, key, attention_mask, dropout):
-        return _causal_attention(query, key, value, scaling).transpose(1, 2).contiguous(), None
+        out = _causal_attention(query, key, value, scaling)
+        return out.transpose(1, 2).contiguous(), None
     if unsupported or not _is_decoding(query, key, attention_mask, dropout):
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
-    return folded_head_attention(query, key, value, attention_mask, scaling).transpose(
-        1, 2
-    ).contiguous(), None
+    out = folded_head_attention(query, key, value, attention_mask, scaling)
+    return out.transpose(1, 2).contiguous(), None
 
 
 def folded_head_attention(
@@ -162,15 +163,18 @@ def folded_head_attention(
     the mask, of q rows.
 
     Args:
-        key: [B, H_kv, S, d]. value: [B, H_kv, S, d_v].
+        key: [B, H_kv, S, d].
+        value: [B, H_kv, S, d_v].
         mask: additive or bool, [1 or B, 1, q, S]; None: every query attends to every key.
         scaling: of the scores; by default 1 / sqrt(d).
     """
-    kv_heads, q = key.shape[1], query.shape[2]
+    # 1. the query heads of a key head as rows of one product
+    kv_heads = key.shape[1]
+    q = query.shape[2]
     groups = query.shape[1] // kv_heads
     folded = query.reshape(len(query), kv_heads, groups * q, query.shape[3])
     rows = folded.shape[2]
-    bfloat16_on_cpu = query.dtype == torch.bfloat16 and query.device.type == "cpu"
+    # 2. by products, where they are faster
     if not dropout and _use_products(folded, key, mask):
         scale = _score_scale(query, scaling)
         if query.is_cuda and mask is not None:
@@ -178,11 +182,14 @@ def folded_head_attention(
         else:
             out = _attention_by_products(folded, key, value, mask, scale)
         return out.reshape(*query.shape[:3], value.shape[3])
+    # 3. or by torch's kernel, which takes longer for one row than for two in bfloat16 on a CPU
+    bfloat16_on_cpu = query.dtype == torch.bfloat16 and query.device.type == "cpu"
     if rows == 1 and bfloat16_on_cpu:
-        # torch's kernel takes longer for one row than for two
         folded = folded.expand(-1, -1, 2, -1)
-    if mask is not None:
-        mask = mask.expand(-1, -1, folded.shape[2], -1) if q == 1 else _repeat_rows(mask, groups)
+    if mask is not None and q == 1:
+        mask = mask.expand(-1, -1, folded.shape[2], -1)
+    elif mask is not None:
+        mask = _repeat_rows(mask, groups)
     out = scaled_dot_product_attention(
         folded, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling
     )
@@ -198,26 +205,43 @@ def _score_scale(query: Tensor, scaling: float | None) -> float:
 
 
 def _use_products(folded: Tensor, key: Tensor, mask: Tensor | None) -> bool:
-    """Return whether products are faster; under torch.compile alike for all batches, which one
-    program serves.
-
-    On a GPU compiled passes keep torch's kernel: traced products had not compiled after two
-    minutes.
-    """
-    batch, kv_heads, rows, _ = folded.shape
-    compiling = torch.compiler.is_compiling()
+    """Return whether products are faster than torch's kernel."""
     if folded.device.type == "cpu":
-        enough = batch > 1 if compiling else batch >= _PRODUCT_ROWS and rows <= _PRODUCT_QUERIES
-        return folded.dtype == torch.bfloat16 and enough
-    usable = (
-        folded.is_cuda and torch.version.cuda and mask is not None and folded.element_size() == 2
-    )
-    if compiling or not usable or torch.is_grad_enabled():
+        return _use_products_on_cpu(folded)
+    return _use_products_on_gpu(folded, key, mask)
+
+
+def _use_products_on_cpu(folded: Tensor) -> bool:
+    """Return whether products are faster on a CPU; under torch.compile alike for all batches, which
+    one program serves.
+    """
+    batch, _, rows, _ = folded.shape
+    if folded.dtype != torch.bfloat16:
         return False
-    score_rows, blocks = batch * kv_heads * rows, batch * kv_heads * -(-rows // _BLOCK_QUERIES)
+    if torch.compiler.is_compiling():
+        return batch > 1
+    return batch >= _PRODUCT_ROWS and rows <= _PRODUCT_QUERIES
+
+
+def _use_products_on_gpu(folded: Tensor, key: Tensor, mask: Tensor | None) -> bool:
+    """Return whether products are faster on a GPU: of NVIDIA, with a mask, in 16 bits, for few
+    scores.
+
+    Compiled passes keep torch's kernel: traced products had not compiled after two minutes.
+    """
+    if not folded.is_cuda or not torch.version.cuda:
+        return False
+    if mask is None or folded.element_size() != 2:
+        return False
+    if torch.compiler.is_compiling() or torch.is_grad_enabled():
+        return False
+    batch, kv_heads, rows, _ = folded.shape
+    score_rows = batch * kv_heads * rows
     if score_rows > _GPU_SCORE_ROWS or score_rows * key.shape[2] > _GPU_SCORES:
         return False
-    return blocks <= 3 * torch.cuda.get_device_properties(folded.device).multi_processor_count // 4
+    blocks = batch * kv_heads * ceil_div(rows, _BLOCK_QUERIES)
+    processors = torch.cuda.get_device_properties(folded.device).multi_processor_count
+    return blocks <= 3 * processors // 4
 
 
 def _attention_by_products(
@@ -229,11 +253,8 @@ def _attention_by_products(
     Scores are rounded to the queries' dtype, as in transformers' "eager" attention. They are
     computed as K Q^T, since for Q K^T oneDNN would transpose all keys first.
     """
-    scores = (
-        torch.matmul(key, (folded * scale).transpose(2, 3).contiguous())
-        .transpose(2, 3)
-        .contiguous()
-    )
+    queries = (folded * scale).transpose(2, 3).contiguous()  # [B, H_kv, d, G q]
+    scores = torch.matmul(key, queries).transpose(2, 3).contiguous()  # [B, H_kv, G q, S]
     if mask is not None:
         by_head = scores.unflatten(2, (-1, mask.shape[2]))
         if mask.dtype == torch.bool:
@@ -249,12 +270,12 @@ def _attention_in_float32(
     """Compute attention of folded queries on a GPU by two products, with scores in float32 as
     torch's kernels do.
     """
-    queries, keys = folded.flatten(0, 1), key.flatten(0, 1).transpose(1, 2)
+    queries = folded.flatten(0, 1)  # [B H_kv, G q, d]
+    keys = key.flatten(0, 1).transpose(1, 2)  # [B H_kv, d, S]
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=torch.float32).masked_fill_(~mask, _HIDDEN)
-    scores = torch.bmm(queries, keys, out_dtype=torch.float32).view(
-        *folded.shape[:2], -1, *mask.shape[2:]
-    )
+    scores = torch.bmm(queries, keys, out_dtype=torch.float32)
+    scores = scores.view(*folded.shape[:2], -1, *mask.shape[2:])  # [B, H_kv, G, q, S]
     scores = torch.add(mask[:, :, None], scores, alpha=scale).flatten(2, 3)
     weights = scores.softmax(-1).to(value.dtype)
     return torch.bmm(weights.flatten(0, 1), value.flatten(0, 1)).unflatten(0, folded.shape[:2])
@@ -271,7 +292,8 @@ def _causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float 
 
     torch's fused kernel takes 1.6 to 2.9 times as long in bfloat16 on a CPU, from 59 tokens on.
     """
-    kv_heads, length = key.shape[1], query.shape[2]
+    kv_heads = key.shape[1]
+    length = query.shape[2]
     scaled = query * _score_scale(query, scaling)
     size = min(length, _PROMPT_BLOCK)
     causal = query.new_full((size, size), float("-inf")).triu_(1)
@@ -279,14 +301,13 @@ def _causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float 
     for start in range(0, length, size):
         block = scaled[:, :, start : start + size]
         count = block.shape[2]
-        keys, values = key[:, :, : start + count], value[:, :, : start + count]
-        scores = torch.matmul(
-            block.reshape(len(query), kv_heads, -1, query.shape[3]), keys.transpose(2, 3)
-        )
+        keys = key[:, :, : start + count]
+        values = value[:, :, : start + count]
+        folded = block.reshape(len(query), kv_heads, -1, query.shape[3])
+        scores = torch.matmul(folded, keys.transpose(2, 3))
         scores.unflatten(2, (-1, count))[..., start:].add_(causal[:count, :count])
-        blocks.append(
-            torch.matmul(scores.softmax(-1), values).reshape(*block.shape[:3], value.shape[3])
-        )
+        out = torch.matmul(scores.softmax(-1), values)
+        blocks.append(out.reshape(*block.shape[:3], value.shape[3]))
     return torch.cat(blocks, dim=2)
 
 
@@ -298,7 +319,9 @@ def _repeat_rows(mask: Tensor, times: int) -> Tensor:
     if times == 1:
         return mask
     batch, _, q, keys = mask.shape
-    width = keys if mask.device.type == "cpu" else -(-keys // _MASK_ALIGNMENT) * _MASK_ALIGNMENT
+    width = keys
+    if mask.device.type != "cpu":
+        width = ceil_div(keys, _MASK_ALIGNMENT) * _MASK_ALIGNMENT
     repeated = mask.new_empty(batch, times, q, width)[..., :keys]
     return repeated.copy_(mask.expand(-1, times, -1, -1)).flatten(1, 2)[:, None]
 
@@ -337,4 +360,8 @@ def _is_decoding(query: Tensor, key: Tensor, mask: Tensor | None, dropout: float
     if torch.is_grad_enabled() or dropout:
         return False
     q = query.shape[2]
-    return q == 1 if mask is None else mask.shape[1] == 1 and (q == 1 or q < key.shape[2])
+    if mask is None:
+        return q == 1
+    if mask.shape[1] != 1:
+        return False
+    return q == 1 or q < key.shape[2]
