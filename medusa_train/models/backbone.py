@@ -203,23 +203,22 @@ class Backbone:
         Returns:
             States [B, n + 1, d] and logits [B, n + 1, V].
         """
-        same_everywhere = nodes.masks is None or len(nodes.masks) == 1 or self.window is None
-        compiled = self.compiled_for(need) if same_everywhere else None
-        if compiled is not None and nodes.masks is not None and compiled.covers(*tokens.shape):
-            # on a CPU the compiled pass repeats the layers that a self-draft ran, which costs less
-            # than the others uncompiled; memory of several rows needs programs for several
-            single = nodes.storage.shape[ROWS] == 1
-            if (early is None or self.step_runner is None) and single == (len(tokens) == 1):
-                return self._run_compiled(compiled, tokens, nodes)
+        # 1. the whole pass by a compiled program, if there is one for it
+        compiled = self._compiled_pass(tokens, nodes, need, early)
+        if compiled is not None:
+            return self._run_compiled(compiled, tokens, nodes)
+        # 2. only the layers after those that a self-draft ran
         if early is not None:
             split = self.split_at(*need.early)
             inputs = split.inputs(nodes.positions, nodes.masks)
             feats = split.run_rest(early, inputs, nodes.cache())
             return feats, self.logits(feats.hidden)
+        # 3. all layers, with one mask or one for each type of layer
         mask: Any = None
         if nodes.masks is not None:
-            first = next(iter(nodes.masks.values()))
-            mask = first if same_everywhere else dict(nodes.masks)
+            mask = dict(nodes.masks)
+            if self._has_one_mask(nodes):
+                mask = next(iter(nodes.masks.values()))
         with self.masked_attention(enabled=True), self.early_states(need) as captured:
             out = self.body(
                 input_ids=tokens,
@@ -228,8 +227,36 @@ class Backbone:
                 past_key_values=nodes.cache(),
                 use_cache=True,
             )
-        states = torch.cat(captured, dim=-1) if captured else None
+        states = None
+        if captured:
+            states = torch.cat(captured, dim=-1)
         return Features(out.last_hidden_state, states), self.logits(out.last_hidden_state)
+
+    def _has_one_mask(self, nodes: NodeSlots) -> bool:
+        """Return whether all layers read the same mask, or none."""
+        return nodes.masks is None or len(nodes.masks) == 1 or self.window is None
+
+    def _compiled_pass(
+        self, tokens: Tensor, nodes: NodeSlots, need: FeatureSpec, early: Tensor | None
+    ) -> CompiledPass | None:
+        """Return the compiled program that runs this pass of `run_nodes`; None if there is none."""
+        # 1. programs take one mask
+        if nodes.masks is None or not self._has_one_mask(nodes):
+            return None
+        # 2. they are compiled for these features, rows and nodes, or not at all
+        compiled = self.compiled_for(need)
+        if compiled is None or not compiled.covers(*tokens.shape):
+            return None
+        # 3. a program repeats the layers that a self-draft ran. On a CPU that costs less than the
+        # other layers uncompiled; replayed steps run only the others
+        if early is not None and self.step_runner is not None:
+            return None
+        # 4. memory of several rows needs the programs for several
+        has_single_row = len(tokens) == 1
+        has_memory_of_one = nodes.storage.shape[ROWS] == 1
+        if has_single_row != has_memory_of_one:
+            return None
+        return compiled
 
     @staticmethod
     def _run_compiled(
