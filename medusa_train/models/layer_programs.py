@@ -215,47 +215,59 @@ def _compile(
     """
     from torch._dynamo import mark_dynamic  # takes a second to import
 
-    rows = _ROWS if form.batched else 1
-    nodes = _NODES if form.is_tree else 1
-    varying = {0: form.batched, 1: form.is_tree}  # dimensions of [B, q, ...]
+    rows = 1
+    memory_rows = 1
+    mask_width = 2 * BLOCK
+    if form.batched:
+        rows = _ROWS
+        memory_rows = _MEMORY_ROWS
+        mask_width = BLOCK
+    nodes = 1
+    if form.is_tree:
+        nodes = _NODES
+
+    def mark(tensor: Tensor, rows_dim: int | None = None, nodes_dim: int | None = None) -> None:
+        """Mark the dimensions of rows and of nodes, where these vary between passes."""
+        if rows_dim is not None and form.batched:
+            mark_dynamic(tensor, rows_dim)
+        if nodes_dim is not None and form.is_tree:
+            mark_dynamic(tensor, nodes_dim)
 
     def like(leaf: Any) -> Any:
-        """Return zeros [B, q, ...] or [q] like a tensor's."""
+        """Return zeros [B, q, ...] or [q] in place of a tensor."""
         if not isinstance(leaf, Tensor):
             return leaf
-        if leaf.dim() == 1:
+        if leaf.dim() == 1:  # [q]
             zeros = leaf.new_zeros(nodes)
-            if form.is_tree:
-                mark_dynamic(zeros, 0)
-            return zeros
-        shared = len(leaf) == 1  # by all rows, such as angles of a single row
-        zeros = leaf.new_zeros(1 if shared else rows, nodes, *leaf.shape[2:])
-        for dim, varies in varying.items():
-            if varies and not (dim == 0 and shared):
-                mark_dynamic(zeros, dim)
+            mark(zeros, nodes_dim=0)
+        elif len(leaf) == 1:  # shared by all rows, such as angles of a single row
+            zeros = leaf.new_zeros(1, nodes, *leaf.shape[2:])
+            mark(zeros, nodes_dim=1)
+        else:
+            zeros = leaf.new_zeros(rows, nodes, *leaf.shape[2:])
+            mark(zeros, rows_dim=0, nodes_dim=1)
         return zeros
 
     # 1. states, angles and positions
     new_options = tree_map(like, {**options, "attention_mask": None})
     new_states = like(states)
-    # 2. a mask; that of a single row is a slice of a larger one, or its strides would be constants
-    width = BLOCK if form.batched else 2 * BLOCK
-    mask = states.new_zeros(rows, 1, nodes, width)[..., :BLOCK]
-    for dim, varies in ((0, form.batched), (2, form.is_tree), (3, True)):
-        if varies:
-            mark_dynamic(mask, dim)
+    # 2. the mask [B, 1, q, S]; a single row's is a slice of a larger one, or its strides would be
+    # constants
+    mask = states.new_zeros(rows, 1, nodes, mask_width)[..., :BLOCK]
+    mark(mask, rows_dim=0, nodes_dim=2)
+    mark_dynamic(mask, 3)
     new_options["attention_mask"] = mask
-    # 3. columns, and memory of more rows and columns than are read
+    # 3. columns, [q] or [B, q]
     new_columns = torch.arange(1, 1 + nodes, device=columns.device)
-    if columns.dim() == 2:
+    if columns.dim() == 1:
+        mark(new_columns, nodes_dim=0)
+    else:
         new_columns = new_columns.repeat(rows, 1)
-    for dim, varies in enumerate((form.batched, form.is_tree)[-columns.dim() :]):
-        if varies:
-            mark_dynamic(new_columns, dim)
-    memory_rows = _MEMORY_ROWS if form.batched else 1
-    heads, size = storage.shape[2], storage.shape[4]
+        mark(new_columns, rows_dim=0, nodes_dim=1)
+    # 4. memory [2, B, H_kv, S, d] of more rows and columns than are read
+    heads = storage.shape[2]
+    size = storage.shape[4]
     new_storage = storage.new_zeros(2, memory_rows, heads, compiled_capacity(2 * BLOCK), size)
-    if form.batched:
-        mark_dynamic(new_storage, 1)
+    mark(new_storage, rows_dim=1)
     mark_dynamic(new_storage, 3)
     program(layer, new_states, new_options, new_columns, new_storage)
