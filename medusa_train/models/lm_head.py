@@ -202,8 +202,8 @@ def rank_candidates(
         The candidates, the best first, long [B, m, c].
     """
     bias = embedded @ token_bias[candidates].transpose(1, 2)  # [B, m, c]
-    number = torch.promote_types(scores.dtype, torch.float32)
-    biased = scores.to(number)[:, None] + bias  # [B, m, c]
+    dtype = torch.promote_types(scores.dtype, torch.float32)
+    biased = scores.to(dtype)[:, None] + bias  # [B, m, c]
     order = biased.argsort(dim=-1, descending=True, stable=True)
     return candidates[:, None].expand(order.shape).gather(2, order)
 

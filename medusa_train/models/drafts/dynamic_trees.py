@@ -60,12 +60,12 @@ def grow_trees(
     """
     rows = len(roots)  # B
     row = torch.arange(rows, device=roots.device)[:, None]  # [B, 1], for indexing
-    number = torch.promote_types(states.dtype, torch.float32)  # dtype of values
+    value_dtype = torch.promote_types(states.dtype, torch.float32)
 
     # 1. level 0 is the root. Of the m nodes whose children come next:
     node_tokens = roots[:, None]  # [B, m]
     node_ids = torch.zeros_like(node_tokens)  # [B, m] their numbers in the order of drafting
-    values = torch.zeros_like(node_tokens, dtype=number)  # [B, m] logarithms
+    values = torch.zeros_like(node_tokens, dtype=value_dtype)  # [B, m] logarithms
     outputs = states[:, None]  # [B, m, d] of the draft
     # [B, m, nodes run so far] which of them each attends to; the root is not among them: the draft
     # has read it with the accepted path
@@ -80,7 +80,7 @@ def grow_trees(
     for depth in range(1, size.depth + 1):
         # a. each of the m nodes gets its k most probable children
         logits, carried = guess_children(outputs)  # [B, m, N], [B, m, d]
-        logits = logits.to(number)
+        logits = logits.to(value_dtype)
         best = logits.topk(min(EXPANDED, size.size, logits.shape[-1]))  # [B, m, k]
         k = best.indices.shape[2]
         # rounding may make a logit larger than the sum over all
