@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,6 +54,18 @@ class ObjectiveOutput:
     lm: LMSums | None
 
 
+class _Factors(NamedTuple):
+    """The factors on the terms' sums.
+
+    Attributes:
+        lm: the language model's; None if it is frozen.
+        heads: one for each head.
+    """
+
+    lm: float | None
+    heads: list[float]
+
+
 class Objective:
     """`L = L_LM + lambda0 * sum_k c^k * L_k`, each term a mean over its valid targets (Medusa,
     Training Strategies).
@@ -78,10 +90,13 @@ class Objective:
         rho: weight of the teacher in the target of "ce" (`medusa_distillation_regularization`);
             unused by "kl".
         heads_coefficient: maximum of lambda0, `medusa_heads_coefficient`.
-        schedule: of lambda0, `medusa_scheduler`.
+        schedule: the schedule of lambda0, `medusa_scheduler`.
         soft_targets: weight of the teacher in the heads' targets: head k at t against the
             teacher at t + k.
         weight: factor on the heads' loss with a frozen backbone, instead of lambda0.
+
+    Attributes:
+        teacher_weight: the teacher's weight in the language model's target.
     """
 
     def __init__(
@@ -99,9 +114,7 @@ class Objective:
         self.draft = draft
         self.decay = decay
         self.lm = lm
-        self.teacher_weight = {None: 0.0, "ce": rho, "kl": 1.0}[
-            lm
-        ]  # in the language model's target
+        self.teacher_weight = _teacher_weight(lm, rho)
         self.heads_coefficient = heads_coefficient
         self.schedule = schedule
         self.soft_targets = soft_targets
@@ -160,39 +173,38 @@ class Objective:
                 and the returned loss has no graph. States in `feats` must not have one either, see
                 `GraphCut`.
         """
-        # 1. the factor on each term's sum, and on its gradients
+        # 1. the factor on each term's sum; that on its gradients is `grad_scale` times as large
         factors = self._factors(counts_total, progress)
-        scales: list[float | None] = [None] * len(factors)
-        if grad_scale is not None:
-            scales = [grad_scale * factor for factor in factors]
+        counts = self.target_counts(batch)  # [K] or [1 + K]
+        head_counts = counts
+        contributions: list[Tensor] = []
 
         # 2. the language model's term
-        terms: list[LossSums] = []
-        if self.lm is not None:
+        lm: LMSums | None = None
+        if factors.lm is not None:
             assert lm_head is not None
             states = feats.hidden.flatten(0, -2)  # [B * T, d]
             target = _targets(batch, 0).flatten()  # [B * T]
             soft_target = _teacher(teacher, 0, self.teacher_weight, divergence=self.lm == "kl")
-            terms.append(linear_loss(states, lm_head, target, soft_target, grad_scale=scales[0]))
+            scale = _scaled(factors.lm, grad_scale)
+            term = linear_loss(states, lm_head, target, soft_target, grad_scale=scale)
+            contributions.append(term.loss_sum * factors.lm)
+            lm = LMSums(term.ce_sum, term.kl_sum, counts[0])
+            head_counts = counts[1:]
 
         # 3. the heads' terms
-        heads = self._head_terms(feats, batch, teacher, scales[len(terms) :])
-        counts = self.target_counts(batch)  # [K] or [1 + K]
-        lm: LMSums | None = None
-        if terms:
-            lm = LMSums(terms[0].ce_sum, terms[0].kl_sum, counts[0])
-        terms += heads
+        scales = [_scaled(factor, grad_scale) for factor in factors.heads]
+        heads = self._head_terms(feats, batch, teacher, scales)
+        for head, factor in zip(heads, factors.heads, strict=True):
+            contributions.append(head.loss_sum * factor)
 
         # 4. their sum
-        contributions = []
-        for term, factor in zip(terms, factors, strict=True):
-            contributions.append(term.loss_sum * factor)
         head_targets = [_targets(batch, k) for k in range(1, len(heads) + 1)]
         return ObjectiveOutput(
             loss=torch.stack(contributions).sum(),
-            head_correct=torch.stack([term.correct for term in heads]),
+            head_correct=torch.stack([head.correct for head in heads]),
             head_counts=_count(head_targets),
-            head_in_vocab=counts[-len(heads) :],
+            head_in_vocab=head_counts,
             lm=lm,
         )
 
@@ -225,21 +237,25 @@ class Objective:
         cut.backward()
         return terms
 
-    def _factors(self, totals: Tensor, progress: float) -> list[float]:
+    def _factors(self, totals: Tensor, progress: float) -> _Factors:
         """Return the factor on each term's sum in L: its weight over its number of targets.
 
         Args:
             totals: targets of each term in the global batch, long [K] or [1 + K].
         """
-        weights: list[float] = []
+        counts = totals.tolist()
+        lm: float | None = None
         heads_weight = self.weight
         if self.lm is not None:
-            weights.append(1.0)
+            lm_count = counts.pop(0)
+            lm = 1.0 / max(1, lm_count)
             heads_weight = self.heads_coefficient * lambda0(self.schedule, progress)
-        for k in range(1, self.draft.trained_heads + 1):
-            weights.append(heads_weight * self.head_weight(k))
-        counts = totals.tolist()
-        return [weight / max(1, count) for weight, count in zip(weights, counts, strict=True)]
+        heads: list[float] = []
+        head_numbers = range(1, self.draft.trained_heads + 1)
+        for k, count in zip(head_numbers, counts, strict=True):
+            weight = heads_weight * self.head_weight(k)
+            heads.append(weight / max(1, count))
+        return _Factors(lm, heads)
 
     def _target_indices(self, batch: Batch, k: int) -> Tensor:
         """Return which logit of head k each position should predict, long [B, T]; IGNORE_INDEX
@@ -272,6 +288,22 @@ def lambda0(schedule: str, progress: float) -> float:
     if end:
         rise = float(end)
     return math.sin(math.pi / 2 * min(s / rise, 1.0))
+
+
+def _teacher_weight(lm: Literal["ce", "kl"] | None, rho: float) -> float:
+    """Return the teacher's weight in the language model's target."""
+    if lm == "kl":
+        return 1.0
+    if lm == "ce":
+        return rho
+    return 0.0
+
+
+def _scaled(factor: float, grad_scale: float | None) -> float | None:
+    """Return the factor on a term's gradients; None if they are not computed with the loss."""
+    if grad_scale is None:
+        return None
+    return grad_scale * factor
 
 
 def _targets(batch: Batch, k: int) -> Tensor:
