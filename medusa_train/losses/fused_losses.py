@@ -29,6 +29,24 @@ from medusa_train.models.lm_head import LMHead
 from medusa_train.models.precision import autocast_dtype
 
 
+class LossTensors(NamedTuple):
+    """The tensors that may be trained by a loss, in the order of `Gradients`.
+
+    Attributes:
+        hidden: states, [N, d].
+        weight: the lm_head's matrix, [V, d].
+        bias: the lm_head's bias, [V].
+        z: input of the low-rank matrix, [M, r].
+        up: low-rank matrix, [V, r].
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    z: Tensor | None
+    up: Tensor | None
+
+
 class LossSums(NamedTuple):
     """Sums over the supervised positions of one call, float32 (float64 for float64 weights).
 
@@ -72,8 +90,8 @@ def linear_loss(
         teacher: its part of the target distribution; None for labels only.
         chunk: positions per chunk; default `chunk_size`.
         grad_scale: if given, `grad_scale` times the gradients are computed now, and the returned
-            loss has no graph. Those of leaf matrices in the softmax's dtype are added to `.grad`
-            directly, without running hooks; the others, and those of `hidden`, go through their
+            loss has no graph. Gradients of leaf matrices in the softmax's dtype are added to
+            `.grad` directly, without running hooks; the other gradients go through the tensors'
             graphs, which are freed.
 
     Raises:
@@ -85,7 +103,8 @@ def linear_loss(
     autocast = autocast_dtype(hidden.device.type)
     inputs = LossInputs(positions, labels, lm_head, teacher, autocast, chunk)
     # 2. the sums over them, with gradients at once or in autograd's backward pass
-    tensors = (hidden, lm_head.weight, lm_head.bias, z, low_rank_matrix(lm_head))
+    up = low_rank_matrix(lm_head)
+    tensors = LossTensors(hidden, lm_head.weight, lm_head.bias, z, up)
     if grad_scale is not None:
         return _loss_and_gradients(tensors, inputs, grad_scale)
     return LossSums(*_LinearLoss.apply(*tensors, inputs))
@@ -107,25 +126,18 @@ def _supervised_positions(targets: Tensor, lm_head: LMHead) -> tuple[Tensor, Ten
     return positions, labels
 
 
-def _loss_and_gradients(
-    tensors: Sequence[Tensor | None], inputs: LossInputs, scale: float
-) -> LossSums:
-    """Compute the sums and `scale` times the gradients.
-
-    Args:
-        tensors: hidden, weight, bias, z and up.
-    """
-    hidden, _, _, z, _ = tensors
-    assert hidden is not None
+def _loss_and_gradients(tensors: LossTensors, inputs: LossInputs, scale: float) -> LossSums:
+    """Compute the sums and `scale` times the gradients."""
+    device = tensors.hidden.device
     # all casts are explicit, and no backward pass runs under autocast
-    with torch.autocast(hidden.device.type, enabled=False):
+    with torch.autocast(device.type, enabled=False):
         # 1. the sums, and the gradients over these tensors
         with torch.no_grad():
             trained = [tensor is not None and tensor.requires_grad for tensor in tensors]
             grads = _zero_gradients(tensors, trained, in_place=True)
-            sums = ChunkedLoss(inputs, hidden.device, grads, scale)
-            sums.add_all(hidden, z)
-        # 2. those that were not added to `.grad` directly go through the tensors' graphs
+            sums = ChunkedLoss(inputs, device, grads, scale)
+            sums.add_all(tensors.hidden, tensors.z)
+        # 2. the gradients that were not added to `.grad` directly go through the tensors' graphs
         outputs: list[Tensor] = []
         output_grads: list[Tensor] = []
         for tensor, grad in zip(tensors, grads, strict=True):
@@ -196,13 +208,12 @@ class _LinearLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        tensors = ctx.saved_tensors  # hidden, weight, bias, z and up
-        hidden, _, _, z, _ = tensors
+        tensors = LossTensors(*ctx.saved_tensors)
         grads = _zero_gradients(tensors, ctx.needs_input_grad[: len(tensors)])
         # the factor (1 / number of targets, loss scaling) comes before casting: sums may exceed
         # float16's range
-        sums = ChunkedLoss(ctx.inputs, hidden.device, grads, float(grad_loss))
-        sums.add_all(hidden, z)
+        sums = ChunkedLoss(ctx.inputs, tensors.hidden.device, grads, float(grad_loss))
+        sums.add_all(tensors.hidden, tensors.z)
         cast: list[Tensor | None] = []
         for tensor, grad in zip(tensors, grads, strict=True):
             if tensor is None or grad is None:
@@ -213,33 +224,50 @@ class _LinearLoss(torch.autograd.Function):
 
 
 def _zero_gradients(
-    tensors: Sequence[Tensor | None], trained: Sequence[bool], in_place: bool = False
+    tensors: LossTensors, trained: Sequence[bool], in_place: bool = False
 ) -> Gradients:
     """Return a zero gradient for each tensor that is trained.
 
-    Those of matrices are float32 (float64 for float64 weights), since they are sums over many
+    Gradients of matrices are float32 (float64 for float64 weights), since they are sums over many
     positions.
 
     Args:
-        tensors: hidden, weight, bias, z and up. trained: of each.
+        trained: whether each of the tensors is trained.
         in_place: return the matrices' `.grad` where it can be added to directly, zeros if there is
             none so far.
     """
-    weight = tensors[1]
-    assert weight is not None
-    dtype_of_sums = torch.float32
-    if weight.dtype == torch.float64:
-        dtype_of_sums = torch.float64
-    # None: the tensor's own
-    dtypes = (None, dtype_of_sums, dtype_of_sums, None, dtype_of_sums)
-    grads: list[Tensor | None] = []
-    for tensor, wanted, dtype in zip(tensors, trained, dtypes, strict=True):
-        if tensor is None or not wanted:
-            grads.append(None)
-        elif in_place and tensor.is_leaf and tensor.dtype == dtype:
-            if tensor.grad is None:
-                tensor.grad = torch.zeros_like(tensor)
-            grads.append(tensor.grad)
-        else:
-            grads.append(torch.zeros_like(tensor, dtype=dtype))
-    return Gradients(*grads)
+    dtype = torch.float32
+    if tensors.weight.dtype == torch.float64:
+        dtype = torch.float64
+    hidden_trained, weight_trained, bias_trained, z_trained, up_trained = trained
+    return Gradients(
+        hidden=_zeros_like(tensors.hidden, hidden_trained),
+        weight=_zero_sums(tensors.weight, weight_trained, dtype, in_place),
+        bias=_zero_sums(tensors.bias, bias_trained, dtype, in_place),
+        z=_zeros_like(tensors.z, z_trained),
+        up=_zero_sums(tensors.up, up_trained, dtype, in_place),
+    )
+
+
+def _zeros_like(states: Tensor | None, is_trained: bool) -> Tensor | None:
+    """Return a zero gradient of states, in their dtype; None if they are not trained."""
+    if states is None or not is_trained:
+        return None
+    return torch.zeros_like(states)
+
+
+def _zero_sums(
+    matrix: Tensor | None, is_trained: bool, dtype: torch.dtype, in_place: bool
+) -> Tensor | None:
+    """Return a zero gradient of a matrix in `dtype`, or its `.grad`; None if it is not trained.
+
+    Args:
+        in_place: as in `_zero_gradients`.
+    """
+    if matrix is None or not is_trained:
+        return None
+    if not in_place or not matrix.is_leaf or matrix.dtype != dtype:
+        return torch.zeros_like(matrix, dtype=dtype)
+    if matrix.grad is None:
+        matrix.grad = torch.zeros_like(matrix)
+    return matrix.grad
