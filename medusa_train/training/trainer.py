@@ -94,20 +94,26 @@ class Plan:
 class Trainer:
     """The training loop of one process.
 
-    Attributes: recipe, draft: what is trained. objective, strategy: the loss, and how gradients are
-        applied.
+    Attributes:
+        recipe: the backbone, and which part of it is trained.
+        draft: the heads that are trained.
+        objective: the loss.
+        strategy: how gradients are applied.
         loader: this process's training micro-batches, without end; its position is saved in
             checkpoints.
         validation_batches: returns one pass over the validation set; None without one.
         accumulation: micro-batches per optimizer step and process.
-        plan: when to log, evaluate, save and end. store, loggers: checkpoints and metrics.
+        plan: when to log, evaluate, save and end.
+        store: the run's checkpoints.
+        loggers: where metrics are written.
         patience: evaluations without improvement before the run stops early; None: never.
         state: counters of the run; restored from the checkpoint when resuming.
         top_k_in_log: add top-1..top-10 accuracy per head to training records, measured on the last
             micro-batch.
         last_validation: the last evaluation's result.
         max_nonfinite_steps: maximum number of NaN/Inf steps to skip before aborting.
-        world, progress: the processes, and what is shown.
+        world: the processes that train together.
+        progress: what is shown meanwhile.
         whole_run: run directory of the two-stage run whose stage one this is.
         trust_remote_code: whether the user allowed the repository's code, for the command that
             resumes.
@@ -156,7 +162,8 @@ class Trainer:
         plan = self.plan
         # 1. A run stopped during the evaluation of its last step resumes with that evaluation.
         if state.step and plan.evaluates(state.step) and state.evaluated != state.step:
-            if self._evaluate_and_log(stop):
+            is_best = self._evaluate_and_log(stop)
+            if is_best:
                 self._save_checkpoint()
             if self.world.any(bool(stop)):
                 return Outcome.INTERRUPTED
@@ -166,12 +173,14 @@ class Trainer:
         self.draft.train()
         while state.step < plan.total_steps and not self._out_of_patience():
             self.train_step(batches)
-            best = plan.evaluates(state.step) and self._evaluate_and_log(stop)
+            is_best = False
+            if plan.evaluates(state.step):
+                is_best = self._evaluate_and_log(stop)
             # the signal may have reached only one of the processes
             stopping = self.world.any(bool(stop))
             if stopping or self._out_of_patience() or plan.saves(state.step):
                 self._save_checkpoint()
-            elif best:
+            elif is_best:
                 self._save_best()
             if stopping:
                 return Outcome.INTERRUPTED
@@ -300,10 +309,12 @@ class Trainer:
         if result is None:
             return False
         self.last_validation = result
-        best = self.state.record_eval(result.objective)
+        is_best = self.state.record_eval(result.objective)
         if self.world.is_main:
-            self.loggers.log("eval", self.state.step, {**result.record(), "best": best})
-        return best
+            record = result.record()
+            record["best"] = is_best
+            self.loggers.log("eval", self.state.step, record)
+        return is_best
 
     def _log(self, last_batch: Batch) -> None:
         """Log the means since the last log line and start the next window."""
