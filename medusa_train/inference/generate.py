@@ -44,7 +44,8 @@ class Generation:
         tokens: generated ids, the closing end-of-text token included.
         steps: verification passes; the prefill, which gives the first token, is not counted.
         accepted: per step, the number of drafted tokens that were accepted and kept.
-        seconds: wall time in total; prefill_seconds: the part of it until the first token.
+        seconds: wall time in total.
+        prefill_seconds: the part of `seconds` until the first token.
         finish: "eos", "length" (max_new_tokens) or "context" (the model's positions are used up).
     """
 
@@ -65,7 +66,8 @@ class Decoder:
     find the nucleus.
 
     Args:
-        backbone: verifies the tokens. draft: proposes them.
+        backbone: verifies the tokens.
+        draft: proposes them; None: plain decoding.
         tree: the draft tokens to verify; by default the empty tree. Drafts that copy text choose
             trees themselves.
         slots: memory for keys and values; by default the decoder allocates its own and reuses it
@@ -94,9 +96,9 @@ class Decoder:
         self._slots = slots
         self._steps: Steps | None = None
         # what the slots hold: prompt and answer, without the last token
-        self._text: list[int] = []
-        # started so far; tells an abandoned stream that its memory is in use again
-        self._answers = 0
+        self._cached_text: list[int] = []
+        # tells an abandoned stream that its memory is in use again
+        self._answers_started = 0
 
     def generate(
         self,
@@ -136,9 +138,11 @@ class Decoder:
         but never read. The iterator may be abandoned at any step.
 
         Args:
-            prompt: at least one token id. max_new_tokens: at least 1.
+            prompt: at least one token id.
+            max_new_tokens: at least 1.
             eos_ids: tokens that end the answer; by default the backbone's, empty for none.
-            rule: acceptance rule, greedy by default; see `accept`. generator: for `Sampling`.
+            rule: acceptance rule, greedy by default; see `accept`.
+            generator: random numbers for `Sampling`.
 
         Raises:
             MedusaError: the prompt is empty or longer than the model's context; or another answer
@@ -151,30 +155,31 @@ class Decoder:
         # 1. the prefill gives the first token. Not under torch's decorator, which would need torch
         # to close an abandoned stream, at the interpreter's end too
         with torch.inference_mode():
-            steps, known = self._begin(prompt, limit)
-            self._answers += 1
-            answer = self._answers
-            (root,) = steps.prefill([prompt], rule, generators, known)
-        yield Step([root], 0)
+            steps, num_cached = self._begin(prompt, limit)
+            self._answers_started += 1
+            this_answer = self._answers_started
+            (next_token,) = steps.prefill([prompt], rule, generators, num_cached)
+        yield Step([next_token], 0)
 
         # 2. then steps; the draft reads the prompt in the first one
-        text = list(prompt)  # whose last token precedes the root
-        count = 1
-        while root not in stops and count < limit:
-            if answer != self._answers:
+        text = list(prompt)  # prompt and answer up to the next token, which is the step's root
+        num_generated = 1
+        while next_token not in stops and num_generated < limit:
+            if this_answer != self._answers_started:
                 raise MedusaError(
                     "another answer was started on this decoder; it holds one at a time"
                 )
-            self._text = []  # in a step that fails or is interrupted, slots hold parts of two texts
+            # a step that fails or is interrupted leaves parts of two texts in the slots
+            self._cached_text = []
             with torch.inference_mode():
-                if count == 1:
+                if num_generated == 1:
                     steps.start_draft()
-                path, tokens = step_single(self.backbone, steps, text, root, rule, generators)
+                path, tokens = step_single(self.backbone, steps, text, next_token, rule, generators)
             text += tokens[:-1]
-            self._text = text
-            new = truncate_at_stop(tokens[1:], stops, limit - count)
-            count += len(new)
-            root = new[-1]
+            self._cached_text = text
+            new = truncate_at_stop(tokens[1:], stops, limit - num_generated)
+            num_generated += len(new)
+            next_token = new[-1]
             yield Step(new, min(len(path) - 1, len(new)))
 
     def _begin(self, prompt: list[int], limit: int) -> tuple[Steps, int]:
@@ -191,14 +196,14 @@ class Decoder:
         if self._steps is None or self._steps.slots is not self._slots:
             self._steps = Steps(self.backbone, self.draft, self.tree, self._slots)
         # 2. what they hold of the prompt; all else is dropped
-        known = self._known_positions(prompt, self._steps.committed)
-        self._text = []
-        self._steps.reset(known)
+        num_cached = self._count_cached(prompt, self._steps.committed)
+        self._cached_text = []
+        self._steps.reset(num_cached)
         if not self._steps.has_fixed_shapes:  # graphs are captured for buffers that double
             self._steps.make_room(1, capacity)
-        return self._steps, known
+        return self._steps, num_cached
 
-    def _known_positions(self, prompt: list[int], committed: int) -> int:
+    def _count_cached(self, prompt: list[int], committed: int) -> int:
         """Return how many positions of a prompt the slots hold from the last answer.
 
         The last of the common tokens is read again: what a draft keeps of a position depends on the
@@ -207,7 +212,7 @@ class Decoder:
         if not self._continues:
             return 0
         common = 0
-        for token, held in zip(prompt, self._text, strict=False):
+        for token, held in zip(prompt, self._cached_text, strict=False):
             if token != held:
                 break
             common += 1
@@ -219,7 +224,7 @@ class Decoder:
         the prompt's included.
         """
         if self._steps is not None:
-            self._text = []
+            self._cached_text = []
             self._steps.reset()
             end = positions + self.tree.size + 1
             self._steps.capture(1, end, keep_logits=rule is not None)
