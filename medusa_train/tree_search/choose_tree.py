@@ -212,7 +212,7 @@ class _Timer:
     """Times steps with trees, all in the same way.
 
     Attributes:
-        prompt: that is continued.
+        prompt: the prompt that is continued.
         quick: whether fewer steps of fewer trees are timed.
         deadline: on the clock of `time.perf_counter`, when no further round begins; None: never.
     """
@@ -288,32 +288,46 @@ def _time_rivals(
     """Time the best of the candidates side by side with its rivals, and return the table of all, by
     size.
 
-    Rivals are the sizes around it, shallower trees of these sizes, and plain decoding. Where another
-    tree is the best then, it is timed with its own rivals, `SIDE_BY_SIDE` times at most.
+    Where another tree is the best then, it is timed with its own rivals, `SIDE_BY_SIDE` times at
+    most. A round times the sizes of the round before again. Its table takes the first timings of
+    the other sizes, and replaces the table of the round before.
     """
     table = dict(by_size)
     best = smallest_of_the_fastest(table.values())
-    also: Sequence[int] = LEVEL_SIZES  # sizes that are timed besides those around the best
+    extra_sizes: Sequence[int] = LEVEL_SIZES
     if timer.quick:
-        also = ()
+        extra_sizes = ()
     for _ in range(SIDE_BY_SIDE):
-        # 1. the candidates of the sizes around the best, and shallower trees as large as these
-        near = sizes_to_time_again(list(by_size), best.tree.size, also)
-        candidates = [by_size[nodes] for nodes in near]
-        rivals = [(candidate.tree, candidate.tokens_per_step) for candidate in candidates]
-        with timer.progress.phase("fitting trees", ticking=True):
-            near_trees = [candidate.tree for candidate in candidates]
-            rivals += _shallower(traced.conversations, traced.traces, near_trees)
+        # 1. the best and its rivals
+        sizes = sizes_to_time_again(list(by_size), best.tree.size, extra_sizes)
+        rivals = _rivals(sizes, by_size, traced, timer.progress)
         # 2. all of them in turns
         step_ms = timer.step_ms([tree for tree, _ in rivals])
         timed = [TreeCandidate(tree, rate, step_ms[tree]) for tree, rate in rivals]
         # 3. done once the best was among them
         table = merge_timings(by_size, timed)
         best = smallest_of_the_fastest(table.values())
-        if best.tree.size in near:
+        if best.tree.size in sizes:
             break
-        also = near
+        extra_sizes = sizes
     return table
+
+
+def _rivals(
+    sizes: Sequence[int],
+    by_size: Mapping[int, TreeCandidate],
+    traced: TracedAnswers,
+    progress: RunProgress,
+) -> list[tuple[Tree, float]]:
+    """Return the candidates of `sizes` and shallower trees of these sizes, with their tokens per
+    step.
+    """
+    candidates = [by_size[size] for size in sizes]
+    rivals = [(candidate.tree, candidate.tokens_per_step) for candidate in candidates]
+    with progress.phase("fitting trees", ticking=True):
+        trees = [candidate.tree for candidate in candidates]
+        rivals += _shallower(traced.conversations, traced.traces, trees)
+    return rivals
 
 
 def timing_budget(run_seconds: float) -> float:
@@ -398,8 +412,7 @@ def _rated_trees(
 
 
 def sizes_to_time_again(sizes: Sequence[int], best: int, levels: Sequence[int]) -> list[int]:
-    """Return which of the ascending `sizes` are timed again, with shallower trees: those that may
-    be the fastest.
+    """Return which of the ascending `sizes` are timed again, since they may be the fastest.
 
     They are `best` with its neighbours, `levels`, and 0, which is plain decoding.
     """
