@@ -6,6 +6,7 @@ import os
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -43,6 +44,21 @@ from medusa_train.tree_search.choose_tree import (
     timing_budget,
 )
 from medusa_train.tree_search.traces import Prompts, prompts_by_conversation
+
+
+@dataclass(frozen=True)
+class FinishedStage:
+    """How the steps of a stage ended.
+
+    Attributes:
+        step: the step whose weights are saved; after early stopping not the last one.
+        keeps_tree: whether the run has a tree that was fitted to these heads before.
+        cache_summary: what was read of stored hidden states, in words; None without them.
+    """
+
+    step: int
+    keeps_tree: bool = False
+    cache_summary: str | None = None
 
 
 def train(
@@ -107,15 +123,17 @@ def _train_and_finish(
         trainer.last_validation = trainer.evaluate(trainer.validation_batches())
     # 3. What all processes do together.
     trainer.strategy.release([*trainer.draft.parameters(), *trainer.recipe.saved])
-    states = None
+    cache_summary = None
     if trainer.recipe.cache is not None:
-        states = trainer.recipe.cache.describe(world)
+        cache_summary = trainer.recipe.cache.describe(world)
     # 4. What needs no other process: the files, the tree and the closing tables.
     try:
         if world.is_main:
             with writing(trainer.output_dir):
-                is_fitted = first_step == state.step and _has_tree_of_its_heads(trainer.output_dir)
-                _finish(cfg, data, trainer, step, progress, results, is_fitted, states)
+                took_no_step = first_step == state.step
+                keeps_tree = took_no_step and _has_tree_of_its_heads(trainer.output_dir)
+                finished = FinishedStage(step, keeps_tree, cache_summary)
+                _finish(cfg, data, trainer, finished, progress, results)
     finally:
         world.gather(None)  # the others wait, since NCCL's connections must be closed together
     return 0
@@ -125,15 +143,11 @@ def _finish(
     cfg: TrainConfig,
     data: TrainingData,
     trainer: Trainer,
-    step: int,
+    finished: FinishedStage,
     progress: RunProgress,
     results: Console,
-    is_fitted: bool,
-    states: str | None,
 ) -> None:
-    """Save the weights of `step`, which the trainer holds, choose the tree and print the closing
-    tables.
-    """
+    """Save the weights that the trainer holds, choose the tree and print the closing tables."""
     out = trainer.output_dir
     draft = trainer.draft
     validation = trainer.last_validation
@@ -141,9 +155,10 @@ def _finish(
     before = digest_files(find_heads(out / HEADS).files)
     trainer.recipe.save_trained(out)
     save_draft(draft.to(trainer.recipe.precision.dtype), out / HEADS, cfg.base_model)
+    has_same_heads = digest_files(find_heads(out / HEADS).files) == before
     # 2. The tree, unless it was fitted to these heads before.
     choice = None
-    if is_fitted and digest_files(find_heads(out / HEADS).files) == before:
+    if finished.keeps_tree and has_same_heads:
         os.utime(out / TREE)  # or it would be older than the heads, which were just saved again
         progress.print(f"{out / TREE} is kept; medusa-eval --calibrate chooses the tree again")
     elif cfg.calibration_tokens and not trainer.strategy.partitioned:
@@ -166,7 +181,7 @@ def _finish(
     # 3. The closing tables, and what to do next in a line that can be copied.
     if (table := heads_table(validation, choice)) is not None:
         results.print(table)
-    results.print(summary(cfg, trainer, step, choice, progress, states))
+    results.print(summary(cfg, trainer, finished, choice, progress))
     lacks_tree = bool(cfg.calibration_tokens) and trainer.strategy.partitioned
     following = "stage two"
     if trainer.whole_run is None:
@@ -401,17 +416,11 @@ def heads_table(validation: ValidationResult | None, choice: TreeChoice | None) 
 def summary(
     cfg: TrainConfig,
     trainer: Trainer,
-    step: int,
+    finished: FinishedStage,
     choice: TreeChoice | None,
     progress: RunProgress,
-    states: str | None = None,
 ) -> Table:
-    """Tabulate what was trained, its validation and tree, the time taken, and what was saved.
-
-    Args:
-        step: whose weights were saved; after early stopping not the last one.
-        states: what was read of stored hidden states, in words.
-    """
+    """Tabulate what was trained, its validation and tree, the time taken, and what was saved."""
     state = trainer.state
     validation = trainer.last_validation
     out = trainer.output_dir
@@ -423,7 +432,9 @@ def summary(
     speed = 0.0
     if state.seconds:
         speed = state.tokens / state.seconds
-    skipped = f", {state.skipped} of them skipped" if state.skipped else ""
+    skipped = ""
+    if state.skipped:
+        skipped = f", {state.skipped} of them skipped"
     table.add_row(
         "run",
         f"{state.step:,} steps{skipped}, {state.epoch:.2f} epochs, {state.tokens:,} tokens, "
@@ -431,8 +442,12 @@ def summary(
     )
     # 2. How good it is.
     if validation is not None:
-        lowest = f" ({state.best})" if state.best_step != step else ""
-        saved = f", as of step {step}" if step != state.step else ""
+        saved = ""
+        if finished.step != state.step:
+            saved = f", as of step {finished.step}"
+        lowest = ""
+        if finished.step != state.best_step:
+            lowest = f" ({state.best})"
         objective = "held-out loss"
         if validation.lm_loss is not None:
             objective = "held-out objective (backbone + lambda0 x heads)"
@@ -449,8 +464,8 @@ def summary(
             described += "; no data are held out: chosen on prompts of the training set"
         table.add_row("tree", described)
     # 3. What it took.
-    if states is not None:
-        table.add_row("hidden states", Text(states))
+    if finished.cache_summary is not None:
+        table.add_row("hidden states", Text(finished.cache_summary))
     if cfg.calibration_tokens and trainer.strategy.partitioned:
         table.add_row(
             "note", "no tree was fitted: under ZeRO-3 no process holds the whole backbone"
