@@ -112,17 +112,17 @@ def build_trainer(
         data.train, cfg.micro_batch_size, seed=cfg.seed, rank=world.rank, size=world.size
     )
     plan = make_plan(cfg, loader.batches_per_epoch, world.size)
-    for line in _describe_run(cfg, data, recipe, draft, plan, world.size):
-        console.print(line, style="yellow" if line.startswith("note:") else None)
+    for line, style in _describe_run(cfg, data, recipe, draft, plan, world.size):
+        console.print(line, style=style)
 
     # 3. The weights of the checkpoint.
     store = CheckpointStore(cfg.run_dir, cfg.save_total_limit)
-    backbone = world.run_on_main(lambda: fingerprint_backbone(cfg.base_model))
+    backbone_hash = world.run_on_main(lambda: fingerprint_backbone(cfg.base_model))
     checkpoint = None
     if start.checkpoint is not None:
         with progress.phase("reading the checkpoint", ticking=True):
             checkpoint = load_checkpoint(start.checkpoint, start.changed, store, world)
-            check_backbone(checkpoint, cfg.base_model, backbone, console)
+            check_backbone(checkpoint, cfg.base_model, backbone_hash, console)
             with world.failing_together():
                 restore_weights(checkpoint, draft, recipe, world)
 
@@ -141,15 +141,11 @@ def build_trainer(
     forget_incomparable_best(
         state, data.validation.fingerprint(), store, cfg.early_stopping_patience, world
     )
-    if backbone is not None:  # else that of the checkpoint stands for a later resume
-        state.backbone = backbone
+    if backbone_hash is not None:  # else the checkpoint's stands for a later resume
+        state.backbone = backbone_hash
 
     # 5. The run directory, with the configuration as it was used, and the logs.
-    used: dict[str, Any] = {"chat_template": data.chat_template, "sequence_len": data.sequence_len}
-    if recipe.adapter is not None:  # which may have come with lora_model_dir
-        lora = recipe.adapter.peft.peft_config["default"]
-        used |= {"lora_r": lora.r, "lora_alpha": lora.lora_alpha, "lora_dropout": lora.lora_dropout}
-    loggers = _open_loggers(cfg.model_copy(update=used), state, plan, progress, world)
+    loggers = _open_loggers(_as_used(cfg, data, recipe), state, plan, progress, world)
     return Trainer(
         trust_remote_code=cfg.trust_remote_code,
         recipe=recipe,
@@ -350,7 +346,9 @@ def build_strategy(
         init_distributed(ProcessInfo(0, 1, 0, "127.0.0.1", free_port()))
     backbone = recipe.backbone
     config = complete_config(cfg, world.size, backbone.hidden_size)
-    default = " (default, deepspeed is not set)" if cfg.deepspeed is None else ""
+    default = ""
+    if cfg.deepspeed is None:
+        default = " (default, deepspeed is not set)"
     console.print(f"processes: {world.size}, DeepSpeed ZeRO stage {stage_of(config)}{default}")
     read_directly = [*draft.parameters(), *backbone.output_embeddings.parameters()]
     return DeepSpeedStrategy(
@@ -372,6 +370,20 @@ def _build_objective(cfg: TrainConfig, draft: Draft, joint: bool) -> Objective:
 
 
 # Run directory
+
+
+def _as_used(cfg: TrainConfig, data: TrainingData, recipe: BackboneRecipe) -> TrainConfig:
+    """Return the configuration with what was found in data and adapter."""
+    used: dict[str, Any] = {
+        "chat_template": data.chat_template,
+        "sequence_len": data.sequence_len,
+    }
+    if recipe.adapter is not None:  # which may have come with lora_model_dir
+        lora = recipe.adapter.peft.peft_config["default"]
+        used["lora_r"] = lora.r
+        used["lora_alpha"] = lora.lora_alpha
+        used["lora_dropout"] = lora.lora_dropout
+    return cfg.model_copy(update=used)
 
 
 def _open_loggers(
@@ -418,28 +430,32 @@ def _describe_run(
     draft: Draft,
     plan: Plan,
     processes: int,
-) -> Iterator[str]:
-    """Describe data, model and plan in a few lines."""
-    yield (
+) -> Iterator[tuple[str, str | None]]:
+    """Describe data, model and plan in a few lines, each with the style in which it is printed."""
+    data_line = (
         f"data: {data.train.describe_count()} for training ({data.train.tokens:,} tokens,"
         f" {data.train.supervised_tokens:,} of them supervised), {data.validation.describe_count()}"
         " for validation"
     )
-    yield _describe_model(draft, recipe)
+    yield data_line, None
+    yield _describe_model(draft, recipe), None
     if cfg.quantization is not None:
         learners = "the heads"
         if cfg.medusa_self_distillation:
             learners = "the adapter and the heads"
-        yield f"note: the backbone is quantized: {learners} learn from the quantized model"
+        note = f"note: the backbone is quantized: {learners} learn from the quantized model"
+        yield note, "yellow"
     if recipe.compiled is not None:
-        yield (
+        compiling = (
             "torch_compile: the backbone's layers are compiled in the first steps, which take"
             " longer"
         )
-    yield _describe_plan(cfg, data, plan, processes, trains_backbone=bool(recipe.parameters))
+        yield compiling, None
+    plan_line = _describe_plan(cfg, data, plan, processes, trains_backbone=bool(recipe.parameters))
+    yield plan_line, None
     warning = warmup_warning(plan.warmup_steps, plan.total_steps)
     if warning:
-        yield warning
+        yield warning, "yellow"
 
 
 def _describe_model(draft: Draft, recipe: BackboneRecipe) -> str:
