@@ -327,9 +327,15 @@ class Steps:
         """Verify a tree below the next root of each row, and accept a path of it.
 
         Args:
-            root_tokens: of the next root of each row.
+            root_tokens: of the next root of each row: what `prefill` returned, then the last token
+                of what was accepted.
             rule: by which a path is accepted, see `accept`; None, the default, is greedy.
+            generators: one for each row, for rules that sample.
             roots_only: verify no draft tokens; steps of fixed shape verify their tree all the same.
+
+        Returns:
+            For each row the accepted nodes, the root (0) first, and the tokens: the root's, those of
+            the accepted nodes below it, and the backbone's own next one, which is the next root.
         """
         # 0. on the host: the inputs, and how many columns the rows and their trees need
         packed_rows = self._pack(root_tokens)
@@ -346,7 +352,7 @@ class Steps:
 
         # 6. on the host: what the next step begins with
         for row, (path, path_tokens) in zip(self._rows, accepted, strict=True):
-            row.root_position = row.next_root_position
+            row.root_position = row.next_root_position  # by the old path, so before it is replaced
             row.path = path
             if self._draft is not None:
                 self._draft.extend_row(row.notes, path_tokens[:-1])  # without the next root
@@ -405,13 +411,14 @@ class Steps:
         """
         inputs = self._unpack(packed, room, host)
 
-        # 1. compact; a draft's slots need it not: `read` writes its accepted positions itself
+        # 1. compact. Padding of paths lands behind them, where the pass writes or the mask hides. A
+        # draft's slots need it not: `read` writes its accepted positions itself
         if self._may_have_gaps(inputs):
             compact(inputs.storage, inputs.starts, inputs.path)
 
-        # 2. draft. A draft that fills the given tree is told where its nodes stand: it may run the
-        # backbone's first layers over them, which write their keys and values. A given tree has no
-        # branch, and may only be cut short
+        # 2. draft. Some drafts fill the tree that `Steps` was given, others choose one. The first are
+        # told where its nodes stand: they may run the backbone's first layers over them, which
+        # write their keys and values. A given tree has no branch; a draft may stop at a level of it
         given = self._place_given_tree(inputs)
         proposal = self._draft_tree(inputs, given)
 
@@ -435,8 +442,8 @@ class Steps:
         """Return the inputs of each row of a pass, see `_Inputs`: [B][3 + P], the paths padded."""
         runner = self._runner
         rows = runner.num_rows(len(root_tokens), self._allocated_rows)  # of the pass
-        longest = max(len(row.path) for row in self._rows)
-        path_length = runner.path_length(longest, self.limits.depth + 1)  # P
+        longest_path = max(len(row.path) for row in self._rows)
+        path_length = runner.path_length(longest_path, self.limits.depth + 1)  # P
         packed_rows: list[list[int]] = []
         for root_token, row in zip(root_tokens, self._rows, strict=True):
             padding = [0] * (path_length - len(row.path))
@@ -720,7 +727,7 @@ class Steps:
         token of each answer.
 
         There must be room for them. `start_draft` follows, apart from this, so that the first token
-        does not wait for it.
+        does not wait for it; no step in between, which could write over these rows.
 
         Args:
             rule: None, the default, is greedy.

@@ -1,6 +1,6 @@
 """The configuration that DeepSpeed's engine is given: the key `deepspeed`, read and completed.
 
-What cannot be in the key is refused before, in `deepspeed_refusals`.
+What cannot be in the key is refused before, in `deepspeed_checks`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ OFFLOADS = ("offload_optimizer", "offload_param")
 
 def read_deepspeed(config: str | Mapping[str, Any] | None) -> Mapping[str, Any]:
     """Return the mapping in the key `deepspeed`, or read the JSON file that it names; `DEFAULT` if
-    it is not set. Values are checked by `deepspeed_refusals`.
+    it is not set. Values are checked by `deepspeed_checks`.
     """
     if config is None:
         return DEFAULT

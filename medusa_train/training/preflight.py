@@ -20,8 +20,8 @@ from medusa_train.models.layer_split import check_exit_layer
 from medusa_train.models.loading import resolve_backbone
 from medusa_train.models.lora import read_adapter_config
 from medusa_train.training.backbone_recipe import find_initial_adapter, find_initial_heads
+from medusa_train.training.deepspeed_checks import check_deepspeed
 from medusa_train.training.deepspeed_engine_config import check_compiler, stage_of
-from medusa_train.training.deepspeed_refusals import check_deepspeed
 from medusa_train.training.estimate import ADAM, ADAM_8BIT, Estimate
 from medusa_train.training.optimizer import EIGHT_BIT
 

@@ -6,12 +6,12 @@ import pytest
 
 from medusa_train.config.schema import TrainConfig
 from medusa_train.errors import ConfigError, MedusaError
+from medusa_train.training.deepspeed_checks import check_deepspeed
 from medusa_train.training.deepspeed_engine_config import (
     check_compiler,
     complete_config,
     loading_config,
 )
-from medusa_train.training.deepspeed_refusals import check_deepspeed
 
 
 def config(**keys):

@@ -7,11 +7,11 @@ import pytest
 from medusa_train.config.paths import PROJECT_ROOT
 from medusa_train.config.schema import TrainConfig
 from medusa_train.errors import ConfigError
+from medusa_train.training.deepspeed_checks import check_deepspeed
 from medusa_train.training.deepspeed_engine_config import (
     complete_config,
     stage_of,
 )
-from medusa_train.training.deepspeed_refusals import check_deepspeed
 
 SHIPPED = sorted((PROJECT_ROOT / "configs" / "deepspeed").glob("*.json"))
 
