@@ -65,7 +65,7 @@ def readme_speed() -> str:
         "prompt lookup": "lookup, not trained",
         "Medusa-1": "Medusa-1",
         "Medusa-1 + lookup": "both in one tree",
-        "EAGLE-3": "EAGLE-3, half the training",
+        "EAGLE-3": "EAGLE-3, 1 epoch, not 2",
     }
     for draft, title in titles.items():
         rows.append(_beside(name, title, place, coder[draft]["overall"]))
