@@ -425,7 +425,7 @@ def dry_run(steps: Sequence[Step], args: argparse.Namespace) -> bool:
             print(f"  {step.name}: about {step.expected} s, at most {step.limit} s{state}")
             print(f"    {' '.join(step.command)}")
             for problem in problems_of(step, steps):
-                problems += 1
+                problems += step in todo
                 print(f"    PROBLEM: {problem}")
     problems += print_wheels()
     print(f"problems: {problems}" if problems else "every step can run, on a machine with a GPU")

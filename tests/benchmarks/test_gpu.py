@@ -60,6 +60,18 @@ def test_a_dry_run_of_a_short_plan_finds_no_problem(
     assert all(f"  {one.name}: about" in printed for one in short_plan(minutes))
 
 
+def test_a_dry_run_of_a_part_counts_no_problem_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = [step("first", "pass"), step("second", "pass", part=2)]
+    problems = {"first": ["a file is missing"], "second": []}
+    monkeypatch.setattr(gpu, "problems_of", lambda one, _: problems[one.name])
+    monkeypatch.setattr(gpu, "print_wheels", lambda: 0)
+    assert gpu.dry_run(steps, arguments(tmp_path, "--part", "2"))
+    assert not gpu.dry_run(steps, arguments(tmp_path, "--part", "1"))
+    assert "PROBLEM: a file is missing" in capsys.readouterr().out
+
+
 def test_no_step_begins_after_the_minutes_and_none_outlasts_them(tmp_path: Path) -> None:
     steps = [step("late", "pass", expected=60, limit=90)]
     record = gpu.run_step(steps[0], tmp_path / "log", 20.0)
