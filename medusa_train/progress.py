@@ -199,6 +199,11 @@ class Phase:
     def __exit__(self, *error: object) -> None:
         self.stop()
 
+    def expect(self, total: int) -> None:
+        """Set the number of units to do, where it is known only after the phase began."""
+        self._task.total = total
+        self._show()
+
     def advance(self, units: int = 1, *, tokens: int = 0, detail: str | None = None) -> None:
         """Count finished units, and the tokens generated for them (shown as tokens per second)."""
         self._tokens += tokens

@@ -56,7 +56,7 @@ class WorkerWatch:
         self._launcher = launcher
         self._ranks: dict[int, int] = {}
         self._has_all = False  # two searches found the same processes
-        self._done_ranks: set[int] = set()  # seen to end without a failure
+        self._done_pids: set[int] = set()  # seen to end without a failure
         self._gone: int | None = None  # the first whose end was not seen
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -101,14 +101,14 @@ class WorkerWatch:
         """
         for pid, rank in self._ranks.items():
             running, status = _ending(pid)
-            if running or rank in self._done_ranks:
+            if running or pid in self._done_pids:
                 continue
             if status is None:
                 if self._gone is None:
                     self._gone = rank
                 continue
             if status == 0:
-                self._done_ranks.add(rank)
+                self._done_pids.add(pid)
                 continue
             number = status & 0x7F  # as of waitpid
             if self.rank is None or (number and not self.signal):

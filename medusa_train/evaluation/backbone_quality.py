@@ -27,11 +27,13 @@ from medusa_train.models.backbone import Backbone
 from medusa_train.models.lm_head import LMHead
 from medusa_train.models.loading import load_backbone, load_tokenizer
 from medusa_train.models.lora import Adapter
+from medusa_train.progress import Phase
 
 QUALITY_TOKENS = 20_000  # supervised tokens to measure on
-#: Conversations of one pass: a 4-bit model on a CPU spends more on its weights, in each pass, than on
-#: the tokens of one.
+#: The most conversations of one pass, and positions with padding: a 4-bit model on a CPU spends more
+#: on its weights, in each pass, than on the tokens of one conversation. A longer one is a pass alone.
 _ROWS = 8
+_POSITIONS = 4096
 
 #: Maps a batch to the backbone's final hidden states [B, T, d], and the LM head that turns them
 # into logits.
@@ -51,7 +53,7 @@ class Quality:
 
 
 def measure_backbone_quality(
-    paths: ModelPaths, dtype: str = "float32", advance: Callable[[int], None] | None = None
+    paths: ModelPaths, dtype: str = "float32", phase: Phase | None = None
 ) -> dict[str, Any] | None:
     """Return perplexity before and after joint training, and KL(before || after) in nats per token,
     for the report.
@@ -59,7 +61,7 @@ def measure_backbone_quality(
     None if the run did not train its backbone, or its data are gone.
 
     Args:
-        advance: called with the supervised tokens of each batch that is done.
+        phase: counts the supervised tokens that are done.
     """
     cfg = run_config(paths)
     if cfg is None or not paths.trained_backbone:
@@ -77,8 +79,10 @@ def measure_backbone_quality(
     text = "held-out conversations"
     if not is_held_out:
         text = "training conversations (nothing was held out)"
+    if phase is not None:
+        phase.expect(min(QUALITY_TOKENS, conversations.supervised_tokens))
     before, after = load_versions(paths, cfg.base_model, dtype)
-    quality = compare_backbones(before, after, _batches(conversations, advance))
+    quality = compare_backbones(before, after, _batches(conversations, phase))
     return {
         "tokens": quality.tokens,
         "text": text,
@@ -129,31 +133,40 @@ def validation_conversations(
     return validation, True, held_out_count
 
 
-def _batches(
-    conversations: EncodedDataset, advance: Callable[[int], None] | None
-) -> Iterator[Batch]:
-    """Yield `_ROWS` conversations per batch, until there are `QUALITY_TOKENS` supervised tokens.
+def _batches(conversations: EncodedDataset, phase: Phase | None) -> Iterator[Batch]:
+    """Yield batches of conversations, until there are `QUALITY_TOKENS` supervised tokens; see
+    `_ROWS` and `_POSITIONS`.
 
     Args:
-        advance: called with a batch's supervised tokens once the next one is asked for.
+        phase: advances by a batch's supervised tokens once the next one is asked for.
     """
-    total = 0
-    rows: list[list[int]] = []
-    tokens = 0  # of these rows
+    total = 0  # supervised tokens of all batches
+    rows: list[list[int]] = []  # of the next batch
+    tokens = 0
+    longest = 0
     for index, example in enumerate(conversations):
+        if total + tokens >= QUALITY_TOKENS:
+            break
+        # 1. a batch that this conversation does not fit in
+        length = len(example)
+        positions = (len(rows) + 1) * max(longest, length)
+        if rows and (len(rows) == _ROWS or positions > _POSITIONS):
+            yield conversations.batch(rows)
+            if phase is not None:
+                phase.advance(tokens)
+            total += tokens
+            rows = []
+            tokens = 0
+            longest = 0
+        # 2. one more row
         rows.append([index])
         tokens += int(example.supervised.sum())
-        is_last = index == len(conversations) - 1 or total + tokens >= QUALITY_TOKENS
-        if len(rows) < _ROWS and not is_last:
-            continue
+        longest = max(longest, length)
+    # 3. the rest
+    if rows:
         yield conversations.batch(rows)
-        if advance is not None:
-            advance(tokens)
-        if is_last:
-            return
-        total += tokens
-        rows = []
-        tokens = 0
+        if phase is not None:
+            phase.advance(tokens)
 
 
 def load_versions(

@@ -626,7 +626,7 @@ def _backbone_quality(paths: ModelPaths, progress: RunProgress) -> dict[str, Any
                 "perplexity before and after joint training", QUALITY_TOKENS, "tokens", ticking=True
             ) as phase,
         ):
-            return measure_backbone_quality(paths, advance=phase.advance)
+            return measure_backbone_quality(paths, phase=phase)
     except MedusaError as error:
         reason = str(error)
     progress.print(f"perplexity was not measured: {reason}")

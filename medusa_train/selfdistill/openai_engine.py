@@ -197,7 +197,7 @@ class _Refusals:
         self.last_reason = str(rejected)
 
     def clear(self) -> None:
-        """Count refusals anew after an answer; those that are held may be returned."""
+        """Note an answer: set the count of refusals to 0, and let held requests be returned."""
         self.some_answered = True
         self.in_a_row = 0
 

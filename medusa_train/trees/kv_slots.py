@@ -192,9 +192,8 @@ def compact(storage: Tensor, starts: Tensor, path: Tensor) -> None:
     targets = torch.arange(1, path.shape[1], device=path.device) + starts[:, None]  # [B, P - 1]
     sources = path[:, 1:] + starts[:, None]  # [B, P - 1]
     if storage.shape[ROWS] == 1:
-        moved = storage.index_select(
-            COLUMNS, sources[0]
-        )  # a copy, so source and target may overlap
+        # a copy, so source and target may overlap
+        moved = storage.index_select(COLUMNS, sources[0])
         storage.index_copy_(COLUMNS, targets[0], moved)
         return
     rows = torch.arange(len(starts), device=path.device)[:, None]

@@ -4,11 +4,15 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from rich.console import Console
 from torch.nn.functional import cross_entropy, kl_div, log_softmax
 
 from medusa_train.checkpoint.resolve import resolve_model
 from medusa_train.data.batch import IGNORE_INDEX, Batch
+from medusa_train.data.dataset import EncodedDataset
+from medusa_train.evaluation import backbone_quality
 from medusa_train.evaluation.backbone_quality import (
+    QUALITY_TOKENS,
     compare_backbones,
     load_versions,
     measure_backbone_quality,
@@ -16,6 +20,7 @@ from medusa_train.evaluation.backbone_quality import (
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.loading import load_backbone
 from medusa_train.models.lora import Adapter, LoraSpec
+from medusa_train.progress import RunProgress
 from tests.evaluation.tiny_model import write_run
 
 
@@ -176,10 +181,28 @@ def test_a_frozen_backbone_is_bitwise_unchanged(run_dir: Path, backbone_dir: Pat
     assert (found.loss_after, found.kl) == (found.loss_before, 0.0)
 
 
-def test_conversations_are_measured_in_batches_and_counted(joint_run: Path) -> None:
-    counts: list[int] = []
-    found = measure_backbone_quality(
-        resolve_model(str(joint_run), None, None), advance=counts.append
+def test_conversations_are_measured_in_batches_and_counted(
+    joint_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    progress = RunProgress(Console(quiet=True))
+    paths = resolve_model(str(joint_run), None, None)
+    with progress.phase("perplexity", QUALITY_TOKENS, "tokens") as phase:
+        together = measure_backbone_quality(paths, phase=phase)
+    assert together is not None
+    assert phase.line().startswith(f"perplexity: {together['tokens']}/{together['tokens']} tokens")
+
+    batches: list[int] = []
+    batch = EncodedDataset.batch
+    monkeypatch.setattr(
+        EncodedDataset, "batch", lambda self, rows: batches.append(len(rows)) or batch(self, rows)
     )
-    assert found is not None
-    assert counts == [found["tokens"]]  # three conversations, in one batch
+    assert measure_backbone_quality(paths) == together
+    monkeypatch.setattr(backbone_quality, "_POSITIONS", 1)
+    apart = measure_backbone_quality(paths)
+    count = batches[0]
+    assert count > 1
+    assert batches[1:] == [1] * count
+    assert apart is not None
+    assert apart["tokens"] == together["tokens"]
+    for name in ("perplexity_before", "perplexity_after", "kl"):
+        assert apart[name] == pytest.approx(together[name], rel=1e-4)

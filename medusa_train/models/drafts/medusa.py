@@ -23,7 +23,7 @@ class MedusaDraft(Draft):
     """K Medusa heads (Medusa, Medusa Heads, Eq. 1; arXiv 2401.10774).
 
     Each head is a residual block and an output matrix on the backbone's hidden state. The backbone
-    predicts the token at t + 1, head k the one k further on; no head knows what the others guess:
+    predicts the token at t + 1, and head k the token at t + 1 + k; heads do not read each other:
 
         h_t -- lm_head -------------------- x_{t+1}, the root of the tree
          |---- block 1 -- W2_1 ------------ x_{t+2}
