@@ -223,3 +223,15 @@ def test_figures_are_told_against_labels_and_teacher(joint: Joint, batch: Rows) 
         assert torch.equal(out.head_correct, outs[0].head_correct)
     assert outs[0].lm.kl.item() == 0.0
     torch.testing.assert_close(outs[1].lm.kl, outs[2].lm.kl)
+
+
+def test_counts_of_heads_are_told_from_that_of_the_language_model(
+    joint: Joint, batch: Rows
+) -> None:
+    ours = objective(joint, lm="kl")
+    counts = ours.target_counts(batch)
+    out = joint.loss(ours, batch, counts)
+    assert out.lm is not None
+    assert torch.equal(torch.stack([out.lm.count, *out.head_in_vocab]), counts)
+    assert torch.equal(out.head_in_vocab, out.head_counts)  # these heads have all tokens
+    assert counts[0] > counts[1]  # or this shows nothing
