@@ -4,7 +4,8 @@
 
 A report whose draft has prompt lookup beside the heads gives three rows: lookup alone, the heads
 alone, and both. `--trees DRAFT=RUN ...` adds tokens per step by the number of nodes, of the runs'
-tree.json; `--exact DRAFT=DIRECTORY ...` equal answers in float32, of other reports.
+tree.json; `--exact DRAFT=DIRECTORY ...` equal answers in float32, of other reports; `--held-out
+"DRAFT, TEXT=RUN@STEP" ...` what training printed at the validation of a step, after so much text.
 
 Then `page.py qwen_coder` draws the picture and `tables.py` writes the tables.
 """
@@ -77,6 +78,23 @@ def _read(entries: Sequence[str], name: str) -> Iterator[tuple[str, Json]]:
         yield draft, json.loads((Path(directory) / name).read_text(encoding="utf-8"))
 
 
+def held_out(entry: str) -> Json:
+    """Return top-1 per head and tokens per step at a validation, for `DRAFT, TEXT=RUN@STEP`.
+
+    Raises ValueError if the run has no validation at that step.
+    """
+    name, run = entry.split("=", 1)
+    draft, text = name.split(", ", 1)
+    directory, step = run.rsplit("@", 1)
+    for line in (Path(directory) / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+        record = json.loads(line)
+        if record["kind"] == "eval" and record["step"] == int(step):
+            top1 = record["head_top1"]
+            rate = record["acceptance_length"]
+            return {"draft": draft, "text": text, "top1": top1, "tokens_per_step": rate}
+    raise ValueError(f"{directory} has no validation at step {step}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -85,6 +103,7 @@ def main() -> None:
     parser.add_argument("reports", nargs="+", metavar="DRAFT=DIRECTORY")
     parser.add_argument("--trees", nargs="*", default=[], metavar="DRAFT=RUN")
     parser.add_argument("--exact", nargs="*", default=[], metavar="DRAFT=DIRECTORY")
+    parser.add_argument("--held-out", nargs="*", default=[], metavar="DRAFT, TEXT=RUN@STEP")
     arguments = parser.parse_args()
     runs: list[Json] = []
     for draft, report in _read(arguments.reports, "report.json"):
@@ -107,6 +126,7 @@ def main() -> None:
         "runs": runs,
         "nodes": nodes,
         "float32": exact,
+        "held_out": [held_out(entry) for entry in arguments.held_out],
     }
     path = RESULTS / "qwen_coder.json"
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

@@ -1460,7 +1460,11 @@ def acceptance_table() -> str:
     equal_tiny = f"{tiny['equal']['tokens_per_step']:.2f}"
     name = "built-in 11M model, Medusa-1, its own questions"
     rows.append([name, "1.18M", shares, "-", chain, equal_tiny, "-"])
-    head = ("draft of SmolLM2", "tokens read", "top-1 per head:", "printed by training:")
+    for coder in results("qwen_coder")["held_out"]:
+        name = f"Qwen2.5-Coder 0.5B, {coder['draft']}, on code"
+        shown = f"{coder['tokens_per_step']:.2f}"
+        rows.append([name, coder["text"], _shares(coder["top1"]), shown, "-", "-", "-"])
+    head = ("draft (of SmolLM2)", "tokens read", "top-1 per head:", "printed by training:")
     return table((*head, "bench, chain:", "bench, 16 nodes:", "bench, 32 nodes:"), rows)
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import coder_page
+import pytest
 
 
 def test_a_report_of_heads_and_lookup_gives_a_row_for_each_and_for_both() -> None:
@@ -31,3 +35,22 @@ def test_a_report_of_heads_and_lookup_gives_a_row_for_each_and_for_both() -> Non
     del overall["baselines"]["heads_alone"], overall["baselines"]["lookup_alone"]
     (alone,) = coder_page.runs_of({"overall": overall, "meta": meta}, "Hydra++", "EPYC, compiled")
     assert alone["draft"] == "Hydra++"
+
+
+def test_a_validation_is_found_by_its_step(tmp_path: Path) -> None:
+    records = [
+        {"kind": "train", "step": 8, "loss": 1.0},
+        {"kind": "eval", "step": 4, "head_top1": [0.2], "acceptance_length": 1.2},
+        {"kind": "eval", "step": 8, "head_top1": [0.4], "acceptance_length": 1.5},
+    ]
+    lines = "\n".join(json.dumps(record) for record in records)
+    (tmp_path / "metrics.jsonl").write_text(lines, encoding="utf-8")
+    found = coder_page.held_out(f"Medusa-1, 0.43M, twice={tmp_path}@8")
+    assert found == {
+        "draft": "Medusa-1",
+        "text": "0.43M, twice",
+        "top1": [0.4],
+        "tokens_per_step": 1.5,
+    }
+    with pytest.raises(ValueError, match="no validation at step 5"):
+        coder_page.held_out(f"Medusa-1, 0.43M={tmp_path}@5")
