@@ -228,12 +228,15 @@ TERMINAL_COLUMNS = [title for title in COLUMNS if title not in ("answers", "corr
 
 
 def figures_table(report: Report, columns: Sequence[str] = tuple(COLUMNS)) -> Table:
-    """Return one row per category, the overall row last, without columns of which nothing was
-    measured.
+    """Return one row per category, the overall row last unless it would repeat the only one, without
+    columns of which nothing was measured.
     """
-    groups = {**report.categories, "overall": report.overall}
+    groups = dict(report.categories)
+    several = len(groups) != 1
+    if several:
+        groups["overall"] = report.overall
     cells = {title: [COLUMNS[title](figures) for figures in groups.values()] for title in columns}
-    return Table.of_columns({"category": list(groups), **cells}, overall=True)
+    return Table.of_columns({"category": list(groups), **cells}, overall=several)
 
 
 def decoders_table(report: Report) -> Table:

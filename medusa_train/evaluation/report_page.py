@@ -107,7 +107,7 @@ def faster_baseline(overall: Json) -> str:
 def _speed_figures(report: Json) -> list[Figure]:
     overall = report["overall"]
     figures = []
-    if overall["speedup"] is not None:
+    if overall["speedup"] is not None and len(report["categories"]) > 1:
         figures.append(speedup_figure({"": report}))
     # one bar per decoder
     groups = []
@@ -127,15 +127,19 @@ def _speed_figures(report: Json) -> list[Figure]:
 
 
 def speedup_figure(reports: Mapping[str, Json]) -> Figure:
-    """Draw the speedups per category and overall of one run, or of several beside each other."""
+    """Draw the speedups per category and overall of one run, or of several beside each other. An only
+    category stands for the whole bench.
+    """
     shown = [{**report["categories"], "overall": report["overall"]} for report in reports.values()]
     several = len(shown) > 1
     categories: dict[str, None] = {}  # in the order in which they first appear, overall last
     for by_category in shown:
         categories.update(dict.fromkeys(by_category))
     del categories["overall"]
+    if len(categories) != 1:
+        categories["overall"] = None
     groups = []
-    for category in [*categories, "overall"]:
+    for category in categories:
         group = []
         for index, by_category in enumerate(shown):
             figures = by_category.get(category, {})
@@ -311,11 +315,13 @@ def _score_details(scores: Json) -> list[str]:
 
 def colored_runs(answer: Json) -> list[tuple[int, str]]:
     """Return the text of an answer in runs of tokens by one head, each after the head's number (0:
-    backbone).
+    backbone), without the token that ended it.
     """
     pieces = answer.get("pieces")
     if not pieces:
         return [(0, answer["text"])]
+    if "".join(pieces[:-1]) == answer["text"]:
+        pieces = pieces[:-1]
     heads = proposing_heads(len(pieces), answer["accepted"])
     runs: list[tuple[int, str]] = []
     for head, pairs in groupby(zip(heads, pieces, strict=True), key=lambda pair: pair[0]):

@@ -100,6 +100,15 @@ def test_the_page_is_whole_and_takes_nothing_from_elsewhere() -> None:
     assert "default-src 'none'" in html
 
 
+def test_a_bench_of_one_category_is_shown_once() -> None:
+    two = Report.from_records([record(1, "math"), record(2, "code")], meta())
+    assert [row[0] for row in figures_table(two).rows] == ["math", "code", "overall"]
+    assert "Speedup per category" in page([record(1, "math"), record(2, "code")])
+    one = Report.from_records([record(1, "math"), record(2, "math")], meta())
+    assert [row[0] for row in figures_table(one).rows] == ["math"]
+    assert "Speedup per category" not in page([record(1, "math"), record(2, "math")])
+
+
 def test_it_compares_the_decoders() -> None:
     one = record(1, "math")
     one.others["prompt_lookup"] = TimedAnswer(tuple(range(6)), 2.0, steps=2, prefill_tokens=2)
@@ -117,6 +126,8 @@ def test_accepted_tokens_are_coloured_by_their_head_and_text_is_escaped() -> Non
     # space, backbone c
     assert colored_runs(one) == [(0, "a"), (1, "<"), (2, "i>"), (0, "b &"), (1, " "), (0, "c")]
     assert colored_runs({"pieces": [], "text": "<x>", "accepted": []}) == [(0, "<x>")]
+    ended = {**one, "pieces": [*one["pieces"], "</s>"], "accepted": [2, 0, 1, 0]}
+    assert colored_runs(ended) == colored_runs(one)  # the end token is no text
     shown = (
         "<div class=answer>a<i class=h1>&lt;</i><i class=h2>i&gt;</i>b &amp;<i class=h1>"
         " </i>c</div>"
