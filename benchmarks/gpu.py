@@ -8,6 +8,9 @@ benchmarks/gpu.sh`.
 
 Finished steps are kept in gpu.json and not run again, so an interrupted run continues with the same
 command, also on another machine that has `--out`. Logs, runs and raw measurements go to `--work`.
+
+Exit codes: 0 every step succeeded or could run, 1 one did not, 2 usage, 130 interrupted (Ctrl-C), 143
+terminated.
 """
 
 from __future__ import annotations
@@ -46,6 +49,14 @@ from gpu_plan import (  # noqa: E402
 from shared import machine_facts, machine_line, rounded, table, write_result  # noqa: E402
 
 from medusa_train.cli.common import quiet_libraries  # noqa: E402
+from medusa_train.errors import (  # noqa: E402
+    CheckpointError,
+    ConfigError,
+    MedusaError,
+    signal_exit_code,
+)
+from medusa_train.io import existing_parent  # noqa: E402
+from medusa_train.training.signals import signals_as_interrupts  # noqa: E402
 
 MINUTES = (15, 8)
 GRACE = 10  # seconds between SIGINT and SIGKILL
@@ -116,14 +127,18 @@ def pending(steps: Sequence[Step], part: int | None, record: Record) -> list[Ste
     """
     chosen: list[Step] = []
     for step in reversed(steps):
-        finished = record["steps"].get(step.name, {})
-        done = finished.get("status") == DONE and finished.get("words") == list(step.words)
         gone = step.makes is not None and not (ROOT / step.makes).exists()
-        if (part in (None, step.part) and not done) or (
+        if (part in (None, step.part) and not is_done(step, record)) or (
             gone and any(step.makes in later.needs for later in chosen)
         ):
             chosen.append(step)
     return chosen[::-1]
+
+
+def is_done(step: Step, record: Record) -> bool:
+    """Return whether a step is finished with these arguments: plans share names."""
+    finished = record["steps"].get(step.name, {})
+    return finished.get("status") == DONE and finished.get("words") == list(step.words)
 
 
 def run_step(step: Step, log: Path, left: float = math.inf) -> Record:
@@ -169,13 +184,15 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
     """End a process and its children, those included that it left behind; Ctrl-C lets pytest write
     its report.
     """
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGINT)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(GRACE)
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    try:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGINT)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE)
+    finally:  # also where another Ctrl-C ends the wait
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def results_of(step: Step) -> Record:
@@ -234,7 +251,6 @@ def run(
     succeeded.
     """
     record = load_record(args.out)
-    check_writable(args.out)
     todo = pending(steps, args.part, record)
     words = sys.argv[1:] if arguments is None else arguments
     record["machine"] = {
@@ -259,7 +275,7 @@ def run(
         print(
             f"{one['status']} after {one['seconds']} s {one.get('reason', '')}".rstrip(), flush=True
         )
-        record["steps"][step.name] = one
+        record["steps"][step.name] = better_of(record["steps"].get(step.name, {}), one)
         record["goals"] = goals(record["steps"])
         # from which a later run continues
         write_result(args.out, "gpu", record, markdown(steps, record))
@@ -268,35 +284,47 @@ def run(
     return succeeded
 
 
+def better_of(earlier: Record, one: Record) -> Record:
+    """Return what is kept of a step: a result of other arguments goes only when there is a new one."""
+    if one["status"] == DONE or earlier.get("status") != DONE:
+        return one
+    return {**earlier, "reason": f"run again: {one['status']}, {one['reason']}"}
+
+
 def load_record(out: Path) -> Record:
-    """Read what earlier runs finished."""
+    """Read what earlier runs finished; CheckpointError if it is damaged."""
     path = out / "gpu.json"
     record: Record = {}
     if path.is_file():
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
-            raise SystemExit(
-                f"error: {path} is not JSON ({error}); move it away, or choose another --out"
+            raise CheckpointError(
+                f"{path} is not JSON ({error}); move it away, or choose another --out"
             ) from error
+    if not isinstance(record, dict) or not isinstance(record.get("steps", {}), dict):
+        raise CheckpointError(
+            f"{path} has no record of steps; move it away, or choose another --out"
+        )
     return {"machine": {}, "goals": [], **record, "steps": record.get("steps", {})}
 
 
-def check_writable(out: Path) -> None:
-    """Stop before the first step if its result could not be written."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out):
-            pass
-    except OSError as error:
-        raise SystemExit(
-            f"error: --out {out}: cannot be written ({error.strerror}); choose another directory"
-        ) from error
+def check_writable(args: argparse.Namespace) -> None:
+    """Stop before the first step if its log or result could not be written; raises ConfigError."""
+    for option, directory in (("--out", args.out), ("--work", ROOT / args.work)):
+        existing = existing_parent(directory)
+        try:
+            with tempfile.TemporaryFile(dir=existing):
+                pass
+        except OSError as error:
+            raise ConfigError(
+                f"{option}: {existing} cannot be written ({error.strerror}); choose another directory"
+            ) from error
 
 
 def progress(steps: Sequence[Step], record: Record) -> str:
     """Count the finished steps."""
-    done = sum(record["steps"].get(step.name, {}).get("status") == DONE for step in steps)
+    done = sum(is_done(step, record) for step in steps)
     return f"{done} of {len(steps)} steps are done"
 
 
@@ -372,6 +400,8 @@ def markdown(steps: Sequence[Step], record: Record) -> str:
             )
         if one.get("device") not in (None, record["machine"]["device"]):
             said += f" on {one['device']}"
+        if one.get("words", list(step.words)) != list(step.words):
+            said += " (other arguments)"
         rows.append(
             [step.name, str(step.part), one["status"], f"{one['seconds']}", f"{step.limit}", said]
         )
@@ -461,7 +491,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         steps = short_plan(args.minutes, args.work)
     else:
         steps = plan(args.work)
-    return 0 if (dry_run(steps, args) if args.dry_run else run(steps, args, arguments)) else 1
+    try:
+        check_writable(args)
+        if args.dry_run:
+            return 0 if dry_run(steps, args) else 1
+        with signals_as_interrupts():  # a step would go on without this process, which SIGTERM ends
+            return 0 if run(steps, args, arguments) else 1
+    except MedusaError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt as error:
+        print(
+            "\nerror: interrupted; the same command continues with what is not done",
+            file=sys.stderr,
+        )
+        return signal_exit_code(error)
 
 
 if __name__ == "__main__":

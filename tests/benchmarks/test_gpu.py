@@ -1,8 +1,13 @@
 """The plan for a GPU: limits, checks that find mistakes, resuming, steps that fail, and the page."""
 
 import json
+import os
+import signal
+import subprocess
+import threading
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import gpu
@@ -201,17 +206,120 @@ def test_goals_and_pages_come_from_what_was_measured(tmp_path: Path) -> None:
     assert gpu.goals({}) == []
 
 
-def test_a_directory_that_cannot_be_written_stops_before_the_first_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("option", ["--out", "--work"])
+@pytest.mark.parametrize("more", [[], ["--dry-run"]], ids=["run", "dry-run"])
+def test_a_directory_that_cannot_be_written_stops_before_the_first_step(
+    option: str,
+    more: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     (tmp_path / "file").touch()
-    ran = tmp_path / "ran"
-    steps = [step("first", f"open({str(ran)!r}, 'w').close()")]
-    given = gpu.parse_arguments(["--out", str(tmp_path / "file" / "x"), "--work", str(tmp_path)])
-    with pytest.raises(SystemExit, match=r"cannot be written .*choose another directory"):
-        gpu.run(steps, given, [])
-    assert not ran.exists()
+    monkeypatch.setattr(gpu, "short_plan", lambda minutes, work: [])
+    monkeypatch.setattr(gpu, "print_wheels", lambda: 0)
+    given = ["--minutes", "8", *more, "--out", str(tmp_path), "--work", str(tmp_path)]
+    assert gpu.main(given) == 0
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        assert gpu.main([*given, option, str(path)]) == 2
+        said = capsys.readouterr().err
+        assert f"error: {option}: {tmp_path / 'file'} cannot be written" in said
+        assert "choose another directory" in said
 
 
-def test_a_damaged_record_is_named(tmp_path: Path) -> None:
-    (tmp_path / "gpu.json").write_text('{"steps": ')
-    with pytest.raises(SystemExit, match=r"gpu\.json is not JSON .*move it away"):
-        gpu.load_record(tmp_path)
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"steps": ', "is not JSON"),
+        ("[1]", "has no record of steps"),
+        ('{"steps": [1]}', "has no record of steps"),
+    ],
+)
+def test_a_damaged_record_is_named(
+    text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "gpu.json").write_text(text)
+    given = ["--minutes", "8", "--out", str(tmp_path), "--work", str(tmp_path)]
+    for more in ([], ["--dry-run"]):
+        assert gpu.main([*given, *more]) == 1
+        message = capsys.readouterr().err
+        assert f"gpu.json {said}" in message
+        assert "move it away" in message
+
+
+def has_ended(pid: int) -> bool:
+    state = Path(f"/proc/{pid}/stat")
+    return not state.exists() or state.read_text().split()[2] == "Z"
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_the_step_and_the_same_command_continues(
+    number: int,
+    code: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """SIGTERM alone would leave the step behind, beside which the next run measures."""
+    count, pid, flag = tmp_path / "count", tmp_path / "pid", tmp_path / "flag"
+    waits = (
+        f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid()));"
+        f" time.sleep(0 if os.path.exists({str(flag)!r}) else 60)"
+    )
+    steps = [step("counts", f"open({str(count)!r}, 'a').write('x')"), step("waits", waits)]
+    monkeypatch.setattr(gpu, "short_plan", lambda minutes, work: steps)
+    given = ["--minutes", "8", "--out", str(tmp_path), "--work", str(tmp_path / "work")]
+
+    def send_once_it_waits() -> None:
+        end = time.monotonic() + 60
+        while not (pid.exists() and pid.read_text()) and time.monotonic() < end:
+            time.sleep(0.05)
+        os.kill(os.getpid(), number)
+
+    sender = threading.Thread(target=send_once_it_waits)
+    sender.start()
+    assert gpu.main(given) == code
+    sender.join()
+    assert has_ended(int(pid.read_text()))
+    assert "the same command continues" in capsys.readouterr().err
+    flag.touch()
+    assert gpu.main(given) == 0
+    assert "1 steps to run" in capsys.readouterr().out
+    assert count.read_text() == "x"
+
+
+def test_a_second_interrupt_ends_the_step_at_once() -> None:
+    """Also one that ignores Ctrl-C."""
+    ignore = partial(signal.signal, signal.SIGINT, signal.SIG_IGN)
+    process = subprocess.Popen(["sleep", "60"], start_new_session=True, preexec_fn=ignore)
+    wait = process.wait
+
+    def interrupted(timeout: float | None = None) -> int:
+        if timeout is not None:
+            raise KeyboardInterrupt
+        return wait(10)
+
+    process.wait = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        gpu.end_group(process)
+    assert has_ended(process.pid)
+
+
+def test_a_result_of_other_arguments_stays_until_there_is_a_new_one(tmp_path: Path) -> None:
+    """The plans of 8 and 15 minutes and the whole one share names of steps."""
+    args = arguments(tmp_path)
+    small = step("variants", "pass")
+    assert gpu.run([small], args, [])
+    large = [step("variants", "raise ValueError")]
+    assert not gpu.run(large, args, [])
+    record = gpu.load_record(tmp_path)
+    kept = record["steps"]["variants"]
+    assert (kept["status"], kept["words"]) == ("done", list(small.words))
+    assert kept["reason"] == "run again: failed, exit code 1"
+    assert gpu.pending(large, None, record) == large
+    page = (tmp_path / "gpu.md").read_text()
+    assert "0 of 1 steps are done" in page
+    assert "run again: failed, exit code 1 (other arguments) |" in page
+    new = [step("variants", "pass; pass")]
+    assert gpu.run(new, args, [])
+    assert "(other arguments)" not in (tmp_path / "gpu.md").read_text()
