@@ -90,7 +90,9 @@ def coder_plan(name: str, work: str = "runs/gpu") -> list[Step]:
     steps = []
 
     # 1. The model, from the pieces that came along.
+    origin = "part of the repository"
     if coder.pieces is not None:
+        origin = "step coder-join"
         manifest = {f"{coder.pieces}/pieces.json": "python benchmarks/coder_pieces.py pack"}
         words = ("coder_pieces.py", "join", coder.pieces)
         steps.append(_step("join", words, joining, manifest, makes=config))
@@ -102,7 +104,7 @@ def coder_plan(name: str, work: str = "runs/gpu") -> list[Step]:
     words += ("max_new_tokens=768" if name != "tiny" else "max_new_tokens=32",)
     words += ("temperature=0.3", "batch_size=64", "drop_truncated=false", "drop_looping=false")
     make_prompts = f"python data/make_prompts.py qwen_coder --count 1500 --output {PROMPTS}"
-    needs = {config: "step join", PROMPTS: make_prompts}
+    needs = {config: origin, PROMPTS: make_prompts}
     steps.append(_step("answers", words, answering, needs, makes=answers))
 
     # 3. Two drafts, and what each of them makes of decoding.
@@ -112,7 +114,7 @@ def coder_plan(name: str, work: str = "runs/gpu") -> list[Step]:
         run = f"{work}/{recipe}"
         words = ("train", f"configs/{recipe}.yaml", f"base_model={coder.model}")
         words += (f"datasets=[{datasets}]", f"output_dir={run}", "overwrite_output_dir=true")
-        needs = {config: "step join", answers: "step answers"}
+        needs = {config: origin, answers: "step coder-answers"}
         tree = f"{run}/tree.json"
         train = _step(f"{recipe}-train", (*words, *coder.keys), training, needs, makes=tree)
         steps.append(train)

@@ -10,7 +10,7 @@ import gpu
 import numpy as np
 import pytest
 from coder_plan import CODERS, PROMPTS, coder_plan
-from gpu_plan import problems_of
+from gpu_plan import Step, plan, problems_of
 
 
 def write_gguf(path: Path, tensors: dict[str, np.ndarray]) -> None:
@@ -133,6 +133,17 @@ def test_a_plan_fits_its_time_and_names_only_what_has_to_be_brought(name: str) -
     for step in steps:
         problems = [p for p in problems_of(step, steps) if not any(word in p for word in brought)]
         assert problems == []
+
+
+@pytest.mark.parametrize("steps", [plan(), *map(coder_plan, CODERS)], ids=["plan", *CODERS])
+def test_a_step_that_is_missed_is_named_as_the_plan_names_it(steps: list[Step]) -> None:
+    named = set()
+    for one in steps:
+        for how in one.needs.values():
+            if how.startswith("step "):
+                named.add(how.removeprefix("step "))
+    assert named
+    assert named <= {one.name for one in steps}
 
 
 @pytest.mark.slow
