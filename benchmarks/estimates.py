@@ -198,7 +198,8 @@ def summary_table() -> str:
     """Return for Llama 3.1 8B and each GPU: text, and both drafts' training and decoding."""
     rows = []
     for number, gpu in enumerate(GPUS):
-        cells: list[Any] = [gpu, f"{hours_of_text(LLAMA_8B, gpu):.1f}"]
+        least = hours_of_text(LLAMA_8B, gpu)
+        cells: list[Any] = [gpu, f"{2 * least:.0f} to {3 * least:.0f} h"]
         for name, shape, settings in ROWS:
             if name not in ("llama31_8b_m1", "llama31_8b_eagle3"):
                 continue
@@ -210,7 +211,7 @@ def summary_table() -> str:
             cells.append(f"{hours} h, {memory}{', 4-bit' if is_4bit else ''}")
             cells.append(f"{decoding:.0f} GiB")
         rows.append(cells)
-    head = ("one GPU", "text, hours at least:", "train Medusa-1:", "decode:")
+    head = ("one GPU", "text:", "train Medusa-1:", "decode:")
     return table((*head, "train EAGLE-3:", "decode:"), rows)
 
 
