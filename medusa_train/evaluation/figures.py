@@ -30,6 +30,15 @@ Interval = tuple[float, float]
 RESAMPLES = 2000
 PAIRED_RESAMPLES = 10_000
 SEED = 20
+#: Ratios of the tree that have an interval in the report.
+TREE_RATIOS = (
+    "acceleration_rate",
+    "overhead",
+    "speedup",
+    "speedup_over_generate",
+    "speedup_over_fastest",
+    "tokens_per_s",
+)
 #: Least numbers of batches, and of a server's blocks, from which the spread of times can be told.
 LEAST_BATCHES = 5
 LEAST_BLOCKS = 3
@@ -47,32 +56,31 @@ def summarize(records: Sequence[TurnRecord]) -> Figures:
     """Compute all figures of one group of answers (a category, or the whole bench)."""
     # 1. rates of each decoder, and the tree's ratios to the others
     sums = _sums(records)
-    rates = {name: _rates(part) for name, part in sums.items()}
     ratios = _ratios(sums)
     intervals = speed_intervals(records)
-    baselines = {}
-    for name, measured in rates.items():
+    baselines: dict[str, Figures] = {}
+    for name in sums:
         if name == "tree":
             continue
+        rates = _rates(sums[name])
         equal = [record.baselines[name].tokens == record.plain.tokens for record in records]
         baselines[name] = {
-            "tokens_per_s": _number(measured.tokens_per_s),
-            "tokens_per_step": _number(measured.tokens_per_step),
-            "speedup": _number(ratios.get(f"over_{name}")),
-            "speedup_interval": intervals.get(f"over_{name}"),
+            "tokens_per_s": _number(rates.tokens_per_s),
+            "tokens_per_step": _number(rates.tokens_per_step),
+            "speedup": _number(ratios.get(f"tree_over_{name}")),
+            "speedup_interval": intervals.get(f"tree_over_{name}"),
             "over_plain": _number(ratios.get(f"{name}_over_plain")),
             "over_plain_interval": intervals.get(f"{name}_over_plain"),
-            "equal_to_plain": sum(equal),
+            "equal_to_plain": equal.count(True),
         }
-    generate = rates.get("generate")
 
     # 2. what the tree's answers and traces tell about the draft
     tree_answers = [record.tree for record in records if record.tree is not None]
     traces = [record.trace for record in records if record.trace is not None]
+    # the time of a batch's prefill is divided among its rows, but each waits for all of it
+    waits = [answer.prefill_seconds * answer.rows for answer in tree_answers]
     first_token_seconds = None
-    if tree_answers:
-        # the time of a batch's prefill is divided among its rows, but each waits for all of it
-        waits = [answer.prefill_seconds * answer.rows for answer in tree_answers]
+    if any(waits):
         first_token_seconds = sum(waits) / len(waits)
 
     # 3. the same speedup without answers that loop, which are easy to draft
@@ -86,26 +94,22 @@ def summarize(records: Sequence[TurnRecord]) -> Figures:
         "speedup_over_generate": _number(ratios.get("speedup_over_generate")),
         "speedup_over_fastest": _number(ratios.get("speedup_over_fastest")),
         "tokens_per_s": _number(ratios.get("tokens_per_s")),
-        "baseline_tokens_per_s": _number(rates["plain"].tokens_per_s),
-        "generate_tokens_per_s": None if generate is None else _number(generate.tokens_per_s),
+        "baseline_tokens_per_s": baselines["plain"]["tokens_per_s"],
+        "generate_tokens_per_s": baselines.get("generate", {}).get("tokens_per_s"),
         "answers": len(records),
-        "equal_answers": _count(records, "float32", Verdict.EQUAL),
-        "tie_answers": _count(records, "float32", Verdict.TIE),
-        "equal_answers_bf16": _count(records, "bfloat16", Verdict.EQUAL),
+        "equal_answers": _count_verdicts(records, "float32", Verdict.EQUAL),
+        "tie_answers": _count_verdicts(records, "float32", Verdict.TIE),
+        "equal_answers_bf16": _count_verdicts(records, "bfloat16", Verdict.EQUAL),
         "scores": summarize_scores(records),
         "looping_answers": len(records) - len(without_loops),
         "speedup_without_loops": _number(ratios_without_loops.get("speedup")),
-        "time_to_first_token_s": first_token_seconds or None,
+        "time_to_first_token_s": first_token_seconds,
         "accepted_lengths": accepted_lengths(tree_answers),
         "ctar": ctar(tree_answers),
         "chain_rates": chain_rates(traces),
         "head_accuracy": head_accuracy(traces) if traces else None,
         "baselines": baselines,
-        "intervals": {
-            name: bounds
-            for name, bounds in intervals.items()
-            if not name.startswith("over_") and not name.endswith("_over_plain")
-        },
+        "intervals": {name: intervals[name] for name in TREE_RATIOS if name in intervals},
     }
 
 
@@ -156,26 +160,28 @@ def _sums(records: Sequence[TurnRecord]) -> dict[str, Tensor]:
             addends.setdefault("tree", []).append(_addends(record.tree))
         for name, answer in record.baselines.items():
             addends.setdefault(name, []).append(_addends(answer))
-    return {
-        name: torch.tensor(rows, dtype=torch.float64).sum(dim=0) for name, rows in addends.items()
-    }
+    sums = {}
+    for name, rows in addends.items():
+        sums[name] = torch.tensor(rows, dtype=torch.float64).sum(dim=0)  # [answers, 6] -> [6]
+    return sums
 
 
 def _ratios(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Compute the tree's rates, its ratios to the baselines, and theirs to plain decoding [...],
-    from the sums [..., 6] of every decoder.
+    """Compute `TREE_RATIOS` [...] from the sums [..., 6] of every decoder, and ratios of tokens per
+    second: `tree_over_NAME` and `NAME_over_plain` for each baseline.
 
     Empty without a tree.
     """
     if "tree" not in sums:
         return {}
-    rates = {name: _rates(part) for name, part in sums.items()}
+    rates = {name: _rates(decoder_sums) for name, decoder_sums in sums.items()}
     tree = rates.pop("tree")
     plain = rates["plain"]
     ratios = {
         "acceleration_rate": tree.tokens_per_step,
         "overhead": tree.pass_seconds / plain.pass_seconds,
         "speedup": tree.tokens_per_s / plain.tokens_per_s,
+        "tokens_per_s": tree.tokens_per_s,
     }
     fastest = plain.tokens_per_s
     if "generate" in rates:
@@ -183,9 +189,8 @@ def _ratios(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
         ratios["speedup_over_generate"] = tree.tokens_per_s / generate.tokens_per_s
         fastest = torch.maximum(fastest, generate.tokens_per_s)
     ratios["speedup_over_fastest"] = tree.tokens_per_s / fastest
-    ratios["tokens_per_s"] = tree.tokens_per_s
     for name, baseline in rates.items():
-        ratios[f"over_{name}"] = tree.tokens_per_s / baseline.tokens_per_s
+        ratios[f"tree_over_{name}"] = tree.tokens_per_s / baseline.tokens_per_s
         ratios[f"{name}_over_plain"] = baseline.tokens_per_s / plain.tokens_per_s
     return ratios
 
@@ -225,8 +230,9 @@ def ctar(answers: Sequence[TimedAnswer]) -> list[float]:
 
     Source: Kangaroo, consistent token acceptance rate.
     """
-    lengths = accepted_lengths(answers)
-    return [sum(lengths[least:]) / sum(lengths) for least in range(1, len(lengths))]
+    steps_by_length = accepted_lengths(answers)
+    steps = sum(steps_by_length)
+    return [sum(steps_by_length[w:]) / steps for w in range(1, len(steps_by_length))]
 
 
 def chain_rates(traces: Sequence[Trace]) -> list[float]:
@@ -235,11 +241,13 @@ def chain_rates(traces: Sequence[Trace]) -> list[float]:
 
     Servers that draft without a tree (vLLM's Medusa) decode like this. Empty without traces.
     """
-    num_heads = len(traces[0].ranks[0]) if traces else 0
+    if not traces:
+        return []
+    num_heads = len(traces[0].ranks[0])
     return [tokens_per_step(traces, Tree.chain(k)) for k in range(1, num_heads + 1)]
 
 
-def _count(records: Iterable[TurnRecord], dtype: str, verdict: Verdict) -> int | None:
+def _count_verdicts(records: Iterable[TurnRecord], dtype: str, verdict: Verdict) -> int | None:
     """Count the answers with `verdict`; None if the dtype was not run."""
     verdicts = [record.exact[dtype] for record in records if dtype in record.exact]
     if not verdicts:
@@ -293,18 +301,25 @@ def speed_intervals(records: Sequence[TurnRecord]) -> dict[str, Interval | None]
     for turns in questions.values():
         # the questions of a batch have equal shares of its time, to the last bit
         batches.setdefault(turns[0].plain.seconds, []).extend(turns)
-    by_batch = _bootstrap(batches.values()) if len(batches) >= LEAST_BATCHES else {}
-    return {**by_batch, "acceleration_rate": by_question["acceleration_rate"]}
+    intervals: dict[str, Interval | None] = {}
+    if len(batches) >= LEAST_BATCHES:
+        intervals = _bootstrap(batches.values())
+    # it has no time in it, so the questions of a batch are independent
+    intervals["acceleration_rate"] = by_question["acceleration_rate"]
+    return intervals
 
 
 def _bootstrap(units: Iterable[Sequence[TurnRecord]]) -> dict[str, Interval | None]:
     """Resample whole units of records; return the interval of every ratio."""
-    sums = [_sums(records) for records in units]
-    names = list(sums[0])
-    columns = [torch.stack([unit[name] for unit in sums]) for name in names]  # [units, 6] each
-    drawn = resample(torch.cat(columns, dim=1))  # [R, 6 * decoders]
-    by_name = dict(zip(names, drawn.split(6, dim=1), strict=True))
-    return {name: interval(samples) for name, samples in _ratios(by_name).items()}
+    sums_of_units = [_sums(records) for records in units]
+    decoders = list(sums_of_units[0])
+    # all decoders in one row, so that each sample draws the same units for all of them
+    rows = []
+    for sums in sums_of_units:
+        rows.append(torch.cat([sums[name] for name in decoders]))
+    drawn = resample(torch.stack(rows))  # [units, 6 * decoders] -> [R, 6 * decoders]
+    drawn_sums = dict(zip(decoders, drawn.split(6, dim=1), strict=True))  # [R, 6] each
+    return {name: interval(samples) for name, samples in _ratios(drawn_sums).items()}
 
 
 class Counts(NamedTuple):
@@ -346,9 +361,11 @@ def compare_rates(
     if len(pairs) < 2:
         raise DataError("comparing two runs needs two or more questions")
     rows = _pair_rows(pairs)
-    bounds = interval(_ratio_of_rates(resample(rows, resamples)))
+    ratio = _ratio_of_rates(rows.sum(dim=0))
+    drawn_ratios = _ratio_of_rates(resample(rows, resamples))  # [R]
+    bounds = interval(drawn_ratios)
     assert bounds is not None  # every question has steps
-    return float(_ratio_of_rates(rows.sum(dim=0))), bounds
+    return float(ratio), bounds
 
 
 def _pair_rows(pairs: Iterable[tuple[Counts, Counts]]) -> Tensor:
@@ -358,8 +375,10 @@ def _pair_rows(pairs: Iterable[tuple[Counts, Counts]]) -> Tensor:
 
 def _ratio_of_rates(sums: Tensor) -> Tensor:
     """Return the second run's rate over the first one's [...], from sums [..., 4] of pairs."""
-    tokens, cost, other_tokens, other_cost = sums.unbind(-1)
-    return (other_tokens / other_cost) / (tokens / cost)
+    first_tokens, first_cost, second_tokens, second_cost = sums.unbind(-1)
+    first_rate = first_tokens / first_cost
+    second_rate = second_tokens / second_cost
+    return second_rate / first_rate
 
 
 def block_interval(first: Sequence[Counts], second: Sequence[Counts]) -> Interval | None:
