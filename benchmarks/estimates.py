@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
 
 import torch  # noqa: E402
-from result_tables import table  # noqa: E402
+from result_tables.writing import table  # noqa: E402
 from shapes import Sizes  # noqa: E402
 from transformers import LlamaConfig, PretrainedConfig, Qwen3Config  # noqa: E402
 

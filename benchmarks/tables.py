@@ -18,29 +18,15 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
 
 from estimates import ROWS, estimate_row, hours_of_text  # noqa: E402
-from result_tables import (  # noqa: E402
-    ANSWERS,
-    RESULTS,
-    SHORT,
-    TABLES,
-    Json,
-    acceptance_table,
-    coder_nodes_table,
-    eagle3_served_table,
-    epsilon_table,
-    estimate_7b,
-    estimate_range_7b,
-    gpu_clock_table,
-    gpu_training_table,
-    nodes_table,
-    results,
-    specbench_table,
-    speed,
-    table,
-    table6_table,
-    times,
-    trees_table,
-)
+from result_tables.acceptance import acceptance_table  # noqa: E402
+from result_tables.coder import coder_nodes_table  # noqa: E402
+from result_tables.gpu import gpu_clock_table, gpu_training_table  # noqa: E402
+from result_tables.large_models import estimate_7b, estimate_range_7b, trees_table  # noqa: E402
+from result_tables.lookup import specbench_table  # noqa: E402
+from result_tables.pages import RESULT_PAGES  # noqa: E402
+from result_tables.papers import epsilon_table, nodes_table, table6_table  # noqa: E402
+from result_tables.served import eagle3_served_table  # noqa: E402
+from result_tables.writing import RESULTS, Json, results, speed, table, times  # noqa: E402
 
 from medusa_train.io import replace_text  # noqa: E402
 from medusa_train.training.estimate import GPUS  # noqa: E402
@@ -174,11 +160,10 @@ def _served_row(name: str, cells: Mapping[int, Json]) -> list[str]:
 def results_list() -> str:
     """Every result page with its question and a short answer."""
     rows = []
-    for name, answer in SHORT.items():
+    for name, page in RESULT_PAGES.items():
         title = (RESULTS / f"{name}.md").read_text(encoding="utf-8").split("\n", 1)[0]
-        rows.append(
-            [title.removeprefix("# "), answer(), f"[{name}](../benchmarks/results/{name}.md)"]
-        )
+        link = f"[{name}](../benchmarks/results/{name}.md)"
+        rows.append([title.removeprefix("# "), page.short(), link])
     return table(("question", "answer", "page"), rows)
 
 
@@ -226,20 +211,18 @@ def with_blocks(text: str, blocks: Mapping[str, Block]) -> str:
 
 def result_page(name: str, text: str) -> str:
     """Return a result page with its answer and its table written again."""
-    if name in ANSWERS:
-        lines = text.split("\n")
-        lines[2] = f"**{ANSWERS[name]()}**"
-        text = "\n".join(lines)
-    if name in TABLES:
-        content = TABLES[name]() + "\n"
-        text = _FIRST_TABLE.sub(lambda match: content, text, count=1)
-    return text
+    page = RESULT_PAGES[name]
+    lines = text.split("\n")
+    lines[2] = f"**{page.answer()}**"
+    text = "\n".join(lines)
+    content = page.table() + "\n"
+    return _FIRST_TABLE.sub(lambda match: content, text, count=1)
 
 
 def pages() -> dict[Path, str]:
     """Return every page that has generated parts, and what it should say."""
     written = {}
-    for name in sorted({*ANSWERS, *TABLES}):
+    for name in RESULT_PAGES:
         path = RESULTS / f"{name}.md"
         written[path] = result_page(name, path.read_text(encoding="utf-8"))
     for name, blocks in MARKED.items():

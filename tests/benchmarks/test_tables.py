@@ -4,8 +4,8 @@ from pathlib import Path
 
 import estimates
 import pytest
-import result_tables
 import tables
+from result_tables import coder, drafts, lookup, pages, writing
 
 
 def test_pages_say_what_their_json_says(capsys: pytest.CaptureFixture[str]) -> None:
@@ -21,8 +21,7 @@ def test_a_changed_figure_is_named_and_written_again(
     (tmp_path / "README.md").write_text(readme.replace(f"| {speedup:.2f}x [", "| 9.99x ["))
     monkeypatch.setattr(tables, "ROOT", tmp_path)
     monkeypatch.setattr(tables, "MARKED", {"README.md": tables.MARKED["README.md"]})
-    monkeypatch.setattr(tables, "ANSWERS", {})
-    monkeypatch.setattr(tables, "TABLES", {})
+    monkeypatch.setattr(tables, "RESULT_PAGES", {})
     assert tables.main(["--check"]) == 1
     assert "README.md: differs from its JSON" in capsys.readouterr().out
     assert tables.main([]) == 0
@@ -30,16 +29,16 @@ def test_a_changed_figure_is_named_and_written_again(
 
 
 def test_every_result_page_has_an_answer_a_table_and_a_line_in_the_list() -> None:
-    names = {path.stem for path in result_tables.RESULTS.glob("*.md")}
-    assert names == set(tables.ANSWERS) == set(tables.TABLES) == set(tables.SHORT)
+    names = {path.stem for path in writing.RESULTS.glob("*.md")}
+    assert names == set(pages.RESULT_PAGES)
 
 
 def test_the_pairs_of_eagle3_and_medusa1_are_of_equal_questions() -> None:
     """Two rows of a table may have the same name, with other numbers of questions."""
-    rows = result_tables.compiled_rows()
+    rows = lookup.compiled_rows()
     found = [
         [(place, number) for _, place, number, run in rows if run == one]
-        for _, *pair in result_tables.eagle3_pairs()
+        for _, *pair in drafts.eagle3_pairs()
         for one in pair
     ]
     assert len(found) == 6
@@ -53,7 +52,7 @@ def test_the_pairs_of_eagle3_and_medusa1_are_of_equal_questions() -> None:
 def test_every_marked_block_is_generated() -> None:
     """A block without its function would never be written again."""
     generated_elsewhere = {"keys", *estimates.TABLES}
-    docs = [*(tables.ROOT / "docs").glob("*.md"), *result_tables.RESULTS.glob("*.md")]
+    docs = [*(tables.ROOT / "docs").glob("*.md"), *writing.RESULTS.glob("*.md")]
     for path in (tables.ROOT / "README.md", *docs):
         marked = set(tables.MARKS.findall(path.read_text(encoding="utf-8"))) - generated_elsewhere
         name = path.relative_to(tables.ROOT).as_posix()
@@ -61,8 +60,12 @@ def test_every_marked_block_is_generated() -> None:
 
 
 def test_a_result_page_gets_its_answer_and_its_first_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "ANSWERS", {"speed": lambda: "Twice."})
-    monkeypatch.setattr(tables, "TABLES", {"speed": lambda: tables.table(("a", "b:"), [(1, 2)])})
+    page = pages.ResultPage(
+        answer=lambda: "Twice.",
+        table=lambda: writing.table(("a", "b:"), [(1, 2)]),
+        short=lambda: "Twice.",
+    )
+    monkeypatch.setattr(tables, "RESULT_PAGES", {"speed": page})
     text = "# How fast?\n\n**Old.**\n\n| x |\n| - |\n| 0 |\n\n## Limits\n\n| kept |\n"
     assert tables.result_page("speed", text) == (
         "# How fast?\n\n**Twice.**\n\n| a | b |\n| --- | ---: |\n| 1 | 2 |\n\n## Limits\n\n| kept |\n"
@@ -72,18 +75,18 @@ def test_a_result_page_gets_its_answer_and_its_first_table(monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("written", "expected"),
     [
-        (result_tables.times(1.3551), "1.36x"),
-        (result_tables.times(1.3551, (1.309, 1.414)), "1.36x [1.31, 1.41]"),
-        (result_tables.ratio(1.085, (1.073, 1.098)), "1.085 [1.073, 1.098]"),
-        (result_tables.speed(46.63), "46.6"),
-        (result_tables.speed(465.07), "465"),
+        (writing.times(1.3551), "1.36x"),
+        (writing.times(1.3551, (1.309, 1.414)), "1.36x [1.31, 1.41]"),
+        (writing.ratio(1.085, (1.073, 1.098)), "1.085 [1.073, 1.098]"),
+        (writing.speed(46.63), "46.6"),
+        (writing.speed(465.07), "465"),
     ],
 )
 def test_figures_are_rounded(written: str, expected: str) -> None:
     assert written == expected
 
 
-def coder_run(draft: str, place: str, speedup: float, **changes: object) -> result_tables.Json:
+def coder_run(draft: str, place: str, speedup: float, **changes: object) -> writing.Json:
     """Return a run of the coder's page, as report.json of an evaluation has its figures."""
     overall = {
         "acceleration_rate": 1.8,
@@ -108,19 +111,19 @@ def test_the_page_of_the_coder_has_each_draft_beside_its_own_plain_rate(
     ]
     exact = {"Medusa-1": {"equal": 19, "answers": 20}}
     content = {"model": "the coder", "bench": "HumanEval", "runs": runs, "float32": exact}
-    monkeypatch.setattr(result_tables, "results", lambda name: {"qwen_coder": content}[name])
-    assert result_tables.coder_table().splitlines()[2:] == [
+    monkeypatch.setattr(coder, "results", lambda name: {"qwen_coder": content}[name])
+    assert coder.coder_table().splitlines()[2:] == [
         "| **a CPU, 2026-11-28** | none | 1.00 | - | 40.0 | - | - | 21/40 |",
         "|  | prompt lookup | 1.80 | 48.0 | 40.0 | 1.20x [1.10, 1.30] | 30/40 | 20/40 |",
         "|  | Medusa-1 | 1.80 | 60.0 | 40.0 | 1.50x [1.40, 1.60] | 30/40 | 20/40 |",
         "| **a GPU, 2026-11-28** | none | 1.00 | - | 40.0 | - | - | - |",
         "|  | EAGLE-3 | 1.80 | 76.0 | 40.0 | 1.90x [1.80, 2.00] | - | - |",
     ]
-    assert result_tables.coder_answer() == (
+    assert coder.coder_answer() == (
         "On a CPU, Medusa-1 is the fastest of 2 drafts: the coder makes 60.0 tokens/s with it and"
         " 40.0 without, 1.50x [1.40, 1.60]. It solves 20/40 problems, and 21/40 without."
         " Answers equal in float32: Medusa-1 19/20."
     )
-    assert result_tables.coder_short() == (
+    assert coder.coder_short() == (
         "a CPU, HumanEval: 40.0 to 60.0 tokens/s, 1.50x, with Medusa-1, the fastest."
     )
