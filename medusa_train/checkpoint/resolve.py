@@ -34,6 +34,8 @@ MODEL_FILES = ("model.safetensors", "pytorch_model.bin")
 FIXED = "fixed"
 #: No tree.
 NO_TREE = "none"
+#: Of `gpu_kernels`, the one that takes 16 bits alone.
+SPLIT_ATTENTION = "split_attention"
 #: Another tree in every step, of a given size.
 DYNAMIC = re.compile(r"dynamic(:[1-9]\d*x[1-9]\d*)?")
 #: Prefixes of the heads in the state dict of a Medusa-2 full model.
@@ -172,6 +174,11 @@ class ModelPaths:
                 f"threshold: stops the drafting of Kangaroo, but {self.home} has {kind}; remove it"
             )
         return replace(self, threshold=threshold)
+
+    def without_split_attention(self) -> ModelPaths:
+        """Return the paths for decoding in float32, which this kernel does not take."""
+        kept = [name for name in self.gpu_kernels if name != SPLIT_ATTENTION]
+        return replace(self, gpu_kernels=tuple(kept))
 
     @property
     def backbone_form(self) -> str:

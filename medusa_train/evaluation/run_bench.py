@@ -14,7 +14,13 @@ from typing import Any
 import torch
 
 from medusa_train.checkpoint.load_model import LoadedModel
-from medusa_train.checkpoint.resolve import FIXED, NO_TREE, ModelPaths, names_tree_file
+from medusa_train.checkpoint.resolve import (
+    FIXED,
+    NO_TREE,
+    SPLIT_ATTENTION,
+    ModelPaths,
+    names_tree_file,
+)
 from medusa_train.checkpoint.run_directory import only_writer
 from medusa_train.choose_decoding import (
     compile_if_repaid,
@@ -440,9 +446,13 @@ class Evaluation:
         release_memory()
         if not memory.fit(dtype):
             return NO_MEMORY
+        paths = timed.paths
+        if dtype == "float32" and SPLIT_ATTENTION in paths.gpu_kernels:
+            paths = paths.without_split_attention()
+            self.progress.print(f"output equality in float32: without {SPLIT_ATTENTION}")
 
         def compare() -> None:
-            model = load_with_progress(timed.paths, dtype, self.progress)
+            model = load_with_progress(paths, dtype, self.progress)
             with self.progress.phase(
                 f"output equality in {dtype}", len(records), "turns", ticking=True
             ) as phase:

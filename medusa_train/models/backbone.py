@@ -570,8 +570,12 @@ class Backbone:
         if "split_attention" in names:
             self.attention = use_split_keys(self.model)
         if "fused_linears" in names:
-            for layer in self.layers:
-                fuse_linears(layer)
+            groups = sum(fuse_linears(layer) for layer in self.layers)
+            if not groups:
+                raise BackboneError(
+                    f"gpu_kernels: fused_linears: the layers of {type(self.model).__name__} have no"
+                    " projections that could be fused, or are fused already. Leave it out"
+                )
         if "layer_programs" in names:
             tuned = "coordinate_descent" in names
             self.layer_programs = LayerPrograms(coordinate_descent=tuned)

@@ -11,12 +11,13 @@ from torch._dynamo.utils import counters
 from medusa_train.checkpoint.load_model import serve_draft_layers
 from medusa_train.config.load import load_config
 from medusa_train.config.schema import EvalConfig
-from medusa_train.errors import ConfigError
+from medusa_train.errors import BackboneError, ConfigError
 from medusa_train.inference.batch_decoder import BatchDecoder
 from medusa_train.inference.generate import Decoder
-from medusa_train.inference.runners import EagerRunner, FixedShapeRunner
+from medusa_train.inference.runners import FixedShapeRunner
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Draft, Proposer
+from medusa_train.models.drafts.lookup import PromptLookupDraft
 from medusa_train.models.fused_linears import fuse_linears
 from medusa_train.models.layer_programs import LayerPrograms, kind_of
 from medusa_train.trees.kv_slots import Slots
@@ -43,6 +44,8 @@ def serve(backbone: Backbone, draft: Draft | None = None, backend: str = "eager"
     programs = LayerPrograms(backend)
     for index, layer in enumerate(backbone.layers):
         programs.serve(layer, index)
+    backbone.layer_programs = programs
+    backbone.gpu_kernels = ("layer_programs",)
     if draft is not None:
         serve_draft_layers(programs, draft)
     return programs
@@ -127,16 +130,34 @@ def test_programs_are_as_many_for_any_depth_and_width(changes: dict[str, int]) -
     assert len(programs.programs) == graphs() == 2
 
 
+@pytest.mark.parametrize("kind", [None, "medusa", "prompt_lookup"])
+def test_single_rows_in_exact_sizes_are_served_too(kind: str | None) -> None:
+    """On a GPU these are steps of drafts that choose their trees, and of models without graphs."""
+    backbone = random_backbone("llama")
+    draft: Proposer | None = None
+    if kind == "prompt_lookup":
+        draft = PromptLookupDraft()
+    elif kind is not None:
+        draft = random_draft(kind, backbone)
+    tree = TREE if kind == "medusa" else None
+    expected = Decoder(backbone, draft, tree).generate(PROMPTS[0], TOKENS, ())
+    programs = serve(backbone)
+    ran: list[bool] = []
+    run = programs._run
+    programs._run = lambda *given: ran.append(True) or run(*given)  # type: ignore[method-assign]
+    answer = Decoder(backbone, draft, tree).generate(PROMPTS[0], TOKENS, ())
+    assert answer.tokens == expected.tokens
+    assert len(ran) == answer.steps * backbone.num_layers  # all but the prompt
+
+
 def test_other_passes_run_as_they_are() -> None:
-    """Prompts, passes with gradients, and plain steps that write slices."""
+    """Prompts, and passes with gradients."""
     backbone = random_backbone("llama")
     tokens = torch.tensor([PROMPTS[0]])
     expected = backbone.run(tokens).hidden
     programs = serve(backbone)
     assert torch.equal(backbone.run(tokens).hidden, expected)
-    assert backbone.step_runner is None
-    assert EagerRunner.is_fixed is False
-    Decoder(backbone).generate(PROMPTS[0], TOKENS, ())
+    Decoder(backbone).generate(PROMPTS[0], 1, ())
     assert programs.programs == {}
 
 
@@ -165,6 +186,21 @@ def test_fused_products_change_neither_weights_nor_text(family: str) -> None:
     assert all(torch.equal(after[name], before[name]) for name in before)
     assert Decoder(backbone).generate(PROMPTS[0], TOKENS, ()).tokens == expected
     assert [fuse_linears(layer) for layer in backbone.layers] == [0] * 3  # not a second time
+
+
+@pytest.mark.parametrize(("family", "fused"), [("llama", True), ("phi3", False)])
+def test_a_model_without_products_to_fuse_is_refused(
+    family: str, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backbone = random_backbone(family)
+    backbone.device = torch.device("cuda")
+    monkeypatch.setattr("medusa_train.models.backbone.has_compiler", lambda device: True)
+    if fused:
+        backbone.use_gpu_kernels(["fused_linears"])
+        assert backbone.gpu_kernels == ("fused_linears",)
+        return
+    with pytest.raises(BackboneError, match=r"Phi3ForCausalLM have no projections.*Leave it out"):
+        backbone.use_gpu_kernels(["fused_linears"])
 
 
 def test_projections_with_adapters_stay() -> None:
