@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -159,7 +159,7 @@ def terminal_report(report: Report) -> Group:
     """Return title, tables and summary for the terminal; further decoders than plain and `generate`
     have a table.
     """
-    tables = [figures_table(report, columns=TERMINAL_COLUMNS)]
+    tables = [figures_table(report, left_out=SUMMARIZED)]
     if set(report.overall["baselines"]) - {"plain", "generate"}:
         tables.append(decoders_table(report))
     return Group(
@@ -179,14 +179,44 @@ def _terms_of(report: Report) -> list[str]:
 # Tables
 
 
+#: Columns that the summary's sentences repeat; without them the table fits 80 characters.
+SUMMARIZED = ("answers", "correct", "loops")
+
+
+def _cells(figures: Figures) -> dict[str, str]:
+    """Return the cells of a category by the titles of their columns."""
+    return {
+        "answers": number(figures["answers"], 0),
+        "tokens per step": number(figures["acceleration_rate"]),
+        "overhead": number(figures["overhead"]),
+        "speedup": number(figures["speedup"], 2, "x"),
+        "over generate": number(figures["speedup_over_generate"], 2, "x"),
+        "tokens /s": number(figures["tokens_per_s"], 0),
+        "plain /s": number(figures["baseline_tokens_per_s"], 0),
+        "generate /s": number(figures["generate_tokens_per_s"], 0),
+        "equal fp32": equal_cell(figures),
+        "equal bf16": _equal_bf16_cell(figures),
+        "correct": _correct_cell(figures),
+        "loops": number(figures["looping_answers"], 0),
+    }
+
+
 def equal_cell(figures: Figures) -> str:
     """Format equal answers in float32 out of all, with ties as "+n"; older reports lack them."""
-    equal, ties = figures.get("equal_answers"), figures.get("tie_answers")
-    return _of_answers(figures, f"{equal}+{ties}" if ties else equal)
+    equal = figures.get("equal_answers")
+    ties = figures.get("tie_answers")
+    if equal is None:
+        return "-"
+    if ties:
+        return f"{equal}+{ties}/{figures['answers']}"
+    return f"{equal}/{figures['answers']}"
 
 
-def _of_answers(figures: Figures, count: object) -> str:
-    return "-" if count is None else f"{count}/{figures['answers']}"
+def _equal_bf16_cell(figures: Figures) -> str:
+    equal = figures["equal_answers_bf16"]
+    if equal is None:
+        return "-"
+    return f"{equal}/{figures['answers']}"
 
 
 def _correct_cell(figures: Figures) -> str:
@@ -204,39 +234,22 @@ def _correct_cell(figures: Figures) -> str:
     return cell
 
 
-def _figure(key: str, digits: int = 2, suffix: str = "") -> Callable[[Figures], str]:
-    return lambda figures: number(figures[key], digits, suffix)
+def figures_table(report: Report, left_out: Collection[str] = ()) -> Table:
+    """Return one row per category, the overall row last unless it would repeat the only one.
 
-
-#: The cells of a category by the title of their column.
-COLUMNS: dict[str, Callable[[Figures], str]] = {
-    "answers": _figure("answers", 0),
-    "tokens per step": _figure("acceleration_rate"),
-    "overhead": _figure("overhead"),
-    "speedup": _figure("speedup", 2, "x"),
-    "over generate": _figure("speedup_over_generate", 2, "x"),
-    "tokens /s": _figure("tokens_per_s", 0),
-    "plain /s": _figure("baseline_tokens_per_s", 0),
-    "generate /s": _figure("generate_tokens_per_s", 0),
-    "equal fp32": equal_cell,
-    "equal bf16": lambda figures: _of_answers(figures, figures["equal_answers_bf16"]),
-    "correct": _correct_cell,
-    "loops": _figure("looping_answers", 0),
-}
-#: Those that the summary does not repeat, so that the table fits 80 characters.
-TERMINAL_COLUMNS = [title for title in COLUMNS if title not in ("answers", "correct", "loops")]
-
-
-def figures_table(report: Report, columns: Sequence[str] = tuple(COLUMNS)) -> Table:
-    """Return one row per category, the overall row last unless it would repeat the only one, without
-    columns of which nothing was measured.
+    Args:
+        left_out: titles of columns that are not shown; those without a measured figure never are.
     """
     groups = dict(report.categories)
     several = len(groups) != 1
     if several:
         groups["overall"] = report.overall
-    cells = {title: [COLUMNS[title](figures) for figures in groups.values()] for title in columns}
-    return Table.of_columns({"category": list(groups), **cells}, overall=several)
+    cells = [_cells(figures) for figures in groups.values()]
+    columns = {"category": list(groups)}
+    for title in cells[0]:
+        if title not in left_out:
+            columns[title] = [cells_of_group[title] for cells_of_group in cells]
+    return Table.of_columns(columns, overall=several)
 
 
 def decoders_table(report: Report) -> Table:
@@ -283,21 +296,30 @@ def title_of(report: Report) -> str:
 
 def summary_of(report: Report) -> list[str]:
     """Summarize the report in sentences."""
-    overall, meta = report.overall, report.meta
+    overall = report.overall
     answers = f"{overall['answers']} answers, {overall['looping_answers']} of them with loops."
     if not report.has_tree:
-        return [f"{_why_no_tree(meta)} {answers}", *_machine_notes(report), _quality(report)]
-    speedup = number(
-        overall["speedup_over_fastest"], 2, "x", overall["intervals"].get("speedup_over_fastest")
-    )
-    other = "the faster baseline" if "generate" in overall["baselines"] else "plain decoding"
-    faster = f"{speedup} the speed of {other} (total tokens per second, prefill included)"
-    lines = [f"{faster}; {_draft(meta)}; {answers}"]
-    if overall["looping_answers"] and overall["speedup_without_loops"] is not None:
-        lines.append(
-            f"Speedup without the answers with loops: {overall['speedup_without_loops']:.2f}x."
-        )
-    return [*lines, *_machine_notes(report), _output_note(report), _quality(report)]
+        lines = [f"{_why_no_tree(report.meta)} {answers}"]
+    else:
+        lines = [f"{_speed_note(overall)}; {_draft(report.meta)}; {answers}"]
+        without_loops = overall["speedup_without_loops"]
+        if overall["looping_answers"] and without_loops is not None:
+            lines.append(f"Speedup without the answers with loops: {without_loops:.2f}x.")
+    lines += _machine_notes(report)
+    if report.has_tree:
+        lines.append(_output_note(report))
+    lines.append(_quality(report))
+    return lines
+
+
+def _speed_note(overall: Figures) -> str:
+    """Say how fast the tree is, beside the fastest of plain decoding and `generate`."""
+    interval = overall["intervals"].get("speedup_over_fastest")
+    speedup = number(overall["speedup_over_fastest"], 2, "x", interval)
+    baseline = "plain decoding"
+    if "generate" in overall["baselines"]:
+        baseline = "the faster baseline"
+    return f"{speedup} the speed of {baseline} (total tokens per second, prefill included)"
 
 
 def _why_no_tree(meta: Mapping[str, Any]) -> str:
@@ -336,11 +358,11 @@ def _draft(meta: Mapping[str, Any]) -> str:
     parts = []
     dynamic = meta.get("dynamic_trees")
     if dynamic is not None:
-        nodes = _count(dynamic["size"], "node")
+        nodes = _counted(dynamic["size"], "node")
         parts.append(f"dynamic trees of {nodes}, up to {dynamic['depth']} deep")
     elif meta["heads"] is not None:
-        nodes = _count(meta["tree_nodes"], "node")
-        parts.append(f"tree of {nodes}, {_count(meta['heads'], 'head')}")
+        nodes = _counted(meta["tree_nodes"], "node")
+        parts.append(f"tree of {nodes}, {_counted(meta['heads'], 'head')}")
     if meta.get("draft") is not None:
         parts.append(f"draft {meta['draft']}")
     return ", ".join(parts)
@@ -348,30 +370,40 @@ def _draft(meta: Mapping[str, Any]) -> str:
 
 def _output_note(report: Report) -> str:
     """Say how the output relates to plain decoding's."""
-    overall, outcomes = report.overall, report.meta.get("exactness") or {}
     acceptance = mode_of(report.meta)["acceptance"]
-    if acceptance != "greedy":
-        return f"Output: {_OUTPUT[acceptance]} Speed was measured in {report.meta['dtype']}."
-    count = overall["answers"]
-    equal = overall["equal_answers"]
-    ties = overall["tie_answers"] or 0
-    if equal is None:
-        float32 = f"float32: {_not_compared(outcomes.get('float32'))}"
+    if acceptance == "greedy":
+        outcomes = report.meta.get("exactness") or {}
+        float32 = _float32_note(report.overall, outcomes.get("float32"))
+        bfloat16 = _bfloat16_note(report.overall, outcomes.get("bfloat16"))
+        output = f"float32: {float32}; bfloat16: {bfloat16}."
     else:
-        float32 = f"float32: {equal} of {count} answers equal plain decoding's token for token"
-        if ties:
-            float32 += f", {ties} first differ at a tie (logits within 1e-4)"
-        different = count - equal - ties
-        if different:
-            float32 += f", {different} differ without a tie"
+        output = _OUTPUT[acceptance]
+    return f"Output: {output} Speed was measured in {report.meta['dtype']}."
+
+
+def _float32_note(overall: Figures, outcome: str | None) -> str:
+    equal = overall["equal_answers"]
+    if equal is None:
+        return _not_compared(outcome)
+    count = overall["answers"]
+    ties = overall["tie_answers"]
+    different = count - equal - ties
+    note = f"{equal} of {count} answers equal plain decoding's token for token"
+    if ties:
+        note += f", {ties} first differ at a tie (logits within 1e-4)"
+    if different:
+        note += f", {different} differ without a tie"
+    return note
+
+
+def _bfloat16_note(overall: Figures, outcome: str | None) -> str:
     equal = overall["equal_answers_bf16"]
     if equal is None:
-        bfloat16 = f"bfloat16: {_not_compared(outcomes.get('bfloat16'))}"
-    else:
-        bfloat16 = f"bfloat16: {equal} of {count}"
-        if equal < count:
-            bfloat16 += ", since its rounding changes which of two nearly equal logits is larger"
-    return f"Output: {float32}; {bfloat16}. Speed was measured in {report.meta['dtype']}."
+        return _not_compared(outcome)
+    note = f"{equal} of {overall['answers']}"
+    if equal < overall["answers"]:
+        note += ", since its rounding changes which of two nearly equal logits is larger"
+    return note
 
 
 _OUTPUT = {
@@ -427,7 +459,7 @@ def _rouge_text(rouge: Mapping[str, Any]) -> str:
     def means(name: str) -> str:
         return "/".join(f"{rouge[name][kind]:.2f}" for kind in ROUGE)
 
-    count = _count(rouge["answers"], "answer")
+    count = _counted(rouge["answers"], "answer")
     shown = means("plain")
     if "tree" in rouge:
         shown = f"{means('tree')}, plain decoding {means('plain')}"
@@ -461,10 +493,12 @@ def _scores_text(scores: Mapping[str, Any]) -> str:
     if not scores["differing"]:
         return f"{text}, with plain decoding equal on every question"
     return (
-        f"{text}, with plain decoding {rate('plain')}; {_count(scores['differing'], 'question')}"
+        f"{text}, with plain decoding {rate('plain')}; {_counted(scores['differing'], 'question')}"
         " scored differently"
     )
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+def _counted(count: int, noun: str) -> str:
+    if count == 1:
+        return f"1 {noun}"
+    return f"{count} {noun}s"
