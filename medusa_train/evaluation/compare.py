@@ -68,24 +68,29 @@ def load_reports(names: Sequence[str], bench: str | None) -> list[Evaluated]:
     if len(names) < 2:
         raise ConfigError("--compare needs two runs or more: medusa-eval --compare runs/a runs/b")
     reports = [_read(_find(name, bench)) for name in names]
+
+    # 1. speeds in different modes cannot be compared
     modes = [describe_mode(mode_of(report["meta"])) for report in reports]
     if len(set(modes)) > 1:
-        measured = ", ".join(f"{name}: {mode}" for name, mode in zip(names, modes, strict=True))
+        measured = [f"{name}: {mode}" for name, mode in zip(names, modes, strict=True)]
         raise CheckpointError(
-            f"--compare: the evaluations decode in different modes ({measured}).\n"
+            f"--compare: the evaluations decode in different modes ({', '.join(measured)}).\n"
             "Name reports of one mode, as RUN/eval/BENCH or by --bench."
         )
-    benches = [str(report["meta"]["bench"]) for report in reports]
+
+    # 2. titles, with the bench where there are several
+    several_benches = len({str(report["meta"]["bench"]) for report in reports}) > 1
     evaluated = []
-    for name, bench_of_report, report in zip(names, benches, reports, strict=True):
+    for name, report in zip(names, reports, strict=True):
         title = name.rstrip("/")
-        if len(set(benches)) > 1:
-            title += f" ({bench_of_report})"
+        if several_benches:
+            title += f" ({report['meta']['bench']})"
         evaluated.append(Evaluated(title, report))
     return evaluated
 
 
 def _find(name: str, bench: str | None) -> Path:
+    """Return the report.json that a name on the command line stands for."""
     path = resolve_path(name)
     if path is None:
         raise CheckpointError(f"{name}: no such run or report")
@@ -107,7 +112,7 @@ def _find(name: str, bench: str | None) -> Path:
 def _read(path: Path) -> Mapping[str, Any]:
     try:
         report = _without_empty_tree(parse_json(path.read_text(encoding="utf-8")))
-        # all that is shown of it later
+        # build all that is shown of it later: a damaged report fails here, where its path is known
         alone = [Evaluated(str(report["meta"]["bench"]), report)]
         runs_table(alone)
         categories_table(alone)
@@ -132,14 +137,13 @@ def _without_empty_tree(report: dict[str, Any]) -> dict[str, Any]:
     if not _lacks_tree(report["meta"]):
         return report
 
-    nothing: dict[str, Any] = {**dict.fromkeys(TREE_FIGURES), "intervals": {}}
-    return {
-        **report,
-        "overall": {**report["overall"], **nothing},
-        "categories": {
-            name: {**figures, **nothing} for name, figures in report["categories"].items()
-        },
-    }
+    nothing: dict[str, Any] = dict.fromkeys(TREE_FIGURES)
+    nothing["intervals"] = {}
+    categories = {}
+    for name, figures in report["categories"].items():
+        categories[name] = {**figures, **nothing}
+    overall = {**report["overall"], **nothing}
+    return {**report, "overall": overall, "categories": categories}
 
 
 def differences(evaluated: Sequence[Evaluated]) -> list[str]:
@@ -169,7 +173,6 @@ def runs_table(evaluated: Sequence[Evaluated]) -> Table:
             cells.append(number(figures.get(key), digits, suffix, bounds))
         return cells
 
-    grades = [(run.report.get("judge") or {}).get("score") for run in evaluated]
     columns = {
         "run": [run.name for run in evaluated],
         "heads": [str(meta.get("heads") or "-") for meta in metas],
@@ -181,7 +184,7 @@ def runs_table(evaluated: Sequence[Evaluated]) -> Table:
         "tokens /s": column("tokens_per_s", 0),
         "equal fp32": [equal_cell(figures) for figures in overall],
         "loops": [f"{figures['looping_answers']}/{figures['answers']}" for figures in overall],
-        "grade": [number(grade) for grade in grades],
+        "grade": [_grade(run.report.get("judge")) for run in evaluated],
         "correct": [_correct(figures.get("scores")) for figures in overall],
     }
     return Table.of_columns(columns)
@@ -191,7 +194,16 @@ def _nodes(meta: Mapping[str, Any]) -> str:
     nodes = meta.get("tree_nodes")
     if nodes is None:
         return "-"
-    return "no tree used" if _lacks_tree(meta) else str(nodes)
+    if _lacks_tree(meta):
+        return "no tree used"
+    return str(nodes)
+
+
+def _grade(judged: Mapping[str, Any] | None) -> str:
+    """Format a judge's mean grade; "-" where nothing was judged."""
+    if not judged:
+        return "-"
+    return number(judged.get("score"))
 
 
 def _correct(scores: Mapping[str, Any] | None) -> str:
@@ -210,19 +222,24 @@ def categories_table(evaluated: Sequence[Evaluated]) -> Table:
         names.update(dict.fromkeys(run.report["categories"]))
     rows = []
     for name in names:
-        figures = [run.report["categories"].get(name, {}) for run in evaluated]
-        rows.append([name, *(number(found.get("speedup"), 2, "x") for found in figures)])
-    return Table(["speedup", *(run.name for run in evaluated)], rows)
+        row = [name]
+        for run in evaluated:
+            figures = run.report["categories"].get(name, {})
+            row.append(number(figures.get("speedup"), 2, "x"))
+        rows.append(row)
+    titles = ["speedup", *[run.name for run in evaluated]]
+    return Table(titles, rows)
 
 
 def show(evaluated: Sequence[Evaluated]) -> Group:
     """Return both tables for the terminal, and the conditions that differ."""
     runs = runs_table(evaluated)
     # a run per column, since a run has many figures
-    turned = [list(row) for row in zip(runs.titles, *runs.rows, strict=True)]
-    tables = [Table(turned[0], turned[1:]), categories_table(evaluated)]
+    titles, *rows = zip(runs.titles, *runs.rows, strict=True)
+    tables = [Table(titles, rows), categories_table(evaluated)]
+    shown = [table.terminal() for table in tables]
     warnings = [Text(line, style="yellow") for line in differences(evaluated)]
-    return Group(*(table.terminal() for table in tables), *warnings)
+    return Group(*shown, *warnings)
 
 
 def write(evaluated: Sequence[Evaluated], directory: Path) -> list[Path]:
@@ -230,8 +247,9 @@ def write(evaluated: Sequence[Evaluated], directory: Path) -> list[Path]:
     their paths.
     """
     reports = {run.name: run.report for run in evaluated}
+    warnings = [f"Not comparable as they stand: {line}" for line in differences(evaluated)]
     sections = [
-        Section(lines=[f"Not comparable as they stand: {line}" for line in differences(evaluated)]),
+        Section(lines=warnings),
         Section(legend=list(reports), tables=[runs_table(evaluated)]),
         Section("Speed", figures=[speedup_figure(reports)]),
         Section(tables=[categories_table(evaluated)]),
