@@ -40,6 +40,8 @@ _TASK = (
     ' example "[[5]]".'
 )
 _BY_REFERENCE = "; compare it with the reference answer, and point out its mistakes"
+#: Keys of a judgement that are read from the file of an earlier run.
+_READ_KEYS = frozenset(["question_id", "turn", "judge", "user_prompt", "score"])
 _GRADE = re.compile(r"\[\[\s*(\d+(?:\.\d+)?)\s*(?:/\s*10\s*)?\]\]")
 
 
@@ -61,8 +63,11 @@ class Judge:
             "temperature": 0,
             "max_tokens": REPLY_TOKENS,
         }
-        content = self.server.complete(body)["choices"][0]["message"].get("content")
-        return content if isinstance(content, str) else ""
+        completion = self.server.complete(body)
+        content = completion["choices"][0]["message"].get("content")
+        if not isinstance(content, str):
+            return ""
+        return content
 
 
 def grade(
@@ -137,10 +142,11 @@ def _means(
         score = fmean(line["score"] for line in graded)
     by_turn: dict[str, list[float]] = {}
     by_category: dict[str, list[float]] = {}
-    for line in sorted(graded, key=lambda line: line["turn"]):
-        by_turn.setdefault(str(line["turn"]), []).append(line["score"])
+    for turn in sorted({line["turn"] for line in graded}):
+        by_turn[str(turn)] = [line["score"] for line in graded if line["turn"] == turn]
     for line in graded:
-        by_category.setdefault(categories[line["question_id"]], []).append(line["score"])
+        category = categories[line["question_id"]]
+        by_category.setdefault(category, []).append(line["score"])
     return {
         "model": judge,
         "prompt": PROMPT_NAME,
@@ -154,7 +160,8 @@ def _means(
 
 def parse_grade(reply: str) -> float:
     """Return the last grade from 1 to 10 in a reply; -1 if there is none."""
-    for match in reversed(_GRADE.findall(without_reasoning(reply))):
+    matches = _GRADE.findall(without_reasoning(reply))
+    for match in reversed(matches):
         grade_given = float(match)
         if 1 <= grade_given <= 10:
             return grade_given
@@ -166,39 +173,44 @@ def _prompts(
 ) -> dict[Key, list[dict[str, str]]]:
     """Build the judge's prompt for every turn."""
     by_id = {question.question_id: question for question in questions}
-    earlier: dict[int | str, list[TurnRecord]] = {}
+    earlier_turns: dict[int | str, list[TurnRecord]] = {}
     prompts = {}
     for record in records:
-        before = earlier.setdefault(record.question_id, [])
-        prompts[record.question_id, record.turn] = _prompt(
-            by_id[record.question_id], before, record
-        )
-        before.append(record)
+        question = by_id[record.question_id]
+        earlier = earlier_turns.setdefault(record.question_id, [])
+        prompts[record.question_id, record.turn] = _prompt(question, earlier, record)
+        earlier.append(record)
     return prompts
 
 
 def _prompt(
-    question: Question, before: Sequence[TurnRecord], record: TurnRecord
+    question: Question, earlier: Sequence[TurnRecord], graded: TurnRecord
 ) -> list[dict[str, str]]:
     """Build the judge's prompt for one turn: the conversation up to it, with reference answers
     where there are any.
 
     Earlier answers are the plain ones, which the model has seen.
     """
-    references = question.reference[: record.turn]
-    task = _TASK.format(
-        which="last" if before else "only", reference=_BY_REFERENCE if any(references) else ""
-    )
+    # 1. the task
+    references = question.reference[: graded.turn]
+    which = "last" if earlier else "only"
+    by_reference = _BY_REFERENCE if any(references) else ""
+    task = _TASK.format(which=which, reference=by_reference)
+
+    # 2. the conversation
     parts = []
     if question.system is not None:
         parts.append(f"### System message\n{question.system}")
-    for number, turn in enumerate([*before, record], start=1):
-        parts.append(f"### User, message {number}\n{question.turns[turn.turn - 1]}")
+    for number, record in enumerate([*earlier, graded], start=1):
+        parts.append(f"### User, message {number}\n{question.turns[record.turn - 1]}")
         if number <= len(references) and references[number - 1]:
             parts.append(f"### Reference answer {number}\n{references[number - 1]}")
-        answer = turn.text if turn is record else turn.opened + turn.history
+        answer = record.text
+        if record is not graded:
+            answer = record.opened + record.history
         parts.append(f"### Assistant, answer {number}\n{without_reasoning(answer)}")
-    return [{"role": "system", "content": task}, {"role": "user", "content": "\n\n".join(parts)}]
+    conversation = "\n\n".join(parts)
+    return [{"role": "system", "content": task}, {"role": "user", "content": conversation}]
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
@@ -208,12 +220,11 @@ def _read(path: Path) -> list[dict[str, Any]]:
     judgements = []
     for _, line in complete_lines(path):
         try:
-            record = parse_json(line)
-            for key in ("question_id", "turn", "judge", "user_prompt", "score"):
-                record[key]
-        except (ValueError, KeyError, TypeError):
+            judgement = parse_json(line)
+        except ValueError:
             continue
-        judgements.append(record)
+        if isinstance(judgement, dict) and judgement.keys() >= _READ_KEYS:
+            judgements.append(judgement)
     return judgements
 
 
@@ -221,14 +232,15 @@ def _judgement(key: Key, model_id: str, judge: str, prompt: str, reply: str) -> 
     """Build one `model_judgment` line in FastChat's format; a score of -1 means that the reply has
     no grade.
     """
+    question_id, turn = key
     return {
-        "question_id": key[0],
+        "question_id": question_id,
         "model": model_id,
         "judge": [judge, PROMPT_NAME],
         "user_prompt": prompt,
         "judgment": reply,
         "score": parse_grade(reply),
-        "turn": key[1],
+        "turn": turn,
         "tstamp": time.time(),
     }
 
