@@ -13,7 +13,9 @@ PALETTE = 8
 
 def scale(low: float, high: float, start: float, end: float) -> Callable[[float], float]:
     """Return the linear map from values in `low..high` to pixels in `start..end`."""
-    factor = (end - start) / (high - low) if high > low else 0.0
+    factor = 0.0
+    if high > low:
+        factor = (end - start) / (high - low)
     return lambda value: start + (value - low) * factor
 
 
@@ -26,9 +28,12 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
         return [low]
     rough = span / about
     power = 10.0 ** math.floor(math.log10(rough))
-    step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * 0.999)
+    steps = [factor * power for factor in (1, 2, 2.5, 5, 10)]
+    step = next(step for step in steps if step >= rough * 0.999)
+    # the tolerance keeps a bound that rounding puts just outside
     first = math.ceil(low / step - 1e-9)
-    return [round(number * step, 10) for number in range(first, math.floor(high / step + 1e-9) + 1)]
+    last = math.floor(high / step + 1e-9)
+    return [round(number * step, 10) for number in range(first, last + 1)]
 
 
 def short(value: float) -> str:
@@ -41,13 +46,16 @@ def element(name: str, content: str = "", title: str = "", **attributes: object)
 
     Floats are rounded to 0.1; underscores in names become hyphens.
     """
-    content += f"<title>{escape(title)}</title>" if title else ""
-    shown = [
-        f' {key.rstrip("_").replace("_", "-")}="{f"{value:.1f}" if isinstance(value, float) else escape(str(value))}"'
-        for key, value in attributes.items()
-    ]
-    opened = f"<{name}{''.join(shown)}"
-    return f"{opened}>{content}</{name}>" if content else f"{opened}/>"
+    if title:
+        content += f"<title>{escape(title)}</title>"
+    opened = f"<{name}"
+    for key, value in attributes.items():
+        attribute = key.rstrip("_").replace("_", "-")  # class_ is class, text_anchor text-anchor
+        shown = f"{value:.1f}" if isinstance(value, float) else escape(str(value))
+        opened += f' {attribute}="{shown}"'
+    if not content:
+        return f"{opened}/>"
+    return f"{opened}>{content}</{name}>"
 
 
 def text(x: float, y: float, content: str, anchor: str = "start", cls: str = "label") -> str:
@@ -132,28 +140,30 @@ def bars(
     """Draw horizontal bars in named groups, with intervals as whiskers and a dashed line at
     `reference`.
     """
+    # 1. names take at most half of the width; left and right of the bars there is room for text
     longest = int(width / 2 / _LETTER)
-    groups = [
-        (name if len(name) <= longest else f"{name[: longest - 1]}…", group)
-        for name, group in groups
-    ]
-    left = 14 + _LETTER * max(len(name) for name, _ in groups)
+    names = [_shortened(name, longest) for name, _ in groups]
+    left = 14 + _LETTER * max(len(name) for name in names)
     right = width - 14 - _LETTER * (digits + 4 + len(unit))
-    ends = [
-        bar.interval[1] if bar.interval else bar.value or 0.0
-        for _, group in groups
-        for bar in group
-    ]
-    top = max([*ends, reference or 0.0]) or 1.0
+
+    # 2. the scales: values across, one bar below the other
+    top = reference or 0.0
+    height = 26.0
+    for _, group in groups:
+        top = max(top, *[_end(bar) for bar in group])
+        height += len(group) * _BAR + _GAP
+    top = top or 1.0
     x_of = scale(0.0, top, left, right)
-    height = 8 + sum(len(group) * _BAR + _GAP for _, group in groups) + 18
     bottom = height - 20
-    parts = [line(x_of(x), 4, x_of(x), bottom) for x in ticks(0.0, top)]
-    parts += [text(x_of(x), height - 5, short(x) + unit, "middle", "tick") for x in ticks(0.0, top)]
+
+    # 3. the grid with its numbers, and the bars
+    grid = ticks(0.0, top)
+    parts = [line(x_of(x), 4, x_of(x), bottom) for x in grid]
+    parts += [text(x_of(x), height - 5, short(x) + unit, "middle", "tick") for x in grid]
     if reference is not None:
         parts.append(line(x_of(reference), 4, x_of(reference), bottom, "reference"))
     y = 8.0
-    for name, group in groups:
+    for name, (_, group) in zip(names, groups, strict=True):
         parts.append(text(left - 8, y + len(group) * _BAR / 2 + 4, name, "end"))
         for bar in group:
             parts += _bar(bar, x_of, y, name, unit, digits)
@@ -162,13 +172,27 @@ def bars(
     return drawing(width, height, parts, label)
 
 
+def _shortened(name: str, longest: int) -> str:
+    if len(name) <= longest:
+        return name
+    return f"{name[: longest - 1]}…"
+
+
+def _end(bar: Bar) -> float:
+    """Return the largest value that a bar shows."""
+    if bar.interval:
+        return bar.interval[1]
+    return bar.value or 0.0
+
+
 def _bar(
     bar: Bar, x_of: Callable[[float], float], y: float, name: str, unit: str, digits: int
 ) -> list[str]:
     middle = y + _BAR / 2 - 0.5
     if bar.value is None:
         return [text(x_of(0) + 4, middle + 4, "not measured", cls="tick")]
-    tip = f"{name}: {bar.value:.{digits}f}{unit}"
+    shown = f"{bar.value:.{digits}f}{unit}"
+    tip = f"{name}: {shown}"
     end = bar.value
     whisker = []
     if bar.interval:
@@ -177,12 +201,9 @@ def _bar(
         end = max(end, high)
         whisker = [line(x_of(low), middle, x_of(high), middle, "whisker")]
         whisker += [line(x_of(x), middle - 3, x_of(x), middle + 3, "whisker") for x in (low, high)]
-    body = rect(x_of(0), y, x_of(bar.value) - x_of(0), _BAR - 2, series(bar.colour), tip)
-    return [
-        body,
-        *whisker,
-        text(x_of(end) + 6, middle + 4, f"{bar.value:.{digits}f}{unit}", cls="value"),
-    ]
+    length = x_of(bar.value) - x_of(0)
+    body = rect(x_of(0), y, length, _BAR - 2, series(bar.colour), tip)
+    return [body, *whisker, text(x_of(end) + 6, middle + 4, shown, cls="value")]
 
 
 def curves(
@@ -198,34 +219,49 @@ def curves(
     """Draw curves with a dot at every point and rings at marked points; several curves get a legend
     above.
     """
-    points = [point for curve in shown for point in curve.points]
-    xs, ys = [x for x, _ in points], [y for _, y in points]
-    low = 0.0 if from_zero else min(ys) - 0.08 * ((max(ys) - min(ys)) or 1.0)
+    # 1. the range of the values, with some room above, and below if it does not begin at zero
+    xs: list[float] = []
+    ys: list[float] = []
+    for curve in shown:
+        xs += [x for x, _ in curve.points]
+        ys += [y for _, y in curve.points]
+    low = 0.0
+    if not from_zero:
+        low = min(ys) - 0.08 * ((max(ys) - min(ys)) or 1.0)
     high = max(ys) + 0.06 * ((max(ys) - low) or 1.0)
-    rows = _legend(shown, width) if len(shown) > 1 else []
-    top, bottom, left = (
-        14.0 + 17 * len(rows),
-        height - 40,
-        20 + _LETTER * max(len(y_text(y)) for y in ticks(low, high)),
-    )
-    x_scale, y_scale = scale(min(xs), max(xs), left + 8, width - 16), scale(low, high, bottom, top)
-    parts = [line(left, y_scale(y), width - 8, y_scale(y)) for y in ticks(low, high)]
-    parts += [text(left - 6, y_scale(y) + 4, y_text(y), "end", "tick") for y in ticks(low, high)]
-    x_ticks = sorted(set(xs)) if len(set(xs)) <= 10 else ticks(min(xs), max(xs), 7)
-    parts += [text(x_scale(x), bottom + 15, short(x), "middle", "tick") for x in x_ticks]
+
+    # 2. the scales: the legend above, numbers on the left and below
+    legend = _legend(shown, width) if len(shown) > 1 else []
+    top = 14.0 + 17 * len(legend)
+    bottom = height - 40
+    y_ticks = ticks(low, high)
+    left = 20 + _LETTER * max(len(y_text(y)) for y in y_ticks)
+    x_of = scale(min(xs), max(xs), left + 8, width - 16)
+    y_of = scale(low, high, bottom, top)
+
+    # 3. the grid with its numbers, the title of the axis, the legend
+    x_ticks = sorted(set(xs))
+    if len(x_ticks) > 10:
+        x_ticks = ticks(min(xs), max(xs), 7)
+    parts = [line(left, y_of(y), width - 8, y_of(y)) for y in y_ticks]
+    parts += [text(left - 6, y_of(y) + 4, y_text(y), "end", "tick") for y in y_ticks]
+    parts += [text(x_of(x), bottom + 15, short(x), "middle", "tick") for x in x_ticks]
     parts.append(text((left + width) / 2, height - 6, x_title, "middle"))
-    parts += [part for row in rows for part in row]
+    for row in legend:
+        parts += row
+
+    # 4. the curves
     for number, curve in enumerate(shown):
-        pixels = [(x_scale(x), y_scale(y)) for x, y in curve.points]
-        points_text = " ".join(f"{x:.1f},{y:.1f}" for x, y in pixels)
-        parts.append(element("polyline", points=points_text, class_=f"curve {series(number)}"))
-        for (x, y), (px, py) in zip(curve.points, pixels, strict=True):
-            ringed = x in curve.marked
-            radius = 5.5 if ringed else 2.6 if len(pixels) <= _CROWDED else 1.4
+        pixels = [f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in curve.points]
+        colour = series(number)
+        parts.append(element("polyline", points=" ".join(pixels), class_=f"curve {colour}"))
+        radius = 2.6 if len(pixels) <= _CROWDED else 1.4
+        for x, y in curve.points:
             tip = f"{curve.name}: {short(x)} -> {y_text(y)}"
-            parts.append(
-                circle(px, py, radius, f"{series(number)}{' ringed' if ringed else ''}", tip)
-            )
+            if x in curve.marked:
+                parts.append(circle(x_of(x), y_of(y), 5.5, f"{colour} ringed", tip))
+            else:
+                parts.append(circle(x_of(x), y_of(y), radius, colour, tip))
     return drawing(width, height, parts, label)
 
 
@@ -265,42 +301,49 @@ def tree_drawing(
         accepted: share of steps that accept each node, in the same order.
         width: of the drawing in pixels, if the leaves fit.
     """
+    # 1. places: a column per leaf, a row per head, the root on top
     nodes = [tuple(path) for path in paths]
-    share = dict(zip(nodes, accepted, strict=True))
-    positions = _node_columns(nodes)
-    leaves = 1 + max(positions.values())
+    columns = _node_columns(nodes)
+    leaves = 1 + max(columns.values())
     step = max(_MIN_STEP, min(70.0, (width - _MARGIN - 20) / leaves))
-    at = {
-        path: (_MARGIN + step * (column + 0.5), 26 + _ROW * len(path))
-        for path, column in positions.items()
-    }
-    depth = max((len(path) for path in nodes), default=0)
-    parts = [
-        text(4, 30 + _ROW * k, f"head {k}" if k else "backbone", cls="tick")
-        for k in range(depth + 1)
-    ]
+    places = {}
+    for path, column in columns.items():
+        places[path] = (_MARGIN + step * (column + 0.5), 26 + _ROW * len(path))
+
+    # 2. names of the rows
+    depth = max(len(path) for path in places)
+    parts = [text(4, 30, "backbone", cls="tick")]
+    for head in range(1, depth + 1):
+        parts.append(text(4, 30 + _ROW * head, f"head {head}", cls="tick"))
+
+    # 3. edges, then nodes on top of them
+    share_of = dict(zip(nodes, accepted, strict=True))
     for path in nodes:
-        (x1, y1), (x2, y2) = at[path[:-1]], at[path]
+        x1, y1 = places[path[:-1]]
+        x2, y2 = places[path]
         middle = (y1 + y2) / 2
         curve = f"M{x1:.1f},{y1:.1f}C{x1:.1f},{middle:.1f} {x2:.1f},{middle:.1f} {x2:.1f},{y2:.1f}"
-        parts.append(element("path", d=curve, class_="edge", stroke_width=1 + 7 * share[path]))
-    parts.append(circle(*at[()], 8, "root", "next token of the backbone: always accepted"))
+        parts.append(element("path", d=curve, class_="edge", stroke_width=1 + 7 * share_of[path]))
+    parts.append(circle(*places[()], 8, "root", "next token of the backbone: always accepted"))
     for path in nodes:
-        parts += _node(path, at[path], share[path], step)
-    return drawing(
-        max(_MARGIN + step * leaves + 10, 300), 26 + _ROW * depth + 40, parts, "draft tree"
-    )
+        parts += _node(path, places[path], share_of[path], step)
+    drawn_width = max(_MARGIN + step * leaves + 10, 300)
+    return drawing(drawn_width, 66 + _ROW * depth, parts, "draft tree")
 
 
 def _node(path: Path, center: tuple[float, float], share: float, step: float) -> list[str]:
     x, y = center
+    percent = 100 * share
     tip = (
-        f"{list(path)}: top-{path[-1] + 1} token of head {len(path)}, accepted in {100 * share:.1f}"
+        f"{list(path)}: top-{path[-1] + 1} token of head {len(path)}, accepted in {percent:.1f}"
         " % of the steps"
     )
     radius = min(4 + 9 * share, step / 2 - 1)
-    number = f"{100 * share:.0f}" if share >= 0.0095 else f"{100 * share:.1f}".replace("0.", ".")
-    shown = f"{number} %" if step >= _STEP_WITH_SIGN else number
+    shown = f"{percent:.0f}"
+    if share < 0.0095:  # would be 0 or 1
+        shown = f"{percent:.1f}".replace("0.", ".")
+    if step >= _STEP_WITH_SIGN:
+        shown += " %"
     return [
         circle(x, y, radius, series(len(path) - 1), tip),
         text(x, y + radius + 12, shown, "middle", "node"),
@@ -311,7 +354,9 @@ def _node_columns(nodes: Sequence[Path]) -> Mapping[Path, float]:
     """Return the column of every node and of the root: leaves side by side, parents centered above
     their children.
     """
-    children: dict[Path, list[Path]] = {path: [] for path in ((), *nodes)}
+    children: dict[Path, list[Path]] = {(): []}
+    for path in nodes:
+        children[path] = []
     for path in sorted(nodes):
         children[path[:-1]].append(path)
     columns: dict[Path, float] = {}
@@ -319,7 +364,9 @@ def _node_columns(nodes: Sequence[Path]) -> Mapping[Path, float]:
     # children before their parents, the last child first
     for path in sorted(children, reverse=True):
         if children[path]:
-            columns[path] = (columns[children[path][0]] + columns[children[path][-1]]) / 2
+            first = columns[children[path][0]]
+            last = columns[children[path][-1]]
+            columns[path] = (first + last) / 2
         else:
             columns[path] = float(leaves)
             leaves += 1
