@@ -39,24 +39,26 @@ class Table:
     @classmethod
     def of_columns(cls, columns: Mapping[str, Sequence[str]], *, overall: bool = False) -> Table:
         """Return a table of columns by title; those with nothing but "" or "-" are left out."""
-        shown = {
-            title: cells for title, cells in columns.items() if not {"", "-"}.issuperset(cells)
-        }
-        return cls(
-            list(shown), [list(cells) for cells in zip(*shown.values(), strict=True)], overall
-        )
+        shown = {}
+        for title, cells in columns.items():
+            if any(cell not in ("", "-") for cell in cells):
+                shown[title] = cells
+        rows = [list(row) for row in zip(*shown.values(), strict=True)]
+        return cls(list(shown), rows, overall)
 
     def column(self, title: str) -> list[str]:
         """Return the cells of a column."""
-        return [row[self.titles.index(title)] for row in self.rows]
+        index = self.titles.index(title)
+        return [row[index] for row in self.rows]
 
     def markdown(self) -> str:
         """Return the lines of a Markdown table."""
         rows = [[cell.replace("|", r"\|") for cell in row] for row in self.rows]
         if self.overall:
             rows[-1] = [f"**{cell}**" for cell in rows[-1]]
-        lines = ["| " + " | ".join(cells) + " |" for cells in (self.titles, *rows)]
-        return "\n".join([lines[0], "|---|" + "---:|" * (len(self.titles) - 1), *lines[1:]])
+        title_line, *lines = ["| " + " | ".join(cells) + " |" for cells in (self.titles, *rows)]
+        alignment = "|---|" + "---:|" * (len(self.titles) - 1)  # figures stand on the right
+        return "\n".join([title_line, alignment, *lines])
 
     def terminal(self, padding: int = 1) -> FittedTable:
         """Return the table for a console, as wide as the console allows."""
@@ -65,9 +67,9 @@ class Table:
     def whole(self) -> TerminalTable:
         """Return the table with every title and every figure on one line."""
         table = TerminalTable(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
-        for number, title in enumerate(self.titles):
-            is_figure = number and any(row[number][:1].isdigit() for row in self.rows)
-            table.add_column(title, justify="right" if is_figure else "left", no_wrap=True)
+        for index, title in enumerate(self.titles):
+            has_figures = self._has_figures(index)
+            table.add_column(title, justify="right" if has_figures else "left", no_wrap=True)
         self._add_rows(table, self.rows)
         return table
 
@@ -77,31 +79,39 @@ class Table:
         Numbers are never cut off: the first column gives way.
         """
         table = TerminalTable(box=box.SIMPLE_HEAD, padding=(0, padding), pad_edge=False)
-        for number, title in enumerate(self.titles):
-            cells = [row[number] for row in self.rows]
-            if number == 0 or not any(cell[:1].isdigit() for cell in cells):
+        for index, title in enumerate(self.titles):
+            if not self._has_figures(index):
                 table.add_column(title, overflow="fold")
-            else:
-                width = max(len(word) for cell in cells for word in cell.split(" "))
-                table.add_column(
-                    title.replace(" ", "\n"),
-                    justify="right",
-                    overflow="fold",
-                    min_width=width,
-                    no_wrap=True,
-                )
-        rows = [[row[0], *(cell.replace(" (", "\n(") for cell in row[1:])] for row in self.rows]
+                continue
+            words = " ".join(row[index] for row in self.rows).split(" ")
+            table.add_column(
+                title.replace(" ", "\n"),
+                justify="right",
+                overflow="fold",
+                min_width=max(len(word) for word in words),
+                no_wrap=True,
+            )
+        rows = []
+        for first, *figures in self.rows:
+            rows.append([first, *[cell.replace(" (", "\n(") for cell in figures]])
         self._add_rows(table, rows)
         return table
 
+    def _has_figures(self, index: int) -> bool:
+        """Return whether a column holds figures; the first one names its rows."""
+        return index > 0 and any(row[index][:1].isdigit() for row in self.rows)
+
     def _add_rows(self, table: TerminalTable, rows: Sequence[Sequence[str]]) -> None:
         """Add `rows`, the cells of this table as they are shown, with a line between groups."""
-        grouped = len({row[0] for row in self.rows}) < len(self.rows)
-        for number, row in enumerate(self.rows):
-            is_overall = self.overall and number == len(self.rows) - 1
-            if is_overall or (grouped and number and row[0] != self.rows[number - 1][0]):
+        names = [row[0] for row in self.rows]
+        grouped = len(set(names)) < len(names)
+        last = len(names) - 1
+        for index, row in enumerate(rows):
+            is_overall = self.overall and index == last
+            opens_group = grouped and index > 0 and names[index] != names[index - 1]
+            if is_overall or opens_group:
                 table.add_section()
-            table.add_row(*rows[number], style="bold" if is_overall else None)
+            table.add_row(*row, style="bold" if is_overall else None)
 
 
 @dataclass(frozen=True)
@@ -127,8 +137,11 @@ def number(
     """Format a figure with its interval, "1.27x (1.20-1.34)"; "-" if it was not measured."""
     if value is None:
         return "-"
-    bounds = "" if not interval else f" ({interval[0]:.{digits}f}-{interval[1]:.{digits}f})"
-    return f"{value:.{digits}f}{suffix}{bounds}"
+    text = f"{value:.{digits}f}{suffix}"
+    if interval:
+        low, high = interval
+        text += f" ({low:.{digits}f}-{high:.{digits}f})"
+    return text
 
 
 def _bullets(lines: Iterable[str]) -> str:
@@ -140,11 +153,13 @@ def write_files(directory: Path, contents: Mapping[str, Any]) -> list[Path]:
     returns their paths.
     """
     for name, content in contents.items():
-        if isinstance(content, list):
-            content = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in content)
-        elif not isinstance(content, str):
-            content = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
-        replace_text(directory / name, content)
+        if isinstance(content, str):
+            text = content
+        elif isinstance(content, list):
+            text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in content)
+        else:
+            text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+        replace_text(directory / name, text)
     return [directory / name for name in contents]
 
 
@@ -186,6 +201,13 @@ class Section:
     answers: Sequence[AnswerGroup] = ()
     remarks: Sequence[str] = ()
 
+    @property
+    def is_empty(self) -> bool:
+        """True if nothing but a title or names by colour would be shown."""
+        return not (
+            self.lines or self.figures or self.tables or self.facts or self.answers or self.remarks
+        )
+
 
 def render_page(
     title: str, subtitle: str, sections: Sequence[Section], tiles: Sequence[tuple[str, str]] = ()
@@ -195,11 +217,7 @@ def render_page(
     Args:
         tiles: the main figures, each with its label.
     """
-    shown = [
-        one
-        for one in sections
-        if any((one.lines, one.figures, one.tables, one.facts, one.answers, one.remarks))
-    ]
+    shown = [section for section in sections if not section.is_empty]
     return _template().render(
         title=title, subtitle=subtitle, sections=shown, tiles=tiles, palette=PALETTE, svg=Markup
     )
@@ -208,17 +226,16 @@ def render_page(
 def markdown_page(title: str, sections: Sequence[Section]) -> str:
     """Return the same in Markdown, without figures and answers."""
     blocks = [f"# {title}"]
-    for one in sections:
-        facts = [f"{label}: {value}" for label, value in one.facts]
-        texts = [
-            *one.lines,
-            *(table.markdown() for table in one.tables),
-            _bullets(facts),
-            _bullets(one.remarks),
-        ]
-        if any(texts) and not one.answers:
-            blocks += [f"## {one.title}" if one.title else "", *texts]
-    return "\n\n".join(block for block in blocks if block) + "\n"
+    for section in sections:
+        tables = [table.markdown() for table in section.tables]
+        facts = [f"{label}: {value}" for label, value in section.facts]
+        texts = [*section.lines, *tables, _bullets(facts), _bullets(section.remarks)]
+        if section.answers or not any(texts):
+            continue
+        if section.title:
+            blocks.append(f"## {section.title}")
+        blocks += [text for text in texts if text]
+    return "\n\n".join(blocks) + "\n"
 
 
 def percent(share: float) -> str:
