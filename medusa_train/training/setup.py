@@ -450,6 +450,11 @@ def _describe_run(
             "torch_compile: the backbone's layers are compiled in the first steps, which take"
             " longer"
         )
+        if recipe.cache is not None:
+            compiling = (
+                "torch_compile: the backbone's layers are compiled once states are computed; states"
+                " that are stored are read as they are, compiled or not"
+            )
         yield compiling, None
     plan_line = _describe_plan(cfg, data, plan, processes, trains_backbone=bool(recipe.parameters))
     yield plan_line, None

@@ -69,6 +69,24 @@ def test_losses_are_those_without(case: str, make_config, console, tmp_path, mon
         assert compiled == pytest.approx(plain, rel=1e-4)
 
 
+@pytest.mark.usefixtures("traced_layers")
+def test_stored_states_are_read_without_it(make_config, console, tmp_path, monkeypatch) -> None:
+    """Whatever computed them, which is said."""
+    entered: list[bool] = []
+    active = CompiledLayers.active
+    monkeypatch.setattr(CompiledLayers, "active", lambda self: entered.append(True) or active(self))
+    prepared = str(tmp_path / "prepared")
+    cached = {"cache_hidden_states": True, "dataset_prepared_path": prepared, "max_steps": 1}
+    plain = make_config(**cached, output_dir=str(tmp_path / "plain"))
+    assert train(plain, console) == 0
+    compiled = make_config(**cached, torch_compile=True, output_dir=str(tmp_path / "compiled"))
+    assert train(compiled, console) == 0
+    assert not entered
+    shown = " ".join(console.file.getvalue().split())
+    assert "states that are stored are read as they are" in shown
+    assert "compiled in the first steps" not in shown
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(
     shutil.which("g++") is None and shutil.which("clang++") is None, reason="needs a C++ compiler"
