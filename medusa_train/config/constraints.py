@@ -62,7 +62,10 @@ def find_ineffective_keys(cfg: Any) -> Iterator[str]:
     if cfg.lr_scheduler != "cosine":
         yield "cosine_min_lr_ratio"
     if cfg.lr_scheduler == "constant":
-        yield from (name for name in ("warmup_steps", "warmup_ratio") if getattr(cfg, name))
+        if cfg.warmup_steps:
+            yield "warmup_steps"
+        if cfg.warmup_ratio:
+            yield "warmup_ratio"
     if cfg.lora_model_dir is not None:
         yield "stage_one"
     if cfg.train_on_inputs:
@@ -83,7 +86,9 @@ def _is_quantized(cfg: Any) -> bool:
 
 def _is_joint(cfg: Any) -> bool:
     """Return whether the backbone is trained with the heads; `cfg` need not be resolved."""
-    return cfg.recipe == "medusa2" or (cfg.recipe is None and implies_joint_training(cfg))
+    if cfg.recipe is None:
+        return implies_joint_training(cfg)
+    return bool(cfg.recipe == "medusa2")
 
 
 def _trains_lm_head(cfg: Any) -> bool:
@@ -95,7 +100,8 @@ def _trains_lm_head(cfg: Any) -> bool:
     targets = cfg.lora_target_modules
     if not cfg.adapter or cfg.lora_target_linear or not targets:
         return True
-    return "lm_head" in targets or "lm_head" in (cfg.lora_modules_to_save or ())
+    saved = cfg.lora_modules_to_save or ()
+    return "lm_head" in targets or "lm_head" in saved
 
 
 _RECIPE_KEYS = (
@@ -150,7 +156,8 @@ def _describe_exports() -> str:
 def _every_dataset_has_another_template(cfg: Any) -> bool:
     if not cfg.chat_template:
         return False
-    return all(d.conversation not in (None, cfg.chat_template) for d in cfg.datasets)
+    own_templates = [dataset.conversation for dataset in cfg.datasets]
+    return None not in own_templates and cfg.chat_template not in own_templates
 
 
 def _recipe_contradicts_only_heads(cfg: Any) -> bool:
@@ -189,9 +196,19 @@ def _kangaroo_adapter_is_empty(cfg: Any) -> bool:
     return not cfg.kangaroo.attention and not cfg.kangaroo.mlp_size
 
 
-def _exports_beside(cfg: Any, *formats: str) -> bool:
-    """Return whether anything is exported beside these formats."""
-    return bool(set(cfg.export or ()) - set(formats))
+def _exports(cfg: Any, layout: str) -> bool:
+    return layout in (cfg.export or ())
+
+
+def _exports_other_than(cfg: Any, *layouts: str) -> bool:
+    exported = set(cfg.export or ())
+    return not exported.issubset(layouts)
+
+
+def _exports_small_vocabulary_elsewhere(cfg: Any) -> bool:
+    if cfg.medusa_vocab_size is None:
+        return False
+    return _exports_other_than(cfg, "vllm", "transformers", "merged")
 
 
 def _holds_out_and_has_test_data(cfg: Any) -> bool:
@@ -303,32 +320,29 @@ TRAIN_CONSTRAINTS: tuple[Constraint, ...] = (
     ),
     Constraint(
         ("export", "draft"),
-        lambda cfg: _exports_beside(cfg, *DRAFT_CONFIGS[cfg.draft].exports),
+        lambda cfg: _exports_other_than(cfg, *DRAFT_CONFIGS[cfg.draft].exports),
         f"{_describe_exports()}; remove the others",
     ),
     Constraint(
         ("export", *_RECIPE_KEYS),
-        lambda cfg: "merged" in (cfg.export or ()) and not _is_joint(cfg),
+        lambda cfg: _exports(cfg, "merged") and not _is_joint(cfg),
         "merged is the jointly trained backbone, but this recipe keeps it frozen; remove merged",
     ),
     Constraint(
         ("export", "medusa_share_lm_head"),
-        lambda cfg: "reference-v2" in (cfg.export or ()) and not cfg.medusa_share_lm_head,
+        lambda cfg: _exports(cfg, "reference-v2") and not cfg.medusa_share_lm_head,
         "reference-v2 requires heads that share the backbone's lm_head; set medusa_share_lm_head:"
         " true",
     ),
     Constraint(
         ("export", "medusa_vocab_size"),
-        lambda cfg: (
-            cfg.medusa_vocab_size is not None
-            and _exports_beside(cfg, "vllm", "transformers", "merged")
-        ),
+        _exports_small_vocabulary_elsewhere,
         "only the vllm and transformers layouts support a reduced vocabulary (medusa_vocab_size);"
         " export to these",
     ),
     Constraint(
         ("export", "medusa_markov_rank"),
-        lambda cfg: cfg.medusa_markov_rank > 0 and _exports_beside(cfg, "merged"),
+        lambda cfg: cfg.medusa_markov_rank > 0 and _exports_other_than(cfg, "merged"),
         "no other program reads heads with a Markov bias (medusa_markov_rank): their guesses depend"
         " on the token before; remove export, or train without it",
     ),
@@ -396,11 +410,28 @@ def _sets_refused_serve_args(cfg: Any) -> bool:
     return False
 
 
+def _drafts_with(cfg: Any, draft: str) -> bool:
+    """Return whether a draft from text is used, alone or beside heads (medusa+rest)."""
+    return cfg.draft is not None and cfg.draft.endswith(draft)
+
+
+def _coordinates_without_programs(cfg: Any) -> bool:
+    if "coordinate_descent" not in cfg.gpu_kernels:
+        return False
+    return "layer_programs" not in cfg.gpu_kernels
+
+
+def _sets_half_a_judge(cfg: Any) -> bool:
+    has_server = cfg.judge_base_url is not None
+    has_model = cfg.judge_model is not None
+    return has_server != has_model
+
+
 def _needs_lookup(section: str, draft: str) -> Constraint:
-    """A section with the keys of a draft from text, alone or beside heads (medusa+rest)."""
+    """A section with the keys of a draft from text."""
     return Constraint(
         (section, "draft"),
-        lambda cfg: getattr(cfg, section) is not None and not (cfg.draft or "").endswith(draft),
+        lambda cfg: getattr(cfg, section) is not None and not _drafts_with(cfg, draft),
         f"belongs to another draft; set draft: {draft}, or medusa+{draft}, or remove it",
     )
 
@@ -415,9 +446,7 @@ EVAL_CONSTRAINTS: tuple[Constraint, ...] = (
     ),
     Constraint(
         ("gpu_kernels",),
-        lambda cfg: (
-            "coordinate_descent" in cfg.gpu_kernels and "layer_programs" not in cfg.gpu_kernels
-        ),
+        _coordinates_without_programs,
         "coordinate_descent is for programs; add layer_programs",
     ),
     Constraint(
@@ -442,13 +471,13 @@ EVAL_CONSTRAINTS: tuple[Constraint, ...] = (
     _needs_lookup("rest", "rest"),
     Constraint(
         ("draft", "rest"),
-        lambda cfg: cfg.rest is None and (cfg.draft or "").endswith("rest"),
+        lambda cfg: cfg.rest is None and _drafts_with(cfg, "rest"),
         "copies from a datastore; set rest.datastore to a file of the model's answers or of any"
         " text",
     ),
     Constraint(
         ("judge_base_url", "judge_model"),
-        lambda cfg: (cfg.judge_base_url is None) != (cfg.judge_model is None),
+        _sets_half_a_judge,
         "judge_base_url and judge_model belong together; set both, or neither",
     ),
     Constraint(
@@ -550,7 +579,10 @@ def find_ineffective_eval_keys(cfg: Any) -> Iterator[str]:
 
 
 def _uses_server(cfg: Any) -> bool:
-    return cfg.engine == "openai" or (cfg.engine is None and cfg.server_url is not None)
+    """Return whether a server answers; an address without `engine` means one."""
+    if cfg.engine is None:
+        return cfg.server_url is not None
+    return bool(cfg.engine == "openai")
 
 
 #: Keys that read and select prompts.
