@@ -5,7 +5,8 @@
 A report whose draft has prompt lookup beside the heads gives three rows: lookup alone, the heads
 alone, and both. `--trees DRAFT=RUN ...` adds tokens per step by the number of nodes, of the runs'
 tree.json; `--exact DRAFT=DIRECTORY ...` equal answers in float32, of other reports; `--held-out
-"DRAFT, TEXT=RUN@STEP" ...` what training printed at the validation of a step, after so much text.
+"DRAFT, TEXT=RUN@STEP" ...` what training printed at the validation of a step, after so much text;
+`--served DRAFT=DIRECTORY ...` the rows of served_drafts.json, of served.py.
 
 Then `page.py qwen_coder` draws the picture and `tables.py` writes the tables.
 """
@@ -103,6 +104,7 @@ def main() -> None:
     parser.add_argument("reports", nargs="+", metavar="DRAFT=DIRECTORY")
     parser.add_argument("--trees", nargs="*", default=[], metavar="DRAFT=RUN")
     parser.add_argument("--exact", nargs="*", default=[], metavar="DRAFT=DIRECTORY")
+    parser.add_argument("--served", nargs="*", default=[], metavar="DRAFT=DIRECTORY")
     parser.add_argument("--held-out", nargs="*", default=[], metavar="DRAFT, TEXT=RUN@STEP")
     arguments = parser.parse_args()
     runs: list[Json] = []
@@ -113,6 +115,9 @@ def main() -> None:
     for draft, report in _read(arguments.exact, "report.json"):
         overall = report["overall"]
         exact[draft] = {"equal": overall["equal_answers"], "answers": overall["answers"]}
+    served = []
+    for draft, measured in _read(arguments.served, "served_drafts.json"):
+        served += [{"draft": draft, **row} for row in measured["rows"]]
     title = "Qwen2.5-Coder 0.5B on HumanEval: speedup over compiled plain decoding"
     values = {
         run["draft"]: [run["overall"]["speedup"], *run["overall"]["intervals"]["speedup"]]
@@ -126,6 +131,7 @@ def main() -> None:
         "runs": runs,
         "nodes": nodes,
         "float32": exact,
+        "served": served,
         "held_out": [held_out(entry) for entry in arguments.held_out],
     }
     path = RESULTS / "qwen_coder.json"

@@ -19,7 +19,7 @@ sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
 
 from estimates import ROWS, estimate_row, hours_of_text  # noqa: E402
 from result_tables.acceptance import acceptance_table  # noqa: E402
-from result_tables.coder import coder_nodes_table  # noqa: E402
+from result_tables.coder import coder_nodes_table, coder_served_table  # noqa: E402
 from result_tables.gpu import gpu_clock_table, gpu_training_table  # noqa: E402
 from result_tables.large_models import estimate_7b, estimate_range_7b, trees_table  # noqa: E402
 from result_tables.lookup import specbench_table  # noqa: E402
@@ -41,6 +41,11 @@ def readme_speed() -> str:
     h100 = gpu["after"]["smollm2_by_the_clock"]["eagle3"]
     h100_date = gpu["steps"]["tests"]["date"][:10]
     best = coder["Medusa-1 + lookup"]["overall"]
+    lookup = coder["prompt lookup"]["overall"]
+    served = {
+        cell["concurrency"]: cell["ratio"]
+        for cell in results("eagle3_smollm2")["served_both_texts"]["cells"]
+    }
 
     rows = []
     name = f"[Qwen2.5-Coder 0.5B, HumanEval]({_page('qwen_coder')})"
@@ -58,9 +63,11 @@ def readme_speed() -> str:
     rows.append(_beside(name, "EAGLE-3", f"NVIDIA H100, CUDA graphs, {h100_date}", h100))
     head = ("model, questions", "machine, date", "draft", "tokens per step:", "tokens/s without:")
     return (
-        f"**Measured: {best['speedup']:.2f}x for a coder of 0.5B on two CPU cores (Medusa-1 and lookup"
-        f" in one tree), {h100['speedup']:.2f}x for a model of 135M on an H100 (EAGLE-3). No model of 7B"
-        " or more was trained here, and nothing was served on a GPU.**\n\n"
+        f"**Measured: {best['speedup']:.2f}x for a coder of 0.5B on two CPU cores (Medusa-1 + lookup;"
+        f" lookup alone {lookup['speedup']:.2f}x), {h100['speedup']:.2f}x for a model of 135M on an H100"
+        f" (EAGLE-3). In vLLM on a CPU EAGLE-3 makes {served[1]:.2f}x with one request and"
+        f" {served[8]:.2f}x with eight. No model of 7B or more was trained here, and nothing was served"
+        " on a GPU.**\n\n"
         + table((*head, "with:", "ratio:", "same:"), rows)
     )
 
@@ -97,11 +104,11 @@ def readme_expect() -> str:
     """The estimate for 7B models, and what it is not."""
     low, high = estimate_range_7b()
     return (
-        "**What to expect of an 8B model?** None was trained here. Others report"
-        " [2.36x and 2.63x](docs/large_models.md#what-acceptance-to-expect) with their own EAGLE-3"
-        " drafts, 1.41x to 2.18x with Medusa-1. For Medusa-1 of 7B on an H100 we estimate"
-        f" [{low:.1f}x to {high:.1f}x](docs/results.md#a-7b-model), with a vocabulary of 32,000 and"
-        " guesses as good as SmolLM2's."
+        "**What to expect of a larger model?** None was trained here."
+        " [Others report](docs/large_models.md#what-acceptance-to-expect) 2.36x and 2.63x with EAGLE-3"
+        " (8B), 1.41x to 2.18x with Medusa-1 (Vicuna 7B). Our estimate for Medusa-1 of 7B on an H100:"
+        f" [{low:.1f}x to {high:.1f}x](docs/results.md#a-7b-model), for 32,000 tokens of vocabulary and a"
+        " Markov bias."
     )
 
 
@@ -118,8 +125,8 @@ def readme_equal() -> str:
         f"**Does the text change?** In float32 no: {demo['equal_answers']} of {demo['answers']} answers"
         f" were equal (test model), {older['equal_answers']} of {older['answers']} (SmolLM2). In bfloat16"
         " a pass over several tokens rounds differently from a pass over one, and some answers change at"
-        f" near-ties. Even without a draft `generate` and our loop agreed on {generate} of"
-        f" {newest['overall']['answers']}. When sampling, each token still follows the model's"
+        " near-ties. Two loops without a draft, `generate` and ours, differ as often: they agreed on"
+        f" {generate} of {newest['overall']['answers']}. When sampling, each token still follows the model's"
         f" distribution. Quality: the coder solved {scores['tree']['correct']} of {scores['answers']}"
         f" problems with heads and lookup, {scores['plain']['correct']} without."
     )
@@ -139,7 +146,7 @@ def readme_card() -> str:
         "**`llama31_8b_eagle3`, by [estimate](docs/large_models.md):"
         f"** {small.split(',')[0]} (24 GB, 4-bit model): {text[0]}, training {float(on_small[6]):.0f} h"
         f" in {on_small[3]}. H100: {text[1]}, training {float(on_large[6]):.0f} h in {on_large[3]}."
-        " EAGLE-3's training was never timed."
+        " Data: with a server. Training EAGLE-3 was never timed."
     )
 
 
@@ -185,7 +192,10 @@ MARKED: dict[str, dict[str, Block]] = {
     "docs/large_models.md": {"trees": trees_table},
     "benchmarks/results/compiled_smollm2.md": {"specbench": specbench_table},
     "benchmarks/results/eagle3_smollm2.md": {"sessions": eagle3_served_table},
-    "benchmarks/results/qwen_coder.md": {"nodes": coder_nodes_table},
+    "benchmarks/results/qwen_coder.md": {
+        "nodes": coder_nodes_table,
+        "served": coder_served_table,
+    },
     "benchmarks/results/gpu.md": {"clock": gpu_clock_table, "training": gpu_training_table},
     "benchmarks/results/papers_smollm2.md": {"nodes": nodes_table},
     "benchmarks/results/papers_speed_smollm2.md": {

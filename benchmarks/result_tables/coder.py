@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from result_tables.writing import Cells, Json, results, speed, table, times
+from result_tables.writing import Cells, Json, results, shares, speed, table, times
 
 
 def coder_answer() -> str:
@@ -75,6 +75,25 @@ def coder_nodes_table() -> str:
         rates = [by_size[draft].get(nodes) for draft in by_size]
         rows.append([nodes, *("-" if rate is None else f"{rate:.2f}" for rate in rates)])
     return table(("nodes:", *(f"{draft}:" for draft in by_size)), rows)
+
+
+def coder_served_table() -> str:
+    """Each draft in vLLM, beside vLLM without one; and its acceptance there and here."""
+    rows: list[Cells] = []
+    for row in results("qwen_coder")["served"]:
+        rows.append(
+            [
+                f"{row['draft']}, {row['num_speculative_tokens']} draft tokens",
+                row["concurrency"],
+                speed(row["plain_tokens_per_s"]),
+                speed(row["tokens_per_s"]),
+                times(row["ratio"], row["ratio_interval"]),
+                shares(row["acceptance"]),
+                shares(row["own_acceptance"]),
+            ]
+        )
+    head = ("draft", "requests at once:", "tokens/s without:", "with:", "ratio:")
+    return table((*head, "accepted in vLLM:", "accepted here:"), rows)
 
 
 def _coder_places(content: Json) -> dict[str, list[Json]]:
