@@ -67,8 +67,7 @@ def readme_speed() -> str:
         f" lookup alone {lookup['speedup']:.2f}x), {h100['speedup']:.2f}x for a model of 135M on an H100"
         f" (EAGLE-3). In vLLM on a CPU EAGLE-3 makes {served[1]:.2f}x with one request and"
         f" {served[8]:.2f}x with eight. No model of 7B or more was trained here, and nothing was served"
-        " on a GPU.**\n\n"
-        + table((*head, "with:", "ratio:", "same:"), rows)
+        " on a GPU.**\n\n" + table((*head, "with:", "ratio:", "same:"), rows)
     )
 
 
