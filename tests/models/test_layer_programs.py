@@ -148,6 +148,7 @@ def test_single_rows_in_exact_sizes_are_served_too(kind: str | None) -> None:
     answer = Decoder(backbone, draft, tree).generate(PROMPTS[0], TOKENS, ())
     assert answer.tokens == expected.tokens
     assert len(ran) == answer.steps * backbone.num_layers  # all but the prompt
+    assert len(programs.programs) == graphs()  # whatever the lengths
 
 
 def test_other_passes_run_as_they_are() -> None:
