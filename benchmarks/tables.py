@@ -63,8 +63,9 @@ def readme_speed() -> str:
     return (
         f"**Measured: {best['speedup']:.2f}x for a coder of 0.5B on two CPU cores (Medusa-1 + lookup;"
         f" HumanEval's answers repeat the prompt, which helps lookup), {h100['speedup']:.2f}x for a"
-        f" model of 135M on an H100 (EAGLE-3). In vLLM on a CPU EAGLE-3 makes {on_xeon:.2f}x to {served[1]:.2f}x with one"
-        f" request, {served[8]:.2f}x with eight. No model of 7B or more was trained here, and nothing was served"
+        " model of 135M on an H100 (EAGLE-3). In vLLM on a CPU EAGLE-3 makes"
+        f" {on_xeon:.2f}x to {served[1]:.2f}x with one request, {served[8]:.2f}x with eight. No model of"
+        " 7B or more was trained here, and nothing was served"
         " on a GPU.**\n\n" + table((*head, "with:", "ratio:", "same:"), rows)
     )
 
