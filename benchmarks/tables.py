@@ -112,7 +112,6 @@ def readme_expect() -> str:
 
 def readme_equal() -> str:
     """What was equal, what bfloat16 alone does to answers, and what it does to quality."""
-    demo = results("demo")["runs"][0]["overall"]
     smollm2 = results("smollm2")
     older = smollm2["overall"]
     newest = smollm2["loop_free_text"]
@@ -120,8 +119,8 @@ def readme_equal() -> str:
     scores = coder["Medusa-1 + lookup"]["overall"]["scores"]
     generate = newest["baselines"]["generate"]["equal_to_plain"]
     return (
-        f"**Does the text change?** In float32 no: {demo['equal_answers']} of {demo['answers']} answers"
-        f" were equal (test model), {older['equal_answers']} of {older['answers']} (SmolLM2). In bfloat16"
+        f"**Does the text change?** In float32 no: {older['equal_answers']} of {older['answers']} answers"
+        " were equal (SmolLM2). In bfloat16"
         " a pass over several tokens rounds differently from a pass over one, and some answers change at"
         " near-ties. Even without a draft `generate` and our loop agreed on only"
         f" {generate} of {newest['overall']['answers']} (SmolLM2). When sampling, each token still follows the model's"
@@ -144,7 +143,7 @@ def readme_card() -> str:
         "**`llama31_8b_eagle3`, by [estimate](docs/large_models.md):"
         f"** {small.split(',')[0]} (24 GB, 4-bit model): {text[0]}, training {float(on_small[6]):.0f} h"
         f" in {on_small[3]}. H100: {text[1]}, training {float(on_large[6]):.0f} h in {on_large[3]}."
-        " Data: with a server. Training EAGLE-3 was never timed."
+        " Data: with a server. Training EAGLE-3 was never timed on a GPU."
     )
 
 

@@ -88,3 +88,20 @@ def test_functions_to_complete_are_python_without_a_body() -> None:
         assert len(last.body) == 2  # the docstring, and the `pass` from above
         names.add(last.name)
     assert len(names) == len(functions)
+
+
+def test_every_function_is_asked_for_once_and_whole(tmp_path: Path) -> None:
+    file = tmp_path / "functions.txt"
+    file.write_text("def a():\n    'A.'\n---\ndef b():\n    'B.'\n---\ndef c():\n    'C.'\n")
+    make_text = load_script("make_text.py")
+    phrases = {"functions": ["Finish FUNCTION", "FUNCTION, please"]}
+    prompts = make_text.functions_to_complete(file, phrases, ["Shorter."])
+    turns = [[turn["value"] for turn in prompt["conversations"]] for prompt in prompts]
+    first = [asked[0] for asked in turns]
+    for name, line in (("a", "A"), ("b", "B"), ("c", "C")):
+        whole = f"def {name}():\n    '{line}.'"
+        assert sum(whole in text for text in first) == 1
+    assert [text.startswith("Finish ") for text in first] == [True, False, True]
+    assert [len(asked) for asked in turns] == [2, 1, 1]
+    assert [prompt["id"] for prompt in prompts] == [f"function-{n:05d}" for n in range(3)]
+    assert make_text.functions_to_complete(tmp_path / "none.txt", phrases, []) == []
