@@ -140,10 +140,11 @@ def readme_card() -> str:
     hours = [hours_of_text(shape, gpu) for gpu in (small, large)]
     text = [f"data {2 * least:.0f} to {3 * least:.0f} h" for least in hours]
     return (
-        "**`llama31_8b_eagle3`, by [estimate](docs/large_models.md):"
-        f"** {small.split(',')[0]} (24 GB, 4-bit model): {text[0]}, training {float(on_small[6]):.0f} h"
+        "**Time and memory, [estimated](docs/large_models.md):"
+        f"** {small.split(',')[0]} (24 GB): {text[0]}, training {float(on_small[6]):.0f} h"
         f" in {on_small[3]}. H100: {text[1]}, training {float(on_large[6]):.0f} h in {on_large[3]}."
-        " Data: with a server. Training EAGLE-3 was never timed on a GPU."
+        " A 4-bit model is for training only: a server of 24 GB runs the bfloat16 one, with"
+        " `--max-model-len 8192`. Training EAGLE-3 was never timed on a GPU."
     )
 
 
