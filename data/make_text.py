@@ -83,15 +83,21 @@ def read_prompts(plan: Record, out: Path, name: str = "smollm2") -> dict[str, li
     return {
         "templates": read_lines(templates),
         "functions": functions_to_complete(HERE / name / "functions.txt", phrases, plain),
+        "more_functions": functions_to_complete(
+            HERE / name / "more_functions.txt", phrases, plain, first="more-function"
+        ),
         "questions": questions[held_out:],
         "validation": [*validation, *questions[:held_out]],
     }
 
 
-def functions_to_complete(path: Path, phrases: Record, follow_ups: Sequence[str]) -> list[Record]:
+def functions_to_complete(
+    path: Path, phrases: Record, follow_ups: Sequence[str], first: str = "function"
+) -> list[Record]:
     """Return a prompt for each function of `path`, an instruction before its signature and docstring.
 
-    The order is random, and every third has a follow-up. A model without such a file has none.
+    Ids begin with `first`. The order is random, and every third has a follow-up. A model without
+    such a file has none.
     """
     if not path.exists():
         return []
@@ -104,7 +110,7 @@ def functions_to_complete(path: Path, phrases: Record, follow_ups: Sequence[str]
         turns = [instruction.replace("FUNCTION", function)]
         if number % FOLLOW_UP == 0:
             turns.append(follow_ups[number // FOLLOW_UP % len(follow_ups)])
-        prompts.append(conversation(f"function-{number:05d}", turns))
+        prompts.append(conversation(f"{first}-{number:05d}", turns))
     return prompts
 
 

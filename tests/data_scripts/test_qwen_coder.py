@@ -17,6 +17,8 @@ from tests.data_scripts.scripts import load_script, ngrams
 
 FOLDER = PROJECT_ROOT / "data" / "qwen_coder"
 BENCH = PROJECT_ROOT / "data" / "bench" / "code" / "question.jsonl"
+#: files of functions to complete, and how many each has at least
+FUNCTIONS = {"functions.txt": 450, "more_functions.txt": 900}
 
 
 @pytest.fixture(scope="module")
@@ -34,11 +36,13 @@ def prompts(script: ModuleType) -> list[str]:
         plan["templates"], 0, phrases, excluded, "qwen_coder"
     )
     turns = [turn["value"] for record in records for turn in record["conversations"]]
-    functions = load_script("make_text.py").functions_to_complete(
-        FOLDER / "functions.txt", phrases, phrases["follow_ups"][:1]
-    )
-    assert len(functions) > 450
-    turns += [turn["value"] for record in functions for turn in record["conversations"]]
+    make_text = load_script("make_text.py")
+    for name, least in FUNCTIONS.items():
+        functions = make_text.functions_to_complete(
+            FOLDER / name, phrases, phrases["follow_ups"][:1]
+        )
+        assert len(functions) > least
+        turns += [turn["value"] for record in functions for turn in record["conversations"]]
     by_hand = (FOLDER / "validation_prompts.txt").read_text(encoding="utf-8").splitlines()[1:]
     assert len(by_hand) == 100
     return turns + [turn for line in by_hand for turn in line.split(" | ")]
@@ -79,7 +83,9 @@ def test_no_prompt_is_in_humaneval(prompts: list[str]) -> None:
 
 
 def test_functions_to_complete_are_python_without_a_body() -> None:
-    functions = (FOLDER / "functions.txt").read_text(encoding="utf-8").split("\n---\n")
+    functions: list[str] = []
+    for file in FUNCTIONS:
+        functions += (FOLDER / file).read_text(encoding="utf-8").split("\n---\n")
     names: set[str] = set()
     for function in functions:
         *_, last = ast.parse(f"{function.rstrip()}\n    pass\n").body
@@ -104,4 +110,6 @@ def test_every_function_is_asked_for_once_and_whole(tmp_path: Path) -> None:
     assert [text.startswith("Finish ") for text in first] == [True, False, True]
     assert [len(asked) for asked in turns] == [2, 1, 1]
     assert [prompt["id"] for prompt in prompts] == [f"function-{n:05d}" for n in range(3)]
+    more = make_text.functions_to_complete(file, phrases, ["Shorter."], first="more")
+    assert more[0]["id"] == "more-00000"
     assert make_text.functions_to_complete(tmp_path / "none.txt", phrases, []) == []
