@@ -107,6 +107,7 @@ def load_resolved(paths: ModelPaths, dtype: str, *, compiled: bool = False) -> M
     from medusa_train.inference.model import Model
 
     loaded = load_for_decoding(paths, dtype, compiled=compiled)
+    loaded.compile_tree()
     return Model(
         loaded.backbone,
         loaded.proposer,

@@ -21,7 +21,7 @@ from medusa_train.inference.batch_decoder import BatchDecoder
 from medusa_train.inference.cuda_graphs import use_cuda_graphs
 from medusa_train.io import parse_json, replace_text
 from medusa_train.models.backbone import Backbone
-from medusa_train.models.compiled import has_compiler
+from medusa_train.models.compiled import has_compiler, needed_forms
 from medusa_train.models.loading import resolve_backbone
 from medusa_train.models.precision import (
     WeightMemory,
@@ -239,7 +239,10 @@ def compile_if_repaid(
     step = plain_step_seconds(backbone, prompt, rows)
     on_gpu = backbone.device.type == "cuda"
     saved = (GPU_SAVING if on_gpu else SAVING) * steps * step
-    cost = max(COMPILE_SECONDS, LAYER_SECONDS * backbone.num_layers * (2 if trees else 1))
+    programs = len(needed_forms(rows, trees))
+    if trees and rows == 1 and not on_gpu:
+        programs += 1  # `Backbone.compile_tree`
+    cost = max(COMPILE_SECONDS, LAYER_SECONDS * backbone.num_layers * programs)
     is_repaid = saved > FACTOR * cost
     report(
         f"compile: {'yes' if is_repaid else 'no'}, {steps:,} steps of {1000 * step:.1f} ms are"

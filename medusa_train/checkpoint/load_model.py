@@ -89,6 +89,17 @@ class LoadedModel:
             return self.lookup
         return self._with_lookup(self.draft)
 
+    def compile_tree(self) -> None:
+        """Compile passes over trees of the size that most steps verify, where passes are compiled.
+
+        Dynamic trees and lookups have many sizes, and a draft that stops early has smaller trees,
+        which the program for all sizes serves.
+        """
+        if self.draft is None or self.tree is None or self.tree.size == 0:
+            return
+        if self.dynamic is None and self.draft.threshold == 0:
+            self.backbone.compile_tree(self.tree.size)
+
     def _with_lookup(self, heads: Proposer) -> Proposer:
         if self.lookup is None:
             return heads

@@ -334,6 +334,9 @@ class Evaluation:
             if refitted is not None:
                 model, paths = refitted
                 log = self._open_log(paths)
+            if model.backbone.compiled is not None:
+                with progress.phase("compiling passes over the tree", ticking=True):
+                    model.compile_tree()
             # 4. time
             plain_steps = self._repeat_plain_steps(model)
             records, skipped = self._time_bench(model, dtype, log)

@@ -17,7 +17,7 @@ from transformers import GenerationConfig
 
 from medusa_train.errors import BackboneError
 from medusa_train.models.attention import use_folded_heads, use_split_keys
-from medusa_train.models.compiled import CompiledPass, has_compiler, needed_forms
+from medusa_train.models.compiled import CompiledPass, Form, has_compiler, needed_forms
 from medusa_train.models.document_attention import (
     document_bounds,
     document_mask,
@@ -616,12 +616,29 @@ class Backbone:
         compiled = CompiledPass(
             self.body, self.logits, on_cpu=on_cpu, forms=needed_forms(rows, trees), early=early
         )
+        self._warm_up(compiled)
+        self.compiled = compiled
+
+    def compile_tree(self, nodes: int) -> None:
+        """Compile passes of a single row over the root and `nodes` nodes, which are then faster than
+        those over any number of nodes. Does nothing where passes of single rows are not compiled,
+        and on a GPU, where this was not measured.
+
+        Raises BackboneError.
+        """
+        if self.device.type != "cpu":
+            return
+        if self.compiled is None or not self.compiled.covers(1, nodes + 1):
+            return
+        self.compiled.add(Form(batched=False, tokens=nodes + 1))
+        self._warm_up(self.compiled)
+
+    def _warm_up(self, compiled: CompiledPass) -> None:
         slots = Slots(self.num_layers, 1)
         token = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         self.run(token, cache=prompt_cache(slots, 0, 1))
         layers, _, _, heads, _, dim = slots.storage(1).shape
         compiled.warm_up((layers, heads, dim), self.device, self.dtype)
-        self.compiled = compiled
 
     def compiled_for(self, need: FeatureSpec) -> CompiledPass | None:
         """Return the compiled passes, if there are any and they return the hidden states of `need`."""

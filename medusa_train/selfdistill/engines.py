@@ -197,6 +197,7 @@ def open_hf_engine(
         compile_if_repaid(
             model.backbone, paths, steps, [0] * TIMED_PROMPT, note, rows=batch_size, trees=trees
         )
+    model.compile_tree()
     return HFEngine(
         model.backbone,
         batch_size=batch_size,

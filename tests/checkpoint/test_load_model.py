@@ -12,8 +12,9 @@ from medusa_train.checkpoint.load_model import (
     load_for_decoding,
     load_tree,
 )
-from medusa_train.checkpoint.resolve import resolve_model
+from medusa_train.checkpoint.resolve import ModelPaths, resolve_model
 from medusa_train.errors import BackboneError, CheckpointError
+from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Limits
 from medusa_train.models.drafts.eagle3 import Eagle3Draft
 from medusa_train.trees.tree import Tree
@@ -89,6 +90,27 @@ def test_a_cache_that_cannot_be_created_is_named(
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "file" / "cache"))
     with pytest.raises(BackboneError, match="set TORCHINDUCTOR_CACHE_DIR"):
         compile_backbone(object(), resolve_model(str(run_dir), None, None))  # type: ignore[arg-type]
+
+
+def test_the_tree_that_every_step_verifies_is_compiled(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base_model = Path(resolve_model(str(run_dir), None, None).base_model)
+    compiled: list[int] = []
+    monkeypatch.setattr(Backbone, "compile_tree", lambda self, nodes: compiled.append(nodes))
+
+    def load_and_compile(paths: ModelPaths) -> list[int]:
+        compiled.clear()
+        load_for_decoding(paths, "float32").compile_tree()
+        return list(compiled)
+
+    medusa = resolve_model(str(run_dir), None, None)
+    assert load_and_compile(medusa) == [Tree.cartesian([2, 2]).size]
+    assert load_and_compile(replace(medusa, threshold=0.3)) == []  # stops early
+    assert load_and_compile(resolve_model(str(run_dir), None, "none")) == []
+    eagle3 = str(write_run(tmp_path / "eagle3", base_model, draft="eagle3"))
+    assert len(load_and_compile(resolve_model(eagle3, None, None))) == 1
+    assert load_and_compile(resolve_model(eagle3, None, "dynamic")) == []  # many sizes
 
 
 def test_dynamic_trees_take_the_place_of_the_fixed_one(run_dir: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from medusa_train.errors import BackboneError
 from medusa_train.inference.batch_decoder import BatchDecoder
 from medusa_train.inference.generate import Decoder
 from medusa_train.models.backbone import Backbone
-from medusa_train.models.compiled import BLOCK, CompiledPass, Form
+from medusa_train.models.compiled import BLOCK, CompiledPass, Form, needed_forms
 from medusa_train.models.drafts.base import Limits
 from medusa_train.models.drafts.eagle3 import Eagle3Draft
 from medusa_train.models.drafts.kangaroo import KangarooDraft
@@ -133,7 +133,57 @@ def test_plain_steps_and_trees_have_separate_programs(
         )
     for tree in TREES:
         Decoder(traced.backbone, traced.draft, tree).generate([5, 6, 7], 12)
-    assert calls == {(Form(False, False), 1), (Form(False, True), 4), (Form(False, True), 10)}
+    assert calls == {(Form(False, 1), 1), (Form(False, None), 4), (Form(False, None), 10)}
+
+
+def check_tree_of_one_size(compiled: Compiled) -> None:
+    """The tree that is named has a program of its size, the other tree the one for all sizes."""
+    chain = TREES[1]
+    assert chain is not None
+    compiled.backbone.compile_tree(chain.size)
+    passes = compiled.backbone.compiled
+    assert passes is not None
+    assert set(passes._programs) == {Form(False, 1), Form(False, None), Form(False, 4)}
+    check_answers(compiled)
+    used = Mock(wraps=passes._programs[Form(False, 4)])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(passes._programs, Form(False, 4), used)
+        for tree in TREES:
+            Decoder(compiled.backbone, compiled.draft, tree).generate([5, 6, 7], 12)
+    assert {call.args[0].shape[1] for call in used.call_args_list} == {4}
+
+
+@pytest.mark.xdist_group("traced")
+def test_traced_passes_over_the_named_tree_give_the_same_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compile_ = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda function, options: compile_(function, backend="eager")
+    )
+    check_tree_of_one_size(compile_backbone("llama", torch.float64))
+    torch.compiler.reset()
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_compiled_passes_over_the_named_tree_give_the_same_tokens() -> None:
+    torch.compiler.reset()
+    before = counters["stats"]["unique_graphs"]
+    check_tree_of_one_size(compile_backbone("llama", torch.float64))
+    # one program of each form for all lengths of the text
+    assert counters["stats"]["unique_graphs"] == before + 3
+
+
+def test_a_tree_has_no_program_where_single_rows_are_not_compiled() -> None:
+    backbone = random_backbone("llama")
+    backbone.compile_tree(3)
+    assert backbone.compiled is None
+    backbone.compiled = CompiledPass(
+        backbone.body, backbone.logits, on_cpu=True, forms=needed_forms(4, trees=True)
+    )
+    backbone.compile_tree(3)
+    assert set(backbone.compiled._programs) == {Form(True, 1), Form(True, None)}
 
 
 def check_batches(backbone: Backbone) -> None:
