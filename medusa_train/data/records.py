@@ -7,7 +7,7 @@ Training reads whole chats (`parse_record`), self-distillation their user turns 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -117,7 +117,9 @@ def parse_record(
         keys = _turn_keys(record, record_format, fields)
         turns = parse_turns(record, keys, tags=tags, unread=found, fields=fields)
         num_answers = sum(message.role == "assistant" for message in turns)
-        parsed = _with_system(record, keys, _from_first_question(turns, record_format, found))
+        asked = _from_first_question(turns, record_format, found)
+        _count_open_question(asked, found)
+        parsed = _with_system(record, keys, asked)
     messages = _without_blank_system(parsed.messages)
     problem = problem_with(messages)
     if problem is not None:
@@ -147,6 +149,15 @@ def _from_first_question(
         return messages
     found.turns["assistant before the first question"] += 1
     return messages[1:]
+
+
+def _count_open_question(messages: Sequence[Message], found: Unread) -> None:
+    """Count a question after the last answer, which no row has; a chat without answers is skipped,
+    and named as such.
+    """
+    has_answers = any(message.role == "assistant" for message in messages)
+    if has_answers and messages[-1].role == "user":
+        found.turns["user after the last answer"] += 1
 
 
 def _with_system(

@@ -128,6 +128,10 @@ def test_what_is_known_of_each_format(record: dict[str, Any], unread: list[str])
             {"conversations": [{"from": "gpt", "value": "A"}, {"from": "human", "value": "Q"}]},
             "turns of assistant before the first question (1)",
         ),
+        (
+            {"messages": [*TURNS, {"role": "user", "content": "Q2"}]},
+            "turns of user after the last answer (1)",
+        ),
     ],
 )
 def test_what_is_left_out_of_a_known_key_is_counted(record: dict[str, Any], sentence: str) -> None:
