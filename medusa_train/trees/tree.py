@@ -230,6 +230,9 @@ class Tree(Nodes):
                 for rank in ranks:
                     if type(rank) is not int:  # 1.5, true and infinity are no ranks
                         raise ValueError(f"{rank!r} is not a rank")
+            num_unique = len(set(map(tuple, paths)))
+            if num_unique < len(paths):
+                raise ValueError(f"{len(paths)} paths, of which {num_unique} are different")
             return cls.from_paths(paths)
         except FileNotFoundError:
             raise CheckpointError(f"{path}: no such tree file") from None

@@ -65,7 +65,7 @@ def test_files_round_trip_and_broken_ones_are_rejected(tmp_path: Path) -> None:
     assert Tree.load(path) == tree
     path.write_text("[[0], [0, 0]]")
     assert Tree.load(path) == Tree.chain(2)
-    for broken in ("[[0, 0]]", "{", '{"tree": []}', "7"):
+    for broken in ("[[0, 0]]", "{", '{"tree": []}', "7", "[[0], [0]]"):
         path.write_text(broken)
         with pytest.raises(CheckpointError, match="not a tree file"):
             Tree.load(path)
