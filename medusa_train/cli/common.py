@@ -18,6 +18,7 @@ import sys
 import traceback
 import types
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +27,7 @@ from typing import Annotated, Any, Literal, ParamSpec, TypeVar, Union, get_args,
 import typer
 from pydantic.fields import FieldInfo
 from rich.console import Console
+from typer.core import TyperCommand
 
 from medusa_train.config.load import load_config
 from medusa_train.config.types import Config
@@ -125,6 +127,25 @@ def _value_name(annotation: Any) -> str:
         parts = [part for part in get_args(annotation) if part is not type(None)]
         return _value_name(parts[0])
     return _VALUE_NAMES.get(origin or annotation, "<text>")
+
+
+class CommandOfOptions(TyperCommand):
+    """A command that names the options that are given several times: the last one counts."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the command line."""
+        _, _, given = self.make_parser(ctx).parse_args(args=list(args))
+        names = []
+        for param in given:
+            is_switch = getattr(param, "is_flag", False)
+            if not is_switch and not getattr(param, "multiple", False):
+                names.append(param.opts[0])
+        for name, count in Counter(names).items():
+            if count > 1:
+                error_console().print(
+                    f"{name} is given {count} times; the last one counts", style="dim"
+                )
+        return super().parse_args(ctx, args)
 
 
 def with_keys(cls: type[Config], *names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

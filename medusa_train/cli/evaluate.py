@@ -19,6 +19,7 @@ from rich.console import Console
 from medusa_train.checkpoint.resolve import ModelPaths, resolve_model, runs_directory
 from medusa_train.checkpoint.run_directory import check_writable
 from medusa_train.cli.common import (
+    CommandOfOptions,
     PrintConfig,
     error_console,
     join_lines,
@@ -39,6 +40,24 @@ if TYPE_CHECKING:
     from medusa_train.evaluation.questions import Bench
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
+
+#: Keys whose options count beside --compare and --interactive; servers are refused for the latter.
+_READ_BY_COMPARE = ("bench", "output_dir")
+_READ_BY_CHAT = (
+    "model",
+    "base_model",
+    "tree",
+    "draft",
+    "max_new_tokens",
+    "chat_template",
+    "dtype",
+    "acceptance",
+    "temperature",
+    "top_p",
+    "top_k",
+    "server_url",
+    "serve",
+)
 
 HELP = """
 Measure the speed of a model with its draft heads on a bench, beside plain decoding and generate of transformers, and
@@ -68,7 +87,7 @@ Exit codes: 0 success, 1 failure, 2 configuration error, 130 interrupted, 143 te
 """
 
 
-@app.command(help=join_lines(HELP))
+@app.command(cls=CommandOfOptions, help=join_lines(HELP))
 @run_command
 @with_keys(
     EvalConfig,
@@ -130,8 +149,11 @@ def evaluate(
             "--calibrate, --compare and --interactive exclude each other; give one of them"
         )
     if compare:
+        _refuse_other_options("--compare", flags, _READ_BY_COMPARE)
         _compare(arguments or [], flags["bench"], flags["output_dir"])
         return 0
+    if interactive:
+        _refuse_other_options("--interactive", flags, _READ_BY_CHAT)
     cfg = read_arguments(EvalConfig, arguments or [], flags=flags)
     if print_config:
         print(format_config(cfg), end="")
@@ -172,6 +194,16 @@ def evaluate(
         _, written = run_evaluation(cfg, questions, paths, command, progress)
         _print_paths(console, written)
     return 0
+
+
+def _refuse_other_options(mode: str, flags: dict[str, str | None], read: tuple[str, ...]) -> None:
+    """Raise ConfigError if there are options of keys that a mode does not read."""
+    others = []
+    for name, value in flags.items():
+        if value is not None and name not in read:
+            others.append(EvalConfig.option_of(name).split()[0])
+    if others:
+        raise ConfigError(f"{mode} does not read {', '.join(others)}; leave them out")
 
 
 def _load_bench(cfg: EvalConfig) -> Bench:

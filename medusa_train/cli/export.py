@@ -12,6 +12,7 @@ from rich.console import Console
 
 from medusa_train.cli.common import (
     OVERRIDE,
+    CommandOfOptions,
     error_console,
     join_lines,
     output_console,
@@ -58,7 +59,7 @@ Example: medusa-export runs/mine --to vllm. Each export has a model card, which 
 """
 
 
-@app.command(help=join_lines(HELP))
+@app.command(cls=CommandOfOptions, help=join_lines(HELP))
 @run_command
 @with_keys(ExportConfig, "to", "output_dir", "push_to_hub")
 def export(

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from medusa_train.cli.common import (
+    CommandOfOptions,
     PrintConfig,
     error_console,
     join_lines,
@@ -22,7 +23,7 @@ from medusa_train.cli.common import (
 from medusa_train.config.docs import format_config
 from medusa_train.config.schema import SelfDistillConfig
 from medusa_train.console_streams import printed_all
-from medusa_train.errors import signal_exit_code
+from medusa_train.errors import ConfigError, signal_exit_code
 from medusa_train.progress import RunProgress
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ Exit codes: 0 success, 1 failure, 2 configuration error, 130 interrupted, 143 te
 """
 
 
-@app.command(help=join_lines(HELP))
+@app.command(cls=CommandOfOptions, help=join_lines(HELP))
 @run_command
 @with_keys(
     SelfDistillConfig,
@@ -103,6 +104,10 @@ def selfdistill(
     """Load the configuration and the prompts, then generate, merge or preview."""
     from medusa_train.selfdistill.commands import refuse_training_config
 
+    if merge and (dry_run or shard is not None):
+        raise ConfigError(
+            "--merge writes the file of all shards; leave --dry-run and --shard out, or --merge"
+        )
     flags["server_url"] = server_url or None
     refuse_training_config(split_arguments(arguments or [])[0])
     cfg = read_arguments(SelfDistillConfig, arguments or [], flags=flags)

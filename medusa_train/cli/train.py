@@ -10,6 +10,7 @@ from textwrap import indent
 import typer
 
 from medusa_train.cli.common import (
+    CommandOfOptions,
     PrintConfig,
     error_console,
     join_lines,
@@ -30,6 +31,7 @@ from medusa_train.config.docs import TITLE, format_config, schema_text
 from medusa_train.config.load import stage_one_config
 from medusa_train.config.schema import TrainConfig
 from medusa_train.console_streams import printed_all
+from medusa_train.errors import ConfigError
 from medusa_train.training.process_info import process_info_from_env
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
@@ -68,7 +70,7 @@ Exit codes: 0 success, 1 failure, 2 configuration error, 130 interrupted, 143 te
 """
 
 
-@app.command(help=join_lines(HELP), no_args_is_help=True)
+@app.command(cls=CommandOfOptions, help=join_lines(HELP), no_args_is_help=True)
 @run_command
 @with_keys(TrainConfig, "output_dir", "overwrite_output_dir")
 def train(
@@ -147,11 +149,21 @@ def train(
     flags["resume_from_checkpoint"] = resume
     process = process_info_from_env()
     only_print = inspect or print_config
+    is_launcher = hostfile is not None or num_gpus not in (None, 1)
+    if process is not None and is_launcher and not only_print:
+        raise ConfigError(
+            f"--num-gpus and --hostfile start processes, but this one is of {process.size} that"
+            " another launcher has started; leave them out, or start medusa-train without it"
+        )
+    if master_port is not None and not is_launcher:
+        raise ConfigError(
+            "--master-port: only processes that --num-gpus or --hostfile start have a port; add one"
+            " of them, or leave it out"
+        )
     if process is not None and process.rank > 0:
         if not only_print:
             exit_now(run_worker(process, arguments or [], flags))
         return 0
-    is_launcher = hostfile is not None or num_gpus not in (None, 1)
     if process is None and is_launcher and not only_print:
         return check_and_launch(arguments or [], flags, num_gpus, hostfile, master_port)
     # 2. The configuration.

@@ -72,14 +72,12 @@ def load_config(
     else:
         source = _read(path)
     # 2. The overrides; of several for a key the last counts.
-    last: dict[str, str] = {}  # override of each key
+    last: dict[KeyPath, str] = {}  # override of each key
     for override in overrides:
-        _apply_override(source, override)
-        name = override.partition("=")[0].strip()
-        if last.get(name, override) != override:
-            source.replaced.append(last[name])
-        last[name] = override
-    given = set(last)
+        path_in_values = _apply_override(source, override)
+        _name_replaced(source, last, path_in_values, override)
+        last[path_in_values] = override
+    given = set(map(format_path, last))
     # 3. The flags, which count before overrides.
     for name, value in (flags or {}).items():
         if value is None:
@@ -87,8 +85,7 @@ def load_config(
         option = cls.option_of(name).split()[0]
         _set_value(source, (name,), value, option)
         given.add(name)
-        if name in last:
-            source.replaced.append(last[name])
+        _name_replaced(source, last, (name,), option)
     # 4. What stands against a key of the command.
     if TRUST in given and TRUST in source.replaced:
         source.replaced.remove(TRUST)
@@ -199,14 +196,29 @@ def _nearby_files(path: Path) -> str:
     return ""
 
 
-def _apply_override(source: YamlSource, override: str) -> None:
+def _name_replaced(
+    source: YamlSource, last: dict[KeyPath, str], path: KeyPath, setting: str
+) -> None:
+    """Name the overrides of `last` that `setting`, of the key at `path`, replaces: those of the key
+    itself, however they are written, and of what stands below it.
+    """
+    for below in list(last):
+        if below[: len(path)] != path:
+            continue
+        earlier = last.pop(below)
+        if earlier != setting:
+            source.replaced.append(earlier)
+
+
+def _apply_override(source: YamlSource, override: str) -> KeyPath:
+    """Set the value of an override, and return the path of its key."""
     name, equals, text = override.partition("=")
     location = f"override '{override}'"
     keys = re.sub(r"\[(\d+)\]", r".\1", name).strip().split(".")
     if not equals or not all(keys):
         message = f"{location}: overrides are written key=value, or a.b=value"
         source.problems.append(Problem((), message))
-        return
+        return (name,)
     parts: list[str | int] = []
     for part in keys:
         if part.isdecimal():
@@ -218,6 +230,7 @@ def _apply_override(source: YamlSource, override: str) -> None:
     _set_value(source, path, parsed.values[""], location)
     for problem in parsed.problems:
         source.problems.append(Problem((*path, *problem.path), problem.message))
+    return path
 
 
 def _set_value(source: YamlSource, path: KeyPath, value: object, location: str) -> None:

@@ -10,10 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 from rich.table import Table
+from typer import Typer
 from typer.testing import CliRunner
 
 from medusa_train.cli.common import output_console, quiet_libraries, run_command, split_arguments
 from medusa_train.cli.evaluate import app as evaluate_app
+from medusa_train.cli.export import app as export_app
+from medusa_train.cli.selfdistill import app as selfdistill_app
+from medusa_train.cli.train import app as train_app
 from medusa_train.config.paths import PROJECT_ROOT
 from medusa_train.errors import ConfigError, DataError, Terminated
 
@@ -57,6 +61,23 @@ def test_a_good_configuration_lists_what_it_ignores_and_replaces_what_the_output
     assert (done.returncode, done.stderr) == (0, "ignored keys (no effect): strict\n")
     assert "output_dir: mod?le " in done.stdout
     assert done.stdout.endswith("heavy: []\n")
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        (evaluate_app, "--bench"),
+        (export_app, "--to"),
+        (selfdistill_app, "--prompts"),
+        (train_app, "--num-gpus"),
+    ],
+)
+def test_an_option_that_is_given_twice_is_named(command: Typer, option: str) -> None:
+    once = CliRunner().invoke(command, [option, "3", "absent.yaml"])
+    assert "the last one counts" not in once.output
+    twice = CliRunner().invoke(command, [option, "3", f"{option}=4", "absent.yaml"])
+    assert f"{option} is given 2 times; the last one counts\n" in twice.output
+    assert twice.exit_code != 0
 
 
 # --- exit codes ---------------------------------------------------------------------------------------------------

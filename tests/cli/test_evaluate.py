@@ -105,6 +105,12 @@ def test_compare(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["--compare", "--calibrate"], 2, "give one of them"),
         (["--interactive", "--calibrate"], 2, "give one of them"),
         (["--compare", "only-one"], 2, "two runs or more"),
+        (["--compare", "a", "b", "--limit", "3"], 2, "--compare does not read --limit"),
+        (
+            ["--interactive", "--bench", "tiny", "--batch-size", "2"],
+            2,
+            "read --bench, --batch-size",
+        ),
         (["--bench", "small.jsonl", "bnch=x"], 2, "did you mean bench"),
         (["--bench", "no-such-bench"], 1, "no bench of that name"),
         (["--bench", "small.jsonl"], 1, "make demo"),

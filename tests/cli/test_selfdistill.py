@@ -342,6 +342,12 @@ def test_the_last_line_is_the_command_that_uses_the_output(at_work: Path) -> Non
             1,
             "nothing to merge",
         ),
+        (["--seed", "mine.jsonl", "--merge", "--dry-run"], 2, "leave --dry-run and --shard out"),
+        (
+            ["--seed", "mine.jsonl", "--merge", "--shard", "1/2"],
+            2,
+            "leave --dry-run and --shard out",
+        ),
         (
             ["--seed", "absent.jsonl", "--model", "backbone"],
             1,

@@ -413,6 +413,22 @@ def test_an_override_that_another_one_replaces_is_named(tmp_path: Path) -> None:
     assert cfg.ignored == ("seed=3",)
 
 
+def test_an_override_is_named_that_another_spelling_or_all_of_its_list_replaces(
+    tmp_path: Path,
+) -> None:
+    path = write(tmp_path, GOOD)
+    cfg = load_config(TrainConfig, path, ["datasets.0.path=a.jsonl", "datasets[0].path=b.jsonl"])
+    assert cfg.datasets[0].path == "b.jsonl"
+    assert cfg.ignored == ("datasets.0.path=a.jsonl",)
+    cfg = load_config(TrainConfig, path, ["datasets.0.path=a.jsonl", "datasets=[c.jsonl]"])
+    assert cfg.datasets[0].path == "c.jsonl"
+    assert cfg.ignored == ("datasets.0.path=a.jsonl",)
+    # what is set below a list that was given before changes it, and replaces nothing
+    cfg = load_config(TrainConfig, path, ["datasets=[{path: c.jsonl}]", "datasets.0.path=a.jsonl"])
+    assert cfg.datasets[0].path == "a.jsonl"
+    assert cfg.ignored == ()
+
+
 @pytest.mark.parametrize("value", ["${SCRATCH:-x}/run", "${SCRATCH", "$(date)"])
 def test_what_only_a_shell_expands_is_refused(value: str) -> None:
     (problem,) = problems(None, *REQUIRED, f"output_dir={value}")
