@@ -10,7 +10,7 @@ import zlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -18,10 +18,19 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from medusa_train.data.conversation import Conversation, is_looping
-from medusa_train.data.tokenize import ChatEncoder
+from medusa_train.data.tokenize import ChatEncoder, SplitReason
 from medusa_train.io import parse_json
 
 Outcome = Literal["complete", "truncated", "too_long", "unsupervised"]
+#: What is said of conversations that became several rows.
+_SPLIT_WORDS: dict[SplitReason, str] = {
+    "template": "the chat template changes earlier turns in later prompts",
+    "token_ids": (
+        "the data give the tokens of answers (token_ids), which are those of their text in later"
+        " prompts"
+    ),
+    "tokenizer": "the tokenizer splits a prompt otherwise where an answer follows",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,18 +65,29 @@ class Example:
         return [self.tokens[:start].tolist() for start in starts]
 
 
+class ConversationExamples(NamedTuple):
+    """What `encode_examples` makes of a conversation.
+
+    Attributes:
+        examples: the rows.
+        outcome: "complete" or "truncated"; without rows the reason: "too_long" (every row's first
+            answer ends beyond the limit) or "unsupervised" (no supervised token).
+        splits: why there are several rows; empty if there are not.
+    """
+
+    examples: list[Example]
+    outcome: Outcome
+    splits: frozenset[SplitReason] = frozenset()
+
+
 def encode_examples(
     conversation: Conversation, encoder: ChatEncoder, max_length: int
-) -> tuple[list[Example], Outcome]:
+) -> ConversationExamples:
     """Tokenize a conversation into rows of at most `max_length` tokens, truncating each after a
     complete answer.
 
-    Tokens after the last supervised one are dropped.
-
-    Returns: The rows (see `ChatEncoder.encode`, also for the errors) and "complete" or "truncated";
-        or an empty list and the
-        reason: "too_long" (every row's first answer ends beyond `max_length`) or "unsupervised" (no
-            supervised token).
+    Tokens after the last supervised one are dropped. See `ChatEncoder.encode` for the rows and for
+    the errors.
     """
     # 1. Rows that end with a supervised token, and how many answers they have.
     rows = []
@@ -78,7 +98,7 @@ def encode_examples(
             rows.append(row)
             num_answers += len(row.answers)
     if not rows:
-        return [], "unsupervised"
+        return ConversationExamples([], "unsupervised")
     # 2. What of them fits into `max_length`.
     kept = []
     num_kept_answers = 0
@@ -88,7 +108,7 @@ def encode_examples(
             kept.append(part)
             num_kept_answers += len(part.answers)
     if not kept:
-        return [], "too_long"
+        return ConversationExamples([], "too_long")
     # 3. Tensors.
     first_answer = kept[0].answers[0]
     key = conversation.first(first_answer.message + 1).content_key
@@ -99,9 +119,12 @@ def encode_examples(
         examples.append(
             Example(tokens, supervised, key, conversation.id, conversation.source, row=number)
         )
+    # 4. Why there are several: the first kept row is apart from nothing.
+    splits = frozenset(part.split for part in kept[1:] if part.split is not None)
+    outcome: Outcome = "complete"
     if num_kept_answers < num_answers:
-        return examples, "truncated"
-    return examples, "complete"
+        outcome = "truncated"
+    return ConversationExamples(examples, outcome, splits)
 
 
 def select_validation(keys: Sequence[str], share: float, seed: int) -> set[str]:
@@ -142,9 +165,9 @@ class DataReport:
 
     Attributes:
         skipped: `file:line: reason` of invalid records.
-        counts: conversations by `Outcome`; those "split", and into how many "rows"; "answers" in
-            the kept ones, and how many of these are "looping", or known to be "cut" off by a length
-            limit.
+        counts: conversations by `Outcome`; those "split", into how many "rows", and "split:REASON"
+            for each `SplitReason`; "answers" in the kept ones, and how many of these are "looping",
+            or known to be "cut" off by a length limit.
         read_notes: what the data hold that is not read; stored with the examples.
         notes: further sentences on this run.
     """
@@ -161,6 +184,14 @@ class DataReport:
         self.counts["answers"] += len(answers)
         self.counts["looping"] += sum(is_looping(answer.content) for answer in answers)
         self.counts["cut"] += sum(answer.is_cut for answer in answers)
+
+    def count_rows(self, conversation: ConversationExamples) -> None:
+        """Count the rows of a conversation that became several, and why it did."""
+        if len(conversation.examples) < 2:
+            return
+        self.counts.update(split=1, rows=len(conversation.examples))
+        for reason in conversation.splits:
+            self.counts[f"split:{reason}"] += 1
 
     @property
     def looping_share(self) -> float:
@@ -195,14 +226,25 @@ class DataReport:
             count = self.counts[outcome]
             if count:
                 sentences.append(f"{count} {words}")
-        count = self.counts["split"]
-        if count:
-            conversations = "conversation" if count == 1 else "conversations"
-            sentences.append(
-                f"{count} {conversations} became {self.counts['rows']} rows: the chat template"
-                " changes earlier turns in later prompts"
-            )
+        if self.counts["split"]:
+            sentences.append(self._describe_rows())
         return sentences + self.notes
+
+    def _describe_rows(self) -> str:
+        """Say how many conversations became several rows, and for which reasons."""
+        count = self.counts["split"]
+        conversations = "conversation" if count == 1 else "conversations"
+        sentence = f"{count} {conversations} became {self.counts['rows']} rows"
+        found = {reason: self.counts[f"split:{reason}"] for reason in _SPLIT_WORDS}
+        reasons = []
+        for reason, words in _SPLIT_WORDS.items():
+            if found[reason] == count:
+                reasons.append(words)
+            elif found[reason]:
+                reasons.append(f"in {found[reason]} {words}")
+        if not reasons:  # prepared by a version that did not count them
+            return sentence
+        return f"{sentence}: {'; '.join(reasons)}"
 
 
 @dataclass

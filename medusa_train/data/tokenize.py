@@ -9,7 +9,7 @@ from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
-from typing import Any
+from typing import Any, Literal
 
 from medusa_train.data.builtin_templates import TEMPLATES, get_template
 from medusa_train.data.chat_template import ChatTemplate, ChatTemplateError, RenderedAnswer, Span
@@ -27,6 +27,10 @@ _MAX_TAILS = 64
 #: the same character in a content. A private use character, which templates do not contain.
 _PLAIN = "\ue002"
 ASSISTANT: tuple[Role, ...] = ("assistant",)
+#: Why an answer has a row of its own and does not go on with the row before it, see
+#: `ChatEncoder.encode`: the template changes earlier turns, the data give tokens of an answer, or
+#: the tokenizer splits a prompt otherwise where an answer follows.
+SplitReason = Literal["template", "token_ids", "tokenizer"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +54,13 @@ class EncodedRow:
         ids: token ids [T].
         supervised: the loss mask [T].
         answers: those that are not history in this row, in order.
+        split: why they are not in the row before; None in the first row of a chat.
     """
 
     ids: list[int]
     supervised: list[bool]
     answers: list[AnswerSpan]
+    split: SplitReason | None = None
 
     def trimmed(self, max_length: int | None = None) -> EncodedRow | None:
         """Drop the tokens after the last supervised one, which no loss depends on.
@@ -66,7 +72,9 @@ class EncodedRow:
             while end and not self.supervised[end - 1]:
                 end -= 1
             if max_length is None or end <= max_length:
-                return EncodedRow(self.ids[:end], self.supervised[:end], self.answers[:count])
+                return EncodedRow(
+                    self.ids[:end], self.supervised[:end], self.answers[:count], self.split
+                )
         return None
 
 
@@ -145,9 +153,14 @@ class ChatEncoder:
         rows: list[EncodedRow] = []
         try:
             first = 0
+            before: RenderedAnswer | None = None
             for group in _with_common_prefix(template.answers(messages)):
-                rows += self._encode_rows(group, messages, first, template)
-                first = group[-1].index + 1
+                new_rows = self._encode_rows(group, messages, first, template)
+                if before is not None:
+                    new_rows[0] = replace(new_rows[0], split=_split_reason(group[0], before))
+                rows += new_rows
+                before = group[-1]
+                first = before.index + 1
         except ChatTemplateError as error:
             raise DataError(f"{conversation.source or conversation.id}: {error}") from None
         return rows
@@ -237,10 +250,13 @@ class ChatEncoder:
         template: ChatTemplate,
     ) -> list[EncodedRow]:
         """Tokenize each answer into a row of its own; a message is trained in the first that has it."""
-        rows = []
+        rows: list[EncodedRow] = []
         next_message = first
         for answer in answers:
-            rows += self._encode_rows([answer], messages, next_message, template)
+            (row,) = self._encode_rows([answer], messages, next_message, template)
+            if rows:
+                row = replace(row, split="tokenizer")
+            rows.append(row)
             next_message = answer.index + 1
         return rows
 
@@ -520,18 +536,23 @@ def _with_common_prefix(answers: Sequence[RenderedAnswer]) -> list[list[Rendered
     """Group consecutive answers of which each prompt begins with the previous prompt and answer."""
     groups: list[list[RenderedAnswer]] = []
     for answer in answers:
-        if groups and _continues(answer, groups[-1][-1]):
+        if groups and _split_reason(answer, groups[-1][-1]) is None:
             groups[-1].append(answer)
         else:
             groups.append([answer])
     return groups
 
 
-def _continues(answer: RenderedAnswer, before: RenderedAnswer) -> bool:
-    """Return whether the prompt of `answer` begins with prompt and answer of `before`."""
+def _split_reason(answer: RenderedAnswer, before: RenderedAnswer) -> SplitReason | None:
+    """Return why the prompt of `answer` does not begin with prompt and answer of `before`; None if
+    it does.
+    """
+    if not answer.prompt.startswith(before.whole):
+        return "template"
     # as history, an answer has the tokens of its text
-    is_text = before.token_ids is None and answer.token_ids is None
-    return is_text and answer.prompt.startswith(before.whole)
+    if before.token_ids is not None or answer.token_ids is not None:
+        return "token_ids"
+    return None
 
 
 def _tokens_before(border: int, offsets: Sequence[Span], text: str, *, is_end: bool) -> int | None:

@@ -235,16 +235,15 @@ def _encode(
     report = encoded.report
     for conversation in conversations:
         try:
-            examples, outcome = encode_examples(conversation, encoder, max_length)
+            made = encode_examples(conversation, encoder, max_length)
         except DataError as error:
             report.skipped.append(str(error))
             continue
-        report.counts[outcome] += 1
-        if examples:
+        report.counts[made.outcome] += 1
+        if made.examples:
             report.count_answers(conversation)
-        if len(examples) > 1:
-            report.counts.update(split=1, rows=len(examples))
-        encoded.examples += examples
+        report.count_rows(made)
+        encoded.examples += made.examples
     return encoded
 
 

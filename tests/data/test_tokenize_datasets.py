@@ -170,6 +170,60 @@ def test_a_directory_that_cannot_be_written_stops_nothing(
     assert note.startswith("dataset_prepared_path: could not write")
 
 
+# Rows
+
+HEADERS = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+LAST_ANSWER = (
+    "{% for m in messages %}{% if m['role'] == 'user' or loop.last %}"
+    "<{{ m['role'] }}>{{ m['content'] }}</s>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+TEMPLATE_WORDS = "the chat template changes earlier turns in later prompts"
+TOKEN_WORDS = (
+    "the data give the tokens of answers (token_ids), which are those of their text in later"
+    " prompts"
+)
+TOKENIZER_WORDS = "the tokenizer splits a prompt otherwise where an answer follows"
+
+
+def chat_of(answer: str, ids: tuple[int, ...] | None = None) -> Conversation:
+    question = Message("user", "q")
+    messages = (question, Message("assistant", answer, ids), question, Message("assistant", "z"))
+    return Conversation("x", messages, "d.jsonl:1")
+
+
+@pytest.mark.parametrize(
+    ("template", "chats", "words"),
+    [
+        (LAST_ANSWER, [chat_of("a")], TEMPLATE_WORDS),
+        (LAST_ANSWER, [chat_of("a", (3,))], TEMPLATE_WORDS),  # it would be so without the tokens
+        (HEADERS, [chat_of("a", (3,))], TOKEN_WORDS),
+        (HEADERS, [chat_of("B")], TOKENIZER_WORDS),  # ">B" is one token
+        (
+            HEADERS,
+            [chat_of("B"), chat_of("a"), chat_of("a", (3,))],  # the second stays one row
+            f"in 1 {TOKEN_WORDS}; in 1 {TOKENIZER_WORDS}",
+        ),
+    ],
+)
+def test_it_is_said_why_conversations_became_several_rows(
+    template: str, chats: list[Conversation], words: str, make_tokenizer: Callable[..., Any]
+) -> None:
+    report = encode_conversations(chats, ChatEncoder(make_tokenizer(template)), 1000, 1).report
+    count = 1 if len(chats) == 1 else 2
+    conversations = "conversation" if count == 1 else "conversations"
+    assert report.describe() == [f"{count} {conversations} became {2 * count} rows: {words}"]
+
+
+def test_reasons_that_were_not_counted_are_not_made_up() -> None:
+    """Prepared data of an earlier version have no reasons."""
+    report = DataReport(60, counts=Counter(split=2, rows=4))
+    assert report.describe() == ["2 conversations became 4 rows"]
+
+
 # Processes
 
 #: Rejects what it is asked to, and keeps only the last answer: a chat of two answers becomes two
@@ -226,6 +280,7 @@ def test_two_processes_return_what_one_does_to_the_byte(
         "too_long": 8,
         "unsupervised": 8,
         "split": 8,
+        "split:template": 8,
         "rows": 16,
         "answers": 24,
     }
