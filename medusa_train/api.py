@@ -15,6 +15,7 @@ from medusa_train.config.draft_sections import LOOKUPS, LookupChoice
 from medusa_train.config.load import load_config
 from medusa_train.config.schema import EvalConfig
 from medusa_train.errors import ConfigError
+from medusa_train.io import warn_once
 
 if TYPE_CHECKING:
     from medusa_train.inference.model import Model
@@ -107,7 +108,7 @@ def load_resolved(paths: ModelPaths, dtype: str, *, compiled: bool = False) -> M
     from medusa_train.inference.model import Model
 
     loaded = load_for_decoding(paths, dtype, compiled=compiled)
-    loaded.compile_tree()
+    loaded.compile_tree(warn_once)
     return Model(
         loaded.backbone,
         loaded.proposer,

@@ -220,6 +220,7 @@ def compile_if_repaid(
     *,
     rows: int = 1,
     trees: bool = True,
+    tree_program: bool = False,
 ) -> bool | None:
     """Compile the decoding passes if that saves time; reports the decision and the reason.
 
@@ -232,6 +233,8 @@ def compile_if_repaid(
     Args:
         steps: plain steps that are expected. prompt: steps are timed after it.
         rows, trees: what will be decoded, see `Backbone.compile_passes`.
+        tree_program: whether passes over a tree are compiled afterwards, see
+            `Backbone.compile_tree`.
     """
     if (obstacle := compile_obstacle(backbone)) is not None:
         report(f"compile: no, {obstacle}")
@@ -240,8 +243,8 @@ def compile_if_repaid(
     on_gpu = backbone.device.type == "cuda"
     saved = (GPU_SAVING if on_gpu else SAVING) * steps * step
     programs = len(needed_forms(rows, trees))
-    if trees and rows == 1 and not on_gpu:
-        programs += 1  # `Backbone.compile_tree`
+    if tree_program and rows == 1 and not on_gpu:
+        programs += 1
     cost = max(COMPILE_SECONDS, LAYER_SECONDS * backbone.num_layers * programs)
     is_repaid = saved > FACTOR * cost
     report(

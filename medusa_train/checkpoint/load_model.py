@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -89,16 +90,38 @@ class LoadedModel:
             return self.lookup
         return self._with_lookup(self.draft)
 
-    def compile_tree(self) -> None:
-        """Compile passes over trees of the size that most steps verify, where passes are compiled.
+    @property
+    def usual_nodes(self) -> int | None:
+        """Nodes of the tree that most steps verify; None without one.
 
-        Dynamic trees and lookups have many sizes, and a draft that stops early has smaller trees,
-        which the program for all sizes serves.
+        Dynamic trees and lookups alone have many sizes, a draft that stops early has smaller trees,
+        and lookahead adds a window to every tree. A lookup beside heads often adds nothing.
         """
         if self.draft is None or self.tree is None or self.tree.size == 0:
+            return None
+        if self.dynamic is not None or self.draft.threshold > 0:
+            return None
+        if isinstance(self.lookup, LookaheadDraft):
+            return None
+        return self.tree.size
+
+    @property
+    def can_compile_tree(self) -> bool:
+        """Whether `compile_tree` compiles anything."""
+        nodes = self.usual_nodes
+        return nodes is not None and self.backbone.can_compile_tree(nodes)
+
+    def compile_tree(self, report: Callable[[str], None]) -> None:
+        """Compile passes over trees of the size that most steps verify, where passes are compiled; a
+        failure is reported, and the program for all sizes serves this one too.
+        """
+        nodes = self.usual_nodes
+        if nodes is None:
             return
-        if self.dynamic is None and self.draft.threshold == 0:
-            self.backbone.compile_tree(self.tree.size)
+        try:
+            self.backbone.compile_tree(nodes)
+        except BackboneError as error:
+            report(f"{error}\ndecoding with the program for trees of any size")
 
     def _with_lookup(self, heads: Proposer) -> Proposer:
         if self.lookup is None:

@@ -334,9 +334,9 @@ class Evaluation:
             if refitted is not None:
                 model, paths = refitted
                 log = self._open_log(paths)
-            if model.backbone.compiled is not None:
+            if model.can_compile_tree:
                 with progress.phase("compiling passes over the tree", ticking=True):
-                    model.compile_tree()
+                    model.compile_tree(progress.print)
             # 4. time
             plain_steps = self._repeat_plain_steps(model)
             records, skipped = self._time_bench(model, dtype, log)
@@ -564,7 +564,14 @@ def _choose_compile(
     prompt = chat.prompt(bench.questions[0].opening)
     with progress.phase("choosing whether to compile"):  # not ticking: steps are timed
         is_compiled = compile_if_repaid(
-            backbone, paths, steps, prompt, progress.print, rows=rows, trees=trees
+            backbone,
+            paths,
+            steps,
+            prompt,
+            progress.print,
+            rows=rows,
+            trees=trees,
+            tree_program=model.usual_nodes is not None,
         )
     if is_compiled is not None:
         decisions.keep("compile", conditions, is_compiled)

@@ -44,6 +44,7 @@ from medusa_train.models.layer_split import LayerRunner, LayerSplit, check_exit_
 from medusa_train.models.lm_head import Embedding, LMHead, low_rank_of
 from medusa_train.models.partitioned import full_shape
 from medusa_train.models.precision import exact_buffers, parse_dtype
+from medusa_train.models.prepack import copies_fit
 from medusa_train.models.stop_tokens import (
     GENERATION_CONFIG,
     StopTokens,
@@ -619,17 +620,30 @@ class Backbone:
         self._warm_up(compiled)
         self.compiled = compiled
 
+    def can_compile_tree(self, nodes: int) -> bool:
+        """Return whether `compile_tree` compiles anything: where passes of single rows over trees
+        are compiled, but not on a GPU, where this was not measured.
+        """
+        if self.compiled is None or self.device.type != "cpu":
+            return False
+        return self.compiled.covers(1, nodes + 1)
+
     def compile_tree(self, nodes: int) -> None:
         """Compile passes of a single row over the root and `nodes` nodes, which are then faster than
-        those over any number of nodes. Does nothing where passes of single rows are not compiled,
-        and on a GPU, where this was not measured.
+        those over any number of nodes.
 
-        Raises BackboneError.
+        Raises:
+            BackboneError: torch.compile fails, or the program would not fit into memory: it may
+                hold a prepacked copy of the weights. Trees of this size are then verified by the
+                program for any number of nodes.
         """
-        if self.device.type != "cpu":
+        if self.compiled is None or not self.can_compile_tree(nodes):
             return
-        if self.compiled is None or not self.compiled.covers(1, nodes + 1):
-            return
+        if not copies_fit(self.model.parameters()):
+            raise BackboneError(
+                "compile: too little memory is free for a program for this size of tree, which may"
+                " hold a copy of the weights"
+            )
         self.compiled.add(Form(batched=False, tokens=nodes + 1))
         self._warm_up(self.compiled)
 

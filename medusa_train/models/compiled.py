@@ -146,12 +146,14 @@ class CompiledPass:
         self._run = run
         self._options = options
         self._programs: dict[Form, Callable[..., tuple[Features, Tensor]]] = {}
+        self._ready: set[Form] = set()
         for form in forms:
             self.add(form)
-        self._ready: set[Form] = set()
 
     def add(self, form: Form) -> None:
-        """Add a program, which `warm_up` compiles."""
+        """Add a program, which `warm_up` compiles; nothing where it is compiled already."""
+        if form in self._ready:
+            return
         # Every form is a separate function: with so few guards torch.compile would use one program
         # for several. Each gets a copy of the options, since torch.compile removes the filter from
         # the dict it is given.
@@ -165,10 +167,10 @@ class CompiledPass:
 
     def _form(self, rows: int, count: int) -> Form:
         """Return the form of a pass over `count` tokens in each of `rows` rows: the one of this
-        size, if it has a program.
+        size, if its program is compiled.
         """
         of_this_size = Form(rows > 1, count)
-        if of_this_size in self._programs:
+        if of_this_size in self._ready:
             return of_this_size
         return Form.of(rows, count)
 
@@ -188,15 +190,19 @@ class CompiledPass:
 
         layers, heads, dim = shape
         try:
-            for form in self._programs.keys() - self._ready:
+            for form in self._programs:
+                if form in self._ready:
+                    continue
                 rows, memory_rows = (5, 7) if form.batched else (1, 1)
                 count = form.tokens or 3
+                # the fewest that hold a first token and those of the pass; more than `count`
+                positions = round_up_to_block(1 + count)
                 storage = torch.zeros(
                     layers,
                     2,
                     memory_rows,
                     heads,
-                    compiled_capacity(2 * BLOCK),
+                    compiled_capacity(2 * positions),
                     dim,
                     dtype=dtype,
                     device=device,
@@ -205,11 +211,12 @@ class CompiledPass:
                 # a slice of a larger mask, as in the decoding loop, or its strides would become
                 # constants
                 mask = torch.full(
-                    (rows, 1, count, 2 * BLOCK), float("-inf"), dtype=dtype, device=device
+                    (rows, 1, count, 2 * positions), float("-inf"), dtype=dtype, device=device
                 )
                 mask[..., :2] = 0
                 slots = torch.arange(1, 1 + count, device=device)
-                self(tokens, torch.ones_like(tokens), mask[..., :BLOCK], slots, storage)
+                inputs = (tokens, torch.ones_like(tokens), mask[..., :positions], slots)
+                self._compile(form, *inputs, storage.unbind())
         except TorchDynamoException as error:
             needed = (
                 "On a CPU it needs a C++ compiler and Python.h (python3-dev), on a GPU Triton; or"

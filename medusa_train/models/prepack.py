@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -88,6 +88,17 @@ def is_prepacked(module: nn.Module) -> bool:
     return any(isinstance(child, PrepackedLinear) for child in module.modules())
 
 
+def copies_fit(weights: Iterable[Tensor]) -> bool:
+    """Return whether prepacked copies of the weights leave enough of the free memory."""
+    total = 0
+    device = torch.device("cpu")
+    for weight in weights:
+        total += weight.numel() * weight.element_size()
+        device = weight.device
+    free = free_memory(device)
+    return free is None or total <= _MEMORY_SHARE * free
+
+
 def worth_prepacking(weights: Sequence[Tensor]) -> bool:
     """Return whether copies of the weights are supported, fit into free memory, and make products
     of one row faster.
@@ -97,11 +108,7 @@ def worth_prepacking(weights: Sequence[Tensor]) -> bool:
     device, dtype = weights[0].device, weights[0].dtype
     if device.type != "cpu" or dtype not in _DTYPES or not torch.backends.mkldnn.is_available():
         return False
-    free = free_memory(device)
-    if (
-        free is not None
-        and sum(weight.numel() * weight.element_size() for weight in weights) > _MEMORY_SHARE * free
-    ):
+    if not copies_fit(weights):
         return False
     every = ceil_div(len(weights), _TIMED_WEIGHTS)
     return _is_faster(weights[::every])

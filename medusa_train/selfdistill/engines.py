@@ -195,9 +195,16 @@ def open_hf_engine(
         # limit.
         steps = answers * cfg.max_new_tokens // 2 // batch_size
         compile_if_repaid(
-            model.backbone, paths, steps, [0] * TIMED_PROMPT, note, rows=batch_size, trees=trees
+            model.backbone,
+            paths,
+            steps,
+            [0] * TIMED_PROMPT,
+            note,
+            rows=batch_size,
+            trees=trees,
+            tree_program=model.usual_nodes is not None,
         )
-    model.compile_tree()
+    model.compile_tree(note)
     return HFEngine(
         model.backbone,
         batch_size=batch_size,

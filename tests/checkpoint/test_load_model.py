@@ -13,6 +13,7 @@ from medusa_train.checkpoint.load_model import (
     load_tree,
 )
 from medusa_train.checkpoint.resolve import ModelPaths, resolve_model
+from medusa_train.config.draft_sections import LookupChoice
 from medusa_train.errors import BackboneError, CheckpointError
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Limits
@@ -97,11 +98,16 @@ def test_the_tree_that_every_step_verifies_is_compiled(
 ) -> None:
     base_model = Path(resolve_model(str(run_dir), None, None).base_model)
     compiled: list[int] = []
+    lines: list[str] = []
     monkeypatch.setattr(Backbone, "compile_tree", lambda self, nodes: compiled.append(nodes))
+    # in place of programs
+    monkeypatch.setattr(Backbone, "can_compile_tree", lambda self, nodes: True)
 
     def load_and_compile(paths: ModelPaths) -> list[int]:
         compiled.clear()
-        load_for_decoding(paths, "float32").compile_tree()
+        model = load_for_decoding(paths, "float32")
+        model.compile_tree(lines.append)
+        assert model.can_compile_tree == bool(compiled)
         return list(compiled)
 
     medusa = resolve_model(str(run_dir), None, None)
@@ -111,6 +117,27 @@ def test_the_tree_that_every_step_verifies_is_compiled(
     eagle3 = str(write_run(tmp_path / "eagle3", base_model, draft="eagle3"))
     assert len(load_and_compile(resolve_model(eagle3, None, None))) == 1
     assert load_and_compile(resolve_model(eagle3, None, "dynamic")) == []  # many sizes
+    copied = LookupChoice.from_keys("prompt_lookup", None)
+    assert len(load_and_compile(replace(medusa, lookup=copied))) == 1  # where nothing is added
+    window = LookupChoice.from_keys("lookahead", None)
+    assert load_and_compile(replace(medusa, lookup=window)) == []  # is added to every tree
+    assert not lines
+
+
+def test_a_tree_that_cannot_be_compiled_is_reported(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: Backbone, nodes: int) -> None:
+        raise BackboneError("compile: no room")
+
+    model = load_for_decoding(resolve_model(str(run_dir), None, None), "float32")
+    assert not model.can_compile_tree  # no pass is compiled
+    lines: list[str] = []
+    model.compile_tree(lines.append)
+    assert not lines
+    monkeypatch.setattr(Backbone, "compile_tree", fail)
+    model.compile_tree(lines.append)
+    assert lines == ["compile: no room\ndecoding with the program for trees of any size"]
 
 
 def test_dynamic_trees_take_the_place_of_the_fixed_one(run_dir: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -292,6 +293,25 @@ def test_passes_are_compiled_where_the_steps_repay_it(monkeypatch: pytest.Monkey
     assert (compiled, line) == ([], "compile: no, there is no C++ compiler (on a GPU: no Triton)")
     compiled, (line,) = compiled_for(monkeypatch, random_backbone("mistral-window"), [100.0])
     assert (compiled, line) == ([], "compile: no, the model has sliding windows")
+
+
+def test_the_program_of_a_tree_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    backbone = random_backbone("llama")
+    paths = ModelPaths(Path("run"), "m", None, None, None)
+    monkeypatch.setattr(module, "has_compiler", lambda device: True)
+    monkeypatch.setattr(module, "plain_step_seconds", lambda *given: 0.0)
+    monkeypatch.setattr(module, "LAYER_SECONDS", 100)
+
+    def seconds(**shape: Any) -> int:
+        lines: list[str] = []
+        compile_if_repaid(backbone, paths, 600, [1, 2], lines.append, **shape)
+        return int(lines[0].split(" s it takes")[0].split()[-1])
+
+    assert backbone.num_layers == 3
+    assert seconds(trees=False) == 300
+    assert seconds() == 600
+    assert seconds(tree_program=True) == 900
+    assert seconds(tree_program=True, rows=4) == 600
 
 
 def test_on_a_gpu_measured_steps_decide(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from torch.torch_version import TorchVersion
 from medusa_train.errors import BackboneError
 from medusa_train.inference.batch_decoder import BatchDecoder
 from medusa_train.inference.generate import Decoder
+from medusa_train.models import prepack
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.compiled import BLOCK, CompiledPass, Form, needed_forms
 from medusa_train.models.drafts.base import Limits
@@ -184,6 +185,77 @@ def test_a_tree_has_no_program_where_single_rows_are_not_compiled() -> None:
     )
     backbone.compile_tree(3)
     assert set(backbone.compiled._programs) == {Form(True, 1), Form(True, None)}
+
+
+@pytest.fixture
+def warm_ups(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Nothing is compiled: the inputs that programs would be compiled with."""
+    inputs: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(
+        torch, "compile", lambda function, options: lambda *given: inputs.append(given)
+    )
+    return inputs
+
+
+def test_trees_of_all_sizes_are_compiled_with_sizes_that_differ(
+    warm_ups: list[tuple[Any, ...]],
+) -> None:
+    backbone = random_backbone("llama", max_position_embeddings=256)
+    backbone.compile_passes()
+    for nodes in (1, BLOCK - 2, BLOCK - 1, 2 * BLOCK - 1, 2 * BLOCK, 100):
+        backbone.compile_tree(nodes)
+        tokens, positions, mask, slots, storage = warm_ups[-1]
+        count, read, capacity = nodes + 1, mask.shape[3], storage[0].shape[3]
+        assert tokens.shape == positions.shape == (1, count)
+        assert count <= slots.max() < read < capacity
+        assert len({count, read, mask.stride(2), capacity}) == 4
+
+
+def test_a_tree_is_compiled_once(warm_ups: list[tuple[Any, ...]]) -> None:
+    backbone = random_backbone("llama")
+    backbone.compile_passes()
+    backbone.compile_tree(3)
+    assert backbone.compiled is not None
+    programs = dict(backbone.compiled._programs)
+    backbone.compile_tree(3)
+    assert backbone.compiled._programs == programs
+    assert len(warm_ups) == 3
+
+
+def test_the_program_for_all_sizes_takes_the_place_of_one_that_fails(
+    warm_ups: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._dynamo.exc import TorchDynamoException
+
+    def fail(*given: object) -> None:
+        raise TorchDynamoException("no room")
+
+    backbone = random_backbone("llama")
+    backbone.compile_passes()
+    monkeypatch.setattr(torch, "compile", lambda function, options: fail)
+    with pytest.raises(BackboneError, match=r"torch\.compile failed: no room"):
+        backbone.compile_tree(3)
+    passes = backbone.compiled
+    assert passes is not None
+    tokens = torch.zeros(1, 4, dtype=torch.long)
+    _, _, mask, slots, storage = warm_ups[-1]
+    passes(tokens, tokens, mask, slots, torch.stack(storage))
+    assert warm_ups[-1][0] is tokens
+
+
+def test_a_tree_has_no_program_where_memory_is_short(
+    warm_ups: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backbone = random_backbone("llama")
+    backbone.compile_passes()
+    weights = sum(one.numel() * one.element_size() for one in backbone.model.parameters())
+    monkeypatch.setattr(prepack, "free_memory", lambda device: 2 * weights)
+    with pytest.raises(BackboneError, match="too little memory is free"):
+        backbone.compile_tree(3)
+    assert len(warm_ups) == 2
+    monkeypatch.setattr(prepack, "free_memory", lambda device: 3 * weights)
+    backbone.compile_tree(3)
+    assert len(warm_ups) == 3
 
 
 def check_batches(backbone: Backbone) -> None:
