@@ -48,6 +48,10 @@ LLAMA_8B = LlamaConfig(
     vocab_size=128_256, hidden_size=4096, intermediate_size=14_336, num_hidden_layers=32,
     num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=131_072,
 )  # fmt: skip
+VICUNA_7B = LlamaConfig(
+    vocab_size=32_000, hidden_size=4096, intermediate_size=11_008, num_hidden_layers=32,
+    num_attention_heads=32, num_key_value_heads=32, max_position_embeddings=4096,
+)  # fmt: skip
 QWEN3_8B = Qwen3Config(
     vocab_size=151_936, hidden_size=4096, intermediate_size=12_288, num_hidden_layers=36,
     num_attention_heads=32, num_key_value_heads=8, head_dim=128, max_position_embeddings=40_960,
@@ -59,16 +63,16 @@ QWEN3_06B = Qwen3Config(
 
 NF4 = "load_in_4bit=true"
 FEW_TOKENS = "medusa_vocab_size=32768"
-ONE_ROW = "micro_batch_size=1"
+ONE_ROW = ["micro_batch_size=1", "gradient_accumulation_steps=32"]  # the batch stays the same
 HALF_ROW = "sequence_len=4096"
 #: Configuration, shape, and the overrides with which a GPU of 24, 48 and 80 GB is enough, in the
 #: order of GPUS; the second GPU of 80 GB has those of the first.
 ROWS: list[tuple[str, PretrainedConfig, list[list[str]]]] = [
-    ("llama31_8b_m1", LLAMA_8B, [[NF4, FEW_TOKENS, ONE_ROW], [NF4], []]),
+    ("llama31_8b_m1", LLAMA_8B, [[NF4, FEW_TOKENS, *ONE_ROW], [NF4], []]),
     ("llama31_8b_m2", LLAMA_8B, [["stage_one." + NF4, FEW_TOKENS], ["stage_one." + NF4], []]),
     ("qwen3_8b_m1", QWEN3_8B, [[NF4, FEW_TOKENS, HALF_ROW], [NF4, HALF_ROW], []]),
-    ("llama31_8b_eagle3", LLAMA_8B, [[NF4, ONE_ROW], [NF4], []]),
-    ("qwen3_8b_eagle3", QWEN3_8B, [[NF4, ONE_ROW, HALF_ROW], [NF4], []]),
+    ("llama31_8b_eagle3", LLAMA_8B, [[NF4, *ONE_ROW], [NF4], []]),
+    ("qwen3_8b_eagle3", QWEN3_8B, [[NF4, *ONE_ROW, HALF_ROW], [NF4], []]),
     ("qwen3_06b_m1", QWEN3_06B, [[]]),
 ]
 
@@ -104,6 +108,8 @@ def training_table() -> str:
         wanted = settings if len(settings) < 3 else [*settings, settings[2]]
         for gpu, overrides in zip(GPUS, wanted, strict=False):
             rows.append(estimate_row(name, shape, overrides, gpu))
+    # the run whose hours the Medusa paper reports, to compare the estimate with
+    rows.append(estimate_row("vicuna7b_m1", VICUNA_7B, [], "A100, 80 GB"))
     return table(("configuration", "with", "GPU", "memory:", "disk:", "epochs:", "hours:"), rows)
 
 
@@ -121,19 +127,24 @@ class Decoding:
         return self.weights + self.draft + self.cache
 
 
-def decoding_memory(cfg: TrainConfig, shape: PretrainedConfig, positions: int) -> Decoding:
-    """Estimate what decoding a single row of `positions` positions in bfloat16 takes.
+def decoding_memory(
+    cfg: TrainConfig,
+    shape: PretrainedConfig,
+    positions: int,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Decoding:
+    """Estimate what decoding a single row of `positions` positions in `dtype` takes.
 
     A draft has the backbone's dtype in decoding. EAGLE-3 has keys and values of a layer of its own.
     """
-    memory = Estimate(cfg, shape).memory(rows=1, width=1, dtype=torch.bfloat16, device="cuda")
+    memory = Estimate(cfg, shape).memory(rows=1, width=1, dtype=dtype, device="cuda")
     sizes = Sizes.of(shape)
     layers_of_draft = 1 if cfg.draft == "eagle3" else 0
     share_of_draft = layers_of_draft / sizes.layers
     return Decoding(
         weights=memory.parts["backbone, frozen"],
-        draft=memory.trained * HALF,
-        cache=sizes.cached(positions, 1) * HALF * (1 + share_of_draft),
+        draft=memory.trained * dtype.itemsize,
+        cache=sizes.cached(positions, 1) * dtype.itemsize * (1 + share_of_draft),
     )
 
 
@@ -150,14 +161,19 @@ DECODED = [
 
 
 def decoding_table() -> str:
-    """Return the memory of decoding one row of 4,096 positions, by draft, for Llama 3.1 8B."""
+    """Return the memory of decoding one row of 4,096 positions, by draft, for Llama 3.1 8B.
+
+    The last column is that of the answers that an evaluation compares in float32.
+    """
     rows = []
     for title, name, overrides in DECODED:
         cfg = load_config(TrainConfig, ROOT / "configs" / f"{name}.yaml", overrides)
         memory = decoding_memory(cfg, LLAMA_8B, 4096)
-        parts = (memory.weights, memory.draft, memory.cache, memory.total)
+        in_float32 = decoding_memory(cfg, LLAMA_8B, 4096, torch.float32)
+        parts = (memory.weights, memory.draft, memory.cache, memory.total, in_float32.total)
         rows.append([title, *(f"{part / GIB:.1f} GiB" for part in parts)])
-    return table(("draft of Llama 3.1 8B", "model:", "draft:", "cache:", "together:"), rows)
+    head = ("draft of Llama 3.1 8B", "model:", "draft:", "cache:", "together:", "in float32:")
+    return table(head, rows)
 
 
 def least_step(shape: PretrainedConfig, gpu: str) -> tuple[int, float]:

@@ -58,10 +58,12 @@ def served_short() -> str:
         served_cells(content["served_four_epochs"]["cells"], "k=2")[1],
         _by_concurrency(content["served_both_texts"])[1],
     ]
+    medusa1 = [served_grid()[1]["k=1"], _by_concurrency(content["served_medusa1_both_texts"])[1]]
     first, second, third = (times(cell["ratio"]) for cell in eagle3)
+    one, other = (times(cell["ratio"]) for cell in medusa1)
     return (
-        f"One request at a time, on a CPU: Medusa-1 {times(served_grid()[1]['k=1']['ratio'])}. EAGLE-3"
-        f" {first}, {second} and {third} in three sessions. With eight at a time neither helps."
+        f"On a CPU, one request: Medusa-1 {one} and {other} (no clear gain), EAGLE-3 {first}, {second} and"
+        f" {third}. With eight at a time neither helps."
     )
 
 

@@ -20,7 +20,7 @@ from medusa_train.models.loading import resolve_backbone
 _EAGLE3_COMMANDS: dict[ExportTarget, str] = {
     "vllm": (
         "vllm serve {backbone} --speculative-config "
-        '\'{{"method": "eagle3", "model": "{directory}", "num_speculative_tokens": 3}}\''
+        '\'{{"method": "eagle3", "model": "{directory}", "num_speculative_tokens": 2}}\''
     ),
     "sglang": (
         "python -m sglang.launch_server --model-path {backbone} --speculative-algorithm EAGLE3 "
