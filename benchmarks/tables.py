@@ -62,7 +62,7 @@ def readme_speed() -> str:
         f"**{best['speedup']:.2f}x for a coder of 0.5B on two CPU cores ({lookup['speedup']:.2f}x by lookup"
         f" alone: HumanEval's answers repeat the prompt), {h100['speedup']:.2f}x for a model of 135M on an"
         f" H100 ({h100['speedup_without_loops']:.2f}x without the {h100['looping_answers']} of"
-        f" {h100['answers']} answers that loop). No draft of 7B or more was trained, and nothing served on"
+        f" {h100['answers']} answers that loop). No draft for 7B or more was trained, nothing served on"
         " a GPU.**\n\n" + table((*head, "with:", "ratio:", "equal answers:"), rows)
     )
 
@@ -146,7 +146,7 @@ def readme_card() -> str:
         "**Time and memory, [estimated](docs/large_models.md):"
         f"** {small.split(',')[0]} (24 GB): {text[0]}, training {float(on_small[6]):.0f} h"
         f" in {on_small[3]}. H100: {text[1]}, training {float(on_large[6]):.0f} h in {on_large[3]}."
-        " With 24 GB steps 3 and 4 use a 4-bit model, vLLM bfloat16: it may accept fewer guesses (not"
+        " On 24 GB steps 3 and 4 run in 4 bits, vLLM in bfloat16, which may accept fewer guesses (not"
         " measured). EAGLE-3's hours are a guess from Medusa-1's."
     )
 
