@@ -356,9 +356,15 @@ def test_the_steps_of_a_bench(
     seen: list[tuple[object, ...]] = []
 
     def record(
-        backbone: Backbone, paths: ModelPaths, steps: int, *given: object, rows: int, trees: bool
+        backbone: Backbone,
+        paths: ModelPaths,
+        steps: int,
+        *given: object,
+        rows: int,
+        trees: bool,
+        tree_program: bool,
     ) -> None:
-        seen.append((steps, rows, trees))
+        seen.append((steps, rows, trees, tree_program))
 
     monkeypatch.setattr(run_bench, "compile_if_repaid", record)
     cfg = EvalConfig(max_new_tokens=100, batch_size=batch_size)
@@ -367,7 +373,7 @@ def test_the_steps_of_a_bench(
         RunProgress(Console(file=io.StringIO())),
     )
     run_bench._choose_compile(cfg, load_bench(str(bench_file)), model, paths, None, progress)
-    assert seen == [(steps, batch_size, True)]
+    assert seen == [(steps, batch_size, True, True)]
 
 
 def test_compilation_is_chosen_by_default_where_the_tree_was_fitted_to_it(
