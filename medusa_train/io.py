@@ -31,6 +31,8 @@ WRITE_ERRORS = (OSError, SafetensorError)
 # no space, quota exceeded, above the process's file size limit
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _SCAN_BYTES = 1 << 16
+#: Environment variable by which torch asks Linux for huge pages, from 2 MB per tensor.
+HUGE_PAGES_VARIABLE = "THP_MEM_ALLOC_ENABLE"
 BUSY = "another process is writing to it; wait for it, or choose another output"
 
 

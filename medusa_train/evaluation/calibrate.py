@@ -99,7 +99,10 @@ def _calibrate(
         conversations, source = found
     else:
         conversations = [[chat.prompt(question.opening)] for question in bench.questions]
-        source = f"questions of bench {bench.name}: evaluate on another one"
+        source = (
+            f"questions of bench {bench.name}, since the run's data are not available, or too few:"
+            " evaluate on another bench"
+        )
 
     # 3. answer them, and choose
     progress.print(f"calibrating on {budget:,} greedy tokens, {source}")

@@ -39,6 +39,7 @@ CONDITIONS = {
     "transformers": "version of transformers",
     "device": "device",
     "threads": "number of threads",
+    "huge_pages": "huge pages of memory",
 }
 
 #: Figures that say what a tree brings.

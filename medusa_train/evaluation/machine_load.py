@@ -1,16 +1,23 @@
-"""Tell whether a machine was busy while an evaluation was timed on it."""
+"""Tell how a machine was set up, and whether it was busy, while an evaluation was timed on it."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
+
+import torch
+
+from medusa_train.io import HUGE_PAGES_VARIABLE
 
 #: Load by other processes, as a share of the cores, from which a machine is called busy.
 BUSY_SHARE = 0.25
 #: How much longer the slowest of equal plain steps may take than the fastest on a quiet machine.
 BUSY_SPREAD = 0.2
+#: Where Linux says who gets huge pages.
+HUGE_PAGES_SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def load_average() -> float | None:
@@ -19,6 +26,23 @@ def load_average() -> float | None:
         return round(os.getloadavg()[0], 2)
     except (AttributeError, OSError):
         return None
+
+
+def huge_pages(device: torch.device, setting: Path = HUGE_PAGES_SETTING) -> bool | None:
+    """Return whether large tensors lie in huge pages; None on a GPU, and where it cannot be known.
+
+    Linux gives them to all programs (`always`), to those that ask (`madvise`) or to none (`never`);
+    the choice stands in brackets in `setting`.
+    """
+    if device.type != "cpu":
+        return None
+    try:
+        choices = setting.read_text(encoding="utf-8")
+    except OSError:
+        return None
+    if "[madvise]" in choices:
+        return os.environ.get(HUGE_PAGES_VARIABLE) == "1"
+    return "[always]" in choices
 
 
 def spread(seconds: Sequence[float]) -> float | None:

@@ -20,6 +20,7 @@ from medusa_train.cli.selfdistill import app as selfdistill_app
 from medusa_train.cli.train import app as train_app
 from medusa_train.config.paths import PROJECT_ROOT
 from medusa_train.errors import ConfigError, DataError, Terminated
+from medusa_train.io import HUGE_PAGES_VARIABLE
 
 
 def run_program(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -205,6 +206,38 @@ def test_libraries_are_quiet_unless_the_user_says_otherwise(
     assert os.environ["DATASETS_VERBOSITY"] == "info"
     assert os.environ["TRANSFORMERS_VERBOSITY"] == "error"
     monkeypatch.undo()
+
+
+@pytest.mark.parametrize(("set_by_user", "used"), [(None, "1"), ("0", "0")])
+def test_a_command_asks_for_huge_pages_unless_the_user_decided(
+    set_by_user: str | None, used: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(HUGE_PAGES_VARIABLE, set_by_user or "")
+    if set_by_user is None:
+        monkeypatch.delenv(HUGE_PAGES_VARIABLE)
+    seen: list[str] = []
+
+    def command() -> None:
+        seen.append(os.environ[HUGE_PAGES_VARIABLE])
+
+    run_command(command)()
+    assert seen == [used]
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="reads Linux's list of mappings")
+@pytest.mark.parametrize("value", ["0", "1"])
+def test_torch_asks_for_huge_pages_where_the_variable_says_so(value: str) -> None:
+    """The flag `hg` marks memory for which a program has asked for them."""
+    code = (
+        "import torch; tensor = torch.ones(64 << 20, dtype=torch.uint8);"
+        " lines = open('/proc/self/smaps').read().splitlines();"
+        " print(any('hg' in line.split() for line in lines if line.startswith('VmFlags')))"
+    )
+    environment = {**os.environ, HUGE_PAGES_VARIABLE: value}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True
+    )
+    assert done.stdout.strip() == str(value == "1")
 
 
 def test_loaders_draw_no_bars_into_a_log() -> None:
