@@ -3,10 +3,15 @@
     python benchmarks/coder_page.py "AMD EPYC, compiled" Medusa-1=RUN/eval/humaneval ...
 
 A report whose draft has prompt lookup beside the heads gives three rows: lookup alone, the heads
-alone, and both. `--trees DRAFT=RUN ...` adds tokens per step by the number of nodes, of the runs'
-tree.json; `--exact DRAFT=DIRECTORY ...` equal answers in float32, of other reports; `--held-out
-"DRAFT, TEXT=RUN@STEP" ...` what training printed at the validation of a step, after so much text;
-`--served DRAFT=DIRECTORY ...` the rows of served_drafts.json, of served.py.
+alone, and both. Options add:
+
+- `--trees DRAFT=RUN ...` tokens per step by the number of nodes, simulated along the traces that the
+  runs keep, of trees of any depth. (tree.json has the fastest tree of each size, which is shallower
+  where each level costs a pass of the draft.)
+- `--exact DRAFT=DIRECTORY ...` equal answers in float32, of other reports.
+- `--held-out "DRAFT, TEXT=RUN@STEP" ...` what training printed at the validation of a step, after so
+  much text.
+- `--served DRAFT=DIRECTORY ...` the rows of served_drafts.json, of served.py.
 
 Then `page.py qwen_coder` draws the picture and `tables.py` writes the tables.
 """
@@ -19,7 +24,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from medusa_train.checkpoint.run_directory import TREE_TRACES
+from medusa_train.tree_search.fit import cross_validate
+from medusa_train.tree_search.kept_traces import load_traces
+
 RESULTS = Path(__file__).resolve().parent / "results"
+SIZES = (4, 8, 16, 63)
 Json = dict[str, Any]
 #: Of `overall`, what the page needs.
 KEPT = (
@@ -79,6 +91,19 @@ def _read(entries: Sequence[str], name: str) -> Iterator[tuple[str, Json]]:
         yield draft, json.loads((Path(directory) / name).read_text(encoding="utf-8"))
 
 
+def rates_by_nodes(run: Path) -> list[Json]:
+    """Return the tokens per step of the best tree of each of `SIZES`, on conversations that it was
+    not fitted to.
+    """
+    path = run / TREE_TRACES
+    with np.load(path) as arrays:
+        key = json.loads(str(arrays["key"]))
+    traced = load_traces(path, key)
+    assert traced is not None
+    rates = cross_validate(traced.conversations, SIZES)
+    return [{"nodes": nodes, "tokens_per_step": round(rates[nodes], 4)} for nodes in SIZES]
+
+
 def held_out(entry: str) -> Json:
     """Return top-1 per head and tokens per step at a validation, for `DRAFT, TEXT=RUN@STEP`.
 
@@ -110,7 +135,10 @@ def main() -> None:
     runs: list[Json] = []
     for draft, report in _read(arguments.reports, "report.json"):
         runs += runs_of(report, draft, arguments.place)
-    nodes = {draft: tree["sizes"] for draft, tree in _read(arguments.trees, "tree.json")}
+    nodes = {}
+    for entry in arguments.trees:
+        draft, run = entry.split("=", 1)
+        nodes[draft] = rates_by_nodes(Path(run))
     exact = {}
     for draft, report in _read(arguments.exact, "report.json"):
         overall = report["overall"]

@@ -12,7 +12,8 @@ def acceptance_table() -> str:
     """Top-1 per head and tokens per step of the models at hand, by tokens of text."""
     rows = [*_little_text(), *_both_texts(), *_texts_four_times(), _tiny_backbone(), *_coder()]
     head = ("draft (of SmolLM2)", "tokens read", "top-1 per head:", "printed by training:")
-    return table((*head, "bench, chain:", "bench, 16 nodes:", "bench, 32 nodes:"), rows)
+    bench = ("bench, chain:", "bench, 16 nodes:", "bench, 32 nodes:", "bench, fitted tree:")
+    return table((*head, *bench), [[*row, "-"] if len(row) < 8 else row for row in rows])
 
 
 def _little_text() -> list[Cells]:
@@ -84,10 +85,18 @@ def _tiny_backbone() -> Cells:
 
 
 def _coder() -> list[Cells]:
-    """Drafts of the coder, by amount of text."""
+    """Drafts of the coder, by amount of text; those that were evaluated last, with their tree."""
+    content = results("qwen_coder")
+    evaluated = {run["draft"]: run for run in content["runs"]}
+    last = {draft["draft"]: draft["text"] for draft in content["held_out"]}
     rows: list[Cells] = []
-    for draft in results("qwen_coder")["held_out"]:
+    for draft in content["held_out"]:
         name = f"Qwen2.5-Coder 0.5B, {draft['draft']}, on code"
         printed = f"{draft['tokens_per_step']:.2f}"
-        rows.append([name, draft["text"], shares(draft["top1"]), printed, "-", "-", "-"])
+        fitted = "-"
+        if draft["text"] == last[draft["draft"]]:
+            run = evaluated[draft["draft"]]
+            fitted = f"{run['overall']['acceleration_rate']:.2f} ({run['tree_nodes']} nodes)"
+        top1 = shares(draft["top1"])
+        rows.append([name, draft["text"], top1, printed, "-", "-", "-", fitted])
     return rows

@@ -64,7 +64,7 @@ def coder_table() -> str:
 
 
 def coder_nodes_table() -> str:
-    """Tokens per step by the number of nodes, of each draft's best tree of that size."""
+    """Tokens per step by the number of nodes, of each draft's best tree of any depth."""
     trees = results("qwen_coder")["nodes"]
     by_size = {
         draft: {size["nodes"]: size["tokens_per_step"] for size in sizes}

@@ -26,8 +26,8 @@ Outcome = Literal["complete", "truncated", "too_long", "unsupervised"]
 _SPLIT_WORDS: dict[SplitReason, str] = {
     "template": "the chat template changes earlier turns in later prompts",
     "token_ids": (
-        "the data give the tokens of answers (token_ids), which are those of their text in later"
-        " prompts"
+        "the data give tokens of answers (token_ids); in later prompts an answer has the tokens"
+        " of its text"
     ),
     "tokenizer": "the tokenizer splits a prompt otherwise where an answer follows",
 }
@@ -73,11 +73,14 @@ class ConversationExamples(NamedTuple):
         outcome: "complete" or "truncated"; without rows the reason: "too_long" (every row's first
             answer ends beyond the limit) or "unsupervised" (no supervised token).
         splits: why there are several rows; empty if there are not.
+        ignored_token_ids: how many answers have `token_ids` that this tokenizer reads as another
+            text.
     """
 
     examples: list[Example]
     outcome: Outcome
     splits: frozenset[SplitReason] = frozenset()
+    ignored_token_ids: int = 0
 
 
 def encode_examples(
@@ -124,7 +127,8 @@ def encode_examples(
     outcome: Outcome = "complete"
     if num_kept_answers < num_answers:
         outcome = "truncated"
-    return ConversationExamples(examples, outcome, splits)
+    ignored = sum(part.ignores_token_ids for part in kept)
+    return ConversationExamples(examples, outcome, splits, ignored)
 
 
 def select_validation(keys: Sequence[str], share: float, seed: int) -> set[str]:
@@ -166,8 +170,9 @@ class DataReport:
     Attributes:
         skipped: `file:line: reason` of invalid records.
         counts: conversations by `Outcome`; those "split", into how many "rows", and "split:REASON"
-            for each `SplitReason`; "answers" in the kept ones, and how many of these are "looping",
-            or known to be "cut" off by a length limit.
+            for each `SplitReason`; "answers" in the kept ones, how many of these are "looping" or
+            known to be "cut" off by a length limit, and of how many the given tokens were not used
+            ("ignored_token_ids").
         read_notes: what the data hold that is not read; stored with the examples.
         notes: further sentences on this run.
     """
@@ -186,7 +191,11 @@ class DataReport:
         self.counts["cut"] += sum(answer.is_cut for answer in answers)
 
     def count_rows(self, conversation: ConversationExamples) -> None:
-        """Count the rows of a conversation that became several, and why it did."""
+        """Count the rows of a conversation that became several, and why it did; and the answers
+        whose given tokens are not used.
+        """
+        if conversation.ignored_token_ids:
+            self.counts["ignored_token_ids"] += conversation.ignored_token_ids
         if len(conversation.examples) < 2:
             return
         self.counts.update(split=1, rows=len(conversation.examples))
@@ -228,6 +237,11 @@ class DataReport:
                 sentences.append(f"{count} {words}")
         if self.counts["split"]:
             sentences.append(self._describe_rows())
+        if self.counts["ignored_token_ids"]:
+            sentences.append(
+                "answers whose token_ids were not used, since they are another text in this"
+                f" tokenizer: {self.counts['ignored_token_ids']}"
+            )
         return sentences + self.notes
 
     def _describe_rows(self) -> str:

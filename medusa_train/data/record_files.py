@@ -18,6 +18,8 @@ from medusa_train.errors import DataError
 from medusa_train.io import RepeatedKeyError, unique_object
 
 PARQUET = ".parquet"
+#: How a gzip file begins, whatever its name is.
+_GZIP = b"\x1f\x8b"
 #: Names that are read from data are shown with at most so many characters.
 _MAX_NAME = 80
 
@@ -42,21 +44,24 @@ class RawRecord:
 def read_file(path: Path) -> Iterator[RawRecord]:
     """Yield the records of a JSON Lines file, a JSON file (one array of records) or a parquet file.
 
-    The content decides between JSON and JSON Lines, whose blank lines are skipped; the suffix `.gz`
-    marks gzip. A line that cannot be decoded has `error` set; a broken array raises DataError.
+    The content decides between JSON and JSON Lines, whose blank lines are skipped, and whether it
+    is gzip. A line that cannot be decoded has `error` set; a broken array, UTF-16 and a file whose
+    suffix `.gz` is wrong raise DataError.
     """
     if path.suffix.lower() == PARQUET:
         yield from number_rows(parquet_rows(path), str(path))
         return
     try:
         data = path.read_bytes()
-        if path.suffix.lower() == ".gz":
+        if path.suffix.lower() == ".gz" or data.startswith(_GZIP):
             data = gzip.decompress(data)
     except FileNotFoundError:
         raise DataError(f"{path}: no such file") from None
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
         raise DataError(f"{path}: cannot be read: {reason}") from None
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise DataError(f"{path}: UTF-16 text; write it as UTF-8: iconv -f UTF-16 -t UTF-8 FILE")
     data = data.removeprefix(codecs.BOM_UTF8)
     if data.lstrip()[:1] == b"[" and not _ends_with_its_first_line(data):
         yield from _read_array(path, data)

@@ -55,12 +55,15 @@ class EncodedRow:
         supervised: the loss mask [T].
         answers: those that are not history in this row, in order.
         split: why they are not in the row before; None in the first row of a chat.
+        ignores_token_ids: whether this tokenizer reads another text in the tokens that the data
+            give for the last answer, so that its text was tokenized.
     """
 
     ids: list[int]
     supervised: list[bool]
     answers: list[AnswerSpan]
     split: SplitReason | None = None
+    ignores_token_ids: bool = False
 
     def trimmed(self, max_length: int | None = None) -> EncodedRow | None:
         """Drop the tokens after the last supervised one, which no loss depends on.
@@ -72,8 +75,11 @@ class EncodedRow:
             while end and not self.supervised[end - 1]:
                 end -= 1
             if max_length is None or end <= max_length:
-                return EncodedRow(
-                    self.ids[:end], self.supervised[:end], self.answers[:count], self.split
+                return replace(
+                    self,
+                    ids=self.ids[:end],
+                    supervised=self.supervised[:end],
+                    answers=self.answers[:count],
                 )
         return None
 
@@ -223,6 +229,7 @@ class ChatEncoder:
         # 3. Prompt and answer are tokenized apart where the tokens of the answer are known, and
         # where the text as a whole has another prompt or no border between the two.
         generated = self._generated_tokens(last, messages[last.index].content)
+        ignores_token_ids = generated is None and last.token_ids is not None
         if generated is None and spans is None:
             generated = self.tokenize_continuation(last.text)
         if generated is not None:
@@ -240,7 +247,7 @@ class ChatEncoder:
         for span in spans:
             is_trained = self._is_trained(messages[span.message])
             supervised[span.start : span.end] = [is_trained] * (span.end - span.start)
-        return [EncodedRow(ids, supervised, spans)]
+        return [EncodedRow(ids, supervised, spans, ignores_token_ids=ignores_token_ids)]
 
     def _rows_apart(
         self,

@@ -43,10 +43,10 @@ from medusa_train.export.targets import (
     tensorrt_config,
     write_custom_generate,
 )
-from medusa_train.export.vllm_eagle3_models import vllm_eagle3_warnings
 from medusa_train.hub import hub_is_unreachable
 from medusa_train.io import WRITE_ERRORS, describe_size, replace_text, write_failure
 from medusa_train.models.loading import resolve_backbone
+from medusa_train.models.vllm_eagle3_models import vllm_eagle3_warnings
 
 PUBLIC_HEADS = 5
 """The public Medusa loader builds five heads regardless of config.json."""
@@ -122,7 +122,10 @@ def _write(
         if "lm_heads.0.bias" in state:
             exported.warnings.append(BIAS_IGNORED)
         if to in ("vllm", "speculators"):
-            exported.warnings += vllm_eagle3_warnings(paths)
+            _, config = resolve_backbone(
+                paths.base_model, trust_remote_code=paths.trust_remote_code
+            )
+            exported.warnings += vllm_eagle3_warnings(config)
         if base_model is None:
             exported.warnings += stop_warnings(paths)
         return

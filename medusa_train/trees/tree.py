@@ -225,7 +225,9 @@ class Tree(Nodes):
             record = parse_json(path.read_text(encoding="utf-8"))
             paths = record
             if isinstance(record, dict):
-                paths = record["medusa_choices"]
+                paths = record.get("medusa_choices")
+            if not isinstance(paths, list) or not all(isinstance(ranks, list) for ranks in paths):
+                raise ValueError("its paths are not a list of lists")
             for ranks in paths:
                 for rank in ranks:
                     if type(rank) is not int:  # 1.5, true and infinity are no ranks
@@ -238,7 +240,7 @@ class Tree(Nodes):
             raise CheckpointError(f"{path}: no such tree file") from None
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
-        except (ValueError, KeyError, TypeError, DataError) as error:
+        except (ValueError, DataError) as error:
             raise CheckpointError(
                 f"{path}: not a tree file ({error}); expected medusa_choices: [[0], ...]"
             ) from error

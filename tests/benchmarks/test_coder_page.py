@@ -8,6 +8,11 @@ from pathlib import Path
 import coder_page
 import pytest
 
+from medusa_train.checkpoint.run_directory import TREE_TRACES
+from medusa_train.tree_search.fit import Trace
+from medusa_train.tree_search.kept_traces import save_traces
+from medusa_train.tree_search.traces import TracedAnswers
+
 
 def test_a_report_of_heads_and_lookup_gives_a_row_for_each_and_for_both() -> None:
     measured = {
@@ -54,3 +59,11 @@ def test_a_validation_is_found_by_its_step(tmp_path: Path) -> None:
     }
     with pytest.raises(ValueError, match="no validation at step 5"):
         coder_page.held_out(f"Medusa-1, 0.43M={tmp_path}@5")
+
+
+def test_tokens_per_step_are_of_trees_of_any_depth(tmp_path: Path) -> None:
+    """Of a draft that is always right the deepest chain is best: five tokens for each step."""
+    trace = Trace([[0, 0, 0, 0]] * 101, [4] * 101)
+    save_traces(tmp_path / TREE_TRACES, TracedAnswers([[trace]] * 3, [1]), {})
+    rates = coder_page.rates_by_nodes(tmp_path)
+    assert rates[0] == {"nodes": 4, "tokens_per_step": 5.0}

@@ -16,13 +16,21 @@ def write(path: Path, text: str | bytes) -> Path:
     return path
 
 
-def test_gzip(tmp_path: Path) -> None:
-    path = write(tmp_path / "d.jsonl.gz", gzip.compress(b'{"a": 1}\n\n{"a": 2}\n'))
+@pytest.mark.parametrize("name", ["d.jsonl.gz", "d.jsonl"])
+def test_gzip(name: str, tmp_path: Path) -> None:
+    path = write(tmp_path / name, gzip.compress(b'{"a": 1}\n\n{"a": 2}\n'))
     records = list(read_file(path))
     assert [(record.source, record.value) for record in records] == [
         (f"{path}:1", {"a": 1}),
         (f"{path}:3", {"a": 2}),
     ]
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
+def test_utf_16_is_refused_as_a_whole(encoding: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "d.jsonl", ('\ufeff{"a": 1}\n' * 2).encode(encoding))
+    with pytest.raises(DataError, match=r"d\.jsonl: UTF-16 text; write it as UTF-8: iconv"):
+        list(read_file(path))
 
 
 @pytest.mark.parametrize("kind", ["lines", "array"])

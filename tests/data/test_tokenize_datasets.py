@@ -183,8 +183,8 @@ LAST_ANSWER = (
 )
 TEMPLATE_WORDS = "the chat template changes earlier turns in later prompts"
 TOKEN_WORDS = (
-    "the data give the tokens of answers (token_ids), which are those of their text in later"
-    " prompts"
+    "the data give tokens of answers (token_ids); in later prompts an answer has the tokens of its"
+    " text"
 )
 TOKENIZER_WORDS = "the tokenizer splits a prompt otherwise where an answer follows"
 
@@ -216,6 +216,17 @@ def test_it_is_said_why_conversations_became_several_rows(
     count = 1 if len(chats) == 1 else 2
     conversations = "conversation" if count == 1 else "conversations"
     assert report.describe() == [f"{count} {conversations} became {2 * count} rows: {words}"]
+
+
+def test_tokens_that_are_another_text_are_counted(make_tokenizer: Callable[..., Any]) -> None:
+    question = Message("user", "q")
+    chats = [
+        Conversation("x", (question, Message("assistant", "a", tokens)), "d.jsonl:1")
+        for tokens in ((3,), (4,), (9999,), None)  # 3 is "a"
+    ]
+    report = encode_conversations(chats, ChatEncoder(make_tokenizer(HEADERS)), 1000, 1).report
+    words = "answers whose token_ids were not used, since they are another text in this tokenizer"
+    assert report.describe() == [f"{words}: 2"]
 
 
 def test_reasons_that_were_not_counted_are_not_made_up() -> None:

@@ -69,6 +69,10 @@ def test_files_round_trip_and_broken_ones_are_rejected(tmp_path: Path) -> None:
         path.write_text(broken)
         with pytest.raises(CheckpointError, match="not a tree file"):
             Tree.load(path)
+    for paths in ("null", '"[[0]]"', "[0, 1]"):
+        path.write_text(f'{{"medusa_choices": {paths}}}')
+        with pytest.raises(CheckpointError, match="its paths are not a list of lists"):
+            Tree.load(path)
     with pytest.raises(CheckpointError, match="no such tree file"):
         Tree.load(tmp_path / "other.json")
 

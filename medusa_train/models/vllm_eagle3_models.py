@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from medusa_train.checkpoint.resolve import ModelPaths
-from medusa_train.models.loading import resolve_backbone
+from typing import Any
 
 VLLM_VERSION = "0.32"
 #: Classes that this version has for models of transformers, and that are not `SupportsEagle3`: they
@@ -41,15 +40,18 @@ WITHOUT_EAGLE3 = frozenset(
 )
 
 
-def vllm_eagle3_warnings(paths: ModelPaths) -> list[str]:
-    """Warn of a backbone from which vLLM cannot take the states that an EAGLE-3 draft reads."""
-    _, config = resolve_backbone(paths.base_model, trust_remote_code=paths.trust_remote_code)
+def vllm_eagle3_warnings(config: Any) -> list[str]:
+    """Warn of a backbone from which vLLM cannot take the states that an EAGLE-3 draft reads.
+
+    Args:
+        config: the backbone's transformers configuration.
+    """
     architectures = getattr(config, "architectures", None) or []
     without = [name for name in architectures if name in WITHOUT_EAGLE3]
     if not without:
         return []
     return [
         f"vLLM {VLLM_VERSION} cannot draft with EAGLE-3 for {without[0]}: its class of that model"
-        " gives no states of inner layers (SupportsEagle3). A later version may; export Medusa heads"
-        " otherwise"
+        " gives no states of inner layers (SupportsEagle3). A later version may; Medusa heads it"
+        " can serve"
     ]
