@@ -59,11 +59,10 @@ def readme_speed() -> str:
     rows.append(_beside(name, "EAGLE-3", f"NVIDIA H100, CUDA graphs, {h100_date}", h100))
     head = ("model, questions", "machine, date", "draft", "tokens per step:", "tokens/s without:")
     return (
-        f"**Qwen2.5-Coder 0.5B on two CPU cores: {best['speedup']:.2f}x. Lookup alone makes"
-        f" {lookup['speedup']:.2f}x of it, because HumanEval's answers repeat the prompt. SmolLM2 135M on an H100:"
-        f" {h100['speedup']:.2f}x; {h100['speedup_without_loops']:.2f}x without the {h100['looping_answers']} of"
-        f" {h100['answers']} answers that loop. No draft for 7B or more was trained.**\n\n"
-        + table((*head, "with:", "ratio:", "equal answers:"), rows)
+        f"**Qwen2.5-Coder 0.5B on two CPU cores: {best['speedup']:.2f}x (lookup alone {lookup['speedup']:.2f}x:"
+        " HumanEval's answers repeat the prompt). SmolLM2 135M on an H100:"
+        f" {h100['speedup']:.2f}x ({h100['speedup_without_loops']:.2f}x without answers that loop). No draft for"
+        " 7B or more was trained.**\n\n" + table((*head, "with:", "ratio:", "equal answers:"), rows)
     )
 
 
@@ -115,8 +114,7 @@ def readme_demo() -> str:
     epyc, xeon = (run["overall"]["speedup"] for run in results("demo")["runs"])
     return (
         "This installs, trains heads for an easy test model and measures: 4 to 6 min + downloads. It ends"
-        f" with a table of speeds ([{epyc:.2f}x on an AMD EPYC, {xeon:.2f}x on an Intel Xeon]({_page('demo')}))"
-        " and a report with plots."
+        f" with a table of speeds ([{epyc:.2f}x on an AMD EPYC, {xeon:.2f}x on an Intel Xeon]({_page('demo')}))."
     )
 
 
@@ -141,10 +139,10 @@ def readme_equal() -> str:
     generate = [run["baselines"]["generate"]["equal_to_plain"] for run in runs]
     return (
         f"**Does the text change?** In float32 no: {overall['equal_answers']} of {overall['answers']} answers"
-        " were equal (SmolLM2). In bfloat16 a pass over several tokens rounds differently from a pass over"
-        " one, and answers change at near-ties; without a draft `generate` and our loop differ, too (they"
-        f" agreed on {min(generate)} to {max(generate)} of {overall['answers']}). When sampling, our loop keeps"
-        f" the model's distribution. Quality: the coder solved {scores['tree']['correct']} of"
+        " were equal (SmolLM2). In bfloat16 a pass over several tokens rounds otherwise than a pass over"
+        " one, and answers change at near-ties; so do those of `generate` and our loop without a draft"
+        f" ({min(generate)} to {max(generate)} of {overall['answers']} agree). Sampling in our loop keeps the"
+        f" model's distribution. Quality: the coder solved {scores['tree']['correct']} of"
         f" {scores['answers']} problems with heads and lookup, {scores['plain']['correct']} without."
     )
 
@@ -163,8 +161,8 @@ def readme_card() -> str:
         "**Time and memory, [estimated](docs/large_models.md):"
         f"** {small.split(',')[0]} (24 GB): {text[0]}, training {float(on_small[6]):.0f} h"
         f" in {on_small[3]}. H100: {text[1]}, training {float(on_large[6]):.0f} h in {on_large[3]}."
-        " On 24 GB steps 3 and 4 run in 4 bits, vLLM in bfloat16, which may accept fewer guesses (not"
-        " measured). EAGLE-3's hours are a guess from Medusa-1's."
+        " On 24 GB steps 3 and 4 run in 4 bits, vLLM in bfloat16, which may accept fewer guesses."
+        " EAGLE-3's hours assume Medusa-1's share of the peak."
     )
 
 

@@ -30,7 +30,7 @@ from medusa_train.evaluation.timed_decoders import GENERATE, describe_baseline, 
 from medusa_train.inference.decoding_mode import DecodingMode
 from medusa_train.io import installed_version
 from medusa_train.models.drafts.lookup import RestDraft
-from medusa_train.models.precision import device_name
+from medusa_train.models.precision import default_device, device_name
 from medusa_train.models.prepack import is_prepacked
 from medusa_train.trees.tree import Tree
 
@@ -189,7 +189,7 @@ def measurement_settings(cfg: EvalConfig, bench: Bench, paths: ModelPaths) -> di
         "prompt_lookup": cfg.prompt_lookup,
         "assistant_model": cfg.assistant_model,
         "threads": torch.get_num_threads(),
-        "huge_pages": huge_pages(model.backbone.device),
+        "huge_pages": huge_pages(default_device()),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "device": platform.node(),
