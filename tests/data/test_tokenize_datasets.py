@@ -186,6 +186,8 @@ TOKEN_WORDS = (
     "the data give tokens of answers (token_ids); in later prompts an answer has the tokens of its"
     " text"
 )
+#: The tokens of "a" in the tokenizer of `make_tokenizer`.
+A_TOKENS = (64,)
 TOKENIZER_WORDS = "the tokenizer splits a prompt otherwise where an answer follows"
 
 
@@ -199,12 +201,16 @@ def chat_of(answer: str, ids: tuple[int, ...] | None = None) -> Conversation:
     ("template", "chats", "words"),
     [
         (LAST_ANSWER, [chat_of("a")], TEMPLATE_WORDS),
-        (LAST_ANSWER, [chat_of("a", (3,))], TEMPLATE_WORDS),  # it would be so without the tokens
-        (HEADERS, [chat_of("a", (3,))], TOKEN_WORDS),
+        (
+            LAST_ANSWER,
+            [chat_of("a", A_TOKENS)],
+            TEMPLATE_WORDS,
+        ),  # it would be so without the tokens
+        (HEADERS, [chat_of("a", A_TOKENS)], TOKEN_WORDS),
         (HEADERS, [chat_of("B")], TOKENIZER_WORDS),  # ">B" is one token
         (
             HEADERS,
-            [chat_of("B"), chat_of("a"), chat_of("a", (3,))],  # the second stays one row
+            [chat_of("B"), chat_of("a"), chat_of("a", A_TOKENS)],  # the second stays one row
             f"in 1 {TOKEN_WORDS}; in 1 {TOKENIZER_WORDS}",
         ),
     ],
@@ -222,7 +228,7 @@ def test_tokens_that_are_another_text_are_counted(make_tokenizer: Callable[..., 
     question = Message("user", "q")
     chats = [
         Conversation("x", (question, Message("assistant", "a", tokens)), "d.jsonl:1")
-        for tokens in ((3,), (4,), (9999,), None)  # 3 is "a"
+        for tokens in (A_TOKENS, (3,), (9999,), None)
     ]
     report = encode_conversations(chats, ChatEncoder(make_tokenizer(HEADERS)), 1000, 1).report
     words = "answers whose token_ids were not used, since they are another text in this tokenizer"
