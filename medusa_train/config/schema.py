@@ -586,7 +586,7 @@ class TrainConfig(Config):
     )
     adam_beta2: Float = key(
         0.999,
-        "decay of AdamW's mean of squared gradients; EAGLE-3 and Kangaroo: 0.95",
+        "decay of AdamW's mean of squared gradients; EAGLE-3 and Kangaroo at 7B and 8B: 0.95",
         ge=0,
         lt=1,
         affects=Affects.OPTIMIZATION,

@@ -34,7 +34,7 @@ _EAGLE3_DESCRIPTION = (
     " every drafted token."
 )
 _EAGLE3_USE = (
-    "```bash\n%s\n```\n\nServers draft a chain of its first guesses, or a tree of their own."
+    "```bash\n%s\n```\n\nvLLM drafts a chain of its first guesses, SGLang a chain or a tree of its own."
     " {chain}\n\nMeasure your server under your load, with and without the draft: with many"
     " requests at a time it can be slower."
 )
@@ -88,5 +88,5 @@ def write_eagle3(
     return [
         f"EAGLE-3, {drafted}; backbone {base_model}",
         f"serve it: {command}",
-        "servers draft a chain, or a tree of their own; tree.json is not read",
+        "vLLM drafts a chain, SGLang a chain or a tree of its own; tree.json is not read",
     ]
