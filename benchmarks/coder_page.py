@@ -8,6 +8,7 @@ alone, and both. Options add:
 - `--trees DRAFT=RUN ...` tokens per step by the number of nodes, simulated along the traces that the
   runs keep, of trees of any depth. (tree.json has the fastest tree of each size, which is shallower
   where each level costs a pass of the draft.)
+- `--counted DRAFT=DIRECTORY ...` tokens per step on the bench with another tree, of other reports.
 - `--exact DRAFT=DIRECTORY ...` equal answers in float32, of other reports.
 - `--held-out "DRAFT, TEXT=RUN@STEP" ...` what training printed at the validation of a step, after so
   much text.
@@ -128,6 +129,7 @@ def main() -> None:
     parser.add_argument("place", help="machine, and whether decoding was compiled")
     parser.add_argument("reports", nargs="+", metavar="DRAFT=DIRECTORY")
     parser.add_argument("--trees", nargs="*", default=[], metavar="DRAFT=RUN")
+    parser.add_argument("--counted", nargs="*", default=[], metavar="DRAFT=DIRECTORY")
     parser.add_argument("--exact", nargs="*", default=[], metavar="DRAFT=DIRECTORY")
     parser.add_argument("--served", nargs="*", default=[], metavar="DRAFT=DIRECTORY")
     parser.add_argument("--held-out", nargs="*", default=[], metavar="DRAFT, TEXT=RUN@STEP")
@@ -139,6 +141,14 @@ def main() -> None:
     for entry in arguments.trees:
         draft, run = entry.split("=", 1)
         nodes[draft] = rates_by_nodes(Path(run))
+    counted = {}
+    for draft, report in _read(arguments.counted, "report.json"):
+        counted[draft] = {
+            "nodes": report["meta"]["tree_nodes"],
+            "tokens_per_step": report["overall"]["acceleration_rate"],
+            "interval": report["overall"]["intervals"]["acceleration_rate"],
+            "answers": report["overall"]["answers"],
+        }
     exact = {}
     for draft, report in _read(arguments.exact, "report.json"):
         overall = report["overall"]
@@ -158,6 +168,7 @@ def main() -> None:
         "bench": "HumanEval",
         "runs": runs,
         "nodes": nodes,
+        "counted": counted,
         "float32": exact,
         "served": served,
         "held_out": [held_out(entry) for entry in arguments.held_out],

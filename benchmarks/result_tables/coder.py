@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from result_tables.writing import Cells, Json, results, shares, speed, table, times
+from result_tables.writing import Cells, Json, ratio, results, shares, speed, table, times
 
 
 def coder_answer() -> str:
@@ -64,8 +64,11 @@ def coder_table() -> str:
 
 
 def coder_nodes_table() -> str:
-    """Tokens per step by the number of nodes, of each draft's best tree of any depth."""
-    trees = results("qwen_coder")["nodes"]
+    """Tokens per step by the number of nodes, of each draft's best tree of any depth; and what was
+    counted on the bench.
+    """
+    content = results("qwen_coder")
+    trees = content["nodes"]
     by_size = {
         draft: {size["nodes"]: size["tokens_per_step"] for size in sizes}
         for draft, sizes in trees.items()
@@ -74,6 +77,11 @@ def coder_nodes_table() -> str:
     for nodes in (4, 8, 16, 63):
         rates = [by_size[draft].get(nodes) for draft in by_size]
         rows.append([nodes, *("-" if rate is None else f"{rate:.2f}" for rate in rates)])
+    for draft, on_bench in content["counted"].items():
+        cells = ["-"] * len(by_size)
+        rate = ratio(on_bench["tokens_per_step"], on_bench["interval"], 2)
+        cells[list(by_size).index(draft)] = rate
+        rows.append([f"{on_bench['nodes']}, HumanEval", *cells])
     return table(("nodes:", *(f"{draft}:" for draft in by_size)), rows)
 
 
