@@ -34,7 +34,7 @@ from medusa_train.config.types import Config
 from medusa_train.console_streams import MaskingConsole, console_streams, failed_streams
 from medusa_train.errors import ConfigError, MedusaError, Terminated, signal_exit_code
 from medusa_train.hide_secrets import forget_and_read_environment, mask
-from medusa_train.io import HUGE_PAGES_VARIABLE, installed_version
+from medusa_train.io import HUGE_PAGES_VARIABLE, installed_version, set_for_this_process
 from medusa_train.training.signals import signals_as_interrupts
 
 P = ParamSpec("P")
@@ -307,7 +307,7 @@ def request_huge_pages() -> None:
     Every decoding step reads all weights once. Most Linux systems give pages of 4 KB unless a
     program asks for 2 MB, and then the step waits for addresses to be translated.
     """
-    os.environ.setdefault(HUGE_PAGES_VARIABLE, "1")
+    set_for_this_process(HUGE_PAGES_VARIABLE, "1")
 
 
 def split_arguments(arguments: Iterable[str]) -> tuple[Path | None, list[str]]:

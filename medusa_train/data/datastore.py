@@ -123,7 +123,7 @@ def read_datastore(path: Path, tokenizer: Any, order: int) -> Datastore:
     """Build a datastore from the assistant's turns of a file of chats (JSON, JSON Lines, parquet),
     or from any text.
     """
-    if path.name.endswith(CHAT_FILES):
+    if path.name.lower().endswith(CHAT_FILES):
         result = read_conversations(path, skip_bad=True)
         if result.skipped:
             count = len(result.skipped)
@@ -135,7 +135,7 @@ def read_datastore(path: Path, tokenizer: Any, order: int) -> Datastore:
             texts += [message.content for message in chat.messages if message.role == "assistant"]
     else:
         try:
-            texts = [path.read_text(encoding="utf-8")]
+            texts = [path.read_text(encoding="utf-8-sig")]
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"{path}: cannot be read as text ({error})") from error
     texts = [text for text in texts if text]

@@ -127,7 +127,7 @@ def encode_examples(
     outcome: Outcome = "complete"
     if num_kept_answers < num_answers:
         outcome = "truncated"
-    ignored = sum(part.ignores_token_ids for part in kept)
+    ignored = sum(row.ignored_token_ids for row in rows)
     return ConversationExamples(examples, outcome, splits, ignored)
 
 

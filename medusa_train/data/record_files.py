@@ -20,6 +20,11 @@ from medusa_train.io import RepeatedKeyError, unique_object
 PARQUET = ".parquet"
 #: How a gzip file begins, whatever its name is.
 _GZIP = b"\x1f\x8b"
+#: How texts begin that are not UTF-8; UTF-32 first, since one of its marks begins as UTF-16's.
+_OTHER_ENCODINGS = {
+    "UTF-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE),
+    "UTF-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE),
+}
 #: Names that are read from data are shown with at most so many characters.
 _MAX_NAME = 80
 
@@ -60,8 +65,11 @@ def read_file(path: Path) -> Iterator[RawRecord]:
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
         raise DataError(f"{path}: cannot be read: {reason}") from None
-    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        raise DataError(f"{path}: UTF-16 text; write it as UTF-8: iconv -f UTF-16 -t UTF-8 FILE")
+    for encoding, marks in _OTHER_ENCODINGS.items():
+        if data.startswith(marks):
+            raise DataError(
+                f"{path}: {encoding} text; convert it: iconv -f {encoding} -t UTF-8 OLD > NEW"
+            )
     data = data.removeprefix(codecs.BOM_UTF8)
     if data.lstrip()[:1] == b"[" and not _ends_with_its_first_line(data):
         yield from _read_array(path, data)

@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import Any, Literal
@@ -55,15 +55,15 @@ class EncodedRow:
         supervised: the loss mask [T].
         answers: those that are not history in this row, in order.
         split: why they are not in the row before; None in the first row of a chat.
-        ignores_token_ids: whether this tokenizer reads another text in the tokens that the data
-            give for the last answer, so that its text was tokenized.
+        ignored_token_ids: in the first row of a chat, how many of its answers have tokens in the
+            data that this tokenizer reads as another text, so that their text was tokenized.
     """
 
     ids: list[int]
     supervised: list[bool]
     answers: list[AnswerSpan]
     split: SplitReason | None = None
-    ignores_token_ids: bool = False
+    ignored_token_ids: int = 0
 
     def trimmed(self, max_length: int | None = None) -> EncodedRow | None:
         """Drop the tokens after the last supervised one, which no loss depends on.
@@ -158,9 +158,10 @@ class ChatEncoder:
             template = template.with_variables(json.loads(conversation.variables))
         rows: list[EncodedRow] = []
         try:
+            answers, ignored = self._with_usable_tokens(template.answers(messages), messages)
             first = 0
             before: RenderedAnswer | None = None
-            for group in _with_common_prefix(template.answers(messages)):
+            for group in _with_common_prefix(answers):
                 new_rows = self._encode_rows(group, messages, first, template)
                 if before is not None:
                     new_rows[0] = replace(new_rows[0], split=_split_reason(group[0], before))
@@ -169,6 +170,8 @@ class ChatEncoder:
                 first = before.index + 1
         except ChatTemplateError as error:
             raise DataError(f"{conversation.source or conversation.id}: {error}") from None
+        if ignored:
+            rows[0] = replace(rows[0], ignored_token_ids=ignored)
         return rows
 
     def fingerprint(self) -> str:
@@ -228,8 +231,7 @@ class ChatEncoder:
             return self._rows_apart(answers, messages, first, template)
         # 3. Prompt and answer are tokenized apart where the tokens of the answer are known, and
         # where the text as a whole has another prompt or no border between the two.
-        generated = self._generated_tokens(last, messages[last.index].content)
-        ignores_token_ids = generated is None and last.token_ids is not None
+        generated = self._generated_tokens(last)
         if generated is None and spans is None:
             generated = self.tokenize_continuation(last.text)
         if generated is not None:
@@ -247,7 +249,7 @@ class ChatEncoder:
         for span in spans:
             is_trained = self._is_trained(messages[span.message])
             supervised[span.start : span.end] = [is_trained] * (span.end - span.start)
-        return [EncodedRow(ids, supervised, spans, ignores_token_ids=ignores_token_ids)]
+        return [EncodedRow(ids, supervised, spans)]
 
     def _rows_apart(
         self,
@@ -435,12 +437,23 @@ class ChatEncoder:
         spans = [(max(start - 1, 0), end - 1) for start, end in offsets[count:]]
         return ids[count:], spans
 
-    def _generated_tokens(self, answer: RenderedAnswer, content: str) -> list[int] | None:
-        """Return the tokens that the answer was generated as, unless this tokenizer reads another
-        text in them.
+    def _with_usable_tokens(
+        self, answers: Iterable[RenderedAnswer], messages: Sequence[Message]
+    ) -> tuple[list[RenderedAnswer], int]:
+        """Take the tokens from answers in which this tokenizer reads another text: a model with
+        another one generated them, or the answer was edited. Return how many these are, too.
         """
-        if answer.token_ids is None:
-            return None
+        usable: list[RenderedAnswer] = []
+        ignored = 0
+        for answer in answers:
+            if answer.token_ids is not None and not self._reads(answer, messages):
+                answer = replace(answer, token_ids=None)
+                ignored += 1
+            usable.append(answer)
+        return usable, ignored
+
+    def _reads(self, answer: RenderedAnswer, messages: Sequence[Message]) -> bool:
+        """Return whether this tokenizer reads the text of an answer in the tokens given for it."""
         # self-distillation stores the text of an answer without most special tokens
         special = re.compile("|".join(map(re.escape, self.tokenizer.all_special_tokens)) or "(?!)")
 
@@ -450,10 +463,14 @@ class ChatEncoder:
         decoded = self.tokenizer.decode(
             answer.token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
-        stored = self._without_marks(content)
+        stored = self._without_marks(messages[answer.index].content)
         rendered = self._without_marks(answer.text.removesuffix(answer.end))
-        if plain(decoded) not in (plain(stored), plain(rendered)):
-            return None  # generated by a model with another tokenizer, or edited
+        return plain(decoded) in (plain(stored), plain(rendered))
+
+    def _generated_tokens(self, answer: RenderedAnswer) -> list[int] | None:
+        """Return the tokens that the answer was generated as, with its end; None if unknown."""
+        if answer.token_ids is None:
+            return None
         # a space would be one of the ids
         end_ids, _ = self._tokenize(answer.end.lstrip())
         return [*answer.token_ids, *end_ids]

@@ -153,7 +153,7 @@ def differences(evaluated: Sequence[Evaluated]) -> list[str]:
     """
     lines = []
     for key, label in CONDITIONS.items():
-        values = [str(run.report["meta"].get(key)) for run in evaluated]
+        values = [str(run.report["meta"].get(key, "not recorded")) for run in evaluated]
         if len(set(values)) > 1:
             lines.append(f"different {label}: {', '.join(values)}")
     judges = [run.report["judge"]["model"] for run in evaluated if run.report.get("judge")]

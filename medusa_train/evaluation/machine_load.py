@@ -29,7 +29,8 @@ def load_average() -> float | None:
 
 
 def huge_pages(device: torch.device, setting: Path = HUGE_PAGES_SETTING) -> bool | None:
-    """Return whether large tensors lie in huge pages; None on a GPU, and where it cannot be known.
+    """Return whether torch allocates large tensors in huge pages; None on a GPU, and where it cannot
+    be known. Weights that stay mapped from their file are in none.
 
     Linux gives them to all programs (`always`), to those that ask (`madvise`) or to none (`never`);
     the choice stands in brackets in `setting`.

@@ -17,6 +17,7 @@ WITHOUT_EAGLE3 = frozenset(
         "Exaone4ForCausalLM",
         "ExaoneMoeForCausalLM",
         "FalconForCausalLM",
+        "GPT2LMHeadModel",
         "Gemma2ForCausalLM",
         "Gemma3ForCausalLM",
         "Gemma3ForConditionalGeneration",
@@ -34,6 +35,7 @@ WITHOUT_EAGLE3 = frozenset(
         "NemotronForCausalLM",
         "OPTForCausalLM",
         "OlmoeForCausalLM",
+        "PhiMoEForCausalLM",
         "Qwen2MoeForCausalLM",
         "StableLmForCausalLM",
     )
@@ -52,6 +54,6 @@ def vllm_eagle3_warnings(config: Any) -> list[str]:
         return []
     return [
         f"vLLM {VLLM_VERSION} cannot draft with EAGLE-3 for {without[0]}: its class of that model"
-        " gives no states of inner layers (SupportsEagle3). A later version may; Medusa heads it"
-        " can serve"
+        " gives no states of inner layers (SupportsEagle3). A later version may; Medusa heads"
+        " need no such states"
     ]

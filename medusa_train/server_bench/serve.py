@@ -30,7 +30,7 @@ from medusa_train.errors import ConfigError, ServerError
 from medusa_train.export.merged_model import write_merged
 from medusa_train.export.write import export_run
 from medusa_train.hide_secrets import excerpt, mask
-from medusa_train.io import mask_file, replace_text
+from medusa_train.io import environment_of_the_user, mask_file, replace_text
 from medusa_train.progress import RunProgress
 from medusa_train.server_bench.request_blocks import PLAIN, Target
 from medusa_train.training.process_info import free_port
@@ -137,7 +137,7 @@ class VLLMServer:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={"VLLM_NO_USAGE_STATS": "1", **os.environ},
+                env={"VLLM_NO_USAGE_STATS": "1", **environment_of_the_user()},
                 start_new_session=True,
             )
 

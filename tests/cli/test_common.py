@@ -20,6 +20,7 @@ from medusa_train.cli.selfdistill import app as selfdistill_app
 from medusa_train.cli.train import app as train_app
 from medusa_train.config.paths import PROJECT_ROOT
 from medusa_train.errors import ConfigError, DataError, Terminated
+from medusa_train.evaluation.machine_load import HUGE_PAGES_SETTING
 from medusa_train.io import HUGE_PAGES_VARIABLE
 
 
@@ -224,16 +225,21 @@ def test_a_command_asks_for_huge_pages_unless_the_user_decided(
     assert seen == [used]
 
 
-@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="reads Linux's list of mappings")
+@pytest.mark.skipif(not HUGE_PAGES_SETTING.exists(), reason="this system has no huge pages")
 @pytest.mark.parametrize("value", ["0", "1"])
-def test_torch_asks_for_huge_pages_where_the_variable_says_so(value: str) -> None:
-    """The flag `hg` marks memory for which a program has asked for them."""
+def test_commands_ask_early_enough(value: str) -> None:
+    """torch reads the variable when it allocates first: no import of a command may do that. The
+    flag `hg` marks memory for which a program has asked for huge pages.
+    """
     code = (
-        "import torch; tensor = torch.ones(64 << 20, dtype=torch.uint8);"
+        "import os, torch, medusa_train.cli.evaluate, medusa_train.cli.train;"
+        " from medusa_train.cli.common import request_huge_pages;"
+        f" os.environ.update({'{}' if value == '1' else repr({HUGE_PAGES_VARIABLE: '0'})});"
+        " request_huge_pages(); tensor = torch.ones(64 << 20, dtype=torch.uint8);"
         " lines = open('/proc/self/smaps').read().splitlines();"
         " print(any('hg' in line.split() for line in lines if line.startswith('VmFlags')))"
     )
-    environment = {**os.environ, HUGE_PAGES_VARIABLE: value}
+    environment = {k: v for k, v in os.environ.items() if k != HUGE_PAGES_VARIABLE}
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True
     )

@@ -227,16 +227,16 @@ def test_rows_are_truncated_one_by_one(make: Make, chat: Chat) -> None:
     conversation = chat(
         "A", "<think>\n" + 300 * "x" + "\n</think>\n\nfour", "B", "five", "C", 300 * "y"
     )
-    whole, outcome, splits = encode_examples(conversation, encoder, 10_000)
+    whole, outcome, splits, _ = encode_examples(conversation, encoder, 10_000)
     assert (len(whole), [example.row for example in whole], outcome) == (3, [0, 1, 2], "complete")
     assert splits == {"template"}
     assert {example.key for example in whole} == {conversation.first(2).content_key}
-    kept, outcome, splits = encode_examples(conversation, encoder, 200)
+    kept, outcome, splits, _ = encode_examples(conversation, encoder, 200)
     assert (outcome, splits) == ("truncated", frozenset())  # one row is left
     assert [(e.row, e.tokens.tolist(), e.key) for e in kept] == [
         (0, whole[1].tokens.tolist(), conversation.first(4).content_key)
     ]
-    assert encode_examples(conversation, encoder, 20) == ([], "too_long", frozenset())
+    assert encode_examples(conversation, encoder, 20) == ([], "too_long", frozenset(), 0)
     # the system message goes into the last user turn: the second prompt begins differently, the
     # third again
     mistral = make(MISTRAL)

@@ -26,10 +26,12 @@ def test_gzip(name: str, tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
-def test_utf_16_is_refused_as_a_whole(encoding: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be"])
+def test_other_encodings_are_refused_as_a_whole(encoding: str, tmp_path: Path) -> None:
     path = write(tmp_path / "d.jsonl", ('\ufeff{"a": 1}\n' * 2).encode(encoding))
-    with pytest.raises(DataError, match=r"d\.jsonl: UTF-16 text; write it as UTF-8: iconv"):
+    with pytest.raises(
+        DataError, match=rf"d\.jsonl: {encoding[:6].upper()} text; convert it: iconv"
+    ):
         list(read_file(path))
 
 

@@ -233,6 +233,11 @@ def test_tokens_that_are_another_text_are_counted(make_tokenizer: Callable[..., 
     report = encode_conversations(chats, ChatEncoder(make_tokenizer(HEADERS)), 1000, 1).report
     words = "answers whose token_ids were not used, since they are another text in this tokenizer"
     assert report.describe() == [f"{words}: 2"]
+    # they are no reason for another row either
+    report = encode_conversations(
+        [chat_of("a", (3,))], ChatEncoder(make_tokenizer(HEADERS)), 1000, 1
+    ).report
+    assert report.describe() == [f"{words}: 1"]
 
 
 def test_reasons_that_were_not_counted_are_not_made_up() -> None:

@@ -21,7 +21,7 @@ def encode_example(
     conversation: Conversation, encoder: ChatEncoder, max_length: int
 ) -> tuple[Example | None, Outcome]:
     """The only row of a conversation."""
-    examples, outcome, _ = encode_examples(conversation, encoder, max_length)
+    examples, outcome, *_ = encode_examples(conversation, encoder, max_length)
     assert len(examples) <= 1
     return (examples[0] if examples else None), outcome
 
