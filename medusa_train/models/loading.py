@@ -4,6 +4,8 @@ on demand.
 
 from __future__ import annotations
 
+import json
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -35,6 +37,7 @@ from medusa_train.models.document_attention import (
 from medusa_train.models.hf_config import head_dim
 from medusa_train.models.partitioned import gathering_modules
 from medusa_train.models.precision import default_device, parse_dtype
+from medusa_train.models.stop_tokens import GENERATION_CONFIG
 
 #: Roles of tokens that no model reads: padding is masked, and what a vocabulary lacks, as
 #: `special_tokens` may name it, cannot occur in a text.
@@ -321,7 +324,26 @@ def resolve_backbone(name: str, *, trust_remote_code: bool = False) -> tuple[str
             f" {directory}`) and set base_model: {directory}"
         ) from error
     check_architecture(config, name)
+    _check_generation_config(name, source)
     return source, config
+
+
+def _check_generation_config(name: str, source: str) -> None:
+    """Raise BackboneError for a damaged generation_config.json, which transformers takes for none:
+    answers would end at other tokens.
+    """
+    path = model_directory(source) / GENERATION_CONFIG
+    if not os.path.lexists(path):
+        return
+    try:
+        is_valid = isinstance(json.loads(path.read_text(encoding="utf-8")), dict)
+    except (OSError, ValueError, RecursionError):
+        is_valid = False
+    if not is_valid:
+        raise BackboneError(
+            f"base_model {name}: {path} is no JSON object that can be read; copy or download it"
+            " again"
+        )
 
 
 def _refuse_remote_code(error: Exception, name: str) -> None:

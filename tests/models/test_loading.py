@@ -169,3 +169,18 @@ def test_a_damaged_index_of_weights_is_named(tmp_path: Path, index: str) -> None
         BackboneError, match=r"model\.safetensors\.index\.json is damaged, or names"
     ):
         load_backbone(str(tmp_path))
+
+
+@pytest.mark.parametrize("content", [b"", b'{"eos_token_id": 2', b"\xff\xfe{}", b"[2]"])
+def test_a_damaged_generation_config_is_not_taken_for_none(
+    whole: Path, tmp_path: Path, content: bytes
+) -> None:
+    """transformers would take the end of answers from config.json in silence."""
+    directory = tmp_path / "torn"
+    shutil.copytree(whole, directory)
+    path = directory / "generation_config.json"
+    path.write_bytes(content)
+    with pytest.raises(BackboneError, match=r"torn/generation_config\.json is no JSON object"):
+        resolve_backbone(str(directory))
+    path.unlink()
+    resolve_backbone(str(directory))
