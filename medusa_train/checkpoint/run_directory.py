@@ -291,14 +291,14 @@ def writing(out: Path) -> Iterator[None]:
 
 
 @contextmanager
-def only_writer(out: Path, work: str = "training") -> Iterator[None]:
-    """Refuse to run beside another process that does the same `work` in `out`: each would delete
-    files of the other.
+def only_writer(out: Path) -> Iterator[None]:
+    """Refuse to run beside another process that trains, evaluates or calibrates in `out`: each would
+    delete files of the other.
     """
     with writing(out):
         out.mkdir(parents=True, exist_ok=True)
     busy = CheckpointError(
-        f"output_dir: another process is {work} in {out}; wait for it, or set another directory"
+        f"output_dir: another process is working in {out}; wait for it, or set another directory"
     )
     try:
         with locked(out, busy):

@@ -68,7 +68,7 @@ def calibrate(
     if paths.heads is None:
         raise CheckpointError("--calibrate chooses a tree for heads; name them with --model")
     # two would time each other, and replace each other's tree
-    with only_writer(_results_of(cfg, paths), "working"):
+    with only_writer(_results_of(cfg, paths)):
         return _calibrate(cfg, bench, paths, progress)
 
 

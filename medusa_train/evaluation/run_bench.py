@@ -121,7 +121,7 @@ def evaluate(
     directory = expand_user(cfg.output_dir) if cfg.output_dir else paths.home / "eval" / name
     evaluation = Evaluation(cfg, bench, paths, mode, directory, progress)
     # two would time each other, and delete each other's log
-    with only_writer(directory, "working"):
+    with only_writer(directory):
         return evaluation.run(command)
 
 

@@ -71,7 +71,7 @@ def measure_servers(
     if not cfg.serve:
         running = find_targets(cfg, options)
     directory = output_directory(cfg, mode.directory_name(bench.name), paths, running)
-    with only_writer(directory, "working"):
+    with only_writer(directory):
         servers: RunningServers | StartedServers = RunningServers(running)
         if cfg.serve:
             assert paths is not None  # `serve` names a model

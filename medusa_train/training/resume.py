@@ -182,10 +182,31 @@ def check_backbone(
 
 
 def describe_differences(
-    checkpoint: LoadedCheckpoint, state: TrainState, plan: Plan, processes: int, console: Console
+    checkpoint: LoadedCheckpoint,
+    state: TrainState,
+    plan: Plan,
+    processes: int,
+    saved: Sequence[int],
+    console: Console,
 ) -> None:
-    """Say where a stage goes on, and what differs from an uninterrupted run."""
+    """Say where a stage goes on, and what differs from an uninterrupted run.
+
+    Args:
+        saved: the steps of the checkpoints in `output_dir`.
+    """
     console.print(f"resuming after step {state.step}, from {checkpoint.path}", soft_wrap=True)
+    later = [f"step-{step}" for step in saved if step > state.step]
+    if later:
+        console.print(
+            f"note: deleting the checkpoints of later steps: {', '.join(later)}", soft_wrap=True
+        )
+    if state.step > plan.total_steps:
+        console.print(
+            f"note: the checkpoint has more steps than the {plan.total_steps} of this run: nothing is"
+            f" trained, and the heads are those of step {state.step}",
+            style="yellow",
+            soft_wrap=True,
+        )
     for line in checkpoint.changed:
         console.print(
             f"warning: changed since that checkpoint: {line}", style="yellow", soft_wrap=True

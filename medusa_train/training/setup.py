@@ -137,7 +137,7 @@ def build_trainer(
         with world.failing_together():
             state = restore_state(checkpoint, strategy, world)
             loader.load_state_dict(state.data)
-            describe_differences(checkpoint, state, plan, world.size, console)
+            describe_differences(checkpoint, state, plan, world.size, store.steps(), console)
     forget_incomparable_best(
         state, data.validation.fingerprint(), store, cfg.early_stopping_patience, world
     )

@@ -228,7 +228,7 @@ def test_two_processes_do_not_calibrate_into_one_directory(
     for out in (tmp_path / "out", None):
         directory = out or run_dir
         with (
-            only_writer(directory, "working"),
+            only_writer(directory),
             pytest.raises(CheckpointError, match=f"another process is working in {directory}"),
         ):
             run(run_dir, questions, out)

@@ -79,7 +79,7 @@ def test_two_processes_do_not_evaluate_into_one_directory(
     """They would time each other, and delete each other's log."""
     out = tmp_path / "out"
     with (
-        only_writer(out, "working"),
+        only_writer(out),
         pytest.raises(CheckpointError, match=f"another process is working in {out}"),
     ):
         run(bench_file, run_dir, out)

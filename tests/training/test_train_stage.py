@@ -64,7 +64,7 @@ def test_a_run_leaves_heads_config_metrics_and_a_tree(make_config, console, tmp_
 def test_two_processes_do_not_train_in_one_directory(make_config, console, tmp_path):
     with (
         only_writer(tmp_path / "run"),
-        pytest.raises(CheckpointError, match="another process is training in"),
+        pytest.raises(CheckpointError, match="another process is working in"),
     ):
         train_stages(make_config(max_steps=1), console, console)
     assert not (tmp_path / "run").exists()  # nothing was left
@@ -139,6 +139,22 @@ def test_resumed_from_an_older_checkpoint_drops_what_came_after(make_config, con
     )
     assert losses(tmp_path / "run") == before
     assert CheckpointStore(tmp_path / "run").steps() == [2, 4, 6]
+    assert console.file.getvalue().count("deleting the checkpoints") == 1
+    assert "note: deleting the checkpoints of later steps: step-4, step-6\n" in (
+        console.file.getvalue()
+    )
+
+
+def test_a_checkpoint_with_more_steps_than_the_run_is_named(make_config, console):
+    train(make_config(max_steps=2), console)
+    again = {"resume_from_checkpoint": "auto"}
+    train(make_config(max_steps=2, **again), console)
+    assert "more steps than" not in console.file.getvalue()
+    train(make_config(max_steps=1, **again), console)
+    assert (
+        "note: the checkpoint has more steps than the 1 of this run: nothing is trained, and the"
+        " heads are those of step 2" in console.file.getvalue()
+    )
 
 
 def test_accumulation_is_the_same_as_a_larger_batch(make_config, console, tmp_path):
