@@ -7,7 +7,7 @@ import math
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -610,11 +610,13 @@ def _calibration(paths: ModelPaths) -> dict[str, Any] | None:
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError):
         warn_once(f"{paths.tree}: its sizes cannot be read: the report does not show them")
         return None
-    return {
-        key: value
-        for key, value in record.items()
-        if key not in ("medusa_choices", "head_accuracy")
-    }
+    # the report has the tree that was used elsewhere, and needs no other
+    sizes = [_without(size, "medusa_choices") for size in record["sizes"]]
+    return {**_without(record, "medusa_choices", "head_accuracy"), "sizes": sizes}
+
+
+def _without(record: Mapping[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in record.items() if key not in keys}
 
 
 def _compared(records: Sequence[TurnRecord], dtype: str, compare: Callable[[], None]) -> str:

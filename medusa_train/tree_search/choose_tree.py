@@ -122,6 +122,7 @@ class TreeChoice:
                 "tokens_per_step": round(candidate.tokens_per_step, 4),
                 "step_ms": round(candidate.step_ms, 4),
                 "tokens_per_s": round(candidate.tokens_per_s, 1),
+                "medusa_choices": [list(path) for path in candidate.tree.paths],
             }
             sizes.append(entry)
         return {

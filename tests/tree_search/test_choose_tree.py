@@ -216,6 +216,7 @@ def test_a_tree_is_chosen_and_written(monkeypatch: pytest.MonkeyPatch, tmp_path:
     record = json.loads((tmp_path / "tree.json").read_text())
     assert record["calibration"] == {"conversations": 4, "answers": 8, "tokens": 160}
     assert [size["nodes"] for size in record["sizes"]] == [0, 2, 5]
+    assert [len(size["medusa_choices"]) for size in record["sizes"]] == [0, 2, 5]
     assert record["sizes"][0]["tokens_per_step"] == 1.0
     assert all(size["step_ms"] > 0 for size in record["sizes"])
     chosen = next(size for size in record["sizes"] if size["nodes"] == record["nodes"])
