@@ -111,7 +111,7 @@ def readme_served() -> str:
     )
     return (
         "**In vLLM expect less of Medusa heads: it verifies a chain of guesses, not a tree.** EAGLE-3 gained"
-        f" there, on a CPU, with one request at a time ([SmolLM2]({_page('eagle3_smollm2')}): {several[1]}), not"
+        f" there, on a CPU, with one request at a time ([SmolLM2]({_page('eagle3_smollm2')}), 2 draft tokens: {several[1]}), not"
         f" with eight ({several[8]}).\n\n" + table(head, rows)
     )
 

@@ -30,7 +30,7 @@ def trees_table() -> str:
     head = (
         "tree",
         "tokens per step, Medusa-1 of SmolLM2:",
-        "overhead, 160M on a CPU, compiled:",
+        "overhead with heads, 160M on a CPU, compiled:",
         "overhead, 7B on an H100, CUDA graphs:",
     )
     return table(head, rows)
