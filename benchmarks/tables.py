@@ -58,7 +58,7 @@ def readme_speed() -> str:
         name = place = ""  # the same machine and questions
     name = f"[SmolLM2 135M, MT-Bench]({_page('gpu')})"
     on_h100 = _beside(name, "EAGLE-3", f"NVIDIA H100, CUDA graphs, {h100_date}", h100)
-    on_h100[-2] += f"; {h100['speedup_without_loops']:.2f}x without looping answers"
+    on_h100[-2] += f"; {h100['speedup_without_loops']:.2f}x without loops"
     rows.append(on_h100)
     head = ("model, questions", "machine, date", "draft", "tokens per step:", "tokens/s without:")
     return (
@@ -107,12 +107,12 @@ def readme_served() -> str:
         "tokens/s without:",
         "with:",
         "ratio, 1 request:",
-        "4 at once:",
+        "ratio, 4 at once:",
     )
     return (
         "**In vLLM expect less of Medusa heads: it verifies a chain of guesses, not a tree.** EAGLE-3 gained"
-        f" there, on a CPU, with one request at a time ([SmolLM2]({_page('eagle3_smollm2')}), 2 draft tokens: {several[1]}), not"
-        f" with eight ({several[8]}).\n\n" + table(head, rows)
+        f" there, on a CPU, with one request at a time ([SmolLM2]({_page('eagle3_smollm2')}), 2 draft tokens:"
+        f" {several[1]}), not with eight ({several[8]}).\n\n" + table(head, rows)
     )
 
 
@@ -130,7 +130,7 @@ def readme_demo() -> str:
     epyc, xeon = (run["overall"]["speedup"] for run in results("demo")["runs"])
     return (
         "This installs, trains heads for an easy test model and measures: 4 to 6 min + downloads."
-        f" An earlier one [made]({_page('demo')}) {epyc:.2f}x on an AMD EPYC, {xeon:.2f}x on an Intel Xeon."
+        f" A run [made]({_page('demo')}) {epyc:.2f}x on an AMD EPYC, {xeon:.2f}x on an Intel Xeon."
     )
 
 
@@ -159,8 +159,8 @@ def readme_equal() -> str:
         f"**Does the text change?** In float32 no: {overall['equal_answers']} of {overall['answers']} answers"
         f" of SmolLM2 and {eagle3['equal']} of {eagle3['answers']} of the coder were equal. In bfloat16 a pass"
         " over several tokens rounds differently from a pass over one, so answers change at near-ties"
-        f" (`generate` and our plain loop agree on {min(generate)} to {max(generate)} of {overall['answers']})."
-        f" Sampling in our loop keeps the model's distribution. The coder solved {scores['tree']['correct']} of"
+        f" (transformers' `generate` and our plain loop agree on {min(generate)} to {max(generate)} of"
+        f" {overall['answers']}). Sampling in our loop keeps the model's distribution. The coder solved {scores['tree']['correct']} of"
         f" {scores['answers']} problems with heads and lookup, {scores['plain']['correct']} without."
     )
 

@@ -31,7 +31,10 @@ def decode_answer() -> str:
 def decode_short() -> str:
     """The same for the list of results."""
     shares = [over_plain(row, "tree 16") for row in _compiled_bfloat16()]
-    return f"The pass over 16 nodes, without heads: {min(shares):.1f} to {max(shares):.1f} plain steps, compiled, on a CPU."
+    return (
+        f"The pass over 16 nodes, without heads: {min(shares):.1f} to {max(shares):.1f} plain steps,"
+        " compiled, on a CPU."
+    )
 
 
 def decode_table() -> str:
