@@ -160,8 +160,9 @@ def readme_equal() -> str:
         f" of SmolLM2 and {eagle3['equal']} of {eagle3['answers']} of the coder were equal. In bfloat16 a pass"
         " over several tokens rounds differently from a pass over one, so answers change at near-ties"
         f" (transformers' `generate` and our plain loop agree on {min(generate)} to {max(generate)} of"
-        f" {overall['answers']}). Sampling in our loop keeps the model's distribution. The coder solved {scores['tree']['correct']} of"
-        f" {scores['answers']} problems with heads and lookup, {scores['plain']['correct']} without."
+        f" {overall['answers']}). Sampling in our loop keeps the model's distribution. The coder solved"
+        f" {scores['tree']['correct']} of {scores['answers']} problems with heads and lookup,"
+        f" {scores['plain']['correct']} without."
     )
 
 
