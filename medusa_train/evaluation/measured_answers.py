@@ -230,12 +230,18 @@ def turn_log(path: Path, settings: Mapping[str, Any]) -> MeasurementLog[Turn]:
 def completed_turns(
     turns: Iterable[Turn], questions: Sequence[Question]
 ) -> dict[int | str, list[Turn]]:
-    """Return the turns of the questions of which all turns are there, by question."""
+    """Return the turns of the questions of which all turns are there, once and in their order, by
+    question.
+    """
     logged: dict[int | str, list[Turn]] = {}
     for turn in turns:
         logged.setdefault(turn.question_id, []).append(turn)
-    expected = {question.question_id: len(question.turns) for question in questions}
-    return {name: turns for name, turns in logged.items() if len(turns) == expected.get(name)}
+    completed = {}
+    for question in questions:
+        found = logged.get(question.question_id, [])
+        if [turn.turn for turn in found] == list(range(1, 1 + len(question.turns))):
+            completed[question.question_id] = found
+    return completed
 
 
 def _as_json(turn: Turn) -> dict[str, Any]:

@@ -70,6 +70,11 @@ def test_partial_conversations_and_incomplete_lines_are_measured_again(tmp_path:
     assert not path.exists()
 
 
+def test_turns_that_an_edited_file_has_twice_or_in_another_order_are_measured_again() -> None:
+    for turns in ([turn(1, 1), turn(1, 1)], [turn(1, 2), turn(1, 1)]):
+        assert completed_turns([*turns, turn("two", 1)], QUESTIONS) == {"two": [turn("two", 1)]}
+
+
 def test_turns_of_different_settings_are_ignored_and_the_settings_named(tmp_path: Path) -> None:
     path = tmp_path / "turns.jsonl"
     write(path, turn(1, 1), turn(1, 2))
