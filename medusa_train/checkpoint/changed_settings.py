@@ -40,6 +40,15 @@ def changed_weight_keys(cfg: TrainConfig, run: Path) -> list[str]:
     return changed
 
 
+def has_readable_config(run: Path) -> bool:
+    """Return whether a run has a config.yaml to compare with."""
+    try:
+        load_config(TrainConfig, run / CONFIG)
+    except ConfigError:
+        return False
+    return True
+
+
 def _weight_keys(cfg: TrainConfig) -> dict[str, Any]:
     """Return the values behind weights and optimizer, by key."""
     others = {name: getattr(cfg, name) for name in WEIGHT_KEYS if name not in cfg.ineffective_keys}

@@ -14,9 +14,14 @@ from pathlib import Path
 
 from rich.console import Console
 
-from medusa_train.checkpoint.changed_settings import changed_weight_keys, device_choices_of
+from medusa_train.checkpoint.changed_settings import (
+    changed_weight_keys,
+    device_choices_of,
+    has_readable_config,
+)
 from medusa_train.checkpoint.resolve import find_heads
 from medusa_train.checkpoint.run_directory import (
+    CONFIG,
     HEADS,
     check_nothing_is_lost,
     named_checkpoint,
@@ -60,7 +65,7 @@ class ResumePlan:
         start: of the stage that trains first; a stage after it is new.
         stage_one_is_finished: the run begins with stage two.
         replaces: files of an earlier run in `output_dir` are deleted.
-        note: what the user asked for and did not get, in words.
+        note: what the user asked for and did not get, or what is not known, in words.
     """
 
     start: StageStart = NEW_STAGE
@@ -86,8 +91,11 @@ def plan_resume(cfg: TrainConfig, stage_one: TrainConfig | None) -> ResumePlan:
         _refuse_stage_one(named, stage_one)
     checkpoint = named or CheckpointStore(cfg.run_dir).latest()
     if checkpoint is not None:
-        start = _start_from(checkpoint, cfg)
-        return ResumePlan(start, stage_one_is_finished=stage_one is not None)
+        return ResumePlan(
+            _start_from(checkpoint, cfg),
+            stage_one_is_finished=stage_one is not None,
+            note=_note_of_config(checkpoint),
+        )
 
     # 2. None, but the heads that stage two starts from.
     if stage_one is not None and _has_finished_heads(stage_one, cfg):
@@ -98,7 +106,7 @@ def plan_resume(cfg: TrainConfig, stage_one: TrainConfig | None) -> ResumePlan:
     store = CheckpointStore(trained_first.run_dir)
     checkpoint = store.latest()
     if checkpoint is not None:
-        return ResumePlan(_start_from(checkpoint, trained_first))
+        return ResumePlan(_start_from(checkpoint, trained_first), note=_note_of_config(checkpoint))
     check_nothing_is_lost(trained_first.run_dir)
     return ResumePlan(
         note=f"resume_from_checkpoint: no checkpoint in {store.root}, starting a new run"
@@ -109,6 +117,17 @@ def _start_from(checkpoint: Path, cfg: TrainConfig) -> StageStart:
     run = checkpoint.parent.parent
     changed = changed_weight_keys(cfg, run)
     return StageStart(checkpoint, tuple(changed), device_choices_of(run))
+
+
+def _note_of_config(checkpoint: Path) -> str | None:
+    """Say that changed settings cannot be named where the run's config.yaml cannot be read."""
+    run = checkpoint.parent.parent
+    if has_readable_config(run):
+        return None
+    return (
+        f"note: {run / CONFIG} is missing or cannot be read: whether settings changed since {checkpoint} is"
+        " not known"
+    )
 
 
 def _refuse_stage_one(named: Path, stage_one: TrainConfig) -> None:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from medusa_train.checkpoint.run_directory import write_config
 from medusa_train.checkpoint.store import MANIFEST
 from medusa_train.config.load import stage_one_config
 from medusa_train.errors import CheckpointError
@@ -57,7 +58,22 @@ def test_stage_one_goes_on_from_its_newest_checkpoint(plan, tmp_path):
     found = plan(resume_from_checkpoint="auto")
     assert found.start.checkpoint == newest
     assert not found.stage_one_is_finished
-    assert found.note is None
+
+
+@pytest.mark.parametrize("content", [None, "", "medusa_num_heads: 5\nda"])
+def test_a_run_whose_config_cannot_be_read_is_named(make_config, tmp_path, content):
+    """Its settings, LoRA's factor among them, may have been others."""
+    run = tmp_path / "run"
+    checkpoint = add_checkpoint(run, 2)
+    cfg = make_config(resume_from_checkpoint="auto")
+    if content is not None:
+        (run / "config.yaml").write_text(content)
+    assert plan_resume(cfg, None).note == (
+        f"note: {run / 'config.yaml'} is missing or cannot be read: whether settings changed since"
+        f" {checkpoint} is not known"
+    )
+    write_config(cfg, run)
+    assert plan_resume(cfg, None).note is None
 
 
 def test_a_checkpoint_of_stage_two_comes_first(plan, tmp_path):
