@@ -28,6 +28,7 @@ from medusa_train.checkpoint.run_directory import (
 )
 from medusa_train.checkpoint.store import CheckpointStore
 from medusa_train.config.schema import TrainConfig
+from medusa_train.config.types import STAGE_ONE
 from medusa_train.errors import CheckpointError, ConfigError
 from medusa_train.training.distributed import SINGLE_PROCESS, World
 from medusa_train.training.snapshot import (
@@ -79,7 +80,7 @@ def plan_resume(cfg: TrainConfig, stage_one: TrainConfig | None) -> ResumePlan:
 
     Raises:
         CheckpointError: the named checkpoint does not exist or is one of stage one, or results in
-            `output_dir` would be lost.
+            `output_dir`, or its first stage, would be lost.
         ConfigError: stage one is finished, with other settings.
     """
     if cfg.resume_from_checkpoint is None:
@@ -108,6 +109,8 @@ def plan_resume(cfg: TrainConfig, stage_one: TrainConfig | None) -> ResumePlan:
     if checkpoint is not None:
         return ResumePlan(_start_from(checkpoint, trained_first), note=_note_of_config(checkpoint))
     check_nothing_is_lost(trained_first.run_dir)
+    if stage_one is None:
+        _refuse_to_delete_stage_one(cfg.run_dir)
     return ResumePlan(
         note=f"resume_from_checkpoint: no checkpoint in {store.root}, starting a new run"
     )
@@ -135,6 +138,16 @@ def _refuse_stage_one(named: Path, stage_one: TrainConfig) -> None:
         raise CheckpointError(
             f"resume_from_checkpoint: {named} is a checkpoint of stage one;"
             " resume_from_checkpoint=auto continues stage one from its newest checkpoint"
+        )
+
+
+def _refuse_to_delete_stage_one(run: Path) -> None:
+    """Raise CheckpointError if `run` has a first stage, which a new run of one stage would delete."""
+    if (run / STAGE_ONE).exists():
+        raise CheckpointError(
+            f"resume_from_checkpoint: {run / STAGE_ONE} is the first stage of a run, but the"
+            f" configuration has no stage_one. Resume with {run / CONFIG}, or set output_dir to a new"
+            " directory"
         )
 
 

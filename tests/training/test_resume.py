@@ -108,6 +108,14 @@ def test_results_without_a_checkpoint_are_not_overwritten(make_config, tmp_path)
         plan_resume(make_config(resume_from_checkpoint="auto"), None)
 
 
+def test_stage_one_is_not_deleted_by_a_resume_without_it(make_config, tmp_path):
+    """As by stage_one=null, or by the file of another recipe."""
+    kept = add_checkpoint(tmp_path / "run/stage_one", 2)
+    with pytest.raises(CheckpointError, match="but the configuration has no stage_one"):
+        plan_resume(make_config(resume_from_checkpoint="auto"), None)
+    assert kept.is_dir()
+
+
 class Store:
     def best(self, step):
         return None if step == 3 else f"best-{step}"
