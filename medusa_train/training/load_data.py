@@ -23,7 +23,6 @@ from medusa_train.errors import DataError, MedusaError
 from medusa_train.io import parse_json
 from medusa_train.models.hf_config import context_length, rope_switch
 from medusa_train.models.loading import load_tokenizer, unneeded_special_tokens
-from medusa_train.models.vllm_eagle3_models import vllm_eagle3_warnings
 from medusa_train.training.distributed import SINGLE_PROCESS, World
 from medusa_train.training.preflight import check_run
 from medusa_train.tree_search.choose_tree import MIN_CONVERSATIONS
@@ -115,9 +114,6 @@ def _load_data(
 ) -> TrainingData:
     # 1. The tokenizer and the encoder of chats.
     resolved, config = check_run(cfg, processes)
-    if cfg.draft == "eagle3":  # said before hours of training, not only at the export
-        for warning in vllm_eagle3_warnings(config):
-            console.print(f"note: {warning}", style="yellow", highlight=False, markup=False)
     text_config = config.get_text_config()
     cfg = _fit_sequence_len(cfg, text_config, console)
     tokenizer = load_tokenizer(

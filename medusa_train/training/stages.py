@@ -21,7 +21,9 @@ from medusa_train.checkpoint.run_directory import (
 from medusa_train.config.load import stage_one_config
 from medusa_train.config.schema import DATA_KEYS, TrainConfig
 from medusa_train.data.dataset import BatchLoader
+from medusa_train.models.loading import resolve_backbone
 from medusa_train.models.precision import release_memory
+from medusa_train.models.vllm_eagle3_models import vllm_eagle3_warnings
 from medusa_train.progress import LoadingProgress, RunProgress
 from medusa_train.training.distributed import SINGLE_PROCESS, World
 from medusa_train.training.load_data import TrainingData, load_data
@@ -107,7 +109,18 @@ def load_stages(
             loaded.append(loaded[0])
         else:
             loaded.append(load_data(cfg, console, world, shown.update))
+    # said before hours of training, not only at the export
+    for warning in _server_warnings(stages[-1]):
+        console.print(f"note: {warning}", style="yellow", highlight=False, markup=False)
     return loaded
+
+
+def _server_warnings(cfg: TrainConfig) -> list[str]:
+    """Warn where vLLM cannot serve the draft with this backbone."""
+    if cfg.draft != "eagle3":
+        return []
+    _, config = resolve_backbone(cfg.base_model, trust_remote_code=cfg.trust_remote_code)
+    return vllm_eagle3_warnings(config)
 
 
 def _read_the_same(cfg: TrainConfig, other: TrainConfig) -> bool:

@@ -383,21 +383,3 @@ def test_deepspeed_is_checked_before_data_are_read(make_config, console):
     ):
         with pytest.raises(ConfigError, match=words):
             load_data(make_config(optimizer="adamw_bnb_8bit", deepspeed=deepspeed), console)
-
-
-@pytest.mark.parametrize(
-    ("draft", "architecture", "count"),
-    [("eagle3", "Gemma3ForCausalLM", 1), ("eagle3", None, 0), ("medusa", "Gemma3ForCausalLM", 0)],
-)
-def test_it_is_said_before_training_that_vllm_cannot_draft(
-    draft, architecture, count, backbone_dir, make_config, console, tmp_path
-):
-    base = tmp_path / "base"
-    shutil.copytree(backbone_dir, base)
-    if architecture is not None:
-        config = json.loads((base / "config.json").read_text())
-        (base / "config.json").write_text(json.dumps({**config, "architectures": [architecture]}))
-    load_data(make_config(base_model=str(base), draft=draft), console)
-    printed = " ".join(console.file.getvalue().split())
-    note = "note: vLLM 0.32 cannot draft with EAGLE-3 for Gemma3ForCausalLM"
-    assert printed.count(note) == count

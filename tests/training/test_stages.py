@@ -3,6 +3,8 @@ leaves the memory.
 """
 
 import gc
+import json
+import shutil
 import signal
 import weakref
 from unittest.mock import Mock
@@ -15,8 +17,10 @@ from medusa_train.checkpoint.store import CheckpointStore
 from medusa_train.config.load import load_config, stage_one_config
 from medusa_train.config.schema import TrainConfig
 from medusa_train.errors import CheckpointError, ConfigError, MedusaError
+from medusa_train.progress import LoadingProgress, RunProgress
 from medusa_train.training import stages
 from medusa_train.training import train_stage as run_module
+from medusa_train.training.distributed import SINGLE_PROCESS
 from medusa_train.training.inspect import inspect_run
 from tests.training.conftest import LORA, figures, stop_after, train
 
@@ -213,3 +217,23 @@ def test_inspect_adds_both_up(two_stages, console):
     assert "10 in all" in both["steps"]
     assert f"{max(sizes[0], sizes[2])} MiB" in both["memory"]
     assert float(both["disk"].split()[3]) == pytest.approx(sizes[1] + sizes[3], abs=0.11)
+
+
+@pytest.mark.parametrize(
+    ("draft", "architecture", "count"),
+    [("eagle3", "Gemma3ForCausalLM", 1), ("eagle3", None, 0), ("medusa", "Gemma3ForCausalLM", 0)],
+)
+def test_it_is_said_before_training_that_vllm_cannot_draft(
+    draft, architecture, count, backbone_dir, make_config, console, tmp_path
+):
+    base = tmp_path / "base"
+    shutil.copytree(backbone_dir, base)
+    if architecture is not None:
+        config = json.loads((base / "config.json").read_text())
+        (base / "config.json").write_text(json.dumps({**config, "architectures": [architecture]}))
+    cfg = make_config(base_model=str(base), draft=draft)
+    with LoadingProgress(RunProgress(console)) as shown:
+        stages.load_stages([cfg], console, SINGLE_PROCESS, shown)
+    printed = " ".join(console.file.getvalue().split())
+    note = "note: vLLM 0.32 cannot draft with EAGLE-3 for Gemma3ForCausalLM"
+    assert printed.count(note) == count
