@@ -295,19 +295,15 @@ def merge(output: Path, settings: Mapping[str, Any], seed_ids: Sequence[str]) ->
 
 
 def _shards_of(output: Path) -> list[Path]:
-    """Return the shards of `output`, found by their settings: a shard may have dropped
-    conversations only.
+    """Return the shards of `output`, found by their settings, since a shard may have dropped
+    conversations only, or by their conversations: one without its settings is refused.
     """
-    pattern = re.compile(re.escape(output.stem) + r"\.shard-\d+-of-\d+\.settings\.json")
-    settings = [
-        path
-        for path in sorted(output.parent.glob("*.settings.json"))
-        if pattern.fullmatch(path.name)
-    ]
-    return [
-        path.with_name(path.name.removesuffix(".settings.json") + output.suffix)
-        for path in settings
-    ]
+    pattern = re.compile(
+        f"({re.escape(output.stem)}" + r"\.shard-\d+-of-\d+)(\.settings\.json|\.jsonl)"
+    )
+    matches = [pattern.fullmatch(path.name) for path in output.parent.glob("*.shard-*")]
+    names = {match[1] for match in matches if match is not None}
+    return [output.with_name(name + output.suffix) for name in sorted(names)]
 
 
 def _ordered(names: Mapping[str, Any], seed_ids: Sequence[str]) -> list[str]:

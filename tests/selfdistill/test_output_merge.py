@@ -53,6 +53,18 @@ def test_shards_become_one_file_in_the_order_of_the_seeds(tmp_path: Path) -> Non
     assert ids(out) == ["c0", "c1", "c4", "c5"]
 
 
+def test_a_shard_without_its_settings_is_refused(tmp_path: Path) -> None:
+    """It would be left out, and its prompts called unanswered."""
+    out = tmp_path / "out.jsonl"
+    one, two = (shard_output(out, Shard(i, 2)) for i in (1, 2))
+    fill(one, ["c0"])
+    fill(two, ["c1"])
+    (tmp_path / "out.shard-1-of-2.settings.json").unlink()
+    with pytest.raises(ConfigError, match=r"1-of-2\.jsonl: the file exists without its settings"):
+        merge(out, SETTINGS, SEEDS)
+    assert not out.exists()
+
+
 def test_a_conversation_that_two_shards_hold_is_taken_once_and_one_that_is_no_seed_stays(
     tmp_path: Path,
 ) -> None:
