@@ -153,8 +153,10 @@ def differences(evaluated: Sequence[Evaluated]) -> list[str]:
     """
     lines = []
     for key, label in CONDITIONS.items():
-        values = [str(run.report["meta"].get(key, "not recorded")) for run in evaluated]
-        if len(set(values)) > 1:
+        metas = [run.report["meta"] for run in evaluated]
+        # older reports lack keys; where a newer one has no value either, nothing differs
+        if len({str(meta.get(key)) for meta in metas}) > 1:
+            values = [str(meta.get(key, "not recorded")) for meta in metas]
             lines.append(f"different {label}: {', '.join(values)}")
     judges = [run.report["judge"]["model"] for run in evaluated if run.report.get("judge")]
     if len(set(judges)) > 1:
