@@ -141,12 +141,18 @@ def load_datasets(
     if not encoded.examples:
         names = ", ".join(entry.path for entry in cfg.datasets)
         raise DataError(f"{names}: no conversation left: " + "; ".join(report.describe()))
+    keys = [example.key for example in encoded.examples if example.row == 0]
+    num_repeated = len(keys) - len(set(keys))
+    if num_repeated:
+        report.notes.append(
+            f"{num_repeated:,} of {len(keys):,} conversations equal an earlier one; all of them are"
+            " used"
+        )
     # 2. The test data, which are read as training data are.
     test = None
     if cfg.test_datasets is not None:
         test = _load_test_data(cfg, encoder, on_progress)
     # 3. What is not trained on, by conversation: all of its rows are on the same side.
-    keys = [example.key for example in encoded.examples if example.row == 0]
     if test is not None:
         validation_keys = {example.key for example in test}
         repeated = sum(key in validation_keys for key in keys)

@@ -87,6 +87,7 @@ def test_everything_left_out_is_counted(tmp_path: Path, encoder: ChatEncoder) ->
         "1 truncated at the end of a turn to fit sequence_len 60",
         "1 skipped: their first answer ends beyond sequence_len 60",
         "1 skipped: no answer to train on",
+        "1 of 3 conversations equal an earlier one; all of them are used",  # once it is truncated
     ]
     with pytest.raises(DataError, match=r"d\.jsonl:5: turn 2 \(assistant\) is empty"):
         load_datasets(config(path), encoder)
@@ -146,6 +147,19 @@ def test_test_datasets_are_the_validation_set_and_not_trained_on(
     assert train.report.describe() == [
         "1 conversations not trained on, since test_datasets have them"
     ]
+
+
+def test_repeated_conversations_are_named_and_used(tmp_path: Path, encoder: ChatEncoder) -> None:
+    records = [record("A", "B"), record("A", "C"), record("A", "B"), record("A", "B")]
+    path = write(tmp_path / "d.jsonl", *records)
+    train, _ = load_datasets(config(path, val_set_size=0), encoder)
+    assert len(train) == 4
+    assert train.report.describe() == [
+        "2 of 4 conversations equal an earlier one; all of them are used"
+    ]
+    distinct = write(tmp_path / "distinct.jsonl", *records[:2])
+    train, _ = load_datasets(config(distinct, val_set_size=0), encoder)
+    assert train.report.describe() == []
 
 
 def test_looping_and_cut_answers_are_counted_also_from_the_cache(
