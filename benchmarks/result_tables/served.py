@@ -62,7 +62,7 @@ def served_short() -> str:
     first, second, third = (times(cell["ratio"]) for cell in eagle3)
     one, other = (times(cell["ratio"]) for cell in medusa1)
     return (
-        f"On a CPU, one request: Medusa-1 {one} and {other} (no clear gain), EAGLE-3 {first}, {second} and"
+        f"SmolLM2 on a CPU, one request: Medusa-1 {one} and {other} (no clear gain), EAGLE-3 {first}, {second} and"
         f" {third}. With eight at a time neither helps."
     )
 

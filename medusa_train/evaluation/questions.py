@@ -116,7 +116,7 @@ NAMED_BENCHES = {
     ),
     "specbench": PublicDataset(
         ("specbench", "spec_bench"),
-        url="https://raw.githubusercontent.com/hemingkkk/Spec-Bench/main/data/spec_bench/question.jsonl",
+        url="https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl",
     ),
     "humaneval": PublicDataset(
         ("humaneval",), "openai/openai_humaneval", "openai_humaneval/test-00000-of-00001.parquet"
@@ -381,13 +381,21 @@ def _printable(text: str) -> str:
 
 
 def _reference_answers(value: object) -> tuple[str, ...]:
-    """Return a reference answer per turn from one text or a list; '' for null."""
+    """Return a reference answer per turn from one text or a list; '' for null.
+
+    A turn's answer may be a list, as Spec-Bench's are for its questions on documents: these are
+    joined.
+    """
     if value is None:
         return ()
-    answers = [value] if isinstance(value, str) else value
-    if not isinstance(answers, list) or not all(isinstance(a, str | None) for a in answers):
-        raise ValueError("reference is neither text nor a list of texts")
-    return tuple(answer or "" for answer in answers)
+    answers = value if isinstance(value, list) else [value]
+    references = []
+    for answer in answers:
+        parts = answer if isinstance(answer, list) else [answer]
+        if not all(isinstance(part, str | None) for part in parts):
+            raise ValueError("reference is neither text nor a list of texts")
+        references.append("; ".join(part for part in parts if part))
+    return tuple(references)
 
 
 def _parse_humaneval(record: dict[str, Any], source: str) -> Question:

@@ -166,6 +166,19 @@ def test_reads_the_hub_copy_of_mt_bench(tmp_path: Path) -> None:
     }
     question = read_questions(write(tmp_path / "q.jsonl", record))[0]
     assert (question.turns, question.reference) == (("One?", "Two?"), ("", "2"))
+
+
+def test_a_turn_may_have_several_reference_answers_as_spec_bench_has(tmp_path: Path) -> None:
+    """Its 80 questions on documents have a list within the list; the others a text per turn."""
+    rag = {"question_id": 485, "category": "rag", "turns": ["Where?"]}
+    path = write(
+        tmp_path / "question.jsonl",
+        rag | {"reference": [["Italy", "the Italian Campaign"]]},
+        rag | {"question_id": 486, "reference": [["1624"]]},
+        rag | {"question_id": 487, "reference": ["Eins."]},
+    )
+    references = [question.reference for question in read_questions(path)]
+    assert references == [("Italy; the Italian Campaign",), ("1624",), ("Eins.",)]
     odd = {"question_id": "a\ud83d", "category": "overall", "turns": ["One?"]}
     (question,) = read_questions(write(tmp_path / "odd.jsonl", odd))
     # reports have that name
@@ -252,7 +265,7 @@ def test_a_missing_bench_is_an_error_that_says_which_file_to_put_where(
         find_bench("specbench")
     message = str(caught.value)
     assert str(tmp_path / "data" / "bench" / "specbench" / "question.jsonl") in message
-    assert "hemingkkk/Spec-Bench" in message
+    assert "/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl" in message
     assert benches.BENCH_DIR_VARIABLE in message
 
 
