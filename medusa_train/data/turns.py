@@ -30,7 +30,10 @@ _ROLES: dict[str, Role] = {
     "human": "user",
     "user": "user",
     "gpt": "assistant",
+    # ShareGPT's other assistants
     "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
     "model": "assistant",
     "assistant": "assistant",
 }

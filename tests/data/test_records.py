@@ -20,6 +20,9 @@ def test_three_formats_give_the_same_chat() -> None:
     )
     continued = [{"from": "gpt", "value": "the end of a longer chat"}, *GOOD["conversations"]]
     assert turns({"conversations": continued}) == turns(GOOD)  # as in FastChat
+    for assistant in ("chatgpt", "bing", "bard"):  # as in ShareGPT
+        answer = {"from": assistant, "value": "a"}
+        assert turns({"conversations": [GOOD["conversations"][0], answer]}) == turns(GOOD)
     assert (
         turns({"system": "s", **GOOD})
         == turns({"system": "s", "messages": GOOD["conversations"]})
