@@ -65,8 +65,7 @@ def readme_speed() -> str:
         raise ValueError("qwen_coder.json: the order of the drafts has changed; write it anew here")
     return (
         "**On two CPU cores lookup, which needs no training, gained more for Qwen2.5-Coder than trained heads;"
-        " both together gained most.**\n\n"
-        + table((*head, "with:", "ratio:", "equal answers:"), rows)
+        " both together gained most.**\n\n" + table((*head, "with:", "ratio:", "equal:"), rows)
     )
 
 
@@ -112,7 +111,7 @@ def readme_served() -> str:
         " server](docs/evaluation.md#through-a-server).\n\n"
         + table(head, rows)
         + f"\n\n[SmolLM2's EAGLE-3]({_page('eagle3_smollm2')}) gained with one or two requests, not with four,"
-        f" and lost with eight ({' and '.join(eight)} in two runs)."
+        f" and lost with eight ({', '.join(eight)})."
     )
 
 

@@ -28,7 +28,7 @@ MODULES = {
 }
 FILES_START = "\n## Files\n"
 #: programs in bash blocks that this project does not install
-FOREIGN = {"python3", "pip", "hf", "source", "vllm", "until", "kill"}
+FOREIGN = {"python3", "pip", "hf", "source", "vllm", "until", "kill", "export"}
 
 
 class Parsed(BaseException):
@@ -40,8 +40,8 @@ def commands() -> Iterator[tuple[str, list[str]]]:
     commands.
     """
     for name, text in TEXTS.items():
+        variables: dict[str, str] = {}  # a page's blocks are typed one after the other
         for block in re.findall(r"```bash\n(.*?)```", text, flags=re.DOTALL):
-            variables: dict[str, str] = {}
             for line in block.replace("\\\n", " ").splitlines():
                 words = [
                     string.Template(word).safe_substitute(variables)
