@@ -590,6 +590,7 @@ SEED_KEYS = (
     "seed_dataset",
     "type",
     "split",
+    "name",
     "skip_bad_records",
     "max_turns",
     "min_chars",

@@ -550,7 +550,11 @@ class TrainConfig(Config):
         stage=Stage.SHARED | Stage.WHOLE_RUN,
     )
     skip_bad_records: Bool = key(
-        False, "skip invalid records instead of failing", affects=Affects.DATA, stage=Stage.SHARED
+        False,
+        "skip invalid records of your own files, too, instead of failing; those of public data sets"
+        " are skipped",
+        affects=Affects.DATA,
+        stage=Stage.SHARED,
     )
 
     # Optimization
@@ -1155,7 +1159,14 @@ class SelfDistillConfig(Config):
         "auto", "record format; auto: by its keys"
     )
     split: Text | None = key(None, "split of a hub dataset; default: train")
-    skip_bad_records: Bool = key(False, "skip invalid records instead of failing")
+    name: Text | None = key(
+        None, "configuration name of a hub dataset, or subdirectory of a directory"
+    )
+    skip_bad_records: Bool = key(
+        False,
+        "skip invalid records of your own files, too, instead of failing; those of public data sets"
+        " are skipped",
+    )
     max_turns: Int | None = key(None, "use only the first N user turns of each conversation", ge=1)
     min_chars: Int | None = key(
         None, "minimum length of a conversation's user turns in characters", ge=1

@@ -37,16 +37,24 @@ from medusa_train.io import parse_json
 _CHAT_FORMATS = {
     "sharegpt": ("conversations",),
     "messages": ("messages",),
+    "conversation": ("conversation",),  # LMSYS-Chat-1M, WildChat
     "alpaca": ("instruction", "output"),
 }
 #: The keys of a record's turns, and of the role and the text of a turn.
 _TURN_KEYS = {
     "sharegpt": TurnKeys("conversations", "from", "value"),
     "messages": TurnKeys("messages", "role", "content"),
+    "conversation": TurnKeys("conversation", "role", "content"),
 }
 #: The columns that an alpaca record's question and answer are read from.
 _ALPACA_COLUMNS = ("instruction", "input", "output", "history")
-_PROMPT_FORMATS = {**_CHAT_FORMATS, "alpaca": ("instruction",), "mt_bench": ("turns",)}
+_PROMPT_FORMATS = {
+    **_CHAT_FORMATS,
+    "alpaca": ("instruction",),
+    "mt_bench": ("turns",),
+    "prompt": ("prompt",),
+    "question": ("question",),
+}
 _PROMPT_ROLES: tuple[Role, ...] = ("user", "system")
 #: A record with this key is output of self-distillation; it has a reason for each answer.
 _FINISH_REASONS = "finish_reasons"
@@ -183,9 +191,9 @@ def parse_user_turns(
 
     Assistant messages are ignored, so that prompts without answers and chats in any order are
     accepted. Besides the formats of `parse_record`, "auto" accepts MT-Bench's `{"turns": [text,
-    ...]}`. Blank messages are dropped; the last system message counts; lone surrogates become
-    question marks. `unread` counts the columns, and the keys of the user's turns, that are not
-    read.
+    ...]}`, `{"prompt": ...}` (text, or a list of texts or messages) and `{"question": text}`. Blank
+    messages are dropped; the last system message counts; lone surrogates become question marks.
+    `unread` counts the columns, and the keys of the user's turns, that are not read.
 
     Raises:
         RecordError: the record has none of these formats, or its turns are not text.
@@ -236,6 +244,17 @@ def _prompts_of(record: Mapping[str, Any], record_format: str, found: Unread) ->
         turns = [{"role": "user", "content": text} for text in as_list(record, "turns")]
         keys = TurnKeys("turns", "role", "content")
         return _Parsed(parse_turns({"turns": turns}, keys, roles=_PROMPT_ROLES), {"turns"})
+    if record_format == "prompt" and isinstance(record["prompt"], (list, tuple)):
+        turns = []
+        for turn in record["prompt"]:
+            if isinstance(turn, str):
+                turn = {"role": "user", "content": turn}
+            turns.append(turn)
+        keys = TurnKeys("prompt", "role", "content")
+        messages = parse_turns({"prompt": turns}, keys, roles=_PROMPT_ROLES, unread=found)
+        return _Parsed(messages, {"prompt"})
+    if record_format in ("prompt", "question"):
+        return _Parsed((Message("user", _field(record, record_format)),), {record_format})
     keys = _turn_keys(record, record_format)
     messages = parse_turns(record, keys, roles=_PROMPT_ROLES, unread=found)
     return _Parsed(messages, {keys.column})
@@ -286,8 +305,8 @@ def _turn_keys(
     """Return the keys of a record's turns; a format's turns may have the keys of the other."""
     usual = _TURN_KEYS[type]
     column = fields.messages or usual.column
-    turns = record.get(column)
-    if isinstance(turns, list) and turns and isinstance(turns[0], Mapping):
+    turns = as_list(record, column)
+    if turns and isinstance(turns[0], Mapping):
         for keys in _TURN_KEYS.values():
             if keys.role in turns[0]:
                 usual = keys

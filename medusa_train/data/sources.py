@@ -7,7 +7,7 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -57,12 +57,16 @@ OnProgress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class LocalFiles:
-    """JSON, JSON Lines and parquet files, read one after the other; `notes` name what is beside
-    them and not read.
+    """JSON, JSON Lines and parquet files, read one after the other.
+
+    Attributes:
+        notes: name what is beside the files and not read.
+        is_public: they are a public data set, whose invalid records its users cannot mend.
     """
 
     paths: tuple[Path, ...]
     notes: tuple[str, ...] = ()
+    is_public: bool = False
 
     @property
     def name(self) -> str:
@@ -91,11 +95,14 @@ class LocalFiles:
 
 @dataclass(frozen=True)
 class HubSplit:
-    """One split of a data set of the hub, loaded by `datasets`."""
+    """One split of a data set of the hub, or of what `save_to_disk` wrote, loaded by `datasets`;
+    `notes` and `is_public` as in `LocalFiles`.
+    """
 
     name: str
     rows: Any
     notes: tuple[str, ...] = ()
+    is_public: bool = False
 
     def parts(self) -> list[tuple[str, Iterator[RawRecord]]]:
         """Return the split's name and its rows."""
@@ -203,18 +210,19 @@ def _open_directory(source: DatasetConfig, path: Path) -> LocalFiles | HubSplit:
     """Open a directory of files, or one that `save_to_disk` of `datasets` wrote.
 
     The files are those of the directory or, if it has none, of its `data/`; with `name` those of
-    that subdirectory. Files whose names say a split (`train`, `test`, ...) are read for that split
+    that subdirectory of either. Files whose names say a split (`train`, `test`, ...) are read for that split
     only, the others for `train`, the default. `notes` name all that is not read.
     """
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
         return _open_saved(source, path)
     if source.name is not None:
-        if not (path / source.name).is_dir():
+        found = [inner for inner in (path, path / "data") if (inner / source.name).is_dir()]
+        if not found:
             raise ConfigError(
                 f"split and name cannot be used with {source.path}, a local path: it has no"
                 f" directory {source.name}; leave name out, or name the directory to read"
             )
-        path = path / source.name
+        path = found[0] / source.name
     if source.data_files is not None:
         return _open_named_files(source, path)
     # 1. The files of the directory, or of its `data/`.
@@ -289,8 +297,13 @@ def _is_data_file(path: Path) -> bool:
 
 def _nested(path: Path) -> str:
     """Name subdirectories that have data files, for the message on a directory without any."""
-    directories = [entry for entry in _visible(path) if entry.is_dir()]
-    nested = [entry.name for entry in directories if _data_files(_visible(entry))]
+    nested = []
+    for place in (path, path / "data"):
+        if not place.is_dir():
+            continue
+        for entry in _visible(place):
+            if entry.is_dir() and _data_files(_visible(entry)):
+                nested.append(str(entry.relative_to(path)))
     if not nested:
         return ""
     return f"; set `path` to one of its directories {', '.join(nested)}"
@@ -328,6 +341,16 @@ def _files_of_split(files: Sequence[Path], split: str | None, path: Path) -> lis
             )
         wanted = similar.pop()
     return [file for file in files if splits[file] == wanted]
+
+
+def _has_split(path: Path, split: str) -> bool:
+    """Return whether `path` is a directory with files of a split, in it or in its `data/`."""
+    for directory in (path, path / "data"):
+        if directory.is_dir() and any(
+            _split_of(file) == split for file in _data_files(_visible(directory))
+        ):
+            return True
+    return False
 
 
 def _describe_unread(path: Path, unread: Sequence[Path]) -> tuple[str, ...]:
@@ -414,12 +437,15 @@ def _open_saved(source: DatasetConfig, path: Path) -> HubSplit:
 
 
 def open_prompts(
-    name: str, split: str | None, on_progress: OnProgress | None = None
+    name: str,
+    split: str | None,
+    on_progress: OnProgress | None = None,
+    configuration: str | None = None,
 ) -> LocalFiles | HubSplit:
     """Open the prompts of self-distillation (`seed_dataset`): a public data set, a local path, or
-    one of the hub.
+    one of the hub, whose `configuration` may have a name.
     """
-    source = DatasetConfig(path=name, split=split)
+    source = DatasetConfig(path=name, split=split, name=configuration)
     if name in PUBLIC_DATASETS:
         return open_public(source, on_progress)
     may_be_hub_name = name.count("/") == 1 and not is_data_file_name(name)
@@ -470,7 +496,7 @@ def _load_split(source: DatasetConfig, on_progress: OnProgress | None) -> HubSpl
             raise
         first_lines = str(error).split("\n")[:2]
         raise FetchError(" ".join(first_lines).strip() or type(error).__name__) from None
-    return HubSplit(f"{source.path}[{split}]", rows)
+    return HubSplit(f"{source.path}[{split}]", rows, is_public=True)
 
 
 @dataclass(frozen=True)
@@ -528,6 +554,10 @@ def open_public(
     """Open a data set of `PUBLIC_DATASETS`: a local copy, else that in the hub's cache, else
     fetched from the hub.
     """
+    return replace(_open_public(source, on_progress), is_public=True)
+
+
+def _open_public(source: DatasetConfig, on_progress: OnProgress | None) -> LocalFiles | HubSplit:
     public = PUBLIC_DATASETS[source.path]
     # 1. A local copy.
     local_paths = list(public.local_paths)
@@ -536,8 +566,12 @@ def open_public(
         file_names = [Path(path).name for path in public.local_paths]
         local_paths = [str(expand_user(directory) / name) for name in file_names] + local_paths
     for path in local_paths:
-        if resolve_path(path) is not None:
-            return open_source(source.model_copy(update={"path": path}))
+        resolved = resolve_path(path)
+        if resolved is not None:
+            split = source.split
+            if split is None and public.split is not None and _has_split(resolved, public.split):
+                split = public.split
+            return open_source(source.model_copy(update={"path": path, "split": split}))
     if public.hub_repo is None:
         raise DataError(f"{source.path}: {public.local_paths[0]} is missing from this installation")
     # 2. The split or the file of the hub, in its cache or fetched.

@@ -100,7 +100,8 @@ def open_datasets(
             train_on_inputs=cfg.train_on_inputs,
             reasoning_tags=cfg.reasoning_tags,
         )
-        readers.append(DatasetReader(entry, source, entry_encoder, cfg.skip_bad_records))
+        skip_bad = cfg.skip_bad_records or source.is_public
+        readers.append(DatasetReader(entry, source, entry_encoder, skip_bad))
     return readers
 
 

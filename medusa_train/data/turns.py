@@ -22,7 +22,7 @@ from medusa_train.data.conversation import (
 from medusa_train.data.record_files import shown_name
 from medusa_train.data.unread import Unread, unread_keys
 from medusa_train.errors import DataError
-from medusa_train.io import warn_once
+from medusa_train.io import parse_json, warn_once
 
 _ROLES: dict[str, Role] = {
     "system": "system",
@@ -131,7 +131,7 @@ def parse_turns(
         name = turn.get(keys.role)
         meaning = ""
         if isinstance(name, str):
-            meaning = named_roles.get(name, name)
+            meaning = named_roles.get(name, name.lower())
         role = _ROLES.get(meaning)
         if roles is not None and role not in roles:
             if unread is not None and role is None:  # answers are left out on purpose
@@ -312,8 +312,13 @@ def _is_text_part(part: object) -> bool:
 
 
 def as_list(record: Mapping[str, Any], key: str) -> Sequence[Any]:
-    """Return the list of turns that a record has under `key`."""
+    """Return the list of turns that a record has under `key`, which tables may hold as JSON text."""
     turns = record.get(key)
+    if isinstance(turns, str) and turns.lstrip().startswith("["):
+        try:
+            turns = parse_json(turns)
+        except ValueError as error:
+            raise RecordError(f"'{key}' is not valid JSON: {error}") from None
     if not isinstance(turns, (list, tuple)):
         raise RecordError(f"'{key}' must be a list of turns, it is {json_type(turns)}")
     return turns

@@ -137,12 +137,17 @@ def load_bench(name_or_file: str, note: Callable[[str], None] = lambda line: Non
     """Find and read a bench, by name or file (see `find_bench`).
 
     `note` is called with a line before a download, and with one on what a file has that is not
-    read.
+    read. Invalid questions of a bench that is known by its name are skipped and noted.
     """
     path = find_bench(name_or_file, note)
     is_file = path == _file_of_user(name_or_file)
     unread = Unread()
-    questions = read_questions(path, unread)
+    skipped: list[str] = []
+    is_public = name_or_file in NAMED_BENCHES
+    questions = read_questions(path, unread, skipped if is_public else None)
+    if skipped:
+        lines = [f"bench {name_or_file}: skipped invalid questions ({len(skipped)}):"]
+        note("\n  ".join([*lines, *first_problems(skipped)]))
     if not is_file:  # what public benches carry beside their questions is known
         return Bench(name_or_file, path, questions)
     for line in unread.describe(str(path)):
@@ -256,7 +261,7 @@ def _download(name: str, bench: PublicDataset, note: Callable[[str], None]) -> P
             shutil.copyfileobj(answer, file)
             # a connection that closes early ends the answer without an error
             check_length(answer.headers.get("Content-Length"), file.tell())
-        read_questions(temporary)  # an error page is not kept
+        read_questions(temporary, skipped=[])  # an error page is not kept
 
     try:
         replace_file(target, write)
@@ -284,9 +289,13 @@ def _name_of_file(path: Path) -> str:
     return re.sub(r"(\.jsonl|\.json|\.parquet)?(\.gz)?$", "", path.name)
 
 
-def read_questions(path: Path, unread: Unread | None = None) -> tuple[Question, ...]:
+def read_questions(
+    path: Path, unread: Unread | None = None, skipped: list[str] | None = None
+) -> tuple[Question, ...]:
     """Read a question file; DataError if it has no questions, or invalid lines, of which it names
     the first. `unread` counts what is not read.
+
+    A list `skipped` receives the `file:line: reason` of invalid lines, if others are valid.
     """
     if unread is None:
         unread = Unread()
@@ -305,7 +314,9 @@ def read_questions(path: Path, unread: Unread | None = None) -> tuple[Question, 
             problems.append(f"{record.source}: {error}")
             continue
         questions.append(question)
-    if problems:
+    if problems and questions and skipped is not None:
+        skipped += problems
+    elif problems:
         expected = (
             "Expected: question_id and turns, a list of the user's messages; HumanEval's or GSM8K's"
             " keys; chats"
@@ -329,7 +340,7 @@ def _parse(raw: RawRecord, unread: Unread) -> Question:
     if isinstance(record.get("question"), str) and isinstance(record.get("answer"), str):
         unread.count_columns(record, _GSM8K_KEYS)
         return _parse_gsm8k(record, raw.source, raw.number)
-    if "turns" not in record and ("messages" in record or "conversations" in record):
+    if _is_chat(record):
         said, system = parse_user_turns(record, unread=unread)
         if not said:
             raise ValueError("the chat has no message of the user")
@@ -343,12 +354,26 @@ def _parse(raw: RawRecord, unread: Unread) -> Question:
     return question
 
 
+def _is_chat(record: dict[str, Any]) -> bool:
+    """Return whether a record is a chat, or a prompt as text without an id, as in the benches of
+    `speculators`.
+    """
+    if "turns" in record:
+        return False
+    if any(column in record for column in ("messages", "conversations", "conversation")):
+        return True
+    has_id = "question_id" in record or "prompt_id" in record
+    return isinstance(record.get("prompt"), str) and not has_id
+
+
 def _parse_mtbench(record: dict[str, Any], source: str) -> Question:
     # the hub's copy calls the turns `prompt` and, in its parquet form, the id `prompt_id`
     question_id = record.get("question_id", record.get("prompt_id"))
     if isinstance(question_id, bool) or not isinstance(question_id, (int, str)):
         raise ValueError("question_id is missing or neither a number nor text")
     turns = record.get("turns", record.get("prompt"))
+    if isinstance(turns, str) and "turns" not in record:
+        turns = [turns]
     if not isinstance(turns, list) or not turns:
         raise ValueError("turns is missing or not a list of the user's messages")
     for position, turn in enumerate(turns, start=1):
@@ -392,9 +417,13 @@ def _reference_answers(value: object) -> tuple[str, ...]:
     references = []
     for answer in answers:
         parts = answer if isinstance(answer, list) else [answer]
-        if not all(isinstance(part, str | None) for part in parts):
-            raise ValueError("reference is neither text nor a list of texts")
-        references.append("; ".join(part for part in parts if part))
+        texts = []
+        for part in parts:
+            if not isinstance(part, str | None):
+                raise ValueError("reference is neither text nor a list of texts")
+            if part:
+                texts.append(part)
+        references.append("; ".join(texts))
     return tuple(references)
 
 

@@ -49,9 +49,10 @@ def load_prompts(
     # 2. read all
     invalid: list[str] = []
     with LoadingProgress(progress) as shown:
-        source = open_prompts(cfg.seed_dataset, cfg.split, shown.update)
+        source = open_prompts(cfg.seed_dataset, cfg.split, shown.update, cfg.name)
         unread = Unread()
-        skipped_records = invalid if cfg.skip_bad_records else None
+        skips = cfg.skip_bad_records or source.is_public
+        skipped_records = invalid if skips else None
         prompts = read_prompts(source, cfg.type, skipped=skipped_records, unread=unread)
     for note in (*source.notes, *unread.describe(cfg.seed_dataset)):
         progress.print(note)

@@ -51,6 +51,7 @@ def output_settings(cfg: SelfDistillConfig, dtype: str | None) -> dict[str, Any]
         **_sampling(cfg, dtype),
         drop_truncated=cfg.drop_truncated,
         split=cfg.split,
+        name=cfg.name,
         max_turns=cfg.max_turns,
         heads=heads,
         weights=weights_digest(cfg),

@@ -190,6 +190,18 @@ def test_broken_records_are_named_and_skipped_on_request(at_work: Path) -> None:
     assert "skipped prompts: 1 broken" in result.output
 
 
+def test_an_odd_record_of_a_public_data_set_is_skipped(
+    at_work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chats: list[object] = [{"conversations": None}]
+    chats.append({"conversations": [{"from": "human", "value": "hello"}]})
+    (at_work / "sharegpt.json").write_text(json.dumps(chats), encoding="utf-8")
+    monkeypatch.setenv(sources.SEED_DIR_VARIABLE, str(at_work))
+    result = succeed(["--prompts", "sharegpt", "--model", "backbone", "--dry-run"])
+    assert "record 1: 'conversations' must be a list of turns" in result.output
+    assert "skipped prompts: 1 broken" in result.output
+
+
 def test_a_yaml_gives_the_keys_and_no_machine_path_is_written(at_work: Path) -> None:
     (at_work / "sd.yaml").write_text(
         f"seed_dataset: {at_work}/mine.jsonl\nbase_model: {at_work}/backbone\ndtype:"

@@ -1,9 +1,11 @@
+import json
 from typing import Any
 
 import pytest
 
 from medusa_train.data.records import parse_record, parse_user_turns
 from medusa_train.data.turns import RecordError
+from medusa_train.data.unread import Unread
 
 GOOD = {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}
 
@@ -39,6 +41,18 @@ def test_three_formats_give_the_same_chat() -> None:
     assert turns({"instruction": "add", "input": "1 2", "output": "3"})[0] == ("user", "add\n\n1 2")
     with pytest.raises(RecordError, match="'messages' must be a list of turns, it is missing"):
         parse_record(GOOD, "messages")
+
+
+def test_turns_as_public_data_sets_have_them() -> None:
+    """LMSYS-Chat-1M and WildChat, capitals (Daring-Anteater), a table's JSON text."""
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    assert turns({"conversation_id": "x", "conversation": messages}) == turns(GOOD)
+    capitals = [{"from": "User", "value": "q"}, {"from": "Assistant", "value": "a"}]
+    assert turns({"conversations": capitals}) == turns(GOOD)
+    assert turns({"messages": json.dumps(messages)}) == turns(GOOD)
+    assert turns({"conversations": json.dumps(GOOD["conversations"])}) == turns(GOOD)
+    with pytest.raises(RecordError, match="'messages' is not valid JSON"):
+        parse_record({"messages": "[{"})
 
 
 def test_text_parts_are_joined_and_other_parts_refused() -> None:
@@ -110,6 +124,22 @@ def test_user_turns_need_no_answers_and_no_turns() -> None:
     assert parse_user_turns({"messages": parts}) == (["q"], "s")
     with pytest.raises(RecordError, match="'turns' must be a list"):
         parse_user_turns({"turns": "q"})
+
+
+def test_prompts_may_be_texts() -> None:
+    """As in the benches of `speculators`, the hub's MT-Bench, TRL's prompts, and GSM8K."""
+    assert parse_user_turns({"prompt": "q"}) == (["q"], None)
+    assert parse_user_turns({"prompt": ["q", "r"]}) == (["q", "r"], None)
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
+    assert parse_user_turns({"prompt": messages}) == (["q"], "s")
+    unread = Unread()
+    assert parse_user_turns({"question": "q", "answer": "a"}, unread=unread) == (["q"], None)
+    assert list(unread.columns) == ["answer"]
+    # UltraChat has the first question beside the turns
+    said = {"prompt": "q", "messages": [{"role": "user", "content": text} for text in ("q", "r")]}
+    assert parse_user_turns(said) == (["q", "r"], None)
+    with pytest.raises(RecordError, match="'prompt' must be a string"):
+        parse_user_turns({"prompt": 3})
 
 
 def test_prompts_keep_the_system_message_beside_the_turns() -> None:

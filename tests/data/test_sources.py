@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,13 +12,13 @@ import pyarrow.parquet
 import pytest
 
 from medusa_train.config.paths import PROJECT_ROOT
-from medusa_train.config.schema import DatasetConfig
+from medusa_train.config.schema import DatasetConfig, TrainConfig
 from medusa_train.data import sources
 from medusa_train.data.conversation import REASONING_TAGS
 from medusa_train.data.read_chats import ReadResult
 from medusa_train.data.record_files import parquet_rows
 from medusa_train.data.sources import HubSplit, LocalFiles, open_prompts, open_source
-from medusa_train.data.tokenize_datasets import DatasetReader
+from medusa_train.data.tokenize_datasets import DatasetReader, open_datasets
 from medusa_train.errors import ConfigError, DataError
 from medusa_train.hub import FetchError
 
@@ -149,7 +150,7 @@ def test_sharegpt_is_found_locally_before_the_hub_is_asked(
 
     monkeypatch.setattr(sources, "fetch_dataset_file", fetch)
     (tmp_path / "cached.json").write_text(LINE)
-    assert opened("sharegpt") == LocalFiles((tmp_path / "cached.json",))
+    assert opened("sharegpt") == LocalFiles((tmp_path / "cached.json",), is_public=True)
     assert asked == [(SHAREGPT_REPO, SHAREGPT_FILE)]
     for place in (
         "data/sharegpt/" + SHAREGPT_FILE,
@@ -159,7 +160,7 @@ def test_sharegpt_is_found_locally_before_the_hub_is_asked(
         path = Path(place)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(LINE)
-        assert opened("sharegpt") == LocalFiles((path,))
+        assert opened("sharegpt") == LocalFiles((path,), is_public=True)
     (tmp_path / "sharegpt").mkdir()
     (tmp_path / "sharegpt" / "a.jsonl").write_text(LINE)
     assert opened("sharegpt") == LocalFiles((Path("sharegpt/a.jsonl"),))  # any local path
@@ -167,7 +168,7 @@ def test_sharegpt_is_found_locally_before_the_hub_is_asked(
     (tmp_path / "sharegpt").rmdir()
     (tmp_path / "sharegpt.json").write_text(LINE)
     monkeypatch.setenv(sources.SEED_DIR_VARIABLE, str(tmp_path))
-    assert opened("sharegpt") == LocalFiles((tmp_path / "sharegpt.json",))
+    assert opened("sharegpt") == LocalFiles((tmp_path / "sharegpt.json",), is_public=True)
     assert len(asked) == 1
 
 
@@ -216,12 +217,68 @@ def test_hub_names_are_loaded_with_their_split(
         return rows
 
     monkeypatch.setattr("datasets.load_dataset", load)
-    assert opened("ultrachat") == HubSplit("HuggingFaceH4/ultrachat_200k[train_sft]", rows)
+    split = HubSplit("HuggingFaceH4/ultrachat_200k[train_sft]", rows, is_public=True)
+    assert opened("ultrachat") == split
     opened("somebody/chats", split="test")
     opened("somebody/chats", name="main")
     assert asked[1:] == [("somebody/chats", None, "test"), ("somebody/chats", "main", "train")]
     monkeypatch.chdir(tmp_path)
-    assert opened("tiny") == LocalFiles((PROJECT_ROOT / "data/seeds/tiny.jsonl",))
+    tiny = LocalFiles((PROJECT_ROOT / "data/seeds/tiny.jsonl",), is_public=True)
+    assert opened("tiny") == tiny
+
+
+def test_a_copy_of_ultrachats_whole_repository_is_read_for_its_split(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its files have a digest behind the number; a directory of files without a split is read
+    whole.
+    """
+    monkeypatch.chdir(tmp_path)
+    directory = tmp_path / "data" / "seeds" / "ultrachat"
+    (directory / "data").mkdir(parents=True)
+    files = {}
+    for split in ("train_sft", "train_gen", "test_sft", "test_gen"):
+        files[split] = directory / "data" / f"{split}-00000-of-00001-a3ecf927.parquet"
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([RECORD]), files[split])
+
+    def read_paths(**keys: str) -> list[str]:
+        source = opened("ultrachat", **keys)
+        assert isinstance(source, LocalFiles)
+        return [path.name for path in source.paths]
+
+    assert read_paths() == [files["train_sft"].name]
+    assert read_paths(split="test_gen") == [files["test_gen"].name]
+    shutil.rmtree(directory / "data")
+    (directory / "mine.jsonl").write_text(LINE)
+    assert read_paths() == ["mine.jsonl"]
+
+
+def test_an_odd_record_stops_no_public_data_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Users cannot mend it; their own files are refused."""
+    odd = {"conversations": [{"from": "human", "value": None}]}
+    path = tmp_path / "sharegpt.json"
+    path.write_text(json.dumps([odd, RECORD]))
+    monkeypatch.setenv(sources.SEED_DIR_VARIABLE, str(tmp_path))
+    rows = [odd, RECORD]
+    monkeypatch.setattr("datasets.load_dataset", lambda *names, **keys: rows)
+
+    def read(path: str) -> ReadResult:
+        entry = DatasetConfig(path=path)
+        cfg = TrainConfig(base_model="m", datasets=[entry])
+        template = SimpleNamespace(reasoning_tags=REASONING_TAGS, variables=())
+        encoder = Mock(**{"with_settings.return_value.template": template})
+        (reader,) = open_datasets(cfg, encoder)
+        return reader.read()
+
+    for name in ("sharegpt", "somebody/chats"):
+        result = read(name)
+        assert len(result.conversations) == 1
+        (skipped,) = result.skipped
+        assert "turn 1: 'value' must be a string" in skipped
+    with pytest.raises(DataError, match="1 invalid record"):
+        read(str(path))
 
 
 def test_prompts_of_public_names_come_first(
@@ -229,12 +286,30 @@ def test_prompts_of_public_names_come_first(
 ) -> None:
     (tmp_path / "tiny").mkdir()  # a model, for instance
     monkeypatch.chdir(tmp_path)
-    assert open_prompts("tiny", None) == LocalFiles((PROJECT_ROOT / "data/seeds/tiny.jsonl",))
+    tiny = LocalFiles((PROJECT_ROOT / "data/seeds/tiny.jsonl",), is_public=True)
+    assert open_prompts("tiny", None) == tiny
     with pytest.raises(
         DataError,
         match=r"nowhere: no such file, and no public data set of that name \(tiny, sharegpt",
     ):
         open_prompts("nowhere", None)
+
+
+def test_prompts_may_be_a_configuration_of_a_data_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SmolTalk has several; in a copy of its repository they are directories in `data/`."""
+    load = Mock(return_value=[RECORD])
+    monkeypatch.setattr("datasets.load_dataset", load)
+    open_prompts("somebody/smoltalk", None, configuration="all")
+    load.assert_called_once_with("somebody/smoltalk", "all", split="train")
+    for name in ("all", "rewrite"):
+        (tmp_path / "data" / name).mkdir(parents=True)
+        (tmp_path / "data" / name / "train.jsonl").write_text(LINE)
+    source = open_prompts(str(tmp_path), None, configuration="all")
+    assert source == LocalFiles((tmp_path / "data" / "all" / "train.jsonl",))
+    with pytest.raises(DataError, match="set `path` to one of its directories data/all, data/rew"):
+        open_prompts(str(tmp_path), None)
 
 
 def test_a_hub_that_cannot_be_reached_is_told_clearly(monkeypatch: pytest.MonkeyPatch) -> None:

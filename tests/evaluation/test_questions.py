@@ -79,6 +79,20 @@ def test_the_users_messages_of_chats_are_asked(tmp_path: Path) -> None:
         read_questions(write(tmp_path / "chats.jsonl", {"messages": [answer]}))
 
 
+def test_prompts_are_asked_as_they_are(tmp_path: Path) -> None:
+    """The benches of `speculators` have nothing but a text; LMSYS-Chat has chats."""
+    chat = {"conversation": [{"role": "user", "content": "Three?"}]}
+    path = write(tmp_path / "qa.jsonl", {"prompt": "One?"}, {"prompt": "Two?"}, chat)
+    questions = read_questions(path)
+    assert [(question.question_id, question.turns) for question in questions] == [
+        (1, ("One?",)),
+        (2, ("Two?",)),
+        (3, ("Three?",)),
+    ]
+    (named,) = read_questions(write(tmp_path / "q.jsonl", {"question_id": "a", "prompt": "One?"}))
+    assert (named.question_id, named.turns) == ("a", ("One?",))
+
+
 def test_reads_gzip_and_parquet(tmp_path: Path) -> None:
     with gzip.open(tmp_path / "HumanEval.jsonl.gz", "wt", encoding="utf-8") as file:
         file.write(json.dumps(HUMANEVAL) + "\n")
@@ -134,7 +148,7 @@ def test_a_bench_with_a_url_is_downloaded_once(
 
     def urlopen(url: str, timeout: float) -> Answered:
         asked.append(url)
-        return Answered(json.dumps(GOOD).encode())
+        return Answered(json.dumps(GOOD).encode() + b"\n{}\n")  # one odd line stops no download
 
     monkeypatch.setattr("urllib.request.urlopen", urlopen)
     kept = nothing_here / "cache" / "medusa-train" / "bench" / "specbench" / "question.jsonl"
@@ -225,6 +239,25 @@ def test_the_users_bench_directory_comes_first(
     monkeypatch.setenv(benches.BENCH_DIR_VARIABLE, str(tmp_path))
     bench = load_bench("mtbench")
     assert (bench.name, bench.path) == ("mtbench", path)
+
+
+def test_an_odd_line_is_skipped_in_a_bench_of_a_known_name_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its users cannot mend it. What holds no question at all is refused under any name."""
+    path = write(tmp_path / "specbench.jsonl", GOOD, {**GOOD, "question_id": 82, "turns": [3]})
+    monkeypatch.setenv(benches.BENCH_DIR_VARIABLE, str(tmp_path))
+    notes: list[str] = []
+    bench = load_bench("specbench", notes.append)
+    assert [question.question_id for question in bench.questions] == [81]
+    assert notes == [
+        f"bench specbench: skipped invalid questions (1):\n  {path}:2: turn 1 is empty or not text"
+    ]
+    with pytest.raises(DataError, match=":2: turn 1 is empty"):
+        load_bench(str(path))
+    write(path, {"what": 1})
+    with pytest.raises(DataError, match="question_id is missing"):
+        load_bench("specbench")
 
 
 def test_a_users_bench_by_name_and_by_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
