@@ -91,8 +91,10 @@ def fetch_dataset_file(repo: str, filename: str, on_bytes: OnBytes | None = None
     return target
 
 
-#: Files of a repository of heads; its weights are safetensors.
-_HEADS_FILES = ("*.json", "*.safetensors", "README.md")
+#: Files of a repository of heads, with a tokenizer's where a backbone lies beside them.
+_HEADS_FILES = ("*.json", "*.safetensors", "README.md", "tokenizer.model", "*.jinja", "*.txt")
+#: Weights that are fetched where there are no safetensors; of such files only tensors are read.
+_PICKLED_WEIGHTS = ("medusa_lm_head.pt", "pytorch_model*.bin")
 
 
 def fetch_heads(repo: str) -> Path:
@@ -106,11 +108,16 @@ def fetch_heads(repo: str) -> Path:
     from huggingface_hub import snapshot_download
 
     offline = hub_is_unreachable()
-    try:
-        directory = snapshot_download(
-            repo, allow_patterns=list(_HEADS_FILES), local_files_only=offline
-        )
+
+    def download(patterns: tuple[str, ...]) -> Path:
+        directory = snapshot_download(repo, allow_patterns=list(patterns), local_files_only=offline)
         return Path(directory)
+
+    try:
+        directory = download(_HEADS_FILES)
+        if not any(directory.glob("*.safetensors")):
+            directory = download(_PICKLED_WEIGHTS)
+        return directory
     except Exception as error:  # the clients of the hub and of HTTP raise many unrelated exceptions
         reason = describe_hub_error(error, repo, "model")
         if reason is None and offline:

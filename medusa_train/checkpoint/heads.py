@@ -35,6 +35,7 @@ from medusa_train.checkpoint.resolve import (
     HeadFiles,
     find_heads,
     heads_of_other_kinds,
+    named_backbone,
 )
 from medusa_train.checkpoint.serialize import (
     read_json,
@@ -100,9 +101,13 @@ def load_draft(
         _check_target(found.directory, tensors, backbone, config)
     # 2. A draft with these settings.
     draft = _new_draft(config, found.directory, tensors, backbone, dtype)
-    bias = draft.state_dict().get("lm_heads.0.bias")
-    if is_eagle3 and bias is not None:
-        tensors["lm_heads.0.bias"] = torch.zeros_like(bias)  # these layouts have none
+    own = draft.state_dict()
+    lm_head_names = [name for name in own if name.startswith("lm_heads.")]
+    if is_eagle3 and LM_HEAD_0 not in tensors:
+        for name in lm_head_names:
+            tensors[name] = own[name]  # a copy of the backbone's, as servers take it
+    elif is_eagle3 and "lm_heads.0.bias" in own:
+        tensors["lm_heads.0.bias"] = torch.zeros_like(own["lm_heads.0.bias"])  # they have none
     # 3. Its weights.
     try:
         draft.load_state_dict(tensors)
@@ -163,14 +168,17 @@ def _check_target(
     """Check that an EAGLE-3 draft in a server's layout was made for a backbone of this size."""
     width = tensors["fc.weight"].shape[1] // 3
     own = tensors.get("embed_tokens.weight")
-    head_rows = len(tensors[LM_HEAD_0])
+    lm_head = tensors.get(LM_HEAD_0)
+    layers = config.get("layers")
     problem = None
     if width != backbone.hidden_size:
         problem = f"fc reads states of {width}, the backbone has {backbone.hidden_size}"
     elif own is not None and len(own) != backbone.vocab_size:
         problem = f"embeddings of {len(own)} tokens, the backbone has {backbone.vocab_size}"
-    elif TOKEN_MAP not in tensors and head_rows != backbone.vocab_size:
-        problem = f"lm_head of {head_rows} tokens, the backbone has {backbone.vocab_size}"
+    elif TOKEN_MAP not in tensors and lm_head is not None and len(lm_head) != backbone.vocab_size:
+        problem = f"lm_head of {len(lm_head)} tokens, the backbone has {backbone.vocab_size}"
+    elif layers and max(layers) > backbone.num_layers:
+        problem = f"reads states after {max(layers)} layers, the backbone has {backbone.num_layers}"
     if problem is not None:
         raise _does_not_fit(directory, backbone, problem, config)
 
@@ -432,6 +440,11 @@ def _read_files(found: HeadFiles) -> tuple[dict[str, Tensor], Any]:
             f"{directory}: no Medusa heads here (neither {SAFETENSORS} nor {PICKLED}, no directory"
             f" in vLLM's layout, no model with {PREFIXES[0]}* weights)"
         )
+    if not files:
+        raise CheckpointError(
+            f"{directory}: config.json is that of an EAGLE-3 draft, but there are no weights beside"
+            " it (*.safetensors, pytorch_model*.bin)"
+        )
     others = heads_of_other_kinds(found)
     if others:
         raise CheckpointError(
@@ -469,7 +482,7 @@ def _read_files(found: HeadFiles) -> tuple[dict[str, Tensor], Any]:
         )
     # 3. The names of this program.
     if layout == "eagle3":
-        base_model = config.get("base_model_name_or_path")
+        base_model = named_backbone(config)
         tensors, settings = from_eagle3(tensors, config, str(directory))
         config = {"draft": "eagle3", **settings, "base_model_name_or_path": base_model}
     return tensors, config

@@ -49,6 +49,8 @@ Layout = Literal["draft", "reference", "vllm", "model", "eagle3"]
 _OWN_FILES: dict[Layout, tuple[str, ...]] = {"draft": (DRAFT,), "reference": (SAFETENSORS, PICKLED)}
 #: Architecture of EAGLE-3 drafts in config.json, as servers read them.
 EAGLE3 = "LlamaForCausalLMEagle3"
+#: The same for a layer that norms queries and keys.
+EAGLE3_QWEN3 = "Eagle3Qwen3ForCausalLM"
 #: Title of the model card of a merged backbone.
 MERGED_CARD = "Backbone trained with Medusa heads"
 
@@ -315,10 +317,11 @@ def find_heads(directory: Path) -> HeadFiles:
     # 2. What config.json says.
     config = read_mapping(directory / HEADS_CONFIG)
     weights = sorted(directory.glob("*.safetensors"))
+    if not weights:
+        weights = sorted(directory.glob("pytorch_model*.bin"))
     if config.get("model_type") == "medusa" and weights:
         return HeadFiles(directory, "vllm", weights)
     if _is_eagle3(config):
-        weights = weights or sorted(directory.glob("pytorch_model.bin"))
         return HeadFiles(directory, "eagle3", weights)
     # 3. The tensors of a full model.
     shards = sorted(set(_shards_with_heads(directory)))
@@ -339,7 +342,7 @@ def _is_eagle3(config: Mapping[str, Any]) -> bool:
     of EAGLE's authors.
     """
     architectures = config.get("architectures")
-    if isinstance(architectures, list) and EAGLE3 in architectures:
+    if isinstance(architectures, list) and not {EAGLE3, EAGLE3_QWEN3}.isdisjoint(architectures):
         return True
     if "speculators_model_type" in config:
         return config["speculators_model_type"] == "eagle3"
@@ -488,14 +491,27 @@ def _resolve_run(run: Path, base_model: str | None, tree: Path | None) -> ModelP
 
 
 def _resolve_heads(heads: Path, base_model: str | None, tree: Path | None) -> ModelPaths:
-    base = base_model or _read_config(heads / HEADS_CONFIG).get("base_model_name_or_path")
+    base = base_model or named_backbone(_read_config(heads / HEADS_CONFIG))
     if base_model is None and find_heads(heads).layout == "model":
         base = str(heads)  # a Medusa-2 full model holds its backbone
-    if not isinstance(base, str) or not base:
+    if base is None:
         raise CheckpointError(
             f"{heads}: its config.json names no base model; give it by base_model=NAME"
         )
     return ModelPaths(heads, _local_or_hub(base), heads, _resolve_tree(tree, heads), None)
+
+
+def named_backbone(config: Mapping[str, Any]) -> str | None:
+    """Return the backbone that a config.json of heads names; speculators calls it the verifier."""
+    name = config.get("base_model_name_or_path")
+    speculators = config.get("speculators_config")
+    if not name and isinstance(speculators, dict):
+        verifier = speculators.get("verifier")
+        if isinstance(verifier, dict):
+            name = verifier.get("name_or_path")
+    if not isinstance(name, str) or not name:
+        return None
+    return name
 
 
 def names_no_backbone(model: str) -> bool:
@@ -505,7 +521,7 @@ def names_no_backbone(model: str) -> bool:
     path = resolve_path(model)
     if path is None or find_heads(path).layout in (None, "model"):
         return False
-    return not read_mapping(path / HEADS_CONFIG).get("base_model_name_or_path")
+    return named_backbone(read_mapping(path / HEADS_CONFIG)) is None
 
 
 def _local_or_hub(name: str) -> str:

@@ -28,6 +28,8 @@ EAGLE-3, in vLLM, SGLang and speculators:
     input_norm.weight     with `norm_before_fc`; fc_norm.0|1|2.weight with `fc_norm`
     embed_tokens.weight   where the draft has embeddings of its own: a server takes the backbone's else
     target_hidden_size    width of the backbone where it is not the draft's hidden_size
+    q_norm, k_norm        of the layer's attention, with model_type qwen3 (vLLM, speculators)
+    lm_head.weight        missing in some files: a server takes the backbone's
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Qwen3Config
 
 from medusa_train.checkpoint.reference_layout import (
     LM_HEAD_0,
@@ -46,7 +48,7 @@ from medusa_train.checkpoint.reference_layout import (
     HeadTensors,
     checked_heads,
 )
-from medusa_train.checkpoint.resolve import EAGLE3
+from medusa_train.checkpoint.resolve import EAGLE3, EAGLE3_QWEN3
 from medusa_train.config.types import ExportTarget
 from medusa_train.errors import CheckpointError
 from medusa_train.io import warn_once
@@ -247,6 +249,11 @@ def to_eagle3(
         layer: config.json of its layer, as of a Llama model.
         vocab_size: V, of the backbone. base_model: its name.
     """
+    if LM_HEAD_0 not in state:
+        raise CheckpointError(
+            "the draft has no lm_head of its own, so there is nothing to convert: vLLM and SGLang"
+            " take the backbone's; serve its files as they are"
+        )
     # 1. Tensors with the same names.
     tensors = {}
     for name, tensor in state.items():
@@ -268,9 +275,14 @@ def to_eagle3(
     if width != layer["hidden_size"]:
         norms["target_hidden_size"] = width
     rope = dict(layer.get("rope_parameters") or {})
+    architecture = EAGLE3
+    model_type = "llama"
+    if settings.get("qk_norm"):
+        architecture = EAGLE3_QWEN3
+        model_type = "qwen3"
     config = {
-        "architectures": [EAGLE3],
-        "model_type": "llama",
+        "architectures": [architecture],
+        "model_type": model_type,
         **{key: layer[key] for key in LAYER_KEYS if layer.get(key) is not None},
         "rope_theta": rope.pop("rope_theta", 10000.0),  # older versions read this and rope_scaling
         "num_hidden_layers": 1,
@@ -293,11 +305,13 @@ def for_target(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Change what vLLM reads into what `to` reads, where they differ."""
     if to == "sglang":
-        for norm in ("norm_before_residual", "norm_before_fc"):
-            if config.get(norm):
-                raise CheckpointError(
-                    f"SGLang does not compute {norm}; export --to vllm or speculators"
-                )
+        problems = [norm for norm in ("norm_before_residual", "norm_before_fc") if config.get(norm)]
+        if config.get("model_type") == "qwen3":
+            problems.append("norms of queries and keys")
+        if problems:
+            raise CheckpointError(
+                f"SGLang does not compute {problems[0]}; export --to vllm or speculators"
+            )
         states = [layers - 1 for layers in config.pop(_STATES)]
         eagle = {_STATES: states, "use_aux_hidden_state": True}
         return tensors, {**config, "eagle_config": eagle}
@@ -331,6 +345,8 @@ def _for_speculators(
         elif key != "base_model_name_or_path":
             layer[key] = value
     layer["architectures"] = ["LlamaForCausalLM"]
+    if layer["model_type"] == "qwen3":
+        layer["architectures"] = ["Qwen3ForCausalLM"]
     proposal = {"proposal_type": "greedy", "speculative_tokens": draft_tokens}
     return renamed, {
         "architectures": ["Eagle3Speculator"],
@@ -373,6 +389,9 @@ def from_eagle3(
     }
     if eagle.get(_STATES):
         settings["layers"] = [layers + 1 for layers in eagle[_STATES]]
+    if settings["layers"]:
+        # servers collect the states from the first layer to the last, whatever their order here
+        settings["layers"] = sorted(settings["layers"])
     for key, older in EAGLE3_NORMS.items():
         if config.get(key) or eagle.get(key) or (older and config.get(older)):
             settings[key] = True
@@ -381,7 +400,11 @@ def from_eagle3(
     plain = {}
     for name, tensor in tensors.items():
         plain[name.removeprefix("model.").replace(_SPECULATORS_LAYER, _LAYER, 1)] = tensor
+    if layer.get("model_type") == "qwen3" and any(".q_norm." in name for name in plain):
+        settings["qk_norm"] = True
     expected = _eagle3_names(settings, whole)
+    if "lm_head.weight" not in plain:
+        expected.remove("lm_head.weight")  # the backbone's
     missing = sorted(expected - plain.keys())
     if missing:
         raise CheckpointError(f"{source}: incomplete, {', '.join(missing)} missing")
@@ -391,7 +414,8 @@ def from_eagle3(
             raise CheckpointError(f"{source}: {name}: {_why_unread(name)}")
         unread.add(name)
     state = {name: plain[name] for name in expected if name != "lm_head.weight"}
-    state[LM_HEAD_0] = plain["lm_head.weight"]
+    if "lm_head.weight" in plain:
+        state[LM_HEAD_0] = plain["lm_head.weight"]
 
     # 3. widths, embeddings and vocabulary
     _check_widths(plain, config, settings, whole, source)
@@ -404,12 +428,25 @@ def from_eagle3(
         state[TOKEN_MAP] = tokens
 
     # 4. what is left over
-    entries = {key for key in (*config, *layer) if key not in _KNOWN_ENTRIES}
-    entries |= {f"eagle_config.{key}" for key in eagle if key not in _KNOWN_EAGLE}
-    if unread or entries:
-        names = ", ".join([*sorted(unread), *sorted(entries)])
-        warn_once(f"{source}: not read: {names}")
+    unread |= _unread_entries(config, layer, eagle)
+    if unread:
+        warn_once(f"{source}: not read: {', '.join(sorted(unread))}")
     return state, settings
+
+
+def _unread_entries(
+    config: Mapping[str, Any], layer: Mapping[str, Any], eagle: Mapping[str, Any]
+) -> set[str]:
+    """Return the entries that are not read; null says nothing."""
+    entries = set()
+    for part in (config, layer):
+        for key, value in part.items():
+            if key not in _KNOWN_ENTRIES and value is not None:
+                entries.add(key)
+    for key, value in eagle.items():
+        if key not in _KNOWN_EAGLE and value not in (None, _AS_COMPUTED.get(key)):
+            entries.add(f"eagle_config.{key}")
+    return entries
 
 
 #: Norms that some trainers add, and older names of their flags.
@@ -422,6 +459,15 @@ _DERIVED = {
     "verifier_lm_head.weight",
 }
 _KNOWN_EAGLE = {*EAGLE3_NORMS, _STATES, "use_aux_hidden_state"}
+#: Entries of NVIDIA's eagle_config, at values with which the draft is one that is computed here.
+_AS_COMPUTED = {
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+    "next_layer_regular": True,
+    "parallel_draft_step": 1,
+    "has_lm_head": True,
+}
 #: Entries of config.json that are read, checked, or say nothing about what the draft computes.
 _KNOWN_ENTRIES = {
     *LAYER_KEYS,
@@ -463,17 +509,20 @@ _KNOWN_ENTRIES = {
     "pretraining_tp",
     "max_window_layers",
     "auto_map",
+    "has_no_defaults_at_init",
     "_name_or_path",
 }
 
 
 def _layer_entries(layer: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Return the config.json of a Llama layer with these entries."""
-    # servers read it so: what is missing has Llama's defaults, not the backbone's values
+    # servers read it so: what is missing has Llama's or Qwen3's defaults, not the backbone's
+    # values
     keys = (*LAYER_KEYS, "rope_theta", "rope_scaling")
     named = {key: layer[key] for key in keys if layer.get(key) is not None}
+    kind = Qwen3Config if layer.get("model_type") == "qwen3" else LlamaConfig
     try:
-        whole: dict[str, Any] = LlamaConfig(**named).to_dict()
+        whole: dict[str, Any] = kind(**named).to_dict()
     except Exception as error:  # of several kinds, as each check of transformers raises its own
         raise CheckpointError(
             f"{source}: not a valid configuration of an EAGLE-3 layer: {error}"
@@ -514,6 +563,8 @@ def _eagle3_names(settings: Mapping[str, Any], layer: Mapping[str, Any]) -> set[
         names.add(f"{_LAYER}self_attn.{projection}.weight")
         if layer.get("attention_bias"):
             names.add(f"{_LAYER}self_attn.{projection}.bias")
+    if settings.get("qk_norm"):
+        names |= {f"{_LAYER}self_attn.q_norm.weight", f"{_LAYER}self_attn.k_norm.weight"}
     for projection in ("gate_proj", "up_proj", "down_proj"):
         names.add(f"{_LAYER}mlp.{projection}.weight")
         if layer.get("mlp_bias"):
@@ -530,7 +581,10 @@ def _why_unread(name: str) -> str:
     if re.match(r"(layers|midlayer)\.\d+\.", name):
         return "the draft has a second layer; drafts of one layer can be read"
     if ".q_norm." in name or ".k_norm." in name:
-        return "its attention norms queries and keys, which vLLM's and SGLang's Llama layer doesn't"
+        return (
+            "its attention norms queries and keys, which servers compute only where model_type is"
+            " qwen3"
+        )
     if name.startswith(("input_norm.", "fc_norm.")):
         return "a norm that config.json does not name (norm_before_fc, fc_norm)"
     if name.endswith(".bias"):
@@ -554,11 +608,12 @@ def _check_widths(
             f"{source}: fc.weight is [{rows}, {columns}], but config.json says hidden_size {size}"
             f" and three states of {target}"
         )
-    if target != size and "embed_tokens.weight" not in tensors:
-        raise CheckpointError(
-            f"{source}: embed_tokens.weight is missing; a draft of hidden_size {size} for a"
-            f" backbone of {target} can't use the backbone's embeddings"
-        )
+    for name, part in (("embed_tokens.weight", "embeddings"), ("lm_head.weight", "lm_head")):
+        if target != size and name not in tensors:
+            raise CheckpointError(
+                f"{source}: {name} is missing; a draft of hidden_size {size} for a backbone of"
+                f" {target} can't use the backbone's {part}"
+            )
 
 
 def _draft_tokens(
@@ -568,8 +623,15 @@ def _draft_tokens(
     source: str,
 ) -> Tensor | None:
     """Return the tokens [N] of lm_head's rows, by d2t or t2d; None where it has all tokens."""
-    rows = len(tensors["lm_head.weight"])
     named = config.get("draft_vocab_size")
+    if "lm_head.weight" not in tensors:
+        if named in (None, layer.get("vocab_size")):
+            return None
+        raise CheckpointError(
+            f"{source}: incomplete, lm_head.weight missing (the backbone's has all tokens, but"
+            f" draft_vocab_size is {named})"
+        )
+    rows = len(tensors["lm_head.weight"])
     if named is not None and named != rows:
         raise CheckpointError(
             f"{source}: lm_head has {rows} rows, but draft_vocab_size is {named} in config.json"

@@ -166,7 +166,13 @@ def test_a_published_draft_of_another_shape_loads(tmp_path: Path) -> None:
 
 
 NARROW = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "head_dim": 8}
-VARIANTS = {"norm_before_fc": True, "fc_norm": True, "norm_output": True, "own_embeddings": True}
+VARIANTS = {
+    "qk_norm": True,
+    "norm_before_fc": True,
+    "fc_norm": True,
+    "norm_output": True,
+    "own_embeddings": True,
+}
 
 
 def variant(backbone: Backbone) -> Eagle3Draft:
@@ -238,7 +244,8 @@ def test_tokens_follow_from_t2d_where_d2t_is_missing(
         ({"t2d": torch.ones(3, dtype=torch.bool), "d2t": None}, {}, "t2d has 3 tokens"),
         ({"embed_tokens.weight": None}, {}, "embed_tokens.weight is missing; a draft of"),
         ({"layers.1.mlp.up_proj.weight": torch.ones(2)}, {}, "has a second layer"),
-        ({"midlayer.self_attn.q_norm.weight": torch.ones(2)}, {}, "norms queries and keys"),
+        ({}, {"model_type": "llama"}, "norms queries and keys, which servers compute only"),
+        ({"midlayer.self_attn.k_norm.weight": None}, {}, "incomplete, midlayer.self_attn.k_norm"),
         ({"midlayer.self_attn.q_proj.bias": torch.ones(2)}, {}, "a bias that config.json does not"),
         ({"something.weight": torch.ones(2)}, {}, "something.weight: not a tensor of an EAGLE-3"),
         ({"fc_norm.1.weight": None}, {}, "incomplete, fc_norm.1.weight missing"),

@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from medusa_train import hub as hub_module
-from medusa_train.checkpoint.heads import save_draft
+from medusa_train.checkpoint.heads import save_draft, write_heads
+from medusa_train.checkpoint.reference_layout import HeadTensors
 from medusa_train.hub import FetchError
 from medusa_train.models.drafts import DRAFTS
 from medusa_train.trees.tree import Tree
@@ -253,6 +254,21 @@ def test_heads_of_the_hub_are_found_by_their_name(
     assert run(RESOLVE, "somebody/heads") == expected
     assert run(RESOLVE, "somebody/heads", HF_HUB_OFFLINE="1") == expected
     assert list((tmp_path / "runs").iterdir()) == []
+
+    # the same heads as the public code's pickle, which is fetched only without safetensors
+    draft = DRAFTS["medusa"].from_backbone(backbone, num_heads=2)
+    heads = HeadTensors(2, 1, dict(draft.state_dict()), "somebody/model")
+    folder = tmp_path / "hub" / "models" / "somebody" / "pickled"
+    write_heads(heads, folder, pickled=True)
+    Tree.chain(2).save(folder / "tree.json")
+    expected = "somebody/model runs/hub/somebody--pickled {} tree.json\n"
+    files = ["config.json", "medusa_lm_head.safetensors", "tree.json"]
+    assert run(RESOLVE, "somebody/pickled") == expected.format(files)
+    (folder / "medusa_lm_head.safetensors").unlink()
+    files = ["config.json", "medusa_lm_head.pt", "tree.json"]
+    home = {"HF_HOME": str(tmp_path / "other home")}
+    assert run(RESOLVE, "somebody/pickled", **home) == expected.format(files)
+    assert run(RESOLVE, "somebody/pickled", HF_HUB_OFFLINE="1", **home) == expected.format(files)
 
     empty = tmp_path / "hub" / "models" / "somebody" / "empty"
     empty.mkdir()

@@ -89,6 +89,7 @@ class Eagle3Draft(LMHeadsDraft):
         norm_before_fc: one norm over the three states together, before fc; the module is
             `input_norm`.
         fc_norm: a norm of each of the three states, before fc; the module has the same name.
+        qk_norm: the layer's attention norms queries and keys, as Qwen3's.
         norm_output: the next step reads norm(a_k), as lm_head does, in place of a_k.
         own_embeddings: the draft has embeddings of its own, which are not trained; a layer that is
             narrower or wider than the backbone (`hidden_size` in `layer`) needs them.
@@ -116,6 +117,7 @@ class Eagle3Draft(LMHeadsDraft):
         vocab_size: int | None = None,
         token_map: Tensor | None = None,
         norm_before_residual: bool = False,
+        qk_norm: bool = False,
         norm_before_fc: bool = False,
         fc_norm: bool = False,
         norm_output: bool = False,
@@ -168,7 +170,7 @@ class Eagle3Draft(LMHeadsDraft):
         self.fc = nn.Linear(NUM_STATES * backbone_size, size, bias=False)
 
         # 4. the layer, the norm after it, and W
-        self.midlayer = Eagle3Layer(config, norm_before_residual)
+        self.midlayer = Eagle3Layer(config, norm_before_residual, qk_norm)
         self.norm = LlamaRMSNorm(size, eps=eps)
         # `new_lm_heads` also sets token_map, softcap and scale
         lm_heads = self.new_lm_heads(backbone, 1, vocab_size, token_map, dtype)
@@ -209,6 +211,7 @@ class Eagle3Draft(LMHeadsDraft):
         settings["layers"] = list(self.state_layers)
         settings["norm_before_residual"] = self.midlayer.norm_before_residual
         variants = {
+            "qk_norm": hasattr(self.midlayer.self_attn, "q_norm"),
             "norm_before_fc": self.input_norm is not None,
             "fc_norm": self.fc_norm is not None,
             "norm_output": self.norm_output,
@@ -228,6 +231,7 @@ class Eagle3Draft(LMHeadsDraft):
         *,
         vocab_size: int | None = None,
         layer: Mapping[str, Any] | None = None,
+        qk_norm: bool = False,
         norm_before_fc: bool = False,
         fc_norm: bool = False,
         **_ignored_settings: Any,
@@ -250,6 +254,8 @@ class Eagle3Draft(LMHeadsDraft):
         attention = 2 * d * (inner + 2 * inner_kv) + inner * d
         if config.attention_bias:
             attention += inner + 2 * inner_kv + d
+        if qk_norm:
+            attention += 2 * head_dim(config)
         mlp = 3 * d * config.intermediate_size
         if config.mlp_bias:
             mlp += 2 * config.intermediate_size + d

@@ -11,6 +11,7 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
     repeat_kv,
 )
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from medusa_train.trees.masks import additive_mask
 
@@ -48,7 +49,7 @@ class TrainingAttention:
         self._values: list[Tensor] = []
 
     def __call__(
-        self, attention: LlamaAttention, x: Tensor, angles: tuple[Tensor, Tensor]
+        self, attention: LlamaAttention | Qwen3Attention, x: Tensor, angles: tuple[Tensor, Tensor]
     ) -> Tensor:
         """Attend in the next step, [B, T, 2 d] -> [B, T, d].
 
@@ -57,8 +58,13 @@ class TrainingAttention:
         """
         # 1. this step's queries, keys and values: [B, heads or kv_heads, T, head_dim]
         head_dim = attention.head_dim
-        query = attention.q_proj(x).unflatten(-1, (-1, head_dim)).transpose(1, 2)
-        key = attention.k_proj(x).unflatten(-1, (-1, head_dim)).transpose(1, 2)
+        query = attention.q_proj(x).unflatten(-1, (-1, head_dim))  # [B, T, heads, head_dim]
+        key = attention.k_proj(x).unflatten(-1, (-1, head_dim))
+        if isinstance(attention, Qwen3Attention):
+            query = attention.q_norm(query)
+            key = attention.k_norm(key)
+        query = query.transpose(1, 2)
+        key = key.transpose(1, 2)
         value = attention.v_proj(x).unflatten(-1, (-1, head_dim)).transpose(1, 2)
         query, key = apply_rotary_pos_emb(query, key, *angles)
 
@@ -94,7 +100,7 @@ class TrainingAttention:
 
     def _attend_block(
         self,
-        attention: LlamaAttention,
+        attention: LlamaAttention | Qwen3Attention,
         query: Tensor,
         start: int,
         keys: tuple[Tensor, ...],
@@ -137,7 +143,11 @@ def _joined(of_steps: tuple[Tensor, ...], start: int, end: int) -> Tensor:
 
 
 def _attend(
-    attention: LlamaAttention, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+    attention: LlamaAttention | Qwen3Attention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
 ) -> Tensor:
     """Attention of [B, heads, q, head_dim]; causal without a mask."""
     return scaled_dot_product_attention(

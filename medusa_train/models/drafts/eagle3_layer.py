@@ -16,6 +16,7 @@ from transformers.models.llama.modeling_llama import (
     LlamaRMSNorm,
     LlamaRotaryEmbedding,
 )
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from medusa_train.models.hf_config import head_dim, key_value_heads
 from medusa_train.trees.masks import causal_mask
@@ -24,7 +25,7 @@ from medusa_train.trees.transformers_adapters import PromptCache, SlotCache
 #: Cosines and sines of rotary positions.
 Angles = tuple[Tensor, Tensor]
 #: Runs an attention module over [B, q, 2 d] with these angles, -> [B, q, d].
-Attend = Callable[[LlamaAttention, Tensor, Angles], Tensor]
+Attend = Callable[[LlamaAttention | Qwen3Attention, Tensor, Angles], Tensor]
 
 
 class Eagle3Layer(nn.Module):
@@ -39,16 +40,24 @@ class Eagle3Layer(nn.Module):
     Args:
         config: see `layer_config`.
         norm_before_residual: the first line adds to norm_x(x) in place of x.
+        qk_norm: the attention norms each head's queries and keys before their rotary angles, as
+            Qwen3's does.
     """
 
-    def __init__(self, config: LlamaConfig, norm_before_residual: bool = False) -> None:
+    def __init__(
+        self, config: LlamaConfig, norm_before_residual: bool = False, qk_norm: bool = False
+    ) -> None:
         super().__init__()
         self.norm_before_residual = norm_before_residual
         size = config.hidden_size
         eps = config.rms_norm_eps
         self.input_layernorm = LlamaRMSNorm(size, eps=eps)  # norm_e
         self.hidden_norm = LlamaRMSNorm(size, eps=eps)  # norm_x
-        self.self_attn = LlamaAttention(config, layer_idx=0)
+        self.self_attn: LlamaAttention | Qwen3Attention
+        if qk_norm:
+            self.self_attn = Qwen3Attention(config, layer_idx=0)
+        else:
+            self.self_attn = LlamaAttention(config, layer_idx=0)
         for name in ("q_proj", "k_proj", "v_proj"):
             narrow = getattr(self.self_attn, name)
             wide = nn.Linear(2 * size, narrow.out_features, bias=narrow.bias is not None)
@@ -131,7 +140,9 @@ class Eagle3Layer(nn.Module):
     ) -> Tensor:
         """Run the layer with keys and values in a cache, [B, q, 2 d] -> [B, q, d]."""
 
-        def attend(attention: LlamaAttention, both: Tensor, angles: Angles) -> Tensor:
+        def attend(
+            attention: LlamaAttention | Qwen3Attention, both: Tensor, angles: Angles
+        ) -> Tensor:
             out: Tensor = attention(
                 both, position_embeddings=angles, attention_mask=mask, past_key_values=cache
             )[0]

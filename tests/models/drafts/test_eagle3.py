@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, silu
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from medusa_train.config.draft_sections import default_layers
 from medusa_train.models.drafts import eagle3_attention
@@ -67,6 +68,9 @@ def reference(draft: Eagle3Draft, early: Tensor, tokens: Tensor, steps: int) -> 
             (x @ projection.weight.T).unflatten(-1, (-1, dim))
             for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
         )
+        if hasattr(attention, "q_norm"):
+            q = rms(attention.q_norm, q)
+            key = rms(attention.k_norm, key)
         keys.append([rotate(key[t], t + k - 1, layer) for t in range(length)])
         values.append(list(value))
         attended = []
@@ -81,7 +85,8 @@ def reference(draft: Eagle3Draft, early: Tensor, tokens: Tensor, steps: int) -> 
             )
             weights = (seen_keys * rotate(q[t], t + k - 1, layer)).sum(-1).mul(dim**-0.5).softmax(0)
             attended.append((weights[..., None] * seen_values).sum(0).flatten())
-        states = states + torch.stack(attended) @ attention.o_proj.weight.T
+        residual = rms(layer.hidden_norm, states) if layer.norm_before_residual else states
+        states = residual + torch.stack(attended) @ attention.o_proj.weight.T
         x = rms(layer.post_attention_layernorm, states)
         mlp = layer.mlp
         states = (
@@ -101,7 +106,13 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eagle3_attention, "BLOCK", 3)
 
 
-VARIANTS = {"norm_before_fc": True, "fc_norm": True, "norm_output": True}
+VARIANTS = {
+    "norm_before_residual": True,
+    "qk_norm": True,
+    "norm_before_fc": True,
+    "fc_norm": True,
+    "norm_output": True,
+}
 
 
 @pytest.mark.parametrize(
@@ -110,8 +121,9 @@ VARIANTS = {"norm_before_fc": True, "fc_norm": True, "norm_output": True}
 def test_value_and_gradient_of_the_formula(
     family: str, variants: dict[str, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if variants:  # Llama's norms round to float32, which adds up with so many
+    if variants:  # these norms round to float32, which adds up with so many
         monkeypatch.setattr(LlamaRMSNorm, "forward", rms)
+        monkeypatch.setattr(Qwen3RMSNorm, "forward", rms)
     draft, backbone = noisy(family, **variants)
     assert sum(parameter.numel() for parameter in draft.parameters()) == (
         Eagle3Draft.count_parameters(backbone.model, **variants)

@@ -1,0 +1,184 @@
+"""Published drafts by their true shapes: they load, and guess what a server computes from the same
+files.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention, silu
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from medusa_train.checkpoint.heads import load_draft
+from medusa_train.checkpoint.resolve import resolve_model
+from medusa_train.errors import CheckpointError
+from medusa_train.models.backbone import Backbone
+from medusa_train.models.drafts.eagle3 import Eagle3Draft
+from medusa_train.models.features import Rows
+from tests.checkpoint.published import EAGLE3, Sizes, write_eagle3
+from tests.families import random_backbone
+
+TOKENS = torch.tensor([[3, 14, 15, 9, 26, 5, 35]])
+LAYERS = 8
+SIZES = Sizes(vocab_size=61, hidden_size=32, draft_vocab_size=20)
+
+
+@pytest.fixture(scope="module")
+def backbone() -> Backbone:
+    return random_backbone("llama", dtype=torch.float32, num_hidden_layers=LAYERS)
+
+
+def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.float()
+
+
+def served_logits(
+    tensors: Mapping[str, Tensor], config: Mapping[str, Any], model: Any, tokens: Tensor
+) -> Tensor:
+    """The logits [V] of the first draft token behind `tokens` [1, T], as vLLM computes them from the
+    files of a draft, in float32: minus infinity for tokens that it does not have.
+    """
+    layer = config.get("transformer_layer_config", config)
+    eps = layer["rms_norm_eps"]
+    w = {}
+    for name, tensor in tensors.items():
+        plain = name.removeprefix("layers.0.").removeprefix("midlayer.")
+        w[plain] = tensor.float() if tensor.is_floating_point() else tensor
+    embeddings = w.get("embed_tokens.weight", model.get_input_embeddings().weight)
+    lm_head = w.get("lm_head.weight", model.get_output_embeddings().weight)
+    # 1. the states after these layers: those of eagle_config are counted from 0
+    layers = config.get("eagle_aux_hidden_state_layer_ids") or [2, LAYERS // 2, LAYERS - 3]
+    if "eagle_config" in config:
+        layers = [i + 1 for i in config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]]
+    states = model(tokens, output_hidden_states=True).hidden_states
+    parts = [states[i][0, :-1] for i in sorted(layers)]  # 3 times [T - 1, d]
+    if config.get("fc_norm"):
+        parts = [rms(part, w[f"fc_norm.{i}.weight"], eps) for i, part in enumerate(parts)]
+    x = torch.cat(parts, dim=-1) @ w["fc.weight"].T
+    # 2. attention over the token after each position, and its state
+    normed = rms(x, w["hidden_norm.weight"], eps)
+    residual = normed if config.get("norm_before_residual") else x
+    embedded = rms(embeddings[tokens[0, 1:]], w["input_layernorm.weight"], eps)
+    both = torch.cat([embedded, normed], dim=-1)  # [T - 1, 2 d]
+    heads = {}
+    for letter in "qkv":
+        split = (both @ w[f"self_attn.{letter}_proj.weight"].T).unflatten(-1, (-1, SIZES.head_dim))
+        if f"self_attn.{letter}_norm.weight" in w:
+            split = rms(split, w[f"self_attn.{letter}_norm.weight"], eps)
+        heads[letter] = split.transpose(0, 1)[None]  # [1, heads, T - 1, head_dim]
+    cos, sin = angles(layer, both)
+    query, key = apply_rotary_pos_emb(heads["q"], heads["k"], cos, sin)
+    attended = scaled_dot_product_attention(query, key, heads["v"], is_causal=True, enable_gqa=True)
+    x = residual + attended[0].transpose(0, 1).flatten(1) @ w["self_attn.o_proj.weight"].T
+    # 3. MLP and logits
+    normed = rms(x, w["post_attention_layernorm.weight"], eps)
+    gated = silu(normed @ w["mlp.gate_proj.weight"].T) * (normed @ w["mlp.up_proj.weight"].T)
+    x = x + gated @ w["mlp.down_proj.weight"].T
+    logits = rms(x[-1], w["norm.weight"], eps) @ lm_head.T  # [N]
+    if "d2t" not in w:
+        return logits
+    scattered = torch.full((SIZES.vocab_size,), -torch.inf)
+    scattered[w["d2t"] + torch.arange(len(logits))] = logits
+    return scattered
+
+
+def angles(layer: Mapping[str, Any], x: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the positions of x, [1, T - 1, head_dim]; theta is 10,000 unless named."""
+    rope = dict(layer.get("rope_parameters") or layer.get("rope_scaling") or {})
+    rope.setdefault("rope_type", "default")
+    rope.setdefault("rope_theta", layer.get("rope_theta", 10000.0))
+    config = LlamaConfig(
+        head_dim=SIZES.head_dim,
+        max_position_embeddings=layer["max_position_embeddings"],
+        rope_parameters=rope,
+    )
+    positions = torch.arange(len(x))[None]
+    cos, sin = LlamaRotaryEmbedding(config)(x, positions)
+    return cos, sin
+
+
+@pytest.mark.parametrize("name", EAGLE3)
+def test_a_published_draft_guesses_what_servers_compute(
+    name: str, backbone: Backbone, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    published = EAGLE3[name]
+    sizes = SIZES
+    if "lm_head.weight" in published.without:
+        sizes = Sizes(vocab_size=61, hidden_size=32, draft_vocab_size=61)
+    tensors = write_eagle3(tmp_path, published, sizes)
+    (tmp_path / "eagle3.py").write_text("raise SystemExit")  # no code of a repository runs
+    draft = load_draft(tmp_path, backbone)
+    assert isinstance(draft, Eagle3Draft)
+    assert caplog.messages == []
+    with torch.no_grad():
+        feats = backbone.run(TOKENS, need=draft.needs)
+        first = next(draft.teacher_forced_states(feats, Rows.from_tokens(TOKENS)))
+        logits = draft.lm_head(1).logits(first[0, -2])
+        config = json.loads((tmp_path / "config.json").read_text())
+        expected = served_logits(tensors, config, backbone.model, TOKENS)
+    found = torch.full_like(expected, -torch.inf)
+    tokens = torch.arange(SIZES.vocab_size) if draft.token_map is None else draft.token_map
+    found[tokens] = logits
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-5)
+
+
+def test_the_verifier_of_speculators_is_the_backbone(tmp_path: Path) -> None:
+    write_eagle3(tmp_path, EAGLE3["speculators-0.2"], SIZES)
+    assert resolve_model(str(tmp_path), None, None).base_model == "some/verifier"
+    assert resolve_model(str(tmp_path), "other/model", None).base_model == "other/model"
+
+
+def test_norms_of_queries_and_keys_need_the_layer_of_qwen3(
+    backbone: Backbone, tmp_path: Path
+) -> None:
+    write_eagle3(tmp_path, EAGLE3["speculators-qwen3"], SIZES)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["transformer_layer_config"]["model_type"] = "llama"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="only where model_type is qwen3"):
+        load_draft(tmp_path, backbone)
+
+
+def test_layers_that_the_backbone_does_not_have_are_refused(
+    backbone: Backbone, tmp_path: Path
+) -> None:
+    write_eagle3(tmp_path, EAGLE3["specforge"], SIZES)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [1, 17, 33]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"after 34 layers, the backbone has 8\)\. Name the"):
+        load_draft(tmp_path, backbone)
+
+
+def test_a_missing_lm_head_is_the_backbone_s_only_for_all_tokens(
+    backbone: Backbone, tmp_path: Path
+) -> None:
+    tensors = write_eagle3(tmp_path, EAGLE3["specforge"], SIZES)
+    del tensors["lm_head.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight missing .* draft_vocab_size is 20"):
+        load_draft(tmp_path, backbone)
+
+
+def test_weights_in_several_files_are_read_together(backbone: Backbone, tmp_path: Path) -> None:
+    tensors = write_eagle3(tmp_path, EAGLE3["specforge"], SIZES)
+    (tmp_path / "model.safetensors").unlink()
+    names = sorted(tensors)
+    for number, part in enumerate((names[:5], names[5:]), 1):
+        shard = {name: tensors[name] for name in part}
+        save_file(shard, tmp_path / f"model-0000{number}-of-00002.safetensors")
+    draft = load_draft(tmp_path, backbone)
+    assert torch.equal(draft.state_dict()["fc.weight"], tensors["fc.weight"].float())
+
+
+def test_a_draft_without_its_weights_is_named_so(backbone: Backbone, tmp_path: Path) -> None:
+    write_eagle3(tmp_path, EAGLE3["authors"], SIZES)
+    (tmp_path / "pytorch_model.bin").unlink()
+    with pytest.raises(CheckpointError, match="no weights beside it"):
+        load_draft(tmp_path, backbone)
