@@ -349,6 +349,33 @@ def _is_eagle3(config: Mapping[str, Any]) -> bool:
     return "draft_vocab_size" in config  # of the authors
 
 
+#: Words in the architectures of drafts, whatever their method.
+_DRAFT_WORDS = ("eagle", "dflash", "dspark", "mtp", "speculator")
+_READABLE = "Medusa heads and EAGLE-3 drafts are read, and what this program has trained."
+
+
+def _other_kind(config: Mapping[str, Any]) -> str | None:
+    """Say what kind of draft a config.json describes, of those that are not read; None if it
+    describes none.
+    """
+    if "speculators_model_type" in config:
+        kind = config["speculators_model_type"]
+        return f"config.json is that of a draft of speculators' kind {kind}, which is not read"
+    if any(key.startswith("hydra_") for key in config):
+        return "config.json is that of Hydra heads of their authors' code, which are not read"
+    architectures = config.get("architectures")
+    if isinstance(architectures, list):
+        for name in map(str, architectures):
+            if any(word in name.lower() for word in _DRAFT_WORDS):
+                return f"config.json is that of a draft of the kind {name}, which is not read"
+    if config.get("num_hidden_layers") == 1:
+        return (
+            "config.json is that of a model of one layer without draft_vocab_size, as of a draft of"
+            " EAGLE 1 or 2, which is not read"
+        )
+    return None
+
+
 def holds_merged(directory: Path) -> bool:
     """Return whether a directory is a run's `export/merged`, or a copy of one."""
     card = directory / "README.md"
@@ -405,6 +432,9 @@ def _resolve(model: str | None, base_model: str | None, tree: Path | None) -> Mo
         return _resolve_run(directory, base_model, tree)
     if find_heads(directory).layout:
         return _resolve_heads(directory, base_model, tree)
+    kind = _other_kind(read_mapping(directory / HEADS_CONFIG))
+    if kind is not None:
+        raise CheckpointError(f"{directory}: {kind}. {_READABLE}")
     raise CheckpointError(
         f"{directory}: neither a run (no heads/medusa_lm_head.safetensors or"
         " heads/draft.safetensors) nor a directory of heads (ours, the public Medusa code's or"
@@ -438,6 +468,9 @@ def _resolve_fetched(
     hub's cache.
     """
     if not find_heads(directory).layout:
+        kind = _other_kind(read_mapping(directory / HEADS_CONFIG))
+        if kind is not None:
+            raise CheckpointError(f"model {name!r}: {kind}. {_READABLE}")
         raise CheckpointError(
             f"model {name!r}: this repository holds no heads (ours, the public Medusa code's,"
             " vLLM's, or an EAGLE-3 draft); for a backbone alone use --base-model, for a whole run"
@@ -515,13 +548,14 @@ def named_backbone(config: Mapping[str, Any]) -> str | None:
 
 
 def names_no_backbone(model: str) -> bool:
-    """Return whether `model` is a directory of heads whose config.json names no backbone, as of
-    published ones.
+    """Return whether `model` is a directory of heads whose config.json has no
+    `base_model_name_or_path`, as of published ones; a verifier of speculators may be a path of its
+    author's machine.
     """
     path = resolve_path(model)
     if path is None or find_heads(path).layout in (None, "model"):
         return False
-    return named_backbone(read_mapping(path / HEADS_CONFIG)) is None
+    return not read_mapping(path / HEADS_CONFIG).get("base_model_name_or_path")
 
 
 def _local_or_hub(name: str) -> str:

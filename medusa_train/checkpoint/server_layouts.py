@@ -434,6 +434,18 @@ def from_eagle3(
     return state, settings
 
 
+def layers_that_vllm_shifts(config: Mapping[str, Any]) -> list[int] | None:
+    """Return the layers that vLLM 0.32 takes one too early; None where it reads what was trained.
+
+    In eagle_config layers are counted from 0 and their outputs are meant, as SGLang, SpecForge and
+    Model Optimizer do. vLLM reads these numbers as it reads those at the top.
+    """
+    eagle = config.get("eagle_config") or {}
+    if config.get(_STATES) or not eagle.get(_STATES):
+        return None
+    return list(eagle[_STATES])
+
+
 def _unread_entries(
     config: Mapping[str, Any], layer: Mapping[str, Any], eagle: Mapping[str, Any]
 ) -> set[str]:

@@ -23,6 +23,7 @@ import torch
 
 from medusa_train.checkpoint.resolve import ModelPaths, find_heads
 from medusa_train.checkpoint.serialize import read_json
+from medusa_train.checkpoint.server_layouts import layers_that_vllm_shifts
 from medusa_train.config.draft_sections import LookupChoice
 from medusa_train.config.schema import EvalConfig
 from medusa_train.data.builtin_templates import get_template
@@ -312,6 +313,14 @@ def prepare_model(
             f"{version} does not apply the temperature to drafts: the figures with heads mean"
             " nothing"
         )
+    if heads is not None:
+        layers = layers_that_vllm_shifts(read_json(heads / "config.json"))
+        if layers is not None:
+            notes.append(
+                f"vLLM 0.32 takes the layers {layers} of eagle_config one earlier than the draft was"
+                " trained with (in SGLang's count), so it may accept less: medusa-export"
+                f" {heads} --to vllm base_model={backbone} output_dir=DIR writes it with the right ones"
+            )
     draft, lengths = _draft_for_vllm(paths.lookup, heads)
     tokens = list(dict.fromkeys(cfg.serve_speculative_tokens or lengths))
     if draft["method"] == "medusa" and max(tokens) > max(lengths):

@@ -16,7 +16,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from medusa_train.checkpoint.heads import load_draft
-from medusa_train.checkpoint.resolve import resolve_model
+from medusa_train.checkpoint.resolve import names_no_backbone, resolve_model
 from medusa_train.errors import CheckpointError
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.eagle3 import Eagle3Draft
@@ -132,6 +132,7 @@ def test_the_verifier_of_speculators_is_the_backbone(tmp_path: Path) -> None:
     write_eagle3(tmp_path, EAGLE3["speculators-0.2"], SIZES)
     assert resolve_model(str(tmp_path), None, None).base_model == "some/verifier"
     assert resolve_model(str(tmp_path), "other/model", None).base_model == "other/model"
+    assert names_no_backbone(str(tmp_path))  # so that an export takes the one that the user names
 
 
 def test_norms_of_queries_and_keys_need_the_layer_of_qwen3(

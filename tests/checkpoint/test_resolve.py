@@ -121,6 +121,24 @@ def test_heads_alone_name_their_backbone_in_config_json(tmp_path: Path) -> None:
     assert (paths.base_model, paths.heads, paths.tree) == ("some/model", tmp_path, None)
 
 
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"speculators_model_type": "peagle", "draft_vocab_size": 9}, "speculators' kind peagle"),
+        ({"hydra_num_heads": 4, "hydra_num_layers": 4}, "Hydra heads of their authors' code"),
+        ({"architectures": ["DFlashDraftModel"]}, "of the kind DFlashDraftModel"),
+        ({"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}, "EAGLE 1 or 2"),
+    ],
+)
+def test_published_drafts_of_other_kinds_are_named(
+    config: dict[str, object], words: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=f"{words}.*not read.*EAGLE-3 drafts are read"):
+        resolve_model(str(tmp_path), "some/model", None)
+
+
 def test_a_path_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="neither a run"):
         resolve_model(str(tmp_path), None, None)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,10 @@ from medusa_train.server_bench.serve import (
     serve_command,
     vllm_version,
 )
+from tests.checkpoint.published import EAGLE3 as EAGLE3_DRAFTS
+from tests.checkpoint.published import Sizes, write_eagle3
 from tests.evaluation.tiny_model import write_backbone, write_run
+from tests.hub.server import serve
 from tests.server_bench.servers import write_questions
 
 FAKE = Path(__file__).with_name("fake_vllm.py")
@@ -156,6 +160,34 @@ def test_an_eagle3_draft_is_served_by_its_own_method(tmp_path: Path, trained: Pa
     assert json.loads((Path(config["model"]) / "config.json").read_text())["architectures"] == [
         EAGLE3
     ]
+
+
+def test_a_published_draft_of_the_hub_is_served_as_it_is(tmp_path: Path, trained: Path) -> None:
+    vllm = Vllm(tmp_path, "")
+    folder = tmp_path / "hub" / "models" / "somebody" / "draft"
+    published = replace(EAGLE3_DRAFTS["specforge"], file="pytorch_model.bin")
+    write_eagle3(folder, published, Sizes(vocab_size=61, hidden_size=32, draft_vocab_size=20))
+    with serve(tmp_path / "hub") as hub:
+        done = subprocess.run(
+            command(
+                tmp_path / "out",
+                "--model=somebody/draft",
+                "--base-model=backbone",
+                "serve_speculative_tokens=[2]",
+            ),
+            cwd=trained,
+            env={**vllm.environment, **hub.environment, "HF_HOME": str(tmp_path / "home")},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (config,) = vllm.drafts
+    assert config["method"] == "eagle3"
+    files = sorted(path.name for path in Path(config["model"]).iterdir())
+    assert files == ["config.json", "pytorch_model.bin"]
+    (note,) = json.loads((tmp_path / "out" / "served.json").read_text())["meta"]["notes"]
+    assert "takes the layers [1, 3, 5] of eagle_config one earlier" in note
 
 
 def test_prompt_lookup_is_served_without_heads(tmp_path: Path, trained: Path) -> None:
