@@ -119,7 +119,9 @@ NAMED_BENCHES = {
         url="https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl",
     ),
     "humaneval": PublicDataset(
-        ("humaneval",), "openai/openai_humaneval", "openai_humaneval/test-00000-of-00001.parquet"
+        ("humaneval", "human_eval"),
+        "openai/openai_humaneval",
+        "openai_humaneval/test-00000-of-00001.parquet",
     ),
     "gsm8k": PublicDataset(("gsm8k",), "openai/gsm8k", "main/test-00000-of-00001.parquet"),
 }
@@ -305,6 +307,8 @@ def read_questions(
     for record in read_file(path):
         try:
             question = _parse(record, unread)
+            if question is None:
+                continue
             earlier = first_seen.setdefault(question.question_id, record.source)
             if earlier != record.source:
                 raise ValueError(
@@ -327,8 +331,11 @@ def read_questions(
     return tuple(questions)
 
 
-def _parse(raw: RawRecord, unread: Unread) -> Question:
-    """Parse a record of any of the formats; raises ValueError with the reason."""
+def _parse(raw: RawRecord, unread: Unread) -> Question | None:
+    """Parse a record of any of the formats; None for a chat in which the user says nothing.
+
+    Raises ValueError with the reason.
+    """
     if raw.error is not None:
         raise ValueError(raw.error)
     record = raw.value
@@ -340,10 +347,10 @@ def _parse(raw: RawRecord, unread: Unread) -> Question:
     if isinstance(record.get("question"), str) and isinstance(record.get("answer"), str):
         unread.count_columns(record, _GSM8K_KEYS)
         return _parse_gsm8k(record, raw.source, raw.number)
-    if _is_chat(record):
+    if _is_prompt(record):
         said, system = parse_user_turns(record, unread=unread)
-        if not said:
-            raise ValueError("the chat has no message of the user")
+        if not said:  # counted in `unread`
+            return None
         return Question(raw.number, "general", tuple(said), raw.source, system=system)
     question = _parse_mtbench(record, raw.source)
     known = set(_MT_BENCH_KEYS)
@@ -354,16 +361,15 @@ def _parse(raw: RawRecord, unread: Unread) -> Question:
     return question
 
 
-def _is_chat(record: dict[str, Any]) -> bool:
-    """Return whether a record is a chat, or a prompt as text without an id, as in the benches of
-    `speculators`.
+def _is_prompt(record: dict[str, Any]) -> bool:
+    """Return whether a record is a chat, or a prompt without an id, such as the texts of the
+    benches of `speculators` or AlpacaEval's instructions.
     """
     if "turns" in record:
         return False
     if any(column in record for column in ("messages", "conversations", "conversation")):
         return True
-    has_id = "question_id" in record or "prompt_id" in record
-    return isinstance(record.get("prompt"), str) and not has_id
+    return "question_id" not in record and "prompt_id" not in record
 
 
 def _parse_mtbench(record: dict[str, Any], source: str) -> Question:

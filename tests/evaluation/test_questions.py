@@ -75,14 +75,22 @@ def test_the_users_messages_of_chats_are_asked(tmp_path: Path) -> None:
     assert (first.question_id, first.turns, first.system) == (1, ("One?", "Two?"), None)
     assert first.opening == [Message("user", "One?")]
     assert second.opening == [Message("system", "Be brief."), Message("user", "Three?")]
-    with pytest.raises(DataError, match=r"chats.jsonl:1: the chat has no message of the user"):
+    # a chat without a question is named, as in self-distillation
+    unread = Unread()
+    path = write(tmp_path / "chats.jsonl", {"messages": [answer]}, sharegpt)
+    assert [question.question_id for question in read_questions(path, unread)] == [2]
+    assert unread.without_prompt == 1
+    with pytest.raises(DataError, match=r"chats.jsonl: holds no questions"):
         read_questions(write(tmp_path / "chats.jsonl", {"messages": [answer]}))
 
 
 def test_prompts_are_asked_as_they_are(tmp_path: Path) -> None:
-    """The benches of `speculators` have nothing but a text; LMSYS-Chat has chats."""
+    """The benches of `speculators` have nothing but a text, LMSYS-Chat has chats, AlpacaEval
+    instructions with another model's answer.
+    """
     chat = {"conversation": [{"role": "user", "content": "Three?"}]}
-    path = write(tmp_path / "qa.jsonl", {"prompt": "One?"}, {"prompt": "Two?"}, chat)
+    two = {"instruction": "Two?", "output": "2", "dataset": "koala"}
+    path = write(tmp_path / "qa.jsonl", {"prompt": "One?"}, two, chat)
     questions = read_questions(path)
     assert [(question.question_id, question.turns) for question in questions] == [
         (1, ("One?",)),
@@ -228,17 +236,23 @@ def test_an_invalid_line_is_reported_with_file_line_and_reason(
 
 
 @pytest.mark.parametrize(
-    "place", ["mtbench/question.jsonl", "mt_bench/question.jsonl", "mtbench.jsonl"]
+    ("name", "place"),
+    [
+        ("mtbench", "mtbench/question.jsonl"),
+        ("mtbench", "mt_bench/question.jsonl"),
+        ("mtbench", "mtbench.jsonl"),
+        ("humaneval", "human_eval/HumanEval.jsonl"),
+    ],
 )
 def test_the_users_bench_directory_comes_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, place: str
 ) -> None:
-    (tmp_path / "here" / "mtbench").mkdir(parents=True)
+    (tmp_path / "here" / name).mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "here")  # where a directory has the same name
     path = write(tmp_path / place, GOOD)
     monkeypatch.setenv(benches.BENCH_DIR_VARIABLE, str(tmp_path))
-    bench = load_bench("mtbench")
-    assert (bench.name, bench.path) == ("mtbench", path)
+    bench = load_bench(name)
+    assert (bench.name, bench.path) == (name, path)
 
 
 def test_an_odd_line_is_skipped_in_a_bench_of_a_known_name_only(
@@ -256,7 +270,7 @@ def test_an_odd_line_is_skipped_in_a_bench_of_a_known_name_only(
     with pytest.raises(DataError, match=":2: turn 1 is empty"):
         load_bench(str(path))
     write(path, {"what": 1})
-    with pytest.raises(DataError, match="question_id is missing"):
+    with pytest.raises(DataError, match="unknown record format"):
         load_bench("specbench")
 
 
