@@ -48,12 +48,13 @@ _TURN_KEYS = {
 }
 #: The columns that an alpaca record's question and answer are read from.
 _ALPACA_COLUMNS = ("instruction", "input", "output", "history")
+#: Columns of prompts that are no chats: a text, or a list of texts or messages.
+_PROMPT_COLUMNS = ("prompt", "question", "problem", "input")
 _PROMPT_FORMATS = {
     **_CHAT_FORMATS,
     "alpaca": ("instruction",),
     "mt_bench": ("turns",),
-    "prompt": ("prompt",),
-    "question": ("question",),
+    **{key: (key,) for key in _PROMPT_COLUMNS},
 }
 _PROMPT_ROLES: tuple[Role, ...] = ("user", "system")
 #: A record with this key is output of self-distillation; it has a reason for each answer.
@@ -191,9 +192,10 @@ def parse_user_turns(
 
     Assistant messages are ignored, so that prompts without answers and chats in any order are
     accepted. Besides the formats of `parse_record`, "auto" accepts MT-Bench's `{"turns": [text,
-    ...]}`, `{"prompt": ...}` (text, or a list of texts or messages) and `{"question": text}`. Blank
-    messages are dropped; the last system message counts; lone surrogates become question marks.
-    `unread` counts the columns, and the keys of the user's turns, that are not read.
+    ...]}`, and a text, or a list of texts or messages, under `prompt`, `question`, `problem` or
+    `input`. Blank messages are dropped; the last system message counts; lone surrogates become
+    question marks. `unread` counts the columns, and the keys of the user's turns, that are not
+    read.
 
     Raises:
         RecordError: the record has none of these formats, or its turns are not text.
@@ -244,17 +246,17 @@ def _prompts_of(record: Mapping[str, Any], record_format: str, found: Unread) ->
         turns = [{"role": "user", "content": text} for text in as_list(record, "turns")]
         keys = TurnKeys("turns", "role", "content")
         return _Parsed(parse_turns({"turns": turns}, keys, roles=_PROMPT_ROLES), {"turns"})
-    if record_format == "prompt" and isinstance(record["prompt"], (list, tuple)):
+    if record_format in _PROMPT_COLUMNS:
+        if not isinstance(record[record_format], (list, tuple)):
+            return _Parsed((Message("user", _field(record, record_format)),), {record_format})
         turns = []
-        for turn in record["prompt"]:
+        for turn in record[record_format]:
             if isinstance(turn, str):
                 turn = {"role": "user", "content": turn}
             turns.append(turn)
-        keys = TurnKeys("prompt", "role", "content")
-        messages = parse_turns({"prompt": turns}, keys, roles=_PROMPT_ROLES, unread=found)
-        return _Parsed(messages, {"prompt"})
-    if record_format in ("prompt", "question"):
-        return _Parsed((Message("user", _field(record, record_format)),), {record_format})
+        keys = TurnKeys(record_format, "role", "content")
+        messages = parse_turns({record_format: turns}, keys, roles=_PROMPT_ROLES, unread=found)
+        return _Parsed(messages, {record_format})
     keys = _turn_keys(record, record_format)
     messages = parse_turns(record, keys, roles=_PROMPT_ROLES, unread=found)
     return _Parsed(messages, {keys.column})

@@ -320,11 +320,19 @@ def _split_of(path: Path) -> str | None:
     for split, names in _SPLIT_WORDS.items():
         if not set(names) & set(words):
             continue
-        shard = re.match(r"(.+?)-\d{5}-of-\d{5}", stem)
-        if shard is not None and shard[1] not in names:
-            return shard[1]
+        series = _series_of(path)
+        if series is not None and series not in names:
+            return series
         return split
     return None
+
+
+def _series_of(path: Path) -> str | None:
+    """Return the first part of the name of a shard, such as `train_sft-00000-of-00003.parquet`."""
+    shard = re.match(r"(.+?)-\d{5}-of-\d{5}", path.name.lower())
+    if shard is None:
+        return None
+    return shard[1]
 
 
 def _files_of_split(files: Sequence[Path], split: str | None, path: Path) -> list[Path]:
@@ -332,6 +340,10 @@ def _files_of_split(files: Sequence[Path], split: str | None, path: Path) -> lis
     splits = {file: _split_of(file) or "train" for file in files}
     wanted = (split or "train").lower()
     if wanted not in splits.values():
+        # the hub's splits may have any name, such as `chat` and `math`
+        series = [file for file in files if _series_of(file) == wanted]
+        if series:
+            return series
         similar = {name for name in splits.values() if re.split(r"[-._]", name)[0] == wanted}
         if len(similar) != 1:
             have = ", ".join(sorted(set(splits.values())))
@@ -368,10 +380,12 @@ def _describe_unread(path: Path, unread: Sequence[Path]) -> tuple[str, ...]:
 
 
 def _missing_shards(paths: Sequence[Path]) -> tuple[str, ...]:
-    """Name numbers that are missing among files such as `train-00000-of-00003.parquet`."""
+    """Name numbers that are missing among files such as `train-00000-of-00003.parquet`; older ones
+    of the hub have a digest behind them.
+    """
     found: dict[tuple[Path, str, int, str], set[int]] = {}
     for path in paths:
-        match = re.fullmatch(r"(.+?)(\d+)-of-(\d+)(\..+)", path.name)
+        match = re.fullmatch(r"(.+?)(\d+)-of-(\d+)(?:-[0-9a-f]{8,})?(\..+)", path.name)
         if match is not None:
             series = (path.parent, match[1], int(match[3]), match[4])
             found.setdefault(series, set()).add(int(match[2]))

@@ -127,8 +127,14 @@ def test_user_turns_need_no_answers_and_no_turns() -> None:
 
 
 def test_prompts_may_be_texts() -> None:
-    """As in the benches of `speculators`, the hub's MT-Bench, TRL's prompts, and GSM8K."""
+    """As in the benches of `speculators`, the hub's MT-Bench, TRL's prompts, GSM8K, MATH,
+    OpenCodeInstruct, and Llama-Nemotron's list of messages.
+    """
     assert parse_user_turns({"prompt": "q"}) == (["q"], None)
+    assert parse_user_turns({"problem": "q", "solution": "a"}) == (["q"], None)
+    assert parse_user_turns({"input": "q", "output": "a"}) == (["q"], None)
+    nemotron = {"input": [{"role": "user", "content": "q"}], "output": "a"}
+    assert parse_user_turns(nemotron) == (["q"], None)
     assert parse_user_turns({"prompt": ["q", "r"]}) == (["q", "r"], None)
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
     assert parse_user_turns({"prompt": messages}) == (["q"], "s")

@@ -238,7 +238,7 @@ def test_a_copy_of_ultrachats_whole_repository_is_read_for_its_split(
     (directory / "data").mkdir(parents=True)
     files = {}
     for split in ("train_sft", "train_gen", "test_sft", "test_gen"):
-        files[split] = directory / "data" / f"{split}-00000-of-00001-a3ecf927.parquet"
+        files[split] = directory / "data" / f"{split}-00000-of-00003-a3ecf927.parquet"
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist([RECORD]), files[split])
 
     def read_paths(**keys: str) -> list[str]:
@@ -247,6 +247,8 @@ def test_a_copy_of_ultrachats_whole_repository_is_read_for_its_split(
         return [path.name for path in source.paths]
 
     assert read_paths() == [files["train_sft"].name]
+    missing = "2 of 3 files train_sft-N-of-3.parquet are missing"
+    assert missing in " ".join(opened("ultrachat").notes)
     assert read_paths(split="test_gen") == [files["test_gen"].name]
     shutil.rmtree(directory / "data")
     (directory / "mine.jsonl").write_text(LINE)
@@ -389,6 +391,16 @@ def test_splits_of_one_kind_have_to_be_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="test_sft, train_gen, train_sft"):
         open_source(DatasetConfig(path=str(tmp_path)))
     assert paths_of(path=str(tmp_path), split="train_sft") == ["train_sft-00000-of-00001.jsonl"]
+
+
+def test_splits_of_any_name_can_be_named(tmp_path: Path) -> None:
+    """As those of Nemotron's post-training data."""
+    for split in ("chat", "math"):
+        (tmp_path / f"{split}-00000-of-00001.jsonl").write_text(LINE)
+    assert paths_of(path=str(tmp_path), split="math") == ["math-00000-of-00001.jsonl"]
+    assert len(paths_of(path=str(tmp_path))) == 2
+    with pytest.raises(ConfigError, match="no files of the split code"):
+        open_source(DatasetConfig(path=str(tmp_path), split="code"))
 
 
 def test_suffixes_in_capitals_are_read(tmp_path: Path) -> None:
