@@ -69,6 +69,8 @@ _SELF_DISTILLATION_KEYS = (
     "mode",
     "dropped",
 )
+#: Columns that name a prompt; the first that is there counts.
+PROMPT_IDS = ("id", "question_id", "custom_id")
 #: Columns that hold variables of the chat template.
 TOOLS = "tools"
 TEMPLATE_KWARGS = "chat_template_kwargs"
@@ -201,7 +203,7 @@ def parse_user_turns(
         RecordError: the record has none of these formats, or its turns are not text.
     """
     # 1. The messages, and the columns that they were read from.
-    record, record_format = _detect_format(record, type, _PROMPT_FORMATS)
+    record, record_format = _detect_format(_request_of(record), type, _PROMPT_FORMATS)
     found = Unread()
     parsed = _prompts_of(record, record_format, found)
     columns = set(parsed.columns)
@@ -225,7 +227,7 @@ def parse_user_turns(
             found.turns["system before the last one"] += len(system) - 1
         if not user:
             found.without_prompt += 1
-        for key in ("id", "question_id"):
+        for key in PROMPT_IDS:
             if usable_id(record, key) is not None:
                 columns.add(key)
                 break
@@ -234,6 +236,17 @@ def parse_user_turns(
     if not system:
         return user, None
     return user, system[-1]
+
+
+def _request_of(record: object) -> object:
+    """Return the request that a line of a batch file of OpenAI's and vLLM's servers holds, with its
+    id; other records as they are.
+    """
+    if not isinstance(record, Mapping) or "custom_id" not in record:
+        return record
+    if not isinstance(record.get("body"), Mapping):
+        return record
+    return {"custom_id": record["custom_id"], **record["body"]}
 
 
 def _prompts_of(record: Mapping[str, Any], record_format: str, found: Unread) -> _Parsed:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from medusa_train.config.schema import SelfDistillConfig
 from medusa_train.data.read_chats import describe_problems, first_problems
-from medusa_train.data.records import parse_user_turns, usable_id
+from medusa_train.data.records import PROMPT_IDS, parse_user_turns, usable_id
 from medusa_train.data.sources import PUBLIC_DATASETS, HubSplit, LocalFiles, open_prompts
 from medusa_train.data.unread import Unread
 from medusa_train.errors import ConfigError, DataError
@@ -124,7 +124,7 @@ def short_name(seed_dataset: str) -> str:
 
 def _record_id(record: object, turns: list[str], system: str | None) -> str:
     """Return the record's id, or a digest of its text."""
-    record_id = usable_id(record, "id", "question_id") if isinstance(record, Mapping) else None
+    record_id = usable_id(record, *PROMPT_IDS) if isinstance(record, Mapping) else None
     if record_id is not None:
         return record_id
     return hashlib.sha256(json.dumps([system, *turns]).encode()).hexdigest()[:16]

@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from medusa_train.data.unread import Unread
 from medusa_train.errors import ConfigError, DataError
 from medusa_train.selfdistill.prompts import Prompt, Selection, Shard, read_prompts, select_prompts
 
@@ -44,6 +45,17 @@ def test_four_forms_give_the_users_turns(tmp_path: Path) -> None:
     assert seeds[4].id == "81"
     assert seeds[2].system == "sys"
     assert seeds[1].source == f"{path}:2"
+
+
+def test_requests_of_a_batch_file_are_prompts(tmp_path: Path) -> None:
+    """As `vllm run-batch` and OpenAI's batches read them."""
+    messages = [{"role": "system", "content": "sys"}, {"role": "user", "content": "hi"}]
+    body = {"model": "m", "messages": messages}
+    request = {"custom_id": "r-1", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    unread = Unread()
+    (prompt,) = read_prompts(jsonl(tmp_path / "batch.jsonl", request), unread=unread)
+    assert (prompt.id, prompt.turns, prompt.system) == ("r-1", ("hi",), "sys")
+    assert list(unread.columns) == ["model"]
 
 
 def test_an_array_is_read_too_records_without_a_user_are_left_out_and_ids_get_numbers(
