@@ -75,6 +75,7 @@ class ModelPaths:
             another tree in every step; "none": nothing is drafted, and heads are only traced.
         threshold: confidence up to which drafting stops; None: the heads' own.
         gpu_kernels: parts for GPUs that decoding uses, see the key.
+        hub_name: of heads that were fetched from the hub.
     """
 
     home: Path
@@ -92,6 +93,15 @@ class ModelPaths:
     tree_mode: str = FIXED
     threshold: float | None = None
     gpu_kernels: tuple[str, ...] = ()
+    hub_name: str | None = None
+
+    @property
+    def arguments(self) -> list[str]:
+        """Arguments of medusa-eval that name these heads, and the backbone where no run does."""
+        named = ["--model", self.hub_name or str(self.home)]
+        if not (self.home / CONFIG).is_file():
+            named += ["--base-model", self.base_model]
+        return named
 
     @property
     def remote_code_note(self) -> str | None:
@@ -477,7 +487,12 @@ def _resolve_fetched(
             f" `hf download {name} --local-dir runs/NAME`"
         )
     paths = _resolve_heads(directory, base_model, tree)
-    return replace(paths, home=runs_directory() / "hub" / name.replace("/", "--"))
+    home = runs_directory() / "hub" / name.replace("/", "--")
+    if tree is None:
+        # the one that --calibrate has written here, or that of the repository
+        tree = _resolve_tree(None, home) or paths.tree
+        paths = replace(paths, tree=tree)
+    return replace(paths, home=home, hub_name=name)
 
 
 def _resolve_run(run: Path, base_model: str | None, tree: Path | None) -> ModelPaths:

@@ -44,7 +44,7 @@ def load_with_progress(
     with progress.phase(f"{what} in {dtype}", ticking=True):
         model = load_for_decoding(paths, dtype, compiled=compiled, rows=rows)
     if model.tree is not None and paths.tree is None:
-        again = shlex.join(["medusa-eval", "--calibrate", "--model", str(paths.home)])
+        again = shlex.join(["medusa-eval", "--calibrate", *paths.arguments])
         progress.print(
             "no tree.json beside the heads: using the chain of top-1 guesses, which is rarely the"
             f" best tree. To fit one: {again}",

@@ -238,6 +238,13 @@ for name in sys.argv[1:]:
 """
 
 
+FITTED = """
+from medusa_train.checkpoint.resolve import resolve_model
+paths = resolve_model("somebody/heads", None, None)
+print(paths.tree, paths.arguments)
+"""
+
+
 def test_heads_of_the_hub_are_found_by_their_name(
     hub: StandInHub, run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -254,6 +261,13 @@ def test_heads_of_the_hub_are_found_by_their_name(
     assert run(RESOLVE, "somebody/heads") == expected
     assert run(RESOLVE, "somebody/heads", HF_HUB_OFFLINE="1") == expected
     assert list((tmp_path / "runs").iterdir()) == []
+
+    # a tree that was fitted here wins over the repository's
+    home = tmp_path / "runs" / "hub" / "somebody--heads"
+    home.mkdir(parents=True)
+    Tree.chain(1).save(home / "tree.json")
+    arguments = "['--model', 'somebody/heads', '--base-model', 'somebody/model']"
+    assert run(FITTED) == f"runs/hub/somebody--heads/tree.json {arguments}\n"
 
     # the same heads as the public code's pickle, which is fetched only without safetensors
     draft = DRAFTS["medusa"].from_backbone(backbone, num_heads=2)
