@@ -371,6 +371,7 @@ def _medusa_tensors(found: HeadFiles, tensors: dict[str, Tensor], config: Any) -
 #: Entries of config.json that are read or say nothing about heads, by layout.
 _GENERAL = frozenset(
     {
+        "_name_or_path",
         "architectures",
         "base_model_name_or_path",
         "dtype",

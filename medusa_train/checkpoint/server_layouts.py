@@ -588,6 +588,10 @@ def _eagle3_names(settings: Mapping[str, Any], layer: Mapping[str, Any]) -> set[
     return names
 
 
+#: Ends of the names of what FP8 weights have beside them; whole numbers are refused before.
+_OF_QUANTIZED = ("_scale", "_scale_inv", "_zero_point")
+
+
 def _why_unread(name: str) -> str:
     """Say why a draft with this tensor can't be read."""
     if re.match(r"(layers|midlayer)\.\d+\.", name):
@@ -599,6 +603,8 @@ def _why_unread(name: str) -> str:
         )
     if name.startswith(("input_norm.", "fc_norm.")):
         return "a norm that config.json does not name (norm_before_fc, fc_norm)"
+    if name.endswith(_OF_QUANTIZED):
+        return "of quantized weights, which are not read; take the draft that is not quantized"
     if name.endswith(".bias"):
         return "a bias that config.json does not name (attention_bias, mlp_bias)"
     return "not a tensor of an EAGLE-3 draft"

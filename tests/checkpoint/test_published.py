@@ -15,12 +15,13 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from medusa_train.checkpoint.heads import load_draft
+from medusa_train.checkpoint.heads import load_draft, read_heads
 from medusa_train.checkpoint.resolve import names_no_backbone, resolve_model
 from medusa_train.errors import CheckpointError
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.eagle3 import Eagle3Draft
 from medusa_train.models.features import Rows
+from tests.checkpoint.others import D, V, reference_tensors, vllm_tensors, write
 from tests.checkpoint.published import EAGLE3, Sizes, write_eagle3
 from tests.families import random_backbone
 
@@ -183,3 +184,37 @@ def test_a_draft_without_its_weights_is_named_so(backbone: Backbone, tmp_path: P
     (tmp_path / "pytorch_model.bin").unlink()
     with pytest.raises(CheckpointError, match="no weights beside it"):
         load_draft(tmp_path, backbone)
+
+
+def test_published_medusa_heads_load_as_they_are(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    # 1. converted for vLLM: without biases, and null for the size of the vocabulary
+    tensors = {name: t for name, t in vllm_tensors(5).items() if not name.endswith(".bias")}
+    config = {
+        "_name_or_path": "somebody/heads",
+        "architectures": ["MedusaModel"],
+        "hidden_size": D,
+        "model_type": "medusa",
+        "num_heads": 5,
+        "num_hidden_layers": 1,
+        "transformers_version": "4.41.2",
+        "truncated_vocab_size": None,
+        "vocab_size": V,
+    }
+    assert read_heads(write(tmp_path / "vllm", tensors, config, "model.safetensors")).num_heads == 5
+    assert caplog.messages == []
+    # 2. the authors' own: a pickle, beside the number of heads of another training
+    authors = tmp_path / "authors"
+    authors.mkdir()
+    torch.save(reference_tensors(5, dtype=torch.bfloat16), authors / "medusa_lm_head.pt")
+    config = {
+        "base_model_name_or_path": "lmsys/vicuna-7b-v1.3",
+        "medusa_num_heads": 2,
+        "medusa_num_layers": 1,
+        "transformers_version": "4.31.0",
+    }
+    (authors / "config.json").write_text(json.dumps(config))
+    assert read_heads(authors).num_heads == 5
+    (note,) = caplog.messages
+    assert "config.json has medusa_num_heads: 2, the tensors are of 5: all are used" in note

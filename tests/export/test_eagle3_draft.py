@@ -248,6 +248,7 @@ def test_tokens_follow_from_t2d_where_d2t_is_missing(
         ({"midlayer.self_attn.k_norm.weight": None}, {}, "incomplete, midlayer.self_attn.k_norm"),
         ({"midlayer.self_attn.q_proj.bias": torch.ones(2)}, {}, "a bias that config.json does not"),
         ({"something.weight": torch.ones(2)}, {}, "something.weight: not a tensor of an EAGLE-3"),
+        ({"midlayer.mlp.up_proj.weight_scale": torch.ones(2)}, {}, "of quantized weights, which"),
         ({"fc_norm.1.weight": None}, {}, "incomplete, fc_norm.1.weight missing"),
         ({}, {"fc_norm": False}, "a norm that config.json does not name"),
         ({}, {"num_hidden_layers": 2}, "num_hidden_layers 2"),
