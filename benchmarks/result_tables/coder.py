@@ -86,22 +86,24 @@ def coder_nodes_table() -> str:
 
 
 def coder_served_table() -> str:
-    """Each draft in vLLM, beside vLLM without one; and its acceptance there and here."""
-    rows: list[Cells] = []
+    """Each draft in vLLM with one request and with four, beside vLLM without one; and its acceptance
+    there and here (vLLM's own lookup: there alone).
+    """
+    rows: dict[str, Cells] = {}
     for row in results("qwen_coder")["served"]:
-        rows.append(
-            [
-                f"{row['draft']}, {row['num_speculative_tokens']} draft tokens",
-                row["concurrency"],
-                speed(row["plain_tokens_per_s"]),
-                speed(row["tokens_per_s"]),
-                times(row["ratio"], row["ratio_interval"]),
-                shares(row["acceptance"]),
-                shares(row["own_acceptance"]),
-            ]
-        )
-    head = ("draft", "requests at once:", "tokens/s without:", "with:", "ratio:")
-    return table((*head, "accepted in vLLM:", "accepted here:"), rows)
+        title = f"{row['draft']}, {row['num_speculative_tokens']} draft tokens"
+        cells = rows.setdefault(title, [title])
+        cells += [
+            f"{speed(row['plain_tokens_per_s'])} to {speed(row['tokens_per_s'])}",
+            times(row["ratio"], row["ratio_interval"]),
+        ]
+    for row in results("qwen_coder")["served"]:
+        if row["concurrency"] == 1:  # the acceptance does not depend on it
+            own = row["own_acceptance"]
+            title = f"{row['draft']}, {row['num_speculative_tokens']} draft tokens"
+            rows[title] += [shares(row["acceptance"]), "-" if own is None else shares(own)]
+    head = ("draft", "1 request, tokens/s:", "ratio:", "4 at once, tokens/s:", "ratio:")
+    return table((*head, "accepted in vLLM:", "accepted here:"), list(rows.values()))
 
 
 def _coder_places(content: Json) -> dict[str, list[Json]]:
