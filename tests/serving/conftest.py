@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 
 from medusa_train.checkpoint.heads import read_heads, write_heads
 from medusa_train.checkpoint.load_model import load_for_decoding
-from medusa_train.checkpoint.resolve import resolve_model
+from medusa_train.checkpoint.resolve import EAGLE3, resolve_model
 from medusa_train.config.load import load_config
 from medusa_train.config.paths import PROJECT_ROOT
 from medusa_train.config.schema import TrainConfig
@@ -34,6 +34,7 @@ TINY = PROJECT_ROOT / "data" / "tiny"
 HEADS = 4
 MAX_TOKENS = 64
 PROMPTS = 12
+STATES = "eagle_aux_hidden_state_layer_ids"
 KEPT = 512  # tokens of the reduced vocabulary, of 2,048
 
 
@@ -110,8 +111,55 @@ def exports(vllm_python: str, tmp_path_factory: pytest.TempPathFactory) -> dict[
     for name, keys in {"eagle3": (), "eagle3_reduced": (f"eagle3.vocab_size={KEPT}",)}.items():
         run = train(root / name, "tiny_eagle3", *keys)
         exported[name] = Export(export(run), TINY, method="eagle3")
-    exported["speculators"] = Export(export(run, "speculators"), TINY, k=3, method=None)
+    speculators = export(run, "speculators")
+    exported["speculators"] = Export(speculators, TINY, k=3, method=None)
+    for name in PUBLISHED:
+        directory = as_published(name, speculators, root / name)
+        exported[name] = Export(directory, TINY, k=3, method="eagle3")
     return exported
+
+
+#: Layouts of published EAGLE-3 drafts: Red Hat's of 2025 with a copy of the embeddings and Python
+#: code, speculators' of 2026 with the layer of Qwen3, the authors' pickle, and one without lm_head.
+PUBLISHED = ("published_redhat", "published_qwen3", "published_pickle", "published_without_lm_head")
+
+
+def as_published(name: str, source: Path, target: Path) -> Path:
+    """Write the draft in `source`, of the layout speculators, as others publish theirs."""
+    target.mkdir()
+    tensors = load_file(source / "model.safetensors")
+    config = json.loads((source / "config.json").read_text())
+    layer = config["transformer_layer_config"]
+    if name == "published_redhat":
+        embeddings = load_file(TINY / "model.safetensors")["model.embed_tokens.weight"]
+        tensors["embed_tokens.weight"] = embeddings.float()
+        config |= {
+            "auto_map": {"": "eagle3.Eagle3SpeculatorConfig"},
+            "has_no_defaults_at_init": False,
+            "norm_before_residual": True,
+            "target_hidden_size": None,
+        }
+        (target / "eagle3.py").write_text("raise SystemExit")
+    elif name == "published_qwen3":
+        generator = torch.Generator().manual_seed(0)
+        for letter, size in (("q", 4.0), ("k", 1.0)):
+            noise = 0.1 * torch.randn(layer["head_dim"], generator=generator)
+            tensors[f"layers.0.self_attn.{letter}_norm.weight"] = size + noise
+        layer |= {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
+    else:
+        tensors = {key.replace("layers.0.", "midlayer."): t for key, t in tensors.items()}
+        at_the_top = {key: config[key] for key in ("draft_vocab_size", STATES)}
+        config = {**layer, **at_the_top, "architectures": ["LlamaForCausalLM"]}
+    if name == "published_without_lm_head":
+        for key in ("lm_head.weight", "d2t", "t2d"):
+            del tensors[key]
+        config |= {"architectures": [EAGLE3], "draft_vocab_size": None}
+    (target / "config.json").write_text(json.dumps(config))
+    if name == "published_pickle":
+        torch.save(tensors, target / "pytorch_model.bin")
+    else:
+        save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    return target
 
 
 SHARED = "medusa_share_lm_head=true"

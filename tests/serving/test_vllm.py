@@ -15,6 +15,7 @@ from medusa_train.export.write import export_run, path_warning
 from tests.checkpoint.vllm_rules import loader_problems
 from tests.serving.conftest import (
     HEADS,
+    PUBLISHED,
     Chain,
     Export,
     decode_here,
@@ -34,6 +35,7 @@ VARIANTS = [
     "eagle3",
     "eagle3_reduced",
     "speculators",
+    *PUBLISHED,
 ]
 
 
