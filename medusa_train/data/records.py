@@ -296,7 +296,12 @@ def _detect_format(
     wanted = [f"{' and '.join(map(repr, keys))} ({name})" for name, keys in formats.items()]
     expected = ", ".join(wanted)
     present = ", ".join(sorted(map(str, record))) or "none"
-    raise RecordError(f"unknown record format, expected the keys {expected}; its keys: {present}")
+    remedy = ""
+    if _format_with(set(record), _PROMPT_FORMATS) is not None:
+        remedy = "; medusa-selfdistill --prompts writes a model's answers to such prompts"
+    raise RecordError(
+        f"unknown record format, expected the keys {expected}; its keys: {present}{remedy}"
+    )
 
 
 def _format_with(keys: set[str], formats: Mapping[str, tuple[str, ...]]) -> str | None:

@@ -75,6 +75,7 @@ def test_identity_is_the_records_or_the_contents() -> None:
     [
         ([], "must be a JSON object, this is a list"),
         ({"text": "x"}, "its keys: text"),
+        ({"question": "x", "answer": "y"}, "its keys: answer, question; medusa-selfdistill"),
         ({"conversations": []}, "'conversations' is an empty list"),
         ({"conversations": "x"}, "must be a list of turns, it is a string"),
         ({"conversations": ["x"]}, "turn 1 must be an object"),
