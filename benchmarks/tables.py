@@ -38,7 +38,7 @@ from medusa_train.training.estimate import GPUS  # noqa: E402
 README_NOTES = (
     "- One answer at a time, greedy, bfloat16, in our decoder, compiled or with CUDA graphs on both sides."
     " *Step*: one pass of the model. *Equal*: the same text as without a draft.\n"
-    "- Brackets: 95 % intervals over questions. The machine was busy, too: equal steps differed by up to 49 %.\n"
+    "- Brackets: 95 % intervals over questions. The machine was busy: equal steps differed by up to 49 %.\n"
     "- Expect less elsewhere: HumanEval's answers repeat the prompt, and a third of the training chats resemble"
     " it. On Spec-Bench SmolLM2's Medusa-1 made [1.10x](benchmarks/results/compiled_smollm2.md)."
     " [All results](docs/results.md)"
@@ -176,7 +176,7 @@ def readme_card() -> str:
         lines.append(f"{gpu.split(',')[0]} {hours} ({row[3]})")
     return (
         f"Hours of text + training, [estimated](docs/large_models.md): {', '.join(lines)}; training at"
-        " 38 % of peak, as Medusa-1 reached."
+        " 38 % of peak, as Medusa-1 had."
     )
 
 
