@@ -91,15 +91,19 @@ def fetch_dataset_file(repo: str, filename: str, on_bytes: OnBytes | None = None
     return target
 
 
-#: Files of a repository of heads, with a tokenizer's where a backbone lies beside them.
-_HEADS_FILES = ("*.json", "*.safetensors", "README.md", "tokenizer.model", "*.jinja", "*.txt")
+#: Small files of a repository of heads, with a tokenizer's where a backbone lies beside them.
+_SETTINGS_FILES = ("*.json", "README.md", "tokenizer.model", "*.jinja", "*.txt")
+_WEIGHTS = ("*.safetensors",)
 #: Weights that are fetched where there are no safetensors; of such files only tensors are read.
 _PICKLED_WEIGHTS = ("medusa_lm_head.pt", "pytorch_model*.bin")
 
 
-def fetch_heads(repo: str) -> Path:
+def fetch_heads(repo: str, *, weights: bool = True) -> Path:
     """Return the directory of the files of a repository of heads in the hub's cache, fetched unless
     the hub cannot be reached.
+
+    Args:
+        weights: without them only config.json and other small files are fetched.
 
     Raises:
         FetchError: it is not in the cache, and the hub does not have it, refuses it or cannot be
@@ -114,9 +118,11 @@ def fetch_heads(repo: str) -> Path:
         return Path(directory)
 
     try:
-        directory = download(_HEADS_FILES)
-        if not any(directory.glob("*.safetensors")):
-            directory = download(_PICKLED_WEIGHTS)
+        directory = download(_SETTINGS_FILES)
+        if weights:
+            directory = download(_WEIGHTS)
+            if not any(directory.glob("*.safetensors")):
+                directory = download(_PICKLED_WEIGHTS)
         return directory
     except Exception as error:  # the clients of the hub and of HTTP raise many unrelated exceptions
         reason = describe_hub_error(error, repo, "model")

@@ -464,6 +464,11 @@ def _existing_directory(name: str) -> Path:
             " repository of heads on the hub (OWNER/NAME)."
         )
     try:
+        # a draft that is not read is refused before its gigabytes are fetched
+        config = read_mapping(fetch_heads(name, weights=False) / HEADS_CONFIG)
+        kind = None if _is_eagle3(config) else _other_kind(config)
+        if kind is not None:
+            raise CheckpointError(f"model {name!r}: {kind}. {_READABLE}")
         return fetch_heads(name)
     except FetchError as error:
         raise CheckpointError(
@@ -478,9 +483,6 @@ def _resolve_fetched(
     hub's cache.
     """
     if not find_heads(directory).layout:
-        kind = _other_kind(read_mapping(directory / HEADS_CONFIG))
-        if kind is not None:
-            raise CheckpointError(f"model {name!r}: {kind}. {_READABLE}")
         raise CheckpointError(
             f"model {name!r}: this repository holds no heads (ours, the public Medusa code's,"
             " vLLM's, or an EAGLE-3 draft); for a backbone alone use --base-model, for a whole run"

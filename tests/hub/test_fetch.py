@@ -2,6 +2,7 @@
 sentence that helps.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -283,6 +284,14 @@ def test_heads_of_the_hub_are_found_by_their_name(
     home = {"HF_HOME": str(tmp_path / "other home")}
     assert run(RESOLVE, "somebody/pickled", **home) == expected.format(files)
     assert run(RESOLVE, "somebody/pickled", HF_HUB_OFFLINE="1", **home) == expected.format(files)
+
+    # a draft of a kind that is not read: its weights are not fetched
+    other = tmp_path / "hub" / "models" / "somebody" / "dflash"
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps({"architectures": ["DFlashDraftModel"]}))
+    (other / "model.safetensors").write_bytes(b"gigabytes")
+    assert "of the kind DFlashDraftModel, which is not read" in run(RESOLVE, "somebody/dflash")
+    assert "model.safetensors" not in fetched(tmp_path / "home")
 
     empty = tmp_path / "hub" / "models" / "somebody" / "empty"
     empty.mkdir()
