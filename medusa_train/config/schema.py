@@ -551,7 +551,7 @@ class TrainConfig(Config):
     )
     skip_bad_records: Bool = key(
         False,
-        "skip invalid records of your own files, too, instead of failing; those of public data sets"
+        "skip invalid records of your own files, too, instead of failing; those of `sharegpt`, `ultrachat` and the hub"
         " are skipped",
         affects=Affects.DATA,
         stage=Stage.SHARED,
@@ -1164,7 +1164,7 @@ class SelfDistillConfig(Config):
     )
     skip_bad_records: Bool = key(
         False,
-        "skip invalid records of your own files, too, instead of failing; those of public data sets"
+        "skip invalid records of your own files, too, instead of failing; those of `sharegpt`, `ultrachat` and the hub"
         " are skipped",
     )
     max_turns: Int | None = key(None, "use only the first N user turns of each conversation", ge=1)

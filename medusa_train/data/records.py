@@ -57,6 +57,8 @@ _PROMPT_FORMATS = {
     **{key: (key,) for key in _PROMPT_COLUMNS},
 }
 _PROMPT_ROLES: tuple[Role, ...] = ("user", "system")
+#: What a line of a batch file has around its request.
+_BATCH_KEYS = ("method", "url", "body")
 #: A record with this key is output of self-distillation; it has a reason for each answer.
 _FINISH_REASONS = "finish_reasons"
 #: What self-distillation writes beside them, a chat and an id.
@@ -246,7 +248,8 @@ def _request_of(record: object) -> object:
         return record
     if not isinstance(record.get("body"), Mapping):
         return record
-    return {"custom_id": record["custom_id"], **record["body"]}
+    beside = {key: value for key, value in record.items() if key not in _BATCH_KEYS}
+    return {**beside, **record["body"]}
 
 
 def _prompts_of(record: Mapping[str, Any], record_format: str, found: Unread) -> _Parsed:

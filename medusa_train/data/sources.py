@@ -210,8 +210,8 @@ def _open_directory(source: DatasetConfig, path: Path) -> LocalFiles | HubSplit:
     """Open a directory of files, or one that `save_to_disk` of `datasets` wrote.
 
     The files are those of the directory or, if it has none, of its `data/`; with `name` those of
-    that subdirectory of either. Files whose names say a split (`train`, `test`, ...) are read for that split
-    only, the others for `train`, the default. `notes` name all that is not read.
+    that subdirectory of either. Files whose names say a split (`train`, `test`, ...) are read for
+    that split only, the others for `train`, the default. `notes` name all that is not read.
     """
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
         return _open_saved(source, path)
@@ -346,7 +346,7 @@ def _files_of_split(files: Sequence[Path], split: str | None, path: Path) -> lis
             return series
         similar = {name for name in splits.values() if re.split(r"[-._]", name)[0] == wanted}
         if len(similar) != 1:
-            have = ", ".join(sorted(set(splits.values())))
+            have = ", ".join(sorted({_series_of(file) or splits[file] for file in files}))
             raise ConfigError(
                 f"{path} has no files of the split {split or 'train'}; set `split` to one that it"
                 f" has ({have}), or name the file to read"
@@ -356,12 +356,13 @@ def _files_of_split(files: Sequence[Path], split: str | None, path: Path) -> lis
 
 
 def _has_split(path: Path, split: str) -> bool:
-    """Return whether `path` is a directory with files of a split, in it or in its `data/`."""
+    """Return whether `path` is a directory with files of a split: in it or, if it has no files of
+    data, in its `data/`.
+    """
     for directory in (path, path / "data"):
-        if directory.is_dir() and any(
-            _split_of(file) == split for file in _data_files(_visible(directory))
-        ):
-            return True
+        files = _data_files(_visible(directory)) if directory.is_dir() else []
+        if files:
+            return any(_split_of(file) == split for file in files)
     return False
 
 

@@ -312,7 +312,7 @@ def _is_text_part(part: object) -> bool:
 
 
 def as_list(record: Mapping[str, Any], key: str) -> Sequence[Any]:
-    """Return the list of turns that a record has under `key`, which tables may hold as JSON text."""
+    """Return the list of turns that a record has under `key`; tables may hold it as JSON text."""
     turns = record.get(key)
     if isinstance(turns, str) and turns.lstrip().startswith("["):
         try:

@@ -150,11 +150,10 @@ def load_bench(name_or_file: str, note: Callable[[str], None] = lambda line: Non
     if skipped:
         lines = [f"bench {name_or_file}: skipped invalid questions ({len(skipped)}):"]
         note("\n  ".join([*lines, *first_problems(skipped)]))
-    if not is_file:  # what public benches carry beside their questions is known
-        return Bench(name_or_file, path, questions)
-    for line in unread.describe(str(path)):
-        note(line)
-    return Bench(_name_of_file(path), path, questions)
+    if not is_public or is_file:  # what public benches carry beside their questions is known
+        for line in unread.describe(str(path)):
+            note(line)
+    return Bench(_name_of_file(path) if is_file else name_or_file, path, questions)
 
 
 def find_bench(name_or_file: str, note: Callable[[str], None] = lambda line: None) -> Path:

@@ -104,10 +104,10 @@ def read_prompts(
             prompts.append(
                 _with_unique_id(Prompt(record_id, tuple(turns), system, record.source), id_counts)
             )
+    if problems and (skipped is None or not prompts):
+        raise DataError(describe_problems(problems, source.name))
     if skipped is not None:
         skipped += problems
-    elif problems:
-        raise DataError(describe_problems(problems, source.name))
     if not prompts:
         raise DataError(f"{source.name}: no user message in any record")
     return prompts

@@ -250,8 +250,9 @@ def test_a_copy_of_ultrachats_whole_repository_is_read_for_its_split(
     missing = "2 of 3 files train_sft-N-of-3.parquet are missing"
     assert missing in " ".join(opened("ultrachat").notes)
     assert read_paths(split="test_gen") == [files["test_gen"].name]
+    (directory / "mine.jsonl").write_text(LINE)  # files come before those in data/
+    assert read_paths() == ["mine.jsonl"]
     shutil.rmtree(directory / "data")
-    (directory / "mine.jsonl").write_text(LINE)
     assert read_paths() == ["mine.jsonl"]
 
 
@@ -399,7 +400,7 @@ def test_splits_of_any_name_can_be_named(tmp_path: Path) -> None:
         (tmp_path / f"{split}-00000-of-00001.jsonl").write_text(LINE)
     assert paths_of(path=str(tmp_path), split="math") == ["math-00000-of-00001.jsonl"]
     assert len(paths_of(path=str(tmp_path))) == 2
-    with pytest.raises(ConfigError, match="no files of the split code"):
+    with pytest.raises(ConfigError, match=r"no files of the split code; .* \(chat, math\)"):
         open_source(DatasetConfig(path=str(tmp_path), split="code"))
 
 

@@ -190,6 +190,21 @@ def test_reads_the_hub_copy_of_mt_bench(tmp_path: Path) -> None:
     assert (question.turns, question.reference) == (("One?", "Two?"), ("", "2"))
 
 
+def test_a_bench_of_the_users_directory_names_what_it_leaves_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is called by a name, as public ones are, but is the user's own file."""
+    monkeypatch.setenv(benches.BENCH_DIR_VARIABLE, str(tmp_path))
+    asked = {"messages": [{"role": "user", "content": "Where?"}], "topic": "x"}
+    silent = {"messages": [{"role": "assistant", "content": "Here."}]}
+    write(tmp_path / "mybench.jsonl", asked, silent)
+    notes: list[str] = []
+    bench = load_bench("mybench", notes.append)
+    assert (bench.name, len(bench.questions)) == ("mybench", 1)
+    assert "topic (1)" in " ".join(notes)
+    assert "records without a message of the user (1)" in " ".join(notes)
+
+
 def test_a_turn_may_have_several_reference_answers_as_spec_bench_has(tmp_path: Path) -> None:
     """Its 80 questions on documents have a list within the list; the others a text per turn."""
     rag = {"question_id": 485, "category": "rag", "turns": ["Where?"]}

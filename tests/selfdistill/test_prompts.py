@@ -56,6 +56,8 @@ def test_requests_of_a_batch_file_are_prompts(tmp_path: Path) -> None:
     (prompt,) = read_prompts(jsonl(tmp_path / "batch.jsonl", request), unread=unread)
     assert (prompt.id, prompt.turns, prompt.system) == ("r-1", ("hi",), "sys")
     assert list(unread.columns) == ["model"]
+    read_prompts(jsonl(tmp_path / "batch.jsonl", request | {"foo": 3}), unread=unread)
+    assert sorted(unread.columns) == ["foo", "model"]
 
 
 def test_an_array_is_read_too_records_without_a_user_are_left_out_and_ids_get_numbers(
@@ -98,6 +100,10 @@ def test_broken_records_are_told_together_with_their_lines(tmp_path: Path) -> No
     assert f"{path}:5: unknown record format" in message
     assert f"{path}:1:" not in message
     assert "skip_bad_records" in message
+    # skipping all of them is no way on: the message still counts them and gives a reason
+    bad = jsonl(tmp_path / "bad.jsonl", {"what": 1}, {"what": 2})
+    with pytest.raises(DataError, match=r"2 invalid records\n.*bad\.jsonl:1: unknown record"):
+        read_prompts(bad, skipped=[])
 
 
 @pytest.mark.parametrize(
