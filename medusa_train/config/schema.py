@@ -551,8 +551,8 @@ class TrainConfig(Config):
     )
     skip_bad_records: Bool = key(
         False,
-        "skip invalid records of your own files, too, instead of failing; those of `sharegpt`, `ultrachat` and the hub"
-        " are skipped",
+        "skip invalid records of your own files, too, instead of failing; those of `sharegpt`,"
+        " `ultrachat` and the hub are skipped",
         affects=Affects.DATA,
         stage=Stage.SHARED,
     )
@@ -1164,8 +1164,8 @@ class SelfDistillConfig(Config):
     )
     skip_bad_records: Bool = key(
         False,
-        "skip invalid records of your own files, too, instead of failing; those of `sharegpt`, `ultrachat` and the hub"
-        " are skipped",
+        "skip invalid records of your own files, too, instead of failing; those of `sharegpt`,"
+        " `ultrachat` and the hub are skipped",
     )
     max_turns: Int | None = key(None, "use only the first N user turns of each conversation", ge=1)
     min_chars: Int | None = key(
