@@ -359,8 +359,12 @@ def _is_eagle3(config: Mapping[str, Any]) -> bool:
     return "draft_vocab_size" in config  # of the authors
 
 
-#: Words in the architectures of drafts, whatever their method.
-_DRAFT_WORDS = ("eagle", "dflash", "dspark", "mtp", "speculator")
+#: Architectures of drafts, whatever their method; whole names, since other models are called
+#: Eagle too.
+_DRAFT_ARCHITECTURE = re.compile(
+    r"P?[Ee]agle3?\w+(ForCausalLM|MTPModel|DraftModel)|EAGLEModel|PEagleDraftModel"
+    r"|\w+ForCausalLMEagle3?|\w*DFlash\w*|\w*DSpark\w*|\w+MTP(Model)?|MLPSpeculator\w*"
+)
 _READABLE = "Medusa heads and EAGLE-3 drafts are read, and what this program has trained."
 
 
@@ -368,6 +372,12 @@ def _other_kind(config: Mapping[str, Any]) -> str | None:
     """Say what kind of draft a config.json describes, of those that are not read; None if it
     describes none.
     """
+    # 1. Heads that are read: what this program has trained, and Medusa's of others, whose
+    # num_hidden_layers are blocks of a head.
+    is_medusa = config.get("model_type") == "medusa"
+    if "draft" in config or is_medusa or any(key.startswith("medusa_") for key in config):
+        return None
+    # 2. Drafts of other methods.
     if "speculators_model_type" in config:
         kind = config["speculators_model_type"]
         return f"config.json is that of a draft of speculators' kind {kind}, which is not read"
@@ -376,7 +386,7 @@ def _other_kind(config: Mapping[str, Any]) -> str | None:
     architectures = config.get("architectures")
     if isinstance(architectures, list):
         for name in map(str, architectures):
-            if any(word in name.lower() for word in _DRAFT_WORDS):
+            if _DRAFT_ARCHITECTURE.fullmatch(name):
                 return f"config.json is that of a draft of the kind {name}, which is not read"
     if config.get("num_hidden_layers") == 1:
         return (

@@ -127,6 +127,8 @@ def test_heads_alone_name_their_backbone_in_config_json(tmp_path: Path) -> None:
         ({"speculators_model_type": "peagle", "draft_vocab_size": 9}, "speculators' kind peagle"),
         ({"hydra_num_heads": 4, "hydra_num_layers": 4}, "Hydra heads of their authors' code"),
         ({"architectures": ["DFlashDraftModel"]}, "of the kind DFlashDraftModel"),
+        ({"architectures": ["EagleLlamaForCausalLM"]}, "of the kind EagleLlamaForCausalLM"),
+        ({"architectures": ["MiMoMTPModel"]}, "of the kind MiMoMTPModel"),
         ({"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}, "EAGLE 1 or 2"),
     ],
 )
@@ -136,6 +138,23 @@ def test_published_drafts_of_other_kinds_are_named(
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(CheckpointError, match=f"{words}.*not read.*EAGLE-3 drafts are read"):
+        resolve_model(str(tmp_path), "some/model", None)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "medusa", "architectures": ["MedusaModel"], "num_hidden_layers": 1},
+        {"medusa_num_heads": 4, "num_hidden_layers": 1},
+        {"draft": "hydra", "hydra_num_heads": 4},
+        {"architectures": ["Eagle2_5_VLForConditionalGeneration"]},
+    ],
+)
+def test_other_models_are_not_taken_for_drafts_of_other_kinds(
+    config: dict[str, object], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="neither a run"):
         resolve_model(str(tmp_path), "some/model", None)
 
 

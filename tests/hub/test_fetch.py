@@ -23,6 +23,7 @@ from medusa_train.checkpoint.reference_layout import HeadTensors
 from medusa_train.hub import FetchError
 from medusa_train.models.drafts import DRAFTS
 from medusa_train.trees.tree import Tree
+from tests.checkpoint.others import vllm_config, vllm_tensors, write
 from tests.families import random_backbone
 from tests.hub.server import StandInHub, serve
 
@@ -281,9 +282,10 @@ def test_heads_of_the_hub_are_found_by_their_name(
     assert run(RESOLVE, "somebody/pickled") == expected.format(files)
     (folder / "medusa_lm_head.safetensors").unlink()
     files = ["config.json", "medusa_lm_head.pt", "tree.json"]
-    home = {"HF_HOME": str(tmp_path / "other home")}
-    assert run(RESOLVE, "somebody/pickled", **home) == expected.format(files)
-    assert run(RESOLVE, "somebody/pickled", HF_HUB_OFFLINE="1", **home) == expected.format(files)
+    other_home = {"HF_HOME": str(tmp_path / "other home")}
+    assert run(RESOLVE, "somebody/pickled", **other_home) == expected.format(files)
+    offline = {"HF_HUB_OFFLINE": "1", **other_home}
+    assert run(RESOLVE, "somebody/pickled", **offline) == expected.format(files)
 
     # a draft of a kind that is not read: its weights are not fetched
     other = tmp_path / "hub" / "models" / "somebody" / "dflash"
@@ -298,6 +300,15 @@ def test_heads_of_the_hub_are_found_by_their_name(
     (empty / "config.json").write_text("{}")
     assert "holds no heads" in run(RESOLVE, "somebody/empty")
     assert "no repository of the hub" in run(RESOLVE, "somebody/nothing")
-    offline = run(RESOLVE, "somebody/other", HF_HUB_OFFLINE="1")
-    assert "it is not in the hub's cache, and there is no network" in offline
+    said = run(RESOLVE, "somebody/other", HF_HUB_OFFLINE="1")
+    assert "it is not in the hub's cache, and there is no network" in said
     assert "no such directory. Name a run" in run(RESOLVE, "runs/a/b")
+
+
+def test_medusa_heads_of_the_hub_in_the_layout_of_vllm_are_found(run, tmp_path: Path) -> None:
+    folder = tmp_path / "hub" / "models" / "somebody" / "vllm"
+    config = vllm_config(base_model_name_or_path="somebody/model")
+    write(folder, vllm_tensors(), config, "model.safetensors")
+    Tree.chain(2).save(folder / "tree.json")
+    files = ["config.json", "model.safetensors", "tree.json"]
+    assert f"--vllm {files} tree.json" in run(RESOLVE, "somebody/vllm")
