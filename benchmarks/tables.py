@@ -36,10 +36,9 @@ from medusa_train.training.estimate import GPUS  # noqa: E402
 
 #: What README says below its table of speeds.
 README_NOTES = (
-    "- One answer at a time, greedy, bfloat16, in our decoder, compiled or in CUDA graphs on both sides."
-    " *Step*: one pass of the model.\n"
-    "- Brackets: 95 % intervals over questions, in vLLM over blocks. They leave out drift: equal steps differed by up"
-    " to 49 %.\n"
+    "- One greedy answer at a time, bfloat16, our decoder, both sides compiled or in CUDA graphs. *Step*: one pass of"
+    " the model. *Equal*: same text as without a draft. EAGLE-3 with lookup was not run.\n"
+    "- Brackets: 95 % intervals, without drift: equal steps differed by up to 49 %.\n"
     "- Expect less elsewhere: HumanEval's answers repeat the prompt, and a third of the training chats resemble"
     " it. On Spec-Bench early heads of SmolLM2 made [1.10x](benchmarks/results/compiled_smollm2.md)."
     " [All results](docs/results.md)"
@@ -126,7 +125,7 @@ def readme_served() -> str:
 #: What others report at 8B.
 README_LARGE = (
     "**At 8B** [others report](docs/large_models.md#what-acceptance-to-expect) 2.36x (Llama 3.1, SGLang) and 2.63x"
-    " (Qwen3) with EAGLE-3. Its paper trained on 532,000 chats, the steps below on 60,000: their gain is unknown."
+    " (Qwen3) with EAGLE-3. EAGLE-3's paper used 532,000 chats. What the 60,000 below gain is unknown."
 )
 
 
@@ -135,8 +134,8 @@ def readme_demo() -> str:
     epyc, xeon = (run["overall"]["speedup"] for run in results("demo")["runs"])
     return (
         "This installs, trains heads for a built-in 11M test model that is easy to draft, and measures them: 4 to 6"
-        f" minutes after downloads. An earlier demo made [{epyc:.2f}x]({_page('demo')}) on an AMD EPYC,"
-        f" {xeon:.2f}x on a Xeon."
+        " minutes on two CPU cores after downloads; no GPU ran it. An earlier demo made"
+        f" [{epyc:.2f}x]({_page('demo')}) on an AMD EPYC, {xeon:.2f}x on a Xeon."
     )
 
 
@@ -151,12 +150,12 @@ def readme_equal() -> str:
     eagle3 = content["float32"]["EAGLE-3"]
     generate = [run["baselines"]["generate"]["equal_to_plain"] for run in runs]
     return (
-        f"**Does the text change?** In float32 no: {overall['equal_answers']} of {overall['answers']} answers"
-        f" of SmolLM2 and {eagle3['equal']} of {eagle3['answers']} of the coder were equal, on a CPU. In bfloat16"
-        " near-ties can flip, because a pass over several tokens rounds differently, as another decoder does:"
-        f" without a draft `generate` and ours agree on {min(generate)} to {max(generate)} of SmolLM2's"
-        f" {overall['answers']}. The coder solved {scores['tree']['correct']} of {scores['answers']} problems with"
-        f" Medusa-1 and lookup, {scores['plain']['correct']} without."
+        f"**Does the text change?** In float32 no: all {overall['equal_answers']} answers of SmolLM2 and"
+        f" {eagle3['equal']} of the coder were equal (CPU, 128 tokens). In bfloat16 a pass over several tokens"
+        " rounds differently, so near-ties can flip. Drafts are not special here: undrafted `generate` equals our"
+        f" plain loop in {min(generate)} to {max(generate)} of {overall['answers']}. The coder solved"
+        f" {scores['tree']['correct']} of {scores['answers']} problems with Medusa-1 and lookup,"
+        f" {scores['plain']['correct']} without."
     )
 
 
