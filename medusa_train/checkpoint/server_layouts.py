@@ -400,7 +400,8 @@ def from_eagle3(
     plain = {}
     for name, tensor in tensors.items():
         plain[name.removeprefix("model.").replace(_SPECULATORS_LAYER, _LAYER, 1)] = tensor
-    if layer.get("model_type") == "qwen3" and any(".q_norm." in name for name in plain):
+    has_norms = any(".q_norm." in name for name in plain)
+    if layer.get("model_type") == "qwen3" and (has_norms or not _names_layer_of_llama(config)):
         settings["qk_norm"] = True
     expected = _eagle3_names(settings, whole)
     if "lm_head.weight" not in plain:
@@ -564,6 +565,16 @@ def _refuse_other_layers(
         problems.append(f"{len(states)} states of the backbone (three are read)")
     if problems:
         raise CheckpointError(f"{source}: EAGLE-3 drafts with {', '.join(problems)} can't be read")
+
+
+def _names_layer_of_llama(config: Mapping[str, Any]) -> bool:
+    """Return whether vLLM builds Llama's layer, whatever model_type is: outside of speculators'
+    files it chooses the layer by `architectures`.
+    """
+    architectures = config.get("architectures")
+    if "speculators_model_type" in config or not isinstance(architectures, list):
+        return False
+    return any(str(name).startswith(("Llama", "Eagle3Llama")) for name in architectures)
 
 
 def _eagle3_names(settings: Mapping[str, Any], layer: Mapping[str, Any]) -> set[str]:

@@ -4,6 +4,7 @@ files.
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,25 @@ def test_norms_of_queries_and_keys_need_the_layer_of_qwen3(
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="only where model_type is qwen3"):
         load_draft(tmp_path, backbone)
+
+
+def test_the_layer_of_qwen3_needs_its_norms(backbone: Backbone, tmp_path: Path) -> None:
+    tensors = write_eagle3(tmp_path, EAGLE3["speculators-qwen3"], SIZES)
+    without = {
+        name: t for name, t in tensors.items() if ".self_attn." not in name or "_proj" in name
+    }
+    save_file(without, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"k_norm\.weight, .*q_norm\.weight missing"):
+        load_draft(tmp_path, backbone)
+
+
+def test_vllm_s_name_of_the_layer_of_llama_wins_over_model_type(
+    backbone: Backbone, tmp_path: Path
+) -> None:
+    published = EAGLE3["specforge"]
+    layer = {**published.layer, "model_type": "qwen3"}
+    write_eagle3(tmp_path, replace(published, layer=layer), SIZES)
+    assert "qk_norm" not in load_draft(tmp_path, backbone).settings
 
 
 def test_layers_that_the_backbone_does_not_have_are_refused(
