@@ -36,6 +36,7 @@ from medusa_train.checkpoint.resolve import (
     find_heads,
     heads_of_other_kinds,
     named_backbone,
+    safetensors_names,
 )
 from medusa_train.checkpoint.serialize import (
     read_json,
@@ -130,6 +131,17 @@ def read_eagle3(directory: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     if config.get("draft") != "eagle3":
         raise CheckpointError(f"{directory}: holds no EAGLE-3 draft")
     return tensors, _settings(config, find_heads(directory).directory / HEADS_CONFIG)
+
+
+def has_own_lm_head(directory: Path) -> bool:
+    """Return whether the files of an EAGLE-3 draft in a server's layout hold an lm_head."""
+    names: list[str] = []
+    for path in find_heads(directory).files:
+        if path.suffix == ".safetensors":
+            names += safetensors_names(path)
+        else:
+            names += read_pickled_tensors(path)
+    return any(name.removeprefix("model.") == "lm_head.weight" for name in names)
 
 
 def _settings(config: Mapping[str, Any], path: Path) -> dict[str, Any]:

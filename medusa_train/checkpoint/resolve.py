@@ -620,7 +620,7 @@ def _shards_with_heads(directory: Path) -> Iterator[Path]:
         path = directory / name
         if path.is_file():
             if path.suffix == ".safetensors":
-                has_heads = any(key.startswith(PREFIXES) for key in _safetensors_names(path))
+                has_heads = any(key.startswith(PREFIXES) for key in safetensors_names(path))
             else:
                 # pickles are not opened here
                 has_heads = "medusa_num_heads" in read_mapping(directory / HEADS_CONFIG)
@@ -629,7 +629,7 @@ def _shards_with_heads(directory: Path) -> Iterator[Path]:
             return
 
 
-def _safetensors_names(path: Path) -> list[str]:
+def safetensors_names(path: Path) -> list[str]:
     """Read the tensor names from the header of a safetensors file; empty if it is damaged."""
     try:
         with safe_open(str(path), framework="numpy") as file:  # imports no torch

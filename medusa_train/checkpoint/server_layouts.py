@@ -376,22 +376,17 @@ def from_eagle3(
             describes no layer, or another than the tensors.
     """
     # 1. config.json
-    layer = config.get("transformer_layer_config") or config
-    eagle = config.get("eagle_config") or {}
+    layer = _part_of(config, "transformer_layer_config", source) or config
+    eagle = _part_of(config, "eagle_config", source)
     whole = _layer_entries(layer, source)
     _refuse_other_layers(config, layer, eagle, source)
     settings: dict[str, Any] = {
-        "layers": config.get(_STATES),
+        "layers": _state_layers(config, eagle, source),
         "norm_before_residual": bool(
             config.get("norm_before_residual", "speculators_model_type" in config)
         ),  # as vLLM
         "layer": {key: whole[key] for key in LAYER_KEYS if whole.get(key) is not None},
     }
-    if eagle.get(_STATES):
-        settings["layers"] = [layers + 1 for layers in eagle[_STATES]]
-    if settings["layers"]:
-        # servers collect the states from the first layer to the last, whatever their order here
-        settings["layers"] = sorted(settings["layers"])
     for key, older in EAGLE3_NORMS.items():
         if config.get(key) or eagle.get(key) or (older and config.get(older)):
             settings[key] = True
@@ -435,16 +430,54 @@ def from_eagle3(
     return state, settings
 
 
+def _part_of(config: Mapping[str, Any], key: str, source: str) -> Mapping[str, Any]:
+    """Return the entries below a key of config.json; none where it is missing or null."""
+    part = config.get(key)
+    if part is None:
+        return {}
+    if not isinstance(part, Mapping):
+        raise CheckpointError(
+            f"{source}: {key} {part!r} in config.json is not a mapping of entries"
+        )
+    return part
+
+
+def _state_layers(
+    config: Mapping[str, Any], eagle: Mapping[str, Any], source: str
+) -> list[int] | None:
+    """Return after how many layers the three states are read; None where they are not named."""
+    named = config.get(_STATES)
+    first = 1
+    if eagle.get(_STATES):
+        named = eagle[_STATES]
+        first = 0
+    if named is None:
+        return None
+    is_three = isinstance(named, list) and len(named) == 3
+    # a bool is an int, too
+    if not is_three or not all(type(number) is int and number >= first for number in named):
+        raise CheckpointError(
+            f"{source}: {_STATES} {named!r} in config.json are not three layers, counted from"
+            f" {first}"
+        )
+    # servers collect the states from the first layer to the last, whatever their order here
+    return sorted(number + 1 - first for number in named)
+
+
 def layers_that_vllm_shifts(config: Mapping[str, Any]) -> list[int] | None:
-    """Return the layers that vLLM 0.32 takes one too early; None where it reads what was trained.
+    """Return the layers in eagle_config that vLLM 0.32 takes one too early; None where it reads
+    what was trained, or no layers are named.
 
     In eagle_config layers are counted from 0 and their outputs are meant, as SGLang, SpecForge and
     Model Optimizer do. vLLM reads these numbers as it reads those at the top.
     """
-    eagle = config.get("eagle_config") or {}
-    if config.get(_STATES) or not eagle.get(_STATES):
+    eagle = config.get("eagle_config")
+    if config.get(_STATES) or not isinstance(eagle, Mapping):
         return None
-    return list(eagle[_STATES])
+    layers = eagle.get(_STATES)
+    if not isinstance(layers, list) or not all(type(number) is int for number in layers):
+        return None
+    return layers or None
 
 
 def _unread_entries(
@@ -560,9 +593,6 @@ def _refuse_other_layers(
         problems.append("qkv_bias without attention_bias")
     if eagle.get("use_aux_hidden_state") is False:
         problems.append("use_aux_hidden_state false (three states are read)")
-    states = eagle.get(_STATES) or config.get(_STATES)
-    if states is not None and len(states) != 3:
-        problems.append(f"{len(states)} states of the backbone (three are read)")
     if problems:
         raise CheckpointError(f"{source}: EAGLE-3 drafts with {', '.join(problems)} can't be read")
 

@@ -16,11 +16,13 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import httpx
 import torch
 
+from medusa_train.checkpoint.heads import has_own_lm_head
 from medusa_train.checkpoint.resolve import ModelPaths, find_heads
 from medusa_train.checkpoint.serialize import read_json
 from medusa_train.checkpoint.server_layouts import layers_that_vllm_shifts
@@ -314,13 +316,9 @@ def prepare_model(
             " nothing"
         )
     if heads is not None:
-        layers = layers_that_vllm_shifts(read_json(heads / "config.json"))
-        if layers is not None:
-            notes.append(
-                f"vLLM 0.32 takes the layers {layers} of eagle_config one earlier than the draft was"
-                " trained with (in SGLang's count), so it may accept less: medusa-export"
-                f" {heads} --to vllm base_model={backbone} output_dir=DIR writes it with the right ones"
-            )
+        note = note_on_layers(heads, backbone, version)
+        if note is not None:
+            notes.append(note)
     draft, lengths = _draft_for_vllm(paths.lookup, heads)
     tokens = list(dict.fromkeys(cfg.serve_speculative_tokens or lengths))
     if draft["method"] == "medusa" and max(tokens) > max(lengths):
@@ -333,6 +331,29 @@ def prepare_model(
     sessions = plan_sessions(tokens, together=together)
     return ServedModel(
         python, version, backbone, draft, tuple(sessions), tuple(options), tuple(notes)
+    )
+
+
+def note_on_layers(heads: Path, backbone: str, version: str) -> str | None:
+    """Say that vLLM takes the layers of a published EAGLE-3 draft one too early, and what to do
+    about it; None where it reads what was trained.
+    """
+    layers = layers_that_vllm_shifts(read_json(heads / "config.json"))
+    if layers is None:
+        return None
+    shifted = (
+        f"by the code of vLLM 0.32 (this server is {version}) the layers {layers} of eagle_config"
+        " are taken one earlier than the draft was trained with (in SGLang's count), so it may be"
+        " accepted less:"
+    )
+    if has_own_lm_head(heads):
+        keys = f"--to vllm base_model={quote(backbone)} output_dir=DIR"
+        return f"{shifted} medusa-export {quote(str(heads))} {keys} writes it with the right ones"
+    # an export has nothing to convert without an lm_head
+    right = sorted(number + 1 for number in layers)
+    return (
+        f"{shifted} in a copy of it write eagle_aux_hidden_state_layer_ids {right} at the top of"
+        " config.json, which vLLM reads first"
     )
 
 

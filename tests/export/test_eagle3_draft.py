@@ -1,6 +1,7 @@
 """EAGLE-3 drafts in the layouts of vLLM, SGLang and speculators: names, shapes, and reading back."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -257,7 +258,7 @@ def test_tokens_follow_from_t2d_where_d2t_is_missing(
         ({}, {"draft_vocab_size": 9}, "lm_head has 16 rows, but draft_vocab_size is 9"),
         ({}, {"target_hidden_size": 20}, "three states of 20"),
         ({}, {"intermediate_size": 32}, "not those that config.json describes"),
-        ({}, {"eagle_aux_hidden_state_layer_ids": [1, 2]}, "2 states of the backbone"),
+        ({}, {"eagle_config": ["x"]}, r"eagle_config \['x'\] in config.json is not a mapping"),
     ],
 )
 def test_what_a_draft_lacks_or_has_too_much_is_named(
@@ -268,6 +269,37 @@ def test_what_a_draft_lacks_or_has_too_much_is_named(
     with pytest.raises(CheckpointError, match=message) as error:
         load_draft(target, backbone)
     assert "Name the backbone" not in str(error.value)
+
+
+@pytest.mark.parametrize("layers", ["x", 3, -2, {"a": 1}, [1, 2], [2, "4", 6], [2, 4, True]])
+@pytest.mark.parametrize("first", [0, 1])
+def test_layers_that_are_not_three_numbers_are_refused(
+    layers, first, backbone_dir, backbone, tmp_path: Path
+) -> None:
+    target = written(variant(backbone), backbone_dir, tmp_path)
+    layers_entry = {"eagle_aux_hidden_state_layer_ids": layers}
+    if first == 0:
+        layers_entry = {"eagle_config": layers_entry}
+    rewrite(target, {}, **layers_entry)
+    message = f"{layers!r} in config.json are not three layers, counted from {first}"
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        load_draft(target, backbone)
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}, "not three layers, counted from 1"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [-1, 0, 1]}}, "counted from 0"),
+    ],
+)
+def test_layers_before_the_first_are_refused(
+    entries, message, backbone_dir, backbone, tmp_path: Path
+) -> None:
+    target = written(variant(backbone), backbone_dir, tmp_path)
+    rewrite(target, {}, **entries)
+    with pytest.raises(CheckpointError, match=message):
+        load_draft(target, backbone)
 
 
 def test_a_draft_of_another_backbone_is_told_so(backbone_dir, backbone, tmp_path: Path) -> None:

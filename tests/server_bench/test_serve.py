@@ -27,6 +27,7 @@ from medusa_train.server_bench.serve import (
     TAIL_LINES,
     Session,
     VLLMServer,
+    note_on_layers,
     plan_sessions,
     serve_command,
     vllm_version,
@@ -187,7 +188,28 @@ def test_a_published_draft_of_the_hub_is_served_as_it_is(tmp_path: Path, trained
     files = sorted(path.name for path in Path(config["model"]).iterdir())
     assert files == ["config.json", "pytorch_model.bin"]
     (note,) = json.loads((tmp_path / "out" / "served.json").read_text())["meta"]["notes"]
-    assert "takes the layers [1, 3, 5] of eagle_config one earlier" in note
+    assert "by the code of vLLM 0.32 (this server is vllm 1.0) the layers [1, 3, 5] of" in note
+    assert f"medusa-export {config['model']} --to vllm base_model=backbone output_dir=DIR" in note
+
+
+def test_layers_that_vllm_reads_as_trained_are_not_named(tmp_path: Path) -> None:
+    published = EAGLE3_DRAFTS["specforge"]
+    at_the_top = {**published.config, "eagle_aux_hidden_state_layer_ids": [2, 4, 6]}
+    sizes = Sizes(vocab_size=61, hidden_size=32, draft_vocab_size=20)
+    write_eagle3(tmp_path, replace(published, config=at_the_top), sizes)
+    assert note_on_layers(tmp_path, "backbone", "vllm 1.0") is None
+
+
+def test_a_draft_without_lm_head_is_not_told_to_export(tmp_path: Path) -> None:
+    published = EAGLE3_DRAFTS["without-lm-head"]
+    eagle = {"eagle_aux_hidden_state_layer_ids": [1, 5, 3]}
+    config = {**published.config, "eagle_config": eagle}
+    sizes = Sizes(vocab_size=61, hidden_size=32, draft_vocab_size=61)
+    write_eagle3(tmp_path, replace(published, config=config), sizes)
+    note = note_on_layers(tmp_path, "backbone", "vllm 1.0")
+    assert note is not None
+    assert "write eagle_aux_hidden_state_layer_ids [2, 4, 6] at the top" in note
+    assert "medusa-export" not in note
 
 
 def test_prompt_lookup_is_served_without_heads(tmp_path: Path, trained: Path) -> None:
