@@ -39,8 +39,8 @@ README_NOTES = (
     "- One greedy answer at a time, bfloat16, our decoder, both sides compiled or in CUDA graphs. *Step*: one pass of"
     " the model. *Equal*: same text as without a draft. EAGLE-3 with lookup was not run.\n"
     "- Brackets: 95 % intervals, without drift: equal steps differed by up to 49 %.\n"
-    "- Expect less elsewhere: HumanEval's answers repeat the prompt, and a third of the training chats resemble"
-    " it. On Spec-Bench early heads of SmolLM2 made [1.10x](benchmarks/results/compiled_smollm2.md)."
+    "- Expect less elsewhere: HumanEval's answers repeat the prompt, and a third of the training chats are such"
+    " tasks. On Spec-Bench early heads of SmolLM2 made [1.10x](benchmarks/results/compiled_smollm2.md)."
     " [All results](docs/results.md)"
 )
 
