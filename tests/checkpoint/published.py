@@ -4,7 +4,7 @@ of the tensors, at the sizes of a small backbone and with random numbers.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +203,16 @@ EAGLE3: dict[str, Published] = {
 }
 
 
+SIZE_KEYS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+)
+
+
 @dataclass(frozen=True)
 class Sizes:
     """Sizes of the layer, which differ from a small backbone's heads and MLP."""
@@ -214,20 +224,10 @@ class Sizes:
     num_attention_heads: int = 4
     num_key_value_heads: int = 2
     head_dim: int = 16
-    keys: tuple[str, ...] = field(
-        default=(
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "head_dim",
-        )
-    )
 
     def entries(self) -> dict[str, int]:
         """The entries of config.json."""
-        return {key: getattr(self, key) for key in self.keys}
+        return {key: getattr(self, key) for key in SIZE_KEYS}
 
 
 def write_eagle3(directory: Path, published: Published, sizes: Sizes) -> dict[str, Tensor]:

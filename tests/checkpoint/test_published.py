@@ -36,6 +36,12 @@ def backbone() -> Backbone:
     return random_backbone("llama", dtype=torch.float32, num_hidden_layers=LAYERS)
 
 
+def load_eagle3(directory: Path, backbone: Backbone) -> Eagle3Draft:
+    draft = load_draft(directory, backbone)
+    assert isinstance(draft, Eagle3Draft)
+    return draft
+
+
 def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.float()
 
@@ -43,8 +49,8 @@ def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def served_logits(
     tensors: Mapping[str, Tensor], config: Mapping[str, Any], model: Any, tokens: Tensor
 ) -> Tensor:
-    """The logits [V] of the first draft token behind `tokens` [1, T], as vLLM computes them from the
-    files of a draft, in float32: minus infinity for tokens that it does not have.
+    """The logits [V] of the first draft token behind `tokens` [1, T], as vLLM computes them from
+    the files of a draft, in float32: minus infinity for tokens that it does not have.
     """
     layer = config.get("transformer_layer_config", config)
     eps = layer["rms_norm_eps"]
@@ -91,7 +97,9 @@ def served_logits(
 
 
 def angles(layer: Mapping[str, Any], x: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the positions of x, [1, T - 1, head_dim]; theta is 10,000 unless named."""
+    """Cosines and sines of the positions of x, [1, T - 1, head_dim]; theta is 10,000 unless
+    named.
+    """
     rope = dict(layer.get("rope_parameters") or layer.get("rope_scaling") or {})
     rope.setdefault("rope_type", "default")
     rope.setdefault("rope_theta", layer.get("rope_theta", 10000.0))
@@ -172,10 +180,55 @@ def test_layers_that_the_backbone_does_not_have_are_refused(
 ) -> None:
     write_eagle3(tmp_path, EAGLE3["specforge"], SIZES)
     config = json.loads((tmp_path / "config.json").read_text())
-    config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [1, 17, 33]
+    eagle = config["eagle_config"]
+    eagle["eagle_aux_hidden_state_layer_ids"] = [1, 3, 7]  # the last one
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match=r"after 34 layers, the backbone has 8\)\. Name the"):
+    assert load_eagle3(tmp_path, backbone).state_layers == (2, 4, 8)
+    eagle["eagle_aux_hidden_state_layer_ids"] = [1, 3, 8]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"after 9 layers, the backbone has 8\)\. Name the"):
         load_draft(tmp_path, backbone)
+
+
+def test_states_are_read_in_the_order_of_their_layers(backbone: Backbone, tmp_path: Path) -> None:
+    write_eagle3(tmp_path, EAGLE3["modelopt"], SIZES)  # names [1, 5, 3]
+    assert load_eagle3(tmp_path, backbone).state_layers == (2, 4, 6)
+
+
+def test_a_layer_of_qwen3_has_the_defaults_of_qwen3(backbone: Backbone, tmp_path: Path) -> None:
+    sizes = replace(SIZES, head_dim=128)
+    write_eagle3(tmp_path, EAGLE3["speculators-qwen3"], sizes)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for key in ("head_dim", "rms_norm_eps", "max_position_embeddings"):
+        del config["transformer_layer_config"][key]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    attention = load_eagle3(tmp_path, backbone).midlayer.self_attn
+    # of Llama: hidden_size / num_attention_heads and 2,048
+    assert (attention.head_dim, attention.config.max_position_embeddings) == (128, 32768)
+    assert attention.q_norm.variance_epsilon == 1e-6
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("use_input_layernorm_in_first_layer", False),
+        ("use_last_layernorm", False),
+        ("use_mtp_layernorm", True),
+        ("next_layer_regular", False),
+        ("parallel_draft_step", 2),
+        ("has_lm_head", False),
+    ],
+)
+def test_an_entry_by_which_a_draft_may_compute_otherwise_is_named(
+    key: str, value: object, backbone: Backbone, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    published = EAGLE3["modelopt"]
+    eagle = {**published.config["eagle_config"], key: value}
+    write_eagle3(
+        tmp_path, replace(published, config={**published.config, "eagle_config": eagle}), SIZES
+    )
+    load_draft(tmp_path, backbone)
+    assert caplog.messages == [f"{tmp_path}: not read: eagle_config.{key}"]
 
 
 def test_a_missing_lm_head_is_the_backbone_s_only_for_all_tokens(

@@ -72,6 +72,16 @@ def test_the_tree_is_chosen_among_candidates_and_written(
     assert Tree.load(tree).size == figures["nodes"]
 
 
+def test_heads_without_a_tree_are_told_how_to_fit_one(run_dir: Path, tmp_path: Path) -> None:
+    heads = tmp_path / "heads"
+    shutil.copytree(run_dir / "heads", heads)
+    backbone = resolve_model(str(run_dir), None, None).base_model
+    progress = RunProgress(Console(file=io.StringIO(), width=1000))
+    load_with_progress(resolve_model(str(heads), backbone, None), "float32", progress)
+    shown = progress.console.file.getvalue()  # type: ignore[attr-defined]
+    assert f"--calibrate --model {heads} --base-model {backbone}" in shown
+
+
 def write_run_with_data(home: Path) -> Path:
     """A run whose config.yaml names chats to fit a tree to."""
     directory = write_run(home / "run", write_backbone(home / "backbone"))

@@ -220,6 +220,19 @@ def test_norms_embeddings_and_width_of_other_trainers_come_back(
         export_run(resolve_model(str(target), str(backbone_dir), None), "sglang", tmp_path / "s")
 
 
+def test_a_draft_with_the_layer_of_qwen3_names_it(backbone_dir, backbone, tmp_path: Path) -> None:
+    draft = new_draft(backbone, qk_norm=True)
+    vllm = written(draft, backbone_dir, tmp_path)
+    config = json.loads((vllm / "config.json").read_text())
+    assert (config["architectures"], config["model_type"]) == (["Eagle3Qwen3ForCausalLM"], "qwen3")
+    paths = resolve_model(str(tmp_path / "heads"), None, None)
+    speculators = export_run(paths, "speculators", tmp_path / "speculators").target
+    layer = json.loads((speculators / "config.json").read_text())["transformer_layer_config"]
+    assert (layer["architectures"], layer["model_type"]) == (["Qwen3ForCausalLM"], "qwen3")
+    with pytest.raises(CheckpointError, match="SGLang does not compute norms of queries and keys"):
+        export_run(paths, "sglang", tmp_path / "sglang")
+
+
 def test_flags_in_eagle_config_and_an_older_name_are_read(
     backbone_dir, backbone, tmp_path: Path
 ) -> None:
