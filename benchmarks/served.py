@@ -199,15 +199,19 @@ COPIED = (
 
 def rows_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return the rows as a Markdown table."""
-    titles: tuple[str, ...] = (
+    titles = (
         "run",
         "requests",
         "draft tokens",
         "plain tokens/s",
         "tokens/s",
         "over plain",
+        "accepted",
+        "accepted here",
+        "per step",
+        "here",
+        "equal",
     )
-    titles += ("accepted", "accepted here", "per step", "here", "equal")
     lines = []
     for row in rows:
         bounds = row["ratio_interval"]

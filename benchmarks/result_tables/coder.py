@@ -89,21 +89,21 @@ def coder_served_table() -> str:
     """Each draft in vLLM with one request and with four, beside vLLM without one; and its acceptance
     there and here (vLLM's own lookup: there alone).
     """
-    rows: dict[str, Cells] = {}
+    by_draft: dict[str, list[Json]] = {}
     for row in results("qwen_coder")["served"]:
-        title = f"{row['draft']}, {row['num_speculative_tokens']} draft tokens"
-        cells = rows.setdefault(title, [title])
-        cells += [
-            f"{speed(row['plain_tokens_per_s'])} to {speed(row['tokens_per_s'])}",
-            times(row["ratio"], row["ratio_interval"]),
-        ]
-    for row in results("qwen_coder")["served"]:
-        if row["concurrency"] == 1:  # the acceptance does not depend on it
-            own = row["own_acceptance"]
-            title = f"{row['draft']}, {row['num_speculative_tokens']} draft tokens"
-            rows[title] += [shares(row["acceptance"]), "-" if own is None else shares(own)]
+        by_draft.setdefault(row["draft"], []).append(row)
+    rows: list[Cells] = []
+    for draft, served in by_draft.items():
+        first = served[0]  # the acceptance does not depend on the number of requests
+        cells: Cells = [f"{draft}, {first['num_speculative_tokens']} draft tokens"]
+        for row in served:
+            cells.append(f"{speed(row['plain_tokens_per_s'])} to {speed(row['tokens_per_s'])}")
+            cells.append(times(row["ratio"], row["ratio_interval"]))
+        own = first["own_acceptance"]
+        cells += [shares(first["acceptance"]), "-" if own is None else shares(own)]
+        rows.append(cells)
     head = ("draft", "1 request, tokens/s:", "ratio:", "4 at once, tokens/s:", "ratio:")
-    return table((*head, "accepted in vLLM:", "accepted here:"), list(rows.values()))
+    return table((*head, "accepted in vLLM:", "accepted here:"), rows)
 
 
 def _coder_places(content: Json) -> dict[str, list[Json]]:

@@ -61,7 +61,8 @@ class LocalFiles:
 
     Attributes:
         notes: name what is beside the files and not read.
-        is_public: they are a public data set, whose invalid records its users cannot mend.
+        is_public: from a public data set: invalid records are skipped and counted, since users
+            cannot correct them.
     """
 
     paths: tuple[Path, ...]
