@@ -335,6 +335,8 @@ def test_all_rows_of_a_conversation_are_on_one_side_of_the_split(
             " prompts"
         )
         assert sentence in train.report.describe()
+        # rows of one conversation are no repeated ones
+        assert not any("equal an earlier one" in line for line in train.report.describe())
     assert "<think>\nadd\n</think>\n\nfour" in make(QWEN3).tokenizer.decode(train[0].tokens)
 
 
