@@ -245,10 +245,16 @@ def read_messages(chat: Sequence[Message | Mapping[str, Any]]) -> list[Message]:
 
     Raises DataError, which names the message.
     """
-    if not isinstance(chat, Sequence) or isinstance(chat, (str, bytes)):
+    found = json_type(chat)
+    turns: list[object] = []
+    if isinstance(chat, Sequence) and not isinstance(chat, (str, bytes)):
+        turns = list(chat)
+        found = f"a list with {json_type(turns[0])}" if turns else "an empty list"
+    if not turns or not all(isinstance(turn, Message | Mapping) for turn in turns):
         raise DataError(
-            f"a prompt is text, or a list of messages with role and content; it is"
-            f" {json_type(chat)}"
+            "a prompt is text, or a list of messages such as {'role': 'user', 'content': TEXT}; it"
+            f" is {found}. For several prompts write [model.generate(prompt) for prompt in"
+            " prompts], for token ids model.generate(tokenizer.decode(ids), raw=True)"
         )
     messages = []
     unread = Unread()
@@ -256,7 +262,7 @@ def read_messages(chat: Sequence[Message | Mapping[str, Any]]) -> list[Message]:
         if isinstance(turn, Message):
             messages.append(turn)
             continue
-        if not isinstance(turn, Mapping) or not isinstance(turn.get("role"), str):
+        if not isinstance(turn.get("role"), str):
             raise DataError(f"message {number}: expected a mapping with role and content")
         role = turn["role"]
         if turn.get("tool_calls"):
