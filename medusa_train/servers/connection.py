@@ -80,8 +80,8 @@ class ServerConnection:
         )
 
     def send(self, body: Mapping[str, Any]) -> dict[str, Any] | Fault:
-        """Send a request, with a shorter `max_tokens` if it does not fit; return the response's
-        JSON or the fault.
+        """Send a request, with a shorter `max_tokens` if it does not fit; return the fault, or the
+        response's JSON with the `max_tokens` that were allowed.
 
         Raises:
             RequestRejected: status 400, 413 or 422, and no shorter answer helps.
@@ -96,7 +96,10 @@ class ServerConnection:
             # 2. fewer and fewer, while the server says that they do not fit beside this prompt
             while True:
                 try:
-                    return self._post(body)
+                    answer = self._post(body)
+                    if "max_tokens" in body and not isinstance(answer, Fault):
+                        answer["max_tokens"] = body["max_tokens"]
+                    return answer
                 except RequestRejected as rejected:
                     room = self._room(body, rejected.limit)
                     if room is None:

@@ -150,6 +150,22 @@ def test_a_block_with_failed_requests_is_measured_again(
     assert any("measured again" in note for note in report["meta"]["notes"])
 
 
+def test_a_block_with_an_unknown_finish_reason_is_measured_again(
+    tmp_path: Path, pair: tuple[BenchServer, BenchServer]
+) -> None:
+    heads, plain = pair
+
+    def script(number: int, body: dict[str, Any]) -> Reply:
+        return stream(body, end="insufficient_system_resource") if number == 20 else None
+
+    heads.script = script
+    report, _ = measure(tmp_path, *against(heads, plain))
+    assert all(cell["answers"] == 8 * cell["concurrency"] for cell in report["cells"])
+    (note,) = report["meta"]["notes"]
+    assert "unknown finish_reason 'insufficient_system_resource'" in note
+    assert note.endswith("measured again")
+
+
 def test_a_concurrency_that_overloads_the_server_is_left_out(
     tmp_path: Path, pair: tuple[BenchServer, BenchServer]
 ) -> None:
