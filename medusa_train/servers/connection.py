@@ -167,8 +167,13 @@ class ServerConnection:
                 raise httpx.ReadTimeout(f"no complete answer within {self._timeout:g} s")
 
         with self._client.stream("POST", f"{self.url}/chat/completions", json=body) as response:
-            if response.status_code != 200:
+            if response.status_code != 200 or "json" in response.headers.get("content-type", ""):
                 response.read()
+                if response.status_code == 200 and usable_answer(response) is not None:
+                    raise ServerError(
+                        f"server {self.url}: ignores `stream` and sends the whole answer at once, so"
+                        " the time to its first token cannot be measured"
+                    )
                 return self._fault(response)
             try:
                 return read_completion(split_lines(response.iter_bytes()), started, check)

@@ -21,8 +21,11 @@ from medusa_train.server_bench.measure_servers import measure_servers, request_o
 from medusa_train.server_bench.request_blocks import Conversation, ServerBench, Target
 from medusa_train.server_bench.served_report import figures_table
 from tests import chatml
-from tests.fake_server import Reply, error, stream
+from tests.fake_server import Reply, completion, error, stream
 from tests.server_bench.servers import BenchServer, bench_server, write_questions
+
+#: An answer that is not streamed.
+WHOLE = json.dumps(completion({}, text="four")).encode()
 
 
 @pytest.fixture
@@ -243,6 +246,12 @@ def test_a_server_that_dies_keeps_what_was_measured_and_is_resumed(
             "rejects requests: 400 .*no streams here",
         ),
         ({"reply": error(401, "who?")}, [], ServerError, "set the environment variable NO_KEY"),
+        (
+            {"reply": (200, {"content-type": "application/json"}, WHOLE)},
+            [],
+            ServerError,
+            "ignores `stream`",
+        ),
         ({}, ["output_dir=~nobody-here/x"], ConfigError, "~nobody-here"),
         ({"plain_drafts": True}, [], ServerError, "start it without --speculative-config"),
     ],
