@@ -235,7 +235,7 @@ def _with_finish_reasons(messages: Sequence[Message], reasons: object) -> tuple[
         return tuple(messages)
     marked = list(messages)
     for index, reason in zip(answers, reasons, strict=True):
-        if reason in ("length", "context"):
+        if reason in ("length", "context", "possibly cut"):
             marked[index] = replace(marked[index], is_cut=True)
     return tuple(marked)
 
