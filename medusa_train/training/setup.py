@@ -138,8 +138,15 @@ def build_trainer(
             state = restore_state(checkpoint, strategy, world)
             loader.load_state_dict(state.data)
             describe_differences(checkpoint, state, plan, world.size, store.steps(), console)
+    objective = _build_objective(cfg, draft, recipe.joint)
     forget_incomparable_best(
-        state, data.validation.fingerprint(), store, cfg.early_stopping_patience, world
+        state,
+        data.validation.fingerprint(),
+        objective.terms,
+        store,
+        cfg.early_stopping_patience,
+        world,
+        console,
     )
     if backbone_hash is not None:  # else the checkpoint's stands for a later resume
         state.backbone = backbone_hash
@@ -150,7 +157,7 @@ def build_trainer(
         trust_remote_code=cfg.trust_remote_code,
         recipe=recipe,
         draft=draft,
-        objective=_build_objective(cfg, draft, recipe.joint),
+        objective=objective,
         strategy=strategy,
         loader=loader,
         validation_batches=validation_batches(data.validation, cfg.micro_batch_size),

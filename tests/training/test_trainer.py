@@ -169,7 +169,9 @@ def test_an_evaluation_that_is_not_finite_counts_for_patience_and_is_printed(
     for line, step, count in zip(warnings, (2, 3), (1, 2), strict=True):
         assert f"at step {step} is {value}" in line
         assert f"({count} of early_stopping_patience 2)" in line
-    assert any("stopped early" in line and "using the weights of step 1" in line for line in printed)
+    assert any(
+        "stopped early" in line and "using the weights of step 1" in line for line in printed
+    )
     text = (tmp_path / "run" / "metrics.jsonl").read_text()
     records = [json.loads(line, parse_constant=refuse_constant) for line in text.splitlines()]
     evaluations = [record for record in records if record["kind"] == "eval"]
