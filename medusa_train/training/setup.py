@@ -40,6 +40,7 @@ from medusa_train.progress import RunProgress
 from medusa_train.training.backbone_recipe import (
     BackboneRecipe,
     build_backbone_recipe,
+    find_initial_adapter,
     find_initial_heads,
 )
 from medusa_train.training.deepspeed_engine_config import complete_config, loading_config, stage_of
@@ -385,11 +386,18 @@ def _as_used(cfg: TrainConfig, data: TrainingData, recipe: BackboneRecipe) -> Tr
         "chat_template": data.chat_template,
         "sequence_len": data.sequence_len,
     }
-    if recipe.adapter is not None:  # which may have come with lora_model_dir
+    if recipe.adapter is not None:
         lora = recipe.adapter.peft.peft_config["default"]
         used["lora_r"] = lora.r
         used["lora_alpha"] = lora.lora_alpha
         used["lora_dropout"] = lora.lora_dropout
+        if find_initial_adapter(cfg.initial_run) is not None:  # it came with lora_model_dir
+            used["lora_modules_to_save"] = sorted(lora.modules_to_save or ()) or None
+            if not cfg.lora_target_linear:
+                targets = lora.target_modules
+                if isinstance(targets, str):  # a pattern
+                    targets = [targets]
+                used["lora_target_modules"] = sorted(targets)
     return cfg.model_copy(update=used)
 
 
