@@ -134,6 +134,12 @@ def load_backbone(
     return backbone
 
 
+def model_without_weights(config: Any, *, trust_remote_code: bool = False) -> Any:
+    """Build a model of this config whose parameters have shapes, but neither memory nor values."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+
+
 def load_tokenizer(
     resolved: str,
     *,

@@ -40,6 +40,7 @@ from medusa_train.progress import RunProgress
 from medusa_train.training.backbone_recipe import (
     BackboneRecipe,
     build_backbone_recipe,
+    find_initial_adapter,
     find_initial_heads,
 )
 from medusa_train.training.deepspeed_engine_config import complete_config, loading_config, stage_of
@@ -141,8 +142,15 @@ def build_trainer(
             state = restore_state(checkpoint, strategy, world)
             loader.load_state_dict(state.data)
             describe_differences(checkpoint, state, plan, world.size, store.steps(), console)
+    objective = _build_objective(cfg, draft, recipe.joint)
     forget_incomparable_best(
-        state, data.validation.fingerprint(), store, cfg.early_stopping_patience, world
+        state,
+        data.validation.fingerprint(),
+        objective.terms,
+        store,
+        cfg.early_stopping_patience,
+        world,
+        console,
     )
     if backbone_hash is not None:  # else the checkpoint's stands for a later resume
         state.backbone = backbone_hash
@@ -153,7 +161,7 @@ def build_trainer(
         trust_remote_code=cfg.trust_remote_code,
         recipe=recipe,
         draft=draft,
-        objective=_build_objective(cfg, draft, recipe.joint),
+        objective=objective,
         strategy=strategy,
         loader=loader,
         validation_batches=validation_batches(data.validation, cfg.micro_batch_size),
@@ -381,11 +389,18 @@ def _as_used(cfg: TrainConfig, data: TrainingData, recipe: BackboneRecipe) -> Tr
         "chat_template": data.chat_template,
         "sequence_len": data.sequence_len,
     }
-    if recipe.adapter is not None:  # which may have come with lora_model_dir
+    if recipe.adapter is not None:
         lora = recipe.adapter.peft.peft_config["default"]
         used["lora_r"] = lora.r
         used["lora_alpha"] = lora.lora_alpha
         used["lora_dropout"] = lora.lora_dropout
+        if find_initial_adapter(cfg.initial_run) is not None:  # it came with lora_model_dir
+            used["lora_modules_to_save"] = sorted(lora.modules_to_save or ()) or None
+            if not cfg.lora_target_linear:
+                targets = lora.target_modules
+                if isinstance(targets, str):  # a pattern
+                    targets = [targets]
+                used["lora_target_modules"] = sorted(targets)
     return cfg.model_copy(update=used)
 
 
