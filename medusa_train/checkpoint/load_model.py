@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import GenerationConfig
 
 from medusa_train.checkpoint.heads import load_draft
@@ -131,7 +132,12 @@ class LoadedModel:
 
 
 def load_for_decoding(
-    paths: ModelPaths, dtype: str, *, prepack: bool = True, compiled: bool = False, rows: int = 1
+    paths: ModelPaths,
+    dtype: str | torch.dtype,
+    *,
+    prepack: bool = True,
+    compiled: bool = False,
+    rows: int = 1,
 ) -> LoadedModel:
     """Load the backbone and, where there are any, heads and tree, ready to decode.
 
@@ -200,7 +206,7 @@ def load_lookup(choice: LookupChoice, tokenizer: Any) -> LookupDraft:
     return RestDraft(read_datastore(path, tokenizer, order), **settings)
 
 
-def load_backbone_without_adapter(paths: ModelPaths, dtype: str) -> Backbone:
+def load_backbone_without_adapter(paths: ModelPaths, dtype: str | torch.dtype) -> Backbone:
     """Load the backbone in the form that it decodes in, but for the adapter's weights.
 
     Raises BackboneError.
@@ -322,7 +328,7 @@ def compile_cache_dir() -> Path:
     return user_cache_dir() / "compiled"
 
 
-def _load_merged(paths: ModelPaths, adapter: Path, dtype: str) -> Backbone:
+def _load_merged(paths: ModelPaths, adapter: Path, dtype: str | torch.dtype) -> Backbone:
     """Load the backbone as in training, quantised or not, merge the adapter into it, and cast it to
     `dtype`.
     """
@@ -331,7 +337,9 @@ def _load_merged(paths: ModelPaths, adapter: Path, dtype: str) -> Backbone:
     return backbone.to_dtype(dtype)
 
 
-def _load_backbone(paths: ModelPaths, dtype: str, quantization: Quantization | None) -> Backbone:
+def _load_backbone(
+    paths: ModelPaths, dtype: str | torch.dtype, quantization: Quantization | None
+) -> Backbone:
     choose_kernels(default_device())
     backbone = load_backbone(
         paths.base_model,

@@ -240,13 +240,13 @@ def _with_finish_reasons(messages: Sequence[Message], reasons: object) -> tuple[
     return tuple(marked)
 
 
-def read_messages(chat: Sequence[Message | Mapping[str, Any]]) -> list[Message]:
+def read_messages(chat: object) -> list[Message]:
     """Read the messages of a chat that is to be answered, as OpenAI's clients hold them.
 
     Read are `role`, `content` (text, or a list of text parts) and the reasoning of an answer beside
     it; `tool_calls` are refused, and other keys, such as `name`, are named in a warning, once.
 
-    Raises DataError, which names the message.
+    Raises DataError, which names the message: also if there is none, or the last is an answer.
     """
     found = json_type(chat)
     turns: list[object] = []
@@ -287,6 +287,13 @@ def read_messages(chat: Sequence[Message | Mapping[str, Any]]) -> list[Message]:
                 f"message {number} ({role}) contains a lone surrogate, which UTF-8 cannot encode"
             )
         messages.append(Message(role, text))
+    if not messages:
+        raise DataError("a chat that is to be answered needs at least one message")
+    if messages[-1].role == "assistant":
+        raise DataError(
+            f"message {len(messages)} (assistant): a chat that is to be answered ends with the user's"
+            " turn; a text that is to be continued is given with raw=True"
+        )
     if unread.turn_keys:
         # without the counts, which differ from call to call
         names = ", ".join(map(shown_name, sorted(unread.turn_keys)))
