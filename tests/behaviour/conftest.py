@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -162,7 +162,7 @@ RunOf = Callable[..., Path]
 @pytest.fixture(scope="session")
 def run_of(
     model: Path, chats: Path, held_out: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[RunOf]:
+) -> RunOf:
     """Return a run of a kind of draft with further keys, trained on all chats at once in every of
     three steps, and evaluated on the others; the same directory for the same keys.
     """
@@ -180,7 +180,7 @@ def run_of(
             runs[name] = out
         return runs[name]
 
-    yield run
+    return run
 
 
 def whole_batches(held_out: Path) -> dict[str, Any]:

@@ -35,7 +35,10 @@ TEMPLATE = (
     "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-WORDS = "one two three four five six seven eight nine ten red green blue large".split()
+WORDS = [
+    *("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"),
+    *("red", "green", "blue", "large"),
+]
 VOCABULARY = 300
 CONTEXT = 256
 
