@@ -193,3 +193,35 @@ def whole_batches(held_out: Path) -> dict[str, Any]:
         "val_set_size": None,
         "test_datasets": [{"path": str(held_out)}],
     }
+
+
+@pytest.fixture(scope="session")
+def own(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Chats with the model's own greedy answers, by medusa-selfdistill."""
+    where = tmp_path_factory.mktemp("own")
+    prompts = [{"messages": chat} for chat in make_chats(8, seed=3, turns=1)]
+    words = ["--prompts", write_lines(where / "prompts.jsonl", prompts), "--model", model]
+    settings = {"temperature": 0, "dtype": "float32", "max_new_tokens": 32}
+    settings |= {"drop_truncated": False, "drop_looping": False, "output": where / "own.jsonl"}
+    world.selfdistill(*words, **settings).ok()
+    return where / "own.jsonl"
+
+
+@pytest.fixture(scope="session")
+def skilled(
+    model: Path, own: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Path]:
+    """Return a run of a kind of draft that guesses the model's answers to `own` often."""
+    runs: dict[str, Path] = {}
+
+    def run(kind: str) -> Path:
+        if kind not in runs:
+            out = tmp_path_factory.mktemp("skilled") / kind
+            keys = world.training_keys(model, own, out, micro_batch_size=8, max_steps=50)
+            keys |= {"lr_scheduler": "constant", "logging_steps": 50, "learning_rate": 1e-2}
+            words = [f"{key}={as_yaml(value)}" for key, value in KINDS[kind].items()]
+            world.train(*words, **{k: v for k, v in keys.items() if k not in KINDS[kind]}).ok()
+            runs[kind] = out
+        return runs[kind]
+
+    return run

@@ -63,6 +63,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2Config", {}),
     "qwen3": ("Qwen3Config", {"head_dim": 16}),
     "phi3": ("Phi3Config", {}),
+    "phi3-longrope": (
+        "Phi3Config",
+        {
+            "max_position_embeddings": 128,
+            "original_max_position_embeddings": 20,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "short_factor": [1.0, 1.0, 1.0, 1.0],
+                "long_factor": [1.0, 2.0, 4.0, 8.0],
+                "original_max_position_embeddings": 20,
+            },
+        },
+    ),
     "olmo2": ("Olmo2Config", {}),
     "granite": (
         "GraniteConfig",
