@@ -295,7 +295,7 @@ def test_an_existing_run_is_not_written_over(keys: dict[str, Any], tmp_path: Pat
     train(**keys).fails(2, str(tmp_path / "run"), "overwrite_output_dir")
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
     (tmp_path / "run" / "notes.txt").write_text("mine")
-    train("--overwrite-output-dir", **keys | {"max_steps": 1}).ok()
+    train("--overwrite", **keys | {"max_steps": 1}).ok()
     assert len(metrics(tmp_path / "run")) == 1
     assert (tmp_path / "run" / "notes.txt").read_text() == "mine"
     assert checkpoints(tmp_path / "run") == {"step-1"}
