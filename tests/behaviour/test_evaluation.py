@@ -657,7 +657,7 @@ def test_a_judge_grades_answers(
             return error(503, "busy", retry_after="0")
         text = body["messages"][-1]["content"]
         place = next(n for n, turn in enumerate(turns) if asked(turn) in text)
-        reply = completion(body, text=(grades + ["[[2]]"])[place])
+        reply = completion(body, text=[*grades, "[[2]]"][place])
         return 200, {}, json.dumps(reply).encode()
 
     def asked(turn: dict[str, Any]) -> str:
