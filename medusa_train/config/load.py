@@ -191,22 +191,19 @@ def _resolve_stage_file(values: dict[str, Any], key: str, directory: Path) -> No
 
 
 def _nearby_files(path: Path) -> str:
-    """Suggest a file of the same directory, else of `configs/`, and list the directory's YAML
-    files.
+    """Suggest the YAML files with the most similar names: of the same directory, else of
+    `configs/`.
     """
     for directory in (path.parent, PROJECT_ROOT / path.parent, PROJECT_ROOT / "configs"):
         names = []
         if os.path.isdir(directory):  # False for a name that is too long
-            names = sorted(file.name for file in directory.glob("*.y*ml"))
+            names = [file.name for file in directory.glob("*.y*ml")]
         if names and directory not in (Path(), PROJECT_ROOT):
             short = directory
             if directory.is_relative_to(PROJECT_ROOT):
                 short = directory.relative_to(PROJECT_ROOT)
-            suggestion = ";"
-            nearest = difflib.get_close_matches(path.name, names, n=1)
-            if nearest:
-                suggestion = f"; did you mean {short / nearest[0]}?"
-            return f"{suggestion} {short}/ contains {', '.join(names)}"
+            nearest = difflib.get_close_matches(path.name, names, n=3, cutoff=0)
+            return f"; did you mean {' or '.join(str(short / name) for name in nearest)}?"
     return ""
 
 

@@ -394,19 +394,30 @@ def test_an_override_that_leads_nowhere_says_so(
 # --- files --------------------------------------------------------------------------------------------------------
 
 
-def test_a_missing_file_names_its_neighbours(
+def test_a_missing_file_suggests_three_of_the_nearest_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (message,) = problems(Path("configs/tiny-m1.yml"))
     assert message.startswith(
-        "configs/tiny-m1.yml: no such file; did you mean configs/tiny_m1.yaml? configs/ contains "
+        "configs/tiny-m1.yml: no such file; did you mean configs/tiny_m1.yaml or configs/"
     )
-    (message,) = problems(Path("x"))
-    assert message.startswith("x: no such file; configs/ contains")
+    assert message.count(".yaml") == 3
+
+
+def test_a_missing_file_without_neighbours_suggests_shipped_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (message,) = problems(Path("eagle3"))
+    assert message.startswith("eagle3: no such file; did you mean configs/")
+    assert "configs/any_eagle3.yaml" in message
+
+
+def test_a_directory_in_place_of_a_file_suggests_its_files(tmp_path: Path) -> None:
     write(tmp_path, GOOD)
     with pytest.raises(
-        ConfigError, match=r"is a directory, not a YAML file .*by --model.*; .* contains x\.yaml"
+        ConfigError, match=r"is a directory, not a YAML file .*by --model.*; did you mean .*/x\.yaml"
     ):
         load_config(TrainConfig, tmp_path)
 
@@ -414,7 +425,7 @@ def test_a_missing_file_names_its_neighbours(
 @pytest.mark.parametrize("name", ["a" * 300, "b/" + "c" * 300 + "/d.yaml", "e/" * 3000, "f\0g"])
 def test_a_file_name_that_no_file_can_have_is_no_such_file(name: str) -> None:
     (message,) = problems(Path(name))
-    assert message.startswith(f"{Path(name)}: no such file; configs/ contains")
+    assert message.startswith(f"{Path(name)}: no such file; did you mean configs/")
 
 
 # --- dump ---------------------------------------------------------------------------------------------------------

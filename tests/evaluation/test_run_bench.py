@@ -35,7 +35,7 @@ from tests.evaluation.tiny_model import write_run
 @pytest.fixture(autouse=True)
 def with_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compare in bfloat16 whatever processor runs the tests."""
-    monkeypatch.setattr(module, "emulates_bf16", lambda device: False)
+    monkeypatch.setattr(module, "emulates", lambda device, dtype: False)
 
 
 def run(
@@ -482,7 +482,7 @@ def test_answers_are_compared_in_float32_without_a_kernel_of_16_bits(
 def test_a_dtype_that_does_not_fit_or_is_emulated_is_not_loaded_for_the_comparison(
     emulated: bool, run_dir: Path, bench_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "emulates_bf16", lambda device: emulated)
+    monkeypatch.setattr(module, "emulates", lambda device, dtype: emulated)
     monkeypatch.setattr(module.WeightMemory, "fit", lambda self, dtype: emulated)
     monkeypatch.setattr(
         module,
