@@ -1,6 +1,8 @@
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
+from pydantic import ValidationError
 
 from medusa_train.config.load import dump_config, load_config
 from medusa_train.config.schema import (
@@ -101,11 +103,14 @@ def test_field_mappings_of_axolotl_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ("message_property_mappings: {rol: a}", "rol: unknown; choose role and content"),
-        ("message_property_mappings: {role: 3}", "role: expected the name of a key, got 3"),
-        ("roles: {bot: [gpt]}", "bot: unknown; choose system, user, assistant, tool"),
+        (
+            "message_property_mappings: {rol: a}",
+            "message_property_mappings.rol: must be role or content, got 'rol'",
+        ),
+        ("message_property_mappings: {role: [a]}", "role: expected text (put it in quotes)"),
+        ("roles: {bot: [gpt]}", "roles.bot: must be system, user, assistant or tool, got 'bot'"),
         ("roles: {user: [a], assistant: [a]}", "a is listed as user, too"),
-        ("roles: [user]", "a mapping such as {user: [human], assistant: [gpt]}"),
+        ("roles: [user]", "expected a mapping such as {name: value}, got a list"),
         ("conversation: chatlm", "unknown; did you mean chatml?"),
         ("type: alpaca\n    field_messages: m", "alpaca has no turns"),
         (
@@ -417,7 +422,8 @@ def test_a_missing_file_without_neighbours_suggests_shipped_ones(
 def test_a_directory_in_place_of_a_file_suggests_its_files(tmp_path: Path) -> None:
     write(tmp_path, GOOD)
     with pytest.raises(
-        ConfigError, match=r"is a directory, not a YAML file .*by --model.*; did you mean .*/x\.yaml"
+        ConfigError,
+        match=r"is a directory, not a YAML file .*by --model.*; did you mean .*/x\.yaml",
     ):
         load_config(TrainConfig, tmp_path)
 
@@ -460,7 +466,7 @@ def test_environment_variables_in_values_are_expanded_or_refused(tmp_path, monke
         "override 'output_dir=${UNSET_X}/run': output_dir: ${UNSET_X}/run: the environment variable"
         " UNSET_X is not set; set it, or write the value"
     ]
-    assert "UNSET_X is not set" in problems(None, *REQUIRED, "stage_one=$UNSET_X/a.yaml")[0]
+    assert "UNSET_X is not set" in problems(None, *REQUIRED, "deepspeed=$UNSET_X/a.json")[0]
 
 
 def test_a_missing_space_after_a_colon_is_named_and_null_is_a_value() -> None:
@@ -570,10 +576,37 @@ def test_what_only_a_shell_expands_is_refused(value: str) -> None:
 
 def test_an_empty_list_of_files_is_refused() -> None:
     (problem,) = problems(None, REQUIRED[0], "datasets=[{path: d, data_files: []}]")
-    assert "data_files: name a file, or leave the key out" in problem
+    assert "data_files: needs 1 or more items" in problem
 
 
 @pytest.mark.parametrize("value", ["42", "-1", "1.5"])
 def test_a_number_in_place_of_prompts_is_taken_for_a_random_seed(value: str) -> None:
     with pytest.raises(ConfigError, match="for the random seed write seed=N"):
         load_config(SelfDistillConfig, None, [f"seed_dataset='{value}'"])
+
+
+class Later(TrainConfig):
+    """A configuration of a version that no longer has the key `old`."""
+
+    removed_keys: ClassVar = {"old": "was removed in 9.9: write seed"}
+
+
+def test_a_removed_key_is_an_error_that_says_what_happened_to_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"x\.yaml:4: old: was removed in 9\.9: write seed"):
+        load_config(Later, write(tmp_path, GOOD + "old: 1\n"))
+
+
+def test_a_removed_key_in_a_runs_own_file_is_ignored_and_listed(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "config.yaml").write_text(GOOD + "old: 1\nstage_one: {old: 2}\n")
+    assert load_config(Later, tmp_path / "config.yaml").ignored == ("old", "stage_one.old")
+    with pytest.raises(ConfigError, match="override 'old=3': old: was removed"):
+        load_config(Later, tmp_path / "config.yaml", ["old=3"])
+
+
+def test_a_configuration_does_not_change() -> None:
+    cfg = load_config(TrainConfig, None, REQUIRED)
+    with pytest.raises(ValidationError, match="frozen"):
+        cfg.seed = 3
+    with pytest.raises(ValidationError, match="frozen"):
+        cfg.datasets[0].path = "x"

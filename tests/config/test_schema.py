@@ -146,14 +146,14 @@ def test_template_variables_and_reasoning_tags(tmp_path: Path) -> None:
     for override, words in [
         (
             "chat_template_kwargs=no_think",
-            "expected a mapping such as {enable_thinking: false}, got 'no_think'",
+            "expected a mapping such as {name: value}, got 'no_think'",
         ),
         (
             "chat_template_kwargs={messages: [], tools: []}",
             "messages, tools: set by the renderer itself; remove it",
         ),
-        ("reasoning_tags=<r>", "expected two tags such as [<think>, </think>], got '<r>'"),
-        ("reasoning_tags=[<r>]", "expected two tags"),
+        ("reasoning_tags=<r>", "expected a list, got '<r>'"),
+        ("reasoning_tags=[<r>]", "reasoning_tags[1]: is missing"),
     ]:
         with pytest.raises(ConfigError, match=re.escape(words)):
             train(override)
