@@ -88,10 +88,9 @@ def stage_one_config(cfg: TrainConfig) -> TrainConfig | None:
     """Return the configuration of the stage that `cfg` trains first; None without one."""
     if not cfg.trains_stage_one:
         return None
-    given = set(cfg._origins) or cfg.model_fields_set
-    places: dict[KeyPath, str] = {(name,): origin[0] for name, origin in cfg._origins.items()}
-    source = Source("configuration", cfg.model_dump(mode="json", include=given), places)
-    first, lines = _stage_one(cfg, source)
+    given = {str(path[0]) for path in cfg._places} or cfg.model_fields_set
+    values = cfg.model_dump(mode="json", include=given)
+    first, lines = _stage_one(cfg, Source("configuration", values, dict(cfg._places)))
     if lines:
         raise ConfigError(lines)
     return first
@@ -246,12 +245,5 @@ def _validate(cls: type[C], source: Source) -> tuple[C, list[Problem]]:
                 message += f" ({', '.join(places)})"
             problems.append(((name,), message))
     cfg._ignored = tuple(ignored)
-    cfg._origins = {name: _origin(source, name) for name in cfg.model_fields_set & values.keys()}
+    cfg._places = source.places
     return cfg, problems
-
-
-def _origin(source: Source, name: str) -> tuple[str, ...]:
-    """Return the place of a key, and those of overrides within its value."""
-    within = [place for path, place in source.places.items() if path[0] == name]
-    overrides = [place for place in within if place.startswith("override ")]
-    return tuple(dict.fromkeys([source.place((name,)), *overrides]))

@@ -425,7 +425,8 @@ class Config(Section):
     stand_ins: ClassVar[Mapping[str, Any]] = {}
 
     _ignored: tuple[str, ...] = PrivateAttr(default=())
-    _origins: dict[str, tuple[str, ...]] = PrivateAttr(default_factory=dict)
+    #: Where each key was set, by its path: ("datasets", 0, "path").
+    _places: dict[tuple[str | int, ...], str] = PrivateAttr(default_factory=dict)
 
     @property
     def ignored(self) -> tuple[str, ...]:
@@ -447,8 +448,12 @@ class Config(Section):
         return cls.options.get(name, f"--{name.replace('_', '-')}")
 
     def origin(self, name: str) -> tuple[str, ...]:
-        """Return where a key was set: places in files, overrides, options; empty if nowhere."""
-        return self._origins.get(name, ())
+        """Return where a key was set, and the overrides within its value; empty if nowhere."""
+        within = [place for path, place in self._places.items() if path[0] == name]
+        if name not in self.model_fields_set or not within:
+            return ()
+        overrides = [place for place in within if place.startswith("override ")]
+        return tuple(dict.fromkeys([within[0], *overrides]))
 
     @property
     def ineffective_keys(self) -> tuple[str, ...]:

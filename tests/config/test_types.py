@@ -33,7 +33,7 @@ TAKEN = [
 REFUSED = [
     (types.PositiveFloat, "fast", "expected a number, got 'fast'"),
     (types.PositiveFloat, True, "expected a number, got true"),
-    (types.NonNegativeFloat, ".nan", "expected a number, got nan"),
+    (types.NonNegativeFloat, ".nan", "expected a number, got '.nan'"),
     (types.PositiveFloat, float("inf"), "got inf"),
     (types.PositiveFloat, 10**400, "expected a number of 64 bits, got a number of many digits"),
     (types.Int, 10**20, "expected a number of 64 bits, got a number of many digits"),
