@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from medusa_train.checkpoint.load_model import compile_backbone, load_backbone_without_adapter
-from medusa_train.checkpoint.resolve import SPLIT_ATTENTION, ModelPaths
+from medusa_train.checkpoint.resolve import ModelPaths
 from medusa_train.checkpoint.run_directory import DECISIONS, writing
 from medusa_train.data.conversation import Message
 from medusa_train.data.tokenize import ChatEncoder
@@ -110,8 +110,6 @@ def _conditions(paths: ModelPaths) -> dict[str, Any]:
         "device": device_name(device),
         "threads": torch.get_num_threads() if device.type == "cpu" else None,
     }
-    if paths.gpu_kernels:
-        conditions["gpu_kernels"] = list(paths.gpu_kernels)
     return conditions
 
 
@@ -152,9 +150,6 @@ def choose_dtype(question: str, paths: ModelPaths, progress: RunProgress) -> str
     seconds: dict[str, float] = {}
     memory: WeightMemory | None = None
     for dtype in _candidates(paths):
-        if dtype == "float32" and SPLIT_ATTENTION in paths.gpu_kernels:
-            progress.print(f"dtype float32: {SPLIT_ATTENTION} takes 16 bits; left out")
-            continue
         if seconds and dtype == "bfloat16" and emulates_bf16(default_device()):
             progress.print("dtype bfloat16: emulated on this device, so slow for trees; left out")
             continue
@@ -198,7 +193,6 @@ def _time_dtype(
     """
     with progress.phase(PHASE, ticking=True):
         backbone = load_backbone_without_adapter(paths, dtype)
-        backbone.use_gpu_kernels(paths.gpu_kernels)
         prepack_linears(backbone.model)
         use_cuda_graphs(backbone)
     chat = ChatEncoder(backbone.tokenizer, paths.chat_template, paths.chat_template_kwargs)

@@ -7,7 +7,7 @@ Reads no weights and imports no torch, so that a command refuses a wrong path wi
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeGuard
@@ -34,8 +34,6 @@ MODEL_FILES = ("model.safetensors", "pytorch_model.bin")
 FIXED = "fixed"
 #: No tree.
 NO_TREE = "none"
-#: Of `gpu_kernels`, the one that takes 16 bits alone.
-SPLIT_ATTENTION = "split_attention"
 #: Another tree in every step, of a given size.
 DYNAMIC = re.compile(r"dynamic(:[1-9]\d*x[1-9]\d*)?")
 #: Prefixes of the heads in the state dict of a Medusa-2 full model.
@@ -74,7 +72,6 @@ class ModelPaths:
         tree_mode: "fixed"; "dynamic" or, with nodes and depth, "dynamic:32x5": the draft chooses
             another tree in every step; "none": nothing is drafted, and heads are only traced.
         threshold: confidence up to which drafting stops; None: the heads' own.
-        gpu_kernels: parts for GPUs that decoding uses, see the key.
         hub_name: of heads that were fetched from the hub.
     """
 
@@ -92,7 +89,6 @@ class ModelPaths:
     lookup: LookupChoice | None = None
     tree_mode: str = FIXED
     threshold: float | None = None
-    gpu_kernels: tuple[str, ...] = ()
     hub_name: str | None = None
 
     @property
@@ -187,11 +183,6 @@ class ModelPaths:
             )
         return replace(self, threshold=threshold)
 
-    def without_split_attention(self) -> ModelPaths:
-        """Return the paths for decoding in float32, which this kernel does not take."""
-        kept = [name for name in self.gpu_kernels if name != SPLIT_ATTENTION]
-        return replace(self, gpu_kernels=tuple(kept))
-
     @property
     def backbone_form(self) -> str:
         """How the backbone is loaded for decoding, in words for reports."""
@@ -221,7 +212,6 @@ def resolve_model(
     needs_backbone: bool = True,
     lookup: LookupChoice | None = None,
     threshold: float | None = None,
-    gpu_kernels: Sequence[str] = (),
 ) -> ModelPaths:
     """Resolve a run, a directory of heads, a backbone alone, or the newest run to paths.
 
@@ -238,7 +228,6 @@ def resolve_model(
         needs_backbone: check that a backbone named by a local path exists.
         lookup: a draft without training, in place of the heads or beside them.
         threshold: confidence up to which drafting stops; None: the heads' own.
-        gpu_kernels: parts for GPUs that decoding uses, see the key.
     """
     # 1. Where the backbone, the heads and a tree file are.
     tree_file = None
@@ -272,7 +261,6 @@ def resolve_model(
         special_tokens=special_tokens,
         trust_remote_code=trust_remote_code,
         asks_for_remote_code=paths.asks_for_remote_code and not trust_remote_code,
-        gpu_kernels=tuple(sorted(set(gpu_kernels))),
     )
 
 

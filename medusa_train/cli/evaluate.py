@@ -227,7 +227,6 @@ def _resolve_paths(cfg: EvalConfig) -> ModelPaths:
         trust_remote_code=cfg.trust_remote_code,
         lookup=None if cfg.server_url else cfg.lookup_choice,
         threshold=None if cfg.uses_server else cfg.threshold,
-        gpu_kernels=() if cfg.uses_server else cfg.gpu_kernels,
     )
     if (note := paths.remote_code_note) is not None:
         error_console().print(f"note: {note}")

@@ -415,12 +415,6 @@ def _drafts_with(cfg: Any, draft: str) -> bool:
     return cfg.draft is not None and cfg.draft.endswith(draft)
 
 
-def _coordinates_without_programs(cfg: Any) -> bool:
-    if "coordinate_descent" not in cfg.gpu_kernels:
-        return False
-    return "layer_programs" not in cfg.gpu_kernels
-
-
 def _sets_half_a_judge(cfg: Any) -> bool:
     has_server = cfg.judge_base_url is not None
     has_model = cfg.judge_model is not None
@@ -439,16 +433,6 @@ def _needs_lookup(section: str, draft: str) -> Constraint:
 #: Constraints of `medusa-eval`. Question files in HumanEval's format are checked when they have
 # been read.
 EVAL_CONSTRAINTS: tuple[Constraint, ...] = (
-    Constraint(
-        ("gpu_kernels", "compile"),
-        lambda cfg: "layer_programs" in cfg.gpu_kernels and cfg.compile is True,
-        "layer_programs and compile: true both compile the layers; set compile: false",
-    ),
-    Constraint(
-        ("gpu_kernels",),
-        _coordinates_without_programs,
-        "coordinate_descent is for programs; add layer_programs",
-    ),
     Constraint(
         ("bench", "score", "allow_code_execution", "serve", "server_url"),
         _runs_code_without_leave,
@@ -533,7 +517,6 @@ _EVAL_LOCAL_KEYS = (
     "lookahead",
     "rest",
     "compile",
-    "gpu_kernels",
     "batch_size",
     "exactness",
     "generate",

@@ -52,7 +52,6 @@ from medusa_train.config.types import (
     ExportTarget,
     ExportTargets,
     Float,
-    GpuKernels,
     Int,
     Interval,
     IntList,
@@ -997,13 +996,6 @@ class EvalConfig(Config):
         "compile decoding with torch.compile: faster steps, one to several minutes of additional"
         " start-up time; auto: if that is expected to save time in all, also the default for trees"
         " that were fitted to compiled passes",
-    )
-    gpu_kernels: GpuKernels = key(
-        [],
-        "parts for GPUs that no GPU has measured yet; split_attention: attention of few tokens over"
-        " a long context as a Triton kernel that splits the context; layer_programs: one compiled"
-        " program for all decoder layers of a kind; fused_linears: projections of the same states"
-        " as one product; coordinate_descent: layer_programs that try several tilings",
     )
     acceptance: Literal["greedy", "sampling", "typical"] = key(
         "greedy",

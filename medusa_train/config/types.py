@@ -410,13 +410,6 @@ IntList = Annotated[
     BeforeValidator(_as_list),
     WithJsonSchema(_one_or_more({"type": "integer", "minimum": 1})),
 ]
-GpuKernel = Literal["split_attention", "layer_programs", "fused_linears", "coordinate_descent"]
-#: Parts for GPUs; a single one is a list of one.
-GpuKernels = Annotated[
-    list[GpuKernel],
-    BeforeValidator(_as_list),
-    WithJsonSchema(_one_or_more({"enum": list(get_args(GpuKernel))})),
-]
 TextOrMapping = Annotated[
     str | dict[str, Any], BeforeValidator(lambda x: x if isinstance(x, dict) else _as_text(x))
 ]

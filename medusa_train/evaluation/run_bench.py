@@ -17,7 +17,6 @@ from medusa_train.checkpoint.load_model import LoadedModel
 from medusa_train.checkpoint.resolve import (
     FIXED,
     NO_TREE,
-    SPLIT_ATTENTION,
     ModelPaths,
     names_tree_file,
 )
@@ -450,9 +449,6 @@ class Evaluation:
         if not memory.fit(dtype):
             return NO_MEMORY
         paths = timed.paths
-        if dtype == "float32" and SPLIT_ATTENTION in paths.gpu_kernels:
-            paths = paths.without_split_attention()
-            self.progress.print(f"output equality in float32: without {SPLIT_ATTENTION}")
 
         def compare() -> None:
             model = load_with_progress(paths, dtype, self.progress)
@@ -508,8 +504,6 @@ def _drafting(cfg: EvalConfig, paths: ModelPaths) -> Iterator[str]:
         yield f"{paths.tree.stem}-{zlib.crc32(paths.tree.read_bytes()):08x}"
     if paths.threshold is not None:
         yield f"threshold{paths.threshold:g}"
-    if paths.gpu_kernels:
-        yield "+".join(paths.gpu_kernels)
 
 
 def _choose_compile(

@@ -12,13 +12,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from medusa_train.errors import BackboneError
 from medusa_train.models.rounding import ceil_div
 
 #: Name under which `folded_head_forward` is registered with transformers.
 FOLDED_HEADS = "sdpa_folded_heads"
-#: The same, of `split_key_forward`.
-SPLIT_KEYS = "sdpa_split_keys"
 
 #: Batches for which attention in bfloat16 on a CPU is computed as two products: at least so many
 # rows of the batch, and at most so many queries per key head. torch's fused kernel calls a small
@@ -61,58 +58,6 @@ def use_folded_heads(model: Any) -> str:
         AttentionMaskInterface.register(FOLDED_HEADS, sdpa_mask)
         model.set_attn_implementation(FOLDED_HEADS)
     return str(config._attn_implementation)
-
-
-def use_split_keys(model: Any) -> str:
-    """Switch a model on a GPU to `split_key_forward`; return its attention's name now.
-
-    Raises:
-        BackboneError: the kernel does not compute this model's attention.
-    """
-    from medusa_train.models.split_attention import HEAD_SIZES, ITEM_SIZES
-
-    config = model.config.get_text_config()
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    obstacle = None
-    if config._attn_implementation != FOLDED_HEADS:
-        obstacle = f"the model's attention is {config._attn_implementation} in {model.dtype}"
-    elif model.dtype.itemsize not in ITEM_SIZES or size not in HEAD_SIZES:
-        obstacle = f"the model has heads of {size} numbers in {model.dtype}"
-    if obstacle is not None:
-        raise BackboneError(
-            "gpu_kernels: split_attention needs torch's attention, and heads of 16 to 256 numbers (a"
-            f" power of two) in 16 bits; {obstacle}. Leave it out"
-        )
-    AttentionInterface.register(SPLIT_KEYS, split_key_forward)
-    AttentionMaskInterface.register(SPLIT_KEYS, sdpa_mask)
-    model.set_attn_implementation(SPLIT_KEYS)
-    return SPLIT_KEYS
-
-
-def split_key_forward(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Compute attention as `folded_head_forward` does, but decoding passes of few queries with a
-    kernel that splits the keys.
-    """
-    from medusa_train.models.split_attention import can_split, split_attention
-
-    if not _is_unsupported(kwargs) and _is_decoding(query, key, attention_mask, dropout):
-        folded = query.reshape(len(query), key.shape[1], -1, query.shape[3])  # [B, H_kv, G q, d]
-        if attention_mask is not None and can_split(folded, key, value, attention_mask):
-            scale = _score_scale(query, scaling)
-            out = split_attention(folded, key, value, attention_mask, scale)
-            return out.reshape(query.shape).transpose(1, 2).contiguous(), None
-    return folded_head_forward(
-        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-    )
 
 
 def folded_head_forward(

@@ -42,7 +42,6 @@ from medusa_train.models import compiled as compiled_module
 from medusa_train.models.backbone import Backbone
 from medusa_train.progress import RunProgress
 from medusa_train.trees.tree import Tree
-from tests.evaluation.test_run_bench import use_kernels_as_on_a_gpu
 from tests.families import random_backbone
 
 
@@ -149,23 +148,6 @@ def test_the_checkpoints_dtype_stays_unless_another_is_clearly_faster(
         chosen, lines = choose(paths)
         assert chosen == expected
         assert ("kept, since no other is 20 % faster" in lines[0]) == (expected == "float32")
-
-
-def test_a_kernel_of_16_bits_leaves_float32_out(
-    paths: ModelPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Backbone, "use_gpu_kernels", use_kernels_as_on_a_gpu)
-    split = replace(paths, gpu_kernels=("layer_programs", "split_attention"))
-    dtype, shown = choose(split)
-    assert dtype == "bfloat16"
-    assert "dtype float32: split_attention takes 16 bits; left out" in shown
-    # what was chosen with other kernels, or with none, is another decision
-    answers = ["float32", "bfloat16"]
-    monkeypatch.setattr(module, "choose_dtype", lambda *given: answers.pop(0))
-    progress = RunProgress(Console(file=io.StringIO()))
-    decisions = Decisions(tmp_path)
-    for given, expected in ((paths, "float32"), (split, "bfloat16"), (paths, "float32")):
-        assert decide_dtype("Say ay.", given, decisions, progress) == expected
 
 
 def test_the_dtype_of_a_run_is_decided_once_on_a_machine(

@@ -2,7 +2,6 @@ import io
 import json
 import re
 import weakref
-from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ from medusa_train.evaluation.measured_answers import TurnRecord
 from medusa_train.evaluation.questions import load_bench
 from medusa_train.evaluation.run_bench import evaluate
 from medusa_train.evaluation.timing import SpeedTest
-from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.kangaroo import KangarooDraft
 from medusa_train.models.loading import load_backbone
 from medusa_train.progress import RunProgress
@@ -50,7 +48,6 @@ def run(
         cfg.base_model,
         cfg.tree,
         lookup=cfg.lookup_choice,
-        gpu_kernels=cfg.gpu_kernels,
     )
     progress = RunProgress(Console(file=io.StringIO(), width=160))
     evaluate(cfg, bench, paths, "medusa-eval --bench small", progress)
@@ -458,23 +455,6 @@ def test_without_memory_for_the_comparison_its_figures_are_missing(
     assert overall["equal_answers_bf16"] is not None
     assert meta["exactness"] == {"float32": "not enough memory", "bfloat16": "compared"}
     assert "answers were not compared in float32: not enough memory" in shown
-
-
-def use_kernels_as_on_a_gpu(backbone: Backbone, names: Sequence[str]) -> None:
-    """Refuse what a GPU refuses, and leave the rest out."""
-    if "split_attention" in names and backbone.dtype == torch.float32:
-        raise BackboneError("split_attention needs 16 bits")
-
-
-def test_answers_are_compared_in_float32_without_a_kernel_of_16_bits(
-    run_dir: Path, bench_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Backbone, "use_gpu_kernels", use_kernels_as_on_a_gpu)
-    report, shown = run(
-        bench_file, run_dir, tmp_path, dtype="bfloat16", gpu_kernels=["split_attention"]
-    )
-    assert report["meta"]["exactness"] == {"float32": "compared", "bfloat16": "compared"}
-    assert "output equality in float32: without split_attention" in shown
 
 
 @pytest.mark.parametrize("emulated", [False, True])
