@@ -309,7 +309,7 @@ TRAIN_CONSTRAINTS: tuple[Constraint, ...] = (
     ),
     Constraint(
         ("torch_compile", *_RECIPE_KEYS),
-        lambda cfg: cfg.torch_compile is True and _is_joint(cfg),
+        lambda cfg: cfg.torch_compile and _is_joint(cfg),
         "only passes of a frozen backbone are compiled, and this recipe trains it; set"
         " torch_compile: false, or recipe: medusa1",
     ),

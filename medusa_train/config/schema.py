@@ -670,15 +670,15 @@ class TrainConfig(Config):
     )
     flash_attention: BoolOrAuto = key(
         "auto",
-        "use flash-attn's varlen kernel on packed rows, else torch's; auto: if it is installed and"
-        " supported",
+        "use flash-attn's varlen kernel on packed rows, else one call of torch's attention for each"
+        " conversation; auto: if it is installed and supported",
         affects=Affects.NOTHING,
         stage=Stage.SHARED,
     )
-    torch_compile: BoolOrAuto = key(
-        "auto",
+    torch_compile: Bool = key(
+        False,
         "run the frozen backbone's layers compiled by torch.compile (medusa1 only); the first steps"
-        " take longer. auto: where it was measured to be faster, which is nowhere so far",
+        " take longer. Not benchmarked on a GPU yet",
         affects=Affects.NOTHING,
     )
     deepspeed: TextOrMapping | None = key(

@@ -29,10 +29,6 @@ _PRODUCT_ROWS, _PRODUCT_QUERIES = 8, 32
 _GPU_SCORE_ROWS, _BLOCK_QUERIES = 2500, 64
 _GPU_SCORES = 2**26  # of these products at most: 256 MB in float32, of which there are two
 
-#: Queries of a prompt in one product. Whole prompts in one take 1.5 times as long at 1,000 tokens,
-# 3 times at 2,000.
-_PROMPT_BLOCK = 128
-
 # score under a bool mask, of transformers' `generate`, in which padding may see nothing: -inf alone
 # would make it NaN
 _HIDDEN = torch.finfo(torch.bfloat16).min
@@ -73,14 +69,10 @@ def folded_head_forward(
     """Compute attention in transformers' interface: query [B, H, q, d], key and value [B, H_kv, S,
     d] -> [B, q, H, d].
 
-    Decoding passes use `folded_head_attention`, prompts in bfloat16 on a CPU `_causal_attention`;
-    all others (training, prefill with a window, a mask per head) transformers' "sdpa".
+    Decoding passes use `folded_head_attention`; all others (prompts, training, a mask per head)
+    transformers' "sdpa".
     """
     unsupported = _is_unsupported(kwargs)
-    is_causal = kwargs.get("is_causal", getattr(module, "is_causal", True))
-    if not unsupported and is_causal and _is_prompt(query, key, attention_mask, dropout):
-        out = _causal_attention(query, key, value, scaling)
-        return out.transpose(1, 2).contiguous(), None
     if unsupported or not _is_decoding(query, key, attention_mask, dropout):
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
@@ -226,36 +218,6 @@ def _attention_in_float32(
     return torch.bmm(weights.flatten(0, 1), value.flatten(0, 1)).unflatten(0, folded.shape[:2])
 
 
-def _causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
-    """Compute causal attention of whole prompts by two products for each block of queries, [B, H,
-    q, d] -> [.., d_v].
-
-        block 0   x . . . . .       a block reads the keys up to its last query
-                  x x . . . .
-        block 1   x x x . . .
-                  x x x x . .
-
-    torch's fused kernel takes 1.6 to 2.9 times as long in bfloat16 on a CPU, from 59 tokens on.
-    """
-    kv_heads = key.shape[1]
-    length = query.shape[2]
-    scaled = query * _score_scale(query, scaling)
-    size = min(length, _PROMPT_BLOCK)
-    causal = query.new_full((size, size), float("-inf")).triu_(1)
-    blocks = []
-    for start in range(0, length, size):
-        block = scaled[:, :, start : start + size]
-        count = block.shape[2]
-        keys = key[:, :, : start + count]
-        values = value[:, :, : start + count]
-        folded = block.reshape(len(query), kv_heads, -1, query.shape[3])
-        scores = torch.matmul(folded, keys.transpose(2, 3))
-        scores.unflatten(2, (-1, count))[..., start:].add_(causal[:count, :count])
-        out = torch.matmul(scores.softmax(-1), values)
-        blocks.append(out.reshape(*block.shape[:3], value.shape[3]))
-    return torch.cat(blocks, dim=2)
-
-
 def _repeat_rows(mask: Tensor, times: int) -> Tensor:
     """Repeat the rows of a mask [B, 1, q, S], -> [B, 1, times * q, S].
 
@@ -276,23 +238,6 @@ def _is_unsupported(options: Mapping[str, Any]) -> bool:
     if options.get("position_bias") is not None or options.get("softcap") is not None:
         return True
     return options.get("cache") is not None
-
-
-def _is_prompt(query: Tensor, key: Tensor, mask: Tensor | None, dropout: float) -> bool:
-    """Return whether `_causal_attention` computes this pass: whole prompts, without gradient or
-    dropout.
-
-    Under autocast, in joint training, a teacher has to round as its student with gradients does.
-    """
-    if mask is not None or dropout or torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return False
-    if torch.is_autocast_enabled("cpu"):
-        return False
-    return (
-        query.dtype == torch.bfloat16
-        and query.device.type == "cpu"
-        and 1 < query.shape[2] == key.shape[2]
-    )
 
 
 def _is_decoding(query: Tensor, key: Tensor, mask: Tensor | None, dropout: float) -> bool:

@@ -32,9 +32,7 @@ from medusa_train.models.document_attention import (
     FLASH,
     flash_obstacle,
     register_document_attention,
-    uses_varlen_kernel,
 )
-from medusa_train.models.hf_config import head_dim
 from medusa_train.models.partitioned import gathering_modules
 from medusa_train.models.precision import default_device, parse_dtype
 from medusa_train.models.stop_tokens import GENERATION_CONFIG
@@ -441,8 +439,8 @@ def choose_attention(backbone: Backbone, wanted: bool | Literal["auto"], *, pack
     """Choose the fastest attention that keeps packed conversations separate.
 
     Rows of one conversation need no mask, so torch's sdpa can use its flash kernel. In packed rows
-    each conversation is computed by itself, from its bounds: by flash-attn's varlen kernel, by
-    torch's, or by one sdpa call for each. A block-diagonal mask takes T x T positions and keeps
+    each conversation is computed by itself, from its bounds: by flash-attn's varlen kernel, or by
+    one sdpa call for each. A block-diagonal mask takes T x T positions and keeps
     sdpa from its flash kernel; only soft-capped scores need it. The same holds for sliding windows,
     which need a mask even in rows of one conversation.
 
@@ -497,7 +495,5 @@ def _varlen_attentions(
         reasons.append(obstacle)
     if capped:
         reasons.append("soft-capped scores need a mask")
-    elif uses_varlen_kernel(backbone.device, backbone.dtype, head_dim(backbone.config)):
-        yield register_document_attention(), "torch varlen kernel"
     else:
         yield register_document_attention(), "torch sdpa, one call per document,"

@@ -27,7 +27,7 @@ from medusa_train.models.loading import load_tokenizer, resolve_backbone
 from medusa_train.models.precision import choose_precision, default_device
 from medusa_train.progress import LoadingProgress, RunProgress, duration
 from medusa_train.training.device_choices import (
-    choose_for_device,
+    choose_checkpointing,
     memory_without_checkpointing,
 )
 from medusa_train.training.distributed import SINGLE_PROCESS
@@ -69,9 +69,7 @@ class _Stage:
         self.dtype = precision.dtype
         # 1. What `auto` means here.
         without = partial(memory_without_checkpointing, cfg, model_config, data.train, precision)
-        choices = choose_for_device(cfg, self.device, without)
-        self.notes = choices.notes
-        cfg = choices.apply(cfg)
+        cfg, self.note = choose_checkpointing(cfg, self.device, without)
         self.cfg = cfg
         # 2. Memory, operations and disk.
         estimate = Estimate(cfg, model_config)
@@ -334,7 +332,7 @@ def _memory_table(stage: _Stage) -> Table:
             "ZeRO partitions optimizer states (2: and gradients, 3: and weights) over the devices",
             "",
         )
-    for note in stage.notes:
+    for note in [stage.note] if stage.note else []:
         table.add_row("", note)
     if stage.without_checkpointing is not None:
         size, saved = stage.without_checkpointing

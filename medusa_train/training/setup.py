@@ -45,7 +45,7 @@ from medusa_train.training.backbone_recipe import (
 from medusa_train.training.deepspeed_engine_config import complete_config, loading_config, stage_of
 from medusa_train.training.deepspeed_strategy import DeepSpeedStrategy, partitioned_loading
 from medusa_train.training.device_choices import (
-    choose_for_device,
+    choose_checkpointing,
     memory_without_checkpointing,
 )
 from medusa_train.training.distributed import SINGLE_PROCESS, World, init_distributed
@@ -92,11 +92,11 @@ def build_trainer(
     choose_kernels(world.device)
 
     # 1. Backbone and heads, with what is decided for this device.
-    choices = choose_for_device(
-        cfg, world.device, partial(_memory_without_checkpointing, cfg, data, world), start.choices
-    )
-    cfg = choices.apply(cfg)
-    for line in (*choices.notes, *describe_other_choices(cfg, start)):
+    needed = partial(_memory_without_checkpointing, cfg, data, world)
+    before = start.choices.get("gradient_checkpointing")
+    cfg, note = choose_checkpointing(cfg, world.device, needed, before)
+    notes = [] if note is None else [note]
+    for line in (*notes, *describe_other_choices(cfg, start)):
         console.print(line, highlight=False, soft_wrap=True)
     with progress.phase("loading the model", ticking=True):
         with world.failing_together():
@@ -445,7 +445,7 @@ def _describe_run(
             learners = "the adapter and the heads"
         note = f"note: the backbone is quantized: {learners} learn from the quantized model"
         yield note, "yellow"
-    if recipe.compiled is not None:
+    if cfg.torch_compile:
         compiling = (
             "torch_compile: the backbone's layers are compiled in the first steps, which take"
             " longer"

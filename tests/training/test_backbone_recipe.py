@@ -54,9 +54,6 @@ def test_where_nothing_stands_in_the_way_the_kernel_is_used(
         == "attention: flash-attn varlen kernel for packed rows"
     )
     assert backbone.config._attn_implementation == APART
-    monkeypatch.setattr(attention, "uses_varlen_kernel", lambda *facts: True)
-    line = choose_attention(random_backbone("llama"), False, packed=True)
-    assert line == "attention: torch varlen kernel for packed rows (flash_attention: false)"
 
 
 @pytest.mark.parametrize("kernel", [LEAKING, "flash_attention_2"])
