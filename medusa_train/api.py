@@ -18,6 +18,8 @@ from medusa_train.errors import ConfigError
 from medusa_train.io import warn_once
 
 if TYPE_CHECKING:
+    import torch
+
     from medusa_train.inference.model import Model
 
 
@@ -26,8 +28,8 @@ def load(
     *,
     base_model: str | Path | None = None,
     tree: str | Path | None = None,
-    dtype: str = "auto",
-    chat_template: str | None = None,
+    dtype: str | torch.dtype | None = "auto",
+    chat_template: str | Path | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     special_tokens: Mapping[str, str] | None = None,
     trust_remote_code: bool = False,
@@ -44,8 +46,9 @@ def load(
             heads.
         tree: tree file; defaults to tree.json beside the heads ("fixed"). "dynamic", or with nodes
             and depth "dynamic:32x5": a tree for every step (EAGLE-3); the text is the same.
-        dtype: "float32", "bfloat16" or "float16"; "auto": bfloat16 where the device has fast
-            bfloat16 matrix products, else float16 on a GPU and float32 on a CPU.
+        dtype: "float32", "bfloat16" or "float16"; "auto" or None: bfloat16 where the device has fast
+            bfloat16 matrix products, else float16 on a GPU and float32 on a CPU. Weights that fit
+            into memory in bfloat16 only are loaded so, with a warning.
         chat_template: name of a chat template, or a Jinja file; defaults to the run's, else the
             tokenizer's.
         chat_template_kwargs: variables of the chat template, such as `{"enable_thinking": False}`;
@@ -67,16 +70,24 @@ def load(
         CheckpointError: no such run or heads, or files that cannot be read.
         BackboneError: the backbone cannot be found or loaded.
     """
+    mappings = {
+        "chat_template_kwargs": chat_template_kwargs,
+        "special_tokens": special_tokens,
+        "draft_settings": draft_settings,
+    }
+    for name, value in mappings.items():
+        if not isinstance(value, Mapping | None):
+            raise ConfigError(f"{name}: expected a mapping, got {value!r}")
     if draft_settings and draft is None:
         raise ConfigError("draft_settings are those of a draft without training: name it as draft")
     lookup = None
     if draft is not None:
-        lookup = _choose_lookup(draft, draft_settings or {})
+        lookup = _choose_lookup(str(draft), draft_settings or {})
     paths = resolve_model(
         _text_or_none(model),
         _text_or_none(base_model),
-        tree,
-        chat_template=chat_template,
+        _text_or_none(tree),
+        chat_template=_text_or_none(chat_template),
         chat_template_kwargs=chat_template_kwargs,
         special_tokens=special_tokens,
         trust_remote_code=trust_remote_code,
@@ -84,7 +95,7 @@ def load(
     )
     if (note := paths.remote_code_note) is not None:
         warnings.warn(note, stacklevel=2)
-    return load_resolved(paths, dtype, compiled=compile)
+    return load_resolved(paths, "auto" if dtype is None else dtype, compiled=compile)
 
 
 def _text_or_none(name: str | Path | None) -> str | None:
@@ -102,11 +113,13 @@ def _choose_lookup(draft: str, settings: Mapping[str, Any]) -> LookupChoice | No
     return load_config(EvalConfig, None, flags=keys).lookup_choice
 
 
-def load_resolved(paths: ModelPaths, dtype: str, *, compiled: bool = False) -> Model:
+def load_resolved(paths: ModelPaths, dtype: str | torch.dtype, *, compiled: bool = False) -> Model:
     """Load the model at `paths` (from `resolve_model`). Raises as `load` does."""
-    from medusa_train.checkpoint.load_model import load_for_decoding
+    from medusa_train.checkpoint.load_model import auto_dtype_of, load_for_decoding
     from medusa_train.inference.model import Model
 
+    if dtype == "auto":
+        dtype = auto_dtype_of(paths, warn_once)
     loaded = load_for_decoding(paths, dtype, compiled=compiled)
     loaded.compile_tree(warn_once)
     return Model(

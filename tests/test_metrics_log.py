@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -51,6 +52,22 @@ def test_every_line_is_on_disk_as_soon_as_it_is_logged(tmp_path):
     metrics.log({"kind": "train", "step": 2, "loss": 1.0})
     assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [1, 2]
     metrics.close()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_every_line_is_json_without_pythons_nan_and_infinity(tmp_path, value):
+    path = tmp_path / "metrics.jsonl"
+    metrics = MetricsFile(path)
+    figures = {"loss": value, "head_top": [[0.5, value]], "more": {"é": value}}
+    metrics.log({"kind": "eval", "step": 1, **figures})
+    metrics.close()
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    record = json.loads(path.read_text(), parse_constant=refuse)
+    found = {name: record[name] for name in figures}
+    assert found == {"loss": None, "head_top": [[0.5, None]], "more": {"é": None}}
 
 
 def test_a_resumed_run_drops_later_lines_and_validations_that_are_in_no_checkpoint(tmp_path):

@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import GenerationConfig
 
 from medusa_train.checkpoint.heads import load_draft
@@ -28,6 +29,7 @@ from medusa_train.models.drafts.lookahead import LookaheadDraft
 from medusa_train.models.drafts.lookup import LookupDraft, PromptLookupDraft, RestDraft
 from medusa_train.models.loading import (
     UNREADABLE,
+    auto_dtype_that_fits,
     describe_unreadable,
     load_backbone,
     load_tokenizer,
@@ -127,7 +129,12 @@ class LoadedModel:
 
 
 def load_for_decoding(
-    paths: ModelPaths, dtype: str, *, prepack: bool = True, compiled: bool = False, rows: int = 1
+    paths: ModelPaths,
+    dtype: str | torch.dtype,
+    *,
+    prepack: bool = True,
+    compiled: bool = False,
+    rows: int = 1,
 ) -> LoadedModel:
     """Load the backbone and, where there are any, heads and tree, ready to decode.
 
@@ -183,15 +190,28 @@ def load_lookup(choice: LookupChoice, tokenizer: Any) -> LookupDraft:
     return RestDraft(read_datastore(path, tokenizer, order), **settings)
 
 
-def load_backbone_without_adapter(paths: ModelPaths, dtype: str) -> Backbone:
+def load_backbone_without_adapter(paths: ModelPaths, dtype: str | torch.dtype) -> Backbone:
     """Load the backbone in the form that it decodes in, but for the adapter's weights.
 
     Raises BackboneError.
     """
-    quantization = paths.quantization
-    if paths.adapter is not None:
-        quantization = None  # merging an adapter dequantises
-    return _load_backbone(paths, dtype, quantization)
+    return _load_backbone(paths, dtype, _quantization_in_decoding(paths))
+
+
+def auto_dtype_of(paths: ModelPaths, report: Callable[[str], None]) -> str:
+    """Return the dtype that `auto` stands for in decoding, see `auto_dtype_that_fits`; nothing is
+    loaded or timed.
+    """
+    return auto_dtype_that_fits(
+        paths.base_model,
+        report,
+        quantization=_quantization_in_decoding(paths),
+        trust_remote_code=paths.trust_remote_code,
+    )
+
+
+def _quantization_in_decoding(paths: ModelPaths) -> Quantization | None:
+    return None if paths.adapter is not None else paths.quantization  # merging dequantizes
 
 
 def read_stop_tokens(paths: ModelPaths) -> tuple[StopTokens, Any]:
@@ -292,7 +312,7 @@ def compile_cache_dir() -> Path:
     return user_cache_dir() / "compiled"
 
 
-def _load_merged(paths: ModelPaths, adapter: Path, dtype: str) -> Backbone:
+def _load_merged(paths: ModelPaths, adapter: Path, dtype: str | torch.dtype) -> Backbone:
     """Load the backbone as in training, quantised or not, merge the adapter into it, and cast it to
     `dtype`.
     """
@@ -301,7 +321,9 @@ def _load_merged(paths: ModelPaths, adapter: Path, dtype: str) -> Backbone:
     return backbone.to_dtype(dtype)
 
 
-def _load_backbone(paths: ModelPaths, dtype: str, quantization: Quantization | None) -> Backbone:
+def _load_backbone(
+    paths: ModelPaths, dtype: str | torch.dtype, quantization: Quantization | None
+) -> Backbone:
     choose_kernels(default_device())
     backbone = load_backbone(
         paths.base_model,

@@ -186,8 +186,9 @@ def _generate(
     if part is not None:
         prompts = [prompt for prompt in prompts if part.holds(prompt)]
     target = shard_output(out, part)
-    with RunProgress(console).phase("importing torch", ticking=True):
-        dtype = resolve_dtype(cfg)
+    progress = RunProgress(console)
+    with progress.phase("importing torch", ticking=True):
+        dtype = resolve_dtype(cfg, progress.print)
     with OutputWriter(target, output_settings(cfg, dtype)) as writer:
         if writer.done:
             writer.check_prompts(prompts)
@@ -277,7 +278,7 @@ def _merge(cfg: SelfDistillConfig, prompts: list[Prompt], out: Path, console: Co
 
     dtype = None
     if cfg.dtype != "auto":
-        dtype = resolve_dtype(cfg)
+        dtype = resolve_dtype(cfg, console.print)
     merged = merge(out, output_settings(cfg, dtype), [prompt.id for prompt in prompts])
     if not merged.conversations:
         shards = out.with_name(f"{out.stem}.shard-*{out.suffix}")

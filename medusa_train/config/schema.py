@@ -989,7 +989,7 @@ class EvalConfig(Config):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
         "auto",
         "data type; auto: the checkpoint's, unless plain decoding is 20 % faster in another one;"
-        " decided once per run directory",
+        " decided once per run directory; on a CPU that emulates bfloat16, float32",
     )
     compile: BoolOrAuto = key(
         False,

@@ -75,7 +75,7 @@ from medusa_train.io import parse_json, warn_once
 from medusa_train.models.precision import (
     WeightMemory,
     catch_out_of_memory,
-    emulates_bf16,
+    emulates,
     release_memory,
 )
 from medusa_train.progress import RunProgress
@@ -443,7 +443,7 @@ class Evaluation:
         return how it ended.
         """
         records = timed.records
-        if dtype == "bfloat16" and emulates_bf16(memory.device):
+        if emulates(memory.device, getattr(torch, dtype)):
             return EMULATED
         release_memory()
         if not memory.fit(dtype):

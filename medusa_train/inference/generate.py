@@ -5,8 +5,10 @@ Plain decoding is the empty tree.
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -22,6 +24,9 @@ from medusa_train.trees.kv_slots import Slots
 from medusa_train.trees.tree import Tree
 
 FinishReason = Literal["eos", "length", "context"]
+
+#: Seconds after which an answer that nobody reads on counts as abandoned.
+ABANDONED_SECONDS = 10.0
 
 
 class Step(NamedTuple):
@@ -65,6 +70,8 @@ class Decoder:
     step synchronises with the device once, when the accepted tokens are read; with top-p also to
     find the nucleus.
 
+    Threads may share a decoder: their answers wait for each other. See `stream`.
+
     Args:
         backbone: verifies the tokens.
         draft: proposes them; None: plain decoding.
@@ -97,13 +104,17 @@ class Decoder:
         self._steps: Steps | None = None
         # what the slots hold: prompt and answer, without the last token
         self._cached_text: list[int] = []
-        # tells an abandoned stream that its memory is in use again
-        self._answers_started = 0
+        # Threads. The condition is held while a pass runs; between passes an answer belongs to the
+        # thread that read its last step.
+        self._turn = threading.Condition()
+        self._answers_started = 0  # the last one owns the memory
+        self._reader: int | None = None  # its thread; None once it is complete or closed
+        self._read_at = 0.0
 
     def generate(
         self,
         prompt: list[int],
-        max_new_tokens: int,
+        max_new_tokens: int | None,
         eos_ids: Collection[int] | None = None,
         rule: Rule = None,
         generator: torch.Generator | None = None,
@@ -126,20 +137,24 @@ class Decoder:
     def stream(
         self,
         prompt: list[int],
-        max_new_tokens: int,
+        max_new_tokens: int | None,
         eos_ids: Collection[int] | None = None,
         rule: Rule = None,
         generator: torch.Generator | None = None,
-    ) -> Iterator[Step]:
+    ) -> Generator[Step, None, None]:
         """Generate an answer step by step. The first step is the prefill, which gives one token.
 
         The answer ends after the first end-of-text token (kept), after `max_new_tokens` tokens, or
         at the end of the model's context: the last token is then predicted at position max_context
         but never read. The iterator may be abandoned at any step.
 
+        The decoder holds one answer at a time. An answer in another thread waits until this one is
+        complete, closed or dropped, or has not been read on for `ABANDONED_SECONDS`. One in the same
+        thread does not wait, since nobody would read this one on.
+
         Args:
             prompt: at least one token id.
-            max_new_tokens: at least 1.
+            max_new_tokens: at least 1; None: up to the end of the context.
             eos_ids: tokens that end the answer; by default the backbone's, empty for none.
             rule: acceptance rule, greedy by default; see `accept`.
             generator: random numbers for `Sampling`.
@@ -152,41 +167,75 @@ class Decoder:
         limit = max_answer_length(self.backbone, prompt, max_new_tokens)
         generators = None if generator is None else [generator]
 
-        # 1. the prefill gives the first token. Not under torch's decorator, which would need torch
-        # to close an abandoned stream, at the interpreter's end too
-        with torch.inference_mode():
-            steps, num_cached = self._begin(prompt, limit)
-            self._answers_started += 1
-            this_answer = self._answers_started
-            (next_token,) = steps.prefill([prompt], rule, generators, num_cached)
-        yield Step([next_token], 0)
+        this_answer = self._take_turn()
+        try:
+            # 1. the prefill gives the first token
+            with self._pass(this_answer):
+                steps, num_cached = self._begin(prompt, limit, reserve=max_new_tokens is not None)
+                (next_token,) = steps.prefill([prompt], rule, generators, num_cached)
+            yield Step([next_token], 0)
 
-        # 2. then steps; the draft reads the prompt in the first one
-        text = list(prompt)  # prompt and answer up to the next token, which is the step's root
-        num_generated = 1
-        while next_token not in stops and num_generated < limit:
-            if this_answer != self._answers_started:
+            # 2. then steps; the draft reads the prompt in the first one
+            text = list(prompt)  # prompt and answer up to the next token, which is the step's root
+            num_generated = 1
+            while next_token not in stops and num_generated < limit:
+                with self._pass(this_answer):
+                    # a step that fails or is interrupted leaves parts of two texts in the slots
+                    self._cached_text = []
+                    if num_generated == 1:
+                        steps.start_draft()
+                    path, tokens = step_single(
+                        self.backbone, steps, text, next_token, rule, generators
+                    )
+                    text += tokens[:-1]
+                    self._cached_text = text
+                new = truncate_at_stop(tokens[1:], stops, limit - num_generated)
+                num_generated += len(new)
+                next_token = new[-1]
+                yield Step(new, min(len(path) - 1, len(new)))
+        finally:
+            with self._turn:
+                if this_answer == self._answers_started:
+                    self._reader = None
+                    self._turn.notify_all()
+
+    def _take_turn(self) -> int:
+        """Wait for the answer of another thread, begin an answer, and return its number."""
+        this_thread = threading.get_ident()
+        with self._turn:
+            while self._reader not in (None, this_thread):
+                seconds_left = self._read_at + ABANDONED_SECONDS - time.monotonic()
+                if seconds_left <= 0:
+                    break
+                self._turn.wait(seconds_left)
+            self._answers_started += 1
+            self._reader, self._read_at = this_thread, time.monotonic()
+            return self._answers_started
+
+    @contextmanager
+    def _pass(self, answer: int) -> Iterator[None]:
+        """Keep other threads from the memory during a pass of an answer.
+
+        Inference mode is entered here and not by torch's decorator of generators, which would need
+        torch to close an abandoned stream, at the interpreter's end too.
+
+        Raises:
+            MedusaError: another answer was started.
+        """
+        with self._turn, torch.inference_mode():
+            if answer != self._answers_started:
                 raise MedusaError(
                     "another answer was started on this decoder; it holds one at a time"
                 )
-            # a step that fails or is interrupted leaves parts of two texts in the slots
-            self._cached_text = []
-            with torch.inference_mode():
-                if num_generated == 1:
-                    steps.start_draft()
-                path, tokens = step_single(self.backbone, steps, text, next_token, rule, generators)
-            text += tokens[:-1]
-            self._cached_text = text
-            new = truncate_at_stop(tokens[1:], stops, limit - num_generated)
-            num_generated += len(new)
-            next_token = new[-1]
-            yield Step(new, min(len(path) - 1, len(new)))
+            yield
+            self._reader, self._read_at = threading.get_ident(), time.monotonic()
 
-    def _begin(self, prompt: list[int], limit: int) -> tuple[Steps, int]:
+    def _begin(self, prompt: list[int], limit: int, *, reserve: bool) -> tuple[Steps, int]:
         """Return steps without rows, with room for the prompt, `limit` tokens and their tree, and
         how many positions of the prompt their slots hold.
 
-        Memory of an earlier answer is used again if it is large enough.
+        Memory of an earlier answer is used again if it is large enough. Without `reserve` the
+        memory grows with the answer.
         """
         nodes = proposal_limits(self.draft, self.tree).size + 1
         capacity = len(prompt) + limit + nodes
@@ -199,7 +248,9 @@ class Decoder:
         num_cached = self._count_cached(prompt, self._steps.committed)
         self._cached_text = []
         self._steps.reset(num_cached)
-        if not self._steps.has_fixed_shapes:  # graphs are captured for buffers that double
+        if (
+            reserve and not self._steps.has_fixed_shapes
+        ):  # graphs are captured for buffers that double
             self._steps.make_room(1, capacity)
         return self._steps, num_cached
 
@@ -286,9 +337,9 @@ def stop_tokens(backbone: Backbone, eos_ids: Collection[int] | None) -> frozense
     return frozenset(eos_ids)
 
 
-def max_answer_length(backbone: Backbone, prompt: list[int], max_new_tokens: int) -> int:
-    """Return how many tokens fit: the last one is never read, so it may lie one position past the
-    context.
+def max_answer_length(backbone: Backbone, prompt: list[int], max_new_tokens: int | None) -> int:
+    """Return how many tokens fit, at most `max_new_tokens`: the last one is never read, so it may
+    lie one position past the context.
 
     Raises:
         MedusaError: the prompt is empty, longer than the model's context or has an unknown token,
@@ -296,12 +347,12 @@ def max_answer_length(backbone: Backbone, prompt: list[int], max_new_tokens: int
     """
     if not prompt:
         raise MedusaError("the prompt is empty; decoding needs at least one token")
-    if max(prompt) >= backbone.vocab_size:
-        raise MedusaError(
-            f"the prompt has the token {max(prompt)}, but the model only {backbone.vocab_size}"
-            " tokens"
-        )
-    if max_new_tokens < 1:
+    for token in (min(prompt), max(prompt)):
+        if not 0 <= token < backbone.vocab_size:
+            raise MedusaError(
+                f"the prompt has the token {token}, but the model only {backbone.vocab_size} tokens"
+            )
+    if max_new_tokens is not None and max_new_tokens < 1:
         raise MedusaError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
     limit = backbone.max_context - len(prompt) + 1
     if limit < 1:
@@ -309,7 +360,7 @@ def max_answer_length(backbone: Backbone, prompt: list[int], max_new_tokens: int
             f"the prompt has {len(prompt)} tokens, but the model's context is"
             f" {backbone.max_context}"
         )
-    return min(max_new_tokens, limit)
+    return limit if max_new_tokens is None else min(max_new_tokens, limit)
 
 
 def truncate_at_stop(tokens: list[int], stops: Collection[int], limit: int) -> list[int]:
@@ -320,10 +371,12 @@ def truncate_at_stop(tokens: list[int], stops: Collection[int], limit: int) -> l
     return tokens[:limit]
 
 
-def finish_reason(tokens: list[int], stops: Collection[int], max_new_tokens: int) -> FinishReason:
+def finish_reason(
+    tokens: list[int], stops: Collection[int], max_new_tokens: int | None
+) -> FinishReason:
     """Return why a complete answer ended."""
     if tokens[-1] in stops:
         return "eos"
-    if len(tokens) >= max_new_tokens:
+    if max_new_tokens is not None and len(tokens) >= max_new_tokens:
         return "length"
     return "context"

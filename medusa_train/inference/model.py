@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import operator
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
 
-from medusa_train.data.conversation import Message
+from medusa_train.data.conversation import SURROGATES, Message
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.data.turns import read_messages
-from medusa_train.errors import MedusaError
+from medusa_train.errors import DataError, MedusaError
 from medusa_train.inference.accept import Rule, Typical
 from medusa_train.inference.detokenize import TextStream
 from medusa_train.inference.generate import (
@@ -28,7 +30,7 @@ from medusa_train.models.backbone import Backbone
 from medusa_train.models.drafts.base import Proposer
 from medusa_train.trees.tree import Tree
 
-Prompt = str | Sequence[Message | Mapping[str, Any]]
+Prompt = str | Sequence[Message | Mapping[str, Any]] | Sequence[int]
 
 
 class Piece(NamedTuple):
@@ -42,6 +44,8 @@ class Piece(NamedTuple):
 class Reply:
     """A streamed answer. Iterate over it for its pieces; the attributes grow with them.
 
+    A loop that is left and begun again loses nothing.
+
     Attributes:
         text: the text so far.
         tokens: ids so far, including the closing end-of-text token or the stop string's tokens.
@@ -51,15 +55,22 @@ class Reply:
             "stop" (a stop string); None while the answer is not complete.
     """
 
-    _steps: Iterator[Step]
+    _steps: Generator[Step, None, None]
     _stream: TextStream
     _stops: frozenset[int]
-    _max_new_tokens: int
+    _max_new_tokens: int | None
     text: str = ""
     tokens: list[int] = field(default_factory=list)
     steps: int = 0
     seconds: float = 0.0
     finish: FinishReason | Literal["stop"] | None = None
+
+    def __post_init__(self) -> None:
+        # This generator must not refer to the reply: a reply in a reference cycle that is dropped
+        # would keep other threads waiting until the garbage collector finds it.
+        self._remaining = _tokens_of(self._steps)
+        self._started: float | None = None
+        self._is_closed = False
 
     @property
     def tokens_per_step(self) -> float:
@@ -68,38 +79,49 @@ class Reply:
             return 1.0
         return (len(self.tokens) - 1) / self.steps
 
-    def __post_init__(self) -> None:
-        self._pieces = self._generate()
-
     def __iter__(self) -> Iterator[Piece]:
-        return self._pieces  # the same one: a loop that is left and begun again loses nothing
+        return self
 
-    def _generate(self) -> Iterator[Piece]:
-        started = time.perf_counter()
-        for step in self._steps:
-            if self.tokens:  # the first step is the prefill
-                self.steps += 1
-            for index, token in enumerate(step.tokens):
-                self.tokens.append(token)
-                text = ""
-                if token not in self._stops:
-                    text = self._stream.push(token)
-                self.text += text
-                self.seconds = time.perf_counter() - started
-                if text:
-                    yield Piece(text, drafted=index < step.accepted)
-                if self._stream.stopped:
-                    self.finish = "stop"
-                    return
-        # what was held back as the possible beginning of a stop string
-        text = self._stream.finish()
-        self.text += text
-        if text:
-            yield Piece(text, drafted=False)
+    def __next__(self) -> Piece:
+        """Generate up to the next piece of text."""
+        if self._started is None:
+            self._started = time.perf_counter()
+        try:
+            while not self._is_closed:
+                piece = self._take_token()
+                self.seconds = time.perf_counter() - self._started
+                if piece.text:
+                    return piece
+        except BaseException:
+            self.close()
+            raise
+        raise StopIteration
+
+    def _take_token(self) -> Piece:
+        """Take one token, or what is left at the end; return the text that it completes, which may
+        be empty.
+        """
+        taken = next(self._remaining, None)
+        if taken is None:
+            self._is_closed = True
+            self.finish = finish_reason(self.tokens, self._stops, self._max_new_tokens)
+            # what was held back as the possible beginning of a stop string
+            piece = Piece(self._stream.finish(), drafted=False)
+        else:
+            self.steps, token, drafted = taken
+            self.tokens.append(token)
+            text = "" if token in self._stops else self._stream.push(token)
+            piece = Piece(text, drafted)
+        self.text += piece.text
         if self._stream.stopped:
             self.finish = "stop"
-        else:
-            self.finish = finish_reason(self.tokens, self._stops, self._max_new_tokens)
+            self.close()
+        return piece
+
+    def close(self) -> None:
+        """End the answer where it is, which lets other threads use the model."""
+        self._is_closed = True
+        self._steps.close()
 
     def read(self) -> str:
         """Generate the rest and return the whole text."""
@@ -108,8 +130,19 @@ class Reply:
         return self.text
 
 
+def _tokens_of(steps: Iterator[Step]) -> Iterator[tuple[int, int, bool]]:
+    """Yield each token with the number of its step, 0 for the prefill, and whether it was
+    drafted.
+    """
+    for number, step in enumerate(steps):
+        for index, token in enumerate(step.tokens):
+            yield number, token, index < step.accepted
+
+
 class Model:
     """A backbone with its draft and tree that takes and returns text.
+
+    Threads may share a model: it answers one prompt after the other.
 
     Args:
         backbone: the language model.
@@ -132,64 +165,89 @@ class Model:
         self._template = chat_template
         self._template_kwargs = chat_template_kwargs
         self._chat: ChatEncoder | None = None
+        # Encoding changes a setting of the tokenizer, which all threads share.
+        self._encoding = threading.Lock()
 
-    def generate(self, prompt: Prompt, max_new_tokens: int = 512, **options: Any) -> str:
+    def generate(self, prompt: Prompt, max_new_tokens: int | None = 512, **options: Any) -> str:
         """Return the answer to `prompt`; options as in `reply`."""
         return self.reply(prompt, max_new_tokens, **options).read()
 
     def reply(
         self,
         prompt: Prompt,
-        max_new_tokens: int = 512,
+        max_new_tokens: int | None = 512,
         *,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        top_k: int = 0,
+        temperature: float | None = 0.0,
+        top_p: float | None = 1.0,
+        top_k: int | None = 0,
         typical: bool = False,
-        epsilon: float = Typical.epsilon,
-        delta: float = Typical.delta,
+        epsilon: float | None = Typical.epsilon,
+        delta: float | None = Typical.delta,
         stop: str | Sequence[str] | None = None,
-        eos_ids: Sequence[int] | None = None,
+        eos_ids: int | Iterable[int] | None = None,
         seed: int | None = None,
         raw: bool = False,
     ) -> Reply:
-        """Stream the answer piece by piece. A model streams one answer at a time.
+        """Stream the answer piece by piece. Numbers may be those of numpy or torch; None stands for
+        the default of an option.
+
+        A model streams one answer at a time. Other threads wait until it is complete, closed or
+        dropped, or nobody has read on for 10 seconds. An answer that is started before, or in the
+        same thread, ends this one with an error.
 
         Args:
             prompt: the user's message; or a chat, as messages with role and content (text, or
                 OpenAI's list of text parts), ending with the user's turn.
-            max_new_tokens: maximum length of the answer.
+            max_new_tokens: maximum length of the answer; None: up to the end of the context.
             temperature: 0 for greedy decoding; above 0, sampling from the model's distribution.
             top_p, top_k: restrict that distribution, as in transformers.
             typical: typical acceptance at this temperature instead of sampling: longer steps, but
                 the tokens do not follow the model's distribution.
             epsilon, delta: thresholds of typical acceptance, see `Typical`.
             stop: strings that end the answer; they are not part of it. None: no strings.
-            eos_ids: tokens that end the answer; by default the model's.
+            eos_ids: a token or tokens that end the answer; by default the model's.
             seed: for sampling; None for a new one in every call.
-            raw: continue `prompt` as it is, without a chat template.
+            raw: continue `prompt` as it is, without a chat template: a text, before which the
+                tokenizer's BOS token comes once, or token ids.
 
         Raises:
-            DataError: a message has no text, or holds what is not text.
-            MedusaError: the prompt does not fit the model's context, an option is out of range, or
-                the model has no chat template.
+            DataError: a message has no text, or holds what is not text, or the last one is the
+                assistant's.
+            MedusaError: the prompt does not fit the model's context, an option is out of range or
+                of another type, or the model has no chat template.
         """
+        if max_new_tokens is not None:
+            max_new_tokens = _integer("max_new_tokens", max_new_tokens)
         # 1. the acceptance rule; greedy decoding is the limit of both others
         rule: Rule = None
+        temperature = _number("temperature", temperature, 0.0)
         if temperature and typical:
-            rule = Typical(temperature, epsilon, delta)
+            rule = Typical(
+                temperature,
+                _number("epsilon", epsilon, Typical.epsilon),
+                _number("delta", delta, Typical.delta),
+            )
         elif temperature:
-            rule = Sampling(temperature, top_k, top_p)
+            most_probable = 0 if top_k is None else _integer("top_k", top_k)
+            rule = Sampling(temperature, most_probable, _number("top_p", top_p, 1.0))
         generator = torch.Generator()
         if seed is None:
             generator.seed()
         else:
+            seed = _integer("seed", seed)
+            if not -(2**63) <= seed < 2**64:
+                raise MedusaError(f"seed: expected a number of 64 bits, got {seed}")
             generator.manual_seed(seed)
         # 2. where the answer ends. A stop string that is a special token is found among the tokens,
         # since the text is decoded without these
         tokenizer = self.backbone.tokenizer
         stop_texts = _stop_strings(stop)
-        stops = set(stop_tokens(self.backbone, eos_ids))
+        ending = (
+            None
+            if eos_ids is None
+            else _token_ids("eos_ids: expected a token id or a list of them", eos_ids)
+        )
+        stops = set(stop_tokens(self.backbone, ending))
         for token_id, token in tokenizer.added_tokens_decoder.items():
             if token.special and str(token) in stop_texts:
                 stops.add(token_id)
@@ -200,15 +258,77 @@ class Model:
 
     def _ids(self, prompt: Prompt, raw: bool) -> list[int]:
         """Return the token ids of a prompt, by the chat template unless it is `raw`."""
+        if raw and not isinstance(prompt, str):
+            raise MedusaError(
+                "raw=True continues one text, and this prompt is none: leave raw out for a chat;"
+                " for several texts write [model.generate(text, raw=True) for text in texts]"
+            )
         if raw:
-            return list(self.backbone.tokenizer(prompt)["input_ids"])
+            if isinstance(prompt, str):
+                with self._encoding:
+                    return self._raw_ids(prompt)
+            return _token_ids(
+                "prompt: with raw=True, expected a text or a list of token ids", prompt
+            )
         if isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
-        if self._chat is None:
-            self._chat = ChatEncoder(self.backbone.tokenizer, self._template, self._template_kwargs)
-            if (note := self._chat.template.describe_unused_kwargs()) is not None:
-                warn_once(note)
-        return self._chat.prompt(read_messages(prompt))
+        messages = read_messages(prompt)
+        with self._encoding:
+            if self._chat is None:
+                self._chat = ChatEncoder(
+                    self.backbone.tokenizer, self._template, self._template_kwargs
+                )
+                if (note := self._chat.template.describe_unused_kwargs()) is not None:
+                    warn_once(note)
+            return self._chat.prompt(messages)
+
+    def _raw_ids(self, text: str) -> list[int]:
+        """Return the token ids of a text, after what the tokenizer puts before every text (BOS).
+
+        A text that a chat template rendered may begin with it already.
+        """
+        if SURROGATES.search(text):
+            raise DataError("the prompt contains a lone surrogate, which UTF-8 cannot encode")
+        tokenizer = self.backbone.tokenizer
+        before = list(tokenizer("")["input_ids"])
+        ids = list(tokenizer(text)["input_ids"])
+        count = len(before)
+        while before and ids[count : 2 * count] == before:
+            ids = ids[count:]
+        return ids
+
+
+def _integer(name: str, value: Any) -> int:
+    """Return an integer of any library; raises MedusaError for anything else."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise MedusaError(f"{name}: expected an integer, got {value!r}") from None
+
+
+def _number(name: str, value: Any, default: float) -> float:
+    """Return a number of any library, `default` for None; raises MedusaError for anything else."""
+    if value is None:
+        return default
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise MedusaError(f"{name}: expected a number, got {value!r}") from None
+
+
+def _token_ids(expected: str, ids: Any) -> list[int]:
+    """Return one token id or a flat collection of them, such as a list, an array or a tensor.
+
+    Raises MedusaError with what was `expected` for anything else.
+    """
+    try:
+        if isinstance(ids, bytes):  # a text to others, but a collection of numbers in Python
+            raise TypeError
+        if hasattr(ids, "__iter__"):
+            return [operator.index(token) for token in ids]
+        return [operator.index(ids)]
+    except TypeError:
+        raise MedusaError(f"{expected}, got {ids!r:.80}") from None
 
 
 def _stop_strings(stop: str | Sequence[str] | None) -> list[str]:

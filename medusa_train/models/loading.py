@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, Literal
@@ -25,7 +25,7 @@ from medusa_train.config.paths import looks_like_path, nearest_path, resolve_pat
 from medusa_train.config.types import SPECIAL_TOKENS, Quantization
 from medusa_train.errors import BackboneError, ConfigError
 from medusa_train.hub import describe_hub_error, hub_is_unreachable
-from medusa_train.io import parse_json
+from medusa_train.io import describe_size, parse_json
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.compatibility import check_architecture, check_model
 from medusa_train.models.document_attention import (
@@ -34,7 +34,7 @@ from medusa_train.models.document_attention import (
     register_document_attention,
 )
 from medusa_train.models.partitioned import gathering_modules
-from medusa_train.models.precision import default_device, parse_dtype
+from medusa_train.models.precision import WeightMemory, auto_dtype, default_device, parse_dtype
 from medusa_train.models.stop_tokens import GENERATION_CONFIG
 
 #: Roles of tokens that no model reads: padding is masked, and what a vocabulary lacks, as
@@ -130,6 +130,12 @@ def load_backbone(
     with gathering_modules(model):  # training may load it partitioned
         check_model(backbone)
     return backbone
+
+
+def model_without_weights(config: Any, *, trust_remote_code: bool = False) -> Any:
+    """Build a model of this config whose parameters have shapes, but neither memory nor values."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
 
 
 def load_tokenizer(
@@ -371,6 +377,42 @@ def quantization_of(model: Any) -> str | None:
     if getattr(config, "load_in_8bit", False):
         return "int8"
     return str(getattr(config.quant_method, "value", config.quant_method))
+
+
+def auto_dtype_that_fits(
+    name: str,
+    report: Callable[[str], None],
+    *,
+    float16: bool = True,
+    quantization: Quantization | None = None,
+    trust_remote_code: bool = False,
+) -> str:
+    """Return what `auto` stands for with a model: `auto_dtype`, but "bfloat16" on a CPU on which the
+    weights fit into the free memory in no other dtype; `report` then gets a line about it.
+
+    Args:
+        name, quantization, trust_remote_code: as in `load_backbone`. float16: as in `auto_dtype`.
+
+    Raises:
+        BackboneError: the model cannot be found, or its architecture is not supported.
+    """
+    device = default_device()
+    dtype = auto_dtype(device, float16=float16)
+    if device.type != "cpu" or dtype != "float32" or quantization is not None:
+        return dtype
+    _, config = resolve_backbone(name, trust_remote_code=trust_remote_code)
+    if getattr(config, "quantization_config", None) is not None:
+        return dtype
+    with torch.device("meta"):
+        shape = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    memory = WeightMemory.of(shape, device)
+    if memory.fit("float32") or not memory.fit("bfloat16"):
+        return dtype
+    report(
+        f"dtype: bfloat16, since the weights need {describe_size(4 * memory.numbers)} in float32,"
+        " more than is free; this CPU is slow in bfloat16"
+    )
+    return "bfloat16"
 
 
 def loading_options(

@@ -230,22 +230,46 @@ def linear_names(model: Any) -> list[str]:
     return [*sorted(names - lm_head_names), *sorted(names & lm_head_names)]
 
 
-def _target_modules(backbone: Backbone, targets: Sequence[str] | None) -> list[str]:
-    """Return the layers for LoRA, see `LoraSpec.targets`; a tied lm_head is left out of the
-    default.
-    """
-    model = backbone.model
-    names = linear_names(model)
+def default_targets(model: Any) -> list[str]:
+    """Return the names of the linear layers that get LoRA by default: all but a tied lm_head."""
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    return [name for name in linear_names(model) if not (tied and name == LM_HEAD)]
+
+
+def layers_left_out(model: Any, directory: Path) -> list[str]:
+    """Return the names of the default targets that the LoRA adapter in `directory` does not train,
+    in some layers or all. `model` needs no weights.
+    """
+    from peft import LoraConfig
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    config = LoraConfig.from_pretrained(directory)
+    targets = default_targets(model)
+    trained_in_full = set(config.modules_to_save or ())
+    left_out = set()
+    for path, _ in model.named_modules():
+        parts = path.split(".")
+        if parts[-1] not in targets or trained_in_full.intersection(parts):
+            continue
+        if not check_target_module_exists(config, path):
+            left_out.add(parts[-1])
+    return [name for name in targets if name in left_out]
+
+
+def _target_modules(backbone: Backbone, targets: Sequence[str] | None) -> list[str]:
+    """Return the layers for LoRA, see `LoraSpec.targets`."""
+    model = backbone.model
+    defaults = default_targets(model)
     if targets is None:
-        return [name for name in names if not (tied and name == LM_HEAD)]
+        return defaults
+    names = linear_names(model)
     unknown = [name for name in targets if name not in names]
     if unknown:
         raise BackboneError(
             f"lora_target_modules: {', '.join(unknown)}: no such layer; there are"
             f" {', '.join(names)}"
         )
-    if tied and LM_HEAD in targets:
+    if LM_HEAD in targets and LM_HEAD not in defaults:
         raise BackboneError(
             "lora_target_modules: lm_head is tied to the input embeddings, which merging would"
             " corrupt; leave lm_head out"

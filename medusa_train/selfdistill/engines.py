@@ -95,15 +95,15 @@ def weights_digest(cfg: SelfDistillConfig) -> str | None:
     return digest_files(files)
 
 
-def resolve_dtype(cfg: SelfDistillConfig) -> str | None:
-    """Return the model's dtype; None for a server."""
+def resolve_dtype(cfg: SelfDistillConfig, note: Callable[[str], None]) -> str | None:
+    """Return the model's dtype; None for a server. `note` receives why `auto` is slow here."""
     if cfg.engine == "openai":
         return None
     if cfg.dtype != "auto":
         return cfg.dtype
-    from medusa_train.models.precision import auto_dtype  # imports torch
+    from medusa_train.checkpoint.load_model import auto_dtype_of  # imports torch
 
-    return auto_dtype()
+    return auto_dtype_of(resolve_model_paths(cfg), note)
 
 
 def open_engine(

@@ -241,6 +241,8 @@ class OpenAIClient:
     def _report(self, server: ServerConnection, outcome: Outcome | None) -> str | None:
         """Free the slot of a request and count its outcome (None: an error that ends the run).
 
+        What becomes of a request after `close` says nothing about its server.
+
         Returns:
             A note where the server went down or came back.
         """
@@ -249,6 +251,8 @@ class OpenAIClient:
         with self._changed:
             was_down = slots.down
             slots.in_flight -= 1
+            if self._closed.is_set():
+                return None
             if isinstance(outcome, Fault):
                 self.retries += 1
                 self.last_fault = outcome.reason

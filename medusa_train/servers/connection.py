@@ -80,8 +80,8 @@ class ServerConnection:
         )
 
     def send(self, body: Mapping[str, Any]) -> dict[str, Any] | Fault:
-        """Send a request, with a shorter `max_tokens` if it does not fit; return the response's
-        JSON or the fault.
+        """Send a request, with a shorter `max_tokens` if it does not fit; return the fault, or the
+        response's JSON with the `max_tokens` that were allowed.
 
         Raises:
             RequestRejected: status 400, 413 or 422, and no shorter answer helps.
@@ -96,7 +96,10 @@ class ServerConnection:
             # 2. fewer and fewer, while the server says that they do not fit beside this prompt
             while True:
                 try:
-                    return self._post(body)
+                    answer = self._post(body)
+                    if "max_tokens" in body and not isinstance(answer, Fault):
+                        answer["max_tokens"] = body["max_tokens"]
+                    return answer
                 except RequestRejected as rejected:
                     room = self._room(body, rejected.limit)
                     if room is None:
@@ -164,8 +167,13 @@ class ServerConnection:
                 raise httpx.ReadTimeout(f"no complete answer within {self._timeout:g} s")
 
         with self._client.stream("POST", f"{self.url}/chat/completions", json=body) as response:
-            if response.status_code != 200:
+            if response.status_code != 200 or "json" in response.headers.get("content-type", ""):
                 response.read()
+                if response.status_code == 200 and usable_answer(response) is not None:
+                    raise ServerError(
+                        f"server {self.url}: ignores `stream` and sends the whole answer at once, so"
+                        " the time to its first token cannot be measured"
+                    )
                 return self._fault(response)
             try:
                 return read_completion(split_lines(response.iter_bytes()), started, check)

@@ -11,7 +11,8 @@ from medusa_train.config.schema import TrainConfig
 from medusa_train.data.dataset import EncodedDataset
 from medusa_train.io import describe_size
 from medusa_train.losses.chunked_loss import gpu_bytes
-from medusa_train.models.precision import Precision
+from medusa_train.models.loading import auto_dtype_that_fits
+from medusa_train.models.precision import Precision, choose_precision
 from medusa_train.training.estimate import Estimate, device_overhead
 
 #: Of a GPU's memory, what a run may take by the estimate, which is right within 10 %.
@@ -48,6 +49,27 @@ def choose_checkpointing(
             f" {describe_size(size)} are needed, and the GPU has {describe_size(memory)}"
         )
     return cfg.model_copy(update={"gradient_checkpointing": recomputed}), note
+
+
+def precision_of_run(
+    cfg: TrainConfig, device: torch.device, report: Callable[[str], None]
+) -> Precision:
+    """Return in what a run on `device` computes; `report` receives why `bf16: auto` is slow here.
+
+    Raises:
+        BackboneError: the base model cannot be found.
+    """
+    bf16 = cfg.bf16
+    if bf16 == "auto" and not cfg.fp16:
+        dtype = auto_dtype_that_fits(
+            cfg.base_model,
+            report,
+            float16=False,
+            quantization=cfg.quantization,
+            trust_remote_code=cfg.trust_remote_code,
+        )
+        bf16 = dtype == "bfloat16"
+    return choose_precision(bf16, device, fp16=cfg.fp16)
 
 
 def memory_without_checkpointing(

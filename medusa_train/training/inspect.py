@@ -24,11 +24,12 @@ from medusa_train.data.hidden_state_store import StateFormat
 from medusa_train.io import describe_size
 from medusa_train.models.features import FeatureSpec
 from medusa_train.models.loading import load_tokenizer, resolve_backbone
-from medusa_train.models.precision import choose_precision, default_device
+from medusa_train.models.precision import default_device
 from medusa_train.progress import LoadingProgress, RunProgress, duration
 from medusa_train.training.device_choices import (
     choose_checkpointing,
     memory_without_checkpointing,
+    precision_of_run,
 )
 from medusa_train.training.distributed import SINGLE_PROCESS
 from medusa_train.training.estimate import (
@@ -65,11 +66,13 @@ class _Stage:
         self.processes = processes
         self.plan = make_plan(cfg, loader.batches_per_epoch, processes)
         self.device = default_device()
-        precision = choose_precision(cfg.bf16, self.device, fp16=cfg.fp16)
-        self.dtype = precision.dtype
         # 1. What `auto` means here.
+        notes: list[str] = []
+        precision = precision_of_run(cfg, self.device, notes.append)
+        self.dtype = precision.dtype
         without = partial(memory_without_checkpointing, cfg, model_config, data.train, precision)
-        cfg, self.note = choose_checkpointing(cfg, self.device, without)
+        cfg, note = choose_checkpointing(cfg, self.device, without)
+        self.notes = notes if note is None else [*notes, note]
         self.cfg = cfg
         # 2. Memory, operations and disk.
         estimate = Estimate(cfg, model_config)
@@ -332,7 +335,7 @@ def _memory_table(stage: _Stage) -> Table:
             "ZeRO partitions optimizer states (2: and gradients, 3: and weights) over the devices",
             "",
         )
-    for note in [stage.note] if stage.note else []:
+    for note in stage.notes:
         table.add_row("", note)
     if stage.without_checkpointing is not None:
         size, saved = stage.without_checkpointing

@@ -17,8 +17,8 @@ from medusa_train.errors import CheckpointError, ConfigError
 from medusa_train.io import describe_size
 from medusa_train.models.hf_config import quantization_of
 from medusa_train.models.layer_split import check_exit_layer
-from medusa_train.models.loading import resolve_backbone
-from medusa_train.models.lora import read_adapter_config
+from medusa_train.models.loading import model_without_weights, resolve_backbone
+from medusa_train.models.lora import layers_left_out, read_adapter_config
 from medusa_train.training.backbone_recipe import find_initial_adapter, find_initial_heads
 from medusa_train.training.deepspeed_checks import check_deepspeed
 from medusa_train.training.deepspeed_engine_config import check_compiler, stage_of
@@ -36,7 +36,7 @@ def check_run(cfg: TrainConfig, processes: int) -> tuple[str, Any]:
     check_8bit_states(cfg, config, zero_stage, processes)
     if processes > 1 or cfg.deepspeed is not None:
         check_compiler(torch.cuda.is_available())
-    check_initial_weights(cfg)
+    check_initial_weights(cfg, config)
     # 2. The draft and the recipe on this backbone.
     text_config = config.get_text_config()
     check_vocabulary(
@@ -78,8 +78,12 @@ def check_8bit_states(cfg: TrainConfig, model_config: Any, stage: int, processes
     )
 
 
-def check_initial_weights(cfg: TrainConfig) -> None:
-    """Check, before anything is loaded, that this run can start from `lora_model_dir`."""
+def check_initial_weights(cfg: TrainConfig, config: Any) -> None:
+    """Check, before anything is loaded, that this run can start from `lora_model_dir`.
+
+    Args:
+        config: of the backbone.
+    """
     if cfg.lora_model_dir is None:
         return
     # 1. There are heads or an adapter.
@@ -99,7 +103,7 @@ def check_initial_weights(cfg: TrainConfig) -> None:
                 f" adapter in {adapter}, which this run would drop. Use recipe: medusa2 with an"
                 " adapter, or a run that trained heads only"
             )
-        _check_adapter(cfg, adapter)
+        _check_adapter(cfg, config, adapter)
     model = home / MODEL
     backbone = resolve_path(cfg.base_model)
     if model.is_dir() and (backbone is None or backbone.resolve() != model.resolve()):
@@ -110,10 +114,15 @@ def check_initial_weights(cfg: TrainConfig) -> None:
         )
 
 
-def _check_adapter(cfg: TrainConfig, directory: Path) -> None:
+def _check_adapter(cfg: TrainConfig, config: Any, directory: Path) -> None:
     """Compare the configuration's adapter settings with those of the adapter to start from."""
     # 1. The adapter's, under the names of keys.
     saved = read_adapter_config(directory)
+    if saved["peft_type"] != "LORA":
+        raise ConfigError(
+            f"lora_model_dir: the adapter in {directory} is of the type {saved['peft_type']}; only"
+            " LoRA adapters are trained"
+        )
     targets = saved.get("target_modules") or ()
     if isinstance(targets, str):
         targets = [targets]
@@ -142,3 +151,13 @@ def _check_adapter(cfg: TrainConfig, directory: Path) -> None:
             f"lora_model_dir: the adapter in {directory} has {', '.join(trained)}, the"
             f" configuration {', '.join(wanted)}"
         )
+    # 3. Layers that it lacks, where all are to be trained.
+    if cfg.lora_target_linear:
+        model = model_without_weights(config, trust_remote_code=cfg.trust_remote_code)
+        left_out = layers_left_out(model, directory)
+        if left_out:
+            raise ConfigError(
+                f"lora_model_dir: the adapter in {directory} does not train every linear layer, as"
+                f" lora_target_linear: true asks; it leaves out {', '.join(left_out)}. Remove"
+                " lora_target_linear to train the layers that it has"
+            )

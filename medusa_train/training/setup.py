@@ -35,11 +35,12 @@ from medusa_train.models.drafts import DRAFTS, draft_name
 from medusa_train.models.drafts.base import Draft
 from medusa_train.models.loading import choose_attention, load_backbone, resolve_backbone
 from medusa_train.models.partitioned import full_shape, gathered, gathering_modules, is_partitioned
-from medusa_train.models.precision import choose_kernels, choose_precision, limit_kernel_cache
+from medusa_train.models.precision import Precision, choose_kernels, limit_kernel_cache
 from medusa_train.progress import RunProgress
 from medusa_train.training.backbone_recipe import (
     BackboneRecipe,
     build_backbone_recipe,
+    find_initial_adapter,
     find_initial_heads,
 )
 from medusa_train.training.deepspeed_engine_config import complete_config, loading_config, stage_of
@@ -47,6 +48,7 @@ from medusa_train.training.deepspeed_strategy import DeepSpeedStrategy, partitio
 from medusa_train.training.device_choices import (
     choose_checkpointing,
     memory_without_checkpointing,
+    precision_of_run,
 )
 from medusa_train.training.distributed import SINGLE_PROCESS, World, init_distributed
 from medusa_train.training.hidden_states import open_hidden_states
@@ -92,7 +94,10 @@ def build_trainer(
     choose_kernels(world.device)
 
     # 1. Backbone and heads, with what is decided for this device.
-    needed = partial(_memory_without_checkpointing, cfg, data, world)
+    # the same dtype in every process, however much memory each finds
+    dtype = world.run_on_main(lambda: precision_of_run(cfg, world.device, progress.print).dtype)
+    precision = Precision(world.device, dtype)
+    needed = partial(_memory_without_checkpointing, cfg, data, precision)
     before = start.choices.get("gradient_checkpointing")
     cfg, note = choose_checkpointing(cfg, world.device, needed, before)
     notes = [] if note is None else [note]
@@ -100,7 +105,7 @@ def build_trainer(
         console.print(line, highlight=False, soft_wrap=True)
     with progress.phase("loading the model", ticking=True):
         with world.failing_together():
-            draft, recipe = _load_model(cfg, data, console, world)
+            draft, recipe = _load_model(cfg, data, precision, console, world)
         if cfg.cache_hidden_states and cfg.prepared_dir is not None:  # which the cache requires
             documents = [*data.train, *data.validation]
             recipe.cache = open_hidden_states(
@@ -138,8 +143,15 @@ def build_trainer(
             state = restore_state(checkpoint, strategy, world)
             loader.load_state_dict(state.data)
             describe_differences(checkpoint, state, plan, world.size, store.steps(), console)
+    objective = _build_objective(cfg, draft, recipe.joint)
     forget_incomparable_best(
-        state, data.validation.fingerprint(), store, cfg.early_stopping_patience, world
+        state,
+        data.validation.fingerprint(),
+        objective.terms,
+        store,
+        cfg.early_stopping_patience,
+        world,
+        console,
     )
     if backbone_hash is not None:  # else the checkpoint's stands for a later resume
         state.backbone = backbone_hash
@@ -150,7 +162,7 @@ def build_trainer(
         trust_remote_code=cfg.trust_remote_code,
         recipe=recipe,
         draft=draft,
-        objective=_build_objective(cfg, draft, recipe.joint),
+        objective=objective,
         strategy=strategy,
         loader=loader,
         validation_batches=validation_batches(data.validation, cfg.micro_batch_size),
@@ -171,7 +183,7 @@ def build_trainer(
 
 
 def _load_model(
-    cfg: TrainConfig, data: TrainingData, console: Console, world: World
+    cfg: TrainConfig, data: TrainingData, precision: Precision, console: Console, world: World
 ) -> tuple[Draft, BackboneRecipe]:
     """Load the backbone, build the heads and make trainable what the recipe trains; the same in
     every process.
@@ -180,7 +192,6 @@ def _load_model(
     """
     seed_all(cfg.seed)
     torch.set_float32_matmul_precision("high" if cfg.tf32 else "highest")
-    precision = choose_precision(cfg.bf16, world.device, fp16=cfg.fp16)
     if cfg.fp16 and precision.dtype != torch.float16:
         console.print(f"fp16: not supported on {world.device.type}; using {precision}")
     with partitioned_loading(loading_config(cfg, world.size, str(precision))):
@@ -205,10 +216,11 @@ def _load_model(
     return draft, build_backbone_recipe(cfg, backbone, precision)
 
 
-def _memory_without_checkpointing(cfg: TrainConfig, data: TrainingData, world: World) -> int:
+def _memory_without_checkpointing(
+    cfg: TrainConfig, data: TrainingData, precision: Precision
+) -> int:
     """Estimate the bytes of a step that keeps all activations, from the backbone's shape."""
     _, model_config = resolve_backbone(cfg.base_model, trust_remote_code=cfg.trust_remote_code)
-    precision = choose_precision(cfg.bf16, world.device, fp16=cfg.fp16)
     return memory_without_checkpointing(cfg, model_config, data.train, precision)
 
 
@@ -378,11 +390,18 @@ def _as_used(cfg: TrainConfig, data: TrainingData, recipe: BackboneRecipe) -> Tr
         "chat_template": data.chat_template,
         "sequence_len": data.sequence_len,
     }
-    if recipe.adapter is not None:  # which may have come with lora_model_dir
+    if recipe.adapter is not None:
         lora = recipe.adapter.peft.peft_config["default"]
         used["lora_r"] = lora.r
         used["lora_alpha"] = lora.lora_alpha
         used["lora_dropout"] = lora.lora_dropout
+        if find_initial_adapter(cfg.initial_run) is not None:  # it came with lora_model_dir
+            used["lora_modules_to_save"] = sorted(lora.modules_to_save or ()) or None
+            if not cfg.lora_target_linear:
+                targets = lora.target_modules
+                if isinstance(targets, str):  # a pattern
+                    targets = [targets]
+                used["lora_target_modules"] = sorted(targets)
     return cfg.model_copy(update=used)
 
 

@@ -55,9 +55,8 @@ def test_accepted_draft_tokens_are_green(model: Model, monkeypatch: pytest.Monke
     a, b, c, d = tokenizer("abcd")["input_ids"]
 
     def reply(*_: object, **__: object) -> Reply:
-        return Reply(
-            iter([Step([a], 0), Step([b, c, d], 2)]), TextStream(tokenizer), frozenset(), 4
-        )
+        steps = (step for step in (Step([a], 0), Step([b, c, d], 2)))
+        return Reply(steps, TextStream(tokenizer), frozenset(), 4)
 
     monkeypatch.setattr(model, "reply", reply)
     coloured = _talk(model, monkeypatch, "Hi?", color=True)

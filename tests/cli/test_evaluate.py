@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from medusa_train.cli.evaluate import app
 from medusa_train.config.paths import PROJECT_ROOT
 from medusa_train.config.schema import EvalConfig
-from medusa_train.models.precision import emulates_bf16
+from medusa_train.models.precision import emulates
 from tests.evaluation.tiny_model import write_backbone, write_bench, write_run
 
 runner = CliRunner()
@@ -39,8 +39,8 @@ def test_without_a_model_the_newest_run_is_evaluated(
     )
     assert report["overall"]["answers"] == 4
     assert report["overall"]["equal_answers"] + report["overall"]["tie_answers"] == 4
-    assert (report["overall"]["equal_answers_bf16"] is not None) is not emulates_bf16(
-        torch.device("cpu")
+    assert (report["overall"]["equal_answers_bf16"] is not None) is not emulates(
+        torch.device("cpu"), torch.bfloat16
     )
     assert report["meta"]["model"] == "runs/first"
     assert report["meta"]["base_model"] == "backbone"

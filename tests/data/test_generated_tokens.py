@@ -100,8 +100,9 @@ def record(**more: Any) -> dict[str, Any]:
     }
 
 
-def test_records_of_self_distillation_say_how_answers_were_generated() -> None:
-    _, first, _, second = parse_record(record(finish_reasons=["length", "stop"])).messages
+@pytest.mark.parametrize("reason", ["length", "context", "possibly cut"])
+def test_records_of_self_distillation_say_how_answers_were_generated(reason: str) -> None:
+    _, first, _, second = parse_record(record(finish_reasons=[reason, "stop"])).messages
     assert (first.token_ids, first.is_cut) == ((3, 4), True)
     assert (second.token_ids, second.is_cut) == (None, False)
 

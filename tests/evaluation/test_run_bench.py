@@ -33,7 +33,7 @@ from tests.evaluation.tiny_model import write_run
 @pytest.fixture(autouse=True)
 def with_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compare in bfloat16 whatever processor runs the tests."""
-    monkeypatch.setattr(module, "emulates_bf16", lambda device: False)
+    monkeypatch.setattr(module, "emulates", lambda device, dtype: False)
 
 
 def run(
@@ -461,7 +461,7 @@ def test_without_memory_for_the_comparison_its_figures_are_missing(
 def test_a_dtype_that_does_not_fit_or_is_emulated_is_not_loaded_for_the_comparison(
     emulated: bool, run_dir: Path, bench_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "emulates_bf16", lambda device: emulated)
+    monkeypatch.setattr(module, "emulates", lambda device, dtype: emulated)
     monkeypatch.setattr(module.WeightMemory, "fit", lambda self, dtype: emulated)
     monkeypatch.setattr(
         module,

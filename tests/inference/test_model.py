@@ -3,15 +3,25 @@
 import os
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from tokenizers.processors import TemplateProcessing
 
 from medusa_train.api import load
 from medusa_train.data.conversation import Message
+from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import DataError, MedusaError
+from medusa_train.inference import generate as decoding
 from medusa_train.inference.generate import Decoder
-from medusa_train.inference.model import Model
+from medusa_train.inference.model import Model, Reply
 from medusa_train.trees.tree import Tree
 from tests.evaluation.tiny_model import CONTEXT, write_backbone, write_run
 
@@ -98,6 +108,215 @@ def test_limits(model: Model) -> None:
         list(begun)
 
 
+PROMPTS = ["Hi?", "Name three fruits.", "x" * 40, "And now?"]
+
+
+def streamed(model: Model, prompt: str, count: int) -> str:
+    return "".join(piece.text for piece in model.reply(prompt, count))
+
+
+@pytest.mark.parametrize("answer", [Model.generate, streamed])
+def test_threads_that_share_a_model_get_their_own_answers(
+    answer: Callable[[Model, str, int], str], model: Model
+) -> None:
+    expected = [model.generate(prompt, 40) for prompt in PROMPTS]
+    assert len(set(expected)) == len(PROMPTS)
+    with ThreadPoolExecutor(len(PROMPTS)) as threads:
+        for _ in range(3):
+            assert list(threads.map(lambda prompt: answer(model, prompt, 40), PROMPTS)) == expected
+
+
+def close(reply: Reply) -> None:
+    reply.close()
+
+
+def interrupt(reply: Reply) -> None:
+    reply._stream.push = lambda token: 1 // 0  # type: ignore[assignment, method-assign]
+    with pytest.raises(ZeroDivisionError):
+        next(reply)
+
+
+def drop(reply: Reply) -> None:
+    """The caller drops it."""
+
+
+def stop(reply: Reply) -> None:
+    reply._stream.stopped = True
+    reply.read()
+
+
+@pytest.mark.parametrize("leave", [drop, close, interrupt, stop])
+def test_a_reply_that_was_left_lets_other_threads_answer(
+    leave: Callable[[Reply], None], model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoding, "ABANDONED_SECONDS", 600.0)
+    reply: Reply | None = model.reply("x", 40)
+    assert reply is not None
+    next(reply)
+    leave(reply)
+    if leave is drop:
+        reply = None
+    with ThreadPoolExecutor(1) as threads:
+        answer = threads.submit(model.generate, "Hi?", 5).result(timeout=30)
+    assert answer == model.generate("Hi?", 5)
+
+
+def test_another_thread_waits_for_a_reply_that_is_read(model: Model) -> None:
+    reply = model.reply("Name three fruits.", 40)
+    next(reply)
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(model.generate, "Hi?", 5)
+        time.sleep(0.2)
+        assert not waiting.done()
+        assert reply.read() == reply.text
+        assert waiting.result(timeout=30) == model.generate("Hi?", 5)
+    assert reply.text == model.generate("Name three fruits.", 40)
+
+
+def test_a_reply_that_nobody_reads_on_ends_with_an_error(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoding, "ABANDONED_SECONDS", 0.1)
+    reply = model.reply("Name three fruits.", 40)
+    next(reply)
+    with ThreadPoolExecutor(1) as threads:
+        answer = threads.submit(model.generate, "Hi?", 5).result(timeout=30)
+    assert answer == model.generate("Hi?", 5)
+    with pytest.raises(MedusaError, match="another answer was started"):
+        reply.read()
+    assert (reply.finish, list(reply)) == (None, [])
+
+
+def test_a_closed_reply_keeps_what_was_read(model: Model) -> None:
+    reply = model.reply("Name three fruits.", 40)
+    first = next(reply)
+    reply.close()
+    assert (reply.read(), reply.text, reply.finish) == (first.text, first.text, None)
+
+
+def test_prompts_are_encoded_one_after_the_other(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Control tokens in a text change a setting of the tokenizer while it is encoded."""
+    encode = ChatEncoder.prompt
+    at_once: list[int] = []
+    encoding: set[int] = set()
+
+    def slow(encoder: ChatEncoder, messages: Any) -> list[int]:
+        encoding.add(threading.get_ident())
+        at_once.append(len(encoding))
+        time.sleep(0.02)
+        encoding.discard(threading.get_ident())
+        return encode(encoder, messages)
+
+    monkeypatch.setattr(ChatEncoder, "prompt", slow)
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda prompt: model.generate(prompt, 2), PROMPTS))
+    assert at_once == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["<user>Hi?<assistant>", "<bos><user>Hi?<assistant>", "<bos><bos><user>Hi?<assistant>"],
+)
+def test_a_raw_text_begins_with_one_bos_token(text: str, model: Model) -> None:
+    """As with a text that a chat template rendered, for a tokenizer that adds BOS by itself."""
+    expected = model.generate("Hi?", 20)
+    backend = model.backbone.tokenizer.backend_tokenizer
+    before = backend.post_processor
+    backend.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
+    try:
+        assert model.backbone.tokenizer("Hi?")["input_ids"][0] == 1
+        assert model.generate(text, 20, raw=True) == expected
+    finally:
+        backend.post_processor = before
+
+
+def test_a_raw_text_begins_with_all_tokens_that_the_tokenizer_puts_before_texts(
+    model: Model,
+) -> None:
+    """Some put several there, as GLM's `[gMASK]<sop>`."""
+    backend = model.backbone.tokenizer.backend_tokenizer
+    before = backend.post_processor
+    backend.post_processor = TemplateProcessing(
+        single="<pad> <bos> $A", special_tokens=[("<pad>", 0), ("<bos>", 1)]
+    )
+    try:
+        expected = model.generate(
+            [0, 1, *model.backbone.tokenizer("Hi?")["input_ids"][2:]], 20, raw=True
+        )
+        assert model.generate("Hi?", 20, raw=True) == expected
+        assert model.generate("<pad><bos>Hi?", 20, raw=True) == expected
+    finally:
+        backend.post_processor = before
+
+
+def test_an_answer_without_a_limit_ends_with_the_context(model: Model) -> None:
+    reply = model.reply("x" * (CONTEXT - 40), None, eos_ids=[])
+    reply.read()
+    assert (len(reply.tokens), reply.finish) == (
+        CONTEXT - prompt_length(model, CONTEXT - 40) + 1,
+        "context",
+    )
+
+
+def prompt_length(model: Model, characters: int) -> int:
+    prompt = "<bos><user>" + "x" * characters + "<assistant>"
+    return len(model.backbone.tokenizer(prompt)["input_ids"])
+
+
+SAMPLED = {"temperature": 0.9, "seed": 3}
+
+
+@pytest.mark.parametrize(
+    ("options", "same"),
+    [
+        ({"max_new_tokens": np.int64(9)}, {"max_new_tokens": 9}),
+        ({"max_new_tokens": torch.tensor(9)}, {"max_new_tokens": 9}),
+        ({**SAMPLED, "seed": np.int64(3)}, SAMPLED),
+        ({**SAMPLED, "seed": np.uint64(2**63)}, {**SAMPLED, "seed": 2**63}),
+        ({**SAMPLED, "seed": torch.tensor(3)}, SAMPLED),
+        ({**SAMPLED, "temperature": np.float64(0.9)}, SAMPLED),
+        ({**SAMPLED, "temperature": torch.tensor(0.9, dtype=torch.float64)}, SAMPLED),
+        ({**SAMPLED, "top_p": None, "top_k": None}, SAMPLED),
+        ({**SAMPLED, "top_k": np.int32(4)}, {**SAMPLED, "top_k": 4}),
+        ({**SAMPLED, "top_p": np.float64(0.5)}, {**SAMPLED, "top_p": 0.5}),
+        (
+            {**SAMPLED, "typical": True, "epsilon": None, "delta": None},
+            {**SAMPLED, "typical": True},
+        ),
+        ({"temperature": None, "top_p": None, "top_k": None}, {}),
+    ],
+    ids=str,
+)
+def test_options_may_be_numbers_of_other_libraries_or_none(
+    options: dict[str, Any], same: dict[str, Any], model: Model
+) -> None:
+    limit = {"max_new_tokens": 20}
+    assert model.generate("Hi?", **{**limit, **options}) == model.generate(
+        "Hi?", **{**limit, **same}
+    )
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [list, tuple, set, np.array, torch.tensor, lambda ids: ids[0], lambda ids: np.int64(ids[0])],
+)
+def test_eos_ids_are_one_token_or_any_collection(kind: Callable[[Any], Any], model: Model) -> None:
+    plain = model.reply("Hi?", 20)
+    plain.read()
+    reply = model.reply("Hi?", 20, eos_ids=kind([plain.tokens[4]]))
+    reply.read()
+    assert reply.finish == "eos"
+    assert reply.tokens == plain.tokens[: plain.tokens.index(plain.tokens[4]) + 1]
+
+
+@pytest.mark.parametrize("kind", [list, tuple, np.array, torch.tensor])
+def test_a_raw_prompt_may_be_token_ids(kind: Callable[[Any], Any], model: Model) -> None:
+    ids = model.backbone.tokenizer("<bos><user>Hi?<assistant>")["input_ids"]
+    assert model.generate(kind(ids), 20, raw=True) == model.generate("Hi?", 20)
+
+
 def test_a_backbone_alone_answers_plainly(tmp_path: Path, model: Model) -> None:
     reply = load(base_model=write_backbone(tmp_path / "backbone"), dtype="float32").reply("Hi?", 20)
     assert reply.read() == model.generate("Hi?", 20)
@@ -163,15 +382,82 @@ def test_keys_of_messages_that_are_not_read_are_named_once(
     [
         (None, {}, "a prompt is text, or a list of messages"),
         (5, {}, "it is a number"),
+        ([], {}, "it is an empty list"),
+        (["Hi?", "Ho?"], {}, r"a string.*\[model.generate\(prompt\) for prompt in prompts\]"),
+        ([[{"role": "user", "content": "Hi?"}]], {}, "it is a list with a list"),
+        ([5, 6], {}, r"for token ids model.generate\(tokenizer.decode\(ids\), raw=True\)"),
+        (["Hi?"], {"raw": True}, r"\[model.generate\(text, raw=True\) for text in texts\]"),
+        ([{"role": "user", "content": "Hi?"}], {"raw": True}, "leave raw out for a chat"),
         ("\ud800", {}, "lone surrogate"),
         ("Hi?", {"stop": 5}, "expected a string or a list of strings, got 5"),
+        ("Hi?", {"max_new_tokens": 5.0}, "max_new_tokens: expected an integer, got 5.0"),
+        ("Hi?", {"max_new_tokens": "5"}, "max_new_tokens: expected an integer, got '5'"),
+        ("Hi?", {"seed": "a"}, "seed: expected an integer, got 'a'"),
+        ("Hi?", {"seed": 2**64}, "seed: expected a number of 64 bits"),
+        ("Hi?", {"temperature": "warm"}, "temperature: expected a number, got 'warm'"),
+        ("Hi?", {"temperature": 1, "top_p": [1]}, r"top_p: expected a number, got \[1\]"),
+        ("Hi?", {"temperature": 1, "top_k": 2.5}, "top_k: expected an integer, got 2.5"),
+        ("Hi?", {"temperature": 1, "typical": True, "delta": "x"}, "delta: expected a number"),
+        ("Hi?", {"eos_ids": "<eos>"}, "eos_ids: expected a token id or a list of them, got '<eos>"),
+        ("Hi?", {"eos_ids": [[2]]}, "eos_ids: expected a token id"),
+        ("Hi?", {"eos_ids": [None]}, "eos_ids: expected a token id"),
+        (None, {"raw": True}, "with raw=True, expected a text or a list of token ids, got None"),
+        (b"Hi?", {"raw": True}, "with raw=True, expected a text"),
+        (["Hi?"], {"raw": True}, "with raw=True, expected a text"),
+        ([[1, 2]], {"raw": True}, "with raw=True, expected a text"),
+        ([{"role": "user", "content": "Hi?"}], {"raw": True}, "with raw=True, expected a text"),
+        ([1, -1], {"raw": True}, "the prompt has the token -1"),
+        ([], {"raw": True}, "the prompt is empty"),
+        ("\ud800", {"raw": True}, "lone surrogate"),
+        ([1, 2], {}, "message 1: expected a mapping"),
+        (np.array([1, 2]), {}, "a prompt is text, or a list of messages"),
+        ([], {}, "needs at least one message"),
+        (
+            [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "We"}],
+            {},
+            r"message 2 \(assistant\): a chat that is to be answered ends with the user's turn",
+        ),
     ],
 )
 def test_prompts_and_options_of_another_type_are_refused(
     model: Model, prompt: object, options: dict[str, object], reason: str
 ) -> None:
     with pytest.raises(MedusaError, match=reason):
-        model.generate(prompt, 2, **options)  # type: ignore[arg-type]
+        model.generate(prompt, **{"max_new_tokens": 2, **options})  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    home = tmp_path_factory.mktemp("run")
+    return write_run(home / "run", write_backbone(home / "backbone"))
+
+
+def test_load_takes_torchs_dtypes_and_paths(run_dir: Path, tmp_path: Path) -> None:
+    template = tmp_path / "short.jinja"
+    template.write_text("{{ messages[0].content }}", encoding="utf-8")
+    model = load(run_dir, dtype=torch.float32, chat_template=template)
+    assert model.backbone.dtype == torch.float32
+    assert model.generate("Hi?", 5) == load(run_dir, dtype="float32").generate("Hi?", 5, raw=True)
+    assert load(run_dir, dtype=None).backbone.dtype == load(run_dir).backbone.dtype
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"dtype": 5}, "dtype: must be auto.*got 5"),
+        ({"tree": 5}, "tree '5': no such file"),
+        ({"draft": 5}, "draft: must be"),
+        ({"chat_template_kwargs": [("a", 1)]}, "chat_template_kwargs: expected a mapping, got"),
+        ({"special_tokens": ["<eos>"]}, "special_tokens: expected a mapping, got"),
+        ({"draft": "prompt_lookup", "draft_settings": [1]}, "draft_settings: expected a mapping"),
+    ],
+    ids=str,
+)
+def test_arguments_of_load_of_another_type_are_errors(
+    options: dict[str, Any], reason: str, run_dir: Path
+) -> None:
+    with pytest.raises(MedusaError, match=reason):
+        load(run_dir, **options)
 
 
 def test_what_has_no_effect_on_a_loaded_model_is_named(

@@ -1,8 +1,11 @@
-"""Pages of reports: how many columns their cards have."""
+"""Pages of reports: how many columns their cards have. And the JSON beside them."""
+
+import json
+import math
 
 import pytest
 
-from medusa_train.pages.page import Figure, Section, render_page
+from medusa_train.pages.page import Figure, Section, render_page, write_files
 
 
 @pytest.mark.parametrize(("count", "columns"), [(2, "cards"), (3, "cards"), (4, "cards two")])
@@ -14,3 +17,9 @@ def test_no_card_stands_alone_in_its_row(count: int, columns: str) -> None:
     assert f'<div class="{columns}">' in page
     assert page.count("<figure>") == count
     assert "<figure class=wide>" in page
+
+
+@pytest.mark.parametrize("content", [{"x": math.nan}, [{"x": math.inf}]], ids=["json", "lines"])
+def test_a_number_that_is_not_finite_is_null_in_a_file(tmp_path, content) -> None:
+    (path,) = write_files(tmp_path, {"report.json": content})
+    assert json.loads(path.read_text()) == {"x": None}

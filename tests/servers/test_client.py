@@ -141,6 +141,29 @@ def test_close_ends_pending_retries(monkeypatch: pytest.MonkeyPatch) -> None:
             pending.result(timeout=10)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_requests_that_are_cancelled_by_close_are_not_reported_as_faults(stream: bool) -> None:
+    lines: list[str] = []
+    cancelled = threading.Event()
+
+    def hang(number: int, body: dict[str, Any]) -> Reply:
+        cancelled.wait(10)
+        return error(502, "shutting down")
+
+    with serving(hang) as server, ThreadPoolExecutor(3) as pool:
+        client = OpenAIClient(server.url, timeout=20.0, retry_seconds=600.0, note=lines.append)
+        pending = [pool.submit(client.complete, {**BODY, "stream": stream}) for _ in range(3)]
+        while len(server.bodies) < 3:
+            time.sleep(0.01)
+        client.close()
+        cancelled.set()
+        for request in pending:
+            with pytest.raises(ServerError):
+                request.result(timeout=10)
+    assert lines == []
+    assert (client.retries, client.last_fault) == (0, "")
+
+
 def ask_many(client: OpenAIClient, count: int) -> list[str]:
     with ThreadPoolExecutor(count) as pool:
         return list(

@@ -7,8 +7,10 @@ import pytest
 import torch
 import yaml
 
+from medusa_train.models import precision
+from medusa_train.models.precision import WeightMemory
 from medusa_train.training import device_choices
-from medusa_train.training.device_choices import choose_checkpointing
+from medusa_train.training.device_choices import choose_checkpointing, precision_of_run
 from tests.training.conftest import LORA, train
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -55,6 +57,30 @@ def test_what_is_said_needs_no_rule(make_config: Any) -> None:
 def test_a_resumed_run_keeps_what_was_decided(make_config: Any, before: bool) -> None:
     cfg = make_config(**LORA, gradient_checkpointing="auto")
     assert choose(cfg, needed=0 if before else 500 * GIB, before=before) == (before, None)
+
+
+@pytest.mark.parametrize(
+    ("keys", "dtypes_that_fit", "dtype", "notes"),
+    [
+        ({"bf16": "auto"}, {"float32", "bfloat16"}, torch.float32, 0),
+        ({"bf16": "auto"}, {"bfloat16"}, torch.bfloat16, 1),
+        ({"bf16": True}, {"float32", "bfloat16"}, torch.bfloat16, 0),
+        ({"bf16": False}, {"bfloat16"}, torch.float32, 0),
+    ],
+)
+def test_bf16_auto_is_float32_on_a_cpu_that_emulates_bfloat16_if_the_weights_fit(
+    keys: dict[str, Any],
+    dtypes_that_fit: set[str],
+    dtype: torch.dtype,
+    notes: int,
+    make_config: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(precision, "has_fast_bf16", lambda device: False)
+    monkeypatch.setattr(WeightMemory, "fit", lambda self, dtype: dtype in dtypes_that_fit)
+    lines: list[str] = []
+    assert precision_of_run(make_config(**keys), CPU, lines.append).dtype == dtype
+    assert len(lines) == notes
 
 
 @pytest.mark.usefixtures("traced_layers")
