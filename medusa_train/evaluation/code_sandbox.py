@@ -125,7 +125,7 @@ def sandbox_command(seconds: float, megabytes: int) -> list[str]:
     python = os.path.realpath(sys.executable)
     library = os.path.realpath(sys.base_prefix)
     # 1. nothing is shared with this machine
-    command = ["bwrap", "--die-with-parent", "--new-session", "--clearenv"]
+    command = [shutil.which("bwrap") or "bwrap", "--die-with-parent", "--new-session", "--clearenv"]
     command += ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
     command += ["--unshare-cgroup-try"]
     become_nobody: list[str] = []

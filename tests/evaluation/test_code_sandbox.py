@@ -187,8 +187,6 @@ def choose_tool(monkeypatch: pytest.MonkeyPatch, tool: Path | None) -> None:
     monkeypatch.setattr(answer_scores, "sandbox_obstacle", sandbox_obstacle.__wrapped__)
     found = None if tool is None else str(tool)
     monkeypatch.setattr(shutil, "which", lambda name: found)
-    if tool is not None:
-        monkeypatch.setenv("PATH", f"{tool.parent}{os.pathsep}{os.environ['PATH']}")
 
 
 def test_nothing_is_run_without_bubblewrap(monkeypatch: pytest.MonkeyPatch) -> None:
