@@ -334,3 +334,20 @@ def _load_backbone(
     )
     backbone.end_answers_by(paths.chat_template, paths.chat_template_kwargs)
     return backbone
+
+
+def compile_or_report(
+    backbone: Backbone,
+    paths: ModelPaths,
+    report: Callable[[str], None],
+    *,
+    rows: int = 1,
+    trees: bool = True,
+) -> None:
+    """Compile the decoding passes, see `compile_backbone`; a failure is reported, and decoding goes
+    on without.
+    """
+    try:
+        compile_backbone(backbone, paths, rows=rows, trees=trees)
+    except BackboneError as error:
+        report(f"{error}\ndecoding without compiled passes")

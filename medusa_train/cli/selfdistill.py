@@ -244,11 +244,7 @@ def _run(
     from medusa_train.selfdistill.settings import record_metadata
 
     todo = [prompt for prompt in prompts if prompt.id not in writer.done]
-    if cfg.mode == "selftalk":
-        answers = cfg.rounds * len(todo)
-    else:
-        answers = sum(len(prompt.turns) or 1 for prompt in todo)
-    engine = open_engine(cfg, dtype, answers, console.print, loading)
+    engine = open_engine(cfg, dtype, console.print, loading)
     try:
         progress = RunProgress(console)
         done = len(prompts) - len(todo)

@@ -991,11 +991,10 @@ class EvalConfig(Config):
         "data type; auto: the checkpoint's, unless plain decoding is 20 % faster in another one;"
         " decided once per run directory; on a CPU that emulates bfloat16, float32",
     )
-    compile: BoolOrAuto = key(
+    compile: Bool = key(
         False,
         "compile decoding with torch.compile: faster steps, one to several minutes of additional"
-        " start-up time; auto: if that is expected to save time in all, also the default for trees"
-        " that were fitted to compiled passes",
+        " start-up time. By default also if the run's tree was fitted to compiled steps",
     )
     acceptance: Literal["greedy", "sampling", "typical"] = key(
         "greedy",
@@ -1230,11 +1229,10 @@ class SelfDistillConfig(Config):
     batch_size: Int | None = key(
         None, "rows of a batch (engine: local); default: 16, 1 in float32 or with heads", ge=1
     )
-    compile: BoolOrAuto = key(
+    compile: Bool = key(
         False,
         "compile decoding with torch.compile (engine: local): faster steps, one to several minutes"
-        " of additional start-up time; auto: if that is expected to save time in all, and never for"
-        " single rows in float32, whose answers are reproducible",
+        " of additional start-up time",
     )
     heads: Text | None = key(
         None, "run or directory of heads to decode with; its backbone is the default model"

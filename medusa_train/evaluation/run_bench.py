@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import re
 import zlib
@@ -13,7 +12,7 @@ from typing import Any
 
 import torch
 
-from medusa_train.checkpoint.load_model import LoadedModel
+from medusa_train.checkpoint.load_model import LoadedModel, auto_dtype_of, compile_or_report
 from medusa_train.checkpoint.resolve import (
     FIXED,
     NO_TREE,
@@ -21,12 +20,6 @@ from medusa_train.checkpoint.resolve import (
     names_tree_file,
 )
 from medusa_train.checkpoint.run_directory import only_writer
-from medusa_train.choose_decoding import (
-    compile_if_repaid,
-    compile_or_report,
-    decide_dtype,
-    plain_step_rounds,
-)
 from medusa_train.config.draft_sections import LookupChoice
 from medusa_train.config.paths import expand_user
 from medusa_train.config.schema import EvalConfig
@@ -41,11 +34,9 @@ from medusa_train.evaluation.answer_scores import (
 )
 from medusa_train.evaluation.backbone_quality import QUALITY_TOKENS, measure_backbone_quality
 from medusa_train.evaluation.calibrate import (
-    chooses_compilation,
-    decisions_of,
+    describe_misfit,
+    is_compiled,
     load_with_progress,
-    refit_tree,
-    resumed_tree,
 )
 from medusa_train.evaluation.judge import Judge, grade
 from medusa_train.evaluation.machine_load import MachineLoad, load_average, spread
@@ -69,10 +60,11 @@ from medusa_train.evaluation.report_page import size_figures
 from medusa_train.evaluation.run_metadata import collect_metadata, measurement_settings
 from medusa_train.evaluation.timed_decoders import extra_baselines
 from medusa_train.evaluation.timing import SpeedTest
+from medusa_train.inference.batch_decoder import BatchDecoder
 from medusa_train.inference.decoding_mode import DecodingMode
-from medusa_train.inference.decoding_settings import DecodingSettings
 from medusa_train.inference.detokenize import token_pieces
 from medusa_train.io import parse_json, warn_once
+from medusa_train.models.backbone import Backbone
 from medusa_train.models.precision import (
     WeightMemory,
     catch_out_of_memory,
@@ -90,6 +82,8 @@ COMPARED = "compared"
 NO_MEMORY = "not enough memory"
 EMULATED = "this device emulates it, which takes too long"
 
+#: Equal answers of so many tokens, whose plain steps show how evenly the machine works.
+SPREAD_ROUNDS = 3
 SPREAD_TOKENS = 9  # of the answers whose plain steps show how evenly the machine works
 
 JUDGE_TIMEOUT = 120.0  # seconds of one request to the judge
@@ -309,37 +303,36 @@ class Evaluation:
         report.add_comparison(dtype, outcome)
 
     def _load_and_time(self) -> tuple[LoadedModel, Timed]:
-        """Load the model, choose what is not set (dtype, compilation, tree), time the bench and
-        trace the answers.
-        """
-        cfg, bench, progress = self.cfg, self.bench, self.progress
-        # 1. what an interrupted evaluation decided
-        paths = resumed_tree(cfg, self.paths)
+        """Load the model, time the benchmark and trace the answers."""
+        cfg, progress = self.cfg, self.progress
+        # 1. how it decodes; an interrupted evaluation goes on in its dtype
+        paths = self.paths
         log = self._open_log(paths)
         dtype = log.header.get("dtype", cfg.dtype)
         if dtype == "auto":
-            question = bench.questions[0].turns[0]
-            decisions = decisions_of(cfg, paths)
-            dtype = decide_dtype(question, paths, decisions, progress)
+            dtype = auto_dtype_of(paths, progress.print)
+        compiled = is_compiled(cfg, paths)
         with catch_out_of_memory() as caught:
             # 2. load
             model = load_with_progress(
-                paths, dtype, progress, compiled=cfg.compile is True, rows=cfg.batch_size
+                paths, dtype, progress, compiled=compiled and bool(cfg.compile), rows=cfg.batch_size
             )
             ends = model.backbone.stop_tokens.describe(model.backbone.tokenizer)
             if ends is not None:
                 progress.print(ends)
-            # 3. compilation and tree
-            if chooses_compilation(cfg, paths):
-                earlier = log.header.get("compiled")
-                _choose_compile(cfg, bench, model, paths, earlier, progress)
-            most_tokens = cfg.max_new_tokens * sum(
-                len(question.turns) for question in bench.questions
-            )
-            refitted = refit_tree(cfg, model, paths, most_tokens, progress)
-            if refitted is not None:
-                model, paths = refitted
-                log = self._open_log(paths)
+            # 3. compilation that only the tree asks for may fail: then it decodes without
+            if compiled and not cfg.compile:
+                with progress.phase("compiling the decoding passes", ticking=True):
+                    compile_or_report(
+                        model.backbone,
+                        paths,
+                        progress.print,
+                        rows=cfg.batch_size,
+                        trees=model.proposer is not None,
+                    )
+            misfit = describe_misfit(cfg, model, paths)
+            if misfit is not None:
+                progress.print(misfit)
             if model.can_compile_tree:
                 with progress.phase("compiling passes over the tree", ticking=True):
                     model.compile_tree(progress.print)
@@ -423,7 +416,7 @@ class Evaluation:
         # 3. time what an interrupted evaluation did not
         completed = completed_turns(log.entries, questions)
         kept = [turn for turns in completed.values() for turn in turns]
-        log.start(kept, dtype=dtype, compiled=model.backbone.compiled is not None)
+        log.start(kept, dtype=dtype)
         left = [question for question in questions if question.question_id not in completed]
         count = sum(len(question.turns) for question in left) * len(test.names)
 
@@ -513,69 +506,24 @@ def _drafting(cfg: EvalConfig, paths: ModelPaths) -> Iterator[str]:
         yield f"threshold{paths.threshold:g}"
 
 
-def _choose_compile(
-    cfg: EvalConfig,
-    bench: Bench,
-    model: LoadedModel,
-    paths: ModelPaths,
-    earlier: bool | None,
-    progress: RunProgress,
-) -> None:
-    """Compile the decoding passes if the bench repays it, or if the interrupted evaluation did.
+def plain_step_rounds(
+    backbone: Backbone, prompt: list[int], rows: int, most_tokens: int
+) -> list[float]:
+    """Return the mean seconds of a plain step of `rows` equal rows in each of `SPREAD_ROUNDS` equal
+    answers.
 
-    It assumes one answer of full length per turn, for plain decoding and the tree together: most
-    answers of both end earlier, and a tree needs fewer steps.
+    Args:
+        most_tokens: of an answer, the prefill's included.
     """
-    backbone = model.backbone
-    rows = cfg.batch_size
-    trees = model.proposer is not None
-
-    def compile_now() -> None:
-        with progress.phase("compiling the decoding passes", ticking=True):
-            compile_or_report(backbone, paths, progress.print, rows=rows, trees=trees)
-
-    # 1. as in the interrupted evaluation
-    if earlier is not None:
-        progress.print(f"compile: {'yes' if earlier else 'no'}, as in the interrupted evaluation")
-        if earlier:
-            compile_now()
-        return
-    # 2. as chosen before under the same conditions
-    turns = sum(len(question.turns) for question in bench.questions)
-    steps = cfg.max_new_tokens * math.ceil(turns / rows)
-    decisions = decisions_of(cfg, paths)
-    conditions = {
-        **dataclasses.asdict(DecodingSettings.of(backbone)),
-        "steps": steps,
-        "rows": rows,
-        "trees": trees,
-    }
-    decided = decisions.find("compile", conditions)
-    if decided is not None:
-        choice, when = decided
-        progress.print(
-            f"compile: {'yes' if choice else 'no'}, as chosen before for as many steps"
-            f" ({when}; compile=true or false sets it)"
-        )
-        if choice:
-            compile_now()
-        return
-    # 3. by timing steps
-    chat = ChatEncoder(backbone.tokenizer, paths.chat_template, paths.chat_template_kwargs)
-    prompt = chat.prompt(bench.questions[0].opening)
-    with progress.phase("choosing whether to compile"):  # not ticking: steps are timed
-        is_compiled = compile_if_repaid(
-            backbone,
-            paths,
-            steps,
-            prompt,
-            progress.print,
-            rows=rows,
-            trees=trees,
-            tree_program=model.usual_nodes is not None,
-        )
-    if is_compiled is not None:
-        decisions.keep("compile", conditions, is_compiled)
+    decoder = BatchDecoder(backbone)
+    tokens = min(most_tokens, backbone.max_context)
+    prompts = [prompt[-max(1, backbone.max_context - tokens) :]] * rows
+    decoder.generate_batch(prompts, tokens, ())  # a warm-up
+    rounds = []
+    for _ in range(SPREAD_ROUNDS):
+        last = max(decoder.generate_batch(prompts, tokens, ()), key=lambda out: out.seconds)
+        rounds.append((last.seconds - last.prefill_seconds) / max(last.steps, 1))
+    return rounds
 
 
 def trace_records(records: Sequence[TurnRecord], model: LoadedModel, progress: RunProgress) -> None:

@@ -109,14 +109,12 @@ def resolve_dtype(cfg: SelfDistillConfig, note: Callable[[str], None]) -> str | 
 def open_engine(
     cfg: SelfDistillConfig,
     dtype: str | None,
-    answers: int,
     note: Callable[[str], None],
     loading: AbstractContextManager[object] | None = None,
 ) -> Engine:
     """Load the model, or connect to the server, that generates the answers.
 
     Args:
-        answers: number of answers to generate, by which `compile: auto` decides.
         note: receives that decision, and lines about servers that do not answer.
         loading: entered while the weights are read.
     """
@@ -140,7 +138,7 @@ def open_engine(
     if torch.cuda.is_available() and "LOCAL_RANK" in os.environ:  # set by a launcher
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     paths = resolve_model_paths(cfg)
-    return open_hf_engine(cfg, paths, dtype, answers, note, loading)
+    return open_hf_engine(cfg, paths, dtype, note, loading)
 
 
 def server_sampling(cfg: SelfDistillConfig) -> ServerSampling:
@@ -156,7 +154,6 @@ def open_hf_engine(
     cfg: SelfDistillConfig,
     paths: ModelPaths,
     dtype: str,
-    answers: int,
     note: Callable[[str], None],
     loading: AbstractContextManager[object] | None = None,
 ) -> HFEngine:
@@ -164,7 +161,6 @@ def open_hf_engine(
     `open_engine`.
     """
     from medusa_train.checkpoint.load_model import compile_backbone, load_for_decoding
-    from medusa_train.choose_decoding import compile_if_repaid
     from medusa_train.data.tokenize import ChatEncoder
     from medusa_train.selfdistill.hf_engine import HFEngine
 
@@ -187,23 +183,8 @@ def open_hf_engine(
         note(ends)
 
     # 2. compile it
-    if cfg.compile is True:
+    if cfg.compile:
         compile_backbone(model.backbone, paths, rows=batch_size, trees=trees)
-    elif cfg.compile == "auto" and not (batch_size == 1 and dtype == "float32"):
-        # Compiled passes round differently, and single rows in float32 have the same answers on
-        # other machines. Half of the tokens are expected, since most answers end before their
-        # limit.
-        steps = answers * cfg.max_new_tokens // 2 // batch_size
-        compile_if_repaid(
-            model.backbone,
-            paths,
-            steps,
-            [0] * TIMED_PROMPT,
-            note,
-            rows=batch_size,
-            trees=trees,
-            tree_program=model.usual_nodes is not None,
-        )
     model.compile_tree(note)
     return HFEngine(
         model.backbone,

@@ -474,9 +474,7 @@ def test_a_dtype_that_does_not_fit_or_is_emulated_is_not_loaded_for_the_comparis
     assert f"answers were not compared in bfloat16: {reason}" in shown
 
 
-@pytest.mark.parametrize("fitted_again", [False, True])
 def test_the_timed_model_is_gone_when_the_next_dtype_is_loaded(
-    fitted_again: bool,
     run_dir: Path,
     bench_file: Path,
     tmp_path: Path,
@@ -496,10 +494,6 @@ def test_the_timed_model_is_gone_when_the_next_dtype_is_loaded(
 
     monkeypatch.setattr(module, "load_with_progress", load_with_progress)
     monkeypatch.setattr(module.WeightMemory, "fit", fit)
-    if fitted_again:
-        monkeypatch.setattr(
-            module, "refit_tree", lambda cfg, model, paths, tokens, progress: (model, paths)
-        )
     run(bench_file, run_dir, tmp_path, dtype="float32")
     assert (len(loaded), alive) == (2, [False])
 
