@@ -225,6 +225,7 @@ def _resolve_paths(cfg: EvalConfig) -> ModelPaths:
         chat_template_kwargs=cfg.chat_template_kwargs,
         special_tokens=cfg.special_tokens,
         trust_remote_code=cfg.trust_remote_code,
+        needs_backbone=not cfg.server_url,
         lookup=None if cfg.server_url else cfg.lookup_choice,
         threshold=None if cfg.uses_server else cfg.threshold,
         gpu_kernels=() if cfg.uses_server else cfg.gpu_kernels,
@@ -290,10 +291,14 @@ def _chat(cfg: EvalConfig, paths: ModelPaths, console: Console) -> None:
 
 
 def _compare(names: list[str], bench: str | None, output_dir: str | None) -> None:
-    from medusa_train.evaluation.compare import load_reports, show, write
+    from medusa_train.evaluation.find_reports import find_reports
+
+    find_reports(names, bench)  # reports a wrong name before torch is imported
+    console = table_console()
+    with RunProgress(console).phase("importing torch", ticking=True):
+        from medusa_train.evaluation.compare import load_reports, show, write
 
     reports = load_reports(names, bench)
-    console = table_console()
     console.print(show(reports))
     out = runs_directory() / "compare"
     if output_dir:

@@ -115,7 +115,6 @@ def selfdistill(
         print(format_config(cfg), end="")
         return printed_all()
 
-    from medusa_train.data.builtin_templates import get_template
     from medusa_train.selfdistill.engines import resolve_model_paths
     from medusa_train.selfdistill.output import shard_output
     from medusa_train.selfdistill.prompts import load_prompts, resolve_shard
@@ -134,12 +133,9 @@ def selfdistill(
         console.print(f"skipped prompts: {reasons}")
     if merge:
         return _merge(cfg, selected, out, console)
-    if cfg.engine == "local":
-        # reports a wrong path or template before torch is imported
-        if (note := resolve_model_paths(cfg).remote_code_note) is not None:
-            error_console().print(f"note: {note}")
-        if cfg.chat_template is not None:
-            get_template(cfg.chat_template)
+    # reports a wrong path or template before torch is imported
+    if cfg.engine == "local" and (note := resolve_model_paths(cfg).remote_code_note) is not None:
+        error_console().print(f"note: {note}")
     if dry_run:
         return _preview(cfg, selected, console)
     return _generate(cfg, selected, out, part, console, is_chosen_part=shard is not None)

@@ -32,8 +32,8 @@ from medusa_train.models.document_attention import (
     register_document_attention,
     uses_varlen_kernel,
 )
-from medusa_train.models.find_backbone import find_backbone, missing_from_hub, model_directory
 from medusa_train.models.hf_config import head_dim
+from medusa_train.models.model_files import find_backbone, missing_from_hub, model_directory
 from medusa_train.models.partitioned import gathering_modules
 from medusa_train.models.precision import default_device, parse_dtype
 from medusa_train.models.stop_tokens import GENERATION_CONFIG

@@ -1,18 +1,23 @@
-"""Find a model by directory or hub name, without the seconds that importing torch takes."""
+"""Find a model by directory or hub name and read its JSON files, without the seconds that importing
+torch takes.
+"""
 
 from __future__ import annotations
 
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
 
 from medusa_train.config.paths import looks_like_path, nearest_path, resolve_path
-from medusa_train.errors import BackboneError
+from medusa_train.errors import BackboneError, CheckpointError
 from medusa_train.hub import hub_is_unreachable, offline_advice
 from medusa_train.io import parse_json
+
+#: Written by PEFT into the directory of an adapter.
+ADAPTER_CONFIG = "adapter_config.json"
 
 
 def find_backbone(name: str) -> tuple[str, dict[str, Any]]:
@@ -27,7 +32,7 @@ def find_backbone(name: str) -> tuple[str, dict[str, Any]]:
             is not in the cache while the hub cannot be reached.
     """
     local = resolve_path(name)
-    if local is None and looks_like_path(name):
+    if local is None and (looks_like_path(name) or not _may_be_on_hub(name)):
         similar = nearest_path(name)
         advice = f"; did you mean {similar}?" if similar else ""
         raise BackboneError(f"base_model {name}: no such directory{advice}")
@@ -73,8 +78,31 @@ def model_directory(source: str) -> Path:
     directory = Path(source)
     if directory.is_dir():
         return directory
-    with suppress(HFValidationError):  # no name of the hub
-        cached = try_to_load_from_cache(source, "config.json")
-        if isinstance(cached, str):
-            return Path(cached).parent
+    cached = try_to_load_from_cache(source, "config.json")
+    if isinstance(cached, str):
+        return Path(cached).parent
     return directory
+
+
+def _may_be_on_hub(name: str) -> bool:
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
+
+
+def read_adapter_config(directory: Path) -> dict[str, Any]:
+    """Read adapter_config.json, which PEFT writes; raises CheckpointError if it is missing or not
+    JSON.
+    """
+    path = directory / ADAPTER_CONFIG
+    if not path.is_file():
+        raise CheckpointError(f"{directory}: not an adapter: no adapter_config.json")
+    try:
+        config: dict[str, Any] = parse_json(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(config, dict) or "peft_type" not in config:
+        raise CheckpointError(f"{path}: not the configuration of an adapter (no peft_type)")
+    return config
