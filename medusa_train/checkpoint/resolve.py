@@ -24,7 +24,7 @@ from medusa_train.data.builtin_templates import get_template
 from medusa_train.errors import BackboneError, CheckpointError, DataError
 from medusa_train.hub import FetchError, fetch_heads, hub_is_unreachable
 from medusa_train.io import parse_json
-from medusa_train.models.model_files import ADAPTER_CONFIG, find_backbone
+from medusa_train.models.model_files import ADAPTER_CONFIG
 
 DRAFT = "draft.safetensors"
 SAFETENSORS = "medusa_lm_head.safetensors"
@@ -237,7 +237,7 @@ def resolve_model(
         tree: tree file; None or "fixed": tree.json beside the heads; "none": heads are only traced;
             "dynamic" or "dynamic:32x5": a tree for every step, as large and deep as the fixed one
             or as given.
-        needs_backbone: check that the backbone exists and its config.json can be read.
+        needs_backbone: check that a backbone named by a local path exists.
         lookup: a draft without training, in place of the heads or beside them.
         threshold: confidence up to which drafting stops; None: the heads' own.
         gpu_kernels: parts for GPUs that decoding uses, see the key.
@@ -256,14 +256,12 @@ def resolve_model(
             paths = paths.with_dynamic_trees(str(tree))
     paths = paths.with_lookup(lookup).with_threshold(threshold)
     # 3. Whether the backbone is there.
-    if needs_backbone:
-        try:
-            find_backbone(paths.base_model)
-        except BackboneError as error:
-            if base_model:
-                raise
-            advice = f"named by {paths.home}; give another with --base-model"
-            raise BackboneError(f"{error} ({advice})") from None
+    base = paths.base_model
+    if needs_backbone and resolve_path(base) is None and looks_like_path(base):
+        advice = f" (named by {paths.home}; give another with --base-model)"
+        if base_model:
+            advice = ""
+        raise BackboneError(f"base_model {base}: no such directory{advice}")
     if chat_template:
         get_template(chat_template)
     # 4. What the user says in place of the run.

@@ -33,6 +33,7 @@ from medusa_train.config.paths import expand_user, looks_like_path, resolve_path
 from medusa_train.config.schema import EvalConfig
 from medusa_train.console_streams import printed_all
 from medusa_train.errors import BackboneError, ConfigError
+from medusa_train.models.model_files import find_backbone
 from medusa_train.progress import RunProgress
 from medusa_train.training.signals import signals_by_default
 
@@ -225,11 +226,12 @@ def _resolve_paths(cfg: EvalConfig) -> ModelPaths:
         chat_template_kwargs=cfg.chat_template_kwargs,
         special_tokens=cfg.special_tokens,
         trust_remote_code=cfg.trust_remote_code,
-        needs_backbone=not cfg.server_url,
         lookup=None if cfg.server_url else cfg.lookup_choice,
         threshold=None if cfg.uses_server else cfg.threshold,
         gpu_kernels=() if cfg.uses_server else cfg.gpu_kernels,
     )
+    if not cfg.server_url:
+        find_backbone(paths.base_model)
     if (note := paths.remote_code_note) is not None:
         error_console().print(f"note: {note}")
     return paths

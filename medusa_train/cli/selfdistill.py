@@ -115,6 +115,7 @@ def selfdistill(
         print(format_config(cfg), end="")
         return printed_all()
 
+    from medusa_train.models.model_files import find_backbone
     from medusa_train.selfdistill.engines import resolve_model_paths
     from medusa_train.selfdistill.output import shard_output
     from medusa_train.selfdistill.prompts import load_prompts, resolve_shard
@@ -133,9 +134,12 @@ def selfdistill(
         console.print(f"skipped prompts: {reasons}")
     if merge:
         return _merge(cfg, selected, out, console)
-    # reports a wrong path or template before torch is imported
-    if cfg.engine == "local" and (note := resolve_model_paths(cfg).remote_code_note) is not None:
-        error_console().print(f"note: {note}")
+    if cfg.engine == "local":
+        # reports a wrong path or template before torch is imported
+        paths = resolve_model_paths(cfg)
+        find_backbone(paths.base_model)
+        if (note := paths.remote_code_note) is not None:
+            error_console().print(f"note: {note}")
     if dry_run:
         return _preview(cfg, selected, console)
     return _generate(cfg, selected, out, part, console, is_chosen_part=shard is not None)
