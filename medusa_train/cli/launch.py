@@ -23,7 +23,7 @@ from typing import NoReturn
 
 from rich.console import Console
 
-from medusa_train.checkpoint.run_directory import CONFIG, check_inputs, check_output_dir
+from medusa_train.checkpoint.run_directory import CONFIG, check_output_dir
 from medusa_train.cli.common import print_error, report_failed_streams, split_arguments
 from medusa_train.cli.workers import (
     LAUNCHER,
@@ -36,6 +36,7 @@ from medusa_train.cli.workers import (
 from medusa_train.config.load import load_config
 from medusa_train.config.schema import TrainConfig
 from medusa_train.errors import ConfigError, MedusaError
+from medusa_train.training.preflight import check_files
 from medusa_train.training.process_info import LAUNCH_OPTIONS, ProcessInfo, free_port
 from medusa_train.training.signals import StopSignals, leave_terminal, stop_signals
 
@@ -403,7 +404,10 @@ def check_and_launch(
     path, overrides = split_arguments(arguments)
     cfg = load_config(TrainConfig, path, overrides, flags=flags)
     check_output_dir(cfg)
-    check_inputs(cfg)
+    processes = num_gpus or 1
+    if hostfile is not None:
+        processes = sum(num_gpus or slots for slots in read_hostfile(hostfile, num_gpus).values())
+    check_files(cfg, processes)
     words = [*arguments, *_words_of_flags(flags)]
     return launch(words, num_gpus, hostfile, master_port, Path(cfg.output_dir))
 

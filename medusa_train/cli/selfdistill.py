@@ -115,7 +115,7 @@ def selfdistill(
         print(format_config(cfg), end="")
         return printed_all()
 
-    from medusa_train.data.builtin_templates import get_template
+    from medusa_train.models.model_files import find_backbone
     from medusa_train.selfdistill.engines import resolve_model_paths
     from medusa_train.selfdistill.output import shard_output
     from medusa_train.selfdistill.prompts import load_prompts, resolve_shard
@@ -136,10 +136,10 @@ def selfdistill(
         return _merge(cfg, selected, out, console)
     if cfg.engine == "local":
         # reports a wrong path or template before torch is imported
-        if (note := resolve_model_paths(cfg).remote_code_note) is not None:
+        paths = resolve_model_paths(cfg)
+        find_backbone(paths.base_model)
+        if (note := paths.remote_code_note) is not None:
             error_console().print(f"note: {note}")
-        if cfg.chat_template is not None:
-            get_template(cfg.chat_template)
     if dry_run:
         return _preview(cfg, selected, console)
     return _generate(cfg, selected, out, part, console, is_chosen_part=shard is not None)

@@ -180,13 +180,14 @@ def train(
 
     # 3. The output directory and the inputs.
     results = table_console()
-    from medusa_train.checkpoint.run_directory import check_inputs, check_output_dir
+    from medusa_train.checkpoint.run_directory import check_output_dir
+    from medusa_train.training.preflight import check_files
 
     # of several processes, all check after joining, or the others would wait
     if process is None or inspect:
         if not inspect:
             check_output_dir(cfg)
-        check_inputs(cfg)  # before torch is imported, which takes seconds
+        check_files(cfg)
     if inspect:
         from medusa_train.training.inspect import inspect_run
 

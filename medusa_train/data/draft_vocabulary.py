@@ -14,17 +14,6 @@ from medusa_train.data.dataset import EncodedDataset
 from medusa_train.errors import ConfigError
 
 
-def check_vocabulary(size: int | None, vocab_size: int, key: str) -> None:
-    """Raise ConfigError unless the draft vocabulary (`size`, set by `key`) is smaller than the
-    backbone's.
-    """
-    if size is not None and size >= vocab_size:
-        raise ConfigError(
-            f"{key}: {size:,} must be less than the {vocab_size:,} tokens of the backbone; leave it"
-            " out to use all of them"
-        )
-
-
 def choose_draft_vocabulary(
     size: int | None, train: EncodedDataset, tokenizer: Any, vocab_size: int, key: str
 ) -> Tensor | None:

@@ -301,9 +301,7 @@ def read_messages(chat: object) -> list[Message]:
     return messages
 
 
-def _content(
-    turn: Mapping[str, Any], number: int, key: str, unread: Unread | None = None
-) -> str:
+def _content(turn: Mapping[str, Any], number: int, key: str, unread: Unread | None = None) -> str:
     """Return a string, or the joined text parts of OpenAI's list form, whose other keys `unread`
     counts.
     """

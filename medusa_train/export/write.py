@@ -25,6 +25,7 @@ from medusa_train.checkpoint.reference_layout import HeadTensors, shared_block_w
 from medusa_train.checkpoint.resolve import (
     SAFETENSORS,
     ModelPaths,
+    check_export,
     find_heads,
     heads_kind,
     holds_merged,
@@ -96,6 +97,7 @@ def export_run(
     """
     if paths.heads is None:
         raise CheckpointError(f"{paths.home}: holds no heads to export")
+    check_export(paths.heads, to)
     exported = Exported(target or paths.home / "export" / to)
     if target is not None:
         _check_target(paths, to, target)
@@ -129,10 +131,6 @@ def _write(
         if base_model is None:
             exported.warnings += stop_warnings(paths)
         return
-    if to in ("sglang", "speculators"):
-        raise CheckpointError(
-            f"{paths.heads}: {to} reads EAGLE-3 drafts only; export --to vllm, tgi or transformers"
-        )
     # 2. Medusa heads, or the backbone that was trained with them.
     heads = replace(read_heads(paths.heads), base_model=base_model or _backbone_name(paths))
     _check_layout(paths, heads, to)

@@ -17,6 +17,7 @@ from torch import nn
 
 from medusa_train.checkpoint.backbone_fingerprint import fingerprint_backbone
 from medusa_train.checkpoint.heads import load_draft
+from medusa_train.checkpoint.resolve import find_initial_heads
 from medusa_train.checkpoint.run_directory import (
     METRICS,
     prepare_output_dir,
@@ -37,12 +38,7 @@ from medusa_train.models.loading import choose_attention, load_backbone, resolve
 from medusa_train.models.partitioned import full_shape, gathered, gathering_modules, is_partitioned
 from medusa_train.models.precision import Precision, choose_kernels, limit_kernel_cache
 from medusa_train.progress import RunProgress
-from medusa_train.training.backbone_recipe import (
-    BackboneRecipe,
-    build_backbone_recipe,
-    find_initial_adapter,
-    find_initial_heads,
-)
+from medusa_train.training.backbone_recipe import BackboneRecipe, build_backbone_recipe
 from medusa_train.training.deepspeed_engine_config import complete_config, loading_config, stage_of
 from medusa_train.training.deepspeed_strategy import DeepSpeedStrategy, partitioned_loading
 from medusa_train.training.device_choices import (

@@ -417,7 +417,8 @@ def test_a_missing_file_without_neighbours_suggests_shipped_ones(
 def test_a_directory_in_place_of_a_file_suggests_its_files(tmp_path: Path) -> None:
     write(tmp_path, GOOD)
     with pytest.raises(
-        ConfigError, match=r"is a directory, not a YAML file .*by --model.*; did you mean .*/x\.yaml"
+        ConfigError,
+        match=r"is a directory, not a YAML file .*by --model.*; did you mean .*/x\.yaml",
     ):
         load_config(TrainConfig, tmp_path)
 
