@@ -17,7 +17,7 @@ from torch import nn
 
 from medusa_train.checkpoint.backbone_fingerprint import fingerprint_backbone
 from medusa_train.checkpoint.heads import load_draft
-from medusa_train.checkpoint.resolve import find_initial_heads
+from medusa_train.checkpoint.resolve import find_initial_adapter, find_initial_heads
 from medusa_train.checkpoint.run_directory import (
     METRICS,
     prepare_output_dir,
