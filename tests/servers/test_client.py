@@ -164,6 +164,114 @@ def test_requests_that_are_cancelled_by_close_are_not_reported_as_faults(stream:
     assert (client.retries, client.last_fault) == (0, "")
 
 
+NO_MAX_TOKENS = (
+    "Unsupported parameter: 'max_tokens' is not supported with this model. Use"
+    " 'max_completion_tokens' instead."
+)
+NO_TEMPERATURE = (
+    "Unsupported value: 'temperature' does not support 0 with this model. Only the default (1)"
+    " value is supported."
+)
+
+
+def newer_model(number: int, body: dict[str, Any]) -> Reply:
+    """Reject what OpenAI's reasoning models reject, one parameter at a time."""
+    if "max_tokens" in body:
+        return error(400, NO_MAX_TOKENS)
+    if "temperature" in body:
+        return error(400, NO_TEMPERATURE)
+    return None
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        NO_MAX_TOKENS,
+        "use max_completion_tokens",
+        '{"code": "unsupported_parameter", "param": "max_tokens"}',
+        "max_tokens: Extra inputs are not permitted",
+    ],
+)
+def test_a_server_that_wants_max_completion_tokens_gets_them_from_then_on(reason: str) -> None:
+    lines: list[str] = []
+    with serving(lambda n, b: error(400, reason) if "max_tokens" in b else None) as server:
+        client = OpenAIClient(server.url, timeout=5.0, retry_seconds=5.0, note=lines.append)
+        answers = [client.complete({**BODY, "max_tokens": 7}) for _ in range(3)]
+        client.close()
+    asked = [(body.get("max_tokens"), body.get("max_completion_tokens")) for body in server.bodies]
+    assert asked == [(7, None), (None, 7), (None, 7), (None, 7)]
+    assert [answer["max_tokens"] for answer in answers] == [7, 7, 7]
+    assert lines == [
+        f"server {server.url}: rejects max_tokens; max_completion_tokens takes its place"
+    ]
+
+
+@pytest.mark.parametrize(
+    "rejection",
+    [
+        error(400, NO_TEMPERATURE),
+        error(400, "Unsupported parameter: 'temperature' is not supported with this model."),
+        error(400, "`temperature` is deprecated for this model."),
+        error(400, "invalid temperature: only 1 is allowed for this model"),
+        error(422, "Input validation error: `temperature` must be strictly positive"),
+        (400, {}, b'{"error": {"message": "Unsupported value", "param": "temperature"}}'),
+        (422, {}, b'{"detail": [{"loc": ["body", "temperature"], "msg": "greater than 0"}]}'),
+        (400, {}, b"Temperature must be > 0"),
+    ],
+)
+def test_a_parameter_that_may_be_left_out_is_left_out_once_it_is_rejected(rejection: Reply) -> None:
+    lines: list[str] = []
+    body = {**BODY, "temperature": 0}
+    with serving(lambda n, body: rejection if "temperature" in body else None) as server:
+        client = OpenAIClient(
+            server.url, timeout=5.0, retry_seconds=5.0, note=lines.append, optional=["temperature"]
+        )
+        client.complete(body)
+        client.complete(body)
+        client.close()
+        assert server.bodies == [body, BODY, BODY]
+        assert lines == [f"server {server.url}: rejects temperature; it is left out"]
+        with pytest.raises(RequestRejected):  # self-distillation samples at its temperature
+            OpenAIClient(server.url, timeout=5.0, retry_seconds=5.0).complete(body)
+
+
+def test_several_rejected_parameters_are_found_one_after_the_other() -> None:
+    lines: list[str] = []
+    with serving(newer_model) as server:
+        client = OpenAIClient(
+            server.url, timeout=5.0, retry_seconds=5.0, note=lines.append, optional=["temperature"]
+        )
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(client.complete, 8 * [{**BODY, "max_tokens": 7, "temperature": 0}]))
+        client.close()
+    assert server.bodies[-1] == {**BODY, "max_completion_tokens": 7}
+    assert len(lines) == len(set(lines)) == 2
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        "max_tokens is too large: 9. This model supports at most 8 completion tokens",
+        "content policy",
+        '{"detail": [{"msg": "roles", "input": {"messages": [], "temperature": 0}}]}',
+    ],
+)
+def test_a_request_that_is_rejected_in_any_spelling_changes_no_other(reason: str) -> None:
+    lines: list[str] = []
+    body = {**BODY, "max_tokens": 9, "temperature": 0}
+    with serving(lambda n, b: error(400, reason)) as server:
+        client = OpenAIClient(
+            server.url, timeout=5.0, retry_seconds=5.0, note=lines.append, optional=["temperature"]
+        )
+        with pytest.raises(RequestRejected):
+            client.complete(body)
+        server.script = lambda n, b: None
+        client.complete(body)
+        client.close()
+    assert server.bodies[-1] == body
+    assert lines == []
+
+
 def ask_many(client: OpenAIClient, count: int) -> list[str]:
     with ThreadPoolExecutor(count) as pool:
         return list(
