@@ -661,6 +661,7 @@ def _judge(cfg: EvalConfig, progress: RunProgress) -> Judge | None:
         return None
     client = OpenAIClient(
         cfg.judge_base_url,
+        key_variable=cfg.api_key_env,
         timeout=JUDGE_TIMEOUT,
         retry_seconds=JUDGE_RETRY_SECONDS,
         concurrency=cfg.judge_concurrency,

@@ -135,7 +135,7 @@ class OpenAIClient:
         self,
         urls: str | Sequence[str],
         *,
-        key_variable: str = "OPENAI_API_KEY",
+        key_variable: str,
         timeout: float,
         retry_seconds: float,
         concurrency: int = CONCURRENCY,

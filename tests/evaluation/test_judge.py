@@ -36,7 +36,10 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeServer]:
 
 
 def judge(server: FakeServer) -> Judge:
-    return Judge(OpenAIClient(server.url, timeout=5.0, retry_seconds=0.5), "judge-1")
+    return Judge(
+        OpenAIClient(server.url, key_variable="OPENAI_API_KEY", timeout=5.0, retry_seconds=0.5),
+        "judge-1",
+    )
 
 
 QUESTIONS = [
@@ -193,6 +196,22 @@ def test_a_judge_that_refuses_ends_an_evaluation_before_anything_is_decoded(
         evaluate(bench_file, run_dir, tmp_path, **keys)
     assert not list(tmp_path.rglob("turns.jsonl"))
     assert len(server.bodies) == 1
+
+
+def test_a_judge_gets_the_key_that_is_named_and_no_other(
+    server: FakeServer,
+    run_dir: Path,
+    bench_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "not-for-this-judge")
+    monkeypatch.setenv("JUDGE_KEY", "key-of-the-judge")
+    server.script = lambda number, body: error(404, "not here")
+    keys = {"judge_base_url": server.url, "judge_model": "j", "api_key_env": "JUDGE_KEY"}
+    with pytest.raises(ServerError):
+        evaluate(bench_file, run_dir, tmp_path, **keys)
+    assert server.authorization == ["Bearer key-of-the-judge"]
 
 
 def test_a_judge_that_takes_no_temperature_is_asked_without_before_anything_is_decoded(
