@@ -656,17 +656,22 @@ def _backbone_quality(paths: ModelPaths, progress: RunProgress) -> dict[str, Any
 
 
 def _judge(cfg: EvalConfig, progress: RunProgress) -> Judge | None:
-    """Return the judge, whose address is checked here; None without one. Sends no request."""
+    """Return the judge, once it has answered a greeting; None without one."""
     if cfg.judge_base_url is None or cfg.judge_model is None:
         return None
     client = OpenAIClient(
         cfg.judge_base_url,
+        key_variable=cfg.api_key_env,
         timeout=JUDGE_TIMEOUT,
         retry_seconds=JUDGE_RETRY_SECONDS,
         concurrency=cfg.judge_concurrency,
+        optional=["temperature"],
         note=progress.print,
     )
-    return Judge(client, cfg.judge_model)
+    judge = Judge(client, cfg.judge_model)
+    with progress.phase(f"asking {cfg.judge_model} for a reply", ticking=True):
+        judge.check()
+    return judge
 
 
 def _print_results(report: Report, skipped: Sequence[SkippedTurn], progress: RunProgress) -> None:
