@@ -30,7 +30,7 @@ from medusa_train.checkpoint.resolve import (
     heads_kind,
     holds_merged,
 )
-from medusa_train.checkpoint.run_directory import CONFIG, HEADS, TREE
+from medusa_train.checkpoint.run_directory import CONFIG, HEADS, TREE, other_files
 from medusa_train.checkpoint.serialize import read_json
 from medusa_train.checkpoint.server_layouts import method_in_path, to_vllm, with_own_lm_heads
 from medusa_train.config.types import ExportTarget
@@ -101,6 +101,8 @@ def export_run(
     exported = Exported(target or paths.home / "export" / to)
     if target is not None:
         _check_target(paths, to, target)
+    elif to == MERGED and any(other_files(exported.target)):
+        raise _holds_others(exported.target)
     with _repeatable(exported.target):
         _write(paths, to, exported, base_model, licence, announce)
     return exported
@@ -206,17 +208,20 @@ def _check_target(paths: ModelPaths, to: ExportTarget, target: Path) -> None:
     if paths.heads is not None:
         own.append(paths.heads.resolve())
     if target.resolve() in own or _holds_other_files(target, to):
-        raise CheckpointError(
-            f"output_dir: {target} holds other files that would be overwritten; name a new"
-            " directory"
-        )
+        raise _holds_others(target)
+
+
+def _holds_others(target: Path) -> CheckpointError:
+    return CheckpointError(
+        f"output_dir: {target} holds other files that would be overwritten; name a new directory"
+    )
 
 
 def _holds_other_files(target: Path, to: ExportTarget) -> bool:
     """Return whether a directory holds anything but an earlier export of the same kind."""
     is_new = not target.exists() or not any(target.iterdir()) or (target / UNFINISHED).is_file()
     if to == MERGED:  # replaces the whole directory
-        return not is_new and not holds_merged(target)
+        return not is_new and (not holds_merged(target) or any(other_files(target)))
     if not is_new and find_heads(target).layout in (None, "model"):
         return True
     if target.name == HEADS and (target.parent / CONFIG).is_file():  # another run's

@@ -15,7 +15,7 @@ import medusa_train
 from medusa_train.checkpoint import load_model
 from medusa_train.checkpoint.heads import save_draft
 from medusa_train.checkpoint.resolve import resolve_model
-from medusa_train.checkpoint.run_directory import only_writer
+from medusa_train.checkpoint.run_directory import only_writer, other_files
 from medusa_train.config.schema import EvalConfig
 from medusa_train.errors import BackboneError, CheckpointError, ConfigError
 from medusa_train.evaluation import answer_scores, calibrate
@@ -125,6 +125,7 @@ def test_a_run_is_timed_compared_in_both_dtypes_and_reported(
         count for count in tokens if count
     ]
     assert not (tmp_path / "out" / "turns.jsonl").exists()
+    assert list(other_files(tmp_path / "out")) == []
     assert meta["resumed_turns"] == 0
     assert "overall" in shown
     assert "2 turns were skipped" in shown

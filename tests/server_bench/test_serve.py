@@ -16,6 +16,7 @@ import pytest
 
 from medusa_train.checkpoint.heads import save_draft
 from medusa_train.checkpoint.resolve import EAGLE3, resolve_model
+from medusa_train.checkpoint.run_directory import other_files
 from medusa_train.config.load import load_config
 from medusa_train.config.schema import EvalConfig
 from medusa_train.errors import ConfigError
@@ -147,6 +148,7 @@ def test_servers_are_started_by_turns_and_stopped(tmp_path: Path, trained: Path)
     assert one[one.index("serve") + 1] == str(trained / "backbone")
     assert vllm.running == []
     assert (out / "vllm-k=3.log").is_file()
+    assert list(other_files(out)) == []
     assert "recommendation" in done.stdout
 
 
