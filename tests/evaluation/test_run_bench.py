@@ -380,7 +380,7 @@ def test_an_empty_tree_is_no_speedup(backbone_dir: Path, bench_file: Path, tmp_p
     assert "No tree used" in page
     load = report["meta"]["machine_load"]
     assert load["plain_step_spread"] >= 0
-    assert load["cores"] >= 1
+    assert load["cores"] + 1 >= load["other_cores"] >= 0  # of a moment: accurate to some ticks
 
 
 def test_a_backbone_alone_gives_baselines(
