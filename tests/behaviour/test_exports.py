@@ -200,7 +200,7 @@ def test_heads_for_generate_of_transformers(
     torch.manual_seed(0)
     sampled = base.generate(**inputs, **options, do_sample=True, temperature=0.8)
     assert sampled.shape[1] > len(prompt)
-    with pytest.raises(ValueError, match="beams|num_beams|beam"):
+    with pytest.raises(ValueError, match="beam"):
         base.generate(**inputs, **options, num_beams=2)
     run2 = copied("medusa-soft", [])
     export(run2, "--to", "transformers").fails(1, "empty")
