@@ -4,9 +4,9 @@ its files; modes, drafts, scores, grades, comparisons, chats, and what happens w
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-import random
 import signal
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -303,11 +303,10 @@ def test_intervals_are_those_of_a_bootstrap_over_questions(evaluated: Path) -> N
     questions: dict[Any, list[dict[str, Any]]] = {}
     for line in read_lines(evaluated / "answers.jsonl"):
         questions.setdefault(line["question_id"], []).append(line)
-    draw = random.Random(1)
     groups = list(questions.values())
     samples: dict[str, list[float]] = {"acceleration_rate": [], "speedup": [], "tokens_per_s": []}
-    for _ in range(4000):
-        drawn = [line for _ in groups for line in draw.choice(groups)]
+    for chosen in itertools.product(groups, repeat=len(groups)):
+        drawn = [line for group in chosen for line in group]
         tokens = sum(line["tokens"] for line in drawn)
         tree, base = (sum(line["seconds"][name] for line in drawn) for name in ("tree", "plain"))
         samples["acceleration_rate"].append((tokens - len(drawn)) / sum(x["steps"] for x in drawn))
@@ -316,8 +315,8 @@ def test_intervals_are_those_of_a_bootstrap_over_questions(evaluated: Path) -> N
     for name, values in samples.items():
         values.sort()
         low, high = report["overall"]["intervals"][name]
-        assert low == pytest.approx(values[100], rel=0.03)
-        assert high == pytest.approx(values[3900], rel=0.03)
+        assert values[len(values) // 100] <= low <= values[len(values) // 20]
+        assert values[-len(values) // 20] <= high <= values[-len(values) // 100]
         assert low <= report["overall"][name] <= high
     assert set(report["overall"]["intervals"]) == {
         *("acceleration_rate", "overhead", "speedup", "speedup_over_generate"),
@@ -517,11 +516,12 @@ def test_templates_and_end_tokens_of_an_evaluation(
     (line,) = read_lines(tmp_path / "out" / "answers.jsonl")
     assert (line["prompt_tokens"], line["tokens"]) == (len(prompt), len(answer))
     assert line["text"].strip() == tokenizer.decode(answer, skip_special_tokens=True).strip()
-    ends = tokenizer.decode([answer[4]])
-    keys |= {"special_tokens": {"eos_token": ends}, "output_dir": tmp_path / "ends"}
+    end = next(token for token in answer[2:] if tokenizer.decode([token]).isalnum())
+    name = tokenizer.convert_ids_to_tokens(end)
+    keys |= {"special_tokens": {"eos_token": name}, "output_dir": tmp_path / "ends"}
     evaluate(*words, **keys).ok()
     (line,) = read_lines(tmp_path / "ends" / "answers.jsonl")
-    assert line["tokens"] == answer.index(answer[4]) + 1
+    assert line["tokens"] == answer.index(end) + 1
 
 
 # Scores
@@ -656,7 +656,7 @@ def test_a_judge_grades_answers(
         if number == 0:
             return error(503, "busy", retry_after="0")
         text = body["messages"][-1]["content"]
-        place = next(n for n, turn in enumerate(turns) if asked(turn) in text)
+        place = max(n for n, turn in enumerate(turns) if asked(turn) in text)
         reply = completion(body, text=[*grades, "[[2]]"][place])
         return 200, {}, json.dumps(reply).encode()
 
@@ -844,7 +844,7 @@ def test_an_assistant_model_is_a_baseline(model: Path, bench: Path, tmp_path: Pa
     ).ok()  # fmt: skip
     baselines = read_json(tmp_path / "out" / "report.json")["baselines"]
     (name,) = set(baselines) - {"plain", "generate", "prompt_lookup"}
-    assert baselines[name]["equal_to_plain"] == 3
+    assert baselines[name]["equal_to_plain"] == 2
     evaluate("--bench", bench, "--base-model", model, assistant_model="./none").fails(1, "./none")
 
 
@@ -882,7 +882,7 @@ def test_what_is_not_there_is_named(
     evaluate("--bench", bench, "--model", skilled("medusa"), "--tree", deep, **QUICK).fails(
         1, "4 deep", "3 heads"
     )
-    evaluate("--bench", bench, "--model", skilled("medusa"), "--tree", "dynamic").fails(1, "EAGLE")
+    evaluate("--bench", bench, "--model", skilled("medusa"), "--tree", "dynamic").fails(1, "eagle3")
     evaluate("--bench", bench, "--model", skilled("medusa"), "--draft", "eagle3+rest").fails(2)
 
 

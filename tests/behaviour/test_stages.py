@@ -48,7 +48,7 @@ def test_two_stages_equal_two_runs_to_the_bit(
     train(**second).ok().says("initializing the heads from")
     assert_equal_runs(run, tmp_path / "second")
     assert len(metrics(run / "stage_one")) == 3
-    assert [record["lr"] for record in metrics(run / "stage_one")][0] == 0.02
+    assert metrics(run / "stage_one")[0]["lr"] == 0.02
 
 
 def test_what_stage_one_takes_from_the_run(
