@@ -190,7 +190,6 @@ FAMILIES: dict[str, tuple[str, Callable[[Messages], str]]] = {
     "Llama 3.1": (LLAMA_3_1, _llama_3_1),
     "Gemma": (GEMMA, _gemma),
     "SmolLM2": (SMOLLM2, lambda messages: _chatml(messages, "You are SmolLM.")),
-    "Qwen3 without reasoning": (QWEN3, _chatml),
 }
 
 
@@ -229,6 +228,18 @@ SAID: dict[str, tuple[str, Any, list[str], dict[str, Any]]] = {
             f"<|im_start|>user\nA<|im_end|>\n<|im_start|>assistant\n[[{FIRST}<|im_end|>]]",
             "<|im_start|>user\nA<|im_end|>\n<|im_start|>assistant\nfour<|im_end|>\n"
             f"<|im_start|>user\nB<|im_end|>\n<|im_start|>assistant\n[[{SECOND}<|im_end|>]]",
+        ],
+        {},
+    ),
+    "qwen3 writes an empty reasoning before an answer without one": (
+        QWEN3,
+        chat("A", "four", "B", "five"),
+        [
+            "<|im_start|>user\nA<|im_end|>\n<|im_start|>assistant\n"
+            "[[<think>\n\n</think>\n\nfour<|im_end|>]]",
+            "<|im_start|>user\nA<|im_end|>\n<|im_start|>assistant\nfour<|im_end|>\n"
+            "<|im_start|>user\nB<|im_end|>\n<|im_start|>assistant\n"
+            "[[<think>\n\n</think>\n\nfive<|im_end|>]]",
         ],
         {},
     ),

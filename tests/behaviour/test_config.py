@@ -93,7 +93,7 @@ def test_the_schema_describes_every_key() -> None:
     assert set(schema["required"]) == {"base_model", "datasets"}
     heads = schema["properties"]["medusa_num_heads"]
     assert heads["default"] == 5
-    assert {"type": "integer", "minimum": 1} in heads["anyOf"]
+    assert {"type": "integer", "minimum": 1, "maximum": 32} in heads["anyOf"]
     assert "K: number of heads" in heads["description"]
     assert json.loads((ROOT / "configs" / "schema.json").read_text()) == schema
 
@@ -350,7 +350,7 @@ def test_a_bad_value_names_its_line_and_what_is_allowed(
         ("- a\n", ["x.yaml"]),
         ("a: b: c\n", ["x.yaml:1"]),
         ("\ta: 1\n", ["x.yaml:1"]),
-        ("", ["base_model", "datasets"]),
+        ("", ["x.yaml"]),
         ("base_model: [m\n", ["x.yaml"]),
     ],
 )
@@ -440,7 +440,6 @@ def test_keys_that_do(words: list[str]) -> None:
         (["server_url=http://h/v1", "chat_template=x.jinja"], "chat_template"),
         (["serve=true", "draft=medusa+rest", "rest.datastore=x"], "draft"),
         (["serve=true", "serve_args=[--port, '1']"], "--port"),
-        (["tree=dynamic:3"], "tree"),
         (["concurrency=[0]"], "concurrency"),
         (["bench=humaneval"], "allow_code_execution"),
     ],
@@ -479,7 +478,7 @@ def test_exports_that_make_no_sense() -> None:
 
 def test_a_malformed_override_says_how_it_is_written() -> None:
     for word, words in (
-        ("datasets.5.path=x", ["datasets", "1 items"]),
+        ("datasets.5.path=x", ["datasets[5]"]),
         ("seed.x=1", ["seed"]),
         ("a..b=1", ["key=value"]),
         ("datasets=[{path: a", ["datasets"]),

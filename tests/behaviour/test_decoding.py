@@ -251,17 +251,20 @@ def steps_by_copies(
     return accepted
 
 
-def test_prompt_lookup_copies_what_followed_the_longest_ngram(
-    exact_model: Any, prompts: list[list[int]], answers: list[list[int]]
-) -> None:
+def test_prompt_lookup_copies_what_followed_the_longest_ngram() -> None:
+    """Of a model of eight tokens, whose texts repeat themselves."""
+    model = random_model("llama", vocab_size=8, std=0.4).double()
+    prompts = [[1, 2, 4], [3, 5, 3, 6, 3], [7], [4, 1, 1, 4, 6, 1]]
+    answers = [greedy(model, prompt, TOKENS, ()) for prompt in prompts]
     expected = [
         steps_by_copies(prompt, answer, lambda text: looked_up(text, 3, 5))
         for prompt, answer in zip(prompts, answers, strict=True)
     ]
-    assert sum(map(sum, expected)) > 10
+    assert sum(map(sum, expected)) > 30
+    assert len({step for steps in expected for step in steps}) > 3
     for way in ({}, {"rows": 3, "joins": 1}):
         outs = decode(
-            exact_model, prompts, lookup=("prompt_lookup", LOOKUP), max_new_tokens=TOKENS, **way
+            model, prompts, lookup=("prompt_lookup", LOOKUP), max_new_tokens=TOKENS, **way
         )
         assert [out.tokens for out in outs] == answers
         assert [out.accepted for out in outs] == expected
@@ -479,7 +482,7 @@ SAMPLED: dict[str, dict[str, Any]] = {
             },
         )
     },
-    "lookahead": {"lookup": ("lookahead", {"window": 2, "ngram": 2, "guesses": 2})},
+    "lookahead": {"lookup": ("lookahead", {"window": 3, "ngram": 3, "guesses": 4})},
     "medusa+prompt_lookup": {
         "draft": new_draft(*SETTINGS["medusa"]),
         "tree": NARROW,
@@ -492,6 +495,8 @@ SAMPLED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", SAMPLED)
 def test_samples_follow_the_models_distribution(name: str, five_tokens: Any) -> None:
     prompt, rule = [1, 2], Sampling(0.8, seed=7, shared=True)
+    if name == "lookahead":  # which needs n-grams
+        prompt = [1, 4, 3, 2, 2, 0, 1, 3, 0, 4, 1, 2]
     outs = decode(
         five_tokens, [prompt] * 4000, rule=rule, rows=2000, max_new_tokens=3, **SAMPLED[name]
     )

@@ -23,7 +23,7 @@ from tests.behaviour.world import (
 from tests.fake_server import completion, error, serving
 
 #: With characters that JSON, HTML and addresses escape.
-KEY = 'sk-Planted&1"<server>\\7%'
+KEY = r"sk-Planted&1<server>\7%"
 TOKEN = "hf_PlantedHubToken0123456789"
 PASSWORD = "PlantedPassw0rd"
 TRACES = ("Planted", "PlantedHub", "Passw0rd")
