@@ -16,7 +16,7 @@ from torch import Tensor
 from tests.behaviour import plain, plain_trees
 from tests.behaviour.conftest import KINDS
 from tests.behaviour.seams import Answer, Greedy, Sampling, Typical, decode, new_draft
-from tests.behaviour.world import BOS, greedy, random_model, read_lines
+from tests.behaviour.world import BOS, NARROW, greedy, random_model, read_lines
 
 #: Wide at its root, so that lower ranks are accepted, too.
 TREE = [
@@ -24,7 +24,6 @@ TREE = [
     *((r, s) for r in range(3) for s in range(3)),
     *((r, s, t) for r in range(2) for s in range(2) for t in range(2)),
 ]
-NARROW = [(0,), (1,), (0, 0), (1, 0)]
 CHAIN = [(0,), (0, 0), (0, 0, 0)]
 TOKENS = 28
 

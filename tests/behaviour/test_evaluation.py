@@ -9,7 +9,7 @@ import json
 import math
 import signal
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,12 @@ from tests.behaviour.conftest import KINDS
 from tests.behaviour.processes import Process
 from tests.behaviour.scripted import write_scripted_model
 from tests.behaviour.seams import decode
-from tests.behaviour.test_decoding import LOOKUP, NARROW, ranks_along
+from tests.behaviour.test_decoding import LOOKUP, ranks_along
 from tests.behaviour.world import (
     EOS,
+    NARROW,
+    QUICK,
+    TOKENS,
     evaluate,
     greedy,
     read_json,
@@ -34,52 +37,9 @@ from tests.behaviour.world import (
     training_keys,
     write_lines,
     write_model,
+    write_tree,
 )
 from tests.fake_server import completion, error, serving
-
-TOKENS = 20
-QUICK: dict[str, Any] = {
-    "dtype": "float32",
-    "max_new_tokens": TOKENS,
-    "warmup": 0,
-    "exactness": False,
-}
-
-
-def write_tree(path: Path, paths: Sequence[Sequence[int]]) -> Path:
-    path.write_text(json.dumps({"medusa_choices": [list(p) for p in paths]}), encoding="utf-8")
-    return path
-
-
-@pytest.fixture(scope="session")
-def bench(own: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Five questions of two categories; two have a second turn, one a system message."""
-    texts = [record["messages"][0]["content"] for record in read_lines(own)]
-    questions: list[dict[str, Any]] = [
-        {"question_id": 11, "category": "known", "turns": [texts[0]]},
-        {"question_id": 12, "category": "known", "turns": [texts[1], "one more"]},
-        {"question_id": "x", "category": "new", "turns": ["two red"], "system": "five"},
-        {"question_id": 14, "category": "known", "turns": [texts[2]]},
-        {"question_id": 15, "category": "new", "turns": ["large", "nine nine"]},
-    ]
-    return write_lines(tmp_path_factory.mktemp("bench") / "questions.jsonl", questions)
-
-
-@pytest.fixture(scope="session")
-def tree_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tree(tmp_path_factory.mktemp("tree") / "narrow.json", NARROW)
-
-
-@pytest.fixture(scope="session")
-def evaluated(
-    skilled: Callable[[str], Path], bench: Path, tree_file: Path, tmp_path_factory: Any
-) -> Path:
-    """The report of Medusa heads on the bench, with answers compared in both dtypes."""
-    out = tmp_path_factory.mktemp("evaluated") / "report"
-    words = ["--bench", bench, "--model", skilled("medusa"), "--tree", tree_file]
-    evaluate(*words, **QUICK | {"exactness": True}, output_dir=out).ok()
-    return out
-
 
 # The answers
 

@@ -18,10 +18,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tests.behaviour.conftest import RunOf
-from tests.behaviour.test_evaluation import QUICK, write_tree
 from tests.behaviour.test_joint_training import LORA
 from tests.behaviour.world import (
     EOS,
+    NARROW,
+    QUICK,
     evaluate,
     export,
     greedy,
@@ -31,10 +32,9 @@ from tests.behaviour.world import (
     tensors,
     train,
     training_keys,
+    write_tree,
 )
 from tests.checkpoint.vllm_rules import loader_problems
-
-NARROW = [(0,), (1,), (0, 0), (1, 0)]
 
 
 @pytest.fixture
@@ -103,15 +103,13 @@ def test_heads_for_the_public_code_and_tgi(copied: Callable[..., Path], model: P
     assert config["base_model_name_or_path"] == str(model)
     export(run, "--to", "tgi").ok()
     same(tensors(run / "export" / "tgi" / "medusa_lm_head.safetensors"), own_weights(run))
-    assert not (run / "export" / "tgi" / "medusa_lm_head.pt").exists()
 
 
 def test_heads_for_vllm(copied: Callable[..., Path], model: Path) -> None:
     run = copied("medusa")
-    export(run, "--to", "vllm").ok().says(
-        '"method": "medusa"', '"num_speculative_tokens"', str(model)
-    )
+    export(run, "--to", "vllm").ok().says("num_speculative_tokens", str(model))
     target = run / "export" / "vllm"
+    assert '"method": "medusa"' in (target / "README.md").read_text(encoding="utf-8")
     found = tensors(target / "model.safetensors")
     same(found, renamed(own_weights(run)))
     config = read_json(target / "config.json")
@@ -209,7 +207,7 @@ def test_heads_for_generate_of_transformers(
 def test_which_draft_goes_where(copied: Callable[..., Path]) -> None:
     for kind, to, words in (
         ("medusa", "sglang", "sglang"),
-        ("medusa-markov", "vllm", "merged"),
+        ("medusa-markov", "vllm", "medusa_markov_rank"),
         ("hydra", "vllm", "hydra"),
         ("amphista", "reference", "amphista"),
         ("kangaroo", "tgi", "kangaroo"),
@@ -278,7 +276,11 @@ def test_eagle3_for_servers(
 
 
 def test_a_draft_that_another_program_wrote(
-    copied: Callable[..., Path], model: Path, bench: Path, tmp_path: Path
+    copied: Callable[..., Path],
+    model: Path,
+    bench: Path,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
 ) -> None:
     """SpecForge counts the outputs of layers from 0, and stores no base model; unknown entries are
     named; what would change the draft is refused.
@@ -321,8 +323,8 @@ def test_a_draft_that_another_program_wrote(
     ours = accepted_of(["--model", run], bench, tmp_path / "ours")
     theirs = write("theirs")
     settings = QUICK | {"generate": False, "prompt_lookup": False, "output_dir": tmp_path / "out"}
-    shown = evaluate("--bench", bench, "--model", theirs, *words, **settings).ok()
-    shown.says("something_new")
+    evaluate("--bench", bench, "--model", theirs, *words, **settings).ok()
+    assert "something_new" in caplog.text
     assert [line["accepted"] for line in read_lines(tmp_path / "out" / "answers.jsonl")] == ours
     extra = torch.zeros(32)
     for number, changes in enumerate(

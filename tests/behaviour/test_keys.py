@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.behaviour.test_evaluation import QUICK
 from tests.behaviour.world import (
+    QUICK,
     Ran,
     command,
     evaluate,

@@ -30,6 +30,7 @@ from tests.behaviour.world import (
     train,
     training_keys,
     write_lines,
+    write_tree,
 )
 from tests.fake_server import completion, error, prompt_words, serving
 
@@ -199,8 +200,6 @@ def test_samples_depend_on_their_prompt_and_seed_alone(
 def test_answers_with_the_heads_of_a_run(
     skilled: Callable[[str], Path], prompts: Path, expected: list[dict[str, Any]], tmp_path: Path
 ) -> None:
-    from tests.behaviour.test_evaluation import write_tree
-
     heads = skilled("medusa") / "heads"
     write_tree(heads.parent / "tree.json", [(0,), (0, 0)])
     try:

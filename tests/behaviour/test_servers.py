@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.behaviour.test_evaluation import write_tree
-from tests.behaviour.world import ROOT, Ran, evaluate, read_json
+from tests.behaviour.world import ROOT, Ran, evaluate, read_json, write_tree
 from tests.fake_server import error
 from tests.server_bench.servers import BenchServer, bench_server, write_questions
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -111,10 +112,9 @@ def test_finished_heads_are_not_trained_again(keys: dict[str, Any], tmp_path: Pa
     train(**keys).ok()
     run = tmp_path / "run"
     before = (run / "stage_one" / "metrics.jsonl").read_bytes()
-    for path in (run / "checkpoints").glob("*"):
-        for file in path.iterdir():
-            file.unlink()
-        path.rmdir()
+    for name in ("checkpoints", "heads", "adapter"):  # as if it had ended between the stages
+        shutil.rmtree(run / name)
+    (run / "metrics.jsonl").unlink()
     shown = train(**keys, resume_from_checkpoint="auto").ok()
     shown.says("the heads in", "are finished")
     assert (run / "stage_one" / "metrics.jsonl").read_bytes() == before
@@ -134,5 +134,5 @@ def test_heads_of_another_run_start_a_new_one(
         lora_model_dir=tmp_path / "first",
     ).fails(2, "medusa_num_heads")
     train(**plain | {"output_dir": tmp_path / "y"}, lora_model_dir=tmp_path / "none").fails(
-        2, "none"
+        1, "none"
     )

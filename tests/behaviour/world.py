@@ -295,6 +295,23 @@ def training_keys(base_model: Path, data: Path, out: Path, **keys: Any) -> dict[
     }
 
 
+#: Keys of a short evaluation.
+TOKENS = 20
+QUICK: dict[str, Any] = {
+    "dtype": "float32",
+    "max_new_tokens": TOKENS,
+    "warmup": 0,
+    "exactness": False,
+}
+#: The tree of most evaluations: paths of ranks.
+NARROW = [(0,), (1,), (0, 0), (1, 0)]
+
+
+def write_tree(path: Path, paths: Sequence[Sequence[int]]) -> Path:
+    path.write_text(json.dumps({"medusa_choices": [list(p) for p in paths]}), encoding="utf-8")
+    return path
+
+
 def metrics(run: Path, kind: str = "train") -> list[dict[str, Any]]:
     """Return the records of metrics.jsonl of one kind."""
     return [record for record in read_lines(run / "metrics.jsonl") if record["kind"] == kind]
