@@ -481,7 +481,6 @@ def test_a_malformed_override_says_how_it_is_written() -> None:
         ("datasets.5.path=x", ["datasets[5]"]),
         ("seed.x=1", ["seed"]),
         ("a..b=1", ["key=value"]),
-        ("datasets=[{path: a", ["datasets"]),
     ):
         fails(word).fails(2, *words)
 

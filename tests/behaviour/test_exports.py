@@ -212,7 +212,7 @@ def test_which_draft_goes_where(copied: Callable[..., Path]) -> None:
         ("amphista", "reference", "amphista"),
         ("kangaroo", "tgi", "kangaroo"),
         ("eagle3", "tgi", "speculators"),
-        ("medusa", "merged", "merged"),
+        ("medusa", "merged", "merge"),
     ):
         found = export(copied(kind), "--to", to)
         assert found.code in (1, 2), (kind, to)

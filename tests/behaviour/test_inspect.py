@@ -15,6 +15,7 @@ from tests.behaviour.world import (
     make_chats,
     numbers_in,
     read_lines,
+    tensors,
     train,
     training_keys,
     write_lines,
@@ -85,17 +86,29 @@ def test_packing_and_several_rows(keys: dict[str, Any]) -> None:
     assert numbers_in(line_of(processes, "steps"))[0] == first / 2
 
 
-def test_more_heads_and_wider_vocabularies_take_more_memory(keys: dict[str, Any]) -> None:
-    def memory(**changes: Any) -> float:
-        shown = train("--inspect", **keys, **changes).ok()
-        text = line_of(shown, "memory")
-        value, unit = re.findall(r"([\d,.]+) ([KMG]iB)", text)[-1]
-        return float(value.replace(",", "")) * {"KiB": 1, "MiB": 1 << 10, "GiB": 1 << 20}[unit]
+def test_memory_of_heads_gradients_and_moments(keys: dict[str, Any], model: Path) -> None:
+    """Of each head a layer and a row of lm_head for every token of its vocabulary, in float32."""
+    frozen = sum(t.numel() for t in tensors(model / "model.safetensors").values())
+    for heads, vocabulary in ((2, 300), (30, 300), (30, 20)):
+        changes = {} if vocabulary == 300 else {"medusa_vocab_size": vocabulary}
+        shown = train("--inspect", **keys, medusa_num_heads=heads, **changes).ok()
+        trained = heads * (32 * 32 + 32 + vocabulary * 32)
+        memory = line_of(shown, "memory")
+        assert f"heads {in_units(4 * trained)}" in memory
+        assert f"gradients {in_units(4 * trained)}" in memory
+        assert re.search(rf"optimizer states \S+ {re.escape(in_units(8 * trained))}", memory)
+        assert f"frozen {in_units(4 * frozen)}" in memory
+        parts = [in_kib(found) for found in re.findall(r"[\d.,]+ [KMG]iB", memory)]
+        assert parts[0] == pytest.approx(sum(parts[1:]), rel=0.05)
 
-    few, many = memory(medusa_num_heads=2), memory(medusa_num_heads=30)
-    assert many > few
-    assert memory(medusa_num_heads=30, medusa_vocab_size=16) < many
-    assert memory(medusa_num_heads=30, medusa_share_lm_head=True) < many
+
+def in_units(size: float) -> str:
+    return f"{size / 1024:.1f} KiB" if size < 1 << 20 else f"{size / (1 << 20):.1f} MiB"
+
+
+def in_kib(text: str) -> float:
+    value, unit = text.split(" ")
+    return float(value.replace(",", "")) * {"KiB": 1, "MiB": 1 << 10, "GiB": 1 << 20}[unit]
 
 
 def test_stored_states_are_counted(keys: dict[str, Any], tokenizer: Any, tmp_path: Path) -> None:
@@ -121,7 +134,7 @@ def test_a_reduced_vocabulary_covers_a_share_of_the_targets(
         found = document(record["messages"], tokenizer)
         counts.update(t for t, s in zip(found.tokens, found.supervised, strict=True) if s)
     share = sum(count for _, count in counts.most_common(20)) / counts.total()
-    assert f"{100 * share:.1f}%" in shown.text
+    assert f"20 of 300 tokens, covering {100 * share:.2f}%" in shown.text
 
 
 def test_loops_and_cut_answers_are_counted(keys: dict[str, Any], tmp_path: Path) -> None:
