@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import html
+import json
+import os
 import re
 from itertools import pairwise
 from pathlib import Path
@@ -11,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.behaviour.seams import colored_answers, drawn_bars, drawn_curves
-from tests.behaviour.world import read_json, read_lines
+from tests.behaviour.world import evaluate, read_json, read_lines
 
 TITLES = {
     "answers": lambda figures: str(figures["answers"]),
@@ -135,7 +137,8 @@ def test_nodes_of_the_tree_have_their_shares(report: Any, page: str) -> None:
     ):
         told = f"{path}: top-{path[-1] + 1} token of head {len(path)}, accepted in"
         assert f"{told} {100 * share:.1f} %" in drawing
-        assert f">{100 * share:.0f}" in drawing
+        if share >= 0.01:
+            assert f">{100 * share:.0f}" in drawing
     assert "4 nodes" in drawing
 
 
@@ -151,8 +154,8 @@ def test_answers_are_shown_with_the_heads_of_their_tokens(evaluated: Path, page:
             heads += [*range(1, accepted + 1), 0]
         pieces = [piece for piece in zip(heads, line["pieces"], strict=False) if piece[1]]
         text = "".join(text for _, text in runs)
-        assert "".join(line["pieces"]).startswith(text)
-        assert text.strip() == line["text"].strip()
+        whole = "".join(line["pieces"])
+        assert text.strip() in (whole.strip(), whole.removesuffix("</s>").strip())
         for head in (1, 2):
             drafted = "".join(piece for place, piece in pieces if place == head)
             told = "".join(piece for place, piece in runs if place == head)
@@ -161,3 +164,42 @@ def test_answers_are_shown_with_the_heads_of_their_tokens(evaluated: Path, page:
         assert f"{line['tokens']} tokens, {line['steps']} steps" in page
         assert html.escape(line["asked"], quote=False) in page
     assert any(head for runs in shown for head, _ in runs)
+
+
+def test_a_page_that_compares(report: Any, tmp_path: Path) -> None:
+    """The newest report of a run, or that of a bench."""
+    for bench, factor in (("a", 1.0), ("b", 0.5), ("c", 2.0)):
+        faster = json.loads(json.dumps(report))
+        faster["meta"]["bench"] = bench
+        for group in [faster["overall"], *faster["categories"].values()]:
+            group["speedup"] *= factor
+            group["acceleration_rate"] *= factor
+            group["intervals"].pop("speedup", None)
+        path = tmp_path / "run" / "eval" / bench / "report.json"
+        path.parent.mkdir(parents=True)
+        path.write_text(json.dumps(faster), encoding="utf-8")
+        os.utime(path, (10**9 + factor, 10**9 + factor))
+    run, out = tmp_path / "run", tmp_path / "out"
+    evaluate("--compare", run, run / "eval" / "a", "--output-dir", out).ok()
+    page = (out / "compare.html").read_text(encoding="utf-8")
+    groups = [*report["categories"].values(), report["overall"]]
+    titles, *rows = rows_of_page(page, "run")
+    first, second = (dict(zip(titles, row, strict=True)) for row in rows)
+    assert (first["run"], second["run"]) == (f"{run} (c)", f"{run}/eval/a (a)")
+    assert first["speedup"] == f"{2 * report['overall']['speedup']:.2f}x"
+    assert first["tokens per step"].startswith(f"{2 * report['overall']['acceleration_rate']:.2f}")
+    assert second["tokens per step"].startswith(f"{report['overall']['acceleration_rate']:.2f}")
+    assert (first["heads"], first["nodes"]) == ("3", "4")
+    pairs = [(2 * group["speedup"], group["speedup"]) for group in groups]
+    assert proportional(
+        drawn_bars(page, "Speedup per category"), [v for pair in pairs for v in pair]
+    )
+    _, *rows = rows_of_page(page, "speedup")
+    assert rows == [
+        [category, f"{2 * group['speedup']:.2f}x", f"{group['speedup']:.2f}x"]
+        for category, group in report["categories"].items()
+    ]
+    shown = evaluate("--compare", run, run, "--bench", "b", "--output-dir", out).ok()
+    shown.says(f"{report['overall']['speedup'] / 2:.2f}x")
+    assert len(read_json(out / "compare.json")) == 1
+    evaluate("--compare", run, run, "--bench", "d").fails(1, "d")
