@@ -340,6 +340,17 @@ def test_roles_and_inputs(rows: Encode, tokens: Any) -> None:
     assert row == (ids[:end], supervised[:end])  # nothing after the last target
 
 
+def test_other_roles_are_trained_in_the_first_row_that_has_them(rows: Encode, tokens: Any) -> None:
+    record = {"messages": chat("A", FIRST, "B", SECOND)}
+    expected = [
+        f"<|im_start|>user\n[[A]]<|im_end|>\n<|im_start|>assistant\n[[{FIRST}<|im_end|>]]",
+        "<|im_start|>user\nA<|im_end|>\n<|im_start|>assistant\nfour<|im_end|>\n"
+        f"<|im_start|>user\n[[B]]<|im_end|>\n<|im_start|>assistant\n[[{SECOND}<|im_end|>]]",
+    ]
+    found = rows(QWEN3, record, roles_to_train=["user", "assistant"])
+    assert found == [marked(text, tokens) for text in expected]
+
+
 def test_switches_of_turns_decide_before_roles(rows: Encode, tokens: Any) -> None:
     messages = chat("A", "four", "B", "five", "C", "six")
     messages[1]["weight"] = 0  # type: ignore[assignment]

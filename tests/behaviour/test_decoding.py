@@ -511,6 +511,22 @@ def test_samples_follow_the_models_distribution(name: str, five_tokens: Any) -> 
         assert sum(sum(out.accepted) for out in outs) > 300
 
 
+@pytest.mark.parametrize("family", ["gemma2", "granite"])
+def test_samples_of_models_that_change_their_logits(family: str) -> None:
+    """A soft cap, or a factor."""
+    shape = {"vocab_size": 5, "hidden_size": 8, "intermediate_size": 8, "eos_token_id": 2}
+    if family == "granite":
+        shape["logits_scaling"] = 2
+    model = random_model(family, std=0.8, max_position_embeddings=16, **shape)
+    prompt, rule = [1, 2], Sampling(0.8, seed=5, shared=True)
+    counts = torch.zeros(125)
+    for out in decode(model, [prompt] * 4000, rule=rule, rows=2000, max_new_tokens=3):
+        a, b, c = out.tokens
+        counts[25 * a + 5 * b + c] += 1
+    assert p_value(counts, joint_distribution(model, prompt, rule)) > 1e-4
+    assert p_value(counts, joint_distribution(model, prompt, Sampling(1.0))) < 1e-3
+
+
 @pytest.mark.parametrize(
     "rule", [Sampling(1.2, top_k=2), Sampling(1.2, top_p=0.7), Sampling(0.9, top_k=3, top_p=0.8)]
 )

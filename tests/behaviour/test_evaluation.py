@@ -552,6 +552,21 @@ HUMANEVAL = [
 ]
 
 
+def test_answers_that_loop_are_counted(tmp_path: Path) -> None:
+    """A sequence of eight tokens that stands there three times, which takes 24 tokens here."""
+    letters = [f" {letter}" for letter in "abcdefgh"]
+    model = write_scripted_model(tmp_path / "model", *letters, loops=True)
+    bench = write_lines(tmp_path / "one.jsonl", [{"question_id": 1, "turns": ["?"]}])
+    words = ["--bench", bench, "--base-model", model]
+    for tokens, loops in ((23, False), (24, True)):
+        keys = QUICK | {"max_new_tokens": tokens, "output_dir": tmp_path / str(tokens)}
+        evaluate(*words, **keys, generate=False, prompt_lookup=False).ok()
+        (line,) = read_lines(tmp_path / str(tokens) / "answers.jsonl")
+        assert (line["tokens"], line["loops"]) == (tokens, loops)
+        overall = read_json(tmp_path / str(tokens) / "report.json")["overall"]
+        assert overall["looping_answers"] == int(loops)
+
+
 def test_code_is_not_run_unasked_and_decoded_without_scores(tmp_path: Path) -> None:
     model = write_scripted_model(tmp_path / "model", "    return x + 1")
     path = write_lines(tmp_path / "code.jsonl", HUMANEVAL)

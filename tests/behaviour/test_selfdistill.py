@@ -12,9 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer
 
 from tests.behaviour.processes import Process
 from tests.behaviour.scripted import write_scripted_model
@@ -145,14 +142,7 @@ def test_what_is_dropped_and_why(
 
 def test_answers_that_loop_are_dropped(tmp_path: Path, prompts: Path) -> None:
     letters = [" a", " b", " c", " d", " e", " f", " g", " h"]
-    model = write_scripted_model(tmp_path / "model", *letters)
-    state = load_file(model / "model.safetensors")
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    first, last = (tokenizer(letter)["input_ids"][0] for letter in (" a", " h"))
-    with torch.no_grad():  # after h comes a again, for ever
-        state["lm_head.weight"][EOS] = 0
-        state["lm_head.weight"][first] += 5 * state["model.embed_tokens.weight"][last]
-    save_file(state, model / "model.safetensors", metadata={"format": "pt"})
+    model = write_scripted_model(tmp_path / "model", *letters, loops=True)
     words = ["--prompts", prompts, "--model", model, "--output", tmp_path / "o.jsonl"]
     keys = LOCAL | {"max_new_tokens": 60}
     selfdistill(*words, **keys, drop_truncated=False).fails(1, "loop")
