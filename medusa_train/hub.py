@@ -127,8 +127,8 @@ def fetch_heads(repo: str, *, weights: bool = True) -> Path:
     except Exception as error:  # the clients of the hub and of HTTP raise many unrelated exceptions
         reason = describe_hub_error(error, repo, "model")
         if reason is None and offline:
-            directory = f"models/{Path(repo).name}"
-            reason = f"{offline_advice(repo, 'model', directory)}, then name {directory}"
+            place = f"models/{Path(repo).name}"
+            reason = f"{offline_advice(repo, 'model', place)}, then name {place}"
         if reason is None and not isinstance(error, OSError):
             raise
         raise FetchError(reason or str(error)) from error

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from medusa_train.checkpoint.heads import read_token_map
+from medusa_train.checkpoint.resolve import find_initial_heads
 from medusa_train.config.load import stage_one_config
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.dataset import BatchLoader, EncodedDataset
@@ -31,7 +32,6 @@ from medusa_train.models.features import FeatureSpec
 from medusa_train.models.loading import load_tokenizer, resolve_backbone
 from medusa_train.models.precision import default_device
 from medusa_train.progress import LoadingProgress, RunProgress, duration
-from medusa_train.training.backbone_recipe import find_initial_heads
 from medusa_train.training.device_choices import (
     choose_for_device,
     memory_without_checkpointing,
