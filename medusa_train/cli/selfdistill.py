@@ -187,9 +187,10 @@ def _generate(
         prompts = [prompt for prompt in prompts if part.holds(prompt)]
     target = shard_output(out, part)
     progress = RunProgress(console)
-    with progress.phase("importing torch", ticking=True):
+    with progress.phase("importing torch and transformers", ticking=True):
         dtype = resolve_dtype(cfg, progress.print)
-    with OutputWriter(target, output_settings(cfg, dtype)) as writer:
+        settings = output_settings(cfg, dtype)
+    with OutputWriter(target, settings) as writer:
         if writer.done:
             writer.check_prompts(prompts)
             console.print(f"{target}: resuming after {len(writer.done)} conversations")
@@ -279,7 +280,9 @@ def _merge(cfg: SelfDistillConfig, prompts: list[Prompt], out: Path, console: Co
     dtype = None
     if cfg.dtype != "auto":
         dtype = resolve_dtype(cfg, console.print)
-    merged = merge(out, output_settings(cfg, dtype), [prompt.id for prompt in prompts])
+    with RunProgress(console).phase("importing torch and transformers", ticking=True):
+        settings = output_settings(cfg, dtype)
+    merged = merge(out, settings, [prompt.id for prompt in prompts])
     if not merged.conversations:
         shards = out.with_name(f"{out.stem}.shard-*{out.suffix}")
         raise nothing_kept(out, merged.dropped, cfg, dropped_path(shards))
@@ -302,7 +305,9 @@ def _preview(cfg: SelfDistillConfig, prompts: list[Prompt], console: Console) ->
     from medusa_train.selfdistill.preview import preview
 
     console.print(f"{len(prompts):,} prompts; dry run, nothing is generated or written")
-    for title, text in preview(cfg, prompts):
+    with RunProgress(error_console()).phase("loading the tokenizer", ticking=True):
+        requests = list(preview(cfg, prompts))
+    for title, text in requests:
         console.rule(title, align="left")
         console.print(text)
     return printed_all()

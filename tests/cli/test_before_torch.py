@@ -1,9 +1,10 @@
 """Problems in a configuration, in its files and in the first records of its data are reported before
-torch is imported, which takes seconds, on some machines a minute.
+torch is imported, which takes seconds, on some machines a minute. Then a line says so.
 """
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,11 +13,18 @@ import pytest
 
 from medusa_train.config.paths import PROJECT_ROOT
 
-#: Runs each command in one process in which torch and transformers cannot be imported.
+#: Runs each command in one process in which torch cannot be imported, after a pause.
 SCRIPT = """
-import json, sys
+import json, sys, time
 from typer.testing import CliRunner
-sys.modules |= {"torch": None, "transformers": None}
+from medusa_train import progress
+progress.SILENT_SECONDS = 0.05
+class Pause:
+    def find_spec(self, name, *others):
+        if name in ("torch", "transformers"):
+            time.sleep(0.2)
+            raise ImportError(name)
+sys.meta_path.insert(0, Pause())
 from medusa_train.cli import evaluate, export, selfdistill, train
 results = {}
 for name, (command, *words) in json.loads(sys.argv[1]).items():
@@ -90,6 +98,21 @@ CASES: dict[str, tuple[list[str], int, str]] = {
     "export of a draft": (["export", "hydra", "--to", "vllm"], 1, "no layout for it"),
     "layout of an export": (["export", "eagle3", "--to", "tgi"], 1, "vllm, sglang, speculators"),
 }
+#: Commands without a problem, up to torch.
+WAITING: dict[str, list[str]] = {
+    "train": TRAIN,
+    "inspect": [*TRAIN, "--inspect"],
+    "launch": [*TRAIN, "--num-gpus", "2"],
+    "evaluate": [*EVALUATE, "--base-model", "data/tiny"],
+    "calibrate": [*EVALUATE, "--model", "eagle3", "--base-model", "data/tiny", "--calibrate"],
+    "chat": ["evaluate", "--base-model", "data/tiny", "--interactive"],
+    "compare": ["evaluate", "--compare", "report.json", "report.json"],
+    "selfdistill": [*DISTILL, "--model", "data/tiny"],
+    "selfdistill in a given dtype": [*DISTILL, "--model", "data/tiny", "dtype=float32"],
+    "merge": [*DISTILL, "--model", "data/tiny", "--merge"],
+    "dry run": [*DISTILL, "--model", "data/tiny", "--dry-run"],
+    "export": ["export", "eagle3", "--to", "vllm"],
+}
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +135,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, st
         (place / draft / "config.yaml").write_text("base_model: ./moved\n")
         (heads / "draft.safetensors").touch()
         (heads / "config.json").write_text(json.dumps({"draft": draft}))
-    typed = {name: words for name, (words, _, _) in CASES.items()}
+    (place / "report.json").write_text("{}")
+    typed = WAITING | {name: words for name, (words, _, _) in CASES.items()}
     environment = {**os.environ, "PYTHONPATH": str(PROJECT_ROOT), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, json.dumps(typed)],
@@ -130,6 +154,16 @@ def test_a_problem_is_reported_without_torch(
     found, output, exception = results[case]
     assert message in output, exception
     assert found == code
+
+
+@pytest.mark.parametrize("command", WAITING)
+def test_a_command_that_waits_for_torch_says_so(
+    command: str, results: dict[str, tuple[int, str, str]]
+) -> None:
+    _, output, exception = results[command]
+    assert "Error" in exception, "torch was not imported"
+    said = r"^(importing torch.*|loading the (model|tokenizer)): 0 s so far$"
+    assert re.search(said, output, re.MULTILINE), output
 
 
 def test_records_after_the_first_hundred_are_left_to_the_run(tmp_path: Path) -> None:
