@@ -593,7 +593,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         torch.set_num_threads(args.threads)
     machine = machine_facts(__file__, arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    warn_if_busy(machine)
+    warn_if_busy()
     rates = measure_rates(device, args.dtypes, min(2.0, args.seconds / 4))
     print(f"reads {rates.bandwidth / 1e9:,.1f} GB/s", flush=True)
     rows: list[Row] = []

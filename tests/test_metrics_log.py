@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from medusa_train.checkpoint.run_directory import other_files
 from medusa_train.metrics_log import (
     ConsoleLogger,
     MetricLoggers,
@@ -268,6 +269,7 @@ def test_wandb_offline_writes_only_to_the_run_directory(
     assert text_of(console) == ""
     assert list(out.glob("wandb/offline-run-*/*.wandb"))
     assert not (tmp_path / "wandb").exists()
+    assert list(other_files(out / "wandb")) == []
 
 
 def test_tensorboards_reader_gets_the_figures(tmp_path: Path, console: Console) -> None:
@@ -278,5 +280,6 @@ def test_tensorboards_reader_gets_the_figures(tmp_path: Path, console: Console) 
             sink.log({"kind": "train", "step": step, "loss": 10.0 * last + step})
         sink.close()
     assert text_of(console) == ""
+    assert list(other_files(tmp_path / "tensorboard")) == []
     found = reader.EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("train/loss")
     assert [(event.step, event.value) for event in found] == [(1, 1.0), (2, 12.0), (3, 13.0)]

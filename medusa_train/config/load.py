@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -128,7 +129,12 @@ def dump_config(cfg: Config) -> str:
     cfg = cfg.resolved()
     values = cfg.model_dump(mode="json", exclude_none=True, exclude=set(cfg.ineffective_keys))
     ordered = {name: values[name] for name in type(cfg).model_fields if name in values}
-    return yaml.safe_dump(ordered, sort_keys=False, allow_unicode=True, width=110)
+    return dump_yaml(ordered)
+
+
+def dump_yaml(values: Mapping[str, Any]) -> str:
+    """Format values as YAML, in the form in which a run writes its config.yaml."""
+    return yaml.safe_dump(dict(values), sort_keys=False, allow_unicode=True, width=110)
 
 
 def _read(path: Path) -> YamlSource:
@@ -179,7 +185,7 @@ def _resolve_stage_file(values: dict[str, Any], key: str, directory: Path) -> No
         return
     if "$" in name:
         name = expand_variables(name)
-    if resolve_path(name) is None and (directory / name).is_file():
+    if resolve_path(name) is None and os.path.isfile(directory / name):
         name = str(directory / name)
     values[key] = name
 
@@ -189,7 +195,9 @@ def _nearby_files(path: Path) -> str:
     `configs/`.
     """
     for directory in (path.parent, PROJECT_ROOT / path.parent, PROJECT_ROOT / "configs"):
-        names = [file.name for file in directory.glob("*.y*ml")]
+        names = []
+        if os.path.isdir(directory):  # False for a name that is too long
+            names = [file.name for file in directory.glob("*.y*ml")]
         if names and directory not in (Path(), PROJECT_ROOT):
             short = directory
             if directory.is_relative_to(PROJECT_ROOT):

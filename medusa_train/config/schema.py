@@ -1099,7 +1099,9 @@ class EvalConfig(Config):
         120.0, "failed requests are retried for up to this many seconds", ge=0
     )
     api_key_env: VariableName = key(
-        "OPENAI_API_KEY", "environment variable that holds the API key of the servers"
+        "OPENAI_API_KEY",
+        "environment variable that holds the API key of running servers and of the judge; the"
+        " servers of `serve` have VLLM_API_KEY",
     )
 
     constraints: ClassVar[tuple[Constraint, ...]] = EVAL_CONSTRAINTS

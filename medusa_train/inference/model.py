@@ -191,9 +191,9 @@ class Model:
         """Stream the answer piece by piece. Numbers may be those of numpy or torch; None stands for
         the default of an option.
 
-        A model streams one answer at a time. Other threads wait until it is complete, closed or
-        dropped, or nobody has read on for 10 seconds. An answer that is started before, or in the
-        same thread, ends this one with an error.
+        A model streams one answer at a time. The next one waits until it is complete, closed or
+        dropped. If nobody reads it on for 10 seconds, or for a moment in the thread that starts the
+        next one, it ends with an error.
 
         Args:
             prompt: the user's message; or a chat, as messages with role and content (text, or

@@ -31,6 +31,7 @@ from medusa_train.models.features import (
     capture_outputs,
 )
 from medusa_train.models.hf_config import (
+    check_exit_layer,
     context_length,
     decoder_of,
     has_experts,
@@ -38,7 +39,7 @@ from medusa_train.models.hf_config import (
     logit_scale,
     rope_switch,
 )
-from medusa_train.models.layer_split import LayerRunner, LayerSplit, check_exit_layer
+from medusa_train.models.layer_split import LayerRunner, LayerSplit
 from medusa_train.models.lm_head import Embedding, LMHead, low_rank_of
 from medusa_train.models.partitioned import full_shape
 from medusa_train.models.precision import exact_buffers, parse_dtype

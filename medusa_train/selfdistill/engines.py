@@ -116,7 +116,7 @@ def open_engine(
 
     Args:
         note: receives that decision, and lines about servers that do not answer.
-        loading: entered while the weights are read.
+        loading: entered while torch is imported and the weights are read.
     """
     if cfg.engine == "openai":
         from medusa_train.selfdistill.openai_engine import OpenAIEngine
@@ -132,11 +132,12 @@ def open_engine(
             note=note,
         )
         return OpenAIEngine(server, model_name(cfg), server_sampling(cfg), cfg.reasoning_tags)
-    import torch
-
     assert dtype is not None  # only a server has none
-    if torch.cuda.is_available() and "LOCAL_RANK" in os.environ:  # set by a launcher
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    if "LOCAL_RANK" in os.environ:  # set by a launcher
+        import torch
+
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     paths = resolve_model_paths(cfg)
     return open_hf_engine(cfg, paths, dtype, note, loading)
 
@@ -160,10 +161,6 @@ def open_hf_engine(
     """Load the model in this process, compile it where wanted, and return its engine; see
     `open_engine`.
     """
-    from medusa_train.checkpoint.load_model import compile_backbone, load_for_decoding
-    from medusa_train.data.tokenize import ChatEncoder
-    from medusa_train.selfdistill.hf_engine import HFEngine
-
     batch_size = cfg.batch_size
     if batch_size is None:
         is_single = dtype == "float32" or paths.heads is not None
@@ -172,6 +169,10 @@ def open_hf_engine(
     # 1. load it, and name what is not used, and what ends answers
     # float32 answers are reproducible on other machines only without prepacked weights
     with nullcontext() if loading is None else loading:
+        from medusa_train.checkpoint.load_model import compile_backbone, load_for_decoding
+        from medusa_train.data.tokenize import ChatEncoder
+        from medusa_train.selfdistill.hf_engine import HFEngine
+
         model = load_for_decoding(paths, dtype, prepack=dtype != "float32")
     trees = model.draft is not None
     chat = ChatEncoder(model.backbone.tokenizer, paths.chat_template, paths.chat_template_kwargs)

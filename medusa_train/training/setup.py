@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 from rich.console import Console
-from torch import nn
+from torch import Tensor, nn
 
 from medusa_train.checkpoint.backbone_fingerprint import fingerprint_backbone
 from medusa_train.checkpoint.heads import load_draft
+from medusa_train.checkpoint.resolve import find_initial_adapter, find_initial_heads
 from medusa_train.checkpoint.run_directory import (
     METRICS,
     prepare_output_dir,
@@ -26,7 +27,11 @@ from medusa_train.checkpoint.run_directory import (
 from medusa_train.checkpoint.store import CheckpointStore
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.dataset import BatchLoader, validation_batches
-from medusa_train.data.draft_vocabulary import choose_draft_vocabulary, describe_vocabulary
+from medusa_train.data.draft_vocabulary import (
+    choose_draft_vocabulary,
+    describe_vocabulary,
+    warn_of_coverage,
+)
 from medusa_train.errors import ConfigError
 from medusa_train.losses.objective import Objective
 from medusa_train.metrics_log import ConsoleLogger, MetricLoggers, MetricsFile, tensorboard, wandb
@@ -37,12 +42,7 @@ from medusa_train.models.loading import choose_attention, load_backbone, resolve
 from medusa_train.models.partitioned import full_shape, gathered, gathering_modules, is_partitioned
 from medusa_train.models.precision import Precision, choose_kernels, limit_kernel_cache
 from medusa_train.progress import RunProgress
-from medusa_train.training.backbone_recipe import (
-    BackboneRecipe,
-    build_backbone_recipe,
-    find_initial_adapter,
-    find_initial_heads,
-)
+from medusa_train.training.backbone_recipe import BackboneRecipe, build_backbone_recipe
 from medusa_train.training.deepspeed_engine_config import complete_config, loading_config, stage_of
 from medusa_train.training.deepspeed_strategy import DeepSpeedStrategy, partitioned_loading
 from medusa_train.training.device_choices import (
@@ -239,16 +239,12 @@ def build_heads(
     initial = find_initial_heads(cfg.initial_run)
     if initial is None:
         settings = dict(section.settings)
+        key = section.vocab_size_key
         token_map = choose_draft_vocabulary(
-            settings.get("vocab_size"),
-            data.train,
-            backbone.tokenizer,
-            backbone.vocab_size,
-            section.vocab_size_key,
+            settings.get("vocab_size"), data.train, backbone.tokenizer, backbone.vocab_size, key
         )
         if token_map is not None:
-            line = describe_vocabulary(token_map, data.train, data.validation, backbone.vocab_size)
-            console.print(f"draft vocabulary: {line}", highlight=False)
+            _print_vocabulary(token_map, data, backbone.vocab_size, console, key)
             settings["token_map"] = token_map
         return DRAFTS[cfg.draft].from_backbone(backbone, dtype=torch.float32, **settings)
 
@@ -273,7 +269,23 @@ def build_heads(
             f" {', '.join(wanted)}"
         )
     console.print(f"initializing the heads from {initial}", highlight=False, soft_wrap=True)
+    token_map = draft.lm_head(1).token_map
+    if token_map is not None:
+        _print_vocabulary(token_map.cpu(), data, backbone.vocab_size, console)
     return draft
+
+
+def _print_vocabulary(
+    token_map: Tensor, data: TrainingData, vocab_size: int, console: Console, key: str | None = None
+) -> None:
+    """Print how much of the data a reduced vocabulary covers, and a warning if that is little;
+    `key` as for `describe_vocabulary`.
+    """
+    about = (token_map, data.train, data.validation, vocab_size)
+    line = describe_vocabulary(*about, key=key)
+    console.print(f"draft vocabulary: {line}", highlight=False, soft_wrap=True)
+    if (warning := warn_of_coverage(*about, key=key)) is not None:
+        console.print(warning, style="yellow", highlight=False, soft_wrap=True)
 
 
 # Plan, optimizer and loss

@@ -11,7 +11,16 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tests.behaviour import plain, world
-from tests.behaviour.world import as_yaml, make_chats, write_lines, write_model
+from tests.behaviour.world import (
+    NARROW,
+    QUICK,
+    as_yaml,
+    make_chats,
+    read_lines,
+    write_lines,
+    write_model,
+    write_tree,
+)
 
 #: Settings of each kind of draft, as keys of medusa-train: small, and none at its default.
 KINDS: dict[str, dict[str, Any]] = {
@@ -225,3 +234,33 @@ def skilled(
         return runs[kind]
 
     return run
+
+
+@pytest.fixture(scope="session")
+def bench(own: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Five questions of two categories; two have a second turn, one a system message."""
+    texts = [record["messages"][0]["content"] for record in read_lines(own)]
+    questions: list[dict[str, Any]] = [
+        {"question_id": 11, "category": "known", "turns": [texts[0]]},
+        {"question_id": 12, "category": "known", "turns": [texts[1], "one more"]},
+        {"question_id": "x", "category": "new", "turns": ["two red"], "system": "five"},
+        {"question_id": 14, "category": "known", "turns": [texts[2]]},
+        {"question_id": 15, "category": "new", "turns": ["large", "nine nine"]},
+    ]
+    return write_lines(tmp_path_factory.mktemp("bench") / "questions.jsonl", questions)
+
+
+@pytest.fixture(scope="session")
+def tree_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tree(tmp_path_factory.mktemp("tree") / "narrow.json", NARROW)
+
+
+@pytest.fixture(scope="session")
+def evaluated(
+    skilled: Callable[[str], Path], bench: Path, tree_file: Path, tmp_path_factory: Any
+) -> Path:
+    """The report of Medusa heads on the bench, with answers compared in both dtypes."""
+    out = tmp_path_factory.mktemp("evaluated") / "report"
+    words = ["--bench", bench, "--model", skilled("medusa"), "--tree", tree_file]
+    world.evaluate(*words, **QUICK | {"exactness": True}, output_dir=out).ok()
+    return out

@@ -16,7 +16,7 @@ from torch import Tensor
 from tests.behaviour import plain, plain_trees
 from tests.behaviour.conftest import KINDS
 from tests.behaviour.seams import Answer, Greedy, Sampling, Typical, decode, new_draft
-from tests.behaviour.world import BOS, greedy, random_model, read_lines
+from tests.behaviour.world import BOS, NARROW, greedy, random_model, read_lines
 
 #: Wide at its root, so that lower ranks are accepted, too.
 TREE = [
@@ -24,7 +24,6 @@ TREE = [
     *((r, s) for r in range(3) for s in range(3)),
     *((r, s, t) for r in range(2) for s in range(2) for t in range(2)),
 ]
-NARROW = [(0,), (1,), (0, 0), (1, 0)]
 CHAIN = [(0,), (0, 0), (0, 0, 0)]
 TOKENS = 28
 
@@ -251,17 +250,20 @@ def steps_by_copies(
     return accepted
 
 
-def test_prompt_lookup_copies_what_followed_the_longest_ngram(
-    exact_model: Any, prompts: list[list[int]], answers: list[list[int]]
-) -> None:
+def test_prompt_lookup_copies_what_followed_the_longest_ngram() -> None:
+    """Of a model of eight tokens, whose texts repeat themselves."""
+    model = random_model("llama", vocab_size=8, std=0.4).double()
+    prompts = [[1, 2, 4], [3, 5, 3, 6, 3], [7], [4, 1, 1, 4, 6, 1]]
+    answers = [greedy(model, prompt, TOKENS, ()) for prompt in prompts]
     expected = [
         steps_by_copies(prompt, answer, lambda text: looked_up(text, 3, 5))
         for prompt, answer in zip(prompts, answers, strict=True)
     ]
-    assert sum(map(sum, expected)) > 10
+    assert sum(map(sum, expected)) > 30
+    assert len({step for steps in expected for step in steps}) > 3
     for way in ({}, {"rows": 3, "joins": 1}):
         outs = decode(
-            exact_model, prompts, lookup=("prompt_lookup", LOOKUP), max_new_tokens=TOKENS, **way
+            model, prompts, lookup=("prompt_lookup", LOOKUP), max_new_tokens=TOKENS, **way
         )
         assert [out.tokens for out in outs] == answers
         assert [out.accepted for out in outs] == expected
@@ -479,7 +481,7 @@ SAMPLED: dict[str, dict[str, Any]] = {
             },
         )
     },
-    "lookahead": {"lookup": ("lookahead", {"window": 2, "ngram": 2, "guesses": 2})},
+    "lookahead": {"lookup": ("lookahead", {"window": 3, "ngram": 3, "guesses": 4})},
     "medusa+prompt_lookup": {
         "draft": new_draft(*SETTINGS["medusa"]),
         "tree": NARROW,
@@ -492,6 +494,8 @@ SAMPLED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", SAMPLED)
 def test_samples_follow_the_models_distribution(name: str, five_tokens: Any) -> None:
     prompt, rule = [1, 2], Sampling(0.8, seed=7, shared=True)
+    if name == "lookahead":  # which needs n-grams
+        prompt = [1, 4, 3, 2, 2, 0, 1, 3, 0, 4, 1, 2]
     outs = decode(
         five_tokens, [prompt] * 4000, rule=rule, rows=2000, max_new_tokens=3, **SAMPLED[name]
     )
@@ -505,6 +509,22 @@ def test_samples_follow_the_models_distribution(name: str, five_tokens: Any) -> 
     assert p_value(counts, joint_distribution(five_tokens, prompt, Sampling(0.9))) < 1e-3
     if name != "plain":
         assert sum(sum(out.accepted) for out in outs) > 300
+
+
+@pytest.mark.parametrize("family", ["gemma2", "granite"])
+def test_samples_of_models_that_change_their_logits(family: str) -> None:
+    """A soft cap, or a factor."""
+    shape = {"vocab_size": 5, "hidden_size": 8, "intermediate_size": 8, "eos_token_id": 2}
+    if family == "granite":
+        shape["logits_scaling"] = 2
+    model = random_model(family, std=0.8, max_position_embeddings=16, **shape)
+    prompt, rule = [1, 2], Sampling(0.8, seed=5, shared=True)
+    counts = torch.zeros(125)
+    for out in decode(model, [prompt] * 4000, rule=rule, rows=2000, max_new_tokens=3):
+        a, b, c = out.tokens
+        counts[25 * a + 5 * b + c] += 1
+    assert p_value(counts, joint_distribution(model, prompt, rule)) > 1e-4
+    assert p_value(counts, joint_distribution(model, prompt, Sampling(1.0))) < 1e-3
 
 
 @pytest.mark.parametrize(

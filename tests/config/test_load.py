@@ -423,6 +423,12 @@ def test_a_directory_in_place_of_a_file_suggests_its_files(tmp_path: Path) -> No
         load_config(TrainConfig, tmp_path)
 
 
+@pytest.mark.parametrize("name", ["a" * 300, "b/" + "c" * 300 + "/d.yaml", "e/" * 3000, "f\0g"])
+def test_a_file_name_that_no_file_can_have_is_no_such_file(name: str) -> None:
+    (message,) = problems(Path(name))
+    assert message.startswith(f"{Path(name)}: no such file; did you mean configs/")
+
+
 # --- dump ---------------------------------------------------------------------------------------------------------
 
 

@@ -142,17 +142,11 @@ def test_quality_is_reported_where_they_are_known() -> None:
 
 
 def test_a_busy_machine_and_an_overhead_below_one_are_named() -> None:
-    quiet = {
-        "cores": 2,
-        "threads": 2,
-        "load_before": 0.3,
-        "load_after": 2.1,
-        "plain_step_spread": 0.05,
-    }
+    quiet = {"cores": 2, "other_cores": 0.3, "plain_step_spread": 0.05}
     assert "busy" not in markdown(Report.from_records(records(), meta(machine_load=quiet)))
-    busy = {**quiet, "load_before": 3.0}
+    busy = {**quiet, "other_cores": 1.5}
     text = markdown(Report.from_records(records(), meta(machine_load=busy)))
-    assert "The machine seems to have been busy: load average 3.0 on 2 cores before it. " in text
+    assert "seems to have been busy: other processes used 1.5 of 2 cores meanwhile. " in text
     fast = records()
     for record in fast:
         record.tree = TimedAnswer(tuple(range(11)), 1.4, 1.0, 4, (3, 3, 0, 0))

@@ -14,7 +14,7 @@ import medusa_train
 from medusa_train.checkpoint import load_model
 from medusa_train.checkpoint.heads import save_draft
 from medusa_train.checkpoint.resolve import resolve_model
-from medusa_train.checkpoint.run_directory import only_writer
+from medusa_train.checkpoint.run_directory import only_writer, other_files
 from medusa_train.config.schema import EvalConfig
 from medusa_train.errors import BackboneError, CheckpointError, ConfigError
 from medusa_train.evaluation import answer_scores, calibrate
@@ -122,6 +122,7 @@ def test_a_run_is_timed_compared_in_both_dtypes_and_reported(
         count for count in tokens if count
     ]
     assert not (tmp_path / "out" / "turns.jsonl").exists()
+    assert list(other_files(tmp_path / "out")) == []
     assert meta["resumed_turns"] == 0
     assert "overall" in shown
     assert "2 turns were skipped" in shown
@@ -376,7 +377,7 @@ def test_an_empty_tree_is_no_speedup(backbone_dir: Path, bench_file: Path, tmp_p
     assert "No tree used" in page
     load = report["meta"]["machine_load"]
     assert load["plain_step_spread"] >= 0
-    assert load["cores"] >= 1
+    assert load["cores"] + 1 >= load["other_cores"] >= 0  # of a moment: accurate to some ticks
 
 
 def test_a_backbone_alone_gives_baselines(
