@@ -1,5 +1,7 @@
 """Pages of reports: how many columns their cards have."""
 
+import re
+
 import pytest
 
 from medusa_train.pages.page import Figure, Section, render_page
@@ -14,3 +16,12 @@ def test_no_card_stands_alone_in_its_row(count: int, columns: str) -> None:
     assert f'<div class="{columns}">' in page
     assert page.count("<figure>") == count
     assert "<figure class=wide>" in page
+
+
+def test_no_column_of_cards_is_wider_than_a_phone() -> None:
+    """A minimum in pixels alone makes the page scroll sideways where the screen is narrower."""
+    page = render_page("title", "subtitle", [Section("Draft", lines=["text"])])
+    columns = re.findall(r"grid-template-columns:([^;}]*)", page)
+    assert columns
+    for column in columns:
+        assert re.search(r"minmax\(min\(\d+px,100%\),1fr\)", column)
