@@ -10,7 +10,7 @@ import zlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -116,7 +116,7 @@ def encode_examples(
         return ConversationExamples([], "too_long")
     # 3. Tensors.
     first_answer = kept[0].answers[0]
-    names = {
+    names: dict[str, Any] = {
         "key": conversation.first(first_answer.message + 1).content_key,
         "id": conversation.id,
         "source": conversation.source,
