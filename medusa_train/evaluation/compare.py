@@ -192,8 +192,11 @@ def _correct(scores: Mapping[str, Any] | None) -> str:
     if scores is None:
         return "-"
     score = scores.get("tree", scores["plain"])
-    low, high = score["interval"]
-    return f"{score['rate']:.1%} ({low:.1%}-{high:.1%})"
+    cell = f"{score['rate']:.1%}"
+    if score["interval"] is not None:
+        low, high = score["interval"]
+        cell += f" ({low:.1%}-{high:.1%})"
+    return cell
 
 
 def categories_table(evaluated: Sequence[Evaluated]) -> Table:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+from medusa_train.evaluation.answer_scores import LEAST_QUESTIONS
 from medusa_train.inference.decoding_mode import describe_mode, mode_of
 from medusa_train.pages.charts import Bar, Curve, bars, curves, tree_drawing
 from medusa_train.pages.page import (
@@ -32,10 +33,11 @@ TERMS = {
     " several round differently.",
     "loops": "loops: answers that repeat eight tokens three times, which are easier to draft.",
 }
-BRACKETS = "Brackets hold 95 % bootstrap intervals over questions."
+ENOUGH = f"of which it takes {LEAST_QUESTIONS} to see how much they vary"
+BRACKETS = f"Brackets hold 95 % bootstrap intervals over questions, {ENOUGH}."
 SPEEDUP_CAPTION = (
     "Total tokens per second over those of plain decoding (the same loop without a tree). "
-    "Whiskers: 95 % bootstrap intervals over questions."
+    f"Whiskers: 95 % bootstrap intervals over questions, {ENOUGH}."
 )
 
 

@@ -23,7 +23,10 @@ from tests.behaviour.world import (
 
 MINIMAL = ["base_model=m", "datasets=[{path: a}]"]
 #: Keys of commit 8d79f769 that a later version may leave out, with its reason in the changelog.
-REMOVED: set[str] = {"gpu_kernels", "torch_compile"}  # torch_compile: auto, the default, meant false
+REMOVED: set[str] = {
+    "gpu_kernels",
+    "torch_compile",
+}  # torch_compile: auto, the default, meant false
 
 
 def printed(*words: Any, name: str = "train") -> dict[str, Any]:
@@ -431,7 +434,12 @@ def test_keys_that_do(words: list[str]) -> None:
         (["rest.datastore=x"], "rest"),
         (["draft=rest"], "rest.datastore"),
         (["lookup.nodes=3"], "lookup"),
+        (["lookahead.window=3"], "lookahead"),
         (["judge_model=x"], "judge_base_url"),
+        (["judge_base_url=http://h/v1"], "judge_model"),
+        (["server_url=http://h/v1", "special_tokens={eos_token: x}"], "special_tokens"),
+        (["serve=true", "serve_args=['--speculative_config', x]"], "serve_args"),
+        (["serve=true", "draft=lookahead"], "draft"),
         (["serve=true", "server_url=http://h/v1"], "server_url"),
         (["against=http://h/v1"], "server_url"),
         (["server_url=http://h/v1", "against=http://h/v1"], "against"),

@@ -89,10 +89,6 @@ def test_the_stored_checkpoint_goes_on_or_says_what_to_do(place: Path, tmp_path:
     run = Path("run")
     stored = tensors(FIXTURES / "run" / "heads" / "medusa_lm_head.safetensors")
     (checkpoint,) = (FIXTURES / "run" / "checkpoints").glob("step-*")
-    goes_on = make_fixture.train_run(
-        "run", "--resume", output_dir=str(tmp_path / "run"), calibration_tokens=0
-    )
-    assert goes_on.code != 0  # nothing is there yet
     shutil.copytree(run, tmp_path / "run")
     (tmp_path / "run" / "heads" / "medusa_lm_head.safetensors").unlink()
     goes_on = make_fixture.train_run(

@@ -157,7 +157,7 @@ def test_drafts_without_training_are_timed_like_heads(
     assert meta["draft"] == f"{draft} (max ngram 3, max tokens 10, nodes 4, min probability 0.05)"
     assert meta["heads"] == (None if draft == "prompt_lookup" else 3)
     assert ("tree" in report) == (draft != "prompt_lookup")
-    assert f"draft {draft} (" in shown
+    assert f"draft {draft} (" in " ".join(shown.split())  # lines are wrapped
     parts = set() if draft == "prompt_lookup" else {"heads_alone", "lookup_alone"}
     assert set(report["baselines"]) == {"plain", "generate", *parts}
     for name in parts:
@@ -208,10 +208,10 @@ def test_dynamic_trees_are_timed_beside_the_fixed_one(
         baseline = report["baselines"][name]
         assert baseline["tokens_per_step"] >= 1.0
         assert baseline["equal_to_plain"] == 4
-        assert (baseline["speedup_interval"] is None) == (batch_size > 1)  # one batch does not tell
+        assert baseline["speedup_interval"] is None  # of fewer than five questions
         over_plain = overall["speedup"] / baseline["speedup"]
         assert baseline["over_plain"] == pytest.approx(over_plain)
-        assert (baseline["over_plain_interval"] is None) == (batch_size > 1)
+        assert baseline["over_plain_interval"] is None
     assert meta["baselines"]["fixed_tree"].endswith("tree of 6 nodes in every step")
     assert not draft or meta["baselines"]["heads_alone"].endswith("heads alone, dynamic trees")
     assert meta["tree_nodes"] == "dynamic"
