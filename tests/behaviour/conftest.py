@@ -207,13 +207,25 @@ def whole_batches(held_out: Path) -> dict[str, Any]:
 @pytest.fixture(scope="session")
 def own(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Chats with the model's own greedy answers, by medusa-selfdistill."""
-    where = tmp_path_factory.mktemp("own")
+    return answered(model, tmp_path_factory.mktemp("own"))
+
+
+def answered(model: Path, where: Path) -> Path:
+    """Let a model answer eight chats, greedily; return the file."""
     prompts = [{"messages": chat} for chat in make_chats(8, seed=3, turns=1)]
     words = ["--prompts", write_lines(where / "prompts.jsonl", prompts), "--model", model]
     settings = {"temperature": 0, "dtype": "float32", "max_new_tokens": 32}
     settings |= {"drop_truncated": False, "drop_looping": False, "output": where / "own.jsonl"}
     world.selfdistill(*words, **settings).ok()
     return where / "own.jsonl"
+
+
+def train_long(kind: str, model: Path, data: Path, out: Path) -> Path:
+    """Train a kind of draft until it guesses a model's answers to `data` often."""
+    keys = world.training_keys(model, data, out, micro_batch_size=8, max_steps=50)
+    keys |= {"lr_scheduler": "constant", "logging_steps": 50, "learning_rate": 1e-2, **KINDS[kind]}
+    world.train(**keys).ok()
+    return out
 
 
 @pytest.fixture(scope="session")
@@ -226,11 +238,7 @@ def skilled(
     def run(kind: str) -> Path:
         if kind not in runs:
             out = tmp_path_factory.mktemp("skilled") / kind
-            keys = world.training_keys(model, own, out, micro_batch_size=8, max_steps=50)
-            keys |= {"lr_scheduler": "constant", "logging_steps": 50, "learning_rate": 1e-2}
-            words = [f"{key}={as_yaml(value)}" for key, value in KINDS[kind].items()]
-            world.train(*words, **{k: v for k, v in keys.items() if k not in KINDS[kind]}).ok()
-            runs[kind] = out
+            runs[kind] = train_long(kind, model, own, out)
         return runs[kind]
 
     return run

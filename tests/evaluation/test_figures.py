@@ -9,6 +9,7 @@ from medusa_train.evaluation.figures import (
     Counts,
     accepted_lengths,
     block_interval,
+    by_category,
     chain_rates,
     compare_rates,
     ctar,
@@ -16,6 +17,7 @@ from medusa_train.evaluation.figures import (
     interval,
     resample,
     speed_intervals,
+    student_quantile,
     summarize,
 )
 from medusa_train.evaluation.measured_answers import TimedAnswer, TurnRecord, Verdict
@@ -68,6 +70,59 @@ def test_a_batch_counts_its_passes_once() -> None:
     assert figures["acceleration_rate"] == 2.0
     assert figures["baseline_tokens_per_s"] == 14 / 10
     assert figures["time_to_first_token_s"] == 2.0
+
+
+#: Turns that differ in all that is summed: of the tree and the plain loop.
+DIFFERENT_TURNS = [
+    (timed(11, 2.0, prefill=0.5, steps=4), timed(11, 4.0, prefill=1.0, steps=10)),
+    (timed(21, 6.0, prefill=1.0, steps=12), timed(21, 11.0, prefill=2.0, steps=20)),
+    (timed(5, 1.0, prefill=0.25, steps=1), timed(5, 2.0, prefill=0.5, steps=4)),
+]
+
+
+def test_rates_divide_sums_over_all_turns() -> None:
+    figures = summarize([record(tree=tree, plain=plain) for tree, plain in DIFFERENT_TURNS])
+    # decoding alone: 1.5 + 5 + 0.75 s in 17 passes, and 3 + 9 + 1.5 s in 34
+    assert figures["overhead"] == pytest.approx((7.25 / 17) / (13.5 / 34))
+    assert figures["acceleration_rate"] == pytest.approx((10 + 20 + 4) / 17)
+    assert figures["tokens_per_s"] == pytest.approx(37 / 9)
+    assert figures["baseline_tokens_per_s"] == pytest.approx(37 / 17)
+    assert figures["speedup"] == pytest.approx(17 / 9)
+    assert figures["time_to_first_token_s"] == pytest.approx((0.5 + 1.0 + 0.25) / 3)
+
+
+def test_passes_of_several_batches_are_summed_once_each() -> None:
+    """A batch of two with 8 passes in 8 s after 2 s of prefill, and one of one with 3 in 6 s."""
+    batch = [TimedAnswer((1,) * (steps + 1), 5.0, 1.0, steps, (), 2, 8) for steps in (8, 4)]
+    plain = [*batch, TimedAnswer((1,) * 4, 7.0, 1.0, 3, (), 1, 3)]
+    tree = timed(4, 3.0, prefill=1.0, steps=2)
+    figures = summarize([record(tree=tree, plain=one) for one in plain])
+    assert figures["overhead"] == pytest.approx((6 / 6) / (14 / 11))
+
+
+def test_a_category_sums_its_own_turns() -> None:
+    first, second, third = DIFFERENT_TURNS
+    records = [
+        record("a", *first),
+        record("b", *second),
+        record("a", *third),
+    ]
+    figures = by_category(records)
+    assert figures["a"]["overhead"] == pytest.approx((2.25 / 5) / (4.5 / 14))
+    assert figures["b"]["overhead"] == pytest.approx((5 / 12) / (9 / 20))
+
+
+def test_of_two_questions_the_interval_ends_at_their_own_ratios() -> None:
+    """A sample of two has each of them twice in a quarter of all cases."""
+    first, second, _ = DIFFERENT_TURNS
+    records = [
+        TurnRecord(number, "a", 1, (1,), tree, plain, None)
+        for number, (tree, plain) in enumerate((first, second))
+    ]
+    result = speed_intervals(records)
+    assert result["overhead"] == pytest.approx(((1.5 / 4) / (3 / 10), (5 / 12) / (9 / 20))[::-1])
+    assert result["speedup"] == pytest.approx((11 / 6, 2.0))
+    assert result["acceleration_rate"] == pytest.approx((20 / 12, 2.5))
 
 
 def test_summary_gives_every_ratio_and_count() -> None:
@@ -299,6 +354,41 @@ def test_equal_servers_differ_once_in_twenty_times() -> None:
         apart += not low <= 1 <= high
     assert 5 <= apart <= 30
     assert block_interval(plain[:2], heads[:2]) is None
+
+
+@pytest.mark.parametrize(
+    ("freedom", "quantile"),  # of published tables
+    [(2, 4.303), (3, 3.182), (4, 2.776), (5, 2.571), (9, 2.262), (30, 2.042)],
+)
+def test_quantiles_of_students_t(freedom: int, quantile: float) -> None:
+    assert student_quantile(freedom) == pytest.approx(quantile, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "seconds",
+    [
+        [(3.0, 2.0), (3.3, 2.0), (2.8, 2.1)],
+        [(3.0, 2.0), (3.3, 2.0), (2.8, 2.1), (3.1, 1.7), (2.9, 1.9)],
+    ],
+    ids=["three blocks", "five blocks"],
+)
+def test_the_interval_of_blocks_is_that_of_the_jackknife(
+    seconds: list[tuple[float, float]],
+) -> None:
+    """By hand: of n blocks there are n - 1 degrees of freedom."""
+    count = len(seconds)
+    ratios = []
+    for left_out in range(count):
+        kept = [pair for block, pair in enumerate(seconds) if block != left_out]
+        ratios.append(math.log(sum(first for first, _ in kept) / sum(second for _, second in kept)))
+    mean = sum(ratios) / count
+    error = math.sqrt((count - 1) / count * sum((ratio - mean) ** 2 for ratio in ratios))
+    whole = math.log(sum(first for first, _ in seconds) / sum(second for _, second in seconds))
+    margin = {3: 4.303, 5: 2.776}[count] * error
+    result = block_interval(
+        [Counts(9, first) for first, _ in seconds], [Counts(9, second) for _, second in seconds]
+    )
+    assert result == pytest.approx((math.exp(whole - margin), math.exp(whole + margin)), rel=1e-3)
 
 
 def test_fewer_than_five_questions_or_no_tree_have_no_interval() -> None:

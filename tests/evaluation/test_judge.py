@@ -73,6 +73,64 @@ def test_the_grade_is_the_last_one_in_double_brackets(reply: str, score: float) 
     assert parse_grade(reply) == score
 
 
+@pytest.mark.parametrize(
+    "reply",
+    [
+        "[[7]] / [[10]]",
+        "[[7]]/[[10]]",
+        "**[[7]]** / **[[10]]**",
+        "Rating: [[7]] / 10",
+        "[[7 / 10]]",
+        "[[7 out of 10]]",
+        "[[7]] out of [[10]]",
+        "[[7]] (of [[10]])",
+        "On a scale from [[1]] to [[10]]: [[7]]",
+        "[[7]] on a scale of [[1]]-[[10]]",
+        "Rating: [7] / [10]",
+    ],
+)
+def test_the_scale_is_no_grade(reply: str) -> None:
+    assert parse_grade(reply) == 7
+
+
+@pytest.mark.parametrize(
+    ("reply", "score"),
+    [
+        ("[[10]] / [[10]]", 10.0),
+        ("[[Rating: 6]]", 6.0),
+        (r"\[\[7\]\]", 7.0),
+        ("[[8.]]", 8.0),
+        ("[7]", 7.0),
+        ("Rating: [8.5]", 8.5),
+        ("Rating: **[8]**", 8.0),
+        ("[Score: 6]", 6.0),
+        ("[[7]", 7.0),
+        ("As [1] and [2] say, it is right. Rating: [8]", 8.0),
+        ("[[8]], as [1] says", 8.0),
+    ],
+)
+def test_grades_of_other_forms(reply: str, score: float) -> None:
+    """FastChat's second pattern reads single brackets, too."""
+    assert parse_grade(reply) == score
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        "As [1] says. [8]",
+        "As [1] and [2] say.",
+        "[[7, 8]]",
+        "[[grade]]",
+        "[[85]]",
+        "Rating: [11]",
+        "[0]",
+        "Rating: 8/10",
+    ],
+)
+def test_what_may_be_another_number_is_no_grade(reply: str) -> None:
+    assert parse_grade(reply) == NO_SCORE
+
+
 def test_judgements_are_kept_in_fastchats_form_and_averaged(
     server: FakeServer, tmp_path: Path
 ) -> None:
