@@ -251,9 +251,9 @@ def bench(own: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     questions: list[dict[str, Any]] = [
         {"question_id": 11, "category": "known", "turns": [texts[0]]},
         {"question_id": 12, "category": "known", "turns": [texts[1], "one more"]},
-        {"question_id": "x", "category": "new", "turns": ["two red"], "system": "five"},
+        {"question_id": "x", "category": "new|er", "turns": ["two red"], "system": "five"},
         {"question_id": 14, "category": "known", "turns": [texts[2]]},
-        {"question_id": 15, "category": "new", "turns": ["large", "nine nine"]},
+        {"question_id": 15, "category": "new|er", "turns": ["large", "nine nine"]},
     ]
     return write_lines(tmp_path_factory.mktemp("bench") / "questions.jsonl", questions)
 

@@ -51,7 +51,8 @@ def rows_of_markdown(text: str, first: str) -> list[list[str]]:
     for line in lines[start:]:
         if not line.startswith("|"):
             break
-        rows.append([cell.strip().strip("*") for cell in line.strip("|").split("|")])
+        cells = re.split(r"(?<!\\)\|", line.strip("|"))
+        rows.append([cell.replace(r"\|", "|").strip().strip("*") for cell in cells])
     return [rows[0], *rows[2:]]
 
 
