@@ -348,7 +348,7 @@ FINISHES: dict[str | None, str] = {
     "eos": "stop",
     "eos_token": "stop",
     "stop_sequence": "stop",
-    None: "stop",
+    None: "possibly cut",
     "length": "length",
     "content_filter": "dropped",
     "tool_calls": "dropped",

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from medusa_train.errors import DataError
+from medusa_train.evaluation import figures as module
 from medusa_train.evaluation.figures import (
     Counts,
     accepted_lengths,
@@ -112,8 +113,13 @@ def test_a_category_sums_its_own_turns() -> None:
     assert figures["b"]["overhead"] == pytest.approx((5 / 12) / (9 / 20))
 
 
-def test_of_two_questions_the_interval_ends_at_their_own_ratios() -> None:
-    """A sample of two has each of them twice in a quarter of all cases."""
+def test_of_two_questions_the_interval_ends_at_their_own_ratios(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A sample of two has each of them twice in a quarter of all cases. So few get no interval
+    otherwise.
+    """
+    monkeypatch.setattr(module, "LEAST_QUESTIONS", 2)
     first, second, _ = DIFFERENT_TURNS
     records = [
         TurnRecord(number, "a", 1, (1,), tree, plain, None)
@@ -388,7 +394,8 @@ def test_the_interval_of_blocks_is_that_of_the_jackknife(
     result = block_interval(
         [Counts(9, first) for first, _ in seconds], [Counts(9, second) for _, second in seconds]
     )
-    assert result == pytest.approx((math.exp(whole - margin), math.exp(whole + margin)), rel=1e-3)
+    # the quantile is right to 1 %
+    assert result == pytest.approx((math.exp(whole - margin), math.exp(whole + margin)), rel=4e-3)
 
 
 def test_fewer_than_five_questions_or_no_tree_have_no_interval() -> None:
