@@ -262,6 +262,13 @@ class Model:
             if isinstance(prompt, str):
                 with self._encoding:
                     return self._raw_ids(prompt)
+            if isinstance(prompt, (list, tuple)) and isinstance(
+                next(iter(prompt), 0), (str, Mapping)
+            ):
+                raise MedusaError(
+                    "with raw=True, expected a text or a list of token ids: leave raw out for a chat;"
+                    " for several texts write [model.generate(text, raw=True) for text in texts]"
+                )
             return _token_ids(
                 "prompt: with raw=True, expected a text or a list of token ids", prompt
             )

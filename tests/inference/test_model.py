@@ -431,9 +431,7 @@ def test_keys_of_messages_that_are_not_read_are_named_once(
         ([1, -1], {"raw": True}, "the prompt has the token -1"),
         ([], {"raw": True}, "the prompt is empty"),
         ("\ud800", {"raw": True}, "lone surrogate"),
-        ([1, 2], {}, "message 1: expected a mapping"),
         (np.array([1, 2]), {}, "a prompt is text, or a list of messages"),
-        ([], {}, "needs at least one message"),
         (
             [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "We"}],
             {},
