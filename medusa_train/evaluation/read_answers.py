@@ -37,10 +37,12 @@ _MARKUP = tuple(
         (r"\\(?:approx|sim|to|rightarrow|Rightarrow|implies)\b|[≈→⇒]|[-=]>", "="),
         # words, and from the inside out their wrappings
         *[(r"\\(?:text\w*|math\w+|mbox|underline|bold\w*)\s*\{([^{}]*)\}", r" \1 ")] * 2,
-        (r"\^\s*\{?\\circ\b\}?", "°"),
+        (r"\^\s*(?:\{\\circ\}|\\circ\b)", "°"),
         # powers of units, and subscripts
-        (r"(?<=[^\W\d_])\s*\^\s*\{?\d+\}?", ""),
+        (r"(?<=[^\W\d_])\s*\^\s*(?:\{\d+\}|\d+)", ""),
         (r"(?<=[^\W\d_])_(?:\w+|\{[^{}]*\})", ""),
+        # fractions of units, and of numbers
+        (r"\\[dtc]?frac\s*\{([^{}\d]*)\}\s*\{([^{}\d]*)\}", r" \1/\2 "),
         (r"(?<=[0-9])(?=\\[dtc]?frac)", " "),
         (r"\\[dtc]?frac\s*(?:\{(\d+)\}|(\d))\s*(?:\{(\d+)\}|(\d))", r"\1\2/\3\4"),
     )
