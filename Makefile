@@ -103,7 +103,7 @@ test: install ## run the tests
 test-slow: install ## run the tests that take minutes
 	$(PYTEST) -m slow
 
-quality: install ## ruff, mypy, the import layers, sizes and the form of pages
+quality: install ## ruff, mypy and the import layers; prints sizes
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

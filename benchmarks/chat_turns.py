@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
 
 import torch  # noqa: E402
+from shapes import default_dtypes  # noqa: E402
 from shared import machine_facts, table, warn_if_busy, write_page  # noqa: E402
 
 from medusa_train.cli.common import quiet_libraries  # noqa: E402
@@ -50,12 +51,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("model", help="directory or hub name of a model")
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--dtype", default=default_dtypes()[-1])
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "benchmarks")
     options = parser.parse_args(arguments)
     quiet_libraries()
     machine = machine_facts(__file__, arguments)
-    warn_if_busy(machine)
+    warn_if_busy()
     turns = measure(options.model, options.dtype, options.turns, options.rounds)
     record = {"model": options.model, "dtype": options.dtype, "machine": machine}
     record["turns"] = [asdict(turn) for turn in turns]

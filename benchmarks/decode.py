@@ -47,6 +47,7 @@ from shapes import (  # noqa: E402
     SHAPES,
     Rates,
     Sizes,
+    default_dtypes,
     llama_config,
     measure_rates,
     random_model,
@@ -109,7 +110,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--contexts", nargs="+", type=int, metavar="N", help="128 1024")
     parser.add_argument("--nodes", nargs="+", type=int, metavar="N", help="1 8 16 32 63")
     parser.add_argument(
-        "--dtypes", nargs="+", choices=["float32", "bfloat16", "float16"], help="float32 bfloat16"
+        "--dtypes",
+        nargs="+",
+        choices=["float32", "bfloat16", "float16"],
+        help="float32, and bfloat16 unless a CPU emulates it",
     )
     parser.add_argument(
         "--settings",
@@ -137,7 +141,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     args.contexts = args.contexts or [128, 1024]
     # with the root 63 nodes fill a tile of 64 rows; one more would begin another
     args.nodes = sorted(set(args.nodes or ([1, 16, 63] if quick else [1, 8, 16, 32, 63])) - {0})
-    args.dtypes = args.dtypes or ["float32", "bfloat16"]
+    args.dtypes = args.dtypes or default_dtypes()
     wanted = args.settings or (
         ("stock", "static", "compiled") if cuda else ("stock", "prepacked", "compiled")
     )
@@ -614,7 +618,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         torch.set_num_threads(args.threads)
     machine = machine_facts(__file__, arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    warn_if_busy(machine)
+    warn_if_busy()
     rates = measure_rates(device, args.dtypes, min(2.0, args.seconds / 4))
     print(f"reads {rates.bandwidth / 1e9:,.1f} GB/s", flush=True)
     rows: list[Row] = []

@@ -53,7 +53,7 @@ from paper_tables import (  # noqa: E402
 )
 from pydantic import ValidationError  # noqa: E402
 from safetensors import safe_open  # noqa: E402
-from shapes import SHAPES, llama_config  # noqa: E402
+from shapes import SHAPES, default_dtypes, llama_config  # noqa: E402
 from shared import machine_facts, table  # noqa: E402
 
 from medusa_train.checkpoint.resolve import find_heads, resolve_model  # noqa: E402
@@ -397,7 +397,8 @@ class Measurement:
                         "count: true has a threshold in chains alone, got tree:"
                         f" {point.keys['tree']}"
                     )
-                keys = {"batch_size": COUNTED_ROWS, "dtype": "bfloat16", **keys, "tree": "none"}
+                counted = {"batch_size": COUNTED_ROWS, "dtype": default_dtypes()[-1]}
+                keys = {**counted, **keys, "tree": "none"}
             elif tree is not None:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 tree.save(Path(keys["tree"]))

@@ -21,7 +21,7 @@ from torch.nn.functional import linear
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from medusa_train.models.loading import keep_trainable_kernels
-from medusa_train.models.precision import choose_kernels, default_device
+from medusa_train.models.precision import choose_kernels, default_device, emulates
 
 #: hidden size, MLP size, layers, attention heads, key/value heads, and the vocabulary where it is not
 # `VOCAB_SIZE`; 1.5B is Qwen2.5 without its biases, 8B is Llama 3.1
@@ -203,6 +203,16 @@ def measure_rates(device: torch.device, dtypes: Sequence[str], seconds: float = 
     return Rates(read_bandwidth(device, seconds), matrix)
 
 
+def default_dtypes() -> list[str]:
+    """Return the dtypes that are measured unless others are named: float32, and bfloat16 unless
+    this is a CPU that emulates it.
+    """
+    device = default_device()
+    if device.type == "cpu" and emulates(device, torch.bfloat16):
+        return ["float32"]
+    return ["float32", "bfloat16"]
+
+
 def read_bandwidth(device: torch.device, seconds: float = 1.0, size: int | None = None) -> float:
     """Return bytes per second of the fastest of several streaming reads of a `size`-byte buffer.
 
@@ -224,8 +234,11 @@ def matrix_rate(
     """Return operations per second of an n x n matrix product, 2 n^3 operations each.
 
     Its numbers have both signs: a GPU takes less power, and may clock higher, where sums only grow.
+    A dtype that the device emulates takes minutes at the default width, so it gets a smaller one.
     """
     width = width or (8192 if device.type == "cuda" else 2048)
+    if emulates(device, dtype):
+        width = min(width, 256)
     left, right = (torch.randn(width, width, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(left)
     return 2 * width**3 / fastest_call(lambda: torch.mm(left, right, out=out), device, seconds)

@@ -43,6 +43,7 @@ import yaml  # noqa: E402
 from shapes import (  # noqa: E402
     SHAPES,
     Sizes,
+    default_dtypes,
     llama_config,
     matrix_rate,
     quantize_nf4,
@@ -595,7 +596,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=["loss", "shape7b"])
     parser.add_argument(
-        "--dtypes", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"]
+        "--dtypes",
+        nargs="+",
+        choices=["float32", "bfloat16"],
+        help="of the loss: float32, and bfloat16 unless a CPU emulates it",
     )
     parser.add_argument("--tokens", nargs="+", type=int, metavar="T", help="512 2048")
     parser.add_argument("--vocab", nargs="+", type=int, metavar="V", help="32000 128000")
@@ -626,6 +630,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--case", help=argparse.SUPPRESS)  # measure this case in this process
     args = parser.parse_args(arguments)
     args.tokens = args.tokens or ([512] if args.quick else [512, 2048])
+    args.dtypes = args.dtypes or default_dtypes()
     args.vocab = args.vocab or ([32000] if args.quick else [32000, 128000])
     args.rounds = args.rounds or (1 if args.quick else 2)
     return args
@@ -719,7 +724,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     machine["threads"] = (
         args.threads or int(os.environ.get("OMP_NUM_THREADS", 0)) or machine["cores"]
     )
-    warn_if_busy(machine)
+    warn_if_busy()
     measured: dict[Case, Result] = {}
     failed: list[str] = []
     for pair in case_pairs(args):

@@ -47,7 +47,8 @@ def load(
         tree: tree file; defaults to tree.json beside the heads ("fixed"). "dynamic", or with nodes
             and depth "dynamic:32x5": a tree for every step (EAGLE-3); the text is the same.
         dtype: "float32", "bfloat16" or "float16"; "auto" or None: bfloat16 where the device has fast
-            bfloat16 matrix products, else float16 on a GPU and float32 on a CPU.
+            bfloat16 matrix products, else float16 on a GPU and float32 on a CPU. Weights that fit
+            into memory in bfloat16 only are loaded so, with a warning.
         chat_template: name of a chat template, or a Jinja file; defaults to the run's, else the
             tokenizer's.
         chat_template_kwargs: variables of the chat template, such as `{"enable_thinking": False}`;
@@ -114,9 +115,11 @@ def _choose_lookup(draft: str, settings: Mapping[str, Any]) -> LookupChoice | No
 
 def load_resolved(paths: ModelPaths, dtype: str | torch.dtype, *, compiled: bool = False) -> Model:
     """Load the model at `paths` (from `resolve_model`). Raises as `load` does."""
-    from medusa_train.checkpoint.load_model import load_for_decoding
+    from medusa_train.checkpoint.load_model import auto_dtype_of, load_for_decoding
     from medusa_train.inference.model import Model
 
+    if dtype == "auto":
+        dtype = auto_dtype_of(paths, warn_once)
     loaded = load_for_decoding(paths, dtype, compiled=compiled)
     loaded.compile_tree(warn_once)
     return Model(

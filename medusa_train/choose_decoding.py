@@ -11,7 +11,11 @@ from typing import Any
 
 import torch
 
-from medusa_train.checkpoint.load_model import compile_backbone, load_backbone_without_adapter
+from medusa_train.checkpoint.load_model import (
+    auto_dtype_of,
+    compile_backbone,
+    load_backbone_without_adapter,
+)
 from medusa_train.checkpoint.resolve import SPLIT_ATTENTION, ModelPaths
 from medusa_train.checkpoint.run_directory import DECISIONS, writing
 from medusa_train.data.conversation import Message
@@ -28,7 +32,7 @@ from medusa_train.models.precision import (
     catch_out_of_memory,
     default_device,
     device_name,
-    emulates_bf16,
+    emulates,
     release_memory,
 )
 from medusa_train.models.prepack import prepack_linears
@@ -123,7 +127,13 @@ def decide_dtype(
 ) -> str:
     """Return the dtype that was chosen for this run on such a machine, or choose it, see
     `choose_dtype`.
+
+    A CPU that emulates bfloat16 takes float32, if the weights fit into memory in it: plain steps of
+    one row may be as fast in bfloat16, but a tree's rows are several times slower.
     """
+    device = default_device()
+    if device.type == "cpu" and emulates(device, torch.bfloat16):
+        return auto_dtype_of(paths, progress.print)
     conditions = _conditions(paths)
     earlier = decisions.find("dtype", conditions)
     if earlier is not None and earlier[0] in DTYPES:
@@ -140,11 +150,9 @@ def choose_dtype(question: str, paths: ModelPaths, progress: RunProgress) -> str
     """Return the dtype to decode in on this machine, and print the measurements.
 
     It is the checkpoint's, unless plain steps are `CLEARLY_FASTER` in another one. Measured are
-    float32 and bfloat16, and float16 on a GPU (CPUs emulate it), with one backbone in memory at a
-    time, on an answer to `question`. The checkpoint's comes first, as the most likely to fit into
-    memory. A dtype in which the weights do not fit is left out. Where bfloat16 is emulated, it is
-    used only if the weights fit into memory in no other dtype: plain steps of one row may be as
-    fast, but a tree's rows are several times slower.
+    float32, bfloat16 unless the device emulates it, and float16 on a GPU, with one backbone in
+    memory at a time, on an answer to `question`. The checkpoint's comes first, as the most likely to
+    fit into memory. A dtype in which the weights do not fit is left out.
 
     Raises:
         BackboneError: the backbone cannot be loaded, or fits into memory in no dtype.
@@ -154,9 +162,6 @@ def choose_dtype(question: str, paths: ModelPaths, progress: RunProgress) -> str
     for dtype in _candidates(paths):
         if dtype == "float32" and SPLIT_ATTENTION in paths.gpu_kernels:
             progress.print(f"dtype float32: {SPLIT_ATTENTION} takes 16 bits; left out")
-            continue
-        if seconds and dtype == "bfloat16" and emulates_bf16(default_device()):
-            progress.print("dtype bfloat16: emulated on this device, so slow for trees; left out")
             continue
         if memory is not None and not memory.fit(dtype):
             progress.print(f"dtype {dtype}: the weights do not fit into the free memory; left out")
@@ -183,11 +188,14 @@ def choose_dtype(question: str, paths: ModelPaths, progress: RunProgress) -> str
 
 
 def _candidates(paths: ModelPaths) -> list[str]:
-    names = ["float32", "bfloat16"] + (["float16"] if torch.cuda.is_available() else [])
+    names = ["float32"]
+    if not emulates(default_device(), torch.bfloat16):
+        names.append("bfloat16")
+    if torch.cuda.is_available():
+        names.append("float16")
     config = resolve_backbone(paths.base_model, trust_remote_code=paths.trust_remote_code)[1]
     stored = str(config.get_text_config().dtype or config.dtype).removeprefix("torch.")
-    last = "bfloat16" if emulates_bf16(default_device()) else None
-    return sorted(names, key=lambda name: (name == last, name != stored))
+    return sorted(names, key=lambda name: name != stored)
 
 
 def _time_dtype(

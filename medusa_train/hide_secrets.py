@@ -96,8 +96,8 @@ def remember_written(value: object, name: str = "") -> None:
             remember_written(item, before if before.startswith("--") else name)
             before = str(item)
     elif isinstance(value, str):
-        is_no_variable = value.upper() != value and value not in os.environ
-        if _is_secret_name(name) or (name.endswith("_key_env") and is_no_variable):
+        is_variable = value.isidentifier() and (value.upper() == value or value in os.environ)
+        if _is_secret_name(name) or (name.endswith("_key_env") and not is_variable):
             remember(value)
         remember_address(value)
 

@@ -127,9 +127,8 @@ def fetch_heads(repo: str, *, weights: bool = True) -> Path:
     except Exception as error:  # the clients of the hub and of HTTP raise many unrelated exceptions
         reason = describe_hub_error(error, repo, "model")
         if reason is None and offline:
-            reason = (
-                "it is not in the hub's cache, and there is no network (or HF_HUB_OFFLINE is set)"
-            )
+            place = f"models/{Path(repo).name}"
+            reason = f"{offline_advice(repo, 'model', place)}, then name {place}"
         if reason is None and not isinstance(error, OSError):
             raise
         raise FetchError(reason or str(error)) from error
@@ -216,6 +215,15 @@ def _append(url: str, part: Path, done: int, size: int, on_bytes: OnBytes | None
                 done += len(block)
                 if on_bytes is not None:
                     on_bytes(done, size)
+
+
+def offline_advice(name: str, kind: Literal["model", "dataset"], directory: str) -> str:
+    """Say why `name` cannot be fetched without a network, and how it comes into `directory`."""
+    of_dataset = " --repo-type dataset" if kind == "dataset" else ""
+    return (
+        "there is no network (or HF_HUB_OFFLINE is set), and it is not in the hub's cache: where"
+        f" there is one, run `hf download {name}{of_dataset} --local-dir {directory}`"
+    )
 
 
 def check_length(stated: str | None, expected: int) -> None:

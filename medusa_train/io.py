@@ -220,14 +220,26 @@ class JsonLinesFile:
         self._unsynced = 0
 
 
-def json_line(record: Mapping[str, Any]) -> bytes:
-    """Encode `record` as one line of JSON Lines, with its newline; keys are masked, lone surrogates
-    escaped.
+def strict_json(value: Any, **options: Any) -> str:
+    """Encode `value` by `json.dumps`, a number that is NaN or infinite as null.
+
+    JSON has no such numbers: Python's `NaN` makes other programs reject the whole file.
     """
     try:
-        return (mask_keys(json.dumps(record, ensure_ascii=False)) + "\n").encode()
+        return json.dumps(value, allow_nan=False, **options)
+    except ValueError:
+        finite = json.loads(json.dumps(value), parse_constant=lambda name: None)
+        return json.dumps(finite, **options)
+
+
+def json_line(record: Mapping[str, Any]) -> bytes:
+    """Encode `record` as one line of JSON Lines, with its newline; keys are masked, lone surrogates
+    escaped, and numbers that are NaN or infinite become null.
+    """
+    try:
+        return (mask_keys(strict_json(record, ensure_ascii=False)) + "\n").encode()
     except UnicodeEncodeError:
-        return (mask_keys(json.dumps(record)) + "\n").encode()
+        return (mask_keys(strict_json(record)) + "\n").encode()
 
 
 def complete_lines(path: Path, start: int = 0) -> Iterator[tuple[int, bytes]]:

@@ -29,8 +29,10 @@ from medusa_train.hub import FETCHING
 
 #: Seconds between two lines where the output is not a terminal.
 LINE_SECONDS = 10.0
-#: Seconds of a ticking phase without a bar before its first line.
-SILENT_SECONDS = 5.0
+#: Seconds of a ticking phase without a bar before its first line, and between two of them. Together
+#: they are 10, so that phases that follow each other are not silent for longer.
+SILENT_SECONDS = 4.0
+TICK_SECONDS = 6.0
 #: Seconds between two redraws of a bar by the caller's updates.
 REDRAW_SECONDS = 0.1
 
@@ -89,7 +91,7 @@ class RunProgress:
             completed: units that an earlier run already did; they do not count for the time left.
             ticking: show the elapsed time from a thread although nothing advances, for loading a
                 model: beside the bar, or in a line after `SILENT_SECONDS` and then every
-                `line_seconds`. Never for a phase in which something is timed: the thread would run
+                `TICK_SECONDS`. Never for a phase in which something is timed: the thread would run
                 beside it.
             inline: the phase is part of one that is shown already: print lines in place of a bar,
                 the first after `line_seconds`.
@@ -249,7 +251,7 @@ class Phase:
             if self._progress.last_line == printed:
                 self._progress.print(self.line())
             printed = self._progress.last_line
-            wait = self._progress.line_seconds
+            wait = TICK_SECONDS
 
     def _show(self) -> None:
         if not self._has_bar:

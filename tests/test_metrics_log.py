@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from medusa_train.checkpoint.run_directory import other_files
 from medusa_train.metrics_log import (
     ConsoleLogger,
     MetricLoggers,
@@ -51,6 +53,22 @@ def test_every_line_is_on_disk_as_soon_as_it_is_logged(tmp_path):
     metrics.log({"kind": "train", "step": 2, "loss": 1.0})
     assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [1, 2]
     metrics.close()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_every_line_is_json_without_pythons_nan_and_infinity(tmp_path, value):
+    path = tmp_path / "metrics.jsonl"
+    metrics = MetricsFile(path)
+    figures = {"loss": value, "head_top": [[0.5, value]], "more": {"é": value}}
+    metrics.log({"kind": "eval", "step": 1, **figures})
+    metrics.close()
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    record = json.loads(path.read_text(), parse_constant=refuse)
+    found = {name: record[name] for name in figures}
+    assert found == {"loss": None, "head_top": [[0.5, None]], "more": {"é": None}}
 
 
 def test_a_resumed_run_drops_later_lines_and_validations_that_are_in_no_checkpoint(tmp_path):
@@ -251,6 +269,7 @@ def test_wandb_offline_writes_only_to_the_run_directory(
     assert text_of(console) == ""
     assert list(out.glob("wandb/offline-run-*/*.wandb"))
     assert not (tmp_path / "wandb").exists()
+    assert list(other_files(out / "wandb")) == []
 
 
 def test_tensorboards_reader_gets_the_figures(tmp_path: Path, console: Console) -> None:
@@ -261,5 +280,6 @@ def test_tensorboards_reader_gets_the_figures(tmp_path: Path, console: Console) 
             sink.log({"kind": "train", "step": step, "loss": 10.0 * last + step})
         sink.close()
     assert text_of(console) == ""
+    assert list(other_files(tmp_path / "tensorboard")) == []
     found = reader.EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("train/loss")
     assert [(event.step, event.value) for event in found] == [(1, 1.0), (2, 12.0), (3, 13.0)]

@@ -6,7 +6,7 @@ import time
 import pytest
 from rich.console import Console
 
-from medusa_train.progress import RunProgress, duration
+from medusa_train.progress import SILENT_SECONDS, TICK_SECONDS, RunProgress, duration
 
 
 def console(terminal):
@@ -96,7 +96,8 @@ def test_a_ticking_phase_shows_that_time_passes():
 def test_a_ticking_phase_of_a_log_file_says_that_it_goes_on(monkeypatch):
     """A line once it was silent for a while, and further ones; none where it is over before."""
     monkeypatch.setattr("medusa_train.progress.SILENT_SECONDS", 0.05)
-    progress = RunProgress(console(False), line_seconds=0.05)
+    monkeypatch.setattr("medusa_train.progress.TICK_SECONDS", 0.05)
+    progress = RunProgress(console(False))
     with progress.phase("loading", ticking=True):
         end = time.monotonic() + 30
         while shown(progress).count("loading: 0 s so far\n") < 2 and time.monotonic() < end:
@@ -107,6 +108,10 @@ def test_a_ticking_phase_of_a_log_file_says_that_it_goes_on(monkeypatch):
     with progress.phase("loading", ticking=True):
         assert threading.active_count() > 1
     assert not shown(progress)
+
+
+def test_phases_that_follow_each_other_are_silent_for_at_most_ten_seconds():
+    assert SILENT_SECONDS + TICK_SECONDS <= 10
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ from medusa_train.models.drafts.lookup import LookupDraft, PromptLookupDraft, Re
 from medusa_train.models.layer_programs import LayerPrograms
 from medusa_train.models.loading import (
     UNREADABLE,
+    auto_dtype_that_fits,
     describe_unreadable,
     load_backbone,
     load_tokenizer,
@@ -210,10 +211,23 @@ def load_backbone_without_adapter(paths: ModelPaths, dtype: str | torch.dtype) -
 
     Raises BackboneError.
     """
-    quantization = paths.quantization
-    if paths.adapter is not None:
-        quantization = None  # merging an adapter dequantises
-    return _load_backbone(paths, dtype, quantization)
+    return _load_backbone(paths, dtype, _quantization_in_decoding(paths))
+
+
+def auto_dtype_of(paths: ModelPaths, report: Callable[[str], None]) -> str:
+    """Return the dtype that `auto` stands for in decoding, see `auto_dtype_that_fits`; nothing is
+    loaded or timed.
+    """
+    return auto_dtype_that_fits(
+        paths.base_model,
+        report,
+        quantization=_quantization_in_decoding(paths),
+        trust_remote_code=paths.trust_remote_code,
+    )
+
+
+def _quantization_in_decoding(paths: ModelPaths) -> Quantization | None:
+    return None if paths.adapter is not None else paths.quantization  # merging dequantizes
 
 
 def read_stop_tokens(paths: ModelPaths) -> tuple[StopTokens, Any]:

@@ -11,13 +11,14 @@ import re
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from medusa_train.config.load import dump_config, stage_one_config
-from medusa_train.config.paths import absolute_name, looks_like_path, resolve_path
+from medusa_train.config.load import dump_config, dump_yaml, stage_one_config
+from medusa_train.config.paths import absolute_name, resolve_path
 from medusa_train.config.schema import (
     NOT_IN_STAGE_ONE,
     SHARED_WITH_STAGE_ONE,
@@ -25,9 +26,17 @@ from medusa_train.config.schema import (
     TrainConfig,
 )
 from medusa_train.config.types import STAGE_ONE, TEMPLATE_SUFFIX
-from medusa_train.data.sources import BUILDERS, is_data_file_name
-from medusa_train.errors import CheckpointError, ConfigError, MedusaError
-from medusa_train.io import WRITE_ERRORS, existing_parent, locked, replace_text, write_failure
+from medusa_train.data.sources import BUILDERS, MAX_NAMED, is_data_file_name
+from medusa_train.errors import BackboneError, CheckpointError, ConfigError, MedusaError
+from medusa_train.io import (
+    WRITE_ERRORS,
+    existing_parent,
+    locked,
+    parse_json,
+    replace_text,
+    write_failure,
+)
+from medusa_train.models.model_files import find_backbone
 
 CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
@@ -58,6 +67,40 @@ RUN_FILES = (
     "wandb",
     STAGE_ONE,
 )
+#: Keys that every config.yaml of a run has, and that no other program writes together.
+_RUN_KEYS = {"base_model", "datasets", "recipe", "medusa_only_heads", "output_dir"}
+#: Keys of a line of metrics.jsonl, and of a checkpoint's manifest.
+_METRICS_KEYS = {"kind", "step", "time"}
+_MANIFEST_KEYS = {"format", "step", "files", "crc32"}
+#: Names of the files below the directories of a run, by whatever command they were written, some
+# with that of their directory.
+_WRITTEN_NAMES = (
+    # heads, adapter, model, export
+    *("README.md", "config.json", "generation_config.json", "adapter_config.json"),
+    *("medusa_lm_head.*", "draft.safetensors", "model*.safetensors", "adapter_model.safetensors"),
+    *("model.safetensors.index.json", "medusa_choices.json", ".unfinished-export"),
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
+    *("*.model", "*.tiktoken", "chat_template.*"),
+    *(
+        "generate.py",
+        "requirements.txt",
+        "configuration_*.py",
+        "modeling_*.py",
+        "tokenization_*.py",
+    ),
+    # eval
+    *("report.*", "served.*", "compare.*", "answers.jsonl", "ranks.jsonl", "turns.jsonl"),
+    *("model_answer/*.jsonl", "model_judgment/*.jsonl", "blocks.jsonl", "vllm-*.log"),
+    *(TREE, TREE_TRACES, DECISIONS),
+    # of a process that was killed
+    ".*.tmp",
+)
+#: The same by directory, where each has other names.
+_WRITTEN_PATHS = {
+    CHECKPOINTS: ("*-*/manifest.json", "*-*/state.json", "*-*/*.safetensors"),
+    "tensorboard": ("events.out.tfevents.*",),
+    "wandb": ("run-*", "offline-run-*", "latest-run*", "debug*.log", "run_id.txt", "settings"),
+}
 #: Values of `resume_from_checkpoint` that select the newest checkpoint in `output_dir`.
 NEWEST = ("latest", "auto")
 
@@ -83,12 +126,15 @@ def check_output_dir(cfg: TrainConfig) -> None:
     resume = cfg.resume_from_checkpoint
     checkpoint = named_checkpoint(resume, out)
     _check_links(out)
-    # 2. A run that is overwritten.
+    # 2. What belongs to the user or to another program.
     files = [name for name in RUN_FILES if _is_used(out / name)]
+    is_new = resume is None and not _is_run(out)
+    check_only_run_files(out, inner=cfg.overwrite_output_dir or is_new)
+    # 3. A run that is overwritten.
     if cfg.overwrite_output_dir:
         _check_overwriting(cfg, files)
         return
-    # 3. A run that is resumed.
+    # 4. A run that is resumed.
     if not files:
         return
     if resume is None:
@@ -126,17 +172,95 @@ def _check_overwriting(cfg: TrainConfig, files: Sequence[str]) -> None:
         raise ConfigError(
             "overwrite_output_dir: would delete the backbone, base_model; set another output_dir"
         )
-    if files and not {CONFIG, METRICS, HEADS, CHECKPOINTS, STAGE_ONE}.intersection(files):
-        raise ConfigError(
-            f"overwrite_output_dir: {out} holds {', '.join(files)}, but no run; set another"
-            " output_dir"
-        )
     linked = [name for name in files if name != CHECKPOINTS and _is_elsewhere(out / name)]
     if linked:
         raise ConfigError(
             f"overwrite_output_dir: {out / linked[0]} is a link or a mount point, whose content is"
             " not deleted; empty it, or set another output_dir"
         )
+
+
+def check_only_run_files(out: Path, *, inner: bool) -> None:
+    """Check that a run in `out` replaces only what a run wrote; raises ConfigError.
+
+    Args:
+        inner: check the files within its directories, too, which a new run deletes.
+    """
+    others = list(_files_of_others(out, inner))
+    if not others:
+        return
+    listed = ", ".join(str(path.relative_to(out)) for path in others[:MAX_NAMED])
+    if len(others) > MAX_NAMED:
+        listed += f" and {len(others) - MAX_NAMED} more"
+    raise ConfigError(
+        f"output_dir: {out} holds files that no run wrote, or that were edited, and a run would"
+        f" replace or delete them: {listed}; move them, or set another output_dir"
+    )
+
+
+def _files_of_others(out: Path, inner: bool) -> Iterator[Path]:
+    """Yield the files of `RUN_FILES` in `out` that no run wrote, by their content and names."""
+    if not os.path.isdir(out):
+        return
+    is_run = _is_run(out)
+    for name in RUN_FILES:
+        path = out / name
+        if name == STAGE_ONE:
+            yield from _files_of_others(path, inner)
+        elif os.path.isfile(path):
+            is_ours = _is_run_config(path) if name == CONFIG else is_run
+            if not is_ours and os.path.getsize(path) > 0:
+                yield path
+        elif inner and not is_run:
+            yield from _files_below(path)
+        elif inner and not _is_elsewhere(path):
+            yield from other_files(path)
+
+
+def other_files(directory: Path) -> Iterator[Path]:
+    """Yield the files below a directory of a run, or of an export, that nothing here writes."""
+    return (file for file in _files_below(directory) if not _is_written(file, directory))
+
+
+def _files_below(directory: Path) -> Iterator[Path]:
+    for folder, _, files in os.walk(directory):
+        yield from (Path(folder) / file for file in sorted(files))
+
+
+def _is_written(file: Path, directory: Path) -> bool:
+    """Return whether a file below a directory of a run has the name of one that a run writes."""
+    if directory.name in _WRITTEN_PATHS:
+        names = {file.relative_to(directory).as_posix()}
+        patterns = _WRITTEN_PATHS[directory.name]
+    else:
+        names = {file.name, f"{file.parent.name}/{file.name}"}
+        patterns = _WRITTEN_NAMES
+    return any(fnmatch(name, pattern) for name in names for pattern in patterns)
+
+
+def _is_run(out: Path) -> bool:
+    """Return whether a run wrote in `out`, by contents that no other program writes."""
+    if _is_run_config(out / CONFIG) or _is_run_config(out / STAGE_ONE / CONFIG):
+        return True
+    if not os.path.isdir(out):  # glob raises for a name that is too long
+        return False
+    for path in (out / METRICS, *out.glob(f"{CHECKPOINTS}/step-*/manifest.json")):
+        with suppress(OSError, ValueError), path.open("rb") as file:
+            record = parse_json(file.readline() if path.name == METRICS else file.read())
+            keys = set(record) if isinstance(record, dict) else set()
+            if keys >= _METRICS_KEYS or keys >= _MANIFEST_KEYS:
+                return True
+    return False
+
+
+def _is_run_config(path: Path) -> bool:
+    """Return whether a run wrote this config.yaml, and nobody edited it with comments or spaces."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        values = yaml.safe_load(text)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return False
+    return isinstance(values, dict) and set(values) >= _RUN_KEYS and dump_yaml(values) == text
 
 
 def named_checkpoint(resume: str | None, out: Path) -> Path | None:
@@ -179,10 +303,12 @@ def prepare_output_dir(out: Path, step: int, initial_run: Path | None = None) ->
     """Create `out` for a new run (`step` 0) or one resumed after `step`.
 
     A new run deletes the files of the run that it overwrites, but not `initial_run`, from which it
-    starts; a resumed one deletes checkpoints of later steps and those that were not written
-    completely. Other files are kept, and so are links to directories and mount points: of linked
-    `checkpoints` only checkpoints are deleted.
+    starts. Files of others among them are a ConfigError. A resumed run deletes checkpoints of later
+    steps and those that were not written completely. Other files are kept, and so are links to
+    directories and mount points: of linked `checkpoints` only checkpoints are deleted.
     """
+    if step == 0:  # again: they may have come while the data were loaded
+        check_only_run_files(out, inner=True)
     with writing(out):
         out.mkdir(parents=True, exist_ok=True)
         start = (initial_run or out).resolve()
@@ -371,15 +497,14 @@ def check_inputs(cfg: TrainConfig) -> None:
 
 
 def missing_inputs(cfg: TrainConfig) -> list[str]:
-    """List local files and directories of the configuration that do not exist; names of the hub are
-    not checked.
+    """List files and directories of the configuration that do not exist or cannot be read; of the
+    hub's names, only a model that an unreachable hub cannot give.
     """
     missing = []
-    backbone = resolve_path(cfg.base_model)
-    if backbone is None and looks_like_path(cfg.base_model):
-        missing.append(f"base_model: {cfg.base_model}: no such directory")
-    elif backbone is not None and not (backbone / "config.json").is_file():
-        missing.append(f"base_model: {cfg.base_model}: not a model directory (no config.json)")
+    try:
+        find_backbone(cfg.base_model)
+    except BackboneError as error:
+        missing.append(str(error))
     for key, entries in (("datasets", cfg.datasets), ("test_datasets", cfg.test_datasets or ())):
         for entry in entries:
             if resolve_path(entry.path) is None and is_data_file_name(entry.path):

@@ -14,12 +14,15 @@ import io
 import logging
 import os
 import re
+import shlex
 import sys
 import traceback
 import types
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from itertools import zip_longest
 from pathlib import Path
 from types import TracebackType
 from typing import Annotated, Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin
@@ -33,7 +36,7 @@ from medusa_train.config.load import load_config
 from medusa_train.config.types import Config
 from medusa_train.console_streams import MaskingConsole, console_streams, failed_streams
 from medusa_train.errors import ConfigError, MedusaError, Terminated, signal_exit_code
-from medusa_train.hide_secrets import forget_and_read_environment, mask
+from medusa_train.hide_secrets import forget_and_read_environment, mask, remember_written
 from medusa_train.io import HUGE_PAGES_VARIABLE, installed_version, set_for_this_process
 from medusa_train.training.signals import signals_as_interrupts
 
@@ -130,11 +133,16 @@ def _value_name(annotation: Any) -> str:
 
 
 class CommandOfOptions(TyperCommand):
-    """A command that names the options that are given several times: the last one counts."""
+    """A command that names the options that are given several times: the last one counts. For a key
+    that is typed as an option it says what to write.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the command line."""
-        _, _, given = self.make_parser(ctx).parse_args(args=list(args))
+        parser = self.make_parser(ctx)
+        parser.ignore_unknown_options = True
+        values, _, given = parser.parse_args(args=list(args))
+        self._explain_keys(ctx, values.get("arguments") or ())
         names = []
         for param in given:
             is_switch = getattr(param, "is_flag", False)
@@ -146,6 +154,36 @@ class CommandOfOptions(TyperCommand):
                     f"{name} is given {count} times; the last one counts", style="dim"
                 )
         return super().parse_args(ctx, args)
+
+    def _explain_keys(self, ctx: Any, words: Sequence[str]) -> None:
+        """End the command at the first word that is a key, or similar to one, typed as an option;
+        typer reports other unknown options.
+        """
+        keys = getattr(self.callback, "keys_of_command", ())
+        options = {_key_of(option) for param in self.get_params(ctx) for option in param.opts}
+        for word, following in zip_longest(words, words[1:], fillvalue=""):
+            option, equals, value = word.partition("=")
+            if not option.startswith("--"):
+                continue
+            key = _key_of(option)
+            if not equals:
+                value = "VALUE" if following.startswith("--") else following or "VALUE"
+            remember_written(value, key)
+            advice = "write {}"
+            if key.partition(".")[0] not in keys:
+                nearest = get_close_matches(key, {*keys, *options}, n=1)
+                if not nearest or nearest[0] in options:
+                    continue
+                key = nearest[0]
+                advice = "did you mean {}?"
+            setting = shlex.quote(f"{key}={value}")
+            print_error(f"{option}: no such option; {advice.format(setting)}")
+            raise typer.Exit(2)
+
+
+def _key_of(option: str) -> str:
+    """Return the key that an option would set if every key had an option of its name."""
+    return option.removeprefix("--").replace("-", "_")
 
 
 def with_keys(cls: type[Config], *names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -172,6 +210,7 @@ def with_keys(cls: type[Config], *names: str) -> Callable[[Callable[..., Any]], 
             parameters.append(inspect.Parameter(name, keyword, default=None, annotation=hint))
         parameters.append(inspect.Parameter("version", keyword, default=False, annotation=_VERSION))
         wrapper.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        wrapper.keys_of_command = tuple(cls.model_fields)  # type: ignore[attr-defined]
         return wrapper
 
     return decorate

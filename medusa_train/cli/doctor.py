@@ -101,12 +101,14 @@ def choices(cfg: TrainConfig) -> Iterator[Line]:
     """Yield what a configuration asks for and what it gets on this machine."""
     import torch
 
-    from medusa_train.models.precision import choose_precision, default_device
+    from medusa_train.models.precision import choose_precision, default_device, emulates
     from medusa_train.training.optimizer import build_optimizer
 
     device = default_device()
     precision = choose_precision(cfg.bf16, device, fp16=cfg.fp16)
     computes = f"computes in {precision}"
+    if emulates(device, precision.dtype):
+        computes += ", which this device emulates: slow"
     if cfg.fp16:
         if not _gpus():
             computes += ", since a CPU is slow in float16"
@@ -252,11 +254,13 @@ def _compile(device: torch.device) -> str:
 
 
 def _bf16_speed(device: torch.device) -> str:
-    from medusa_train.models.precision import emulates_bf16, has_fast_bf16
+    import torch
+
+    from medusa_train.models.precision import emulates, has_fast_bf16
 
     if has_fast_bf16(device):
         return "fast"
-    if emulates_bf16(device):
+    if emulates(device, torch.bfloat16):
         return "emulated"
     return "slow"
 

@@ -33,6 +33,7 @@ from medusa_train.config.paths import expand_user, looks_like_path, resolve_path
 from medusa_train.config.schema import EvalConfig
 from medusa_train.console_streams import printed_all
 from medusa_train.errors import BackboneError, ConfigError
+from medusa_train.models.model_files import find_backbone
 from medusa_train.progress import RunProgress
 from medusa_train.training.signals import signals_by_default
 
@@ -229,6 +230,8 @@ def _resolve_paths(cfg: EvalConfig) -> ModelPaths:
         threshold=None if cfg.uses_server else cfg.threshold,
         gpu_kernels=() if cfg.uses_server else cfg.gpu_kernels,
     )
+    if not cfg.server_url:
+        find_backbone(paths.base_model)
     if (note := paths.remote_code_note) is not None:
         error_console().print(f"note: {note}")
     return paths
@@ -290,10 +293,14 @@ def _chat(cfg: EvalConfig, paths: ModelPaths, console: Console) -> None:
 
 
 def _compare(names: list[str], bench: str | None, output_dir: str | None) -> None:
-    from medusa_train.evaluation.compare import load_reports, show, write
+    from medusa_train.evaluation.find_reports import find_reports
+
+    find_reports(names, bench)  # reports a wrong name before torch is imported
+    console = table_console()
+    with RunProgress(console).phase("importing torch", ticking=True):
+        from medusa_train.evaluation.compare import load_reports, show, write
 
     reports = load_reports(names, bench)
-    console = table_console()
     console.print(show(reports))
     out = runs_directory() / "compare"
     if output_dir:

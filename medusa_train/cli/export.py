@@ -75,7 +75,7 @@ def export(
     """Read the arguments, export, and print what was written."""
     cfg = _read_config(arguments or [], flags)
 
-    from medusa_train.checkpoint.resolve import names_no_backbone, resolve_model
+    from medusa_train.checkpoint.resolve import check_export, names_no_backbone, resolve_model
 
     # 1. The run, and the backbone where it names none.
     base_model = None
@@ -93,6 +93,9 @@ def export(
     has_moved = looks_like_path(paths.base_model) and not Path(paths.base_model).is_dir()
     if cfg.base_model and has_moved:
         paths = replace(paths, base_model=str(resolve_path(cfg.base_model) or cfg.base_model))
+
+    if paths.heads is not None:
+        check_export(paths.heads, cfg.to)
 
     # 2. The export.
     progress = RunProgress(error_console())

@@ -115,7 +115,7 @@ def selfdistill(
         print(format_config(cfg), end="")
         return printed_all()
 
-    from medusa_train.data.builtin_templates import get_template
+    from medusa_train.models.model_files import find_backbone
     from medusa_train.selfdistill.engines import resolve_model_paths
     from medusa_train.selfdistill.output import shard_output
     from medusa_train.selfdistill.prompts import load_prompts, resolve_shard
@@ -136,10 +136,10 @@ def selfdistill(
         return _merge(cfg, selected, out, console)
     if cfg.engine == "local":
         # reports a wrong path or template before torch is imported
-        if (note := resolve_model_paths(cfg).remote_code_note) is not None:
+        paths = resolve_model_paths(cfg)
+        find_backbone(paths.base_model)
+        if (note := paths.remote_code_note) is not None:
             error_console().print(f"note: {note}")
-        if cfg.chat_template is not None:
-            get_template(cfg.chat_template)
     if dry_run:
         return _preview(cfg, selected, console)
     return _generate(cfg, selected, out, part, console, is_chosen_part=shard is not None)
@@ -186,9 +186,11 @@ def _generate(
     if part is not None:
         prompts = [prompt for prompt in prompts if part.holds(prompt)]
     target = shard_output(out, part)
-    with RunProgress(console).phase("importing torch", ticking=True):
-        dtype = resolve_dtype(cfg)
-    with OutputWriter(target, output_settings(cfg, dtype)) as writer:
+    progress = RunProgress(console)
+    with progress.phase("importing torch and transformers", ticking=True):
+        dtype = resolve_dtype(cfg, progress.print)
+        settings = output_settings(cfg, dtype)
+    with OutputWriter(target, settings) as writer:
         if writer.done:
             writer.check_prompts(prompts)
             console.print(f"{target}: resuming after {len(writer.done)} conversations")
@@ -277,8 +279,10 @@ def _merge(cfg: SelfDistillConfig, prompts: list[Prompt], out: Path, console: Co
 
     dtype = None
     if cfg.dtype != "auto":
-        dtype = resolve_dtype(cfg)
-    merged = merge(out, output_settings(cfg, dtype), [prompt.id for prompt in prompts])
+        dtype = resolve_dtype(cfg, console.print)
+    with RunProgress(console).phase("importing torch and transformers", ticking=True):
+        settings = output_settings(cfg, dtype)
+    merged = merge(out, settings, [prompt.id for prompt in prompts])
     if not merged.conversations:
         shards = out.with_name(f"{out.stem}.shard-*{out.suffix}")
         raise nothing_kept(out, merged.dropped, cfg, dropped_path(shards))
@@ -301,7 +305,9 @@ def _preview(cfg: SelfDistillConfig, prompts: list[Prompt], console: Console) ->
     from medusa_train.selfdistill.preview import preview
 
     console.print(f"{len(prompts):,} prompts; dry run, nothing is generated or written")
-    for title, text in preview(cfg, prompts):
+    with RunProgress(error_console()).phase("loading the tokenizer", ticking=True):
+        requests = list(preview(cfg, prompts))
+    for title, text in requests:
         console.rule(title, align="left")
         console.print(text)
     return printed_all()

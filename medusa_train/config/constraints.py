@@ -553,7 +553,7 @@ _EVAL_SERVE_KEYS = (
     "serve_args",
     "serve_start_seconds",
 )
-_EVAL_SERVER_KEYS = ("concurrency", "request_timeout", "retry_seconds", "api_key_env")
+_EVAL_SERVER_KEYS = ("concurrency", "request_timeout", "retry_seconds")
 
 
 def find_ineffective_eval_keys(cfg: Any) -> Iterator[str]:
@@ -564,6 +564,8 @@ def find_ineffective_eval_keys(cfg: Any) -> Iterator[str]:
         yield from _EVAL_SERVER_KEYS
     if not cfg.serve:
         yield from _EVAL_SERVE_KEYS
+    if cfg.server_url is None and (cfg.serve or cfg.judge_base_url is None):
+        yield "api_key_env"  # VLLM_API_KEY locks the servers of `serve`
     if cfg.server_url is not None:
         yield from ("dtype", "trust_remote_code", "draft", "lookup")
     if cfg.draft is not None and "+" not in cfg.draft:  # it chooses its trees itself

@@ -9,17 +9,24 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar, cast, get_args
+from types import UnionType
+from typing import Annotated, Any, TypeVar, Union, cast, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from medusa_train.config.paths import PROJECT_ROOT, expand_variables, resolve_path
-from medusa_train.config.schema import NOT_IN_STAGE_ONE, SHARED_WITH_STAGE_ONE, TrainConfig
+from medusa_train.config.schema import (
+    NOT_IN_STAGE_ONE,
+    SHARED_WITH_STAGE_ONE,
+    DatasetConfig,
+    TrainConfig,
+)
 from medusa_train.config.types import STAGE_ONE, Config, format_value
 from medusa_train.config.yaml_lines import (
     KeyPath,
@@ -74,7 +81,7 @@ def load_config(
     # 2. The overrides; of several for a key the last counts.
     last: dict[KeyPath, str] = {}  # override of each key
     for override in overrides:
-        path_in_values = _apply_override(source, override)
+        path_in_values = _apply_override(source, override, cls)
         _name_replaced(source, last, path_in_values, override)
         last[path_in_values] = override
     given = set(map(format_path, last))
@@ -122,7 +129,12 @@ def dump_config(cfg: Config) -> str:
     cfg = cfg.resolved()
     values = cfg.model_dump(mode="json", exclude_none=True, exclude=set(cfg.ineffective_keys))
     ordered = {name: values[name] for name in type(cfg).model_fields if name in values}
-    return yaml.safe_dump(ordered, sort_keys=False, allow_unicode=True, width=110)
+    return dump_yaml(ordered)
+
+
+def dump_yaml(values: Mapping[str, Any]) -> str:
+    """Format values as YAML, in the form in which a run writes its config.yaml."""
+    return yaml.safe_dump(dict(values), sort_keys=False, allow_unicode=True, width=110)
 
 
 def _read(path: Path) -> YamlSource:
@@ -173,26 +185,25 @@ def _resolve_stage_file(values: dict[str, Any], key: str, directory: Path) -> No
         return
     if "$" in name:
         name = expand_variables(name)
-    if resolve_path(name) is None and (directory / name).is_file():
+    if resolve_path(name) is None and os.path.isfile(directory / name):
         name = str(directory / name)
     values[key] = name
 
 
 def _nearby_files(path: Path) -> str:
-    """Suggest a file of the same directory, else of `configs/`, and list the directory's YAML
-    files.
+    """Suggest the YAML files with the most similar names: of the same directory, else of
+    `configs/`.
     """
     for directory in (path.parent, PROJECT_ROOT / path.parent, PROJECT_ROOT / "configs"):
-        names = sorted(file.name for file in directory.glob("*.y*ml"))
+        names = []
+        if os.path.isdir(directory):  # False for a name that is too long
+            names = [file.name for file in directory.glob("*.y*ml")]
         if names and directory not in (Path(), PROJECT_ROOT):
             short = directory
             if directory.is_relative_to(PROJECT_ROOT):
                 short = directory.relative_to(PROJECT_ROOT)
-            suggestion = ";"
-            nearest = difflib.get_close_matches(path.name, names, n=1)
-            if nearest:
-                suggestion = f"; did you mean {short / nearest[0]}?"
-            return f"{suggestion} {short}/ contains {', '.join(names)}"
+            nearest = difflib.get_close_matches(path.name, names, n=3, cutoff=0)
+            return f"; did you mean {' or '.join(str(short / name) for name in nearest)}?"
     return ""
 
 
@@ -210,7 +221,7 @@ def _name_replaced(
             source.replaced.append(earlier)
 
 
-def _apply_override(source: YamlSource, override: str) -> KeyPath:
+def _apply_override(source: YamlSource, override: str, cls: type[Config]) -> KeyPath:
     """Set the value of an override, and return the path of its key."""
     name, equals, text = override.partition("=")
     location = f"override '{override}'"
@@ -226,11 +237,53 @@ def _apply_override(source: YamlSource, override: str) -> KeyPath:
         else:
             parts.append(part)
     path = tuple(parts)
-    parsed = read_value(text, location)
+    parsed = read_value(text, location, is_text=_is_text(text, cls, path))
     _set_value(source, path, parsed.values[""], location)
     for problem in parsed.problems:
         source.problems.append(Problem((*path, *problem.path), problem.message))
     return path
+
+
+def _types_of(annotation: Any) -> list[Any]:
+    """Return the alternatives of an annotation, such as str and None of `Text | None`."""
+    if get_origin(annotation) is Annotated:
+        return _types_of(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        return [kind for part in get_args(annotation) for kind in _types_of(part)]
+    return [annotation]
+
+
+def _types_at(cls: type[BaseModel], path: KeyPath) -> list[Any]:
+    """Return the types that the value at `path` may have; none where that is not known."""
+    found: list[Any] = [cls]
+    for part in path:
+        inner: list[Any] = []
+        for kind in found:
+            if isinstance(part, int) and get_origin(kind) is list:
+                inner += _types_of(get_args(kind)[0])
+            elif isinstance(part, str) and get_origin(kind) is dict:
+                inner += _types_of(get_args(kind)[1])
+            elif isinstance(kind, type) and issubclass(kind, BaseModel):
+                field = kind.model_fields.get(str(part))
+                inner += [] if field is None else _types_of(field.annotation)
+        found = inner
+        if part == STAGE_ONE:
+            found.append(TrainConfig)
+    return found
+
+
+def _is_text(text: str, cls: type[BaseModel], path: KeyPath) -> bool:
+    """Return whether `text` is the value at `path` as it is typed: not where only a number or a
+    name of a list is allowed, nor a list or a mapping in brackets.
+    """
+    kinds = [kind for kind in _types_at(cls, path) if kind is not type(None)]
+    if kinds == [str]:
+        return True
+    for kind in list(kinds):
+        if get_origin(kind) in (list, tuple):  # a single item may stand for a list
+            kinds += _types_of(get_args(kind)[0])
+    may_be_text = str in kinds or DatasetConfig in kinds
+    return may_be_text and not text.startswith(("[", "{"))
 
 
 def _set_value(source: YamlSource, path: KeyPath, value: object, location: str) -> None:
@@ -347,7 +400,7 @@ def _validate(cls: type[C], source: YamlSource) -> tuple[C, list[Problem]]:
     another.
     """
     problems: list[Problem] = list(source.problems)
-    problems.extend(_missing_spaces(source.values, ()))
+    problems.extend(_text_problems(source.values, ()))
     cfg = cast(C, cls.model_construct())
     invalid: set[str] = set()
     given: set[str] = set()
@@ -420,11 +473,15 @@ def _section(annotation: Any) -> type[BaseModel] | None:
     return next((section for section in sections if section is not None), None)
 
 
-def _missing_spaces(value: Any, path: KeyPath) -> Iterable[Problem]:
-    """Yield keys such as `x:1` in `{x:1}`, which YAML reads as a name without a value."""
+def _text_problems(value: Any, path: KeyPath) -> Iterable[Problem]:
+    """Yield text that no file can hold, and keys such as `x:1` in `{x:1}`, which YAML reads as a
+    name without a value.
+    """
+    if isinstance(value, str) and re.search("[\0\ud800-\udfff]", value):
+        yield Problem(path, "contains characters that are not UTF-8, or a null byte; remove them")
     if isinstance(value, list):
         for index, item in enumerate(value):
-            yield from _missing_spaces(item, (*path, index))
+            yield from _text_problems(item, (*path, index))
     if not isinstance(value, dict):
         return
     for key, item in value.items():
@@ -432,7 +489,7 @@ def _missing_spaces(value: Any, path: KeyPath) -> Iterable[Problem]:
         if item is None and colon and rest:
             message = f"a space is missing after the colon: {name}: {rest}"
             yield Problem((*path, str(key)), message)
-        yield from _missing_spaces(item, (*path, str(key)))
+        yield from _text_problems(item, (*path, str(key)))
 
 
 def _violations(

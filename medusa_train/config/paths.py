@@ -84,7 +84,9 @@ def absolute_name(name: str) -> str:
 
 
 def expand_user(name: str | Path) -> Path:
-    """Replace a leading `~` or `~USER` by the home directory."""
+    """Replace a leading `~` or `~USER` by the home directory; `./~x` is a name."""
+    if not str(name).startswith("~"):
+        return Path(name)
     try:
         return Path(name).expanduser()
     except RuntimeError:

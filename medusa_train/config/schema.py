@@ -990,7 +990,7 @@ class EvalConfig(Config):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
         "auto",
         "data type; auto: the checkpoint's, unless plain decoding is 20 % faster in another one;"
-        " decided once per run directory",
+        " decided once per run directory; on a CPU that emulates bfloat16, float32",
     )
     compile: BoolOrAuto = key(
         False,
@@ -1108,7 +1108,9 @@ class EvalConfig(Config):
         120.0, "failed requests are retried for up to this many seconds", ge=0
     )
     api_key_env: VariableName = key(
-        "OPENAI_API_KEY", "environment variable that holds the API key of the servers"
+        "OPENAI_API_KEY",
+        "environment variable that holds the API key of running servers and of the judge; the"
+        " servers of `serve` have VLLM_API_KEY",
     )
 
     constraints: ClassVar[tuple[Constraint, ...]] = EVAL_CONSTRAINTS

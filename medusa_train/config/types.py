@@ -215,11 +215,14 @@ def _as_bool_or_auto(value: object) -> object:
 
 
 def _as_resume(value: object) -> object:
-    """Map true and auto to "latest", false to None (a new run); anything else is a path."""
-    if isinstance(value, bool):
-        return "latest" if value else None
-    if value == "auto":
+    """Map true and auto to "latest", false to None (a new run), also where they are typed as text;
+    anything else is a path.
+    """
+    word = str(value).lower()
+    if word in ("true", "yes", "on", "auto"):
         return "latest"
+    if word in ("false", "no", "off"):
+        return None
     return _as_text(value)
 
 

@@ -134,17 +134,31 @@ def read_yaml(text: str, name: str) -> YamlSource:
     return source
 
 
-def read_value(text: str, name: str) -> YamlSource:
+#: How YAML writes null.
+_NULLS = ("", "~", "null", "Null", "NULL")
+#: A text in quotes of YAML.
+_QUOTED = re.compile(r"""'([^']|'')*'|"([^"\\]|\\.)*\"""")
+
+
+def read_value(text: str, name: str, *, is_text: bool = False) -> YamlSource:
     """Parse a single value; it stands under the key "" of the source called `name`.
 
     What is not valid YAML, such as some file names, is text.
+
+    Args:
+        is_text: the value is a text as it is typed: only null and quotes around all of it are YAML.
     """
-    source = YamlSource(name)
+    source = YamlSource(name, {"": text})
+    if text.strip() in _NULLS:
+        source.values[""] = None
+        return source
+    if is_text and not _QUOTED.fullmatch(text):
+        return source
     try:
         loader = StringDateLoader(text)
         root = loader.get_single_node()
-        source.values[""] = None
-        if root is not None:
+        # `&x` and `#x` are null for YAML, but whoever types them means a value
+        if root is not None and not _is_null(root):
             source.values[""] = _NodeReader(loader, source).read(root, ())
     except (yaml.YAMLError, RecursionError, ConfigError):
         return YamlSource(name, {"": text})
@@ -187,12 +201,16 @@ class _NodeReader:
 
     def _scalar(self, node: yaml.Node, path: KeyPath) -> Any:
         try:
-            return self.loader.construct_object(node)
+            value = self.loader.construct_object(node)
         # 0b_, thousands of digits, !!bool maybe, !!timestamp x
         except (ValueError, KeyError, AttributeError):
             raise ConfigError(
                 f"{self._location(node)}: {format_path(path)}: cannot be read as a value"
             ) from None
+        if isinstance(value, str):
+            # JSON writes an emoji as two escapes, which PyYAML does not join
+            return value.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
+        return value
 
     def _item(self, node: yaml.Node, path: KeyPath) -> Any:
         self.source.locations[path] = self._location(node)

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
-from jinja2 import Environment, TemplateError, TemplateSyntaxError
+from jinja2 import Environment, Template, TemplateError, TemplateSyntaxError
 from jinja2.meta import find_undeclared_variables
-from transformers.utils.chat_template_utils import render_jinja_template
+from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from medusa_train.config.types import RENDERING
 from medusa_train.data.conversation import REASONING_TAGS, Message, ReasoningTags, Role
@@ -95,17 +95,16 @@ class ChatTemplate:
         template rejects it.
         """
         try:
-            texts, _ = render_jinja_template(
-                conversations=[[message.as_dict() for message in messages]],
-                chat_template=_without_today(self.source),
+            return _compiled(self.source).render(
+                messages=[message.as_dict() for message in messages],
                 add_generation_prompt=prompt,
-                **{**self.special_tokens, **self.kwargs},
+                # Templates expect these two, if only as None.
+                **{"tools": None, "documents": None, **self.special_tokens, **self.kwargs},
             )
         except TemplateSyntaxError as error:
             raise ConfigError(f"chat template, line {error.lineno}: {error}") from None
         except (TemplateError, TypeError, ValueError, AttributeError) as error:
             raise ChatTemplateError(f"the chat template rejects the chat: {error}") from None
-        return str(texts[0])
 
     def with_variables(self, variables: Mapping[str, Any]) -> ChatTemplate:
         """Return the template with the variables of a chat, which replace those in `kwargs`."""
@@ -301,13 +300,12 @@ def _free_variables(source: str) -> frozenset[str]:
 
 
 @lru_cache(maxsize=8)
-def _without_today(source: str) -> str:
-    """Replace today's date by `DATE`, so that tokens do not change from day to day and a run can be
-    resumed.
+def _compiled(source: str) -> Template:
+    """Compile a template as transformers does, but with `DATE` as today's date: tokens must not
+    change from day to day, or a run could not be resumed.
     """
-    return re.sub(
-        r"strftime_now\(\s*(['\"])(.*?)\1\s*\)", lambda call: repr(DATE.strftime(call[2])), source
-    )
+    environment: Environment = _compile_jinja_template("").environment
+    return environment.from_string(source, globals={"strftime_now": DATE.strftime})
 
 
 def _rendered_answer(rendered: str, prompt: str, lead: str, content: str, end: str) -> str | None:

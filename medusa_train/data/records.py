@@ -27,6 +27,7 @@ from medusa_train.data.turns import (
     RecordFields,
     TurnKeys,
     as_list,
+    found_under,
     json_type,
     parse_turns,
 )
@@ -373,7 +374,7 @@ def _field(record: Mapping[str, Any], key: str, *, required: bool = True) -> str
     if value is None and not required:
         return ""
     if not isinstance(value, str):
-        raise RecordError(f"'{key}' must be a string, it is {json_type(value)}")
+        raise RecordError(f"'{key}' must be a string, it is {found_under(record, key)}")
     return value
 
 

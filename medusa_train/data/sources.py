@@ -29,7 +29,9 @@ from medusa_train.hub import (
     describe_hub_error,
     fetch_dataset_file,
     hub_is_unreachable,
+    offline_advice,
 )
+from medusa_train.io import parse_json
 
 #: Names a directory with `sharegpt.json`, for instance, that is searched before `data/seeds/`.
 SEED_DIR_VARIABLE = "MEDUSA_SEED_DIR"
@@ -37,8 +39,17 @@ _SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", PARQUET)
 #: Names of files that are not read, of which messages show so many.
 MAX_NAMED = 8
 _BESIDE = (".settings.json", ".dropped.jsonl")  # written beside the data by self-distillation
-#: Written beside data by `datasets` and by hub repositories: about the data, never records.
-_METADATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+#: Written beside data by `datasets`, hub repositories and others: about the data, no records, where
+# they hold one JSON object.
+_METADATA = (
+    "dataset_info.json",
+    "dataset_infos.json",
+    "dataset_dict.json",
+    "state.json",
+    "metadata.json",
+)
+#: What `save_to_disk` of `datasets` writes, and a key of its content with a list.
+_SAVED = {"dataset_dict.json": "splits", "state.json": "_data_files"}
 #: Format names that `datasets` and Axolotl take as `path`, with `data_files` beside it.
 BUILDERS = ("json", "parquet", "csv", "text", "arrow", "pandas", "xml", "webdataset")
 _READABLE_BUILDERS = {"json": _SUFFIXES[:-1], "parquet": (PARQUET,)}
@@ -182,10 +193,20 @@ def _open_files(source: DatasetConfig) -> LocalFiles:
 
 
 def _matching_files(root: Path, pattern: str) -> list[Path]:
-    """Return the files below `root` that a pattern such as `*.jsonl` names, sorted."""
-    full_pattern = Path(glob.escape(str(root))) / pattern
-    matches = sorted(glob.glob(str(full_pattern), recursive=True))
-    return [Path(match) for match in matches if Path(match).is_file()]
+    """Return the files below `root` that a pattern such as `*.jsonl` names, sorted.
+
+    Brackets may belong to names: directories that exist are no patterns, and neither is a `[` by
+    which no file is found.
+    """
+    parts = list(Path(pattern).parts)
+    while len(parts) > 1 and os.path.isdir(root / parts[0]):
+        root = root / parts.pop(0)
+    rest = os.path.join(*parts)
+    for inner in (rest, rest.replace("[", "[[]")):
+        matches = sorted(glob.glob(os.path.join(glob.escape(str(root)), inner), recursive=True))
+        if matches:
+            return [Path(match) for match in matches if os.path.isfile(match)]
+    return []
 
 
 def _check_readable(path: Path) -> None:
@@ -214,7 +235,7 @@ def _open_directory(source: DatasetConfig, path: Path) -> LocalFiles | HubSplit:
     that subdirectory of either. Files whose names say a split (`train`, `test`, ...) are read for
     that split only, the others for `train`, the default. `notes` name all that is not read.
     """
-    if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+    if _is_saved(path):
         return _open_saved(source, path)
     if source.name is not None:
         found = [inner for inner in (path, path / "data") if (inner / source.name).is_dir()]
@@ -291,9 +312,33 @@ def _data_files(entries: Sequence[Path]) -> list[Path]:
 
 def _is_data_file(path: Path) -> bool:
     """Return whether a file holds records, by its name."""
-    if path.name in _METADATA or path.name.endswith(_BESIDE):
+    if path.name.endswith(_BESIDE):
+        return False
+    if path.name in _METADATA and _read_object(path) is not None:
         return False
     return path.name.lower().endswith(_SUFFIXES) and path.is_file()
+
+
+def _read_object(path: Path) -> dict[str, Any] | None:
+    """Return the one JSON object that a file holds; None if it holds anything else."""
+    try:
+        found = parse_json(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _is_saved(path: Path) -> bool:
+    """Return whether `save_to_disk` wrote a directory, by its content: other programs use the same
+    names of files.
+    """
+    names = [name for name in _SAVED if (path / name).is_file()]
+    for name in names:
+        content = _read_object(path / name) or {}
+        if isinstance(content.get(_SAVED[name]), list):
+            return True
+    # a damaged one still has its rows
+    return bool(names) and any([*path.glob("*.arrow"), *path.glob("*/*.arrow")])
 
 
 def _nested(path: Path) -> str:
@@ -485,11 +530,15 @@ def _open_hub(source: DatasetConfig, on_progress: OnProgress | None) -> HubSplit
     try:
         return _load_split(source, on_progress)
     except FetchError as error:
-        raise DataError(
-            f"{source.path}: no such file or directory, and it cannot be loaded from the hub:"
-            f" {error}\nCheck its name, its `name` and `split` on the hub, and the connection, or"
-            " set the path of a JSONL file."
-        ) from None
+        reason = (
+            f", and it cannot be loaded from the hub: {error}\nCheck its name, its `name` and `split` on"
+            " the hub, and the connection, or set the path of a JSONL file."
+        )
+        if hub_is_unreachable() and isinstance(error.__cause__, ConnectionError):
+            directory = f"data/{Path(source.path).name}"
+            advice = offline_advice(source.path, "dataset", directory)
+            reason = f"; {advice}, then set path: {directory}"
+        raise DataError(f"{source.path}: no such file or directory{reason}") from None
 
 
 def _load_split(source: DatasetConfig, on_progress: OnProgress | None) -> HubSplit:
@@ -511,7 +560,7 @@ def _load_split(source: DatasetConfig, on_progress: OnProgress | None) -> HubSpl
         if not is_known and describe_hub_error(error, source.path, "dataset") is None:
             raise
         first_lines = str(error).split("\n")[:2]
-        raise FetchError(" ".join(first_lines).strip() or type(error).__name__) from None
+        raise FetchError(" ".join(first_lines).strip() or type(error).__name__) from error
     return HubSplit(f"{source.path}[{split}]", rows, is_public=True)
 
 

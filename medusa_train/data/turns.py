@@ -140,14 +140,17 @@ def parse_turns(
         if meaning in _TOOL_ROLES or turn.get("tool_calls") or turn.get("function_call"):
             raise RecordError(f"turn {number} is a tool call or its result, which is not supported")
         if name is None:
-            raise RecordError(f"turn {number} has no '{keys.role}'")
+            raise RecordError(
+                f"turn {number}: '{keys.role}' must be a string, it is"
+                f" {found_under(turn, keys.role)}"
+            )
         if role is None:
             raise RecordError(
                 f"turn {number}: unknown '{keys.role}': {name!r}, expected one of"
                 f" {', '.join([*_ROLES, *named_roles])}; `roles` of the data set gives other names"
             )
         # 2. What is said: an answer has its reasoning before the content.
-        content = _content(turn.get(keys.content), number, keys.content, unread)
+        content = _content(turn, number, keys.content, unread)
         read = {keys.role, keys.content, "weight", "tool_calls", "function_call", *train_keys}
         ids = None
         if role == "assistant":
@@ -232,7 +235,7 @@ def _with_finish_reasons(messages: Sequence[Message], reasons: object) -> tuple[
         return tuple(messages)
     marked = list(messages)
     for index, reason in zip(answers, reasons, strict=True):
-        if reason in ("length", "context"):
+        if reason in ("length", "context", "possibly cut"):
             marked[index] = replace(marked[index], is_cut=True)
     return tuple(marked)
 
@@ -245,24 +248,30 @@ def read_messages(chat: object) -> list[Message]:
 
     Raises DataError, which names the message: also if there is none, or the last is an answer.
     """
-    if not isinstance(chat, Sequence) or isinstance(chat, (str, bytes)):
+    found = json_type(chat)
+    turns: list[Any] = []
+    if isinstance(chat, Sequence) and not isinstance(chat, (str, bytes)):
+        turns = list(chat)
+        found = f"a list with {json_type(turns[0])}" if turns else "an empty list"
+    if not turns or not all(isinstance(turn, Message | Mapping) for turn in turns):
         raise DataError(
-            f"a prompt is text, or a list of messages with role and content; it is"
-            f" {json_type(chat)}"
+            "a prompt is text, or a list of messages such as {'role': 'user', 'content': TEXT}; it"
+            f" is {found}. For several prompts write [model.generate(prompt) for prompt in"
+            " prompts], for token ids model.generate(tokenizer.decode(ids), raw=True)"
         )
     messages = []
     unread = Unread()
-    for number, turn in enumerate(chat, start=1):
+    for number, turn in enumerate(turns, start=1):
         if isinstance(turn, Message):
             messages.append(turn)
             continue
-        if not isinstance(turn, Mapping) or not isinstance(turn.get("role"), str):
+        if not isinstance(turn.get("role"), str):
             raise DataError(f"message {number}: expected a mapping with role and content")
         role = turn["role"]
         if turn.get("tool_calls"):
             raise DataError(f"message {number} ({role}): tool_calls are not supported")
         try:
-            content = _content(turn.get("content"), number, "content", unread)
+            content = _content(turn, number, "content", unread)
             reasoning = ""
             if role == "assistant":
                 reasoning = _reasoning_of(turn, number)
@@ -292,10 +301,11 @@ def read_messages(chat: object) -> list[Message]:
     return messages
 
 
-def _content(content: object, number: int, key: str, unread: Unread | None = None) -> str:
+def _content(turn: Mapping[str, Any], number: int, key: str, unread: Unread | None = None) -> str:
     """Return a string, or the joined text parts of OpenAI's list form, whose other keys `unread`
     counts.
     """
+    content = turn.get(key)
     if isinstance(content, str):
         return content
     if isinstance(content, (list, tuple)):
@@ -308,7 +318,7 @@ def _content(content: object, number: int, key: str, unread: Unread | None = Non
                 names = unread_keys(part, ("type", "text"))
                 unread.turn_keys.update(f"{key}.{name}" for name in names)
         return "".join(texts)
-    raise RecordError(f"turn {number}: '{key}' must be a string, it is {json_type(content)}")
+    raise RecordError(f"turn {number}: '{key}' must be a string, it is {found_under(turn, key)}")
 
 
 def _is_text_part(part: object) -> bool:
@@ -327,8 +337,17 @@ def as_list(record: Mapping[str, Any], key: str) -> Sequence[Any]:
         except ValueError as error:
             raise RecordError(f"'{key}' is not valid JSON: {error}") from None
     if not isinstance(turns, (list, tuple)):
-        raise RecordError(f"'{key}' must be a list of turns, it is {json_type(turns)}")
+        raise RecordError(f"'{key}' must be a list of turns, it is {found_under(record, key)}")
     return turns
+
+
+def found_under(values: Mapping[str, Any], key: str) -> str:
+    """Return the type of a value in JSON's words, for a message; if the key is missing, the keys
+    that are there.
+    """
+    if key in values:
+        return json_type(values[key])
+    return f"missing; the keys are {', '.join(sorted(map(str, values))) or 'none'}"
 
 
 def json_type(value: object) -> str:

@@ -24,6 +24,9 @@ from medusa_train.inference.detokenize import answer_text
 
 EXACT_MATCH = "exact match"
 PASS_AT_1 = "pass@1"
+#: With fewer questions (or batches, or scored answers) there is no interval: they do not show how
+#: much questions vary.
+LEAST_QUESTIONS = 5
 
 
 def require_code_execution(allowed: bool, questions: Sequence[Question]) -> None:
@@ -150,7 +153,8 @@ def summarize_scores(records: Sequence[TurnRecord]) -> dict[str, Any] | None:
     """Summarize the scores of a group of answers; None if none is scored.
 
     Returns: `metric`, `answers` (number of scored ones), for `tree` (absent in a baseline-only run)
-        and `plain` the number `correct`, the `rate` and its 95 % `interval`, and with a tree
+        and `plain` the number `correct`, the `rate` and its 95 % `interval` (None with fewer than
+        `LEAST_QUESTIONS` answers), and with a tree
         `differing` (answers whose two scores differ).
     """
     scored = [record.scores for record in records if record.scores]
@@ -164,10 +168,13 @@ def summarize_scores(records: Sequence[TurnRecord]) -> dict[str, Any] | None:
         if any(name not in scores for scores in scored):
             continue
         correct = sum(scores[name].correct for scores in scored)
+        interval = None
+        if len(scored) >= LEAST_QUESTIONS:
+            interval = wilson_interval(correct, len(scored))
         summary[name] = {
             "correct": correct,
             "rate": correct / len(scored),
-            "interval": wilson_interval(correct, len(scored)),
+            "interval": interval,
         }
     if "tree" in summary:
         summary["differing"] = sum(

@@ -264,7 +264,7 @@ def validation_prompts(
         return None
     dataset, is_held_out, held_out_count = data
     conversations = prompts_by_conversation(dataset, token_budget, seed)
-    if len({example.key for example in dataset}) < MIN_CONVERSATIONS:
+    if len({example.prompt for example in dataset}) < MIN_CONVERSATIONS:
         return None
     source = "validation prompts of the run"
     if not is_held_out:

@@ -57,10 +57,19 @@ _SINGLE = re.compile(rf"\[\s*{_LABEL}?{_NUMBER}\s*\]", re.I)
 
 @dataclass(frozen=True)
 class Judge:
-    """A judge model on an OpenAI-compatible server, called at temperature 0."""
+    """A judge model on an OpenAI-compatible server, called at temperature 0, or at its own if it
+    takes no other (the server's `optional`).
+    """
 
     server: OpenAIClient
     model: str
+
+    def check(self) -> None:
+        """Ask for a reply to a greeting; raises ServerError if there is none."""
+        try:
+            self.ask([{"role": "user", "content": "Hello"}])
+        except (RequestRejected, ServerError) as error:
+            raise ServerError(f"judge {self.model}: {error}") from None
 
     def ask(self, messages: Sequence[Mapping[str, str]]) -> str:
         """Return the reply to a conversation; empty if the server returns no text.

@@ -48,7 +48,7 @@ from medusa_train.evaluation.calibrate import (
     resumed_tree,
 )
 from medusa_train.evaluation.judge import Judge, grade
-from medusa_train.evaluation.machine_load import MachineLoad, load_average, spread
+from medusa_train.evaluation.machine_load import MachineLoad, OtherProcesses, spread
 from medusa_train.evaluation.measured_answers import (
     MeasurementLog,
     SkippedTurn,
@@ -76,7 +76,7 @@ from medusa_train.io import parse_json, warn_once
 from medusa_train.models.precision import (
     WeightMemory,
     catch_out_of_memory,
-    emulates_bf16,
+    emulates,
     release_memory,
 )
 from medusa_train.progress import RunProgress
@@ -136,6 +136,7 @@ class Timed:
         dtype: in which the turns were measured.
         log: their file; removed when the report is complete.
         plain_steps: seconds of equal plain steps, before the bench and after it.
+        other_cores: how many cores other processes used meanwhile, on average.
     """
 
     records: list[TurnRecord]
@@ -144,6 +145,7 @@ class Timed:
     dtype: str
     log: MeasurementLog[Turn]
     plain_steps: list[float]
+    other_cores: float
 
 
 @dataclasses.dataclass
@@ -205,7 +207,6 @@ class Evaluation:
         """Evaluate; `command` is what the user typed."""
         cfg, progress = self.cfg, self.progress
         # 1. what can fail before a model is loaded
-        load_before = load_average()  # before this evaluation adds to it
         scorer = None
         if cfg.rouge:
             scorer = rouge_scorer(self.bench.questions)
@@ -214,7 +215,7 @@ class Evaluation:
 
         # 2. load the model, time the bench, and write the first report
         model, timed = self._load_and_time()
-        report = self._first_report(model, timed, load_before, command)
+        report = self._first_report(model, timed, command)
         try:
             # 3. what needs the tokenizer or the timed model
             self._score(report, model, scorer)
@@ -245,9 +246,7 @@ class Evaluation:
         _print_results(finished, timed.skipped, progress)
         return finished, written
 
-    def _first_report(
-        self, model: LoadedModel, timed: Timed, load_before: float | None, command: str
-    ) -> ReportInProgress:
+    def _first_report(self, model: LoadedModel, timed: Timed, command: str) -> ReportInProgress:
         """Write the report of what is timed, before the parts that may fail."""
         meta = collect_metadata(
             self.cfg,
@@ -261,9 +260,7 @@ class Evaluation:
         )
         meta["machine_load"] = MachineLoad(
             cores=os.cpu_count() or 1,
-            threads=torch.get_num_threads(),
-            load_before=load_before,
-            load_after=load_average(),
+            other_cores=timed.other_cores,
             plain_step_spread=spread(timed.plain_steps),
         ).as_json()
         resumed = completed_turns(timed.log.entries, self.bench.questions)
@@ -338,9 +335,11 @@ class Evaluation:
                 with progress.phase("compiling passes over the tree", ticking=True):
                     model.compile_tree(progress.print)
             # 4. time
+            others = OtherProcesses()
             plain_steps = self._repeat_plain_steps(model)
             records, skipped = self._time_bench(model, dtype, log)
             plain_steps += self._repeat_plain_steps(model)
+            other_cores = others.cores()
         if caught:
             raise BackboneError(
                 f"base_model {paths.base_model}: not enough memory to decode with it in"
@@ -349,7 +348,7 @@ class Evaluation:
             )
         # 5. trace
         trace_records(records, model, progress)
-        return model, Timed(records, skipped, paths, dtype, log, plain_steps)
+        return model, Timed(records, skipped, paths, dtype, log, plain_steps, other_cores)
 
     def _open_log(self, paths: ModelPaths) -> MeasurementLog[Turn]:
         """Open the log of measured turns, and say whether an interrupted evaluation is resumed."""
@@ -444,7 +443,7 @@ class Evaluation:
         return how it ended.
         """
         records = timed.records
-        if dtype == "bfloat16" and emulates_bf16(memory.device):
+        if emulates(memory.device, getattr(torch, dtype)):
             return EMULATED
         release_memory()
         if not memory.fit(dtype):
@@ -656,17 +655,22 @@ def _backbone_quality(paths: ModelPaths, progress: RunProgress) -> dict[str, Any
 
 
 def _judge(cfg: EvalConfig, progress: RunProgress) -> Judge | None:
-    """Return the judge, whose address is checked here; None without one. Sends no request."""
+    """Return the judge, once it has answered a greeting; None without one."""
     if cfg.judge_base_url is None or cfg.judge_model is None:
         return None
     client = OpenAIClient(
         cfg.judge_base_url,
+        key_variable=cfg.api_key_env,
         timeout=JUDGE_TIMEOUT,
         retry_seconds=JUDGE_RETRY_SECONDS,
         concurrency=cfg.judge_concurrency,
+        optional=["temperature"],
         note=progress.print,
     )
-    return Judge(client, cfg.judge_model)
+    judge = Judge(client, cfg.judge_model)
+    with progress.phase(f"asking {cfg.judge_model} for a reply", ticking=True):
+        judge.check()
+    return judge
 
 
 def _print_results(report: Report, skipped: Sequence[SkippedTurn], progress: RunProgress) -> None:

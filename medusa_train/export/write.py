@@ -25,11 +25,12 @@ from medusa_train.checkpoint.reference_layout import HeadTensors, shared_block_w
 from medusa_train.checkpoint.resolve import (
     SAFETENSORS,
     ModelPaths,
+    check_export,
     find_heads,
     heads_kind,
     holds_merged,
 )
-from medusa_train.checkpoint.run_directory import CONFIG, HEADS, TREE
+from medusa_train.checkpoint.run_directory import CONFIG, HEADS, TREE, other_files
 from medusa_train.checkpoint.serialize import read_json
 from medusa_train.checkpoint.server_layouts import method_in_path, to_vllm, with_own_lm_heads
 from medusa_train.config.types import ExportTarget
@@ -96,9 +97,12 @@ def export_run(
     """
     if paths.heads is None:
         raise CheckpointError(f"{paths.home}: holds no heads to export")
+    check_export(paths.heads, to)
     exported = Exported(target or paths.home / "export" / to)
     if target is not None:
         _check_target(paths, to, target)
+    elif to == MERGED and any(other_files(exported.target)):
+        raise _holds_others(exported.target)
     with _repeatable(exported.target):
         _write(paths, to, exported, base_model, licence, announce)
     return exported
@@ -129,10 +133,6 @@ def _write(
         if base_model is None:
             exported.warnings += stop_warnings(paths)
         return
-    if to in ("sglang", "speculators"):
-        raise CheckpointError(
-            f"{paths.heads}: {to} reads EAGLE-3 drafts only; export --to vllm, tgi or transformers"
-        )
     # 2. Medusa heads, or the backbone that was trained with them.
     heads = replace(read_heads(paths.heads), base_model=base_model or _backbone_name(paths))
     _check_layout(paths, heads, to)
@@ -208,17 +208,20 @@ def _check_target(paths: ModelPaths, to: ExportTarget, target: Path) -> None:
     if paths.heads is not None:
         own.append(paths.heads.resolve())
     if target.resolve() in own or _holds_other_files(target, to):
-        raise CheckpointError(
-            f"output_dir: {target} holds other files that would be overwritten; name a new"
-            " directory"
-        )
+        raise _holds_others(target)
+
+
+def _holds_others(target: Path) -> CheckpointError:
+    return CheckpointError(
+        f"output_dir: {target} holds other files that would be overwritten; name a new directory"
+    )
 
 
 def _holds_other_files(target: Path, to: ExportTarget) -> bool:
     """Return whether a directory holds anything but an earlier export of the same kind."""
     is_new = not target.exists() or not any(target.iterdir()) or (target / UNFINISHED).is_file()
     if to == MERGED:  # replaces the whole directory
-        return not is_new and not holds_merged(target)
+        return not is_new and (not holds_merged(target) or any(other_files(target)))
     if not is_new and find_heads(target).layout in (None, "model"):
         return True
     if target.name == HEADS and (target.parent / CONFIG).is_file():  # another run's

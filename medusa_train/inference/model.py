@@ -258,6 +258,11 @@ class Model:
 
     def _ids(self, prompt: Prompt, raw: bool) -> list[int]:
         """Return the token ids of a prompt, by the chat template unless it is `raw`."""
+        if raw and not isinstance(prompt, str):
+            raise MedusaError(
+                "raw=True continues one text, and this prompt is none: leave raw out for a chat;"
+                " for several texts write [model.generate(text, raw=True) for text in texts]"
+            )
         if raw:
             if isinstance(prompt, str):
                 with self._encoding:

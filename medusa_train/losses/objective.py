@@ -121,6 +121,23 @@ class Objective:
         self.weight = weight
 
     @property
+    def terms(self) -> dict[str, Any]:
+        """What is minimized, by name, as a checkpoint keeps it: losses before and after a change
+        do not compare.
+
+        `weight` scales the whole loss, and `schedule` ends at `heads_coefficient`, with which
+        validation weights the heads: neither is among them.
+        """
+        return {
+            "number of heads": self.draft.trained_heads,
+            "decay coefficient": self.decay,
+            "soft targets": self.soft_targets,
+            "LM loss": self.lm,
+            "distillation regularization": self.teacher_weight,
+            "heads coefficient": self.heads_coefficient,
+        }
+
+    @property
     def needs_teacher(self) -> bool:
         """Whether `loss` needs a teacher."""
         return self.teacher_weight > 0.0 or self.soft_targets > 0.0

@@ -32,6 +32,7 @@ from medusa_train.models.features import (
 )
 from medusa_train.models.fused_linears import fuse_linears
 from medusa_train.models.hf_config import (
+    check_exit_layer,
     context_length,
     decoder_of,
     has_experts,
@@ -40,7 +41,7 @@ from medusa_train.models.hf_config import (
     rope_switch,
 )
 from medusa_train.models.layer_programs import LayerPrograms
-from medusa_train.models.layer_split import LayerRunner, LayerSplit, check_exit_layer
+from medusa_train.models.layer_split import LayerRunner, LayerSplit
 from medusa_train.models.lm_head import Embedding, LMHead, low_rank_of
 from medusa_train.models.partitioned import full_shape
 from medusa_train.models.precision import exact_buffers, parse_dtype

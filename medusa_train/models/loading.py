@@ -7,25 +7,23 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, Literal
 from zipfile import is_zipfile
 
 import torch
-from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from transformers import AddedToken, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.utils import is_flash_attn_2_available
 
-from medusa_train.config.paths import looks_like_path, nearest_path, resolve_path
 from medusa_train.config.types import SPECIAL_TOKENS, Quantization
 from medusa_train.errors import BackboneError, ConfigError
 from medusa_train.hub import describe_hub_error, hub_is_unreachable
-from medusa_train.io import parse_json
+from medusa_train.io import describe_size, parse_json
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.compatibility import check_architecture, check_model
 from medusa_train.models.document_attention import (
@@ -35,8 +33,9 @@ from medusa_train.models.document_attention import (
     uses_varlen_kernel,
 )
 from medusa_train.models.hf_config import head_dim
+from medusa_train.models.model_files import find_backbone, missing_from_hub, model_directory
 from medusa_train.models.partitioned import gathering_modules
-from medusa_train.models.precision import default_device, parse_dtype
+from medusa_train.models.precision import WeightMemory, auto_dtype, default_device, parse_dtype
 from medusa_train.models.stop_tokens import GENERATION_CONFIG
 
 #: Roles of tokens that no model reads: padding is masked, and what a vocabulary lacks, as
@@ -134,6 +133,12 @@ def load_backbone(
     return backbone
 
 
+def model_without_weights(config: Any, *, trust_remote_code: bool = False) -> Any:
+    """Build a model of this config whose parameters have shapes, but neither memory nor values."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+
+
 def load_tokenizer(
     resolved: str,
     *,
@@ -218,17 +223,6 @@ def unneeded_special_tokens(tokenizer: Any, special_tokens: Mapping[str, str] | 
     )
 
 
-def model_directory(source: str) -> Path:
-    """Return the directory of a model that is named by it, or by its name in the hub's cache."""
-    directory = Path(source)
-    if directory.is_dir():
-        return directory
-    cached = try_to_load_from_cache(source, "config.json")
-    if isinstance(cached, str):
-        return Path(cached).parent
-    return directory
-
-
 def _describe_index(source: str) -> str | None:
     """Name an index of weight files that is not what transformers writes; None without one."""
     for path in sorted(model_directory(source).glob("*.index.json")):
@@ -274,55 +268,22 @@ def resolve_backbone(name: str, *, trust_remote_code: bool = False) -> tuple[str
         BackboneError: the directory does not exist, the hub has no such model or cannot be reached,
             or the architecture is not supported.
     """
-    local = resolve_path(name)
-    if local is not None:
-        source = str(local)
-        if not (local / "config.json").is_file():
-            raise BackboneError(f"base_model {name}: not a model directory: no config.json")
-        similar = None
-    else:
-        source = name
-        similar = nearest_path(name)
-    advice = f"; did you mean {similar}?" if similar else ""
-    if local is None and looks_like_path(name):
-        raise BackboneError(f"base_model {name}: no such directory{advice}")
+    source, _ = find_backbone(name)
     try:
         config = AutoConfig.from_pretrained(
             source, trust_remote_code=trust_remote_code, local_files_only=hub_is_unreachable()
         )
     except UNREADABLE as error:
         _refuse_remote_code(error, source)
-        if local is not None:
+        if Path(source).is_dir():
             raise BackboneError(
                 f"base_model {name}: cannot read config.json: {describe_unreadable(error)}"
             ) from error
-        # not refused before: the hub may have models of an owner with a local directory
-        if similar is not None:
-            raise BackboneError(
-                f"base_model {name}: no such directory, and no such model on the Hugging Face"
-                f" hub{advice}"
-            ) from error
-        # where the README and the shipped configurations keep models
-        directory = f"models/{Path(name).name}"
-        if name.startswith("models/"):
-            raise BackboneError(
-                f"base_model {name}: no such directory. `make smollm2-model` writes the model of"
-                f" configs/smollm2_*.yaml; for another one, `hf download OWNER/{Path(name).name}"
-                f" --local-dir {name}`"
-            ) from error
-        reason = describe_hub_error(error, name, "model")
-        if not reason and hub_is_unreachable():
-            reason = "no network, or HF_HUB_OFFLINE is set, and it is not in the cache"
-        if not reason:
-            reason = (
-                "what it answered is no model's config.json; does a proxy answer in its place?"
-                f" ({str(error).strip().partition(chr(10))[0]})"
-            )
-        raise BackboneError(
-            f"base_model {name}: not a local directory, and not available from the Hugging Face"
-            f" hub: {reason}.\nDownload it where there is a network (`hf download {name} --local-dir"
-            f" {directory}`) and set base_model: {directory}"
-        ) from error
+        reason = describe_hub_error(error, name, "model") or (
+            "what the Hugging Face hub answered is no model's config.json; does a proxy answer in"
+            f" its place? ({str(error).strip().partition(chr(10))[0]})"
+        )
+        raise missing_from_hub(name, reason) from error
     check_architecture(config, name)
     _check_generation_config(name, source)
     return source, config
@@ -373,6 +334,42 @@ def quantization_of(model: Any) -> str | None:
     if getattr(config, "load_in_8bit", False):
         return "int8"
     return str(getattr(config.quant_method, "value", config.quant_method))
+
+
+def auto_dtype_that_fits(
+    name: str,
+    report: Callable[[str], None],
+    *,
+    float16: bool = True,
+    quantization: Quantization | None = None,
+    trust_remote_code: bool = False,
+) -> str:
+    """Return what `auto` stands for with a model: `auto_dtype`, but "bfloat16" on a CPU on which the
+    weights fit into the free memory in no other dtype; `report` then gets a line about it.
+
+    Args:
+        name, quantization, trust_remote_code: as in `load_backbone`. float16: as in `auto_dtype`.
+
+    Raises:
+        BackboneError: the model cannot be found, or its architecture is not supported.
+    """
+    device = default_device()
+    dtype = auto_dtype(device, float16=float16)
+    if device.type != "cpu" or dtype != "float32" or quantization is not None:
+        return dtype
+    _, config = resolve_backbone(name, trust_remote_code=trust_remote_code)
+    if getattr(config, "quantization_config", None) is not None:
+        return dtype
+    with torch.device("meta"):
+        shape = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    memory = WeightMemory.of(shape, device)
+    if memory.fit("float32") or not memory.fit("bfloat16"):
+        return dtype
+    report(
+        f"dtype: bfloat16, since the weights need {describe_size(4 * memory.numbers)} in float32,"
+        " more than is free; this CPU is slow in bfloat16"
+    )
+    return "bfloat16"
 
 
 def loading_options(

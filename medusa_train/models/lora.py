@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from medusa_train import checksums
 from medusa_train.errors import BackboneError, CheckpointError
-from medusa_train.io import parse_json, warn_once
+from medusa_train.io import warn_once
 from medusa_train.models.backbone import Backbone
 from medusa_train.models.finite import describe_not_finite
+from medusa_train.models.model_files import ADAPTER_CONFIG, read_adapter_config
 
 LM_HEAD = "lm_head"
 
@@ -42,7 +43,6 @@ class LoraSpec:
 
 #: The weights of an adapter, as PEFT names the file.
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-CONFIG = "adapter_config.json"
 
 
 def _adapter_weights(peft: Any) -> Iterator[tuple[str, Tensor]]:
@@ -99,7 +99,7 @@ class Adapter:
 
         unknown = _unknown_entries(read_adapter_config(directory))
         if unknown:
-            warn_once(f"{directory / CONFIG}: not read: {', '.join(unknown)}")
+            warn_once(f"{directory / ADAPTER_CONFIG}: not read: {', '.join(unknown)}")
         weights = directory / ADAPTER_WEIGHTS
         if weights.is_file():
             checksums.check(weights)
@@ -187,22 +187,6 @@ class Adapter:
         set_peft_model_state_dict(self.peft, weights)
 
 
-def read_adapter_config(directory: Path) -> dict[str, Any]:
-    """Read adapter_config.json, which PEFT writes; raises CheckpointError if it is missing or not
-    JSON.
-    """
-    path = directory / CONFIG
-    if not path.is_file():
-        raise CheckpointError(f"{directory}: not an adapter: no adapter_config.json")
-    try:
-        config: dict[str, Any] = parse_json(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(config, dict) or "peft_type" not in config:
-        raise CheckpointError(f"{path}: not the configuration of an adapter (no peft_type)")
-    return config
-
-
 def _unknown_entries(config: Mapping[str, Any]) -> list[str]:
     """Return the entries of adapter_config.json that the installed PEFT leaves out."""
     from peft import PEFT_TYPE_TO_CONFIG_MAPPING
@@ -230,22 +214,46 @@ def linear_names(model: Any) -> list[str]:
     return [*sorted(names - lm_head_names), *sorted(names & lm_head_names)]
 
 
-def _target_modules(backbone: Backbone, targets: Sequence[str] | None) -> list[str]:
-    """Return the layers for LoRA, see `LoraSpec.targets`; a tied lm_head is left out of the
-    default.
-    """
-    model = backbone.model
-    names = linear_names(model)
+def default_targets(model: Any) -> list[str]:
+    """Return the names of the linear layers that get LoRA by default: all but a tied lm_head."""
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    return [name for name in linear_names(model) if not (tied and name == LM_HEAD)]
+
+
+def layers_left_out(model: Any, directory: Path) -> list[str]:
+    """Return the names of the default targets that the LoRA adapter in `directory` does not train,
+    in some layers or all. `model` needs no weights.
+    """
+    from peft import LoraConfig
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    config = LoraConfig.from_pretrained(directory)
+    targets = default_targets(model)
+    trained_in_full = set(config.modules_to_save or ())
+    left_out = set()
+    for path, _ in model.named_modules():
+        parts = path.split(".")
+        if parts[-1] not in targets or trained_in_full.intersection(parts):
+            continue
+        if not check_target_module_exists(config, path):
+            left_out.add(parts[-1])
+    return [name for name in targets if name in left_out]
+
+
+def _target_modules(backbone: Backbone, targets: Sequence[str] | None) -> list[str]:
+    """Return the layers for LoRA, see `LoraSpec.targets`."""
+    model = backbone.model
+    defaults = default_targets(model)
     if targets is None:
-        return [name for name in names if not (tied and name == LM_HEAD)]
+        return defaults
+    names = linear_names(model)
     unknown = [name for name in targets if name not in names]
     if unknown:
         raise BackboneError(
             f"lora_target_modules: {', '.join(unknown)}: no such layer; there are"
             f" {', '.join(names)}"
         )
-    if tied and LM_HEAD in targets:
+    if LM_HEAD in targets and LM_HEAD not in defaults:
         raise BackboneError(
             "lora_target_modules: lm_head is tied to the input embeddings, which merging would"
             " corrupt; leave lm_head out"

@@ -58,27 +58,33 @@ def has_fast_bf16(device: torch.device) -> bool:
     On a CPU that takes AMX, or AVX512-BF16 by AMD: Intel's AVX512-BF16 alone was measured at half
     the rate of float32.
     """
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
+    if emulates(device, torch.bfloat16):  # `ONEDNN_MAX_CPU_ISA` may forbid what the CPU has
+        return False
     if device.type == "cpu":
         # torch has no public API for this on CPUs
         if torch.cpu._is_amx_tile_supported():
             return True
         avx512_bf16 = bool(torch.cpu._is_avx512_bf16_supported())
         return avx512_bf16 and "AuthenticAMD" in _cpu_info("vendor_id")
-    return False
+    return device.type == "cuda"
 
 
-def emulates_bf16(device: torch.device) -> bool:
-    """Return whether the device has no instructions for bfloat16: products of 17 rows then take six
-    times as long.
+def emulates(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether the device has no instructions for products in `dtype`.
+
+    On a CPU they then take up to 100 times as long as in float32: oneDNN leaves them to a loop of
+    torch. Most CPUs emulate float16, and those without AVX512 emulate bfloat16 as well.
     """
-    if device.type == "cpu":
-        # torch has no public API for this; builds without oneDNN (macOS) lack the operator
-        return not (
-            torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        )
-    return device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
+    if device.type == "cpu" and dtype in (torch.bfloat16, torch.float16):
+        # torch has no public API for this; builds without oneDNN (macOS) lack the operators
+        if not torch.backends.mkldnn.is_available():
+            return True
+        if dtype == torch.bfloat16:
+            return not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        return not torch.ops.mkldnn._is_mkldnn_fp16_supported()
+    if device.type == "cuda" and dtype == torch.bfloat16:
+        return not torch.cuda.is_bf16_supported(including_emulation=False)
+    return False
 
 
 def auto_dtype(device: torch.device | None = None, *, float16: bool = True) -> str:

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -17,7 +16,7 @@ from rich import box
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table as TerminalTable
 
-from medusa_train.io import replace_text
+from medusa_train.io import replace_text, strict_json
 from medusa_train.pages.charts import PALETTE
 
 #: A width that no table reaches.
@@ -156,9 +155,9 @@ def write_files(directory: Path, contents: Mapping[str, Any]) -> list[Path]:
         if isinstance(content, str):
             text = content
         elif isinstance(content, list):
-            text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in content)
+            text = "".join(strict_json(line, ensure_ascii=False) + "\n" for line in content)
         else:
-            text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+            text = strict_json(content, indent=2, ensure_ascii=False) + "\n"
         replace_text(directory / name, text)
     return [directory / name for name in contents]
 

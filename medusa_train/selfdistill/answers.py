@@ -12,9 +12,12 @@ from typing import Literal, Protocol
 
 from medusa_train.data.conversation import Message, is_looping
 
-#: End token, max_new_tokens, context is full (no text if the prompt alone exceeds it), rejected by
-# template or server, no answer of the server within the time for retries.
-AnswerFinishReason = Literal["stop", "length", "context", "refused", "failed"]
+#: End token, max_new_tokens, context is full (no text if the prompt alone exceeds it), the server
+#: does not say that the answer is whole, it returned reasoning without an answer, rejected by
+#: template or server, no usable answer of the server within the time for retries.
+AnswerFinishReason = Literal[
+    "stop", "length", "context", "possibly cut", "only reasoning", "refused", "failed"
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,23 +62,25 @@ class Engine(Protocol):
         """Release resources; pending requests are cancelled."""
 
 
-DropReason = Literal["length", "context", "refused", "failed", "empty", "looping", "repeated"]
+DropReason = AnswerFinishReason | Literal["empty", "looping", "repeated"]
 
 
 def is_asked_again(reason: str, *, from_server: bool) -> bool:
     """Return whether the next run asks a prompt again that was dropped for `reason`.
 
     A model answers it in the same way again, and a chat template rejects it again. A server that
-    refused it, or sent an empty answer, may have been set up wrongly.
+    refused it, or sent no answer, may have been set up wrongly.
     """
-    return reason == "failed" or (from_server and reason in ("refused", "empty"))
+    of_servers = ("refused", "empty", "only reasoning")
+    return reason == "failed" or (from_server and reason in of_servers)
 
 
 @dataclass(frozen=True)
 class DropRules:
     """Which answers to drop: truncated (`drop_truncated`) and looping (`drop_looping`) ones.
 
-    Refused, failed and blank answers are always dropped; there is nothing to train on.
+    Refused, failed and blank answers are always dropped, also those that are only reasoning; there
+    is nothing to train on.
     """
 
     drop_truncated: bool = True
@@ -83,7 +88,7 @@ class DropRules:
 
     def drop_reason(self, answer: Answer) -> DropReason | None:
         """Return why `answer` is dropped, or None if it is kept."""
-        if answer.finish_reason in ("refused", "failed"):
+        if answer.finish_reason in ("refused", "failed", "only reasoning"):
             return answer.finish_reason
         # before "length": a loop often ends there
         if self.drop_looping and is_looping(answer.text):

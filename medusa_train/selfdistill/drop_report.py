@@ -16,14 +16,15 @@ MOST = 0.5  # share of the prompts, above which dropping them is worth a warning
 def most_dropped(
     output: Path, kept: int, reasons: Counter[str], cfg: SelfDistillConfig
 ) -> str | None:
-    """Return a warning if most prompts of `output` have no kept answer; else None.
+    """Return a warning if most prompts of `output` have no kept answer, or some got reasoning in its
+    place; else None.
 
     Args:
         kept: number of conversations in the file.
         reasons: number of the other prompts by the reason for which they were dropped.
     """
     count = reasons.total()
-    if count <= MOST * (count + kept):
+    if count <= MOST * (count + kept) and not reasons["only reasoning"]:
         return None
     head = f"warning: {count:,} of {count + kept:,} prompts have no kept answer"
     return _report(head, reasons, cfg, dropped_path(output))
@@ -61,13 +62,27 @@ def _remedy(reason: str, cfg: SelfDistillConfig) -> str:
         again = "then run the same command, which asks them again"
         remedies = {
             "refused": f"the server rejected them; see its log, {again}",
-            "failed": f"the server did not answer in time; see its log, {again}",
+            "failed": (
+                "the server did not answer in time, or ended answers for an unknown reason; see"
+                f" the table above and its log, {again}"
+            ),
+            "only reasoning": (
+                "the text came as reasoning (`reasoning_content`), without an answer; start the"
+                f" server without its reasoning parser, or with the model's, {again}. If the model"
+                " is not to reason, set chat_template_kwargs={enable_thinking: false}"
+            ),
             "empty": f"the server sent no text; check its chat template and model, {again}",
         }
         if reason in remedies:
             return remedies[reason]
     if reason == "length":
         return f"set max_new_tokens above {cfg.max_new_tokens}, or drop_truncated=false"
+    if reason == "possibly cut":
+        return (
+            "the server does not say that they are whole (no finish_reason, as many tokens as"
+            " max_new_tokens, or reasoning that does not end); set max_new_tokens above"
+            f" {cfg.max_new_tokens}, or keep them by drop_truncated=false"
+        )
     if reason == "context":
         return "the model's context is full; choose shorter prompts by max_chars or max_turns"
     if reason == "looping":

@@ -95,15 +95,15 @@ def weights_digest(cfg: SelfDistillConfig) -> str | None:
     return digest_files(files)
 
 
-def resolve_dtype(cfg: SelfDistillConfig) -> str | None:
-    """Return the model's dtype; None for a server."""
+def resolve_dtype(cfg: SelfDistillConfig, note: Callable[[str], None]) -> str | None:
+    """Return the model's dtype; None for a server. `note` receives why `auto` is slow here."""
     if cfg.engine == "openai":
         return None
     if cfg.dtype != "auto":
         return cfg.dtype
-    from medusa_train.models.precision import auto_dtype  # imports torch
+    from medusa_train.checkpoint.load_model import auto_dtype_of  # imports torch
 
-    return auto_dtype()
+    return auto_dtype_of(resolve_model_paths(cfg), note)
 
 
 def open_engine(
@@ -118,7 +118,7 @@ def open_engine(
     Args:
         answers: number of answers to generate, by which `compile: auto` decides.
         note: receives that decision, and lines about servers that do not answer.
-        loading: entered while the weights are read.
+        loading: entered while torch is imported and the weights are read.
     """
     if cfg.engine == "openai":
         from medusa_train.selfdistill.openai_engine import OpenAIEngine
@@ -134,11 +134,12 @@ def open_engine(
             note=note,
         )
         return OpenAIEngine(server, model_name(cfg), server_sampling(cfg), cfg.reasoning_tags)
-    import torch
-
     assert dtype is not None  # only a server has none
-    if torch.cuda.is_available() and "LOCAL_RANK" in os.environ:  # set by a launcher
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    if "LOCAL_RANK" in os.environ:  # set by a launcher
+        import torch
+
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     paths = resolve_model_paths(cfg)
     return open_hf_engine(cfg, paths, dtype, answers, note, loading)
 
@@ -163,11 +164,6 @@ def open_hf_engine(
     """Load the model in this process, compile it where wanted, and return its engine; see
     `open_engine`.
     """
-    from medusa_train.checkpoint.load_model import compile_backbone, load_for_decoding
-    from medusa_train.choose_decoding import compile_if_repaid
-    from medusa_train.data.tokenize import ChatEncoder
-    from medusa_train.selfdistill.hf_engine import HFEngine
-
     batch_size = cfg.batch_size
     if batch_size is None:
         is_single = dtype == "float32" or paths.heads is not None
@@ -176,6 +172,11 @@ def open_hf_engine(
     # 1. load it, and name what is not used, and what ends answers
     # float32 answers are reproducible on other machines only without prepacked weights
     with nullcontext() if loading is None else loading:
+        from medusa_train.checkpoint.load_model import compile_backbone, load_for_decoding
+        from medusa_train.choose_decoding import compile_if_repaid
+        from medusa_train.data.tokenize import ChatEncoder
+        from medusa_train.selfdistill.hf_engine import HFEngine
+
         model = load_for_decoding(paths, dtype, prepack=dtype != "float32")
     trees = model.draft is not None
     chat = ChatEncoder(model.backbone.tokenizer, paths.chat_template, paths.chat_template_kwargs)

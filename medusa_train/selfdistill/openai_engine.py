@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +18,7 @@ from medusa_train.servers.client import OpenAIClient
 from medusa_train.servers.rejections import RequestRejected
 
 _MAX_REJECTIONS = 50  # in a row; more are not due to single chats
+_SHOWN_REASONS = 5  # of refused requests, in the statistics
 
 _Outcome = Answer | BaseException
 
@@ -129,7 +130,9 @@ class OpenAIEngine:
         """Find out by a greeting whether the server refuses every request."""
         try:
             greeting = self.sampling.body(self.model, Request((Message("user", "Hello"),), 0))
-            self.server.complete({**greeting, "max_tokens": min(16, self.sampling.max_new_tokens)})
+            short = min(16, self.sampling.max_new_tokens)
+            content = self.server.complete({**greeting, "max_tokens": short})
+            parse_answer(content, self.reasoning_tags, short)
         except RequestRejected:
             raise self._refuses_all() from None
         self._refusals.some_answered = True
@@ -140,10 +143,13 @@ class OpenAIEngine:
         return ServerError(f"{self.server.name}: {count}; last: {refusals.last_reason}")
 
     def stats(self) -> Mapping[str, str]:
-        """Return the number of requests that were sent again."""
-        if not self.server.retries:
-            return {}
-        return {"requests repeated": f"{self.server.retries:,}"}
+        """Return the number of requests that were sent again, and why requests were refused."""
+        stats = {}
+        if self.server.retries:
+            stats["requests repeated"] = f"{self.server.retries:,}"
+        for reason, count in self._refusals.reasons.most_common(_SHOWN_REASONS):
+            stats[reason] = f"{count:,}"
+        return stats
 
     def close(self) -> None:
         """Close the connections."""
@@ -169,12 +175,14 @@ class _Refusals:
         some_answered: whether the server has answered any request.
         in_a_row: number of refusals since the last answer.
         last_reason: of the last refusal.
+        reasons: number of refusals by reason.
     """
 
     def __init__(self) -> None:
         self.some_answered = False
         self.in_a_row = 0
         self.last_reason = ""
+        self.reasons: Counter[str] = Counter()
         self._held: deque[tuple[int, Answer]] = deque()
 
     @property
@@ -195,6 +203,7 @@ class _Refusals:
         self._held.append((request_id, Answer("", reason, 0, 0)))
         self.in_a_row += 1
         self.last_reason = str(rejected)
+        self.reasons[self.last_reason] += 1
 
     def clear(self) -> None:
         """Note an answer: set the count of refusals to 0, and let held requests be returned."""
@@ -211,19 +220,34 @@ def parse_answer(
 ) -> Answer:
     """Convert a chat completion; without `usage` the token counts are 0.
 
-    An answer that was cut before `max_new_tokens` reached the end of the context.
+    An answer that was cut before `max_new_tokens` reached the end of the context. One that is said
+    to be whole was possibly cut if it has as many tokens as were allowed, or ends within its
+    reasoning.
+
+    Raises:
+        RequestRejected: the finish reason is unknown, so nobody can say whether it is whole.
     """
     choice = content["choices"][0]
     message = choice["message"]
     # 1. its text; lone surrogates, which JSON can escape and UTF-8 cannot encode, are replaced
     content_part = str(message.get("content") or "")
-    text = join_reasoning(reasoning_part(message), content_part, reasoning_tags)
+    reasoning = reasoning_part(message)
+    text = join_reasoning(reasoning, content_part, reasoning_tags)
     text = text.encode("utf-8", "replace").decode("utf-8")
     # 2. why it ends
     length = _token_count(content, "completion_tokens")
     reason = _reason(choice.get("finish_reason"))
     if reason == "length" and 0 < length < max_new_tokens:
         reason = "context"
+    # 3. whether it is whole
+    if reason == "stop":
+        allowed = content.get("max_tokens", max_new_tokens)
+        opening, closing = reasoning_tags
+        is_within_reasoning = text.lstrip().startswith(opening) and closing not in text
+        if length >= allowed or is_within_reasoning:
+            reason = "possibly cut"
+        elif reasoning and not text:
+            reason = "only reasoning"
     return Answer(text, reason, _token_count(content, "prompt_tokens"), length)
 
 
@@ -242,14 +266,13 @@ def _reason(finish: object) -> AnswerFinishReason:
     """Map the finish reasons of OpenAI, vLLM, SGLang, llama.cpp and TGI.
 
     Raises:
-        ServerError: an unknown one, since nobody can say whether its answers are complete.
+        RequestRejected: an unknown one.
     """
-    if finish is None:
-        return "stop"
+    if finish is None or finish == "":
+        return "possibly cut"
     if isinstance(finish, str) and finish in _REASONS:
         return _REASONS[finish]
     known = ", ".join(_REASONS)
-    raise ServerError(
-        f"the server ended an answer for an unknown reason, finish_reason {excerpt(str(finish), 60)!r}"
-        f" (known: {known}); is it an OpenAI-compatible chat server?"
+    raise RequestRejected(
+        f"unknown finish_reason {excerpt(str(finish), 60)!r} (known: {known})", failed=True
     )

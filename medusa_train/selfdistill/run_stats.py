@@ -97,7 +97,7 @@ def summary(stats: RunStats, engine_stats: Mapping[str, str]) -> Table:
     always = ("prompts", "conversations written")
     rows = {name: f"{count:,}" for name, count in counts.items() if count or name in always}
     # 2. advice and speed
-    if stats.dropped["length"]:
+    if stats.dropped["length"] or stats.dropped["possibly cut"]:
         rows["to keep such answers"] = "raise max_new_tokens, or set drop_truncated: false"
     rows["tokens generated"] = f"{stats.tokens:,}"
     rows["time"] = duration(stats.seconds)

@@ -39,6 +39,8 @@ from medusa_train.server_bench.request_blocks import PLAIN, Target
 from medusa_train.training.process_info import free_port
 
 PYTHON_VARIABLE = "VLLM_PYTHON"
+#: Environment variable of the key with which vLLM locks a server.
+KEY_VARIABLE = "VLLM_API_KEY"
 SERVED_NAME = "served"
 # longest chain that is measured by default; EAGLE-3 drafts as many tokens as it is asked for
 EAGLE3_TOKENS = 5

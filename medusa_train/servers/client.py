@@ -10,7 +10,7 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from medusa_train.errors import ServerError
@@ -119,8 +119,9 @@ class OpenAIClient:
         timeout: of a request in seconds. retry_seconds: failed requests are retried for up to this
             long.
         concurrency: maximum number of concurrent requests to each server.
-        note: called with a line when a server stops answering, and when it answers again; by any
-            thread.
+        optional: keys of requests that are left out for a server that rejects them.
+        note: called with a line when a server stops answering, when it answers again, and when it
+            rejects a key that can be sent otherwise; by any thread.
 
     Attributes:
         capacity: maximum number of concurrent requests to all servers. retries, last_fault: number
@@ -134,14 +135,18 @@ class OpenAIClient:
         self,
         urls: str | Sequence[str],
         *,
-        key_variable: str = "OPENAI_API_KEY",
+        key_variable: str,
         timeout: float,
         retry_seconds: float,
         concurrency: int = CONCURRENCY,
+        optional: Collection[str] = (),
         note: Callable[[str], None] = lambda line: None,
     ) -> None:
         urls = [urls] if isinstance(urls, str) else list(dict.fromkeys(urls))
-        servers = [ServerConnection(url, key_variable, timeout, concurrency) for url in urls]
+        servers = [
+            ServerConnection(url, key_variable, timeout, concurrency, optional, note)
+            for url in urls
+        ]
         self._slots = {server: Slots(concurrency, retry_seconds) for server in servers}
         self.name = ("server " if len(urls) == 1 else "servers ") + ", ".join(
             server.url for server in self._slots
@@ -241,6 +246,8 @@ class OpenAIClient:
     def _report(self, server: ServerConnection, outcome: Outcome | None) -> str | None:
         """Free the slot of a request and count its outcome (None: an error that ends the run).
 
+        What becomes of a request after `close` says nothing about its server.
+
         Returns:
             A note where the server went down or came back.
         """
@@ -249,6 +256,8 @@ class OpenAIClient:
         with self._changed:
             was_down = slots.down
             slots.in_flight -= 1
+            if self._closed.is_set():
+                return None
             if isinstance(outcome, Fault):
                 self.retries += 1
                 self.last_fault = outcome.reason

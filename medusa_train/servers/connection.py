@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -54,11 +54,23 @@ class ServerConnection:
     of the prompt from rejections or vLLM's `/tokenize`. Where a server names no numbers,
     `max_tokens` is halved until it accepts.
 
+    A server that rejects `max_tokens` gets `max_completion_tokens` in its place, one that rejects a
+    key in `optional` a request without it. What it accepts is sent from then on, and `note` is
+    called with a line.
+
     The answer to a request with `stream: true` is read to its end, and gets its times
     (`read_completion`).
     """
 
-    def __init__(self, url: str, key_variable: str, timeout: float, connections: int) -> None:
+    def __init__(
+        self,
+        url: str,
+        key_variable: str,
+        timeout: float,
+        connections: int,
+        optional: Collection[str] = (),
+        note: Callable[[str], None] = lambda line: None,
+    ) -> None:
         self.url = _normalize_url(url)
         self.context: int | None = None
         self._can_tokenize = True
@@ -68,6 +80,11 @@ class ServerConnection:
         self._models_read = False
         self._timeout = timeout
         self._closed = False
+        # by the name of a key, the one to send in its place; None: it is left out
+        self._spellings: dict[str, str | None] = {}
+        self._other_spellings = {"max_tokens": "max_completion_tokens", **dict.fromkeys(optional)}
+        self._spellings_lock = threading.Lock()
+        self._note = note
         headers = {}
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
@@ -80,28 +97,33 @@ class ServerConnection:
         )
 
     def send(self, body: Mapping[str, Any]) -> dict[str, Any] | Fault:
-        """Send a request, with a shorter `max_tokens` if it does not fit; return the response's
-        JSON or the fault.
+        """Send a request, with a shorter `max_tokens` if it does not fit; return the fault, or the
+        response's JSON with the `max_tokens` that were allowed.
 
         Raises:
             RequestRejected: status 400, 413 or 422, and no shorter answer helps.
             ServerError: wrong key or address.
         """
         body = dict(body)
+        spellings = dict(self._spellings)
         try:
             # 1. no more tokens than the context holds beside a prompt of one token
             self._read_models(body.get("model"))
             if "max_tokens" in body and self.context is not None:
                 body["max_tokens"] = min(body["max_tokens"], self.context - 1)
-            # 2. fewer and fewer, while the server says that they do not fit beside this prompt
+            # 2. once more, while it can be changed so that the server may accept it
             while True:
                 try:
-                    return self._post(body)
+                    answer = self._post(_respelled(body, spellings))
+                    break
                 except RequestRejected as rejected:
-                    room = self._room(body, rejected.limit)
-                    if room is None:
+                    if not self._adapt(body, spellings, rejected):
                         raise
-                body["max_tokens"] = room
+            if isinstance(answer, dict):
+                self._remember(spellings)
+                if "max_tokens" in body:
+                    answer["max_tokens"] = body["max_tokens"]
+            return answer
         # 3. faults, after which the request may be sent again
         except (httpx.ReadTimeout, httpx.DecodingError) as error:
             return Fault(mask(f"{type(error).__name__}: {error}"), "failed")
@@ -164,8 +186,13 @@ class ServerConnection:
                 raise httpx.ReadTimeout(f"no complete answer within {self._timeout:g} s")
 
         with self._client.stream("POST", f"{self.url}/chat/completions", json=body) as response:
-            if response.status_code != 200:
+            if response.status_code != 200 or "json" in response.headers.get("content-type", ""):
                 response.read()
+                if response.status_code == 200 and usable_answer(response) is not None:
+                    raise ServerError(
+                        f"server {self.url}: ignores `stream` and sends the whole answer at once, so"
+                        " the time to its first token cannot be measured"
+                    )
                 return self._fault(response)
             try:
                 return read_completion(split_lines(response.iter_bytes()), started, check)
@@ -183,7 +210,7 @@ class ServerConnection:
         if status == 200 or status in _RETRYABLE or status >= 500:
             return Fault(reason, "failed")
         if status in (400, 422):
-            raise RequestRejected(reason, parse_rejection(response.text))
+            raise RequestRejected(reason, parse_rejection(response.text), text=response.text)
         if status == 413:  # too long in any case, whatever the text says
             raise RequestRejected(reason, parse_rejection(response.text) or ContextLimit())
         raise ServerError(f"server {self.url}: {reason}{self._hint(status)}")
@@ -205,12 +232,37 @@ class ServerConnection:
         finally:
             self._models_lock.release()
 
-    def _room(self, body: Mapping[str, Any], limit: ContextLimit | None) -> int | None:
+    def _adapt(
+        self, body: dict[str, Any], spellings: dict[str, str | None], rejected: RequestRejected
+    ) -> bool:
+        """Change a rejected request for another try; False if nothing is left to change."""
+        # 1. fewer tokens, if it does not fit
+        if rejected.limit is not None:
+            room = self._room(body, rejected.limit)
+            if room is not None:
+                body["max_tokens"] = room
+            return room is not None
+        # 2. a key that the server names: under its other name, or left out
+        for name, other in self._other_spellings.items():
+            is_named = rejected.names(name) or (other is not None and rejected.names(other))
+            if is_named and name in body and name not in spellings:
+                spellings[name] = other
+                return True
+        return False
+
+    def _remember(self, spellings: Mapping[str, str | None]) -> None:
+        """Send keys as the server has accepted them from now on."""
+        with self._spellings_lock:
+            learned = {name: spellings[name] for name in spellings.keys() - self._spellings.keys()}
+            self._spellings.update(learned)
+        for name, other in learned.items():
+            instead = "it is left out" if other is None else f"{other} takes its place"
+            self._note(f"server {self.url}: rejects {name}; {instead}")
+
+    def _room(self, body: Mapping[str, Any], limit: ContextLimit) -> int | None:
         """Return a smaller `max_tokens` for a rejected request; None if the prompt alone does not
         fit.
         """
-        if limit is None:
-            return None  # it has another reason than the context
         asked = body.get("max_tokens", 0)
         self.context = limit.context or self.context
         # 1. exactly what is left beside the prompt, where both lengths are known
@@ -259,6 +311,16 @@ class ServerConnection:
         """Format status and message on one line."""
         phrase = excerpt(response.reason_phrase, 80)
         return f"{response.status_code} {phrase}: {excerpt(error_message(response), 300)}"
+
+
+def _respelled(body: Mapping[str, Any], spellings: Mapping[str, str | None]) -> dict[str, Any]:
+    """Return a request with its keys as the server accepts them."""
+    sent = {}
+    for key, value in body.items():
+        name = spellings.get(key, key)
+        if name is not None:
+            sent[name] = value
+    return sent
 
 
 def _read_key(variable: str) -> str:

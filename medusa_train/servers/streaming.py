@@ -59,6 +59,8 @@ def read_completion(
         usage = chunk.get("usage") or usage
         for choice in chunk.get("choices") or ():
             try:
+                if "message" in choice:
+                    raise StreamError("the stream holds a whole answer in place of its parts")
                 delta = choice.get("delta") or {}
                 reasoning = delta.get("reasoning_content") or delta.get("reasoning") or ""
                 content = delta.get("content") or ""
@@ -72,7 +74,8 @@ def read_completion(
                 first_token = now
             finish_reason = choice.get("finish_reason") or finish_reason
     # 3. the whole answer, as without `stream`
-    if finish_reason in (None, ABORTED):
+    is_whole = finish_reason is not None or finished is not None
+    if not is_whole or finish_reason == ABORTED:
         raise StreamError("the server closed the stream before the end of the answer")
     if finished is None:  # a server that closes the stream without [DONE]
         finished = clock()

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from medusa_train.checkpoint.resolve import find_heads
-from medusa_train.checkpoint.run_directory import ADAPTER, HEADS, MODEL
+from medusa_train.checkpoint.resolve import find_initial_adapter
+from medusa_train.checkpoint.run_directory import ADAPTER, MODEL
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.batch import Batch
 from medusa_train.errors import BackboneError
@@ -28,8 +27,6 @@ from medusa_train.models.partitioned import full_shape, gathered, is_partitioned
 from medusa_train.models.precision import Precision, exact_buffers
 from medusa_train.training.distributed import SINGLE_PROCESS, World
 from medusa_train.training.hidden_states import HiddenStateCache
-
-ADAPTER_FILE = "adapter_config.json"
 
 
 @dataclass
@@ -196,24 +193,3 @@ def unfrozen_modules(model: Any, layers: int) -> list[nn.Module]:
             " unfreeze"
         )
     return [*body.layers[-layers:], body.norm, model.get_output_embeddings()]
-
-
-# Weights of an earlier run (lora_model_dir)
-
-
-def find_initial_heads(run: Path | None) -> Path | None:
-    """Return the heads in `run` (a run, or a directory of heads in any supported layout), or None."""
-    return _find_initial(run, HEADS, lambda path: find_heads(path).layout is not None)
-
-
-def find_initial_adapter(run: Path | None) -> Path | None:
-    """Return the adapter in `run` (a run, or an adapter's directory), or None."""
-    return _find_initial(run, ADAPTER, lambda path: (path / ADAPTER_FILE).is_file())
-
-
-def _find_initial(run: Path | None, name: str, holds: Callable[[Path], bool]) -> Path | None:
-    if run is None:
-        return None
-    if holds(run / name):
-        return run / name
-    return run if holds(run) else None

@@ -17,7 +17,8 @@ from medusa_train.data.dataset import EncodedDataset
 from medusa_train.io import describe_size
 from medusa_train.losses.chunked_loss import gpu_bytes
 from medusa_train.models.compiled import has_compiler
-from medusa_train.models.precision import Precision
+from medusa_train.models.loading import auto_dtype_that_fits
+from medusa_train.models.precision import Precision, choose_precision
 from medusa_train.training.estimate import Estimate, device_overhead
 
 #: Tokens/s of Medusa-1 with compiled layers over those without, on a GPU at 7B shape (step train-7b
@@ -87,6 +88,27 @@ def _compiles(cfg: TrainConfig, device: torch.device) -> bool:
     # measured for these alone: a frozen backbone that is not quantized, without partitioned weights
     is_measured = cfg.recipe == "medusa1" and cfg.quantization is None and cfg.deepspeed is None
     return is_faster and is_measured and device.type == "cuda" and has_compiler(device)
+
+
+def precision_of_run(
+    cfg: TrainConfig, device: torch.device, report: Callable[[str], None]
+) -> Precision:
+    """Return in what a run on `device` computes; `report` receives why `bf16: auto` is slow here.
+
+    Raises:
+        BackboneError: the base model cannot be found.
+    """
+    bf16 = cfg.bf16
+    if bf16 == "auto" and not cfg.fp16:
+        dtype = auto_dtype_that_fits(
+            cfg.base_model,
+            report,
+            float16=False,
+            quantization=cfg.quantization,
+            trust_remote_code=cfg.trust_remote_code,
+        )
+        bf16 = dtype == "bfloat16"
+    return choose_precision(bf16, device, fp16=cfg.fp16)
 
 
 def memory_without_checkpointing(

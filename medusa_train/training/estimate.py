@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
 from medusa_train.config.schema import TrainConfig
 from medusa_train.losses.chunked_loss import block_size, chunk_size, gpu_bytes
 from medusa_train.models.drafts import DRAFTS
 from medusa_train.models.hf_config import decoder_of, head_dim, key_value_heads, quantization_of
-from medusa_train.models.lora import LM_HEAD, linear_names
+from medusa_train.models.loading import model_without_weights
+from medusa_train.models.lora import LM_HEAD, default_targets
 from medusa_train.training.backbone_recipe import unfrozen_modules
 
 #: Dense bfloat16 operations per second of one GPU, by the vendor's data sheets: name with memory
@@ -105,10 +105,7 @@ class Estimate:
     def __init__(self, cfg: TrainConfig, model_config: Any) -> None:
         self._cfg = cfg.resolved()
         self._text = model_config.get_text_config()
-        with torch.device("meta"):
-            self._model = AutoModelForCausalLM.from_config(
-                model_config, trust_remote_code=cfg.trust_remote_code
-            )
+        self._model = model_without_weights(model_config, trust_remote_code=cfg.trust_remote_code)
         self._section = cfg.draft_config
         self._settings = self._section.settings
         self._lm_head: Tensor = self._model.get_output_embeddings().weight
@@ -268,8 +265,7 @@ class Estimate:
         """Names of the linear layers that an adapter changes, without their paths."""
         names = set(self._cfg.lora_target_modules or ())
         if self._cfg.lora_target_linear or not names:
-            tied = self._lm_head is self._model.get_input_embeddings().weight
-            names |= {name for name in linear_names(self._model) if not (tied and name == LM_HEAD)}
+            names.update(default_targets(self._model))
         return names
 
     @cached_property

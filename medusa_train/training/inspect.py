@@ -15,20 +15,27 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from medusa_train.checkpoint.heads import read_token_map
+from medusa_train.checkpoint.resolve import find_initial_heads
 from medusa_train.config.load import stage_one_config
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.dataset import BatchLoader, EncodedDataset
-from medusa_train.data.draft_vocabulary import choose_draft_vocabulary, describe_vocabulary
+from medusa_train.data.draft_vocabulary import (
+    choose_draft_vocabulary,
+    describe_vocabulary,
+    warn_of_coverage,
+)
 from medusa_train.data.examples import Example
 from medusa_train.data.hidden_state_store import StateFormat
 from medusa_train.io import describe_size
 from medusa_train.models.features import FeatureSpec
 from medusa_train.models.loading import load_tokenizer, resolve_backbone
-from medusa_train.models.precision import choose_precision, default_device
+from medusa_train.models.precision import default_device
 from medusa_train.progress import LoadingProgress, RunProgress, duration
 from medusa_train.training.device_choices import (
     choose_for_device,
     memory_without_checkpointing,
+    precision_of_run,
 )
 from medusa_train.training.distributed import SINGLE_PROCESS
 from medusa_train.training.estimate import (
@@ -65,12 +72,13 @@ class _Stage:
         self.processes = processes
         self.plan = make_plan(cfg, loader.batches_per_epoch, processes)
         self.device = default_device()
-        precision = choose_precision(cfg.bf16, self.device, fp16=cfg.fp16)
-        self.dtype = precision.dtype
         # 1. What `auto` means here.
+        notes: list[str] = []
+        precision = precision_of_run(cfg, self.device, notes.append)
+        self.dtype = precision.dtype
         without = partial(memory_without_checkpointing, cfg, model_config, data.train, precision)
         choices = choose_for_device(cfg, self.device, without)
-        self.notes = choices.notes
+        self.notes = (*notes, *choices.notes)
         cfg = choices.apply(cfg)
         self.cfg = cfg
         # 2. Memory, operations and disk.
@@ -226,14 +234,8 @@ def _data_table(stage: _Stage, tokenizer: Any) -> Table:
         table.add_row("held out", _describe_tokens(validation))
     if cfg.test_datasets is not None:
         table.add_row("", _describe_answers(validation))
-    size = cfg.draft_config.settings.get("vocab_size")
-    token_map = choose_draft_vocabulary(
-        size, train, tokenizer, stage.vocab_size, cfg.draft_config.vocab_size_key
-    )
-    if token_map is not None:
-        table.add_row(
-            "vocabulary", describe_vocabulary(token_map, train, validation, stage.vocab_size)
-        )
+    for title, line in _describe_vocabulary(stage, tokenizer):
+        table.add_row(title, line)
     table.add_row("loss", cfg.describe_loss())
     table.add_row("rows", _describe_rows(train, stage.loader))
     batch = f"{cfg.micro_batch_size} x {cfg.gradient_accumulation_steps}"
@@ -247,6 +249,33 @@ def _data_table(stage: _Stage, tokenizer: Any) -> Table:
     if cfg.cache_hidden_states:
         table.add_row("hidden states", _describe_hidden_states(stage))
     return table
+
+
+def _describe_vocabulary(stage: _Stage, tokenizer: Any) -> Iterator[tuple[str, str]]:
+    """Describe a reduced vocabulary: that of the heads in `lora_model_dir`, or the one that new
+    heads get.
+    """
+    section = stage.cfg.draft_config
+    size = section.settings.get("vocab_size")
+    train = stage.data.train
+    key: str | None = section.vocab_size_key
+    token_map = None
+    heads = None
+    if stage.cfg.lora_model_dir is not None:  # heads of a stage one may be those of an earlier run
+        heads = find_initial_heads(stage.cfg.initial_run)
+    if heads is None:
+        token_map = choose_draft_vocabulary(
+            size, train, tokenizer, stage.vocab_size, section.vocab_size_key
+        )
+    elif size is not None:
+        key = None
+        token_map = read_token_map(heads)
+    if token_map is None:
+        return
+    about = (token_map, train, stage.data.validation, stage.vocab_size)
+    yield "vocabulary", describe_vocabulary(*about, key=key)
+    if (warning := warn_of_coverage(*about, key=key)) is not None:
+        yield "", warning
 
 
 def _devices(count: int) -> str:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -271,19 +272,46 @@ def describe_other_choices(cfg: TrainConfig, start: StageStart) -> Iterator[str]
 
 
 def forget_incomparable_best(
-    state: TrainState, validation: str, store: CheckpointStore, patience: int | None, world: World
+    state: TrainState,
+    validation: str,
+    objective: Mapping[str, Any],
+    store: CheckpointStore,
+    patience: int | None,
+    world: World,
+    console: Console,
 ) -> None:
-    """Forget the best evaluation where later ones cannot be compared with it: it was measured on
-    other data, or early stopping would return weights that were left in another directory.
+    """Forget the best evaluation if later ones cannot be compared with it, and print why: it was
+    measured on other data or of another objective, or early stopping would return weights that were
+    left in another directory.
 
     Args:
         validation: the fingerprint of the validation data now.
+        objective: what is minimized now, `Objective.terms`.
     """
-    comparable = state.validation is None or state.validation == validation
-    state.validation = validation
+    # 1. Why it does not compare.
+    reasons = []
+    if state.validation not in (None, validation):
+        reasons.append("the validation data changed")
+    for name, before in (state.objective or {}).items():
+        now = objective.get(name)
+        if before != now:
+            reasons.append(f"{name} was {before}, now {now}")
     if patience is not None and state.best_loss is not None:
         best = world.run_on_main(lambda: store.best(state.best_step))
-        comparable = comparable and best is not None
-    if not comparable:
-        state.best_loss = None
-        state.evals_since_best = 0
+        if best is None:
+            reasons.append(f"its weights are not in {store.root}")
+    state.validation = validation
+    state.objective = dict(objective)
+    # 2. Forget it.
+    if not reasons:
+        return
+    if state.evaluated:
+        console.print(
+            f"note: the best evaluation so far ({state.best}) is forgotten, since later ones cannot"
+            f" be compared with it: {'; '.join(reasons)}",
+            style="yellow",
+            highlight=False,
+            soft_wrap=True,
+        )
+    state.best_loss = None
+    state.evals_since_best = 0

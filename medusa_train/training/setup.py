@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 from rich.console import Console
-from torch import nn
+from torch import Tensor, nn
 
 from medusa_train.checkpoint.backbone_fingerprint import fingerprint_backbone
 from medusa_train.checkpoint.heads import load_draft
+from medusa_train.checkpoint.resolve import find_initial_adapter, find_initial_heads
 from medusa_train.checkpoint.run_directory import (
     METRICS,
     prepare_output_dir,
@@ -26,7 +27,11 @@ from medusa_train.checkpoint.run_directory import (
 from medusa_train.checkpoint.store import CheckpointStore
 from medusa_train.config.schema import TrainConfig
 from medusa_train.data.dataset import BatchLoader, validation_batches
-from medusa_train.data.draft_vocabulary import choose_draft_vocabulary, describe_vocabulary
+from medusa_train.data.draft_vocabulary import (
+    choose_draft_vocabulary,
+    describe_vocabulary,
+    warn_of_coverage,
+)
 from medusa_train.errors import ConfigError
 from medusa_train.losses.objective import Objective
 from medusa_train.metrics_log import ConsoleLogger, MetricLoggers, MetricsFile, tensorboard, wandb
@@ -35,18 +40,15 @@ from medusa_train.models.drafts import DRAFTS, draft_name
 from medusa_train.models.drafts.base import Draft
 from medusa_train.models.loading import choose_attention, load_backbone, resolve_backbone
 from medusa_train.models.partitioned import full_shape, gathered, gathering_modules, is_partitioned
-from medusa_train.models.precision import choose_kernels, choose_precision, limit_kernel_cache
+from medusa_train.models.precision import Precision, choose_kernels, limit_kernel_cache
 from medusa_train.progress import RunProgress
-from medusa_train.training.backbone_recipe import (
-    BackboneRecipe,
-    build_backbone_recipe,
-    find_initial_heads,
-)
+from medusa_train.training.backbone_recipe import BackboneRecipe, build_backbone_recipe
 from medusa_train.training.deepspeed_engine_config import complete_config, loading_config, stage_of
 from medusa_train.training.deepspeed_strategy import DeepSpeedStrategy, partitioned_loading
 from medusa_train.training.device_choices import (
     choose_for_device,
     memory_without_checkpointing,
+    precision_of_run,
 )
 from medusa_train.training.distributed import SINGLE_PROCESS, World, init_distributed
 from medusa_train.training.hidden_states import open_hidden_states
@@ -92,15 +94,17 @@ def build_trainer(
     choose_kernels(world.device)
 
     # 1. Backbone and heads, with what is decided for this device.
-    choices = choose_for_device(
-        cfg, world.device, partial(_memory_without_checkpointing, cfg, data, world), start.choices
-    )
+    # the same dtype in every process, however much memory each finds
+    dtype = world.run_on_main(lambda: precision_of_run(cfg, world.device, progress.print).dtype)
+    precision = Precision(world.device, dtype)
+    needed = partial(_memory_without_checkpointing, cfg, data, precision)
+    choices = choose_for_device(cfg, world.device, needed, start.choices)
     cfg = choices.apply(cfg)
     for line in (*choices.notes, *describe_other_choices(cfg, start)):
         console.print(line, highlight=False, soft_wrap=True)
     with progress.phase("loading the model", ticking=True):
         with world.failing_together():
-            draft, recipe = _load_model(cfg, data, console, world)
+            draft, recipe = _load_model(cfg, data, precision, console, world)
         if cfg.cache_hidden_states and cfg.prepared_dir is not None:  # which the cache requires
             documents = [*data.train, *data.validation]
             recipe.cache = open_hidden_states(
@@ -138,8 +142,15 @@ def build_trainer(
             state = restore_state(checkpoint, strategy, world)
             loader.load_state_dict(state.data)
             describe_differences(checkpoint, state, plan, world.size, store.steps(), console)
+    objective = _build_objective(cfg, draft, recipe.joint)
     forget_incomparable_best(
-        state, data.validation.fingerprint(), store, cfg.early_stopping_patience, world
+        state,
+        data.validation.fingerprint(),
+        objective.terms,
+        store,
+        cfg.early_stopping_patience,
+        world,
+        console,
     )
     if backbone_hash is not None:  # else the checkpoint's stands for a later resume
         state.backbone = backbone_hash
@@ -150,7 +161,7 @@ def build_trainer(
         trust_remote_code=cfg.trust_remote_code,
         recipe=recipe,
         draft=draft,
-        objective=_build_objective(cfg, draft, recipe.joint),
+        objective=objective,
         strategy=strategy,
         loader=loader,
         validation_batches=validation_batches(data.validation, cfg.micro_batch_size),
@@ -171,7 +182,7 @@ def build_trainer(
 
 
 def _load_model(
-    cfg: TrainConfig, data: TrainingData, console: Console, world: World
+    cfg: TrainConfig, data: TrainingData, precision: Precision, console: Console, world: World
 ) -> tuple[Draft, BackboneRecipe]:
     """Load the backbone, build the heads and make trainable what the recipe trains; the same in
     every process.
@@ -180,7 +191,6 @@ def _load_model(
     """
     seed_all(cfg.seed)
     torch.set_float32_matmul_precision("high" if cfg.tf32 else "highest")
-    precision = choose_precision(cfg.bf16, world.device, fp16=cfg.fp16)
     if cfg.fp16 and precision.dtype != torch.float16:
         console.print(f"fp16: not supported on {world.device.type}; using {precision}")
     with partitioned_loading(loading_config(cfg, world.size, str(precision))):
@@ -205,10 +215,11 @@ def _load_model(
     return draft, build_backbone_recipe(cfg, backbone, precision)
 
 
-def _memory_without_checkpointing(cfg: TrainConfig, data: TrainingData, world: World) -> int:
+def _memory_without_checkpointing(
+    cfg: TrainConfig, data: TrainingData, precision: Precision
+) -> int:
     """Estimate the bytes of a step that keeps all activations, from the backbone's shape."""
     _, model_config = resolve_backbone(cfg.base_model, trust_remote_code=cfg.trust_remote_code)
-    precision = choose_precision(cfg.bf16, world.device, fp16=cfg.fp16)
     return memory_without_checkpointing(cfg, model_config, data.train, precision)
 
 
@@ -227,16 +238,12 @@ def build_heads(
     initial = find_initial_heads(cfg.initial_run)
     if initial is None:
         settings = dict(section.settings)
+        key = section.vocab_size_key
         token_map = choose_draft_vocabulary(
-            settings.get("vocab_size"),
-            data.train,
-            backbone.tokenizer,
-            backbone.vocab_size,
-            section.vocab_size_key,
+            settings.get("vocab_size"), data.train, backbone.tokenizer, backbone.vocab_size, key
         )
         if token_map is not None:
-            line = describe_vocabulary(token_map, data.train, data.validation, backbone.vocab_size)
-            console.print(f"draft vocabulary: {line}", highlight=False)
+            _print_vocabulary(token_map, data, backbone.vocab_size, console, key)
             settings["token_map"] = token_map
         return DRAFTS[cfg.draft].from_backbone(backbone, dtype=torch.float32, **settings)
 
@@ -261,7 +268,23 @@ def build_heads(
             f" {', '.join(wanted)}"
         )
     console.print(f"initializing the heads from {initial}", highlight=False, soft_wrap=True)
+    token_map = draft.lm_head(1).token_map
+    if token_map is not None:
+        _print_vocabulary(token_map.cpu(), data, backbone.vocab_size, console)
     return draft
+
+
+def _print_vocabulary(
+    token_map: Tensor, data: TrainingData, vocab_size: int, console: Console, key: str | None = None
+) -> None:
+    """Print how much of the data a reduced vocabulary covers, and a warning if that is little;
+    `key` as for `describe_vocabulary`.
+    """
+    about = (token_map, data.train, data.validation, vocab_size)
+    line = describe_vocabulary(*about, key=key)
+    console.print(f"draft vocabulary: {line}", highlight=False, soft_wrap=True)
+    if (warning := warn_of_coverage(*about, key=key)) is not None:
+        console.print(warning, style="yellow", highlight=False, soft_wrap=True)
 
 
 # Plan, optimizer and loss
@@ -378,11 +401,18 @@ def _as_used(cfg: TrainConfig, data: TrainingData, recipe: BackboneRecipe) -> Tr
         "chat_template": data.chat_template,
         "sequence_len": data.sequence_len,
     }
-    if recipe.adapter is not None:  # which may have come with lora_model_dir
+    if recipe.adapter is not None:
         lora = recipe.adapter.peft.peft_config["default"]
         used["lora_r"] = lora.r
         used["lora_alpha"] = lora.lora_alpha
         used["lora_dropout"] = lora.lora_dropout
+        if find_initial_adapter(cfg.initial_run) is not None:  # it came with lora_model_dir
+            used["lora_modules_to_save"] = sorted(lora.modules_to_save or ()) or None
+            if not cfg.lora_target_linear:
+                targets = lora.target_modules
+                if isinstance(targets, str):  # a pattern
+                    targets = [targets]
+                used["lora_target_modules"] = sorted(targets)
     return cfg.model_copy(update=used)
 
 

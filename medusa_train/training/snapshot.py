@@ -35,7 +35,9 @@ class TrainState:
         data: the loader's position, its `state_dict`.
         best_loss: lowest validation objective in nats, measured at `best_step`.
         evals_since_best: evaluations since then, for early stopping.
-        evaluated: step of the last evaluation. validation: fingerprint of its data.
+        evaluated: step of the last evaluation. validation: fingerprint of its data. objective:
+            what it measured, as `Objective.terms`; both None before the first one and in older
+            checkpoints.
         backbone: fingerprint of the backbone's weights; None where there are no files.
         tokens, seconds: of training steps over the whole run.
         skipped: steps skipped because of a NaN/Inf loss or gradient, over the whole run.
@@ -50,6 +52,7 @@ class TrainState:
     evals_since_best: int = 0
     evaluated: int = 0
     validation: str | None = None
+    objective: dict[str, Any] | None = None
     backbone: str | None = None
     tokens: int = 0
     seconds: float = 0.0

@@ -314,7 +314,22 @@ class Trainer:
             record = result.record()
             record["best"] = is_best
             self.loggers.log("eval", self.state.step, record)
+        if not math.isfinite(result.objective):
+            self._warn_of_evaluation(result.objective)
         return is_best
+
+    def _warn_of_evaluation(self, objective: float) -> None:
+        """Say that the held-out loss is NaN/Inf, and what follows from it."""
+        patience = ""
+        if self.patience is not None:
+            count = self.state.evals_since_best
+            patience = f" ({count} of early_stopping_patience {self.patience})"
+        self.progress.print(
+            f"warning: the held-out loss at step {self.state.step} is {objective}: this evaluation"
+            f" counts as one without improvement{patience}. Check the held-out records, or lower"
+            " learning_rate",
+            style="yellow",
+        )
 
     def _log(self, last_batch: Batch) -> None:
         """Log the means since the last log line and start the next window."""

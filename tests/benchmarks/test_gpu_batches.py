@@ -9,13 +9,15 @@ import pytest
 from decode import Shape
 from shapes import Rates
 
+RATES = Rates(3.09e12, {"bfloat16": 8e14})
 WORDS = ["--shapes", "8B", "--rows", "2", "4", "--context", "40", "--seconds", "0.2"]
 
 
 @pytest.fixture(autouse=True)
-def _short_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short_texts_and_known_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_batches, "PROMPTS", (2, 8))
     monkeypatch.setattr(gpu_batches, "ANSWERS", (2, 9))
+    monkeypatch.setattr(gpu_batches, "measure_rates", lambda device, dtypes, seconds: RATES)
 
 
 def run(out: Path, *more: str) -> tuple[int, dict[str, Any], str]:
@@ -46,9 +48,8 @@ def test_floors_are_those_of_the_page(name: str, rows: int, milliseconds: float)
     """docs/gpu.md has them for 3.09 TB/s; the matrix rate does not bind."""
     page = (Path(__file__).parents[2] / "docs" / "gpu.md").read_text()
     sizes = Shape.of(name).sizes
-    rates = Rates(3.09e12, {"bfloat16": 8e14})
     size = 2 * (sizes.read + sizes.cached(1024, rows))
-    floor = rates.floor(size, sizes.step_operations(1, 1024, rows), "bfloat16")
+    floor = RATES.floor(size, sizes.step_operations(1, 1024, rows), "bfloat16")
     assert 1000 * floor == pytest.approx(milliseconds, abs=0.05)
     assert f"| {rows} | {milliseconds} | {rows / floor:,.0f}"[:-3] in page
 

@@ -47,9 +47,10 @@ def test_resuming_without_a_checkpoint_and_overwriting_delete_no_results(tmp_pat
     with pytest.raises(CheckpointError, match=r"no checkpoint to resume from: .* holds eval/"):
         check_output_dir(config(tmp_path, resume_from_checkpoint="auto"))
     (tmp_path / "model").mkdir()
-    with pytest.raises(ConfigError, match=r"holds model, eval, but no run"):
+    (tmp_path / "model" / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"that no run wrote, .*: model/config.json; move them"):
         check_output_dir(config(tmp_path, overwrite_output_dir=True))
-    (tmp_path / "checkpoints").mkdir()  # which a run that was killed at once leaves
+    write_config(config(tmp_path), tmp_path)  # which a run that was killed at once leaves
     check_output_dir(config(tmp_path, overwrite_output_dir=True))
     with pytest.raises(ConfigError, match="would delete the backbone, base_model"):
         check_output_dir(
@@ -57,6 +58,124 @@ def test_resuming_without_a_checkpoint_and_overwriting_delete_no_results(tmp_pat
         )
     with pytest.raises(ConfigError, match="would delete the heads of lora_model_dir"):
         check_output_dir(config(tmp_path, overwrite_output_dir=True, lora_model_dir=str(tmp_path)))
+
+
+OTHERS = {
+    "another program's run": {
+        "config.yaml": "defaults: [model]\n",
+        "checkpoints/step-100/model.safetensors": "weights",
+        "model/config.json": "{}",
+        "wandb/run-1/logs": "x",
+    },
+    "without a configuration": {"tree.json": "{}", "wandb/run-1/logs": "x"},
+    "metrics of others": {"metrics.jsonl": '{"loss": 1.0}\n', "heads/config.json": "{}"},
+    "the user's configuration": {"config.yaml": "base_model: m  # mine\ndatasets: d.jsonl\n"},
+    "no JSON": {"metrics.jsonl": "step,loss\n1,2\n", "tree.json": "[1"},
+}
+
+
+def put(out: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).write_text(text)
+
+
+@pytest.mark.parametrize("files", OTHERS.values(), ids=OTHERS)
+@pytest.mark.parametrize(
+    "keys",
+    [{}, {"overwrite_output_dir": True}, {"resume_from_checkpoint": "auto"}],
+    ids=["new", "overwriting", "resuming"],
+)
+def test_files_of_others_are_listed_and_stay(
+    tmp_path: Path, files: dict[str, str], keys: dict[str, object]
+) -> None:
+    put(tmp_path, files)
+    with pytest.raises(ConfigError, match="files that no run wrote") as caught:
+        check_output_dir(config(tmp_path, **keys))
+    at_top = {name for name in files if "/" not in name}
+    named = at_top if "resume_from_checkpoint" in keys else set(files)
+    assert all(name in str(caught.value) for name in named)
+    with pytest.raises(ConfigError, match="files that no run wrote"):
+        prepare_output_dir(tmp_path, 0)
+    assert {name: (tmp_path / name).read_text() for name in files} == files
+
+
+#: What a run writes, at least in part.
+OURS = {
+    "metrics.jsonl": '{"kind": "train", "step": 10, "loss": 2.0, "time": 1.5}\n',
+    "heads/config.json": "{}",
+    "heads/medusa_lm_head.safetensors": "x",
+    "adapter/adapter_model.safetensors": "x",
+    "model/model-00001-of-00002.safetensors": "x",
+    "model/tokenizer.json": "{}",
+    "tree.json": "{}",
+    "checkpoints/step-4/manifest.json": '{"format": 1, "step": 4, "files": {}, "crc32": 0}',
+    "checkpoints/step-4/draft.safetensors": "x",
+    "checkpoints/.tmp-step-8/draft.safetensors": "x",
+    "eval/tiny/report.html": "x",
+    "eval/tiny/model_judgment/gpt_single.jsonl": "x",
+    "eval/tiny/model_answer/medusa.jsonl": "x",
+    "export/vllm/README.md": "x",
+    "tensorboard/events.out.tfevents.1.host": "x",
+    "wandb/run-1/files/output.log": "x",
+    "wandb/run_id.txt": "x",
+}
+
+
+def test_a_run_is_overwritten_and_nothing_of_it_stays(tmp_path: Path) -> None:
+    put(tmp_path, OURS)
+    put(tmp_path / "stage_one", OURS)
+    put(tmp_path, {"notes.txt": "mine", "data/a.jsonl": "mine"})
+    write_config(config(tmp_path), tmp_path)
+    check_output_dir(config(tmp_path, overwrite_output_dir=True))
+    prepare_output_dir(tmp_path, 0)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "notes.txt"]
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoints/step-4/manifest.json"])
+def test_a_run_without_its_configuration_is_one(tmp_path: Path, name: str) -> None:
+    put(tmp_path, {name: OURS[name]})
+    check_output_dir(config(tmp_path, overwrite_output_dir=True))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "heads/notes.txt",
+        "heads/mine.safetensors",
+        "checkpoints/notes.md",
+        "checkpoints/step-4/notes.md",
+        "checkpoints/mine/model.safetensors",
+        "model/train.py",
+        "eval/tiny/mine.ipynb",
+        "export/vllm/deploy.sh",
+        "wandb/sweep.yaml",
+        "tensorboard/mine.csv",
+        "stage_one/heads/notes.txt",
+        "stage_one/config.yaml",
+    ],
+)
+def test_files_of_the_user_within_a_run_are_listed_before_it_is_overwritten(
+    tmp_path: Path, name: str
+) -> None:
+    put(tmp_path, OURS)
+    put(tmp_path / "stage_one", OURS)
+    put(tmp_path, {name: "mine"})
+    with pytest.raises(ConfigError, match=f"replace or delete them: {name}; move them"):
+        check_output_dir(config(tmp_path, overwrite_output_dir=True))
+    with pytest.raises(ConfigError, match=name):
+        prepare_output_dir(tmp_path, 0)
+    assert (tmp_path / name).read_text() == "mine"
+
+
+def test_a_configuration_of_a_run_that_was_edited_is_not_replaced(tmp_path: Path) -> None:
+    put(tmp_path, OURS)
+    write_config(config(tmp_path), tmp_path)
+    edited = (tmp_path / "config.yaml").read_text() + "# mine\n"
+    (tmp_path / "config.yaml").write_text(edited)
+    for keys in ({"overwrite_output_dir": True}, {"resume_from_checkpoint": "auto"}):
+        with pytest.raises(ConfigError, match=r"config\.yaml; move them"):
+            check_output_dir(config(tmp_path, **keys))
 
 
 def test_a_name_that_no_directory_can_have_is_a_message(tmp_path: Path) -> None:
@@ -135,6 +254,7 @@ def test_parts_of_a_run_may_be_links_to_another_disk(tmp_path: Path, filled: str
         for name in ("step-4", "best-4", ".tmp-step-8", "step-12", "others"):
             (disk / filled / name).mkdir()
             (disk / filled / name / "manifest.json").touch()
+        write_config(config(run), run)
         step = str(run / "checkpoints" / "step-4")
         check_output_dir(config(run, resume_from_checkpoint=step))
         check_output_dir(config(run, resume_from_checkpoint=str(disk / filled / "step-4")))
@@ -146,7 +266,7 @@ def test_parts_of_a_run_may_be_links_to_another_disk(tmp_path: Path, filled: str
         assert [path.name for path in (disk / filled).iterdir()] == ["others"]
     else:
         (disk / filled / "report.json").touch()
-        (run / "config.yaml").touch()
+        write_config(config(run), run)
         with pytest.raises(ConfigError, match="already holds a run"):
             check_output_dir(config(run))
         with pytest.raises(ConfigError, match="eval is a link or a mount point, whose content"):

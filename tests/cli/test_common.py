@@ -82,6 +82,39 @@ def test_an_option_that_is_given_twice_is_named(command: Typer, option: str) -> 
     assert twice.exit_code != 0
 
 
+@pytest.mark.parametrize(
+    ("command", "words", "advice"),
+    [
+        (train_app, ["--base-model", "X"], "--base-model: no such option; write base_model=X"),
+        (train_app, ["--learning-rate=1e-3"], "write learning_rate=1e-3"),
+        (train_app, ["--eagle3.vocab-size", "9"], "write eagle3.vocab_size=9"),
+        (train_app, ["--bf16", "--inspect"], "write bf16=VALUE"),
+        (train_app, ["--model", "two words"], "did you mean 'base_model=two words'?"),
+        (selfdistill_app, ["--base-model", "X"], "write base_model=X"),
+        (evaluate_app, ["--score", "true"], "write score=true"),
+        (export_app, ["runs/mine", "--license", "mit"], "write license=mit"),
+    ],
+)
+def test_a_key_that_is_typed_as_an_option_is_answered_with_what_to_write(
+    command: Typer, words: list[str], advice: str
+) -> None:
+    result = CliRunner().invoke(command, words)
+    assert result.exit_code == 2
+    assert result.stderr.strip().removeprefix("error: ").endswith(advice), result.stderr
+
+
+def test_a_mistyped_option_is_answered_with_the_nearest_one() -> None:
+    result = CliRunner().invoke(evaluate_app, ["--benhc", "tiny"])
+    assert result.exit_code == 2
+    assert "--bench" in result.stderr
+
+
+def test_a_secret_that_is_typed_as_an_option_is_not_printed() -> None:
+    result = CliRunner().invoke(train_app, ["--wandb-api-key", "1234567890abcdef"])
+    assert result.exit_code == 2
+    assert "1234567890abcdef" not in result.output
+
+
 # --- exit codes ---------------------------------------------------------------------------------------------------
 
 

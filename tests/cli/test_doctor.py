@@ -11,6 +11,9 @@ from typer.testing import CliRunner
 
 from medusa_train.cli import doctor
 from medusa_train.cli.train import app
+from medusa_train.config.load import load_config
+from medusa_train.config.schema import TrainConfig
+from medusa_train.models import precision
 
 
 def page(*arguments: str, code: int = 0) -> str:
@@ -85,3 +88,10 @@ def test_a_driver_that_hangs_is_not_waited_for(
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setattr(doctor, "TIMEOUT", 0.3)
     assert doctor._ask(doctor._driver).startswith("failed: TimeoutExpired")
+
+
+def test_a_dtype_that_the_device_emulates_is_called_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = load_config(TrainConfig, Path("configs/tiny_m1.yaml"), ["bf16=true"])
+    monkeypatch.setattr(precision, "emulates", lambda device, dtype: dtype == torch.bfloat16)
+    lines = dict(doctor.choices(cfg))
+    assert lines["bf16: true"] == "computes in bfloat16, which this device emulates: slow"

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from medusa_train.cli.evaluate import app
 from medusa_train.config.paths import PROJECT_ROOT
 from medusa_train.config.schema import EvalConfig
-from medusa_train.models.precision import emulates_bf16
+from medusa_train.models.precision import emulates
 from tests.evaluation.tiny_model import write_backbone, write_bench, write_run
 
 runner = CliRunner()
@@ -39,8 +39,8 @@ def test_without_a_model_the_newest_run_is_evaluated(
     )
     assert report["overall"]["answers"] == 4
     assert report["overall"]["equal_answers"] + report["overall"]["tie_answers"] == 4
-    assert (report["overall"]["equal_answers_bf16"] is not None) is not emulates_bf16(
-        torch.device("cpu")
+    assert (report["overall"]["equal_answers_bf16"] is not None) is not emulates(
+        torch.device("cpu"), torch.bfloat16
     )
     assert report["meta"]["model"] == "runs/first"
     assert report["meta"]["base_model"] == "backbone"
@@ -134,6 +134,8 @@ def test_mistakes_end_with_a_message_and_their_exit_code(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("medusa_train.config.paths.PROJECT_ROOT", tmp_path)
     write_bench(tmp_path / "small.jsonl")
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text("{}")
     result = runner.invoke(app, arguments)
     assert result.exit_code == code
     assert message in " ".join(result.stderr.split())

@@ -161,9 +161,17 @@ def test_answers_of_servers(at_work: Path) -> None:
     assert "your key is ***" in judgment.read_text()
     with serving() as server:
         repeating(server, ERRORS["refused"])
+        refuse = server.script  # all but the first request, by which the judge is checked
+        server.script = lambda number, body: refuse(number, body) if number else None
         judge = ["--judge-base-url", server.url, "--judge-model", "m", "--output-dir", "unjudged"]
         run(at_work, evaluate.app, "--model", "run", *EVAL, *judge)
     assert "no access with ***" in (at_work / "unjudged" / "report.json").read_text()
+    with serving() as server:
+        repeating(server, ERRORS["refused"])
+        judge = ["--judge-base-url", server.url, "--judge-model", "m", "--output-dir", "refused"]
+        refused = run(at_work, evaluate.app, "--model", "run", *EVAL, *judge)
+    assert refused.exit_code == 1
+    assert "no access with ***" in refused.output
 
 
 def test_servers_that_are_started(at_work: Path, tmp_path: Path) -> None:

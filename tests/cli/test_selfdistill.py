@@ -165,6 +165,60 @@ def test_a_server_that_sends_only_empty_answers_fails_the_run(at_work: Path) -> 
     assert not list(at_work.glob("blank*"))
 
 
+def test_answers_that_came_as_reasoning_are_reported_with_what_to_set(at_work: Path) -> None:
+    def script(number: int, body: dict) -> Reply:
+        message: dict[str, str | None] = {"content": "four"}
+        if body["messages"][-1]["content"] == "question 2":
+            message = {"content": None, "reasoning_content": "four"}
+        choice = {"message": message, "finish_reason": "stop"}
+        return 200, {}, json.dumps({"choices": [choice]}).encode()
+
+    words = ["--seed", "mine.jsonl", "--model", "m", "--output", "thought.jsonl"]
+    with serving(script) as server:
+        output = " ".join(succeed([*words, "--server-url", server.url]).output.split())
+    assert "1 only reasoning: the text came as reasoning (`reasoning_content`)" in output
+    assert "chat_template_kwargs={enable_thinking: false}" in output
+    assert "the same command asks 1 prompts again" in output
+    assert len(read(at_work / "thought.jsonl")) == 3
+
+
+def test_an_unknown_finish_reason_is_counted_and_the_other_answers_stay(at_work: Path) -> None:
+    def script(number: int, body: dict) -> Reply:
+        finish = "stop"
+        if body["messages"][-1]["content"] == "question 2":
+            finish = "insufficient_system_resource"
+        choice = {"message": {"content": "yes"}, "finish_reason": finish}
+        return 200, {}, json.dumps({"choices": [choice]}).encode()
+
+    words = ["--seed", "mine.jsonl", "--model", "m", "--output", "unknown.jsonl"]
+    with serving(script) as server:
+        output = succeed([*words, "--server-url", server.url]).output
+    (line,) = [line for line in output.splitlines() if "insufficient_system_resource" in line]
+    assert line.split()[-2] == "1"  # before the border of the table
+    assert "the same command asks 1 prompts again" in output
+    assert len(read(at_work / "unknown.jsonl")) == 3
+
+
+@pytest.mark.parametrize("finish", [None, "stop"])
+def test_answers_that_may_be_cut_are_dropped_unless_truncated_ones_are_kept(
+    at_work: Path, finish: str | None
+) -> None:
+    def script(number: int, body: dict) -> Reply:
+        choice = {"message": {"content": "half an"}, "finish_reason": finish}
+        usage = {"prompt_tokens": 5, "completion_tokens": body["max_tokens"]}
+        return 200, {}, json.dumps({"choices": [choice], "usage": usage}).encode()
+
+    words = ["--seed", "mine.jsonl", "--model", "m", "--server-url"]
+    with serving(script) as server:
+        result = runner.invoke(app, [*words, server.url, f"output=cut-{finish}.jsonl"])
+        kept = [f"output=cut-{finish}-kept.jsonl", "drop_truncated=false"]
+        succeed([*words, server.url, *kept])
+    assert result.exit_code == 1
+    assert "4 possibly cut: the server does not say that they are whole" in result.output
+    lines = read(at_work / f"cut-{finish}-kept.jsonl")
+    assert [line["finish_reasons"][0] for line in lines] == ["possibly cut"] * 4
+
+
 def test_models_in_directories_of_the_same_name_are_told_apart(
     at_work: Path, tmp_path: Path
 ) -> None:

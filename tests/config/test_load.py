@@ -233,6 +233,122 @@ def test_an_override_that_is_no_yaml_is_text(text: str) -> None:
     assert load_config(EvalConfig, None, [f"bench={text}"]).bench == text
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "/data/run #3",
+        "a # b",
+        "#3",
+        "&x",
+        "*x",
+        "!x y",
+        "| x",
+        "> x",
+        "- x",
+        "? x",
+        "a: b",
+        "{x}",
+        "[x]",
+        "true",
+        "yes",
+        "1.10",
+        "0123",
+        "2024-01-02",
+        " a ",
+        "'",
+        '"a',
+        "it's",
+        "'a' and 'b'",
+        "\N{ROCKET} #1",
+    ],
+)
+def test_an_override_of_text_is_taken_as_it_is_typed(text: str) -> None:
+    cfg = load_config(
+        TrainConfig,
+        None,
+        [
+            f"base_model={text}",
+            "datasets=[{path: a}]",
+            f"datasets[0].path={text}",
+            f"chat_template={text}.jinja",
+            f"special_tokens.eos_token={text}",
+            "deepspeed.a=1",
+        ],
+    )
+    assert cfg.base_model == text
+    assert cfg.datasets[0].path == text
+    assert cfg.chat_template == f"{text}.jinja"
+    assert cfg.special_tokens == {"eos_token": text}
+
+
+@pytest.mark.parametrize("text", ["/data/x #3", "&x", "*.jsonl", "a: b", "- x"])
+def test_where_a_list_or_a_mapping_may_stand_other_text_is_taken_as_it_is_typed(text: str) -> None:
+    cfg = load_config(
+        TrainConfig,
+        None,
+        [
+            "base_model=m",
+            f"datasets={text}",
+            "test_datasets=[{path: json}]",
+            f"test_datasets.0.data_files={text}",
+            f"lora_target_modules={text}",
+            f"deepspeed={text}",
+        ],
+    )
+    assert cfg.datasets[0].path == text
+    assert cfg.test_datasets is not None
+    assert cfg.test_datasets[0].data_files == [text]
+    assert cfg.lora_target_modules == [text]
+    assert cfg.deepspeed == text
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("null", None),
+        ("~", None),
+        ("", None),
+        ("'x #3'", "x #3"),
+        ("'it''s'", "it's"),
+        ('"a\\tb"', "a\tb"),
+        ('"\\ud83d\\ude80"', "\N{ROCKET}"),
+        ("'null'", "null"),
+    ],
+)
+def test_null_and_quotes_around_the_text_of_an_override_are_yaml(
+    text: str, value: str | None
+) -> None:
+    assert load_config(EvalConfig, None, [f"model={text}"]).model == value
+
+
+@pytest.mark.parametrize("text", ["&5", "#5", "!!null 5"])
+def test_a_number_that_yaml_would_read_as_nothing_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="limit: expected an integer, got"):
+        load_config(EvalConfig, None, [f"limit={text}"])
+
+
+@pytest.mark.parametrize("text", ["a\udcff", '"a\\ud83d"', '"a\\0b"'])
+def test_text_that_no_file_can_hold_is_refused(text: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="output_dir: contains characters that are not UTF-8"):
+        load_config(EvalConfig, None, [f"output_dir={text}"])
+    if text.startswith('"'):
+        with pytest.raises(
+            ConfigError, match=r"x\.yaml:1: output_dir: contains characters that are not UTF-8"
+        ):
+            load_config(EvalConfig, write(tmp_path, f"output_dir: {text}\n"))
+
+
+def test_an_emoji_that_json_escapes_is_read(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        '{"base_model": "\\ud83d\\ude80", "datasets": "a", "chat_template_kwargs": {"x": "\\ud83d\\ude80"}}',
+    )
+    cfg = load_config(TrainConfig, path)
+    assert cfg.base_model == "\N{ROCKET}"
+    assert cfg.chat_template_kwargs == {"x": "\N{ROCKET}"}
+    assert dump_config(cfg).encode()
+
+
 def test_an_override_reaches_into_mappings_that_do_not_exist_yet(tmp_path: Path) -> None:
     cfg = load_config(
         TrainConfig, write(tmp_path, GOOD), ["deepspeed.zero.stage=2", "datasets[0].type=alpaca"]
@@ -278,21 +394,39 @@ def test_an_override_that_leads_nowhere_says_so(
 # --- files --------------------------------------------------------------------------------------------------------
 
 
-def test_a_missing_file_names_its_neighbours(
+def test_a_missing_file_suggests_three_of_the_nearest_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (message,) = problems(Path("configs/tiny-m1.yml"))
     assert message.startswith(
-        "configs/tiny-m1.yml: no such file; did you mean configs/tiny_m1.yaml? configs/ contains "
+        "configs/tiny-m1.yml: no such file; did you mean configs/tiny_m1.yaml or configs/"
     )
-    (message,) = problems(Path("x"))
-    assert message.startswith("x: no such file; configs/ contains")
+    assert message.count(".yaml") == 3
+
+
+def test_a_missing_file_without_neighbours_suggests_shipped_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (message,) = problems(Path("eagle3"))
+    assert message.startswith("eagle3: no such file; did you mean configs/")
+    assert "configs/any_eagle3.yaml" in message
+
+
+def test_a_directory_in_place_of_a_file_suggests_its_files(tmp_path: Path) -> None:
     write(tmp_path, GOOD)
     with pytest.raises(
-        ConfigError, match=r"is a directory, not a YAML file .*by --model.*; .* contains x\.yaml"
+        ConfigError,
+        match=r"is a directory, not a YAML file .*by --model.*; did you mean .*/x\.yaml",
     ):
         load_config(TrainConfig, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "b/" + "c" * 300 + "/d.yaml", "e/" * 3000, "f\0g"])
+def test_a_file_name_that_no_file_can_have_is_no_such_file(name: str) -> None:
+    (message,) = problems(Path(name))
+    assert message.startswith(f"{Path(name)}: no such file; did you mean configs/")
 
 
 # --- dump ---------------------------------------------------------------------------------------------------------

@@ -28,6 +28,12 @@ def test_the_home_of_an_unknown_user_is_an_error() -> None:
         resolve_path("~nosuchuser/x")
 
 
+def test_a_tilde_within_a_path_is_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("~x").mkdir()
+    assert resolve_path("./~x") == Path("~x")
+
+
 @pytest.mark.parametrize(
     ("name", "nearest"),
     [

@@ -156,6 +156,11 @@ def test_heads_that_stage_two_cannot_start_from(files: Path, one: str, overrides
     assert found == expected or (expected is None and "is set twice" in found[0])
 
 
+@pytest.mark.parametrize("name", ["a" * 300, "b/" + "c" * 300 + "/d.yaml"])
+def test_a_name_that_no_file_can_have(files: Path, name: str) -> None:
+    assert f": stage_one: {name}: no such file" in problems(files, f"stage_one={name}")[0]
+
+
 def test_a_file_that_is_not_there(files: Path) -> None:
     files.write_text(TWO.replace("one.yaml", "on.yaml"))
     assert problems(files)[0].startswith("two.yaml:3: stage_one: on.yaml: no such file")

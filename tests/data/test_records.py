@@ -39,8 +39,12 @@ def test_three_formats_give_the_same_chat() -> None:
     ) == [("user", "q")]
     assert turns({"system": "s", "instruction": "q", "input": "", "output": "a"}) == expected
     assert turns({"instruction": "add", "input": "1 2", "output": "3"})[0] == ("user", "add\n\n1 2")
-    with pytest.raises(RecordError, match="'messages' must be a list of turns, it is missing"):
-        parse_record(GOOD, "messages")
+
+
+@pytest.mark.parametrize("type", ["messages", "sharegpt", "alpaca"])
+def test_a_record_without_the_keys_of_its_type_lists_those_that_it_has(type: str) -> None:
+    with pytest.raises(RecordError, match="it is missing; the keys are meta, text"):
+        parse_record({"text": "x", "meta": 1}, type)
 
 
 def test_turns_as_public_data_sets_have_them() -> None:
@@ -97,6 +101,7 @@ def test_identity_is_the_records_or_the_contents() -> None:
         ({"messages": [{"role": "assistant", "content": "x"}]}, "turn 1 has the role assistant"),
         ({"instruction": "x", "output": ""}, r"turn 2 \(assistant\) is empty"),
         ({"instruction": "x", "output": None}, "'output' must be a string"),
+        ({"instruction": "x", "answer": "y"}, "its keys: answer, instruction"),
         (
             {"instruction": "x", "output": "y", "history": [["a", "b"]]},
             "'history' is not supported",

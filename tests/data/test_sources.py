@@ -318,11 +318,12 @@ def test_prompts_may_be_a_configuration_of_a_data_set(
 def test_a_hub_that_cannot_be_reached_is_told_clearly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "hub_is_unreachable", lambda: True)
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    with pytest.raises(DataError, match="Couldn't reach 'nobody/nothing' on the Hub") as error:
+    with pytest.raises(DataError) as error:
         open_source(DatasetConfig(path="nobody/nothing"))
-    assert (
-        "nobody/nothing: no such file or directory, and it cannot be loaded from the hub: "
-        in str(error.value)
+    assert str(error.value) == (
+        "nobody/nothing: no such file or directory; there is no network (or HF_HUB_OFFLINE is set),"
+        " and it is not in the hub's cache: where there is one, run `hf download nobody/nothing"
+        " --repo-type dataset --local-dir data/nothing`, then set path: data/nothing"
     )
 
 
@@ -442,14 +443,74 @@ def test_what_lies_beside_the_data_is_named(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "name", ["run [v1]", "a*b", "[x", "what?", "a]b", "{1}", "~x", "a[!b]/[c]"]
+)
+def test_a_pattern_below_a_directory_with_signs_of_patterns_in_its_name(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tmp_path / "outer [1]" / name
+    (directory / "deep").mkdir(parents=True)
+    for file in ("a.jsonl", "b.jsonl", "c[1].jsonl", "c[2].jsonl", "deep/d.jsonl"):
+        (directory / file).write_text(LINE)
+
+    def found(path: str, pattern: str) -> list[str]:
+        source = open_source(DatasetConfig(path=path, data_files=[pattern]))
+        assert isinstance(source, LocalFiles)
+        return [str(file.relative_to(directory)) for file in source.paths]
+
+    here = f"{directory}/"
+    everything = ["a.jsonl", "b.jsonl", "c[1].jsonl", "c[2].jsonl"]
+    for path, before in (
+        ("json", here),
+        (str(directory), ""),
+        (str(tmp_path), f"outer [1]/{name}/"),
+    ):
+        assert found(path, f"{before}*.jsonl") == everything
+        assert found(path, f"{before}[ab].jsonl") == ["a.jsonl", "b.jsonl"]
+        assert found(path, f"{before}c[1]*") == ["c[1].jsonl"]
+        assert found(path, f"{before}c[2].jsonl") == ["c[2].jsonl"]
+        assert found(path, f"{before}**/*.jsonl") == [*everything, "deep/d.jsonl"]
+    monkeypatch.chdir(tmp_path / "outer [1]")
+    source = open_source(DatasetConfig(path="json", data_files=[f"./{name}/*.jsonl"]))
+    assert len(source.parts()) == 4
+
+
 def test_a_split_beside_data_files_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(LINE)
     with pytest.raises(ConfigError, match="split cannot be used beside data_files"):
         open_source(DatasetConfig(path=str(tmp_path), split="test", data_files=["a.jsonl"]))
 
 
+@pytest.mark.parametrize("name", ["state.json", "dataset_dict.json", "metadata.json"])
+@pytest.mark.parametrize(
+    "content",
+    ['{"step": 5}', '{\n "splits": "train"\n}', '{"_data_files": null, "splits": {}}', "{}"],
+)
+def test_a_file_about_the_data_of_another_program_is_not_read(
+    tmp_path: Path, name: str, content: str
+) -> None:
+    (tmp_path / "chats.jsonl").write_text(LINE)
+    (tmp_path / name).write_text(content)
+    source = open_source(DatasetConfig(path=str(tmp_path)))
+    assert isinstance(source, LocalFiles)
+    assert source.paths == (tmp_path / "chats.jsonl",)
+    assert source.notes == (f"{tmp_path}: 1 not read: {name}",)
+
+
+@pytest.mark.parametrize("name", ["state.json", "dataset_info.json", "metadata.json"])
+@pytest.mark.parametrize("content", [LINE * 2, f"[{LINE}]"], ids=["lines", "array"])
+def test_records_in_a_file_with_the_name_of_one_about_data_are_read(
+    tmp_path: Path, name: str, content: str
+) -> None:
+    (tmp_path / name).write_text(content)
+    assert len(read_source(DatasetConfig(path=str(tmp_path))).conversations) in (1, 2)
+
+
 @pytest.mark.parametrize("content", ["[1]", "{", "{}", '{"splits": 5}', '{"splits": ["x"]}'])
 def test_a_damaged_directory_of_save_to_disk_is_named(tmp_path: Path, content: str) -> None:
     (tmp_path / "dataset_dict.json").write_text(content)
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / "data-00000-of-00001.arrow").write_bytes(b"")
     with pytest.raises(DataError, match="cannot be read by load_from_disk"):
         open_source(DatasetConfig(path=str(tmp_path)))

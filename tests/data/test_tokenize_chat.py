@@ -175,12 +175,36 @@ def test_spaces_around_a_trained_user_turn_may_be_stripped(
     )
 
 
-def test_today_s_date_is_a_fixed_one(make_tokenizer: Make, chat: Chat) -> None:
-    source = "{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    assert (
-        ChatEncoder(make_tokenizer(source)).template.render(chat("Ask").messages)
-        == "26 Jul 2024Ask"
-    )
+@pytest.mark.parametrize(
+    ("call", "date"),
+    [
+        ("{{ strftime_now('%d %b %Y') }}", "26 Jul 2024"),
+        ("{% set form = '%d %b %Y' %}{{ strftime_now(form) }}", "26 Jul 2024"),
+        ("{{ strftime_now(form | default('%Y-%m-%d')) }}", "2024-07-26"),
+        ("{{ strftime_now('%d ' ~ '%b') }}", "26 Jul"),
+        ("{{ strftime_now(format='%Y') }}", "2024"),
+        ("{% set now = strftime_now %}{{ now('%Y') }}", "2024"),
+        ("{% macro year() %}{{ strftime_now('%Y') }}{% endmacro %}{{ year() }}", "2024"),
+        ("{% if strftime_now is defined %}{{ strftime_now('%H:%M') }}{% endif %}", "00:00"),
+        ("{{ strftime_now('%d') | int - 1 }}", "25"),
+        ("{{ strftime_now('it\\'s %Y') }}", "it's 2024"),
+    ],
+)
+def test_today_s_date_is_a_fixed_one(
+    make_tokenizer: Make, chat: Chat, call: str, date: str
+) -> None:
+    source = call + "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    encoder = ChatEncoder(make_tokenizer(source))
+    assert encoder.template.render(chat("Ask").messages) == f"{date}Ask"
+
+
+def test_the_fixed_date_is_no_other_program_s(make_tokenizer: Make, chat: Chat) -> None:
+    """A program that loads this package may render the same template with today's date."""
+    source = "{{ strftime_now('%Y') }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    tokenizer = make_tokenizer(source)
+    assert ChatEncoder(tokenizer).template.render(chat("Ask").messages) == "2024Ask"
+    messages = [{"role": "user", "content": "Ask"}]
+    assert tokenizer.apply_chat_template(messages, tokenize=False) != "2024Ask"
 
 
 def test_words_that_look_like_headers_or_end_tokens(make_tokenizer: Make, chat: Chat) -> None:

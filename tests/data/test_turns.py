@@ -112,7 +112,11 @@ def test_switches_that_cannot_be_honored_are_refused(keys: dict[str, Any], messa
         ),
         (
             {"messages": [{"from": "human", "value": "Q"}, TURNS[1]]},
-            "turn 2 has no 'from'",
+            "turn 2: 'from' must be a string, it is missing; the keys are content, role",
+        ),
+        (
+            {"messages": [{"role": "user", "text": "Q"}, TURNS[1]]},
+            "turn 1: 'content' must be a string, it is missing; the keys are role, text",
         ),
     ],
 )

@@ -140,7 +140,10 @@ def test_both_decoders_are_scored_where_the_question_has_an_answer() -> None:
     assert summary is not None
     assert (summary["metric"], summary["answers"], summary["differing"]) == ("exact match", 2, 1)
     assert (summary["tree"]["correct"], summary["tree"]["rate"]) == (1, 0.5)
-    assert summary["plain"]["interval"] == wilson_interval(2, 2)
+    assert summary["plain"]["interval"] is None  # of two answers
+    five = summarize_scores([records[0]] * 5)
+    assert five is not None
+    assert five["plain"]["interval"] == wilson_interval(5, 5)
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,7 @@ from medusa_train.evaluation.calibrate import chooses_compilation
 from medusa_train.evaluation.questions import load_bench
 from medusa_train.inference.decoding_settings import DecodingSettings
 from medusa_train.models import compiled as compiled_module
+from medusa_train.models import precision
 from medusa_train.models.backbone import Backbone
 from medusa_train.progress import RunProgress
 from medusa_train.trees.tree import Tree
@@ -58,7 +59,7 @@ def quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PROBE_TOKENS", 5)
     monkeypatch.setattr(module, "PROBE_ROUNDS", 1)
     # whatever processor runs the tests
-    monkeypatch.setattr(module, "emulates_bf16", lambda device: False)
+    monkeypatch.setattr(module, "emulates", lambda device, dtype: False)
 
 
 @pytest.fixture
@@ -116,24 +117,40 @@ def test_the_checkpoints_dtype_comes_first_and_weights_that_do_not_fit_are_not_l
     assert "dtype float32: the weights do not fit" in lines[0]
 
 
-def test_emulated_bfloat16_is_left_out_unless_nothing_else_fits(
+@pytest.mark.parametrize(
+    ("dtypes_that_fit", "chosen"),
+    [
+        ({"float32", "bfloat16"}, "float32"),
+        ({"bfloat16"}, "bfloat16"),
+        (set(), "float32"),
+    ],
+)
+def test_a_cpu_that_emulates_bfloat16_takes_it_only_if_float32_does_not_fit(
+    dtypes_that_fit: set[str],
+    chosen: str,
+    paths: ModelPaths,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing is timed, and what a processor with bfloat16 chose for this run does not count."""
+    monkeypatch.setattr(module, "emulates", lambda device, dtype: True)
+    monkeypatch.setattr(precision, "has_fast_bf16", lambda device: False)
+    monkeypatch.setattr(WeightMemory, "fit", lambda self, dtype: dtype in dtypes_that_fit)
+    monkeypatch.setattr(module, "choose_dtype", lambda *given: pytest.fail("it was timed"))
+    decisions = Decisions(tmp_path)
+    decisions.keep("dtype", module._conditions(paths), "bfloat16")
+    progress = RunProgress(Console(file=io.StringIO(), width=400))
+    assert decide_dtype("Say ay.", paths, decisions, progress) == chosen
+    shown = progress.console.file.getvalue()  # type: ignore[attr-defined]
+    assert ("in float32, more than is free; this CPU is slow" in shown) == (chosen == "bfloat16")
+
+
+def test_a_gpu_that_emulates_bfloat16_does_not_time_it(
     paths: ModelPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A plain step of one row may be as fast; a tree's rows are not."""
-    monkeypatch.setattr(module, "emulates_bf16", lambda device: True)
-    stored = LlamaConfig(dtype="bfloat16")
-    monkeypatch.setattr(module, "resolve_backbone", lambda name, trust_remote_code: (name, stored))
-    loaded: list[str] = []
-    monkeypatch.setattr(
-        module, "load_backbone_without_adapter", failing(set(), MemoryError(), loaded)
-    )
-    chosen, lines = choose(paths)
-    assert (chosen, loaded) == ("float32", ["float32"])
-    assert lines[0] == "dtype bfloat16: emulated on this device, so slow for trees; left out"
-    monkeypatch.setattr(
-        module, "load_backbone_without_adapter", failing({"float32"}, MemoryError(), loaded)
-    )
-    assert choose(paths)[0] == "bfloat16"
+    monkeypatch.setattr(module, "emulates", lambda device, dtype: dtype == torch.bfloat16)
+    monkeypatch.setattr(module.torch.cuda, "is_available", lambda: True)
+    assert module._candidates(paths) == ["float32", "float16"]
 
 
 def test_the_checkpoints_dtype_stays_unless_another_is_clearly_faster(

@@ -265,11 +265,13 @@ def test_the_interval_of_a_ratio_of_normal_rates_is_that_of_the_delta_method() -
 
 
 def test_rates_are_ratios_of_sums() -> None:
-    first = {"short": Counts(10, 10), "long": Counts(300, 100), "no steps": Counts(0, 0)}
-    second = {"short": Counts(40, 10), "long": Counts(300, 100), "no steps": Counts(50, 10)}
-    ratio, bounds = compare_rates(first, second)
-    assert ratio == pytest.approx(340 / 310)
-    assert bounds == pytest.approx((1.0, 4.0))  # the extremes draw one of the two questions twice
+    long = {f"long {n}": Counts(300, 100) for n in range(4)}
+    first = {"short": Counts(10, 10), "no steps": Counts(0, 0), **long}
+    second = {"short": Counts(40, 10), "no steps": Counts(50, 10), **long}
+    ratio, (low, high) = compare_rates(first, second)
+    assert ratio == pytest.approx(1240 / 1210)
+    assert low == 1.0  # samples of the long ones alone
+    assert high > ratio
 
 
 def test_other_questions_are_refused() -> None:
@@ -278,8 +280,12 @@ def test_other_questions_are_refused() -> None:
             {"a": Counts(1, 1), "b": Counts(1, 1)},
             {"a": Counts(1, 1), "b": Counts(1, 1), "c": Counts(1, 1)},
         )
-    with pytest.raises(DataError, match="two or more questions"):
-        compare_rates({"a": Counts(1, 1)}, {"a": Counts(2, 1)})
+
+
+def test_four_questions_are_too_few_to_compare_two_runs() -> None:
+    few = {name: Counts(1, 1) for name in "abcd"}
+    with pytest.raises(DataError, match="5 or more questions"):
+        compare_rates(few, few)
 
 
 def turn(question: int, tree_seconds: float, turn: int = 1) -> TurnRecord:
@@ -388,11 +394,11 @@ def test_the_interval_of_blocks_is_that_of_the_jackknife(
     assert math.log(result[1]) == pytest.approx(whole + margin, abs=0.01 * margin)
 
 
-def test_one_question_or_no_tree_has_no_interval() -> None:
-    assert speed_intervals([turn(1, 1.0), turn(1, 2.0, 2)]) == {}
+def test_fewer_than_five_questions_or_no_tree_have_no_interval() -> None:
+    assert speed_intervals([turn(n, 1.0, place) for n in range(4) for place in (1, 2)]) == {}
     alone = [
         TurnRecord(n, "a", 1, (1,), None, TimedAnswer((1,), 1.0), TimedAnswer((1,), 1.0))
-        for n in range(3)
+        for n in range(5)
     ]
     assert speed_intervals(alone) == {}
     assert speed_intervals([]) == {}
@@ -400,6 +406,6 @@ def test_one_question_or_no_tree_has_no_interval() -> None:
 
 def test_answers_of_one_token_leave_step_ratios_open() -> None:
     one = TimedAnswer((1,), 1.0, 1.0, 0)
-    result = speed_intervals([TurnRecord(n, "a", 1, (1,), one, one, one) for n in range(3)])
+    result = speed_intervals([TurnRecord(n, "a", 1, (1,), one, one, one) for n in range(5)])
     assert result["acceleration_rate"] is None
     assert result["speedup"] == pytest.approx((1.0, 1.0))

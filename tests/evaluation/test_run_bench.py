@@ -15,7 +15,7 @@ import medusa_train
 from medusa_train.checkpoint import load_model
 from medusa_train.checkpoint.heads import save_draft
 from medusa_train.checkpoint.resolve import resolve_model
-from medusa_train.checkpoint.run_directory import only_writer
+from medusa_train.checkpoint.run_directory import only_writer, other_files
 from medusa_train.config.schema import EvalConfig
 from medusa_train.errors import BackboneError, CheckpointError, ConfigError
 from medusa_train.evaluation import answer_scores, calibrate
@@ -35,7 +35,7 @@ from tests.evaluation.tiny_model import write_run
 @pytest.fixture(autouse=True)
 def with_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compare in bfloat16 whatever processor runs the tests."""
-    monkeypatch.setattr(module, "emulates_bf16", lambda device: False)
+    monkeypatch.setattr(module, "emulates", lambda device, dtype: False)
 
 
 def run(
@@ -125,6 +125,7 @@ def test_a_run_is_timed_compared_in_both_dtypes_and_reported(
         count for count in tokens if count
     ]
     assert not (tmp_path / "out" / "turns.jsonl").exists()
+    assert list(other_files(tmp_path / "out")) == []
     assert meta["resumed_turns"] == 0
     assert "overall" in shown
     assert "2 turns were skipped" in shown
@@ -159,7 +160,7 @@ def test_drafts_without_training_are_timed_like_heads(
     assert meta["draft"] == f"{draft} (max ngram 3, max tokens 10, nodes 4, min probability 0.05)"
     assert meta["heads"] == (None if draft == "prompt_lookup" else 3)
     assert ("tree" in report) == (draft != "prompt_lookup")
-    assert f"draft {draft} (" in shown
+    assert f"draft {draft} (" in " ".join(shown.split())  # lines are wrapped
     parts = set() if draft == "prompt_lookup" else {"heads_alone", "lookup_alone"}
     assert set(report["baselines"]) == {"plain", "generate", *parts}
     for name in parts:
@@ -210,10 +211,10 @@ def test_dynamic_trees_are_timed_beside_the_fixed_one(
         baseline = report["baselines"][name]
         assert baseline["tokens_per_step"] >= 1.0
         assert baseline["equal_to_plain"] == 4
-        assert (baseline["speedup_interval"] is None) == (batch_size > 1)  # one batch does not tell
+        assert baseline["speedup_interval"] is None  # of fewer than five questions
         over_plain = overall["speedup"] / baseline["speedup"]
         assert baseline["over_plain"] == pytest.approx(over_plain)
-        assert (baseline["over_plain_interval"] is None) == (batch_size > 1)
+        assert baseline["over_plain_interval"] is None
     assert meta["baselines"]["fixed_tree"].endswith("tree of 6 nodes in every step")
     assert not draft or meta["baselines"]["heads_alone"].endswith("heads alone, dynamic trees")
     assert meta["tree_nodes"] == "dynamic"
@@ -379,7 +380,7 @@ def test_an_empty_tree_is_no_speedup(backbone_dir: Path, bench_file: Path, tmp_p
     assert "No tree used" in page
     load = report["meta"]["machine_load"]
     assert load["plain_step_spread"] >= 0
-    assert load["cores"] >= 1
+    assert load["cores"] + 1 >= load["other_cores"] >= 0  # of a moment: accurate to some ticks
 
 
 def test_a_backbone_alone_gives_baselines(
@@ -481,7 +482,7 @@ def test_answers_are_compared_in_float32_without_a_kernel_of_16_bits(
 def test_a_dtype_that_does_not_fit_or_is_emulated_is_not_loaded_for_the_comparison(
     emulated: bool, run_dir: Path, bench_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "emulates_bf16", lambda device: emulated)
+    monkeypatch.setattr(module, "emulates", lambda device, dtype: emulated)
     monkeypatch.setattr(module.WeightMemory, "fit", lambda self, dtype: emulated)
     monkeypatch.setattr(
         module,

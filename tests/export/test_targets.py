@@ -106,6 +106,10 @@ def test_a_backbone_that_was_trained_itself_is_copied(
     assert AutoTokenizer.from_pretrained(done.target).chat_template == TEMPLATES["zephyr"].source
     again = export_run(resolve_model(str(run), None, None), "merged")  # over an earlier one
     assert again.target == done.target
+    (done.target / "notes.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match="holds other files"):
+        export_run(resolve_model(str(run), None, None), "merged")
+    assert (done.target / "notes.txt").read_text() == "mine"
 
 
 def test_a_failing_write_leaves_nothing_half_done(

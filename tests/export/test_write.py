@@ -15,6 +15,7 @@ from medusa_train.checkpoint.heads import load_draft, read_heads
 from medusa_train.checkpoint.load_model import load_for_decoding
 from medusa_train.checkpoint.reference_layout import HeadTensors
 from medusa_train.checkpoint.resolve import resolve_model
+from medusa_train.checkpoint.run_directory import other_files
 from medusa_train.config.types import ExportTarget
 from medusa_train.errors import CheckpointError, ConfigError, MedusaError
 from medusa_train.export import write
@@ -37,6 +38,7 @@ def test_what_was_exported_is_read_back_to_the_bit_and_decodes_the_same(
     done = export_run(resolve_model(str(run), None, None), to)
     assert done.target == run / "export" / to
     assert done.warnings == []
+    assert list(other_files(done.target)) == []
     ours, again = read_heads(run / "heads"), read_heads(done.target)
     assert set(ours.state) == set(again.state)
     assert all(torch.equal(ours.state[name], again.state[name]) for name in ours.state)

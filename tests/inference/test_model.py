@@ -404,6 +404,12 @@ def test_keys_of_messages_that_are_not_read_are_named_once(
     [
         (None, {}, "a prompt is text, or a list of messages"),
         (5, {}, "it is a number"),
+        ([], {}, "it is an empty list"),
+        (["Hi?", "Ho?"], {}, r"a string.*\[model.generate\(prompt\) for prompt in prompts\]"),
+        ([[{"role": "user", "content": "Hi?"}]], {}, "it is a list with a list"),
+        ([5, 6], {}, r"for token ids model.generate\(tokenizer.decode\(ids\), raw=True\)"),
+        (["Hi?"], {"raw": True}, r"\[model.generate\(text, raw=True\) for text in texts\]"),
+        ([{"role": "user", "content": "Hi?"}], {"raw": True}, "leave raw out for a chat"),
         ("\ud800", {}, "lone surrogate"),
         ("Hi?", {"stop": 5}, "expected a string or a list of strings, got 5"),
         ("Hi?", {"max_new_tokens": 5.0}, "max_new_tokens: expected an integer, got 5.0"),

@@ -227,7 +227,12 @@ def test_a_mixture_of_experts_that_cannot_verify_a_tree_is_rejected(dtype: torch
 )
 def test_experts_of_every_family_are_probed_in_half_precision(family: str) -> None:
     config = getattr(transformers, f"{family}Config")(
-        **SMALL, num_key_value_heads=1, eos_token_id=None, pad_token_id=None
+        **SMALL,
+        num_key_value_heads=1,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+        eos_token_id=None,
+        pad_token_id=None,
     )
     check_model(
         Backbone(

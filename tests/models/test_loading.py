@@ -11,8 +11,14 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from medusa_train.errors import BackboneError, CheckpointError
-from medusa_train.models import loading
-from medusa_train.models.loading import load_backbone, loading_options, resolve_backbone
+from medusa_train.io import describe_size
+from medusa_train.models import loading, precision
+from medusa_train.models.loading import (
+    auto_dtype_that_fits,
+    load_backbone,
+    loading_options,
+    resolve_backbone,
+)
 from medusa_train.models.lora import Adapter, LoraSpec
 from tests.evaluation.tiny_model import write_backbone
 from tests.families import random_backbone
@@ -150,11 +156,8 @@ def test_a_page_in_place_of_a_config_is_not_called_a_missing_network(
     monkeypatch.setattr(
         loading.AutoConfig, "from_pretrained", Mock(side_effect=OSError("not valid JSON\nmore"))
     )
-    monkeypatch.setattr(loading, "hub_is_unreachable", lambda: False)
+    monkeypatch.setattr("medusa_train.models.model_files.hub_is_unreachable", lambda: False)
     with pytest.raises(BackboneError, match=r"a proxy answer in its place\? \(not valid JSON\)"):
-        resolve_backbone("some/model")
-    monkeypatch.setattr(loading, "hub_is_unreachable", lambda: True)
-    with pytest.raises(BackboneError, match="no network, or HF_HUB_OFFLINE is set"):
         resolve_backbone("some/model")
 
 
@@ -184,3 +187,31 @@ def test_a_damaged_generation_config_is_not_taken_for_none(
         resolve_backbone(str(directory))
     path.unlink()
     resolve_backbone(str(directory))
+
+
+@pytest.mark.parametrize(
+    ("free_per_weight", "quantization", "dtype"),
+    [
+        (4, None, "float32"),
+        (3.99, None, "bfloat16"),
+        (3.99, "nf4", "float32"),  # their size does not depend on the dtype
+        (1.99, None, "float32"),  # no dtype helps
+    ],
+)
+def test_auto_is_bfloat16_on_a_slow_cpu_only_if_the_weights_do_not_fit_in_float32(
+    free_per_weight: float, quantization: str | None, dtype: str, whole: Path, monkeypatch
+) -> None:
+    weights = sum(tensor.numel() for tensor in load_file(whole / "model.safetensors").values())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(precision, "has_fast_bf16", lambda device: False)
+    monkeypatch.setattr(precision, "free_memory", lambda device: free_per_weight * weights)
+    lines: list[str] = []
+    assert auto_dtype_that_fits(str(whole), lines.append, quantization=quantization) == dtype
+    reason = f"since the weights need {describe_size(4 * weights)} in float32, more than is free"
+    assert [reason in line for line in lines] == [True] * (dtype == "bfloat16")
+
+
+def test_on_a_cpu_with_fast_bfloat16_auto_needs_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(precision, "has_fast_bf16", lambda device: True)
+    assert auto_dtype_that_fits("no/such/model", pytest.fail) == "bfloat16"

@@ -1,5 +1,8 @@
 """The dtype that `auto` stands for, by device, and the memory that is left."""
 
+import os
+import platform
+import subprocess
 import sys
 
 import psutil
@@ -13,6 +16,7 @@ from medusa_train.models.precision import (
     auto_dtype,
     choose_kernels,
     choose_precision,
+    emulates,
     is_out_of_memory,
     parse_dtype,
     return_free_memory,
@@ -49,12 +53,46 @@ def test_auto_is_bfloat16_where_the_hardware_has_it(
 def test_bfloat16_on_a_cpu_takes_amx_or_avx512_by_amd(
     monkeypatch: pytest.MonkeyPatch, amx: bool, avx512_bf16: bool, amd: bool, fast: bool
 ) -> None:
+    monkeypatch.setattr(precision, "emulates", lambda device, dtype: False)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512_bf16)
     monkeypatch.setattr(
         precision, "_cpu_info", lambda key: "AuthenticAMD" if amd else "GenuineIntel"
     )
     assert precision.has_fast_bf16(torch.device("cpu")) is fast
+
+
+@pytest.mark.skipif(
+    platform.machine() != "x86_64" or not torch.backends.mkldnn.is_available(),
+    reason="the variables are oneDNN's, for x86",
+)
+def test_the_instructions_that_onednn_may_use_decide_and_not_those_of_the_cpu() -> None:
+    """With these variables a newer processor computes as one without AVX512 does."""
+    variables = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
+    code = (
+        "import torch; from medusa_train.models.precision import emulates, has_fast_bf16\n"
+        "cpu = torch.device('cpu')\n"
+        "print([emulates(cpu, getattr(torch, d)) for d in ('bfloat16', 'float16', 'float32')])\n"
+        "print(has_fast_bf16(cpu))"
+    )
+    shown = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert shown.splitlines() == ["[True, True, False]", "False"]
+
+
+def test_a_gpu_without_instructions_for_bfloat16_emulates_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
+    gpu = torch.device("cuda")
+    assert emulates(gpu, torch.bfloat16)
+    assert not emulates(gpu, torch.float16)
+    assert not precision.has_fast_bf16(gpu)
 
 
 def test_precision_that_is_asked_for() -> None:

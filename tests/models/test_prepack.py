@@ -8,7 +8,7 @@ from torch.nn.functional import linear
 from medusa_train.models import prepack
 from medusa_train.models.drafts.medusa import MedusaDraft
 from medusa_train.models.features import Features
-from medusa_train.models.precision import emulates_bf16
+from medusa_train.models.precision import emulates
 from medusa_train.models.prepack import (
     PrepackedLinear,
     PrepackedWeight,
@@ -30,7 +30,7 @@ def always_faster(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 in_bfloat16 = pytest.mark.skipif(
-    emulates_bf16(torch.device("cpu")), reason="this CPU has no bfloat16 instructions"
+    emulates(torch.device("cpu"), torch.bfloat16), reason="this CPU has no bfloat16 instructions"
 )
 
 

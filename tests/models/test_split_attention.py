@@ -19,6 +19,7 @@ from medusa_train.config.schema import EvalConfig
 from medusa_train.config.types import GpuKernel
 from medusa_train.errors import BackboneError
 from medusa_train.models.attention import FOLDED_HEADS, use_split_keys
+from tests.evaluation.tiny_model import write_backbone
 from tests.families import random_backbone
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -142,8 +143,9 @@ def test_kernels_are_refused_where_they_cannot_run(
     assert backbone.gpu_kernels == ()
 
 
-def test_a_model_is_not_loaded_without_it() -> None:
-    paths = resolve_model(None, str(ROOT / "data" / "tiny"), None, gpu_kernels=["split_attention"])
+def test_a_model_is_not_loaded_without_it(tmp_path: Path) -> None:
+    model = str(write_backbone(tmp_path / "backbone"))
+    paths = resolve_model(None, model, None, gpu_kernels=["split_attention"])
     with pytest.raises(BackboneError, match="split_attention: need a GPU"):
         load_for_decoding(paths, "bfloat16", prepack=False)
 

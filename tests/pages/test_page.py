@@ -1,8 +1,12 @@
-"""Pages of reports: how many columns their cards have."""
+"""Pages of reports: how many columns their cards have. And the JSON beside them."""
+
+import json
+import math
+import re
 
 import pytest
 
-from medusa_train.pages.page import Figure, Section, render_page
+from medusa_train.pages.page import Figure, Section, render_page, write_files
 
 
 @pytest.mark.parametrize(("count", "columns"), [(2, "cards"), (3, "cards"), (4, "cards two")])
@@ -14,3 +18,18 @@ def test_no_card_stands_alone_in_its_row(count: int, columns: str) -> None:
     assert f'<div class="{columns}">' in page
     assert page.count("<figure>") == count
     assert "<figure class=wide>" in page
+
+
+@pytest.mark.parametrize("content", [{"x": math.nan}, [{"x": math.inf}]], ids=["json", "lines"])
+def test_a_number_that_is_not_finite_is_null_in_a_file(tmp_path, content) -> None:
+    (path,) = write_files(tmp_path, {"report.json": content})
+    assert json.loads(path.read_text()) == {"x": None}
+
+
+def test_no_column_of_cards_is_wider_than_a_phone() -> None:
+    """A minimum in pixels alone makes the page scroll sideways where the screen is narrower."""
+    page = render_page("title", "subtitle", [Section("Draft", lines=["text"])])
+    columns = re.findall(r"grid-template-columns:([^;}]*)", page)
+    assert columns
+    for column in columns:
+        assert re.search(r"minmax\(min\(\d+px,100%\),1fr\)", column)

@@ -20,7 +20,8 @@ from medusa_train.servers import client as servers_client
 from medusa_train.servers.client import OpenAIClient
 from medusa_train.training.process_info import free_port
 from tests import fake_server
-from tests.fake_server import completion, error, serving
+from tests.fake_server import completion, error, serving, short_context
+from tests.servers.test_connection import EXACT
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +31,13 @@ def quick_and_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def engine(url: str | list[str], concurrency: int = 4, retry_seconds: float = 60.0) -> OpenAIEngine:
-    server = OpenAIClient(url, timeout=20.0, retry_seconds=retry_seconds, concurrency=concurrency)
+    server = OpenAIClient(
+        url,
+        key_variable="OPENAI_API_KEY",
+        timeout=20.0,
+        retry_seconds=retry_seconds,
+        concurrency=concurrency,
+    )
     return OpenAIEngine(server, "served", ServerSampling(0.5, 64, 0.9))
 
 
@@ -87,7 +94,8 @@ def test_a_request_says_how_to_draw_and_the_answer_is_read() -> None:
     ("finish", "reason"),
     [
         ("stop", "stop"),
-        (None, "stop"),
+        (None, "possibly cut"),
+        ("", "possibly cut"),
         ("eos_token", "stop"),
         ("length", "length"),
         ("content_filter", "refused"),
@@ -109,17 +117,105 @@ def test_finish_reasons_are_told_apart(finish: str | None, reason: str) -> None:
     assert (answer.text, answer.finish_reason, answer.completion_tokens) == ("half ?", reason, 0)
 
 
-def test_an_unknown_finish_reason_is_named_and_stops_the_run(tmp_path: Path) -> None:
-    def script(number: int, body: dict) -> tuple[int, dict[str, str], bytes]:
-        return 200, {}, json.dumps(completion(body, "zwoing")).encode()
+@pytest.mark.parametrize(
+    "finish", ["insufficient_system_resource", "error", "STOP", "zwoing", 7, ["stop"], {}]
+)
+def test_an_answer_with_an_unknown_finish_reason_is_counted_and_the_others_stay(
+    tmp_path: Path, finish: object
+) -> None:
+    def script(number: int, body: dict) -> fake_server.Reply:
+        asked = body["messages"][-1]["content"]
+        if asked != "question 7.0":
+            return None
+        return answer_with({"content": "half"}, finish)
 
+    out = tmp_path / "out.jsonl"
+    with serving(script) as server:
+        asking = engine(server.url, concurrency=2)
+        stats = run(out, seeds(19), asking)
+    assert (stats.written, dict(stats.dropped)) == (18, {"failed": 1})
+    shown = "\n".join(asking.stats())
+    assert f"unknown finish_reason {str(finish)!r}" in shown
+    with serving() as server:
+        assert run(out, seeds(19), engine(server.url)).written == 1
+
+
+def test_a_server_that_always_names_an_unknown_finish_reason_ends_the_run(tmp_path: Path) -> None:
     with (
-        serving(script) as server,
-        pytest.raises(ServerError, match=r"unknown reason, finish_reason 'zwoing' \(known: stop"),
+        serving(lambda n, body: answer_with({"content": "half"}, "zwoing")) as server,
+        pytest.raises(
+            ServerError, match=r"answered none .*unknown finish_reason 'zwoing' \(known: stop"
+        ),
     ):
         run(tmp_path / "out.jsonl", seeds(40), engine(server.url, concurrency=2))
-    assert len(server.bodies) <= 4
+    assert len(server.bodies) <= 41
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("length", "context", "reason"),
+    [
+        (63, 4000, "stop"),
+        (64, 4000, "possibly cut"),
+        (65, 4000, "possibly cut"),
+        (19, 30, "stop"),
+        (20, 30, "possibly cut"),  # max_tokens was shortened to what fits beside the prompt
+    ],
+)
+def test_an_answer_that_stops_exactly_at_the_limit_is_possibly_cut(
+    length: int, context: int, reason: str
+) -> None:
+    rejects = short_context(context, EXACT)
+
+    def script(number: int, body: dict) -> fake_server.Reply:
+        status, headers, content = rejects(number, body)
+        if status != 200:
+            return status, headers, content
+        usage = {"prompt_tokens": 10, "completion_tokens": length}
+        return 200, {}, json.dumps({**completion(body), "usage": usage}).encode()
+
+    with serving(script) as server:
+        asking = engine(server.url)
+        asking.submit(0, ask("a b c d e f g h i j"))
+        assert asking.next()[1].finish_reason == reason
+        asking.close()
+
+
+@pytest.mark.parametrize(
+    ("message", "finish", "reason"),
+    [
+        ({"content": "<r>\nadd"}, "stop", "possibly cut"),
+        ({"content": "<r>\nadd"}, "length", "length"),
+        ({"content": " \n<r>add"}, "stop", "possibly cut"),
+        ({"content": "<r>\nadd\n</r>\n\nfour"}, "stop", "stop"),
+        ({"content": "the tag <r> opens it"}, "stop", "stop"),
+        ({"content": "<think>\nadd"}, "stop", "stop"),  # not the tag of this model
+        ({"content": None, "reasoning_content": "add"}, None, "possibly cut"),
+        ({"content": "", "reasoning_content": "add"}, "length", "length"),
+        ({"content": "", "reasoning_content": "add"}, "stop", "only reasoning"),
+        ({"content": None, "reasoning": "four"}, "stop", "only reasoning"),
+        ({"content": " \n", "reasoning_content": "four"}, "stop", "only reasoning"),
+        ({"reasoning_content": "four"}, "stop", "only reasoning"),
+        ({"content": None, "reasoning_content": " "}, "stop", "stop"),  # empty
+        ({"content": None, "reasoning_content": None}, "stop", "stop"),
+    ],
+)
+def test_an_answer_cut_within_its_reasoning_is_not_whole(
+    message: dict, finish: str | None, reason: str
+) -> None:
+    with serving(lambda n, body: answer_with(message, finish)) as server:
+        client = OpenAIClient(
+            server.url, key_variable="OPENAI_API_KEY", timeout=20.0, retry_seconds=60.0
+        )
+        asking = OpenAIEngine(client, "served", ServerSampling(0.5, 64), ("<r>", "</r>"))
+        asking.submit(0, ask("hi"))
+        assert asking.next()[1].finish_reason == reason
+        asking.close()
+
+
+def answer_with(message: dict, finish: object) -> fake_server.Reply:
+    choice = {"message": {"role": "assistant", **message}, "finish_reason": finish}
+    return 200, {}, json.dumps({"choices": [choice]}).encode()
 
 
 def test_reasoning_is_joined_to_the_answer_and_template_variables_are_sent() -> None:
@@ -140,7 +236,9 @@ def test_reasoning_is_joined_to_the_answer_and_template_variables_are_sent() -> 
 
     with serving(script) as server:
         sampling = ServerSampling(0.5, 64, chat_template_kwargs={"enable_thinking": True})
-        client = OpenAIClient(server.url, timeout=20.0, retry_seconds=60.0)
+        client = OpenAIClient(
+            server.url, key_variable="OPENAI_API_KEY", timeout=20.0, retry_seconds=60.0
+        )
         asking = OpenAIEngine(client, "served", sampling, ("<r>", "</r>"))
         for number, (_, expected) in enumerate(replies):
             asking.submit(number, ask("hi"))

@@ -21,8 +21,11 @@ from medusa_train.server_bench.measure_servers import measure_servers, request_o
 from medusa_train.server_bench.request_blocks import Conversation, ServerBench, Target
 from medusa_train.server_bench.served_report import figures_table
 from tests import chatml
-from tests.fake_server import Reply, error, stream
+from tests.fake_server import Reply, completion, error, stream
 from tests.server_bench.servers import BenchServer, bench_server, write_questions
+
+#: An answer that is not streamed.
+WHOLE = json.dumps(completion({}, text="four")).encode()
 
 
 @pytest.fixture
@@ -150,6 +153,22 @@ def test_a_block_with_failed_requests_is_measured_again(
     assert any("measured again" in note for note in report["meta"]["notes"])
 
 
+def test_a_block_with_an_unknown_finish_reason_is_measured_again(
+    tmp_path: Path, pair: tuple[BenchServer, BenchServer]
+) -> None:
+    heads, plain = pair
+
+    def script(number: int, body: dict[str, Any]) -> Reply:
+        return stream(body, end="insufficient_system_resource") if number == 20 else None
+
+    heads.script = script
+    report, _ = measure(tmp_path, *against(heads, plain))
+    assert all(cell["answers"] == 8 * cell["concurrency"] for cell in report["cells"])
+    (note,) = report["meta"]["notes"]
+    assert "unknown finish_reason 'insufficient_system_resource'" in note
+    assert note.endswith("measured again")
+
+
 def test_a_concurrency_that_overloads_the_server_is_left_out(
     tmp_path: Path, pair: tuple[BenchServer, BenchServer]
 ) -> None:
@@ -227,6 +246,12 @@ def test_a_server_that_dies_keeps_what_was_measured_and_is_resumed(
             "rejects requests: 400 .*no streams here",
         ),
         ({"reply": error(401, "who?")}, [], ServerError, "set the environment variable NO_KEY"),
+        (
+            {"reply": (200, {"content-type": "application/json"}, WHOLE)},
+            [],
+            ServerError,
+            "ignores `stream`",
+        ),
         ({}, ["output_dir=~nobody-here/x"], ConfigError, "~nobody-here"),
         ({"plain_drafts": True}, [], ServerError, "start it without --speculative-config"),
     ],

@@ -16,6 +16,7 @@ import pytest
 
 from medusa_train.checkpoint.heads import save_draft
 from medusa_train.checkpoint.resolve import EAGLE3, resolve_model
+from medusa_train.checkpoint.run_directory import other_files
 from medusa_train.config.load import load_config
 from medusa_train.config.schema import EvalConfig
 from medusa_train.errors import ConfigError
@@ -147,6 +148,7 @@ def test_servers_are_started_by_turns_and_stopped(tmp_path: Path, trained: Path)
     assert one[one.index("serve") + 1] == str(trained / "backbone")
     assert vllm.running == []
     assert (out / "vllm-k=3.log").is_file()
+    assert list(other_files(out)) == []
     assert "recommendation" in done.stdout
 
 
@@ -227,6 +229,22 @@ def test_prompt_lookup_is_served_without_heads(tmp_path: Path, trained: Path) ->
     paths = resolve_model(str(trained / "run"), None, None, lookup=cfg.lookup_choice)
     # a card quotes served-*
     assert output_directory(cfg, "few", paths, []).name == "prompt_lookup-served-few"
+
+
+@pytest.mark.parametrize("key", ["PlantedVllmKey0123", None])
+def test_servers_that_are_started_get_the_key_that_vllm_locks_them_with_and_no_other(
+    tmp_path: Path, trained: Path, monkeypatch: pytest.MonkeyPatch, key: str | None
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "PlantedOpenAIKey0123")
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    if key is not None:
+        monkeypatch.setenv("VLLM_API_KEY", key)
+    words = ["draft=prompt_lookup", "serve_speculative_tokens=[2]", "api_key_env=OPENAI_API_KEY"]
+    done = run(trained, Vllm(tmp_path, ""), tmp_path / "out", *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "api_key_env" in done.stderr  # listed as ignored
+    written = [path.read_text() for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    assert "Planted" not in "".join([done.stdout, done.stderr, *written])
 
 
 @pytest.mark.slow
@@ -355,9 +373,11 @@ def test_keys_that_do_not_go_together(overrides: list[str], message: str) -> Non
 
 def test_keys_without_effect_are_listed() -> None:
     served = load_config(
-        EvalConfig, None, ["serve=true", "tree=t.json", "compile=true", "serve_args=[a]"]
+        EvalConfig,
+        None,
+        ["serve=true", "tree=t.json", "compile=true", "serve_args=[a]", "api_key_env=KEY"],
     )
-    assert served.ignored == ("compile", "tree")
+    assert served.ignored == ("api_key_env", "compile", "tree")
     remote = load_config(
         EvalConfig,
         None,
@@ -365,6 +385,10 @@ def test_keys_without_effect_are_listed() -> None:
     )
     assert remote.ignored == ("dtype", "serve_args")
     assert load_config(EvalConfig, None, ["concurrency=8"]).ignored == ("concurrency",)
+    key = "api_key_env=KEY"
+    judge = ["judge_base_url=http://a/v1", "judge_model=m"]
+    assert load_config(EvalConfig, None, [key]).ignored == ("api_key_env",)
+    assert load_config(EvalConfig, None, [key, *judge]).ignored == ()
 
 
 def test_the_plan_of_servers() -> None:

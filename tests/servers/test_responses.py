@@ -17,7 +17,7 @@ from medusa_train.servers.client import OpenAIClient
 from medusa_train.servers.connection import Fault, ServerConnection
 from medusa_train.servers.rejections import ContextLimit, parse_rejection
 from medusa_train.servers.streaming import StreamError, read_completion
-from tests.fake_server import Reply, error, serving, stream
+from tests.fake_server import Reply, completion, error, serving, stream
 
 
 def lines(*chunks: dict[str, Any] | str) -> list[str]:
@@ -149,6 +149,49 @@ def test_a_cut_stream_is_asked_again() -> None:
     assert "503" in busy
 
 
+@pytest.mark.parametrize("kind", ["application/json", "application/json; charset=utf-8"])
+def test_a_server_that_ignores_stream_is_reported_as_that(kind: str) -> None:
+    def script(number: int, body: dict[str, Any]) -> Reply:
+        return 200, {"content-type": kind}, json.dumps(completion(body)).encode()
+
+    with serving(script) as fake, pytest.raises(ServerError, match="ignores `stream`"):
+        ask(OpenAIClient(fake.url, key_variable="NONE", timeout=5.0, retry_seconds=5.0))
+    assert len(fake.bodies) == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "content", "message"),
+    [
+        ("application/json", b'{"error": {"message": "engine died"}}', "engine died"),
+        ("application/json", b'{"detail": "loading"}', "loading"),
+        ("application/json", b"", "200 OK"),
+        ("application/problem+json", b'{"error": "no"}', "no"),
+        ("text/html", b"<html>starting</html>", "before the end of the answer"),
+        (
+            "text/event-stream",
+            b'data: {"choices": [{"message": {"content": "a"}, "finish_reason": "stop"}]}\n\n',
+            "a whole answer in place of its parts",
+        ),
+    ],
+)
+def test_other_replies_in_place_of_a_stream_are_asked_again(
+    kind: str, content: bytes, message: str
+) -> None:
+    def script(number: int, body: dict[str, Any]) -> Reply:
+        return (200, {"content-type": kind}, content) if number == 0 else None
+
+    with serving(script) as fake:
+        client = OpenAIClient(fake.url, key_variable="NONE", timeout=5.0, retry_seconds=20.0)
+        assert ask(client)["choices"][0]["message"]["content"] == "answer to x"
+        client.close()
+    assert message in client.last_fault
+
+
+def test_a_stream_that_ends_with_done_needs_no_finish_reason() -> None:
+    answer = read_completion(iter(lines(delta(content="a"), "data: [DONE]")), 0.0, lambda: None)
+    assert answer["choices"][0]["finish_reason"] is None
+
+
 def test_a_stream_that_never_ends_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     server = ServerConnection(
         "http://127.0.0.1:9/v1", key_variable="NONE", timeout=0.2, connections=1
@@ -159,7 +202,7 @@ def test_a_stream_that_never_ends_is_a_fault(monkeypatch: pytest.MonkeyPatch) ->
             time.sleep(0.01)
             yield b": keep-alive\n"
 
-    response = SimpleNamespace(status_code=200, iter_bytes=endless)
+    response = SimpleNamespace(status_code=200, headers={}, iter_bytes=endless)
     monkeypatch.setattr(server, "_models_read", True)
     monkeypatch.setattr(server._client, "stream", lambda *args, **keys: nullcontext(response))
     fault = server.send({"stream": True})

@@ -7,9 +7,15 @@ import pytest
 import torch
 import yaml
 
+from medusa_train.models import precision
 from medusa_train.models.compiled import CompiledLayers
+from medusa_train.models.precision import WeightMemory
 from medusa_train.training import device_choices
-from medusa_train.training.device_choices import DeviceChoices, choose_for_device
+from medusa_train.training.device_choices import (
+    DeviceChoices,
+    choose_for_device,
+    precision_of_run,
+)
 from tests.training.conftest import LORA, figures, train
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -88,6 +94,30 @@ def test_a_resumed_run_keeps_what_was_decided(make_config: Any) -> None:
     assert choices == DeviceChoices(False, False)
     assert choose(make_config(), torch_compile=True).torch_compile is True
     assert choose(make_config(torch_compile=False), torch_compile=True).torch_compile is False
+
+
+@pytest.mark.parametrize(
+    ("keys", "dtypes_that_fit", "dtype", "notes"),
+    [
+        ({"bf16": "auto"}, {"float32", "bfloat16"}, torch.float32, 0),
+        ({"bf16": "auto"}, {"bfloat16"}, torch.bfloat16, 1),
+        ({"bf16": True}, {"float32", "bfloat16"}, torch.bfloat16, 0),
+        ({"bf16": False}, {"bfloat16"}, torch.float32, 0),
+    ],
+)
+def test_bf16_auto_is_float32_on_a_cpu_that_emulates_bfloat16_if_the_weights_fit(
+    keys: dict[str, Any],
+    dtypes_that_fit: set[str],
+    dtype: torch.dtype,
+    notes: int,
+    make_config: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(precision, "has_fast_bf16", lambda device: False)
+    monkeypatch.setattr(WeightMemory, "fit", lambda self, dtype: dtype in dtypes_that_fit)
+    lines: list[str] = []
+    assert precision_of_run(make_config(**keys), CPU, lines.append).dtype == dtype
+    assert len(lines) == notes
 
 
 def compile_from_now_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from medusa_train.config.load import dump_config
 from medusa_train.config.paths import PROJECT_ROOT
 from medusa_train.data.examples import Example
 from medusa_train.errors import ConfigError
+from medusa_train.models import precision
 from medusa_train.training.estimate import Estimate
 from medusa_train.training.inspect import CONTEXT, SUPERVISED, _time_table, inspect_run, masked_text
 from tests.training.conftest import LORA, train
@@ -257,3 +258,10 @@ def test_a_checkpoint_takes_what_a_run_writes(
         "1 checkpoint of "
         in rows_of(page(make_config(base_model=weightless, save_total_limit=1), console))["disk"]
     )
+
+
+def test_a_dtype_that_memory_forces_is_named(make_config, weightless, console, monkeypatch):
+    monkeypatch.setattr(precision, "has_fast_bf16", lambda device: False)
+    monkeypatch.setattr(precision.WeightMemory, "fit", lambda self, dtype: dtype == "bfloat16")
+    text = page(make_config(base_model=weightless, bf16="auto"), console)
+    assert "dtype: bfloat16, since the weights need" in " ".join(text.split())

@@ -1,10 +1,13 @@
 """Medusa-2: adapters, free layers, the teacher, two stages, and going on after a stop."""
 
 import json
+import re
 
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from medusa_train.checkpoint.load_model import load_for_decoding
 from medusa_train.checkpoint.resolve import resolve_model
@@ -119,6 +122,92 @@ def test_an_adapter_is_trained_on_as_it_was_made(make_config, console, tmp_path)
         "warning: changed since that checkpoint: lora_alpha: was 16, now 99"
         in console.file.getvalue()
     )
+
+
+def save_adapter(backbone_dir, directory, **settings):
+    """Save a new adapter of another program, with these settings of PEFT's LoraConfig."""
+    model = AutoModelForCausalLM.from_pretrained(backbone_dir)
+    config = peft.LoraConfig(r=4, lora_alpha=16, task_type="CAUSAL_LM", **settings)
+    peft.get_peft_model(model, config).save_pretrained(directory)
+
+
+ALL_LINEAR = {
+    "recipe": "medusa2",
+    "adapter": "lora",
+    "lora_target_linear": True,
+    "max_steps": 1,
+    "medusa_num_heads": 2,
+}
+OF_LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "left_out"),
+    [
+        (
+            {"target_modules": ["q_proj", "v_proj"]},
+            "down_proj, gate_proj, k_proj, o_proj, up_proj, lm_head",
+        ),
+        ({"target_modules": "all-linear"}, "lm_head"),  # PEFT's meaning of it
+        ({"target_modules": r".*\.(self_attn|mlp)\..*_proj"}, "lm_head"),
+        (
+            {"target_modules": [*OF_LAYERS, "lm_head"], "layers_to_transform": [0]},
+            "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj",
+        ),
+        ({"target_modules": [*OF_LAYERS, "lm_head"], "exclude_modules": ["k_proj"]}, "k_proj"),
+    ],
+    ids=["two of them", "all-linear", "pattern", "one layer", "excluded"],
+)
+def test_an_adapter_that_lacks_layers_is_not_one_of_every_linear_layer(
+    make_config, console, tmp_path, backbone_dir, settings, left_out
+):
+    save_adapter(backbone_dir, tmp_path / "given", **settings)
+    message = re.escape(f"it leaves out {left_out}. Remove lora_target_linear")
+    with pytest.raises(ConfigError, match=message):
+        train(make_config(**ALL_LINEAR, lora_model_dir=str(tmp_path / "given")), console)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"target_modules": [*OF_LAYERS, "lm_head"]},
+        {"target_modules": OF_LAYERS, "modules_to_save": ["lm_head"]},
+        {"target_modules": OF_LAYERS[:4], "modules_to_save": ["mlp", "lm_head"]},
+    ],
+    ids=["LoRA", "lm_head in full", "MLPs in full"],
+)
+def test_an_adapter_of_every_linear_layer_is_trained(
+    make_config, console, tmp_path, backbone_dir, settings
+):
+    save_adapter(backbone_dir, tmp_path / "given", **settings)
+    cfg = make_config(**ALL_LINEAR, lora_model_dir=str(tmp_path / "given"))
+    assert train(cfg, console) == 0
+
+
+def test_the_layers_of_the_adapter_to_start_from_stand_in_the_run_s_configuration(
+    make_config, console, tmp_path, backbone_dir
+):
+    settings = {"target_modules": ["v_proj", "q_proj"], "modules_to_save": ["lm_head"]}
+    save_adapter(backbone_dir, tmp_path / "given", **settings)
+    keys = {**ALL_LINEAR, "lora_target_linear": False, "lora_model_dir": str(tmp_path / "given")}
+    assert train(make_config(**keys), console) == 0
+    used = load_config(TrainConfig, tmp_path / "run" / "config.yaml")
+    assert used.lora_target_modules == ["q_proj", "v_proj"]
+    assert used.lora_modules_to_save == ["lm_head"]
+    # and the run resumes with it
+    overrides = ["resume_from_checkpoint=auto", "max_steps=2"]
+    again = load_config(TrainConfig, tmp_path / "run" / "config.yaml", overrides)
+    assert train(again, console) == 0
+    assert "changed since that checkpoint" not in console.file.getvalue()
+
+
+def test_an_adapter_of_another_kind_is_refused(make_config, console, tmp_path, backbone_dir):
+    model = AutoModelForCausalLM.from_pretrained(backbone_dir)
+    config = peft.LoHaConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
+    peft.get_peft_model(model, config).save_pretrained(tmp_path / "given")
+    keys = {"recipe": "medusa2", "adapter": "lora", "lora_model_dir": str(tmp_path / "given")}
+    with pytest.raises(ConfigError, match="of the type LOHA; only LoRA adapters"):
+        train(make_config(**keys), console)
 
 
 def test_the_best_evaluation_is_that_of_the_whole_objective(make_config, console, tmp_path):

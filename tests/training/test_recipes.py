@@ -10,6 +10,7 @@ from transformers import AutoConfig
 from medusa_train.checkpoint.heads import load_draft
 from medusa_train.checkpoint.load_model import load_for_decoding
 from medusa_train.checkpoint.resolve import resolve_model
+from medusa_train.checkpoint.run_directory import check_only_run_files
 from medusa_train.checkpoint.store import CheckpointStore
 from medusa_train.config.load import load_config
 from medusa_train.config.schema import TrainConfig
@@ -68,6 +69,7 @@ def test_a_run_learns_and_its_draft_decodes_to_the_backbones_text(
 ) -> None:
     cfg, run = make_config(**keys_of(recipe), max_steps=30, calibration_tokens=80), tmp_path / "run"
     assert train(cfg, console) == 0
+    check_only_run_files(run, inner=True)  # overwriting it finds nothing of others
     records = metrics(run)
     learnt = [record["loss"] for record in records if record["kind"] == "train"]
     assert learnt[-1] < 0.97 * learnt[0]  # soft targets leave the entropy of a random backbone

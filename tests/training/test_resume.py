@@ -14,7 +14,7 @@ from medusa_train.training.resume import (
     plan_resume,
 )
 from medusa_train.training.snapshot import TrainState
-from tests.training.conftest import LORA
+from tests.training.conftest import LORA, metrics, train
 
 FIRST = {"recipe": "medusa1", "max_steps": 4}
 
@@ -117,23 +117,102 @@ def test_stage_one_is_not_deleted_by_a_resume_without_it(make_config, tmp_path):
 
 
 class Store:
+    root = "run/checkpoints"
+
     def best(self, step):
         return None if step == 3 else f"best-{step}"
 
 
+def resumed_state(console, *, step=2, validation="same", objective=None, patience=1):
+    """A state with a best evaluation, after a resume with the data "same" and a decay of 0.8."""
+    state = TrainState(
+        best_loss=1.0,
+        best_step=step,
+        evals_since_best=4,
+        evaluated=6,
+        validation=validation,
+        objective=objective,
+    )
+    now = {"decay coefficient": 0.8}
+    forget_incomparable_best(state, "same", now, Store(), patience, SINGLE_PROCESS, console)
+    assert (state.validation, state.objective) == ("same", now)
+    return state
+
+
 @pytest.mark.parametrize(
-    ("validation", "step", "patience", "kept"),
+    "keys",
     [
-        ("same", 2, 1, True),
-        ("other", 2, 1, False),
-        ("other", 2, None, False),
-        (None, 2, 1, True),  # of an earlier version
-        ("same", 3, 1, False),  # its weights were left in another directory
-        ("same", 3, None, True),
+        {},
+        {"validation": None},  # of an earlier version
+        {"objective": {"decay coefficient": 0.8}},
+        {"step": 3, "patience": None},
     ],
+    ids=["same", "unknown", "same objective", "no early stopping"],
 )
-def test_the_best_evaluation_is_kept_where_later_ones_compare(validation, step, patience, kept):
-    state = TrainState(best_loss=1.0, best_step=step, evals_since_best=4, validation=validation)
-    forget_incomparable_best(state, "same", Store(), patience, SINGLE_PROCESS)
-    assert (state.best_loss, state.evals_since_best) == ((1.0, 4) if kept else (None, 0))
-    assert state.validation == "same"
+def test_the_best_evaluation_is_kept_where_later_ones_compare(console, keys):
+    state = resumed_state(console, **keys)
+    assert (state.best_loss, state.evals_since_best) == (1.0, 4)
+    assert console.file.getvalue() == ""
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        ({"validation": "other"}, "the validation data changed"),
+        ({"validation": "other", "patience": None}, "the validation data changed"),
+        ({"objective": {"decay coefficient": 1.0}}, "decay coefficient was 1.0, now 0.8"),
+        ({"objective": {"gone": 1}}, "gone was 1, now None"),
+        ({"step": 3}, "its weights are not in run/checkpoints"),
+    ],
+    ids=["data", "data, no early stopping", "objective", "term", "weights"],
+)
+def test_the_best_evaluation_is_forgotten_with_its_reason(console, keys, reason):
+    state = resumed_state(console, **keys)
+    assert (state.best_loss, state.evals_since_best) == (None, 0)
+    best = f"lowest 1.0000 at step {state.best_step}"
+    assert f"note: the best evaluation so far ({best}) is forgotten" in console.file.getvalue()
+    assert console.file.getvalue().endswith(f": {reason}\n")
+
+
+def test_nothing_is_printed_where_there_was_no_evaluation(console):
+    state = TrainState(validation="other")
+    forget_incomparable_best(state, "same", {}, Store(), 1, SINGLE_PROCESS, console)
+    assert console.file.getvalue() == ""
+
+
+HEADS_ONLY = {"learning_rate": 1e-9, "early_stopping_patience": 2}
+JOINT = {**HEADS_ONLY, **LORA, "medusa_self_distillation": False, "learning_rate": 1e-9}
+
+
+@pytest.mark.parametrize(
+    ("keys", "changed", "reason"),
+    [
+        (HEADS_ONLY, {"medusa_decay_coefficient": 1.0}, "decay coefficient was 0.8, now 1.0"),
+        (HEADS_ONLY, {"medusa_soft_targets": 0.5}, "soft targets was 0.0, now 0.5"),
+        (JOINT, {"medusa_heads_coefficient": 0.9}, "heads coefficient was 0.2, now 0.9"),
+        (JOINT, {"medusa_distillation_regularization": 0.5}, "regularization was 0.0, now 0.5"),
+        (JOINT, {"medusa_self_distillation": True}, "LM loss was ce, now kl"),
+    ],
+    ids=["decay", "soft targets", "lambda0", "rho", "LM loss"],
+)
+def test_evaluations_of_another_objective_are_no_reason_to_stop_early(
+    make_config, console, tmp_path, keys, changed, reason
+):
+    keys = {**keys, "save_steps": 1, "eval_steps": 1}
+    assert train(make_config(**keys, max_steps=2), console) == 0
+    assert reason not in console.file.getvalue()
+    again = make_config(**{**keys, **changed}, max_steps=4, resume_from_checkpoint="auto")
+    assert train(again, console) == 0
+    assert reason in console.file.getvalue()
+    best = [record["best"] for record in metrics(tmp_path / "run") if record["kind"] == "eval"]
+    assert (best[0], best[2]) == (True, True)
+
+
+@pytest.mark.parametrize("changed", [{"medusa_scheduler": "sine"}, {"weight_decay": 0.1}], ids=str)
+def test_what_validation_does_not_measure_leaves_the_best_evaluation(make_config, console, changed):
+    keys = {**JOINT, "save_steps": 1, "eval_steps": 1}
+    train(make_config(**keys, max_steps=2), console)
+    again = make_config(**{**keys, **changed}, max_steps=3, resume_from_checkpoint="auto")
+    train(again, console)
+    assert "resuming after step 2" in console.file.getvalue()
+    assert "is forgotten" not in console.file.getvalue()

@@ -10,7 +10,7 @@ import yaml
 from safetensors.torch import load_file
 
 from medusa_train.checkpoint.resolve import resolve_model
-from medusa_train.checkpoint.run_directory import RUN_FILES, only_writer
+from medusa_train.checkpoint.run_directory import RUN_FILES, check_only_run_files, only_writer
 from medusa_train.checkpoint.store import CheckpointStore
 from medusa_train.errors import CheckpointError, ConfigError, DataError, MedusaError
 from medusa_train.inference.decoding_settings import DecodingSettings
@@ -54,6 +54,7 @@ def test_a_run_leaves_heads_config_metrics_and_a_tree(make_config, console, tmp_
     assert all(len(shares) == 10 and shares == sorted(shares) for shares in top)
     assert "medusa_choices" in json.loads((out / "tree.json").read_text())
     assert {path.name for path in out.iterdir()} <= set(RUN_FILES)
+    check_only_run_files(out, inner=True)
     key = weights_key(resolve_model(str(out), None, None), DecodingSettings.load(out / "tree.json"))
     assert load_traces(out / "tree_traces.npz", key) is not None
     text = console.file.getvalue()

@@ -1,6 +1,10 @@
-"""Steps whose loss or gradient is not finite: skipped while that is allowed, then the end."""
+"""Steps whose loss or gradient is not finite: skipped while that is allowed, then the end. And
+evaluations that are not finite.
+"""
 
 import dataclasses
+import json
+import math
 import signal
 from pathlib import Path
 from typing import Any
@@ -17,6 +21,7 @@ from medusa_train.models.precision import choose_precision
 from medusa_train.training.backbone_recipe import build_backbone_recipe
 from medusa_train.training.optimizer import LocalStrategy
 from medusa_train.training.trainer import NonFiniteLossError, Trainer
+from medusa_train.training.validation import ValidationResult
 from tests.training.conftest import figures, metrics, stop_after, train
 
 
@@ -51,6 +56,22 @@ def spoil(monkeypatch: pytest.MonkeyPatch, *steps: int, what: str = "loss") -> N
         monkeypatch.setattr(Trainer, "compute_loss", bad_loss)
     else:
         monkeypatch.setattr(LocalStrategy, "forward_backward", bad_gradient)
+
+
+def spoil_evaluations(monkeypatch: pytest.MonkeyPatch, value: float, *numbers: int) -> None:
+    """Make the result of these evaluations `value`."""
+    evaluate = Trainer.evaluate
+    done: list[ValidationResult] = []
+
+    def bad_result(self: Trainer, *args: Any) -> ValidationResult | None:
+        result = evaluate(self, *args)
+        assert result is not None
+        done.append(result)
+        if len(done) not in numbers:
+            return result
+        return dataclasses.replace(result, loss=value, objective=value, head_loss=[value] * 3)
+
+    monkeypatch.setattr(Trainer, "evaluate", bad_result)
 
 
 def of_kind(run: Path, kind: str) -> list[dict[str, Any]]:
@@ -130,6 +151,45 @@ def test_a_window_of_skipped_steps_has_no_line(make_config, console, tmp_path, m
     assert train(make_config(max_nonfinite_steps=3, logging_steps=2), console) == 0
     assert [record["step"] for record in of_kind(tmp_path / "run", "train")] == [2, 6]
     assert "6 steps, 3 of them skipped" in console.file.getvalue()
+
+
+def refuse_constant(constant: str) -> None:
+    raise AssertionError(constant)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_an_evaluation_that_is_not_finite_counts_for_patience_and_is_printed(
+    make_config, console, tmp_path, monkeypatch, value
+):
+    spoil_evaluations(monkeypatch, value, 2, 3)
+    cfg = make_config(early_stopping_patience=2, eval_steps=1, save_steps=9)
+    assert train(cfg, console) == 0
+    printed = console.file.getvalue().splitlines()
+    warnings = [line for line in printed if line.startswith("warning: the held-out loss at step")]
+    for line, step, count in zip(warnings, (2, 3), (1, 2), strict=True):
+        assert f"at step {step} is {value}" in line
+        assert f"({count} of early_stopping_patience 2)" in line
+    assert any(
+        "stopped early" in line and "using the weights of step 1" in line for line in printed
+    )
+    text = (tmp_path / "run" / "metrics.jsonl").read_text()
+    records = [json.loads(line, parse_constant=refuse_constant) for line in text.splitlines()]
+    evaluations = [record for record in records if record["kind"] == "eval"]
+    assert [(record["objective"] is None, record["best"]) for record in evaluations] == [
+        (False, True),
+        (True, False),
+        (True, False),
+    ]
+
+
+def test_an_evaluation_that_is_not_finite_is_printed_without_early_stopping(
+    make_config, console, monkeypatch
+):
+    spoil_evaluations(monkeypatch, math.nan, 1)
+    assert train(make_config(max_steps=2, eval_steps=1), console) == 0
+    printed = console.file.getvalue()
+    assert "warning: the held-out loss at step 1 is nan: this evaluation counts as one" in printed
+    assert "early_stopping_patience" not in printed
 
 
 def test_a_batch_without_targets_reaches_every_parameter(make_config, backbone_dir):
