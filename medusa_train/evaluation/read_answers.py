@@ -41,8 +41,8 @@ _MARKUP = tuple(
         # powers of units, and subscripts
         (r"(?<=[^\W\d_])\s*\^\s*(?:\{\d+\}|\d+)", ""),
         (r"(?<=[^\W\d_])_(?:\w+|\{[^{}]*\})", ""),
-        # units such as m/s
-        (r"\\[dtc]?frac\s*\{[^{}0-9]*\}\s*\{[^{}0-9]*\}", " "),
+        # fractions of units, and of numbers
+        (r"\\[dtc]?frac\s*\{([^{}\d]*)\}\s*\{([^{}\d]*)\}", r" \1/\2 "),
         (r"(?<=[0-9])(?=\\[dtc]?frac)", " "),
         (r"\\[dtc]?frac\s*(?:\{(\d+)\}|(\d))\s*(?:\{(\d+)\}|(\d))", r"\1\2/\3\4"),
     )
