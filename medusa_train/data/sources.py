@@ -30,6 +30,7 @@ from medusa_train.hub import (
     fetch_dataset_file,
     hub_is_unreachable,
 )
+from medusa_train.network import check_network
 
 #: Names a directory with `sharegpt.json`, for instance, that is searched before `data/seeds/`.
 SEED_DIR_VARIABLE = "MEDUSA_SEED_DIR"
@@ -497,8 +498,10 @@ def _load_split(source: DatasetConfig, on_progress: OnProgress | None) -> HubSpl
 
     if hub_is_unreachable():
         datasets.config.HF_HUB_OFFLINE = True  # use the local cache without retries
-    elif on_progress is not None:
-        on_progress(f"{FETCHING} {source.path}", 0, 0)
+    else:
+        check_network()
+        if on_progress is not None:
+            on_progress(f"{FETCHING} {source.path}", 0, 0)
     split = source.split or "train"
     try:
         files: dict[str, Any] = {}

@@ -38,6 +38,7 @@ from medusa_train.models.hf_config import head_dim
 from medusa_train.models.partitioned import gathering_modules
 from medusa_train.models.precision import default_device, parse_dtype
 from medusa_train.models.stop_tokens import GENERATION_CONFIG
+from medusa_train.network import check_network
 
 #: Roles of tokens that no model reads: padding is masked, and what a vocabulary lacks, as
 #: `special_tokens` may name it, cannot occur in a text.
@@ -286,6 +287,8 @@ def resolve_backbone(name: str, *, trust_remote_code: bool = False) -> tuple[str
     advice = f"; did you mean {similar}?" if similar else ""
     if local is None and looks_like_path(name):
         raise BackboneError(f"base_model {name}: no such directory{advice}")
+    if local is None and not hub_is_unreachable():
+        check_network()
     try:
         config = AutoConfig.from_pretrained(
             source, trust_remote_code=trust_remote_code, local_files_only=hub_is_unreachable()
