@@ -32,6 +32,7 @@ from medusa_train.hub import (
     offline_advice,
 )
 from medusa_train.io import parse_json
+from medusa_train.network import check_network
 
 #: Names a directory with `sharegpt.json`, for instance, that is searched before `data/seeds/`.
 SEED_DIR_VARIABLE = "MEDUSA_SEED_DIR"
@@ -546,8 +547,10 @@ def _load_split(source: DatasetConfig, on_progress: OnProgress | None) -> HubSpl
 
     if hub_is_unreachable():
         datasets.config.HF_HUB_OFFLINE = True  # use the local cache without retries
-    elif on_progress is not None:
-        on_progress(f"{FETCHING} {source.path}", 0, 0)
+    else:
+        check_network()
+        if on_progress is not None:
+            on_progress(f"{FETCHING} {source.path}", 0, 0)
     split = source.split or "train"
     try:
         files: dict[str, Any] = {}

@@ -48,6 +48,7 @@ from medusa_train.hub import hub_is_unreachable
 from medusa_train.io import WRITE_ERRORS, describe_size, replace_text, write_failure
 from medusa_train.models.loading import resolve_backbone
 from medusa_train.models.vllm_eagle3_models import vllm_eagle3_warnings
+from medusa_train.network import check_network
 
 PUBLIC_HEADS = 5
 """The public Medusa loader builds five heads regardless of config.json."""
@@ -493,6 +494,7 @@ def push(directory: Path, repo: str, *, private: bool, api: Any = None) -> str:
             raise MedusaError(
                 f"the hub can't be reached (or HF_HUB_OFFLINE is set); the export is in {directory}"
             )
+        check_network()
         from huggingface_hub import HfApi
 
         api = HfApi()

@@ -35,6 +35,7 @@ from medusa_train.models.model_files import find_backbone, missing_from_hub, mod
 from medusa_train.models.partitioned import gathering_modules
 from medusa_train.models.precision import WeightMemory, auto_dtype, default_device, parse_dtype
 from medusa_train.models.stop_tokens import GENERATION_CONFIG
+from medusa_train.network import check_network
 
 #: Roles of tokens that no model reads: padding is masked, and what a vocabulary lacks, as
 #: `special_tokens` may name it, cannot occur in a text.
@@ -267,6 +268,8 @@ def resolve_backbone(name: str, *, trust_remote_code: bool = False) -> tuple[str
             or the architecture is not supported.
     """
     source, _ = find_backbone(name)
+    if resolve_path(name) is None and not hub_is_unreachable():
+        check_network()
     try:
         config = AutoConfig.from_pretrained(
             source, trust_remote_code=trust_remote_code, local_files_only=hub_is_unreachable()

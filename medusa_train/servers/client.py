@@ -128,7 +128,8 @@ class OpenAIClient:
         of retries of all requests so far, and why the last was necessary.
 
     Raises:
-        ConfigError: a URL is not a web address, or contains a password.
+        ConfigError: a URL is not a web address, or contains a password; the environment's proxy or
+            certificates cannot be used.
     """
 
     def __init__(

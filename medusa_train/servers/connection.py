@@ -13,13 +13,13 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 import httpx
 
 from medusa_train.config.types import address_problem
 from medusa_train.errors import ConfigError, ServerError
 from medusa_train.hide_secrets import excerpt, mask, remember
+from medusa_train.network import client_options
 from medusa_train.servers.rejections import ContextLimit, RequestRejected, parse_rejection
 from medusa_train.servers.responses import (
     error_message,
@@ -92,8 +92,7 @@ class ServerConnection:
             headers=headers,
             timeout=httpx.Timeout(timeout, connect=CONNECT_SECONDS),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=connections),
-            # a proxy (HTTP_PROXY) cannot reach a server on this machine
-            trust_env=not _is_loopback(self.url),
+            **client_options(self.url),
         )
 
     def send(self, body: Mapping[str, Any]) -> dict[str, Any] | Fault:
@@ -345,8 +344,3 @@ def _normalize_url(url: str) -> str:
     if problem is not None:
         raise ConfigError(f"server {problem}")
     return url.rstrip("/").removesuffix("/chat/completions")
-
-
-def _is_loopback(url: str) -> bool:
-    host = urlsplit(url).hostname or ""
-    return host in ("localhost", "::1") or host.startswith("127.")

@@ -103,6 +103,11 @@ def fetched(home: Path) -> list[str]:
     )
 
 
+def test_a_file_is_fetched_with_addresses_of_ipv6_in_no_proxy(run, tmp_path: Path) -> None:
+    output = run(NO_PROXY="127.0.0.1,::1/128,[::1]", HTTP_PROXY="http://127.0.0.1:9")
+    assert output.split()[1] == str(len(CONTENT))
+
+
 def test_a_file_is_fetched_once_and_then_read_without_a_network(
     hub: StandInHub, run, tmp_path: Path
 ) -> None:

@@ -119,11 +119,13 @@ def command(out: Path, *arguments: str) -> list[str]:
     ]
 
 
-def run(home: Path, vllm: Vllm, out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run(
+    home: Path, vllm: Vllm, out: Path, *arguments: str, **variables: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command(out, *arguments),
         cwd=home,
-        env=vllm.environment,
+        env={**vllm.environment, **variables},
         capture_output=True,
         text=True,
         check=False,
@@ -240,7 +242,13 @@ def test_servers_that_are_started_get_the_key_that_vllm_locks_them_with_and_no_o
     if key is not None:
         monkeypatch.setenv("VLLM_API_KEY", key)
     words = ["draft=prompt_lookup", "serve_speculative_tokens=[2]", "api_key_env=OPENAI_API_KEY"]
-    done = run(trained, Vllm(tmp_path, ""), tmp_path / "out", *words)
+    settings = {  # of the network, which servers on this machine do not need
+        "ALL_PROXY": "socks5://127.0.0.1:9",
+        "NO_PROXY": "::1/128",
+        "SSL_CERT_FILE": "/nowhere/certs.pem",
+        "SSLKEYLOGFILE": "/nowhere/keys",
+    }
+    done = run(trained, Vllm(tmp_path, ""), tmp_path / "out", *words, **settings)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "api_key_env" in done.stderr  # listed as ignored
     written = [path.read_text() for path in (tmp_path / "out").rglob("*") if path.is_file()]
