@@ -41,7 +41,7 @@ from medusa_train.training.estimate import (
 from medusa_train.training.hidden_states import describe_states, distinct_documents
 from medusa_train.training.load_data import TrainingData
 from medusa_train.training.preflight import check_run
-from medusa_train.training.setup import make_plan
+from medusa_train.training.setup import few_steps_advice, make_plan
 from medusa_train.training.stages import TITLES, load_stages
 
 #: Samples that are shown, and tokens of each.
@@ -70,7 +70,8 @@ class _Stage:
         # 1. What `auto` means here.
         without = partial(memory_without_checkpointing, cfg, model_config, data.train, precision)
         choices = choose_for_device(cfg, self.device, without)
-        self.notes = choices.notes
+        advice = few_steps_advice(cfg, self.plan, loader.batches_per_epoch, processes)
+        self.notes = choices.notes if advice is None else (*choices.notes, advice)
         cfg = choices.apply(cfg)
         self.cfg = cfg
         # 2. Memory, operations and disk.
