@@ -29,16 +29,31 @@ def clock(monkeypatch):
     return passes
 
 
-def test_lines_come_at_most_every_ten_seconds(clock):
+def test_lines_come_at_most_every_eight_seconds(clock):
     progress = RunProgress(console(False))
     with progress.phase("timing", total=20, unit="turns") as phase:
         for _ in range(10):
             clock(3)
             phase.advance(tokens=30)
     assert shown(progress).splitlines() == [
-        "timing: 4/20 turns, 10 tokens/s, 48 s left",
-        "timing: 8/20 turns, 10 tokens/s, 36 s left",
+        "timing: 3/20 turns, 10 tokens/s, 51 s left",
+        "timing: 6/20 turns, 10 tokens/s, 42 s left",
+        "timing: 9/20 turns, 10 tokens/s, 33 s left",
     ]
+
+
+def test_a_phase_within_another_is_due_by_the_last_line_of_either(clock):
+    training = RunProgress(console(False))
+    within = RunProgress(console(False))
+    clock(5)
+    training.print("step 10")
+    with within.phase("validation", unit="batches", inline=True) as phase:
+        clock(6)
+        phase.advance()
+        assert shown(within) == ""
+        clock(2)
+        phase.advance()
+        assert shown(within) == "validation: 2 batches, 8 s so far\n"
 
 
 def test_the_time_of_every_phase_is_kept(clock):

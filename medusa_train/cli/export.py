@@ -16,6 +16,7 @@ from medusa_train.cli.common import (
     error_console,
     join_lines,
     output_console,
+    print_next,
     read_arguments,
     run_command,
     with_keys,
@@ -75,6 +76,7 @@ def export(
     """Read the arguments, export, and print what was written."""
     cfg = _read_config(arguments or [], flags)
 
+    from medusa_train.checkpoint.next_command import after_export
     from medusa_train.checkpoint.resolve import check_export, names_no_backbone, resolve_model
 
     # 1. The run, and the backbone where it names none.
@@ -132,6 +134,8 @@ def export(
         if cfg.to == "vllm" and (warning := path_warning(cfg.push_to_hub)) is not None:
             error_console().print(f"warning: {warning}", style="yellow")
         console.print(f"uploaded: {push(exported.target, cfg.push_to_hub, private=cfg.private)}")
+    if target is None:
+        print_next(after_export(paths, cfg.to), console)
 
 
 def _read_config(arguments: list[str], flags: dict[str, str | None]) -> ExportConfig:

@@ -15,6 +15,7 @@ from medusa_train.cli.common import (
     error_console,
     join_lines,
     output_console,
+    print_next,
     read_arguments,
     run_command,
     split_arguments,
@@ -222,11 +223,6 @@ def _generate(
     else:
         print_next(f"run the same command with --merge to merge all {part.count} shards", console)
     return 0
-
-
-def print_next(command: str, console: Console) -> None:
-    """Print what to do next, as a line that can be copied."""
-    console.print(f"next: {command}", style="bold")
 
 
 def _run(

@@ -188,7 +188,7 @@ def train(
     if process is None or inspect:
         if not inspect:
             check_output_dir(cfg)
-        check_files(cfg)
+        check_files(cfg, num_gpus or 1)
     progress = RunProgress(console)
     if inspect:
         with progress.phase("importing torch and transformers", ticking=True):

@@ -20,6 +20,7 @@ from transformers import AddedToken, AutoConfig, AutoModelForCausalLM, AutoToken
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.utils import is_flash_attn_2_available
 
+from medusa_train.config.paths import resolve_path
 from medusa_train.config.types import SPECIAL_TOKENS, Quantization
 from medusa_train.errors import BackboneError, ConfigError
 from medusa_train.hub import describe_hub_error, hub_is_unreachable

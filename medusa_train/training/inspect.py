@@ -48,7 +48,7 @@ from medusa_train.training.estimate import (
 from medusa_train.training.hidden_states import describe_states, distinct_documents
 from medusa_train.training.load_data import TrainingData
 from medusa_train.training.preflight import check_run
-from medusa_train.training.setup import make_plan
+from medusa_train.training.setup import few_steps_advice, make_plan
 from medusa_train.training.stages import TITLES, load_stages
 
 #: Samples that are shown, and tokens of each.
@@ -78,7 +78,8 @@ class _Stage:
         self.dtype = precision.dtype
         without = partial(memory_without_checkpointing, cfg, model_config, data.train, precision)
         cfg, note = choose_checkpointing(cfg, self.device, without)
-        self.notes = notes if note is None else [*notes, note]
+        advice = few_steps_advice(cfg, self.plan, loader.batches_per_epoch, processes)
+        self.notes = [line for line in (*notes, note, advice) if line is not None]
         self.cfg = cfg
         # 2. Memory, operations and disk.
         estimate = Estimate(cfg, model_config)

@@ -75,6 +75,9 @@ from medusa_train.training.resume import (
 from medusa_train.training.snapshot import TrainState, restore_state, restore_weights
 from medusa_train.training.trainer import ROUNDING, Plan, Trainer
 
+#: Fewer steps in all are reported, with what to change.
+FEW_STEPS = 20
+
 
 def build_trainer(
     cfg: TrainConfig,
@@ -117,7 +120,8 @@ def build_trainer(
         data.train, cfg.micro_batch_size, seed=cfg.seed, rank=world.rank, size=world.size
     )
     plan = make_plan(cfg, loader.batches_per_epoch, world.size)
-    for line, style in _describe_run(cfg, data, recipe, draft, plan, world.size):
+    advice = few_steps_advice(cfg, plan, loader.batches_per_epoch, world.size)
+    for line, style in _describe_run(cfg, data, recipe, draft, plan, world.size, advice):
         console.print(line, style=style)
 
     # 3. The weights of the checkpoint.
@@ -294,6 +298,9 @@ def _print_vocabulary(
 def make_plan(cfg: TrainConfig, micro_batches_per_epoch: int, processes: int = 1) -> Plan:
     """Plan the run's steps; it evaluates and saves once per epoch unless the configuration says
     otherwise.
+
+    Raises:
+        ConfigError: the learning rate is 0 in all of them.
     """
     per_epoch = micro_batches_per_epoch / (cfg.gradient_accumulation_steps * processes)
     total = cfg.max_steps or max(1, math.ceil(cfg.num_epochs * per_epoch - ROUNDING))
@@ -303,6 +310,15 @@ def make_plan(cfg: TrainConfig, micro_batches_per_epoch: int, processes: int = 1
 
     if cfg.lr_scheduler == "constant":
         warmup = 0
+    if total == 1 and warmup > 0:  # warm-up starts at 0
+        key = "warmup_ratio" if cfg.warmup_steps is None else "warmup_steps"
+        more = f"max_steps: {FEW_STEPS}"
+        if cfg.max_steps is None:
+            more = _keys_for_more_steps(cfg, micro_batches_per_epoch, processes)
+        raise ConfigError(
+            f"{key}: {getattr(cfg, key)}: the learning rate is 0 in the only step of the run, so"
+            f" nothing would be trained. Set {more}, or {key}: 0"
+        )
 
     def every(steps: float | None, times_per_epoch: int | None) -> float:
         """Return the steps between two evaluations or checkpoints."""
@@ -320,6 +336,31 @@ def make_plan(cfg: TrainConfig, micro_batches_per_epoch: int, processes: int = 1
         eval_every=every(cfg.eval_steps, cfg.evals_per_epoch),
         save_every=every(cfg.save_steps, cfg.saves_per_epoch),
     )
+
+
+def few_steps_advice(
+    cfg: TrainConfig, plan: Plan, micro_batches_per_epoch: int, processes: int
+) -> str | None:
+    """Return what to change if a run has few steps that nobody asked for by `max_steps`."""
+    if cfg.max_steps is not None or plan.total_steps >= FEW_STEPS:
+        return None
+    more = _keys_for_more_steps(cfg, micro_batches_per_epoch, processes)
+    return f"note: {plan.total_steps} steps in all are few to train a draft; for more set {more}"
+
+
+def _keys_for_more_steps(cfg: TrainConfig, micro_batches_per_epoch: int, processes: int) -> str:
+    """Return values of keys with which the run has `FEW_STEPS` steps: a smaller batch and, if that
+    is not enough, more epochs.
+    """
+    per_epoch = micro_batches_per_epoch / processes
+    accumulation = max(1, int(cfg.num_epochs * per_epoch / FEW_STEPS))
+    epochs = math.ceil(FEW_STEPS * accumulation / per_epoch - ROUNDING)
+    changed = []
+    if accumulation < cfg.gradient_accumulation_steps:
+        changed.append(f"gradient_accumulation_steps: {accumulation}")
+    if epochs > cfg.num_epochs:
+        changed.append(f"num_epochs: {epochs}")
+    return " and ".join(changed)
 
 
 def _strategy_phase(cfg: TrainConfig, world: World) -> str:
@@ -461,6 +502,7 @@ def _describe_run(
     draft: Draft,
     plan: Plan,
     processes: int,
+    advice: str | None,
 ) -> Iterator[tuple[str, str | None]]:
     """Describe data, model and plan in a few lines, each with the style in which it is printed."""
     data_line = (
@@ -489,9 +531,9 @@ def _describe_run(
         yield compiling, None
     plan_line = _describe_plan(cfg, data, plan, processes, trains_backbone=bool(recipe.parameters))
     yield plan_line, None
-    warning = warmup_warning(plan.warmup_steps, plan.total_steps)
-    if warning:
-        yield warning, "yellow"
+    for warning in (advice, warmup_warning(plan.warmup_steps, plan.total_steps)):
+        if warning:
+            yield warning, "yellow"
 
 
 def _describe_model(draft: Draft, recipe: BackboneRecipe) -> str:

@@ -16,9 +16,9 @@ from rich.text import Text
 
 from medusa_train.checkpoint.digest import digest_files
 from medusa_train.checkpoint.heads import save_draft
+from medusa_train.checkpoint.next_command import after_training
 from medusa_train.checkpoint.resolve import find_heads, resolve_model
 from medusa_train.checkpoint.run_directory import CONFIG, HEADS, METRICS, TREE, writing
-from medusa_train.config.paths import PROJECT_ROOT, resolve_path
 from medusa_train.config.schema import TrainConfig
 from medusa_train.errors import CheckpointError, MedusaError, signal_exit_code
 from medusa_train.inference.cuda_graphs import use_cuda_graphs
@@ -192,7 +192,7 @@ def _finish(
     lacks_tree = bool(cfg.calibration_tokens) and trainer.strategy.partitioned
     following = "stage two"
     if trainer.whole_run is None:
-        following = _next_command(cfg.base_model, out, lacks_tree)
+        following = after_training(cfg.base_model, out, lacks_tree=lacks_tree)
     results.print(Text(f"next: {following}", style="bold"), soft_wrap=True)
 
 
@@ -222,19 +222,6 @@ def _print_time_left(
         f"about {duration(seconds)} left of this run, {duration(steps * step_seconds)} of them for"
         " steps; then come validation and the tree"
     )
-
-
-def _next_command(base_model: str, out: Path, lacks_tree: bool) -> str:
-    """Return the command that measures a finished run, or fits its tree."""
-    shipped = (PROJECT_ROOT / "data" / "tiny").resolve()
-    backbone = resolve_path(base_model) or Path()
-    if lacks_tree:
-        options = ["--calibrate"]
-    elif backbone.resolve() == shipped:
-        options = ["--bench", "tiny"]
-    else:
-        options = ["--bench", "mtbench"]
-    return shlex.join(["medusa-eval", *options, "--model", str(out)])
 
 
 def _has_tree_of_its_heads(run: Path) -> bool:
