@@ -5,9 +5,13 @@ dropped, retried and resumed.
 from __future__ import annotations
 
 import json
+import re
 import signal
 import threading
+import time
 from collections.abc import Callable
+from email.utils import formatdate
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +19,7 @@ import pytest
 
 from tests.behaviour.processes import Process
 from tests.behaviour.scripted import write_scripted_model
+from tests.behaviour.seams import decode
 from tests.behaviour.test_chats import chat
 from tests.behaviour.world import (
     EOS,
@@ -188,17 +193,35 @@ def test_samples_depend_on_their_prompt_and_seed_alone(
 
 
 def test_answers_with_the_heads_of_a_run(
-    skilled: Callable[[str], Path], prompts: Path, expected: list[dict[str, Any]], tmp_path: Path
+    skilled: Callable[[str], Path],
+    prompts: Path,
+    expected: list[dict[str, Any]],
+    exact_model: Any,
+    tokenizer: Any,
+    tmp_path: Path,
 ) -> None:
     heads = skilled("medusa") / "heads"
     write_tree(heads.parent / "tree.json", [(0,), (0, 0)])
     try:
         out = tmp_path / "own.jsonl"
         words = ["--prompts", prompts, "--output", out, f"heads={heads.parent}"]
-        selfdistill(*words, **LOCAL, **KEEP).ok()
+        shown = selfdistill(*words, **LOCAL, **KEEP).ok()
     finally:
         (heads.parent / "tree.json").unlink()
     assert [contents(r) for r in read_lines(out)] == [contents(r) for r in expected]
+    asked = []
+    for record in expected:
+        messages = record["messages"]
+        for number, message in enumerate(messages):
+            if message["role"] == "assistant":
+                asked.append(tokenizer(render(messages[:number]))["input_ids"])
+    answers = decode(
+        exact_model, asked, heads, tree=[(0,), (0, 0)], max_new_tokens=LENGTH, ends=[EOS]
+    )
+    tokens = sum(len(answer.tokens) - 1 for answer in answers)
+    steps = sum(len(answer.accepted) for answer in answers)
+    assert steps < tokens
+    assert re.search(rf"tokens per step\W+{tokens / steps:.2f}\b", shown.text)
 
 
 def test_a_run_answers_with_its_adapter(
@@ -266,6 +289,10 @@ def test_other_settings_are_not_mixed_in_one_file(
         found = selfdistill(*words, **{**LOCAL, **KEEP, **keys})
         assert found.code == 2, found.text
         assert next(iter(keys)) in found.text
+    sampled = ["--prompts", prompts, "--model", model, "--output", tmp_path / "sampled.jsonl"]
+    keys = {**LOCAL, **KEEP, "temperature": 0.8, "limit": 1}
+    selfdistill(*sampled, **keys, top_k=3).ok()
+    selfdistill(*sampled, **keys).fails(2, "top_k: 3 in the file")
     other = write_lines(tmp_path / "other.jsonl", [{"id": "p0", "prompt": "another"}])
     found = selfdistill("--prompts", other, *words[2:], **LOCAL, **KEEP)
     assert found.code != 0
@@ -341,6 +368,25 @@ def test_failures_of_a_moment_are_retried(prompts: Path, tmp_path: Path) -> None
         shown = ask(server, prompts, tmp_path / "o.jsonl", concurrency=2).ok()
     assert len(read_lines(tmp_path / "o.jsonl")) == 6
     shown.says("requests repeated │ 4")
+
+
+def test_a_server_that_asks_for_a_pause_gets_it(prompts: Path, tmp_path: Path) -> None:
+    """By seconds, and by a date."""
+    times: list[float] = []
+
+    def script(number: int, body: dict[str, Any]) -> Any:
+        times.append(time.time())
+        if number == 0:
+            return error(503, "busy", Retry_After="1")
+        if number == 1:
+            return error(429, "busy", Retry_After=formatdate(time.time() + 2, usegmt=True))
+        return None
+
+    with serving(script) as server:
+        ask(server, prompts, tmp_path / "o.jsonl", limit=1).ok()
+    first, second = (after - before for before, after in pairwise(times[:3]))
+    assert 0.95 <= first < 9
+    assert 0.9 <= second < 9  # dates have whole seconds
 
 
 FINISHES: dict[str | None, str] = {
@@ -443,6 +489,10 @@ def test_answers_are_shortened_to_the_servers_context(tmp_path: Path) -> None:
 def test_a_server_that_refuses_everything_ends_the_run(prompts: Path, tmp_path: Path) -> None:
     with serving(lambda number, body: error(400, "no such model")) as server:
         ask(server, prompts, tmp_path / "o.jsonl").fails(1, "no such model")
+    detail = (422, {}, json.dumps({"detail": "field required"}).encode())  # as FastAPI says it
+    with serving(lambda number, body: detail) as server:
+        shown = ask(server, prompts, tmp_path / "o.jsonl").fails(1, "field required")
+        assert "detail" not in shown.err
     with serving(lambda number, body: error(401, "who are you")) as server:
         ask(server, prompts, tmp_path / "o.jsonl").fails(1, "who are you")
 
